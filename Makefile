@@ -9,6 +9,7 @@ PYTHONS := 3.11 3.12 3.13 3.14
 PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
 DOCS_VENV := .venv-docs
 RAY_VENV := .venv-ray
+NOTEBOOK_VENV := .venv-notebook
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP := $(PEER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -41,7 +42,7 @@ define MAKE_VENV
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks test-ray smoke-ray lint docs reference bench clean
+.PHONY: help demo test test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench clean
 
 help:
 	@echo "make demo        install, make a small model family, merge it three ways, print a table"
@@ -57,6 +58,7 @@ help:
 	@echo "make smoke-frameworks  one such proof of each kind, in a minute"
 	@echo "make test-ray    merge on a Ray cluster of two nodes, and take one away, in an environment of its own"
 	@echo "make smoke-ray   one merge there, and one that loses a node"
+	@echo "make test-notebook  the example notebook in a kernel, in an environment of its own"
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation as a site in build/site, in an environment of its own"
 	@echo "make reference   write the pages of docs/reference that come from the code"
@@ -115,6 +117,12 @@ $(RAY_VENV)/.ray: pyproject.toml
 	$(call MAKE_VENV,$(RAY_VENV))
 	@echo "installing ray into $(RAY_VENV)"
 	@$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test,ray]"
+	@touch $@
+
+$(NOTEBOOK_VENV)/.notebook: pyproject.toml
+	$(call MAKE_VENV,$(NOTEBOOK_VENV))
+	@echo "installing a kernel for notebooks into $(NOTEBOOK_VENV)"
+	@$(NOTEBOOK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test]" "nbclient>=0.10" "ipykernel>=6.29"
 	@touch $@
 
 $(DOCS_VENV)/.docs: requirements/docs.txt
@@ -190,6 +198,9 @@ test-ray: $(RAY_VENV)/.ray
 smoke-ray: $(RAY_VENV)/.ray
 	$(RAY_PYTEST) $(RAY_SMOKE)
 
+test-notebook: $(NOTEBOOK_VENV)/.notebook
+	$(NOTEBOOK_VENV)/bin/python -m pytest -m slow tests/docs/test_examples.py -k in_a_kernel
+
 lint: $(VENV)/.lint
 	$(BIN)/ruff check src tests tools benchmarks examples
 	$(BIN)/ruff format --check src tests tools benchmarks examples
@@ -206,5 +217,5 @@ bench: $(VENV)/.package
 	$(BIN)/python -m benchmarks.merge
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) $(WHEEL_VENV) $(addprefix $(WHEEL_VENV)-,$(PYTHONS)) $(DOCS_VENV) $(RAY_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) $(WHEEL_VENV) $(addprefix $(WHEEL_VENV)-,$(PYTHONS)) $(DOCS_VENV) $(RAY_VENV) $(NOTEBOOK_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
 	find src tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

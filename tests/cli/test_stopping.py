@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import signal
+import termios
 import time
 from pathlib import Path
 
@@ -134,3 +138,49 @@ def test_merge__stopped_at_any_time_it_is_there_whole_or_not_at_all(
         assert (work.out / "mergepipe.json").is_file()
     else:
         assert (ran.exit_code, ran.error_lines) == (128 + number, ["interrupted: nothing was published"])
+
+
+# Runs the command line and, if asked to, sends Ctrl-C to itself when the first part of the output is durable.
+INTERRUPT_AT_RECORD = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from mergepipe.cli import main
+from mergepipe.runs.recovery import resume
+resume.INTERVAL_BYTES = 10_000
+note = resume.MergeProgress.note
+def noted(*arguments):
+    note(*arguments)
+    if sys.argv[1] == "stops":
+        os.kill(os.getpid(), signal.SIGINT)
+resume.MergeProgress.note = noted
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def run_on_terminal(work: Workplace, how: str) -> tuple[int, str]:
+    """Merge with a terminal of 80 columns behind all streams; return the exit code and what it showed."""
+    terminal, stream = os.openpty()
+    termios.tcsetwinsize(stream, (40, 80))
+    process = start_python(
+        INTERRUPT_AT_RECORD, how, "merge", work.recipe, work.out, "--shard-size", 30_000,
+        stdin=stream, stdout=stream, stderr=stream,
+    )  # fmt: skip
+    os.close(stream)
+    shown = b""
+    with contextlib.suppress(OSError):  # how the system ends a terminal that nothing is behind
+        while chunk := os.read(terminal, 1 << 16):
+            shown += chunk
+    os.close(terminal)
+    return process.wait(timeout=120), re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+
+
+def test_merge__stopped_on_a_terminal_says_what_is_durable_and_resumes_there(work: Workplace) -> None:
+    exit_code, shown = run_on_terminal(work, "stops")
+    told = re.search(r"interrupted: nothing was published; (\d+)% of out is durable: the same command resumes", shown)
+    assert told is not None
+    assert (exit_code, int(told[1]) > 0) == (130, True)
+    exit_code, shown = run_on_terminal(work, "goes on")
+    assert exit_code == 0
+    assert shown.index("start") < shown.index(f"resuming at {told[1]}%") < shown.index("operator")
+    assert f"resumed an interrupted run at {told[1]}%" in " ".join(shown.split())
+    assert mergepipe.verify(work.out).is_sound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_check__shows_ages_and_writes_nothing(run: Runner, place: Path) -> None:
     assert ran.exit_code == 0
     row = next(line for line in ran.out.splitlines() if line.startswith("layer 2"))
     assert row.split() == ["layer", "2", "global_step7", "7", "2", "9", "newest"]
-    assert "Older parts resume with older optimizer moments" in ran.out
+    assert "Old weights cost, old moments hardly" in ran.out
     assert sorted(place.rglob("*")) == before
 
 
@@ -131,3 +132,12 @@ def test_catalog_rebuild__leaves_composites_out_and_says_so(run: Runner, place: 
     document = run("catalog", "rebuild", place, "--home", place / "home", "--json").json()
     assert (document["composites"], document["snapshots"]) == ([str(place / "out")], 0)
     assert run("ls", "--home", place / "home").exit_code == 0
+
+
+def test_average__shows_weights_and_writes_a_model(run: Runner, place: Path) -> None:
+    folders = sorted(path.name for path in place.iterdir() if path.is_dir())
+    ran = run("tailor", "average", *folders, "-o", "averaged", "--weights", "1,3")
+    rows = [line.split() for line in ran.out.splitlines() if line.startswith(tuple(folders))]
+    assert (ran.exit_code, [row[-1] for row in rows]) == (0, ["0.25", "0.75"])
+    assert (place / "averaged" / "model.safetensors").is_file()
+    assert json.loads((place / "averaged" / "mergepipe.json").read_text())["average"]["weights"] == [0.25, 0.75]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, BlockGrid, Span
+from mergepipe.engine.reductions import bracketed_ranks
 from mergepipe.engine.reductions.block_reductions import InnerProductSums, MagnitudeCuts
 from mergepipe.engine.reductions.order_statistics import NOTHING_KEPT_BITS
 from mergepipe.engine.reductions.tensor_summary import TensorSummary
@@ -56,7 +57,9 @@ def test_magnitude_cuts__equals_a_sort(data: st.DataObject, share: float) -> Non
     tensor = StoredTensor(family, F32, data.draw(st.integers(0, 5)))
     blocks = [tensor.block(span) for span in tensor.spans(data.draw(st.lists(st.integers(1, n), max_size=4)))]
     sample = blocks[: data.draw(st.integers(0, len(blocks)))]
-    reduced = run_reduction(MagnitudeCuts(kept_E, n), blocks, sample)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bracketed_ranks, "BRACKET_ELEMENTS", data.draw(st.sampled_from((1, 1 << 18))))
+        reduced = run_reduction(MagnitudeCuts(kept_E, n), blocks, sample)
     assert reduced.threshold_bits_E is not None
     assert_cuts(family, kept_E, reduced.threshold_bits_E)
 
@@ -86,11 +89,11 @@ def _drive_counting_refinements(
     for span in pieces:
         selection.accumulate(tensor.block(span))
     refinements = 0
-    if not selection.finish():
-        refinements = 1
+    while not selection.finish():
+        refinements += 1
+        assert refinements <= 2
         for span in pieces:
             selection.refine(tensor.block(span))
-        assert selection.finish()
     threshold_bits_E = selection.result().threshold_bits_E
     assert threshold_bits_E is not None
     return refinements, threshold_bits_E[0]
@@ -101,6 +104,19 @@ def test_magnitude_cuts__needs_one_pass_after_an_honest_sample() -> None:
     pieces = [Span(i, i + 10_000) for i in range(0, 100_000, 10_000)]
     refinements, threshold = _drive_counting_refinements(_one_expert(deltas), 20_000, pieces[::5], pieces)
     assert refinements == 0
+    assert threshold == np.sort(np.abs(deltas).view(np.uint32))[-20_000]
+
+
+@pytest.mark.parametrize(("first_scale", "looks"), [(1.0, 1), (1e-6, 2), (1e6, 2), (0.0, 2)])
+def test_magnitude_cuts__in_memory_look_once_more_or_twice_if_the_first_block_misleads(
+    first_scale: float, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bracketed_ranks, "BRACKET_ELEMENTS", 1)
+    deltas = (np.random.default_rng(0).standard_normal(100_000) * 1e-3).astype(np.float32)
+    deltas[:10_000] *= np.float32(first_scale)
+    pieces = [Span(i, i + 10_000) for i in range(0, 100_000, 10_000)]
+    refinements, threshold = _drive_counting_refinements(_one_expert(deltas), 20_000, [], pieces)
+    assert refinements == looks
     assert threshold == np.sort(np.abs(deltas).view(np.uint32))[-20_000]
 
 

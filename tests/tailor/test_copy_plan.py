@@ -111,6 +111,7 @@ def content_of(segment: Segment, files: dict[str, bytes]) -> bytes:
     if isinstance(segment, CastRange):
         raw = files[segment.file.name][segment.offset : segment.offset + source_bytes(segment)]
         return np.frombuffer(raw, np.float32).astype(ml_dtypes.bfloat16).tobytes()
+    assert isinstance(segment, Fill | Literal)
     return bytes(segment.nbytes) if isinstance(segment, Fill) else segment.content
 
 

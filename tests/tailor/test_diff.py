@@ -100,9 +100,10 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("strategy", "at", "default", "units"),
     [
-        ("parity", None, "global_step9", ["layers odd", "embed", "norm"]),
-        ("parity", 8, "global_step7", ["layers odd", "embed", "norm"]),
-        ("filter", None, "global_step9", ["layers 2-3"]),
+        ("parity", None, "global_step9", ["layers 0,2,4", "embed"]),
+        ("parity", 8, "global_step7", ["layers 0,2,4", "embed"]),
+        ("paper-parity", None, "global_step9", ["layers 1,3,5", "embed", "norm"]),
+        ("filter", None, "global_step9", ["layers 3", "embed", "lm_head"]),
         ("latest", 3, "global_step3", None),
     ],
 )
@@ -121,8 +122,10 @@ def test_recipe_text__is_a_recipe_that_composes(run: Path, tmp_path: Path, strat
     assert report.plan.assignment.skeleton.step == 9
     old, new = (known_states(decoder_shapes(6), seed=step, step=step) for step in (7, 9))
     older = {
-        Strategy.PARITY: (".layers.1.", ".layers.3.", ".layers.5.", "embed", "model.norm."),
-        Strategy.FILTER: (".layers.2.", ".layers.3."),
+        Strategy.PARITY: (".layers.0.", ".layers.2.", ".layers.4.", "embed"),
+        Strategy.FILTER: (".layers.3.", "embed", "lm_head"),
+        Strategy.PAPER_PARITY: (".layers.1.", ".layers.3.", ".layers.5.", "embed", "model.norm."),
+        Strategy.PAPER_FILTER: (".layers.3.", "embed", "lm_head"),
         Strategy.LATEST: (),
     }[strategy]
     taken = [name for name in old.shapes if any(part in name for part in older)]

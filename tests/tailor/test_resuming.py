@@ -222,3 +222,27 @@ def test_composite__of_stacked_layers_resumes_with_the_values_of_its_sources(tmp
         wrong += [] if np.array_equal(loaded[key], truths[step][before]) else [key]
     assert (wrong, len(keys) >= 87) == ([], True)
     assert all(np.isfinite(loaded[key]).all() for key in loaded if key.startswith("loss/"))
+
+
+@needs_frameworks
+@pytest.mark.parametrize("kind", ["hf", "zero2-bf16", "zero3-bf16", "hf-zero3", "dcp"])
+def test_average__resumes_with_averaged_weights_and_the_newest_moments(tmp_path: Path, kind: str) -> None:
+    """A quarter of step 2 and three of step 4, in float64 of what the framework loads from each."""
+    out = tmp_path / "run"
+    train(kind, out)
+    sources = [out / folder(kind, step) for step in (OLD, NEW)]
+    api.average(sources, out / folder(kind, OTHER), weights=(1, 3), optimizer="last", self_check="full")
+    (loaded,) = resume(kind, out, OTHER)
+    old, new = (np.load(out / f"truth-{step}.npz") for step in (OLD, NEW))
+    keys = [key for key in loaded if "/" in key and not key.startswith(("after/", "loss/"))]
+    for key in keys:
+        state, _, name = key.partition("/")
+        if state not in ("fp32", "weight"):
+            assert np.array_equal(loaded[key], new[key]), key
+            continue
+        master = f"fp32/{name}" if f"fp32/{name}" in old.files else key
+        mean = 0.25 * old[master].astype(np.float64) + 0.75 * new[master]
+        tolerance = 2.0**-8 if state == "weight" and kind.endswith("-bf16") else 1e-6
+        np.testing.assert_allclose(loaded[key], mean, rtol=tolerance, atol=1e-7, err_msg=key)
+    assert len(keys) >= 87
+    assert all(np.isfinite(loaded[key]).all() for key in loaded if key.startswith("loss/"))

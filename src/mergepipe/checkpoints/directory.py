@@ -113,7 +113,7 @@ def _open_directory(store: Store, path: Location) -> Checkpoint:
         files = _read_shards(store, path, weights.name, weight_map)
     else:
         files = [read_weight_file(store, path, weights.name, stat_present(store, path, weights.name))]
-    return _checkpoint(path, path, files, _find_sidecars(store, path, names))
+    return _checkpoint(path, path, files, find_sidecars(store, path, names))
 
 
 def list_names(store: Store, folder: Location) -> frozenset[str]:
@@ -205,7 +205,7 @@ def _raise_capped(path: Location, problems: Iterator[Problem]) -> None:
     raise CorruptError(*located)
 
 
-def _find_sidecars(store: Store, root: Location, names: Collection[str]) -> tuple[str, ...]:
+def find_sidecars(store: Store, root: Location, names: Collection[str]) -> tuple[str, ...]:
     """Names of the files that belong to the model beside its tensors, each checked to be a file of the checkpoint."""
     sidecars = [name for name in names if _is_sidecar(name)]
     if TEMPLATE_FOLDER in names and is_folder(store, root / TEMPLATE_FOLDER):

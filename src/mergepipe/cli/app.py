@@ -1,42 +1,38 @@
-"""The command line as one object: every command, added in the order in which the help lists them."""
+"""The command line as one object: commands, added in the order in which the help lists them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mergepipe.cli.commands.budgets import analyze, explain, plan, sweep
-from mergepipe.cli.commands.experts import extract_lora, pack, unpack
-from mergepipe.cli.commands.maintenance import catalog, gc
-from mergepipe.cli.commands.merging import check, merge, run, status
-from mergepipe.cli.commands.snapshots import (
-    diff,
-    lineage,
-    ls,
-    materialise,
-    push,
-    repair,
-    replay,
-    show,
-    verify,
-)
-from mergepipe.cli.commands.training import tailor
 from mergepipe.cli.completion import SHELLS, choices, completion_script
 from mergepipe.cli.registration import WIDEST_HELP, SectionedGroup
 
 if TYPE_CHECKING:
     from typer.core import TyperGroup
 
-_COMMANDS = (
-    merge, check, run, status, plan, explain, analyze, sweep, ls, show, lineage, diff, verify, repair, replay,
-    materialise, push, pack, unpack, extract_lora, tailor, gc, catalog,
-)  # fmt: skip
-"""Modules with a `register(app)`. They import nothing but typer and the standard library until a command runs."""
+_COMMANDS = {
+    "merging": ("merge", "check", "run", "status"),
+    "budgets": ("plan", "explain", "analyze", "sweep"),
+    "snapshots": ("ls", "show", "lineage", "diff", "verify", "repair", "replay", "materialise", "push"),
+    "experts": ("pack", "unpack", "extract_lora"),
+    "training": ("tailor",),
+    "maintenance": ("gc", "catalog"),
+}
+"""Modules of `cli.commands` by group, each with a `register(app)`, named as the command that it adds.
+
+They import nothing but typer and the standard library until a command runs.
+"""
 
 
-def build_command() -> TyperGroup:
-    """Build the whole command line."""
+def build_command(arguments: Sequence[str] = ()) -> TyperGroup:
+    """Build the command line: the command alone that `arguments` begin with, or all where they begin with none."""
+    modules = [f"{group}.{name}" for group, names in _COMMANDS.items() for name in names]
+    first = arguments[0].replace("-", "_") if arguments else ""
+    named = [module for module in modules if module.endswith(f".{first}")]
     app = typer.Typer(
         name="mergepipe",
         cls=SectionedGroup,
@@ -46,8 +42,8 @@ def build_command() -> TyperGroup:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST_HELP},
     )
     app.callback(invoke_without_command=True)(_root)
-    for command_module in _COMMANDS:
-        command_module.register(app)
+    for module in named or modules:
+        import_module(f"mergepipe.cli.commands.{module}").register(app)
     command: TyperGroup = typer.main.get_group(app)
     return command
 

@@ -38,13 +38,15 @@ def choices(*names: str) -> Callable[[str], list[str]]:
     return begin_with
 
 
-def complete(command: TyperGroup) -> int | None:
-    """Print completions where a shell's completion script asks for them; None where it does not."""
-    instruction = os.environ.get(VARIABLE)
-    if not instruction:
-        return None
+def asks_for_completions() -> bool:
+    """Whether a shell's completion script runs this program."""
+    return bool(os.environ.get(VARIABLE))
+
+
+def complete(command: TyperGroup) -> int:
+    """Print the completions that a shell's completion script asks for; return the exit code."""
     from typer._completion_classes import completion_init
     from typer.completion import shell_complete
 
     completion_init()
-    return shell_complete(command, {}, PROGRAM, VARIABLE, instruction)
+    return shell_complete(command, {}, PROGRAM, VARIABLE, os.environ[VARIABLE])

@@ -90,12 +90,11 @@ def _run(arguments: Sequence[str], interrupts: Interrupts, program: str) -> int:
     command: TyperCommand | TyperGroup
     if program == "mergepipe":
         from mergepipe.cli.app import build_command
-        from mergepipe.cli.completion import complete
+        from mergepipe.cli.completion import asks_for_completions, complete
 
-        command = build_command()
-        completed = complete(command)
-        if completed is not None:
-            return completed
+        if asks_for_completions():
+            return complete(build_command())
+        command = build_command(arguments)
     else:
         from mergepipe.cli.mergekit.command import build_command as build_mergekit_command
 

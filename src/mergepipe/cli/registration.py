@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -69,8 +69,40 @@ def _field_parameters(group: type) -> list[inspect.Parameter]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class PlainValues:
+    """Takes values of an option that have its type already; typer checks all others, by loading pydantic first."""
+
+    annotation: object
+    checked: Callable[[], Any]
+
+    def coerce(self, value: Any, param: Any, ctx: Context) -> Any:
+        """Return the value of an option for the command's function."""
+        is_many = param.multiple or param.nargs == -1
+        if value is None:
+            return () if is_many else None
+        if is_many and self.annotation == list[str] and all(type(item) is str for item in value):
+            return list(value)
+        if not is_many and type(value) is self.annotation:
+            return value
+        return self.checked().coerce(value, param=param, ctx=ctx)
+
+
+def take_plain_values(params: Sequence[Any]) -> None:
+    """Let parameters take values that have their type already without loading pydantic, where typer allows that."""
+    for param in params:
+        described, checked = getattr(param, "type_descriptor", None), getattr(param, "get_runtime_param", None)
+        if described is not None and checked is not None:
+            param.get_runtime_param = lambda plain=PlainValues(described.annotation, checked): plain
+
+
 class SectionedCommand(TyperCommand):
     """A command whose help lists options by `rich_help_panel`, and examples at the end as they are written."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        """Read the arguments."""
+        take_plain_values(self.get_params(ctx))
+        return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Context) -> list[str]:
         """Return the arguments under the names that their help has."""
@@ -104,6 +136,11 @@ class SectionedCommand(TyperCommand):
 
 class SectionedGroup(TyperGroup):
     """A group of commands whose help lists them by `rich_help_panel`."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        """Read the arguments up to the command's name."""
+        take_plain_values(self.get_params(ctx))
+        return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
         """Write the commands section by section."""

@@ -153,8 +153,9 @@ def make_plan(
     statistics, probe_bytes = facts.statistics, (0,) * len(inputs.expert_models)
     if prober is not None:
         probe = probe_unknown(
-            prober, inputs, facts.statistics, request.budget, block_elements, link, max(request_bytes, default=0)
-        )
+            prober, inputs, facts.statistics, request.budget, block_elements, link, max(request_bytes, default=0),
+            request.choices.target_error,
+        )  # fmt: skip
         statistics, probe_bytes = probe.statistics, probe.cost_bytes
     problem = PlanningProblem(
         operator=inputs.recipe.operator.name,

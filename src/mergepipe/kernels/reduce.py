@@ -1,4 +1,4 @@
-"""Count magnitude histograms of deltas: coarse over all elements, fine within selected bins."""
+"""Count magnitudes of deltas: coarse histograms, above given edges, fine within selected bins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.kernels.codec import TILE_ELEMENTS
-from mergepipe.kernels.compilation.compiled import Bits32, Bytes, Counts, Floats, kernel
+from mergepipe.kernels.compilation.compiled import Bits16, Bits32, Bytes, Counts, Floats, kernel
 from mergepipe.kernels.merge import decode_delta
 
 COARSE_SHIFT = 16
@@ -44,6 +44,38 @@ def count_bits(bits: Bits32, n: int, counts: Counts) -> None:
 
 
 @kernel
+def count_from_edges(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    offset: int,
+    code: int,
+    n: int,
+    edges_W: NDArray[np.uint16],
+    counts_W: Counts,
+) -> None:
+    """Add to `counts_W[w]` the number of `|delta|` whose upper 15 magnitude bits are at least `edges_W[w]`."""
+    base = np.empty(_TILE, np.float32)
+    model = np.empty(_TILE, np.float32)
+    delta = np.empty(_TILE, np.float32)
+    bits = delta.view(np.uint32)
+    halves = np.empty(_TILE, np.uint16)
+    start = 0
+    while start < n:
+        m = min(_TILE, n - start)
+        decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
+        for i in range(m):
+            halves[i] = np.uint16((bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT))
+        for w in range(edges_W.shape[0]):
+            edge = edges_W[w]
+            count = np.uint16(0)  # of a tile: narrow lanes, so that more of them are in a vector
+            for i in range(m):
+                count = np.uint16(count + np.uint16(halves[i] >= edge))
+            counts_W[w] += np.int64(count)
+        start += m
+
+
+@kernel
 def count_fine(
     raw: Bytes,
     base_offset: int,
@@ -54,23 +86,25 @@ def count_fine(
     bin_R: Bits32,
     row_of_bin_B: NDArray[np.int16],
     counts_RB: NDArray[np.int32],
+    totals_R: Counts,
 ) -> None:
     """Add to `counts_RB[r, b]` the number of `|delta|` with the upper bits of row `r` and lower 16 bits `b > 0`.
 
-    `bin_R` lists the upper bits of the rows, `row_of_bin_B` maps them to a row, or to -1. Deltas of 16-bit formats have
-    few significant bits, so most of a bin has `b == 0`: that count is omitted, as it is the bin's total minus the
-    others, and the search for the rest vectorises.
+    `bin_R` lists the upper bits of the rows, `row_of_bin_B` maps them to a row. Deltas of 16-bit formats have few
+    significant bits, so most of a bin has `b == 0`: that count is omitted, as it is the bin's total minus the others.
+    What is left is seldom. All of a row's elements, whatever their lower bits, are added to `totals_R[r]`.
     """
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
     delta = np.empty(_TILE, np.float32)
     bits = delta.view(np.uint32)
+    upper = np.empty(_TILE, np.uint16)
     hits_2N = np.zeros((2, _TILE), np.uint8)
     start = 0
     while start < n:
         m = min(_TILE, n - start)
         decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
-        count_fine_bits(bits, m, hits_2N, bin_R, row_of_bin_B, counts_RB)
+        count_fine_bits(bits, m, upper, hits_2N, bin_R, row_of_bin_B, counts_RB, totals_R)
         start += m
 
 
@@ -78,54 +112,53 @@ def count_fine(
 def count_fine_bits(
     bits: Bits32,
     n: int,
+    upper: Bits16,
     hits_2N: Bytes,
     bin_R: Bits32,
     row_of_bin_B: NDArray[np.int16],
     counts_RB: NDArray[np.int32],
+    totals_R: Counts,
 ) -> None:
-    """Count like `count_fine`, for `n` bit patterns, at most a tile; `hits_2N` (uint8, two rows) is a work array."""
-    hits = hits_2N[0]
-    words = hits.view(np.uint64)
+    """Count like `count_fine`, for `n` bit patterns, at most a tile; `upper` and `hits_2N` are work arrays."""
+    hits, has_low = hits_2N[0], hits_2N[1]
     for i in range(n):
-        hits[i] = np.uint8((bits[i] & np.uint32(0xFFFF)) != np.uint32(0))
-    dense = 0
-    for w in range((n + 7) // 8):
-        dense += 1 if words[w] != np.uint64(0) else 0
-    if dense > n // 16:  # full-precision values: restrict the search to the watched bins
-        _clear_unwatched(bits, n, hits, hits_2N[1], bin_R)
+        upper[i] = np.uint16((bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT))
+    for i in range(n):
+        has_low[i] = np.uint8((bits[i] & np.uint32(0xFFFF)) != np.uint32(0))
+    hits[:] = np.uint8(0)
+    for r in range(bin_R.shape[0]):
+        watched = np.uint16(bin_R[r])
+        count = np.uint16(0)  # of a tile: narrow lanes, so that more of them are in a vector
+        for i in range(n):
+            is_inside = upper[i] == watched
+            hits[i] |= np.uint8(is_inside)
+            count = np.uint16(count + np.uint16(is_inside))
+        totals_R[r] += np.int64(count)
+    for i in range(n):
+        hits[i] &= has_low[i]
+    words = hits.view(np.uint64)
     for w in range((n + 7) // 8):
         if words[w] != np.uint64(0):
-            for i in range(8 * w, min(8 * w + 8, n)):
+            for i in range(8 * w, 8 * w + 8):
                 if hits[i]:
-                    magnitude = bits[i] & np.uint32(0x7FFFFFFF)
-                    row = row_of_bin_B[magnitude >> np.uint32(COARSE_SHIFT)]
-                    if row >= 0:
-                        counts_RB[row, magnitude & np.uint32(0xFFFF)] += 1
-
-
-@kernel
-def _clear_unwatched(bits: Bits32, n: int, hits: Bytes, watched: Bytes, bin_R: Bits32) -> None:
-    """Clear the hits outside the watched bins."""
-    for i in range(n):
-        watched[i] = np.uint8(0)
-    for r in range(bin_R.shape[0]):
-        watched_bin = bin_R[r]
-        for i in range(n):
-            watched[i] |= np.uint8((bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT) == watched_bin)
-    for i in range(n):
-        hits[i] &= watched[i]
+                    counts_RB[row_of_bin_B[upper[i]], bits[i] & np.uint32(0xFFFF)] += 1
 
 
 @kernel
 def count_fine_scores(
-    scores_N: Floats, bin_R: Bits32, row_of_bin_B: NDArray[np.int16], counts_RB: NDArray[np.int32]
+    scores_N: Floats,
+    bin_R: Bits32,
+    row_of_bin_B: NDArray[np.int16],
+    counts_RB: NDArray[np.int32],
+    totals_R: Counts,
 ) -> None:
     """Count like `count_fine`, for scores that are not negative."""
     bits = scores_N.view(np.uint32)
+    upper = np.empty(_TILE, np.uint16)
     hits_2N = np.zeros((2, _TILE), np.uint8)
     for start in range(0, len(bits), _TILE):
         m = min(_TILE, len(bits) - start)
-        count_fine_bits(bits[start : start + m], m, hits_2N, bin_R, row_of_bin_B, counts_RB)
+        count_fine_bits(bits[start : start + m], m, upper, hits_2N, bin_R, row_of_bin_B, counts_RB, totals_R)
 
 
 @kernel

@@ -21,7 +21,6 @@ from mergepipe.recipes.resolve.vocabulary_alignment import Alignment
 from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.runs.publication.input_cards import InputCard, read_input_card
 from mergepipe.runs.publication.left_out import left_out_files
-from mergepipe.runs.publication.model_card import model_card, origins_of
 from mergepipe.snapshots.manifest import CARD_NAME, LeftOutFile, Manifest
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import SIDECARS_BYTES, sidecar_limit
@@ -107,6 +106,8 @@ def plan_small_files(inputs: Inputs, store: Store, choice: SmallFileChoice = EVE
 
 def sidecar_contents(planned: PlannedFiles, inputs: Inputs, store: Store, manifest: Manifest) -> dict[str, bytes]:
     """Add the files made from the manifest to the planned small files; the manifest and the index are not in it."""
+    from mergepipe.runs.publication.model_card import model_card, origins_of  # nothing that only checks needs templates
+
     origins = origins_of(inputs, store, manifest, planned.cards)
     made = {CARD_NAME: model_card(manifest, origins), MERGEKIT_CONFIG_NAME: origins.recipe.encode()}
     return {**planned.contents, **made}

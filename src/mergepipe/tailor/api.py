@@ -1,4 +1,4 @@
-"""The Python API of tailor: inspect, check, compose, diff, and recipes for the usual compositions."""
+"""The Python API of tailor: inspect, check, compose, average, diff, and recipes for the usual compositions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from mergepipe.errors import LimitError, RecipeError, did_you_mean
 from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from mergepipe.tailor.averaging.request import AverageRequest
     from mergepipe.tailor.composition.checkpoint_diff import DiffReport
     from mergepipe.tailor.composition.compose import CompositionReport, OnProgress
     from mergepipe.tailor.inspect import InspectReport
@@ -51,6 +52,11 @@ def check(
         DEFAULT_MEMORY_BYTES, world_size=_ranks(world_size), linked=link,
         state_from=None if state_from is None else absolute(state_from),
     )  # fmt: skip
+    request = _average_request(recipe, state_from=state_from, world_size=world_size, link=link)
+    if request is not None:
+        from mergepipe.tailor.averaging.average import check_average
+
+        return check_average(request)
     return check_recipe(Location.of(recipe), options)
 
 
@@ -91,7 +97,82 @@ def compose(
         linked=link, state_from=None if state_from is None else absolute(state_from),
         thoroughness=Thoroughness(self_check),
     )  # fmt: skip
+    request = _average_request(recipe, state_from=state_from, world_size=world_size, link=link)
+    if request is not None:
+        from mergepipe.tailor.averaging.average import average as run_average
+
+        return run_average(request, Path(out), options, on_progress or (lambda *_: None))
     return run(Location.of(recipe), Path(out), options, on_progress or (lambda *_: None))
+
+
+def average(
+    checkpoints: Sequence[str | Path],
+    out: str | Path,
+    *,
+    weights: str | Sequence[float] = "sma",
+    alpha: float | None = None,
+    optimizer: str = "none",
+    dtype: str | None = None,
+    files_from: str | Path | None = None,
+    self_check: str = "sampled",
+    memory_bytes: int | None = None,
+    force: bool = False,
+    on_progress: OnProgress | None = None,
+) -> CompositionReport:
+    """Average checkpoints of one run, a pass over all of them, and publish the result at `out`.
+
+    Args:
+        weights: `sma`, `ema`, `wma`, `decay-linear`, `decay-cosine`, `decay-1-sqrt`, or one number a checkpoint.
+        alpha: weight of each checkpoint against the average of those before it (`ema`); default 0.2.
+        optimizer: `none` writes a Hugging Face model, `last` and `average` a checkpoint to resume from, with the
+            newest checkpoint's moments or averaged ones.
+        dtype: of a model's weights; default, that of the stored weights.
+        files_from: the directory that lends a model its configuration and tokenizer; default, the newest checkpoint.
+        self_check: `sampled`, `full` or `off`: how much is compared with averages in float64 before publishing.
+        memory_bytes: cap on buffers; default 256 MiB.
+        force: replace an output of mergepipe that is already at `out`.
+        on_progress: called with (phase, bytes done, bytes in all), from the calling thread.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`; nothing is left behind.
+    """
+    from mergepipe.core.bounds import positive
+    from mergepipe.tailor.averaging.average import average as run
+    from mergepipe.tailor.averaging.request import AverageRequest, optimizer_state, out_dtype, weights_of
+    from mergepipe.tailor.averaging.schemes import DEFAULT_ALPHA
+    from mergepipe.tailor.composition.compose import ComposeOptions
+    from mergepipe.tailor.composition.self_check import Thoroughness
+
+    request = AverageRequest(
+        tuple(absolute(path) for path in checkpoints),
+        weights_of(weights) if isinstance(weights, str) else tuple(map(float, weights)),
+        DEFAULT_ALPHA if alpha is None else alpha, optimizer_state(optimizer), out_dtype(dtype, "--dtype"),
+        None if files_from is None else absolute(files_from),
+    )  # fmt: skip
+    options = ComposeOptions(
+        DEFAULT_MEMORY_BYTES if memory_bytes is None else positive("--memory", memory_bytes),
+        force=force, thoroughness=Thoroughness(self_check),
+    )  # fmt: skip
+    return run(request, Path(out), options, on_progress or (lambda *_: None))
+
+
+def _average_request(
+    recipe: str | Path, *, state_from: str | Path | None, world_size: int | None, link: bool
+) -> AverageRequest | None:
+    """Read a recipe that averages; None where it composes. Options of compositions alone are refused.
+
+    Raises:
+        MergePipeError: it is wrong.
+    """
+    from mergepipe.storage.stores import Stores
+    from mergepipe.tailor.averaging.request import load_average
+
+    request = load_average(Location.of(recipe), Stores())
+    composing = {"--state-from": state_from is not None, "--world-size": world_size is not None, "--link": link}
+    refused = [option for option, is_given in composing.items() if is_given and request is not None]
+    if refused:
+        raise RecipeError.of("option.invalid", refused[0], "the recipe averages checkpoints", "leave it out")
+    return request
 
 
 def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], None] | None = None) -> DiffReport:
@@ -148,11 +229,12 @@ def recipe(
 def recipe_text(
     strategy: str, run: str | Path, *, at: int | None = None, ends: int = DEFAULT_ENDS, folder: str | Path = "."
 ) -> str:
-    """Write the recipe of a strategy (`parity`, `filter`, `latest`) over a run's newest checkpoints.
+    """Write the recipe of a strategy over a run's newest checkpoints.
 
     Args:
+        strategy: `parity`, `filter`, `paper-parity`, `paper-filter` or `latest`.
         at: the last step to look at; default, any.
-        ends: layers at either end that `filter` takes from the newest checkpoint.
+        ends: layers at either end that the filters take from the newest checkpoint.
         folder: where the recipe will lie; its paths are relative to that.
 
     Raises:

@@ -11,14 +11,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from test_budget_reports import SWEPT
 
 from mergepipe.cli.render.explain_page import explain_page, layer_charts
 from mergepipe.cli.render.plans import explain_table
+from mergepipe.cli.render.sweep_page import sweep_page
 from mergepipe.cli.render.verdicts import larger_budget_text, verdict_sentence
 from mergepipe.reports import BudgetVerdict, ExpertCoverage, ExpertShare, Explanation, LayerShare
 
 MADE = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
-WIDTHS = (360, 768, 1280)
+WIDTHS = (320, 768, 1440)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -134,22 +136,45 @@ def test_explain_table__says_the_verdict_first_within_80_columns(monkeypatch: py
     assert all(len(line) <= 80 for line in lines)
 
 
+PAGES = {"explain": lambda: explain_page(explained(28, 4), MADE), "sweep": lambda: sweep_page(SWEPT, MADE)}
+MEASURE = """
+const d = this.contentDocument.documentElement, sizes = [...d.querySelectorAll('body *')].map(
+    each => parseFloat(getComputedStyle(each).fontSize));
+const colour = getComputedStyle(d.querySelector('p')).color;
+document.title = [d.scrollWidth, d.clientWidth, Math.min(...sizes), colour].join('|')
+"""
+
+
+def browse(page: str, folder: Path, width: int, *flags: str) -> str:
+    """Open a page in a frame of some width, for windows of a browser have a least one; return what the browser says."""
+    assert CHROMIUM is not None
+    (folder / "page.html").write_text(page)
+    frame = folder / "frame.html"
+    frame.write_text(f'<iframe src="page.html" style="border:0;width:{width}px;height:2500px" onload="{MEASURE}">')
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *flags]
+    command += [f"--user-data-dir={folder / 'profile'}", "--allow-file-access-from-files"]
+    ran = subprocess.run(
+        [*command, f"--window-size={width + 20},2500", frame.as_uri()], check=True, capture_output=True, timeout=120
+    )
+    return ran.stdout.decode()
+
+
+def measured(page: str, folder: Path, width: int, *flags: str) -> list[str]:
+    """Return how wide a drawn page is, what it has for that, its smallest text and its colour of text."""
+    found = re.search("<title>(.*)</title>", browse(page, folder, width, "--dump-dom", *flags))
+    assert found is not None
+    return found[1].split("|")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_explain_page__is_drawn_by_a_browser(tmp_path: Path, width: int) -> None:
-    """The screenshot is the artefact; a page wider than the window would have a scroll bar, which the title tells."""
-    assert CHROMIUM is not None
-    probe = "<script>document.title = document.documentElement.scrollWidth + ' ' + innerWidth</script>"
-    page = tmp_path / "page.html"
-    page.write_text(explain_page(explained(28, 4), MADE).replace("</body>", f"{probe}</body>"))
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    frame = tmp_path / "frame.html"  # windows of a browser have a least width: the page is framed instead
-    frame.write_text(f'<iframe src="page.html" style="border:0;width:{width}px;height:2000px"></iframe>')
-    shot = tmp_path / f"explain-{width}.png"
-    subprocess.run(
-        [CHROMIUM, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--allow-file-access-from-files",
-         f"--window-size={width + 20},2000", f"--screenshot={shot}", frame.as_uri()],
-        check=True, capture_output=True, timeout=120,
-    )  # fmt: skip
-    assert shot.stat().st_size > 10_000
+def test_page__fits_a_browser_of_any_width(tmp_path: Path, name: str, width: int) -> None:
+    page = PAGES[name]()
+    drawn, available, smallest, colour = measured(page, tmp_path, width)
+    assert (int(drawn), int(available), float(smallest)) == (width, width, 16.0)
+    assert measured(page, tmp_path, width, "--blink-settings=preferredColorScheme=0")[3] != colour  # dark
+    browse(page, tmp_path, width, f"--screenshot={tmp_path / f'{name}-{width}.png'}")  # to be looked at
+    browse(page, tmp_path, width, f"--print-to-pdf={tmp_path / f'{name}-{width}.pdf'}")
+    assert (tmp_path / f"{name}-{width}.pdf").read_bytes().startswith(b"%PDF")

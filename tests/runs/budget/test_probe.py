@@ -86,6 +86,14 @@ def test_merge__that_probes_says_so_and_remembers(family: Path, tmp_path: Path) 
     assert not any(each.get("side_bytes") for each in again["models"])
 
 
+def test_merge__for_a_target_error_needs_no_preparation(family: Path, tmp_path: Path) -> None:
+    full = _merge(family, tmp_path / "full", tmp_path / "none", None)
+    options = MergeOptions(home=tmp_path / "home", plan=PlanOptions(block_elements=GRAIN))
+    report = mergepipe.merge(family / "ties-0.2.yml", tmp_path / "out", target_error="40%", options=options)
+    assert 0 < report.expert_bytes + report.analysis_bytes < 0.9 * full.expert_bytes
+    assert _error(family, tmp_path / "out", tmp_path / "full") < 0.5
+
+
 def test_merge__of_very_many_blocks_samples_none(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "MOST_BLOCKS", 2 * N_TENSORS * N_EXPERTS)
     report = _merge(family, tmp_path / "out", tmp_path / "home", "50%")

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import LimitError, RecipeError
-from mergepipe.tailor.saving.unit_choice import Filter, LatestChanged, Parity, Situation, Strategy, choose_units
+from mergepipe.tailor.saving.unit_choice import (
+    Filter,
+    LatestChanged,
+    PaperFilter,
+    PaperParity,
+    Parity,
+    Situation,
+    Strategy,
+    choose_units,
+)
 from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
 
 
@@ -34,6 +43,19 @@ def test_filter__takes_the_edges_each_time() -> None:
     assert [len(save) for save in saves[:3]] == [5, 5, 4]  # 8 other units in 3 turns
 
 
+def test_paper_parity__takes_the_papers_halves() -> None:
+    assert chosen(PaperParity(), 0) == ["embed", "layer 1", "layer 3", "layer 5", "norm", "other:vision"]
+    assert chosen(PaperParity(), 1) == ["layer 0", "layer 2", "layer 4", "lm_head"]
+
+
+def test_paper_filter__takes_ends_each_time_and_half_of_the_rest_every_fifth() -> None:
+    ends = {"layer 0", "layer 1", "layer 6", "layer 7"}
+    saves = [set(chosen(PaperFilter(), n, 8)) for n in range(10)]
+    assert [save - ends for save in saves[:4] + saves[5:9]] == [set()] * 8
+    assert saves[4] - ends == {"embed", "layer 3", "layer 5", "lm_head"}
+    assert saves[9] - ends == {"layer 2", "layer 4", "norm", "other:vision"}
+
+
 @pytest.mark.parametrize("n_layers", [0, 1, 2, 3])
 def test_filter__bears_more_edges_than_layers(n_layers: int) -> None:
     assert set(chosen(Filter(edge_layers=2, every=5), 4, n_layers)) >= {f"layer {i}" for i in range(min(n_layers, 3))}
@@ -41,7 +63,8 @@ def test_filter__bears_more_edges_than_layers(n_layers: int) -> None:
 
 @given(st.integers(0, 12), st.integers(0, 5), st.integers(1, 6), st.integers(0, 20))
 def test_choose_units__covers_the_model_in_one_round(n_layers: int, edge: int, every: int, start: int) -> None:
-    for strategy, n_saves in ((Parity(), 2), (Filter(edge, every), every)):
+    cases = ((Parity(), 2), (Filter(edge, every), every), (PaperParity(), 2), (PaperFilter(edge, every), 2 * every))
+    for strategy, n_saves in cases:
         situation = [Situation(model(n_layers), start + i) for i in range(n_saves)]
         found = {unit for each in situation for unit in choose_units(strategy, each)}
         assert found == set(model(n_layers))

@@ -11,14 +11,17 @@ from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
+    from mergepipe.checkpoints.formats.strict_json import JsonValue
     from mergepipe.tailor.composition.checkpoint_diff import Change, DiffReport
     from mergepipe.tailor.composition.compose import CompositionReport
+    from mergepipe.tailor.composition.composite import AverageRecord
     from mergepipe.tailor.composition.staleness import UnitStaleness
     from mergepipe.tailor.inspect import CheckpointReport, InspectReport, UnitReport
 
 _STALE_NOTE = (
-    "Older parts resume with older optimizer moments, which are replaced within some tens of steps; "
-    "expect a short rise of the loss where many units are old."
+    "Old weights cost, old moments hardly: a small model early in training resumed 0.57 nats higher with units "
+    "200 steps apart, 0.02 with 50, and old moments alone cost nothing measurable. "
+    "See how far yours are apart: mergepipe tailor diff."
 )
 
 
@@ -54,6 +57,8 @@ def _unit_row(unit: UnitReport, kinds: Sequence[str]) -> list[str]:
 def composition_table(report: CompositionReport) -> str:
     """Show the source and staleness of each unit of a composition, and what was or would be written."""
     plan = report.plan
+    if report.average is not None:
+        return "\n".join([*_averaged(report, report.average), *_outcome(report)])
     skeleton, state = plan.assignment.skeleton, plan.assignment.state
     rows = [["unit", "from", "step", "age", "adam step", "policy"], *(_staleness_row(unit) for unit in plan.staleness)]
     lines = _aligned(rows)
@@ -64,6 +69,23 @@ def composition_table(report: CompositionReport) -> str:
     if any(age for unit in plan.staleness for _, _, age in unit.sources):
         lines += ["", _STALE_NOTE]
     return "\n".join(lines)
+
+
+def _averaged(report: CompositionReport, average: AverageRecord) -> list[str]:
+    """The weight of each checkpoint, and what is made of them."""
+    plan = report.plan
+    sources = zip(plan.assignment.sources, average.weights, strict=True)
+    rows = [["checkpoint", "step", "weight"]]
+    rows += [[printable(source.path.name), str(source.step), f"{weight:.6g}"] for source, weight in sources]
+    made = {"none": "a model, without optimizer state", "last": "a checkpoint, with the newest moments"}
+    return [
+        *_aligned(rows),
+        "",
+        f"weights     {average.scheme}",
+        f"makes       {made.get(average.optimizer, 'a checkpoint, with averaged moments')}",
+        f"writes      {format_bytes(plan.output_bytes)} in {plural(len(plan.files), 'file')}, "
+        f"reads {format_bytes(plan.read_bytes)}",
+    ]
 
 
 def _outcome(report: CompositionReport) -> list[str]:
@@ -93,7 +115,7 @@ def composition_json(report: CompositionReport) -> str:
     """One line: the plan, staleness, and what was written if anything was."""
     plan = report.plan
     state = plan.assignment.state
-    content = {
+    content: dict[str, JsonValue] = {
         "out": str(report.out) if report.out is not None else None,
         "sid": report.manifest.sid if report.manifest is not None else None,
         "state_from": str(state.path),
@@ -104,6 +126,13 @@ def composition_json(report: CompositionReport) -> str:
         "seconds": round(report.seconds, 3),
         "units": [unit.to_json() for unit in plan.staleness],
     }
+    if report.average is not None:
+        checkpoints = zip(plan.assignment.sources, report.average.weights, strict=True)
+        content["average"] = {
+            "scheme": report.average.scheme,
+            "optimizer": report.average.optimizer,
+            "checkpoints": [{"path": str(c.path), "step": c.step, "weight": w} for c, w in checkpoints],
+        }
     return report_json(content)
 
 

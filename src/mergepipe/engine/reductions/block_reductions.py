@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import GRAIN_ELEMENTS
+from mergepipe.engine.reductions.bracketed_ranks import BracketedRanks
 from mergepipe.engine.reductions.order_statistics import RankSearch
 from mergepipe.operators.base import (
     ColumnGram,
@@ -83,16 +84,16 @@ def make_reduction(request: ReductionRequest, n_elements: int, n_experts: int) -
 class MagnitudeCuts:
     """Per expert the exact magnitude of the `kept_E[e]`-th largest |delta|, and of the `dropped_E[e]`-th, if wanted.
 
-    Memory: see `RankSearch`, per expert.
+    Memory: see `BracketedRanks`, per expert.
     """
 
     def __init__(self, kept_E: Sequence[int], n_elements: int, dropped_E: Sequence[int] | None = None) -> None:
         self._kept_E = tuple(kept_E)
         self._dropped_E = None if dropped_E is None else tuple(dropped_E)
         ranks = zip(self._kept_E, self._dropped_E or self._kept_E, strict=True)
-        self._search_E = [RankSearch(set(both), n_elements) for both in ranks]
+        self._search_E = [BracketedRanks(set(both), n_elements) for both in ranks]
 
-    def _each(self, block: RawBlock, step: Callable[[RankSearch, RawBlock, int], None]) -> None:
+    def _each(self, block: RawBlock, step: Callable[[BracketedRanks, RawBlock, int], None]) -> None:
         """Run a step for every open expert, starting at another one for each block: threads seldom contend."""
         shift = block.first_element // GRAIN_ELEMENTS
         n = len(block.present_E)
@@ -103,18 +104,17 @@ class MagnitudeCuts:
                 step(search, block, place)
 
     def survey(self, block: RawBlock) -> None:
-        self._each(block, RankSearch.count_coarse)
+        self._each(block, BracketedRanks.survey)
 
     def narrow(self) -> None:
         for search in self._search_E:
             search.narrow()
 
     def accumulate(self, block: RawBlock) -> None:
-        self._each(block, RankSearch.count_coarse)
-        self._each(block, RankSearch.count_fine)
+        self._each(block, BracketedRanks.accumulate)
 
     def refine(self, block: RawBlock) -> None:
-        self._each(block, RankSearch.count_fine)
+        self._each(block, BracketedRanks.refine)
 
     def finish(self) -> bool:
         decided = [search.decide() for search in self._search_E]  # each one, so that all open ones start refining

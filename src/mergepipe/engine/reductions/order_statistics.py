@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.blocks import DELTA_FLAG, ITEMSIZE_BY_KERNEL_CODE
 from mergepipe.operators.base import RawBlock
 
 WINDOW_BINS = 8
@@ -26,15 +28,19 @@ class RankSearch:
     """
 
     def __init__(self, ranks: Iterable[int], n_elements: int) -> None:
-        from mergepipe.kernels.reduce import COARSE_BINS
-
         self._n_elements = n_elements
         self._answers: dict[int, int | None] = {rank: self._trivial(rank) for rank in ranks}
-        self._coarse_B = np.zeros(COARSE_BINS, np.int64)
         self._bin_R = np.empty(0, np.uint32)
         self._row_of_bin_B: NDArray[np.int16] | None = None
         self._fine_RB: NDArray[np.int32] | None = None
+        self._totals_R = np.empty(0, np.int64)
         self._lock = threading.Lock()
+
+    @cached_property
+    def _coarse_B(self) -> NDArray[np.int64]:
+        from mergepipe.kernels.reduce import COARSE_BINS
+
+        return np.zeros(COARSE_BINS, np.int64)
 
     def _trivial(self, rank: int) -> int | None:
         if rank == 0:
@@ -45,6 +51,11 @@ class RankSearch:
     def is_open(self) -> bool:
         """Whether some rank is still unknown."""
         return None in self._answers.values()
+
+    @property
+    def open_ranks(self) -> list[int]:
+        """The ranks that are still unknown."""
+        return [rank for rank, answer in self._answers.items() if answer is None]
 
     def threshold_bits(self, rank: int) -> int:
         """The answer for a rank; all elements whose bits reach it are among the `rank` largest, ties included."""
@@ -64,15 +75,15 @@ class RankSearch:
         with self._lock:
             move_counts(counts_B, self._coarse_B)
 
-    def count_coarse(self, block: RawBlock, place: int) -> None:
-        """Add the coarse histogram of a block."""
+    def count_coarse(self, block: RawBlock, place: int, elements: range | None = None) -> None:
+        """Add the coarse histogram of a block, or of some elements of it."""
         from mergepipe.kernels.reduce import count_magnitudes
 
+        shown, code = elements or range(block.n_elements), int(block.codes_E[place])
+        base_offset = block.base_offset + shown.start * ITEMSIZE_BY_KERNEL_CODE[block.base_code]
+        offset = int(block.offsets_E[place]) + shown.start * ITEMSIZE_BY_KERNEL_CODE[code & ~DELTA_FLAG]
         with self._lock:
-            count_magnitudes(
-                block.raw, block.base_offset, block.base_code, int(block.offsets_E[place]),
-                int(block.codes_E[place]), block.n_elements, self._coarse_B,
-            )  # fmt: skip
+            count_magnitudes(block.raw, base_offset, block.base_code, offset, code, len(shown), self._coarse_B)
 
     def count_fine(self, block: RawBlock, place: int) -> None:
         """Add the watched bins of a block."""
@@ -84,6 +95,7 @@ class RankSearch:
             count_fine(
                 block.raw, block.base_offset, block.base_code, int(block.offsets_E[place]),
                 int(block.codes_E[place]), block.n_elements, self._bin_R, self._row_of_bin_B, self._fine_RB,
+                self._totals_R,
             )  # fmt: skip
 
     def count_coarse_scores(self, scores_N: NDArray[np.float32]) -> None:
@@ -99,19 +111,43 @@ class RankSearch:
 
         if self._fine_RB is not None and self._row_of_bin_B is not None:
             with self._lock:
-                count_fine_scores(scores_N, self._bin_R, self._row_of_bin_B, self._fine_RB)
+                count_fine_scores(scores_N, self._bin_R, self._row_of_bin_B, self._fine_RB, self._totals_R)
 
     def narrow(self) -> None:
         """Treat the counts so far as a sample: watch the bins around the ranks' expected ones and restart."""
-        seen = int(self._coarse_B.sum())
         bins: set[int] = set()
-        from_top = _FromTop(self._coarse_B)
-        for rank, answer in self._answers.items():
-            if answer is None and seen:
-                center, _ = from_top.bin_of_rank(max(1, round(rank * seen / self._n_elements)))
-                bins.update(range(max(0, center - WINDOW_BINS // 2), center + WINDOW_BINS // 2))
-        self._watch(bins)
+        for center in self.expected_bins():
+            bins.update(range(max(0, center - WINDOW_BINS // 2), center + WINDOW_BINS // 2))
+        self.watch(bins)
         self._coarse_B[:] = 0
+
+    def expected_bins(self) -> list[int]:
+        """Return the bins of the open ranks, if the elements counted so far are like the others."""
+        seen = int(self._coarse_B.sum())
+        from_top = _FromTop(self._coarse_B)
+        ranks = self.open_ranks if seen else []
+        return [from_top.bin_of_rank(max(1, round(rank * seen / self._n_elements)))[0] for rank in ranks]
+
+    def watch(self, bins: set[int]) -> None:
+        """Have `count_fine` count the elements of some bins."""
+        self._row_of_bin_B = self._fine_RB = None
+        self._bin_R = np.array(sorted(bins), np.uint32)
+        self._totals_R = np.zeros(len(bins), np.int64)
+        if bins:
+            from mergepipe.kernels.reduce import COARSE_BINS, FINE_BINS
+
+            self._row_of_bin_B = np.full(COARSE_BINS, -1, np.int16)
+            self._row_of_bin_B[self._bin_R] = np.arange(len(bins))
+            self._fine_RB = np.zeros((len(bins), FINE_BINS), np.int32)
+
+    def decide_inside(self, rank: int, bins: range, rank_inside: int) -> None:
+        """Answer a rank that is the `rank_inside`-th largest element of some bins, watched from the start."""
+        assert self._fine_RB is not None
+        assert self._row_of_bin_B is not None
+        rows = self._row_of_bin_B[bins.start : bins.stop]
+        index, inside = _FromTop(self._totals_R[rows]).bin_of_rank(rank_inside)
+        low = _fine_bin_of_rank(self._fine_RB[rows[index]], int(self._totals_R[rows[index]]), inside)
+        self._answers[rank] = (bins[index] << 16) | low
 
     def decide(self, *, all_coarse: bool = False) -> bool:
         """Answer the ranks that are decided; if any is left, watch the bins it needs and return False.
@@ -121,32 +157,21 @@ class RankSearch:
         self._coarse_B[0] += self._n_elements - self._coarse_B.sum()  # what was not shown equals the base
         missing: set[int] = set()
         from_top = _FromTop(self._coarse_B)
-        for rank, answer in self._answers.items():
-            if answer is None:
-                bin_index, rank_inside = from_top.bin_of_rank(rank)
-                row = -1 if self._row_of_bin_B is None else int(self._row_of_bin_B[bin_index])
-                if all_coarse:
-                    self._answers[rank] = bin_index << 16
-                elif row < 0 or self._fine_RB is None:
-                    missing.add(bin_index)
-                else:
-                    self._answers[rank] = (bin_index << 16) | self._low_bits(row, bin_index, rank_inside)
-        self._watch(missing)
+        for rank in self.open_ranks:
+            bin_index, rank_inside = from_top.bin_of_rank(rank)
+            row = -1 if self._row_of_bin_B is None else int(self._row_of_bin_B[bin_index])
+            if all_coarse:
+                self._answers[rank] = bin_index << 16
+            elif row < 0 or self._fine_RB is None:
+                missing.add(bin_index)
+            else:
+                self._answers[rank] = (bin_index << 16) | self._low_bits(row, bin_index, rank_inside)
+        self.watch(missing)
         return not missing
 
     def _low_bits(self, row: int, bin_index: int, rank_inside: int) -> int:
         assert self._fine_RB is not None
         return _fine_bin_of_rank(self._fine_RB[row], int(self._coarse_B[bin_index]), rank_inside)
-
-    def _watch(self, bins: set[int]) -> None:
-        from mergepipe.kernels.reduce import COARSE_BINS, FINE_BINS
-
-        self._row_of_bin_B = self._fine_RB = None
-        self._bin_R = np.array(sorted(bins), np.uint32)
-        if bins:
-            self._row_of_bin_B = np.full(COARSE_BINS, -1, np.int16)
-            self._row_of_bin_B[self._bin_R] = np.arange(len(bins))
-            self._fine_RB = np.zeros((len(bins), FINE_BINS), np.int32)
 
 
 class _FromTop:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -11,8 +12,16 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.kernels.compilation.compiler import njit
 from mergepipe.kernels.compilation.listeners import mark_compilation
+from mergepipe.kernels.compilation.machine_code import (
+    Entry,
+    Signature,
+    file_name,
+    folders_for,
+    load,
+    signature_of,
+    store,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,9 +29,65 @@ R = TypeVar("R")
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
+Bits16 = NDArray[np.uint16]
 Bits32 = NDArray[np.uint32]
 Bits64 = NDArray[np.uint64]
 Counts = NDArray[np.int64]
+
+
+class Kernel:
+    """A compiled function: called from Python, or from other kernels.
+
+    Its machine code is loaded from disk where an earlier process has kept it. numba is imported only to compile what is
+    not there, and for calls whose code cannot be kept.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__doc__, self.__name__ = function.__doc__, function.__name__
+        self._source = Path(function.__code__.co_filename)
+        self._entries: dict[Signature, Entry] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the kernel."""
+        signature = signature_of(arguments)
+        entry = self._entries.get(signature) or self._prepare(signature, arguments)
+        return entry(*arguments)
+
+    @cached_property
+    def dispatcher(self) -> Any:
+        """numba's dispatcher of the function."""
+        from mergepipe.kernels.compilation.compiler import njit, register_kernels
+
+        register_kernels(Kernel)
+        compiled: Any = njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(self.function)
+        compiled._cache._cache_file._source_stamp = self.sources_digest()
+        _announce_compiling(compiled)
+        return compiled
+
+    def sources_digest(self) -> str:
+        """A hash of all files that the machine code can depend on: kernels inline those of their rooms."""
+        return "".join(sources_digest(room) for room in sorted({KERNELS, room_of(self._source)}))
+
+    def _prepare(self, signature: Signature, arguments: tuple[Any, ...]) -> Entry:
+        """Load the code for such arguments from disk, or compile and keep it."""
+        with self._lock:
+            if signature not in self._entries:
+                name = file_name(f"{self._source.stem}.{self.__name__}", self.sources_digest(), signature)
+                folders = folders_for(self._source)
+                entry = None if name is None else load(folders, name, signature)
+                self._entries[signature] = entry or self._compile(name, folders, arguments)
+            return self._entries[signature]
+
+    def _compile(self, name: str | None, folders: list[Path], arguments: tuple[Any, ...]) -> Entry:
+        """Compile for such arguments, or load what numba has cached, and keep the machine code under `name`."""
+        entry: Entry = self.dispatcher
+        if name is not None:
+            types = tuple(self.dispatcher.typeof_pyval(argument) for argument in arguments)
+            self.dispatcher.compile(types)
+            store(folders, name, self.dispatcher.overloads[types])
+        return entry
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
@@ -30,10 +95,9 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
 
     Floating point is strict (no reassociation, no contraction): results are the same on every machine.
     """
-    compiled: Callable[P, R] = njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
-    _renew_with_any_kernel(compiled)
-    _announce_compiling(compiled)
-    return compiled
+    compiled: Any = Kernel(function)
+    kernel_function: Callable[P, R] = compiled
+    return kernel_function
 
 
 KERNELS = Path(__file__).parents[1]
@@ -50,14 +114,6 @@ def room_of(file: Path) -> Path:
     """The room of this package that a file belongs to: kernels inline those of their whole room."""
     package = KERNELS.parent
     return package / file.relative_to(package).parts[0] if file.is_relative_to(package) else file.parent
-
-
-def _renew_with_any_kernel(compiled: Any) -> None:
-    """Invalidate the cached code of a kernel when any kernel source changes."""
-    # numba's cache checks only the file of the kernel itself, though kernels inline kernels from other files: the stamp
-    # of this file is replaced by one of all files in its room and in this one.
-    rooms = {KERNELS, room_of(Path(compiled.py_func.__code__.co_filename))}
-    compiled._cache._cache_file._source_stamp = "".join(sources_digest(room) for room in sorted(rooms))
 
 
 def _announce_compiling(compiled: Any) -> None:

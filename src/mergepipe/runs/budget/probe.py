@@ -67,18 +67,19 @@ def probe_unknown(
     block_elements: int,
     link: CatalogLink,
     request_bytes: int = 0,
+    target_error: float | None = None,
 ) -> ProbeResult:
     """Sample the stored tensors of which nothing is known, for at most an eighth of the budget, and record estimates.
 
     Where a request is worth `request_bytes`, fewer blocks are sampled: the requests of all samples cost at most an
     eighth of what reading the budget does, as long as each tensor is sampled once.
-    Nothing is sampled for a budget that reads everything or nothing, where one page of each tensor is too much, or of
-    more than `MOST_BLOCKS` blocks.
+    Nothing is sampled for a budget that reads everything (unless a `target_error` above 0 may need less) or nothing,
+    where one page of each tensor is too much, or of more than `MOST_BLOCKS` blocks.
     """
     everything_bytes = least_full_cost(inputs)
     limit_bytes = budget.limit_bytes(everything_bytes)
     is_all = limit_bytes >= everything_bytes or (isinstance(budget, ShareBudget) and budget.fraction == 1)
-    pairs = () if is_all or budget.is_zero else _unknown_pairs(inputs, recorded)
+    pairs = () if (is_all and not target_error) or budget.is_zero else _unknown_pairs(inputs, recorded)
     most_bytes = min(limit_bytes * MOST_OF_BUDGET, everything_bytes * MOST_OF_EVERYTHING)
     block_bytes = block_elements * 2
     requests_bytes = (limit_bytes + -(-limit_bytes // block_bytes) * request_bytes) * MOST_OF_BUDGET

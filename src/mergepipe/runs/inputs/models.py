@@ -25,7 +25,8 @@ from mergepipe.storage.contract import Store, is_folder
 from mergepipe.storage.location import Location
 
 _COMPOSITE_FORMAT = b'"mergepipe-composite/'
-_FORMAT_BYTES = 64  # a manifest's format is its first key
+_MODEL_KIND = b'"kind": "averaged-model"'
+_FORMAT_BYTES = 96  # a manifest's format and kind are its first keys
 
 
 class NamedModel(Protocol):
@@ -133,7 +134,8 @@ def _check_base(store: Store, delta: Checkpoint, base: Checkpoint) -> None:
 
 
 def _refuse_composite(store: Store, path: Location, names: frozenset[str]) -> None:
-    if MANIFEST_NAME in names and _COMPOSITE_FORMAT in store.read_metadata(path / MANIFEST_NAME, 0, _FORMAT_BYTES):
+    head = store.read_metadata(path / MANIFEST_NAME, 0, _FORMAT_BYTES) if MANIFEST_NAME in names else b""
+    if _COMPOSITE_FORMAT in head and _MODEL_KIND not in head:
         raise UnsupportedError.of(
             "model.composite", path, "is a composite, a training checkpoint made by `mergepipe tailor`",
             "merge the weights that are saved after training is resumed from it",

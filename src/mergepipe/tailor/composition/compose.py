@@ -18,7 +18,13 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
-from mergepipe.tailor.composition.composite import CompositeInput, CompositeManifest, Fingerprint, fingerprint
+from mergepipe.tailor.composition.composite import (
+    AverageRecord,
+    CompositeInput,
+    CompositeManifest,
+    Fingerprint,
+    fingerprint,
+)
 from mergepipe.tailor.composition.composition_plan import CompositionPlan, plan_composition
 from mergepipe.tailor.composition.copy.plan import FilePlan
 from mergepipe.tailor.composition.copy.writer import Copier, WrittenFile
@@ -53,6 +59,7 @@ class CompositionReport:
     manifest: CompositeManifest | None
     out: Path | None
     seconds: float
+    average: AverageRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,31 +113,46 @@ def compose(path: Location, out: Path, options: ComposeOptions, on_progress: OnP
     opened = open_recipe(store, path, options.state_from)
     check_target(out, [source.path for source in opened.sources.values()], force=options.force)
     plan = plan_recipe(store, opened, options, out)
-    check_free_space(out, plan.output_bytes + _MARGIN_BYTES)
-    run = _Run(store, opened.recipe, plan, out, options, on_progress, started)
-    with Staging(out, force=options.force) as staging:
+
+    def check(directory: Path, advance: Callable[[], None]) -> SelfCheck:
+        made = open_training_checkpoint(store, Location.local(directory), Location.local(out))
+        return check_composite(store, made, plan.assignment, plan.steps, options.thoroughness, advance)
+
+    return publish(store, Job(opened.recipe.text, plan, out, check), options, on_progress, started)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A directory to write; `check` compares it, when it is finished, with its sources, and calls back now and then."""
+
+    recipe: str
+    plan: CompositionPlan
+    out: Path
+    check: Callable[[Path, Callable[[], None]], SelfCheck]
+    average: AverageRecord | None = None
+
+
+def publish(
+    store: Store, job: Job, options: ComposeOptions, on_progress: OnProgress, started: float
+) -> CompositionReport:
+    """Write the planned files, compare them with their sources and publish them, complete or not at all."""
+    check_free_space(job.out, job.plan.output_bytes + _MARGIN_BYTES)
+    run = _Run(store, job, options, on_progress, started)
+    with Staging(job.out, force=options.force) as staging:
         manifest = run.fill(staging.path)
         staging.publish()
-    return CompositionReport(plan, manifest, out, time.perf_counter() - started)
+    return CompositionReport(job.plan, manifest, job.out, time.perf_counter() - started, job.average)
 
 
 class _Run:
     """Fills a staging directory with a composite."""
 
     def __init__(
-        self,
-        store: Store,
-        recipe: CompositionRecipe,
-        plan: CompositionPlan,
-        out: Path,
-        options: ComposeOptions,
-        on_progress: OnProgress,
-        started: float,
+        self, store: Store, job: Job, options: ComposeOptions, on_progress: OnProgress, started: float
     ) -> None:
         self._store = store
-        self._recipe = recipe
-        self._plan = plan
-        self._out = out
+        self._job = job
+        self._plan = job.plan
         self._options = options
         self._on_progress = on_progress
         self._started = started
@@ -143,7 +165,7 @@ class _Run:
         inputs = self._inputs()
         copier = Copier(self._store, self._options.memory_bytes, self._advance)
         written = copier.write_all([(plan, _place(plan, directory)) for plan in self._plan.files])
-        checked = self._self_check(directory)
+        checked = self._job.check(directory, lambda: self._on_progress("check", self._done, self._plan.output_bytes))
         self._check_unchanged(inputs)
         manifest = self._manifest(inputs, written, checked)
         write_durably(directory / MANIFEST_NAME, manifest.to_json(), self._store.ledger)
@@ -152,13 +174,6 @@ class _Run:
     def _advance(self, nbytes: int) -> None:
         self._done += nbytes
         self._on_progress("compose", self._done, self._plan.output_bytes)
-
-    def _self_check(self, directory: Path) -> SelfCheck:
-        made = open_training_checkpoint(self._store, Location.local(directory), Location.local(self._out))
-        return check_composite(
-            self._store, made, self._plan.assignment, self._plan.steps, self._options.thoroughness,
-            lambda: self._on_progress("check", self._done, self._plan.output_bytes),
-        )  # fmt: skip
 
     def _inputs(self) -> tuple[CompositeInput, ...]:
         """Record every source with the current state of the files that are read."""
@@ -195,7 +210,7 @@ class _Run:
         moved = {path: n for (path, purpose), n in usage.by_file.items() if purpose in (Purpose.BASE, Purpose.EXPERT)}
         return CompositeManifest(
             version=mergepipe.__version__,
-            recipe=self._recipe.text,
+            recipe=self._job.recipe,
             assignment=self._plan.assignment,
             world_size=self._options.world_size or self._plan.assignment.skeleton.world_size,
             is_linked=self._options.linked,
@@ -211,6 +226,7 @@ class _Run:
             self_check=checked,
             realized={str(purpose): usage[purpose] for purpose in Purpose},
             seconds=round(time.perf_counter() - self._started, 3),
+            average=self._job.average,
         )
 
 

@@ -62,6 +62,15 @@ class CompositeInput:
 
 
 @dataclass(frozen=True, slots=True)
+class AverageRecord:
+    """How checkpoints were averaged: the scheme's name, each one's weight, and what became of the optimizer's state."""
+
+    scheme: str
+    weights: tuple[float, ...]
+    optimizer: str
+
+
+@dataclass(frozen=True, slots=True)
 class CompositeManifest:
     """The immutable record of one composition.
 
@@ -79,18 +88,25 @@ class CompositeManifest:
     self_check: SelfCheck
     realized: Mapping[str, int]
     seconds: float
+    average: AverageRecord | None = None
 
     @property
     def sid(self) -> str:
         """32 hex digits: BLAKE3-128 of the recipe, the version and the files' digests."""
         return digest_of({"version": self.version, "recipe": self.recipe, "files": [asdict(f) for f in self.files]})
 
+    @property
+    def _kind(self) -> str:
+        if self.average is None:
+            return "composite"
+        return "averaged-model" if self.average.optimizer == "none" else "averaged-checkpoint"
+
     def to_json(self) -> bytes:
         """Readable JSON with a stable order of keys."""
         skeleton = self.assignment.skeleton
         content: dict[str, JsonValue] = {
             "format": COMPOSITE_FORMAT,
-            "kind": "composite",
+            "kind": self._kind,
             "sid": self.sid,
             "version": self.version,
             "recipe": self.recipe,
@@ -103,6 +119,7 @@ class CompositeManifest:
                 "state_from": str(self.assignment.state.path),
                 "linked": self.is_linked,
             },
+            **({"average": asdict(self.average)} if self.average is not None else {}),
             "inputs": [_input_json(checkpoint) for checkpoint in self.inputs],
             "units": [unit.to_json() for unit in self.units],
             "files": [asdict(file) for file in self.files],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mergepipe.checkpoints.formats.zip_directory import Window
@@ -15,7 +15,15 @@ from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Packing, Piece, StoredState
 from mergepipe.tailor.composition.archives.checksums import stale_checksums
 from mergepipe.tailor.composition.archives.edited_archive import plan_edited
-from mergepipe.tailor.composition.copy.plan import FilePlan, Literal, Patch, Segment, patch_states, patched_file
+from mergepipe.tailor.composition.copy.plan import (
+    FilePlan,
+    Literal,
+    Patch,
+    Segment,
+    average_states,
+    patch_states,
+    patched_file,
+)
 from mergepipe.tailor.composition.request.assignment import Assignment
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile, list_skeleton
 from mergepipe.tailor.composition.staleness import StepChoice, UnitStaleness, choose_steps, staleness_of
@@ -78,6 +86,12 @@ class PatchCollector:
         """Copy the values of `given` to the places of `target`."""
         self._note_windows(target.pieces)
         for file, patch in patch_states(unpacked(self._store, source), unpacked(self._store, target)):
+            self.by_file[file].append(patch)
+
+    def average(self, sources: Sequence[StoredState], weights: tuple[float, ...], target: StoredState) -> None:
+        """Write the average of raw states to the places of `target`."""
+        self._note_windows(target.pieces)
+        for file, patch in average_states(sources, weights, unpacked(self._store, target)):
             self.by_file[file].append(patch)
 
     def step(self, choice: StepChoice) -> None:

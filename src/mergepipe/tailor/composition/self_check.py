@@ -99,7 +99,7 @@ class _Check:
     def _compare(self, stored: StoredState, target: StoredState) -> int:
         """Compare `target` with `stored` cast to its dtype; return how many elements were compared."""
         count = 0
-        for span in _spans(target, self.thoroughness):
+        for span in compared_spans(target, self.thoroughness):
             wanted = cast_bytes(self.reader.read(stored, span), stored.dtype, target.dtype, stored.parameter)
             if not _same(wanted, self.reader.read(target, span), target):
                 raise _failed(
@@ -137,7 +137,8 @@ def _same(a: NDArray[np.uint8], b: NDArray[np.uint8], state: StoredState) -> boo
     return bool(np.all((x == y) | (np.isnan(x) & np.isnan(y)))) and bool(np.isnan(x).any())
 
 
-def _spans(state: StoredState, thoroughness: Thoroughness) -> Iterator[Span]:
+def compared_spans(state: StoredState, thoroughness: Thoroughness) -> Iterator[Span]:
+    """Yield the elements of a state that are compared."""
     for piece in state.pieces:
         start, stop = piece.span.start, piece.span.stop
         if thoroughness is Thoroughness.FULL:

@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from mergepipe.tailor.saving.changes import ChangeTracker
     from mergepipe.tailor.saving.frameworks import restore_random_state
     from mergepipe.tailor.saving.training_loop import save_partial
-    from mergepipe.tailor.saving.unit_choice import Filter, LatestChanged, Parity, Strategy
+    from mergepipe.tailor.saving.unit_choice import Filter, LatestChanged, PaperFilter, PaperParity, Parity, Strategy
 
 __all__ = [
     "ChangeTracker",
     "Filter",
     "LatestChanged",
+    "PaperFilter",
+    "PaperParity",
     "Parity",
     "PartialCheckpointCallback",
     "Strategy",
@@ -27,6 +29,8 @@ _HOMES = {
     "ChangeTracker": "changes",
     "Filter": "unit_choice",
     "LatestChanged": "unit_choice",
+    "PaperFilter": "unit_choice",
+    "PaperParity": "unit_choice",
     "Parity": "unit_choice",
     "PartialCheckpointCallback": "callback",
     "Strategy": "unit_choice",

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from mergepipe.errors import LimitError, RecipeError
-from mergepipe.tailor.units import LM_HEAD, NORM, Unit, UnitKind
+from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, UnitKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,31 @@ class Filter:
 
 
 @dataclass(frozen=True, slots=True)
+class PaperParity:
+    """Half of the model each time, as in LLMTailor: odd layers, embeddings and final norm, then even and head."""
+
+    def __str__(self) -> str:
+        return "paper-parity"
+
+
+@dataclass(frozen=True, slots=True)
+class PaperFilter:
+    """The first and last two layers each time and, every fifth time, one half of all else: LLMTailor's schedule.
+
+    The halves alternate, so that a unit is up to ten saves old.
+    """
+
+    edge_layers: int = 2
+    every: int = 5
+
+    def __post_init__(self) -> None:
+        Filter(self.edge_layers, self.every)
+
+    def __str__(self) -> str:
+        return "paper-filter"
+
+
+@dataclass(frozen=True, slots=True)
 class LatestChanged:
     """The units whose weights changed most since they were last saved, relative to their norm, in `budget_bytes`."""
 
@@ -54,7 +79,8 @@ class LatestChanged:
         return "latest-changed"
 
 
-Strategy: TypeAlias = Parity | Filter | LatestChanged
+Schedule: TypeAlias = Parity | Filter | PaperParity | PaperFilter
+Strategy: TypeAlias = Schedule | LatestChanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +101,38 @@ class Situation:
 def choose_units(strategy: Strategy, situation: Situation) -> tuple[Unit, ...]:
     """Return the units to save, in the model's order.
 
-    Law: `Parity` has saved every unit after 2 saves, `Filter` after `every`; `LatestChanged` always saves what
-    changed most, and never more bytes than its budget.
+    Law: `Parity` and `PaperParity` have saved every unit after 2 saves, `Filter` after `every`, `PaperFilter` after
+    twice that; `LatestChanged` always saves what changed most, and never more bytes than its budget.
 
     Raises:
         LimitError: a unit is larger than the budget, so that it could never be saved.
     """
-    if isinstance(strategy, Parity):
-        chosen = {u for u in situation.units if _turn(u, situation.units) % 2 == situation.n_partial % 2}
-    elif isinstance(strategy, Filter):
-        chosen = _filtered(strategy, situation)
-    else:
+    if isinstance(strategy, LatestChanged):
         chosen = _most_changed(strategy, situation)
+    else:
+        chosen = scheduled_units(strategy, situation.units, situation.n_partial)
     return tuple(unit for unit in situation.units if unit in chosen)
+
+
+def scheduled_units(schedule: Schedule, units: tuple[Unit, ...], turn: int) -> set[Unit]:
+    """Return the units of save number `turn`: what saving and recipes mean by the schedule's name."""
+    if isinstance(schedule, Parity):
+        return {unit for unit in units if _turn(unit, units) % 2 == turn % 2}
+    if isinstance(schedule, PaperParity):
+        odd_half = {u for u in units if u in (EMBED, NORM) or (u not in (LM_HEAD,) and _turn(u, units) % 2)}
+        return odd_half if turn % 2 == 0 else set(units) - odd_half
+    always = _ends(units, schedule.edge_layers)
+    others = [unit for unit in units if unit not in always]
+    if isinstance(schedule, Filter):
+        return always | set(others[turn % schedule.every :: schedule.every])
+    is_due = turn % schedule.every == schedule.every - 1
+    return always | set(others[turn // schedule.every % 2 :: 2] if is_due else ())
+
+
+def _ends(units: tuple[Unit, ...], count: int) -> set[Unit]:
+    """The first and the last `count` layers."""
+    layers = [unit for unit in units if unit.kind is UnitKind.LAYER]
+    return set(layers[:count] + layers[max(0, len(layers) - count) :])
 
 
 def _turn(unit: Unit, units: tuple[Unit, ...]) -> int:
@@ -97,15 +142,6 @@ def _turn(unit: Unit, units: tuple[Unit, ...]) -> int:
     if unit.kind is UnitKind.OTHER:
         return units.index(unit)
     return 1 if unit in (NORM, LM_HEAD) else 0
-
-
-def _filtered(strategy: Filter, situation: Situation) -> set[Unit]:
-    layers = [unit for unit in situation.units if unit.kind is UnitKind.LAYER]
-    k = strategy.edge_layers
-    always = set(layers[:k] + layers[max(0, len(layers) - k) :])
-    optional_units = [unit for unit in situation.units if unit not in always]
-    turn = situation.n_partial % strategy.every
-    return always | {unit for place, unit in enumerate(optional_units) if place % strategy.every == turn}
 
 
 def _most_changed(strategy: LatestChanged, situation: Situation) -> set[Unit]:

@@ -1,4 +1,4 @@
-"""`mergepipe tailor`: training checkpoints inspected, composed and compared."""
+"""`mergepipe tailor`: training checkpoints inspected, composed, averaged and compared."""
 
 from __future__ import annotations
 
@@ -41,14 +41,51 @@ SelfCheck = Annotated[
     ),
 ]
 Strategy = Annotated[
-    str | None, typer.Option("--strategy", metavar="NAME", help="Of full checkpoints: parity, filter or latest.")
+    str | None,
+    typer.Option(
+        "--strategy",
+        metavar="NAME",
+        autocompletion=choices("parity", "filter", "paper-parity", "paper-filter", "latest"),
+        help="Of full checkpoints: parity, filter, paper-parity, paper-filter or latest.",
+    ),
 ]
 FromLog = Annotated[
     str | None, typer.Option("--from-log", metavar="LOG", help="Of partial checkpoints: what their log implies.")
 ]
+AverageOut = Annotated[str, typer.Option("--out", "-o", metavar="OUT", help="The directory to create.")]
+Weights = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        metavar="HOW",
+        autocompletion=choices("sma", "ema", "wma", "decay-linear", "decay-cosine", "decay-1-sqrt"),
+        help="sma, ema, wma, decay-linear, decay-cosine, decay-1-sqrt, or numbers: 1,2,3.",
+    ),
+]
+Alpha = Annotated[
+    float | None,
+    typer.Option("--alpha", metavar="A", help="Of ema: a checkpoint's weight against those before it.  [default: 0.2]"),
+]
+Optimizer = Annotated[
+    str,
+    typer.Option(
+        "--optimizer",
+        metavar="WHAT",
+        autocompletion=choices("none", "last", "average"),
+        help="none: write a model; last, average: a checkpoint to resume from, with these moments.",
+    ),
+]
+OutDtype = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="DTYPE", help="Of a model: float32, bfloat16 or float16.  [default: as stored]"),
+]
+FilesFrom = Annotated[
+    str | None,
+    typer.Option("--files-from", metavar="DIR", help="Of a model: take configuration and tokenizer from here."),
+]
 Run = Annotated[str, typer.Option("--run", metavar="DIR", help="The directory that holds the run's checkpoints.")]
 AtStep = Annotated[int | None, typer.Option("--at", metavar="STEP", help="Look at checkpoints up to this step.")]
-Ends = Annotated[int, typer.Option("--ends", metavar="K", help="Layers at either end that filter takes new.")]
+Ends = Annotated[int, typer.Option("--ends", metavar="K", help="Layers at either end that the filters take new.")]
 
 _THOROUGHNESS = ("sampled", "full", "off")
 
@@ -59,6 +96,7 @@ def register(app: typer.Typer) -> None:
     add_command(group, inspect, examples=("mergepipe tailor inspect run/checkpoint-400 run/checkpoint-500",))
     add_command(group, check, examples=("mergepipe tailor check tailor.yml",))
     add_command(group, compose, examples=("mergepipe tailor compose tailor.yml composed/",))
+    add_command(group, average, examples=("mergepipe tailor average run/checkpoint-* -o averaged/",))
     add_command(group, recipe, examples=("mergepipe tailor recipe --run run/ --strategy parity > tailor.yml",))
     add_command(group, diff, examples=("mergepipe tailor diff run/checkpoint-400 composed/",))
     about = "Compose resumable training checkpoints of parts of several."
@@ -134,6 +172,54 @@ def compose(
             state_from=state_from,
             world_size=world_size,
             link=link,
+            self_check=self_check,
+            memory_bytes=memory_bytes,
+            force=force,
+            on_progress=on_progress,
+        )
+    if printing.as_json or not printing.quiet:
+        _print(report, as_json=printing.as_json)
+
+
+def average(
+    context: typer.Context,
+    checkpoints: Checkpoints,
+    *,
+    out: AverageOut,
+    weights: Weights = "sma",
+    alpha: Alpha = None,
+    optimizer: Optimizer = "none",
+    dtype: OutDtype = None,
+    files_from: FilesFrom = None,
+    self_check: SelfCheck = "sampled",
+    memory: Memory = None,
+    force: Force = False,
+    printing: ReportFlags,
+) -> None:
+    """Average checkpoints of one run: a model, or a checkpoint to resume from.
+
+    Reads the Trainer's, DeepSpeed's and torch DCP's checkpoints as they are, each byte once, in bounded memory.
+    """
+    session: Session = context.obj
+    memory_bytes = None if memory is None else parse_size(memory, "--memory")
+    _require(self_check, _THOROUGHNESS, "--self-check")
+    from mergepipe.cli.progress import choose_display
+    from mergepipe.reports import Progress
+    from mergepipe.tailor import api
+
+    def on_progress(phase: str, done_bytes: int, total_bytes: int) -> None:
+        session.interrupts.report()
+        display.update(Progress(phase, done_bytes, total_bytes))
+
+    with choose_display(silent=printing.silent) as display:
+        report = api.average(
+            checkpoints,
+            out,
+            weights=weights,
+            alpha=alpha,
+            optimizer=optimizer,
+            dtype=dtype,
+            files_from=files_from,
             self_check=self_check,
             memory_bytes=memory_bytes,
             force=force,

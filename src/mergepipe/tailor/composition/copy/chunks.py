@@ -6,7 +6,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from mergepipe.storage.buffers import PAGE_BYTES, round_up
-from mergepipe.tailor.composition.copy.plan import CastRange, CopyRange, Fill, Literal, Segment, source_bytes
+from mergepipe.tailor.composition.copy.plan import (
+    AverageRange,
+    CastRange,
+    CopyRange,
+    Fill,
+    Literal,
+    Segment,
+    source_bytes,
+)
 
 _MAX_PARTS = 256
 _EDGE_BYTES = 2 * PAGE_BYTES  # what rounding a read outwards adds at most
@@ -60,6 +68,8 @@ def cut_chunks(segments: Iterable[Segment], chunk_bytes: int) -> Iterator[Chunk]
 
 def _room(segment: Segment) -> int:
     nbytes = source_bytes(segment)
+    if isinstance(segment, AverageRange):
+        return sum(average_rooms(segment)) + round_up(segment.nbytes, PAGE_BYTES)
     if isinstance(segment, Fill):
         return round_up(segment.nbytes, PAGE_BYTES)
     if nbytes == 0:
@@ -69,11 +79,19 @@ def _room(segment: Segment) -> int:
     return read + (round_up(segment.nbytes, PAGE_BYTES) if isinstance(segment, CastRange) else 0)
 
 
+def average_rooms(segment: AverageRange) -> tuple[int, ...]:
+    """Return the buffer bytes that reading each part needs, in whole pages."""
+    starts = ((part.offset, part.offset + segment.n_elements * part.dtype.itemsize) for part in segment.parts)
+    return tuple(round_up(stop, PAGE_BYTES) - start // PAGE_BYTES * PAGE_BYTES for start, stop in starts)
+
+
 def _cut(segment: Segment, chunk_bytes: int) -> Iterator[Segment]:
     if isinstance(segment, CopyRange):
         yield from _cut_copy(segment, chunk_bytes)
     elif isinstance(segment, CastRange):
         yield from _cut_cast(segment, chunk_bytes)
+    elif isinstance(segment, AverageRange):
+        yield from _cut_average(segment, chunk_bytes)
     elif isinstance(segment, Fill):
         whole, rest = divmod(segment.nbytes, chunk_bytes)
         yield from (Fill(n) for n in (*(chunk_bytes,) * whole, rest) if n)
@@ -97,3 +115,14 @@ def _cut_cast(segment: CastRange, chunk_bytes: int) -> Iterator[CastRange]:
     for start in range(0, segment.n_elements, step):
         offset = segment.offset + start * segment.stored.itemsize
         yield replace(segment, offset=offset, n_elements=min(step, segment.n_elements - start))
+
+
+def _cut_average(segment: AverageRange, chunk_bytes: int) -> Iterator[AverageRange]:
+    """Cut so that all parts and the result fit; on page boundaries of the first part's file where that is possible."""
+    itemsizes = [*(part.dtype.itemsize for part in segment.parts), segment.wanted.itemsize]
+    rounding_bytes = 2 * PAGE_BYTES * len(itemsizes)
+    room = (buffer_bytes_for(chunk_bytes) - rounding_bytes) // sum(itemsizes)
+    page = PAGE_BYTES // itemsizes[0]
+    step = max(1, room // page * page or room)
+    for start in range(0, segment.n_elements, step):
+        yield segment.cut(start, min(step, segment.n_elements - start))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TypeAlias
 
 from mergepipe.core.blocks import DType
@@ -37,6 +39,34 @@ class CastRange:
 
 
 @dataclass(frozen=True, slots=True)
+class ElementRange:
+    """Elements stored as `dtype` from `offset` of `file` on."""
+
+    file: Location
+    offset: int
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class AverageRange:
+    """`n_elements` elements of several files, their average with `weights` (which sum to 1) written as `wanted`."""
+
+    parts: tuple[ElementRange, ...]
+    weights: tuple[float, ...]
+    n_elements: int
+    wanted: DType
+
+    @property
+    def nbytes(self) -> int:
+        return self.n_elements * self.wanted.itemsize
+
+    def cut(self, start: int, n_elements: int) -> AverageRange:
+        """Return some of its elements."""
+        parts = tuple(replace(part, offset=part.offset + start * part.dtype.itemsize) for part in self.parts)
+        return replace(self, parts=parts, n_elements=n_elements)
+
+
+@dataclass(frozen=True, slots=True)
 class Literal:
     """Constant bytes."""
 
@@ -63,7 +93,7 @@ class Checksum:
     places: tuple[int, ...]
 
 
-Segment: TypeAlias = CopyRange | CastRange | Literal | Fill
+Segment: TypeAlias = CopyRange | CastRange | AverageRange | Literal | Fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +126,7 @@ class FilePlan:
     @property
     def source_files(self) -> frozenset[Location]:
         """Return the files that its segments read."""
-        return frozenset(s.file for s in self.segments if isinstance(s, CopyRange | CastRange))
+        return frozenset(file for segment in self.segments for file in _files_of(segment))
 
     @property
     def read_bytes(self) -> int:
@@ -104,8 +134,16 @@ class FilePlan:
         return sum(source_bytes(segment) for segment in self.segments)
 
 
+def _files_of(segment: Segment) -> tuple[Location, ...]:
+    if isinstance(segment, AverageRange):
+        return tuple(part.file for part in segment.parts)
+    return (segment.file,) if isinstance(segment, CopyRange | CastRange) else ()
+
+
 def source_bytes(segment: Segment) -> int:
     """Return the bytes that a segment reads."""
+    if isinstance(segment, AverageRange):
+        return segment.n_elements * sum(part.dtype.itemsize for part in segment.parts)
     if isinstance(segment, CastRange):
         return segment.n_elements * segment.stored.itemsize
     return segment.nbytes if isinstance(segment, CopyRange) else 0
@@ -134,6 +172,31 @@ def _patch(source: StoredState, piece: Piece, target: StoredState, place: Piece)
     if source.dtype == target.dtype:
         return Patch(target_at, CopyRange(piece.file, source_at, n_elements * source.dtype.itemsize, is_skeleton=False))
     return Patch(target_at, CastRange(piece.file, source_at, n_elements, source.dtype, target.dtype))
+
+
+def average_states(
+    sources: Sequence[StoredState], weights: tuple[float, ...], target: StoredState
+) -> Iterator[tuple[Location, Patch]]:
+    """Yield (file of the target, patch) that write the average of `sources` to the places of `target`.
+
+    All must be raw and of one shape. Law: every element that `target` has a place for is patched once, if no source
+    has gaps.
+    """
+    edges = sorted(
+        {edge for source in sources for piece in source.pieces for edge in (piece.span.start, piece.span.stop)}
+    )
+    for place in target.pieces:
+        first, last = bisect_right(edges, place.span.start), bisect_left(edges, place.span.stop)
+        for start, stop in pairwise((place.span.start, *edges[first:last], place.span.stop)):
+            parts = tuple(_element_range(source, start) for source in sources)
+            at = place.offset + (start - place.span.start) * target.dtype.itemsize
+            yield place.file, Patch(at, AverageRange(parts, weights, stop - start, target.dtype))
+
+
+def _element_range(source: StoredState, element: int) -> ElementRange:
+    """Find the place of an element and those behind it."""
+    piece = source.pieces[bisect_right(source.pieces, element, key=lambda p: p.span.start) - 1]
+    return ElementRange(piece.file, piece.offset + (element - piece.span.start) * source.dtype.itemsize, source.dtype)
 
 
 def patched_file(

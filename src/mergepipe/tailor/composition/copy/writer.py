@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
@@ -17,15 +18,17 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.errors import LimitError
+from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInput, RawBlock
+from mergepipe.operators.registry import operator_named
 from mergepipe.storage.buffers import PAGE_BYTES, BufferPool
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import CHUNK_BYTES, OutputFile
 from mergepipe.storage.ranges import read_exact
-from mergepipe.tailor.composition.copy.chunks import Chunk, Part, buffer_bytes_for, cut_chunks
+from mergepipe.tailor.composition.copy.chunks import Chunk, Part, average_rooms, buffer_bytes_for, cut_chunks
 from mergepipe.tailor.composition.copy.dtype_cast import cast_bytes
-from mergepipe.tailor.composition.copy.plan import CastRange, Checksum, CopyRange, FilePlan, Fill
+from mergepipe.tailor.composition.copy.plan import AverageRange, CastRange, Checksum, CopyRange, FilePlan, Fill
 from mergepipe.tailor.values import allow_open_files
 
 Bytes = NDArray[np.uint8]
@@ -266,10 +269,38 @@ def _part(part: Part, room: Bytes, files: Mapping[Location, RangeFile]) -> Bytes
         stop = segment.offset + segment.n_elements * segment.stored.itemsize
         raw = read_exact(files[segment.file], segment.offset, stop, Purpose.EXPERT, room)
         return cast_bytes(raw, segment.stored, segment.wanted, segment.file)
+    if isinstance(segment, AverageRange):
+        return _average(segment, room, files)
     if isinstance(segment, Fill):
         room[: segment.nbytes] = 0
         return room[: segment.nbytes]
     return np.frombuffer(bytearray(segment.content), np.uint8)
+
+
+def _average(segment: AverageRange, room: Bytes, files: Mapping[Location, RangeFile]) -> Bytes:
+    """Read every part and average them with the merge engine's linear operator, behind them in the room."""
+    offsets, start = [], 0
+    for part, nbytes in zip(segment.parts, average_rooms(segment), strict=True):
+        stop = part.offset + segment.n_elements * part.dtype.itemsize
+        read_exact(files[part.file], part.offset, stop, Purpose.EXPERT, room[start : start + nbytes])
+        offsets.append(start + part.offset % files[part.file].alignment)
+        start += nbytes
+    codes = [part.dtype.kernel_code for part in segment.parts]
+    experts_E = np.arange(len(codes) - 1)
+    block = RawBlock(
+        room, offsets[0], codes[0], experts_E, experts_E, np.array(offsets[1:], np.int64),
+        np.array(codes[1:], np.int64), 0, segment.n_elements, room, start, segment.wanted.kernel_code,
+    )  # fmt: skip
+    _averaging(segment.weights)(block)
+    return room[start : start + segment.nbytes]
+
+
+@lru_cache(maxsize=8)
+def _averaging(weights: tuple[float, ...]) -> BlockFunction:
+    """The block function of `linear` for these weights; the first checkpoint stands where a merge has its base."""
+    first, *others = ({"weight": weight} for weight in weights)
+    inputs = OperatorInput({"normalize": True}, first, tuple(others), 1, (0,) * len(others))
+    return operator_named("linear").block_function(inputs, NOTHING_REDUCED)
 
 
 def _purpose(segment: CopyRange) -> Purpose:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 
 from mergepipe.core.escaping import yaml_document
@@ -11,8 +11,9 @@ from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
 from mergepipe.storage.contract import FileKind, Store, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
+from mergepipe.tailor.composition.request.save_log import unit_selectors
 from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
-from mergepipe.tailor.units import ModelUnits, UnitKind
+from mergepipe.tailor.saving.unit_choice import Filter, PaperFilter, PaperParity, Parity, Schedule, scheduled_units
 
 _NUMBERED = re.compile(r".*?(\d{1,12})", re.ASCII)
 
@@ -20,9 +21,25 @@ _NUMBERED = re.compile(r".*?(\d{1,12})", re.ASCII)
 class Strategy(StrEnum):
     """The strategy that assigns units to checkpoints."""
 
-    PARITY = "parity"  # even layers and the head from the newest, the rest from the one before
-    FILTER = "filter"  # both ends of the model from the newest, the layers between from the one before
+    PARITY = "parity"
+    FILTER = "filter"
+    PAPER_PARITY = "paper-parity"
+    PAPER_FILTER = "paper-filter"
     LATEST = "latest"  # everything from the newest
+
+    def schedule(self, ends: int) -> tuple[Schedule, int] | None:
+        """Return the schedule of partial saves of that name, and the number of the save that the newest stands for.
+
+        Two full checkpoints stand for the last two saves that differ: what the newest of these would not have saved
+        comes from the one before.
+        """
+        schedules: dict[Strategy, tuple[Schedule, int]] = {
+            Strategy.PARITY: (Parity(), 1),
+            Strategy.FILTER: (Filter(ends, 2), 1),
+            Strategy.PAPER_PARITY: (PaperParity(), 1),
+            Strategy.PAPER_FILTER: (PaperFilter(ends), 2 * PaperFilter().every - 1),
+        }
+        return schedules.get(self)
 
 
 def find_checkpoints(store: Store, run: Location, at: int | None) -> list[TrainingCheckpoint]:
@@ -58,35 +75,23 @@ def find_checkpoints(store: Store, run: Location, at: int | None) -> list[Traini
 def strategy_recipe(strategy: Strategy, checkpoints: Sequence[TrainingCheckpoint], ends: int, folder: Location) -> str:
     """Write the recipe (YAML, short form) of a strategy over the newest checkpoint and the one before it.
 
-    `ends` is how many layers at either end `filter` takes from the newest. Paths are relative to `folder`.
+    `ends` is how many layers at either end the filters take from the newest. Paths are relative to `folder`.
 
     Raises:
         RecipeError: the strategy needs two checkpoints and there is one.
     """
     newest = checkpoints[0]
-    if strategy is Strategy.LATEST:
+    schedule = strategy.schedule(ends)
+    if schedule is None:
         return _recipe(newest.path, None, [], folder)
     if len(checkpoints) < 2:
         raise RecipeError.of(
             "tailor.strategy", strategy.value, f"needs two checkpoints, only {newest.path} is there", "use latest"
         )
-    units: Callable[[ModelUnits], list[str]] = _odd_part if strategy is Strategy.PARITY else _middle(ends)
-    return _recipe(newest.path, checkpoints[1].path, units(newest.units), folder)
-
-
-def _odd_part(units: ModelUnits) -> list[str]:
-    """Return the units that parity takes from the older checkpoint: odd layers, embeddings, final norm."""
-    plain = [str(u) for u in units.parameters if u.kind in (UnitKind.EMBED, UnitKind.NORM)]
-    return [*(["layers odd"] if units.n_layers > 1 else []), *plain]
-
-
-def _middle(ends: int) -> Callable[[ModelUnits], list[str]]:
-    def middle(units: ModelUnits) -> list[str]:
-        indices = sorted(u.index for u in units.parameters if u.kind is UnitKind.LAYER)
-        inner = indices[ends : len(indices) - ends]
-        return [f"layers {inner[0]}-{inner[-1]}"] if inner else []
-
-    return middle
+    units = tuple(newest.units.parameters)
+    saved = scheduled_units(schedule[0], units, schedule[1])
+    older = unit_selectors(unit for unit in units if unit not in saved)
+    return _recipe(newest.path, checkpoints[1].path, list(older), folder)
 
 
 def _recipe(newest: Location, older: Location | None, units: list[str], folder: Location) -> str:

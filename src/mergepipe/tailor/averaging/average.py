@@ -1,0 +1,301 @@
+"""Average checkpoints of one run and publish the result: a model, or a checkpoint to resume from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.directory import find_sidecars, list_names, open_checkpoint
+from mergepipe.core.blocks import DType, DTypeKind, Span
+from mergepipe.errors import CorruptError, LimitError, MismatchError, RecipeError
+from mergepipe.recipes.resolve.adapted_config import with_dtype
+from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, index_json, plan_shards
+from mergepipe.snapshots.staging import check_target
+from mergepipe.storage.contract import Store
+from mergepipe.storage.limits import CONFIG_BYTES
+from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
+from mergepipe.tailor.averaging.request import AverageRequest, OptimizerState
+from mergepipe.tailor.averaging.schemes import normalised, scheme_weights
+from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Piece, StoredState, TrainingCheckpoint
+from mergepipe.tailor.composition.compose import ComposeOptions, CompositionReport, Job, OnProgress, publish
+from mergepipe.tailor.composition.composite import AverageRecord
+from mergepipe.tailor.composition.composition_plan import CompositionPlan, PatchCollector, plan_file, unpacked
+from mergepipe.tailor.composition.copy.dtype_cast import cast_bytes, values_of
+from mergepipe.tailor.composition.copy.plan import CopyRange, FilePlan, Literal, Segment, average_states, patch_states
+from mergepipe.tailor.composition.request.assignment import DERIVED_KINDS, Assignment, state_to_copy
+from mergepipe.tailor.composition.self_check import SelfCheck, Thoroughness, compared_spans
+from mergepipe.tailor.composition.skeleton_files import list_skeleton
+from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
+from mergepipe.tailor.composition.staleness import choose_steps
+from mergepipe.tailor.composition.state_overlay import CONFIG_NAME, StateOverlay
+from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from mergepipe.tailor.formats.trainer_files import weight_state
+from mergepipe.tailor.inspect import differences
+from mergepipe.tailor.values import StateReader
+
+MOST_CHECKPOINTS = 128
+_SHARD_BYTES = 5_000_000_000
+_MEMBER = Location.parse("member")
+_TOLERANCES = {"F64": 2.0**-20, "F32": 2.0**-20, "BF16": 2.0**-7, "F16": 2.0**-9}
+
+
+def average(request: AverageRequest, out: Path, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
+    """Average and publish; see `tailor.api.average`."""
+    started = time.perf_counter()
+    store = Stores()
+    averaging = open_averaging(store, request)
+    check_target(out, [source.path for source in averaging.sources], force=options.force)
+    plan = averaging.plan()
+
+    def check(directory: Path, advance: Callable[[], None]) -> SelfCheck:
+        return averaging.check(Location.local(directory), Location.local(out), options.thoroughness, advance)
+
+    job = Job(request.to_yaml(), plan, out, check, averaging.record)
+    return publish(store, job, options, on_progress, started)
+
+
+def check_average(request: AverageRequest) -> CompositionReport:
+    """Report what an average would do; reads structure and step counters only."""
+    started = time.perf_counter()
+    averaging = open_averaging(Stores(), request)
+    plan = averaging.plan()
+    return CompositionReport(plan, None, None, time.perf_counter() - started, averaging.record)
+
+
+def open_averaging(store: Store, request: AverageRequest) -> Averaging:
+    """Open the checkpoints, oldest first, and give each its weight; reads no tensor data.
+
+    Raises:
+        RecipeError: fewer than two checkpoints, or weights that are not one each.
+        LimitError: too many checkpoints.
+        MismatchError: checkpoints that do not fit together, or lack something.
+    """
+    count = len(request.checkpoints)
+    if count < 2:
+        raise RecipeError.of("tailor.average.few", "checkpoints", f"{count} given", "an average takes two or more")
+    if count > MOST_CHECKPOINTS:
+        raise LimitError.of(
+            "tailor.average.many", "checkpoints", f"{count} given, at most {MOST_CHECKPOINTS} are averaged at once",
+            "give every second one",
+        )  # fmt: skip
+    if isinstance(request.weights, str):
+        scheme = scheme_weights(request.weights, count, request.alpha)
+    elif len(request.weights) != count:
+        raise RecipeError.of(
+            "tailor.average.weights",
+            "--weights",
+            f"{len(request.weights)} weights for {count} checkpoints",
+            "give one each",
+        )
+    opened = [open_source_checkpoint(store, path) for path in request.checkpoints]
+    order = sorted(range(count), key=lambda index: opened[index].step)
+    sources = tuple(opened[index] for index in order)
+    _check_fit(sources)
+    if not isinstance(request.weights, str):
+        scheme = normalised([request.weights[index] for index in order], "--weights")
+    return Averaging(store, request, sources, scheme)
+
+
+def _check_fit(sources: Sequence[TrainingCheckpoint]) -> None:
+    """Refuse checkpoints that are not different steps of one run, each complete."""
+    for source in sources:
+        if source.missing:
+            raise MismatchError.of(
+                "tailor.incomplete", source.path, f"lacks {source.missing[0]}", "an average takes complete checkpoints"
+            )
+    for older, newer in pairwise(sources):
+        if older.step == newer.step:
+            raise MismatchError.of(
+                "tailor.average.twice",
+                newer.path,
+                f"is of step {newer.step}, as {older.path} is",
+                "give each step once",
+            )
+        for reason in differences(sources[-1], older):
+            raise MismatchError.of("tailor.mismatch", older.path, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Averaging:
+    """Opened checkpoints of one run, oldest first, and the weight of each."""
+
+    store: Store
+    request: AverageRequest
+    sources: tuple[TrainingCheckpoint, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def newest(self) -> TrainingCheckpoint:
+        return self.sources[-1]
+
+    @property
+    def record(self) -> AverageRecord:
+        scheme = self.request.weights if isinstance(self.request.weights, str) else "given"
+        return AverageRecord(scheme, self.weights, self.request.optimizer.value)
+
+    @property
+    def assignment(self) -> Assignment:
+        """The newest checkpoint gives all that is not averaged."""
+        last = len(self.sources) - 1
+        return Assignment(self.sources, last, dict.fromkeys(self.newest.parameters, last))
+
+    def plan(self) -> CompositionPlan:
+        """Plan all files; reads structure only."""
+        files = self._model_files() if self.request.optimizer is OptimizerState.NONE else self._checkpoint_files()
+        steps = () if self.request.optimizer is OptimizerState.NONE else choose_steps(self.assignment)
+        return CompositionPlan(self.assignment, steps, (), tuple(sorted(files, key=lambda plan: plan.name)))
+
+    def averaged(self, name: str, kind: str) -> tuple[StoredState, ...]:
+        """Return the states that a state of the result is the average of; none where it stays the newest's."""
+        state = self.newest.states[name, kind]
+        is_weight = kind in (FP32, *DERIVED_KINDS)
+        if state.dtype.kind is not DTypeKind.FLOAT or not (
+            is_weight or self.request.optimizer is OptimizerState.AVERAGE
+        ):
+            return ()
+        return self._values(name, kind)
+
+    def _values(self, name: str, kind: str) -> tuple[StoredState, ...]:
+        """Return a state of every checkpoint, masters in the place of copies of weights, outside of archives."""
+        owner = self.newest.units.tied.get(name, name)
+        has_master = kind in DERIVED_KINDS and (owner, FP32) in self.newest.states
+        values = [
+            source.states.get((owner, FP32)) if has_master else state_to_copy(source, name, kind)
+            for source in self.sources
+        ]
+        return tuple(unpacked(self.store, state) for state in values if state is not None)
+
+    # --- a checkpoint to resume from
+
+    def _checkpoint_files(self) -> Iterator[FilePlan]:
+        """Plan the newest checkpoint's files with averaged values in their places."""
+        patches = PatchCollector(self.store)
+        for (name, kind), target in self.newest.states.items():
+            values = self.averaged(name, kind)
+            if values:
+                patches.average(values, self.weights, target)
+        overlay = StateOverlay(list_skeleton(self.store, self.newest))
+        return (plan_file(self.store, file, patches, overlay) for file in overlay.files)
+
+    # --- a model
+
+    def _model_files(self) -> Iterator[FilePlan]:
+        """Plan safetensors with averaged weights, and copies of configuration and tokenizer."""
+        shards = plan_shards(self._specs(), _SHARD_BYTES)
+        for shard in shards:
+            yield FilePlan(shard.name, tuple(self._shard(shard)))
+        if len(shards) > 1:
+            yield FilePlan(INDEX_NAME, (Literal(index_json(shards)),))
+        lender = self.request.files_from or self.newest.path
+        for name in find_sidecars(self.store, lender, list_names(self.store, lender)):
+            yield self._small_file(lender, name)
+
+    def _small_file(self, lender: Location, name: str) -> FilePlan:
+        path = lender / name
+        if name == CONFIG_NAME:
+            raw = self.store.read_small(path, CONFIG_BYTES)
+            dtypes = {spec.dtype for spec in self._specs() if spec.dtype.kind is DTypeKind.FLOAT}
+            return FilePlan(name, (Literal(with_dtype(raw, dtypes.pop()) if len(dtypes) == 1 else raw),))
+        return FilePlan(name, (CopyRange(path, 0, self.store.size_bytes(path), is_skeleton=True),))
+
+    def _specs(self) -> list[TensorSpec]:
+        """The model's tensors: parameters in the dtype of the request, else in that of the stored weights."""
+        return [TensorSpec(name, self._dtype(name), shape) for name, shape in self.newest.parameters.items()]
+
+    def _dtype(self, name: str) -> DType:
+        kinds = (kind for kind in (EXPORT, WEIGHT) if (name, kind) in self.newest.states)
+        stored = self.newest.states[name, next(kinds, FP32)].dtype
+        return self.request.dtype or stored if stored.kind is DTypeKind.FLOAT else stored
+
+    def _shard(self, shard: ShardLayout) -> Iterator[Segment]:
+        yield Literal(shard.header)
+        for spec in shard.tensors:
+            place = Piece(_MEMBER, 0, spec.nbytes, Span(0, spec.nbytes // spec.dtype.itemsize))
+            target = StoredState(spec.name, WEIGHT, spec.dtype, spec.shape, (place,) if spec.nbytes else ())
+            values = self._values(spec.name, WEIGHT)
+            is_float = spec.dtype.kind is DTypeKind.FLOAT
+            patches = average_states(values, self.weights, target) if is_float else patch_states(values[-1], target)
+            for _, patch in patches:
+                yield patch.segment
+
+    # --- the comparison with the sources
+
+    def check(
+        self, made: Location, home: Location, thoroughness: Thoroughness, advance: Callable[[], None]
+    ) -> SelfCheck:
+        """Compare what was written with averages in float64, and everything else with the newest checkpoint.
+
+        Raises:
+            CorruptError: `tailor.self-check`.
+        """
+        if thoroughness is Thoroughness.OFF:
+            return SelfCheck(thoroughness, 0, 0, 0)
+        states = self._made(made, home)
+        compared = 0
+        with StateReader(self.store) as reader:
+            for (name, kind), state in states.items():
+                values = (
+                    self._values(name, WEIGHT)
+                    if self.request.optimizer is OptimizerState.NONE
+                    else self.averaged(name, kind)
+                )
+                compared += self._compare(reader, unpacked(self.store, state), values, thoroughness)
+                advance()
+        return SelfCheck(thoroughness, len(states), compared, 0)
+
+    def _made(self, made: Location, home: Location) -> Mapping[tuple[str, str], StoredState]:
+        if self.request.optimizer is OptimizerState.NONE:
+            entries = open_checkpoint(self.store, made).tensors.values()
+            return {(e.name, WEIGHT): weight_state(e, WEIGHT) for t in entries for e in t.stored}
+        opened = open_training_checkpoint(self.store, made, home)
+        if opened.missing or opened.step != self.newest.step:
+            raise CorruptError.of(
+                "tailor.self-check", home.name, f"is at step {opened.step}, lacks {opened.missing[:1]}"
+            )
+        return opened.states
+
+    def _compare(
+        self, reader: StateReader, state: StoredState, values: Sequence[StoredState], thoroughness: Thoroughness
+    ) -> int:
+        compared = 0
+        for span in compared_spans(state, thoroughness):
+            raw = reader.read(state, span)
+            if values and state.dtype.kind is DTypeKind.FLOAT:
+                is_same = _is_average([_floats(reader, v, span) for v in values], self.weights, raw, state)
+            else:
+                newest = unpacked(self.store, self.newest.states[state.parameter, state.kind])
+                is_same = bool(
+                    np.array_equal(
+                        raw, cast_bytes(reader.read(newest, span), newest.dtype, state.dtype, state.parameter)
+                    )
+                )
+            if not is_same:
+                raise CorruptError.of(
+                    "tailor.self-check", state.parameter, f"{state.kind} is not the average in elements "
+                    f"[{span.start}, {span.stop})", "nothing was published; check the sources, then report it",
+                )  # fmt: skip
+            compared += span.n_elements
+        return compared
+
+
+def _floats(reader: StateReader, state: StoredState, span: Span) -> NDArray[np.float64]:
+    return values_of(reader.read(state, span), state.dtype, state.parameter).astype(np.float64)
+
+
+def _is_average(
+    values: Sequence[NDArray[np.float64]], weights: Sequence[float], raw: NDArray[np.uint8], state: StoredState
+) -> bool:
+    """Whether stored elements are the average in float64, as closely as their dtype tells; NaN where that is NaN."""
+    wanted = sum((weight * value for weight, value in zip(weights, values, strict=True)), np.zeros(1))
+    made = values_of(raw, state.dtype, state.parameter).astype(np.float64)
+    scale = np.max(np.abs(values), axis=0)
+    with np.errstate(invalid="ignore"):
+        close = np.abs(made - wanted) <= _TOLERANCES[state.dtype.name] * scale
+    return bool(np.all(close | ~np.isfinite(wanted)))

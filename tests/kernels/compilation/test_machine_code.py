@@ -1,0 +1,153 @@
+"""Machine code of kernels is kept on disk, gives the bits that numba gives, and is compiled again when damaged."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from mergepipe.kernels.compilation import machine_code
+from mergepipe.kernels.compilation.compiled import Kernel
+
+SOURCE = """
+import numpy as np
+from mergepipe.kernels.compilation.compiled import kernel
+
+
+@kernel
+def _scaled(values, factor):
+    copy = np.empty(values.shape[0], np.float32)  # a temporary of the runtime
+    for i in range(values.shape[0]):
+        copy[i] = values[i] * factor
+    return copy
+
+
+@kernel
+def fill(values, table_RC, factor, flag, key):
+    table_RC[:, :] = 0.0
+    copy = _scaled(values, factor)
+    total = 0.0
+    for i in range(copy.shape[0]):
+        table_RC[i % table_RC.shape[0], i % table_RC.shape[1]] += copy[i]
+        total += copy[i] if flag else -copy[i]
+    return total + (key >> np.uint64(60))
+"""
+
+
+def import_kernels(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kept_kernels", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kernels") / "kept_kernels.py"
+    path.write_text(SOURCE, encoding="utf-8")
+    return path
+
+
+def kept_files(source: Path) -> list[Path]:
+    return sorted((source.parent / "__pycache__").glob(f"*{machine_code.SUFFIX}"))
+
+
+def call(module: ModuleType, *, key: object = np.uint64(3 << 60)) -> tuple[float, bytes]:
+    values = np.random.default_rng(1).standard_normal(1000).astype(np.float32)[::3]
+    table_RC = np.ones((3, 5))
+    total = module.fill(values, table_RC, np.float32(0.3), True, key)
+    return total, table_RC.tobytes()
+
+
+def uses_numba(kernel: Kernel) -> bool:
+    return "dispatcher" in vars(kernel)
+
+
+def test_kernel__loaded_from_disk_gives_the_same_bits_without_numba(source: Path) -> None:
+    first, second = import_kernels(source), import_kernels(source)
+    made = call(first)
+    assert uses_numba(first.fill)
+    assert len(kept_files(source)) == 1
+    assert call(second) == made == call(second)
+    assert not uses_numba(second.fill)
+
+
+def test_kernel__with_arguments_that_no_entry_takes_runs_through_numba(source: Path) -> None:
+    module = import_kernels(source)
+    assert call(module, key=3 << 62)[0] - call(module, key=np.uint64(3 << 60))[0] == pytest.approx(9)
+    assert uses_numba(module.fill)
+
+
+def test_kernel__of_a_damaged_file_is_compiled_again(source: Path) -> None:
+    made = call(import_kernels(source))
+    (path,) = kept_files(source)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    again = import_kernels(source)
+    assert call(again) == made
+    assert uses_numba(again.fill)
+    assert path.read_bytes() == whole
+
+
+def test_kernel__whose_code_cannot_be_kept_still_runs(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = call(import_kernels(source))
+    monkeypatch.setattr(machine_code, "_platform_key", lambda: "")
+    assert call(import_kernels(source)) == made
+
+
+def test_signature_of__tells_arrays_apart_as_numba_does() -> None:
+    whole = np.zeros((4, 4), np.float32)
+    fixed = whole.copy()
+    fixed.flags.writeable = False
+    arrays = (whole, whole.T, whole[:, ::2], whole.astype(np.float64), whole.astype(">f4"), whole[0], fixed)
+    assert len({machine_code.signature_of((array,)) for array in arrays}) == len(arrays)
+    assert machine_code.signature_of((1, 1.0, True, 1 << 63)) == (int, float, bool, machine_code.LARGE)
+
+
+class CountedJit:
+    """Stands in for LLVM: counts linkers, and gives each library the address of its code's length."""
+
+    def __init__(self) -> None:
+        self.linkers = 0
+
+    def create_lljit_compiler(self) -> int:
+        self.linkers += 1
+        time.sleep(0.01)  # other threads come by meanwhile
+        return self.linkers
+
+    def JITLibraryBuilder(self) -> CountedJit:
+        return self
+
+    def add_object_img(self, code: bytes) -> CountedJit:
+        assert code
+        return self
+
+    def add_current_process(self) -> CountedJit:
+        return self
+
+    def export_symbol(self, name: str) -> CountedJit:
+        assert name == "entry"
+        return self
+
+    def link(self, linker: int, name: str) -> dict[str, int]:
+        assert name
+        return {"entry": linker}
+
+
+def test_link__by_many_threads_at_once_makes_one_linker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is forgotten would take away the code that it linked."""
+    jit = CountedJit()
+    monkeypatch.setattr(machine_code, "_binding", lambda: jit)
+    monkeypatch.setattr(machine_code, "_linked", [])
+    monkeypatch.setattr(machine_code, "_linker", cache(jit.create_lljit_compiler))
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(machine_code._link, [b"code"] * 8)) == {1}
+    assert jit.linkers == 1

@@ -1,0 +1,89 @@
+"""The loops of merging, cutting, packing and decoding are vector code.
+
+Seconds say little on a shared machine. What the compiler made of a loop is the same on every run: LLVM gives the body
+of each loop that it vectorised a name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mergepipe.core.blocks import BF16
+from mergepipe.deltastore.codec.bands import Bands
+from mergepipe.deltastore.codec.block import encode_block
+from mergepipe.kernels import codec, merge, philox, reduce
+from mergepipe.kernels.compilation.compiled import Kernel
+
+N = codec.TILE_ELEMENTS
+ONE, BITS = np.float32(1), np.uint32(1)
+FLOATS, WORDS, HALVES, BYTES = (np.zeros(N, dtype) for dtype in (np.float32, np.uint32, np.uint16, np.uint8))
+COUNTS = np.zeros(1, np.int64)
+FINE = (np.zeros(1, np.uint32), np.zeros(1 << 15, np.int16), np.zeros((1, 1 << 16), np.int32), COUNTS)
+LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
+    (codec.decode_tile, (BYTES, 0, codec.CODE_BF16, 1, FLOATS), 12),
+    (codec.encode_tile, (FLOATS, 1, BYTES, 0, codec.CODE_BF16), 9),
+    (merge.take_delta, (FLOATS, FLOATS, 1, FLOATS), 1),
+    (merge._keep_large, (FLOATS, 1, BITS), 1),  # ties
+    (merge.keep_band, (FLOATS, 1, BITS, BITS), 1),  # breadcrumbs
+    (merge._keep_random, (FLOATS, 1, np.uint64(1), 0, np.uint64(1), ONE, WORDS), 1),  # dare
+    (merge._add_scaled, (FLOATS, 1, ONE, FLOATS), 1),  # linear
+    (merge._add_agreeing, (FLOATS, 1, ONE, FLOATS, FLOATS, FLOATS), 1),
+    (merge._normalize_agreeing, (FLOATS, FLOATS, FLOATS, 1, True, ONE, ONE), 3),
+    (reduce.count_from_edges, (BYTES, 0, 1, 0, 1, 1, HALVES, COUNTS), 14),
+    (reduce.count_fine_bits, (WORDS, 1, HALVES, np.zeros((2, N), np.uint8), *FINE), 4),
+]
+PACKING = {"bytes_equal": 1, "fill_contexts": 2, "encode_tiles": 5, "pack_residuals": 3, "decode_tiles": 18}
+"""Loops of the kernels that encode a block and decode it to verify it."""
+
+
+def optimised_text(kernel: Any, arguments: tuple[object, ...]) -> str:
+    """What LLVM made of a kernel for such arguments."""
+    types = tuple(kernel.dispatcher.typeof_pyval(argument) for argument in arguments)
+    kernel.dispatcher.compile(types)
+    return str(kernel.dispatcher.overloads[types].library._get_module_for_linking())
+
+
+def vector_loops(text: str) -> int:
+    """The loops that are vector code; the narrower ones for what is left at their ends are not counted."""
+    return len(re.findall(r"^vector\.body[\w.]*:", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize(("kernel", "arguments", "loops"), LOOPS, ids=lambda value: getattr(value, "__name__", ""))
+def test_kernel__has_its_loops_as_vector_code(kernel: Any, arguments: tuple[object, ...], loops: int) -> None:
+    assert vector_loops(optimised_text(kernel, arguments)) >= loops
+
+
+def test_kernel__random_words_come_many_at_a_time() -> None:
+    text = optimised_text(philox.fill_random_words, (np.uint64(1), 0, 1, WORDS))
+    assert len(re.findall(r" = mul nuw nsw <\d+ x i64>| = mul [\w ]*<\d+ x i64>", text)) >= 10
+
+
+def test_vector_loops__are_none_where_one_element_depends_on_others() -> None:
+    assert vector_loops(optimised_text(reduce.count_bits, (WORDS, 1, COUNTS))) == 0
+
+
+def test_kernels_of_a_pack__have_their_loops_as_vector_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: dict[str, tuple[Kernel, tuple[object, ...]]] = {}
+    call = Kernel.__call__
+
+    def noted(kernel: Kernel, *arguments: object) -> object:
+        ran.setdefault(kernel.__name__, (kernel, arguments))
+        return call(kernel, *arguments)
+
+    monkeypatch.setattr(Kernel, "__call__", noted)
+    base_N, expert_N = near_pair(70_000)
+    encode_block(base_N.view(np.uint8), expert_N.view(np.uint8), BF16, Bands((6e-5, 2e-5, 3e-6)))
+    loops = {name: vector_loops(optimised_text(*ran[name])) for name in PACKING}
+    assert {name: n for name, n in loops.items() if n < PACKING[name]} == {}
+
+
+def near_pair(n: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """Bf16 bits of a base, and others near most of them."""
+    rng = np.random.default_rng(0)
+    base_N = rng.integers(0x3800, 0x3C00, n).astype(np.uint16)
+    return base_N, (base_N + rng.integers(-9, 10, n) * rng.integers(0, 2, n)).astype(np.uint16)

@@ -1,0 +1,257 @@
+"""Averages of checkpoints: weights of every scheme, values against float64, models and checkpoints to resume from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from composing import FORMATS, hidden, stored_values, tree
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mergepipe
+from mergepipe import tailor
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.core.blocks import BF16, F32, Span
+from mergepipe.errors import CorruptError, MergePipeError
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
+from mergepipe.tailor.averaging.schemes import SCHEMES, scheme_weights
+from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Piece, StoredState
+from mergepipe.tailor.composition.copy import writer
+from mergepipe.tailor.composition.copy.plan import AverageRange, FilePlan, average_states
+from mergepipe.tailor.composition.copy.writer import Copier
+from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from support.stores import MetadataStore
+from support.training_trees import STATES, KnownStates, decoder_shapes, known_states, write_hf
+
+STEPS = (3, 5, 9)
+KINDS = ("hf", "hf-zero2", "zero1", "zero2-regrouped", "zero3", "zero3-saved", "dcp")
+
+
+def run_of(folder: Path, kind: str) -> tuple[list[Path], list[KnownStates]]:
+    """Checkpoints of one run, newest first, as a user may list them; and what they hold, oldest first."""
+    knowns = [known_states(decoder_shapes(), seed=step, step=step) for step in STEPS]
+    paths = [folder / f"at-{known.step}" for known in knowns]
+    for path, known in zip(paths, knowns, strict=True):
+        FORMATS[kind](path, known)
+    return paths[::-1], knowns
+
+
+def mean(arrays: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    return sum(w * a.astype(np.float64) for w, a in zip(weights, arrays, strict=True))  # type: ignore[return-value]
+
+
+# --- weights
+
+
+def test_scheme_weights__are_those_of_the_papers() -> None:
+    assert scheme_weights("sma", 4) == (0.25,) * 4
+    assert scheme_weights("wma", 4) == (0.1, 0.2, 0.3, 0.4)
+    running = 1.0 * np.eye(4)[0]
+    for place in range(1, 4):  # the recurrence itself
+        running = 0.3 * np.eye(4)[place] + 0.7 * running
+    assert scheme_weights("ema", 4, 0.3) == pytest.approx(tuple(running), rel=1e-12)
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name.startswith("decay-")])
+def test_scheme_weights__replay_the_decayed_steps(scheme: str) -> None:
+    """WSM: the merged model is the oldest plus each update times the decayed rate of its interval."""
+    count, updates = 6, np.random.default_rng(0).standard_normal(5)
+    checkpoints = np.cumsum([1.0, *updates])
+    shapes = {
+        "decay-linear": lambda t: 1 - t,
+        "decay-cosine": lambda t: np.cos(np.pi * t) / 2 + 0.5,
+        "decay-1-sqrt": lambda t: 1 - t**0.5,
+    }
+    rates = [shapes[scheme]((i + 1) / count) for i in range(count - 1)]
+    merged = np.dot(scheme_weights(scheme, count), checkpoints)
+    assert merged == pytest.approx(1.0 + np.dot(rates, updates), rel=1e-12)
+
+
+@given(st.sampled_from(sorted(SCHEMES)), st.integers(2, 60), st.floats(0.01, 1.0))
+def test_scheme_weights__sum_to_one(scheme: str, count: int, alpha: float) -> None:
+    weights = scheme_weights(scheme, count, alpha)
+    assert sum(weights) == pytest.approx(1.0, rel=1e-12)
+    assert (len(weights), min(weights) >= 0) == (count, True)
+
+
+# --- values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_average__writes_a_model_of_averaged_weights(tmp_path: Path, kind: str) -> None:
+    paths, knowns = run_of(tmp_path, kind)
+    before = {name: content for path in paths for name, content in tree(path).items()}
+    report = tailor.average(paths, tmp_path / "out", weights="wma", self_check="full", memory_bytes=32 << 20)
+    model = open_checkpoint(LocalStore(), Location.local(tmp_path / "out"))
+    assert set(model.tensors) == set(decoder_shapes())
+    for name, tensor in model.tensors.items():
+        (entry,) = tensor.stored
+        raw = entry.file.local_path.read_bytes()[entry.offset : entry.offset + entry.nbytes]
+        wanted = mean([known.arrays[name, FP32] for known in knowns], (1 / 6, 2 / 6, 3 / 6))
+        np.testing.assert_allclose(np.frombuffer(raw, np.float32).reshape(entry.shape), wanted, rtol=0, atol=1e-6)
+    assert (report.average is not None, hidden(tmp_path)) == (True, [])
+    assert {name: content for path in paths for name, content in tree(path).items()} == before
+    assert mergepipe.verify(tmp_path / "out").damages == ()
+
+
+def test_average__makes_a_model_that_merges_take(tmp_path: Path) -> None:
+    paths, knowns = run_of(tmp_path, "zero2")
+    tailor.average(paths, tmp_path / "model")
+    tailor.average(paths, tmp_path / "checkpoint", optimizer="last")
+    recipe = tmp_path / "merge.yml"
+    recipe.write_text("merge_method: linear\nmodels: [{model: model, parameters: {weight: 1}}]\n")
+    mergepipe.merge(recipe, tmp_path / "merged")
+    (entry,) = open_checkpoint(LocalStore(), Location.local(tmp_path / "merged")).tensors["model.norm.weight"].stored
+    raw = entry.file.local_path.read_bytes()[entry.offset : entry.offset + entry.nbytes]
+    wanted = mean([known.arrays["model.norm.weight", FP32] for known in knowns], (1 / 3,) * 3)
+    np.testing.assert_allclose(np.frombuffer(raw, np.float32), wanted, atol=1e-6)
+    recipe.write_text("merge_method: linear\nmodels: [{model: checkpoint, parameters: {weight: 1}}]\n")
+    with pytest.raises(MergePipeError) as caught:
+        mergepipe.merge(recipe, tmp_path / "refused")
+    assert caught.value.code == "model.composite"
+
+
+@pytest.mark.parametrize("optimizer", ["last", "average"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_average__writes_a_checkpoint_to_resume_from(tmp_path: Path, kind: str, optimizer: str) -> None:
+    paths, knowns = run_of(tmp_path, kind)
+    tailor.average(paths, tmp_path / "out", weights="ema", alpha=0.5, optimizer=optimizer, memory_bytes=32 << 20)
+    made = open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "out"))
+    newest = open_training_checkpoint(MetadataStore(), Location.local(paths[0]))
+    assert (made.missing, made.step, made.states.keys()) == ((), STEPS[-1], newest.states.keys())
+    assert {s.value for s in made.steps} == {float(STEPS[-1])}
+    for (name, kind_of_state), state in made.states.items():
+        known_kind = FP32 if kind_of_state in (WEIGHT, EXPORT) else kind_of_state
+        arrays = [known.arrays[name, known_kind] for known in knowns]
+        if known_kind in STATES and optimizer == "last":
+            assert np.array_equal(stored_values(state), arrays[-1])
+        else:
+            np.testing.assert_allclose(stored_values(state), mean(arrays, (0.25, 0.25, 0.5)), rtol=0, atol=1e-6)
+
+
+def test_average__of_a_recipe_is_that_of_the_command(tmp_path: Path) -> None:
+    paths, _ = run_of(tmp_path, "zero2")
+    recipe = tmp_path / "average.yml"
+    recipe.write_text("average:\n  checkpoints: [at-3, at-5, at-9]\n  weights: [3, 2, 1]\n  optimizer: last\n")
+    checked = tailor.check(recipe)
+    by_recipe = tailor.compose(recipe, tmp_path / "one")
+    by_call = tailor.average(paths, tmp_path / "two", weights=(1, 2, 3), optimizer="last")
+    assert checked.average == by_recipe.average == by_call.average
+    assert checked.average is not None
+    assert checked.average.weights == (0.5, 2 / 6, 1 / 6)
+    one, two = (
+        {n: c for n, (c, _, _) in tree(tmp_path / out).items() if n != "mergepipe.json"} for out in ("one", "two")
+    )
+    assert one == two
+
+
+def test_average__casts_once_and_says_the_dtype(tmp_path: Path) -> None:
+    paths, knowns = run_of(tmp_path, "zero3")
+    lender = tmp_path / "model"
+    lender.mkdir()
+    (lender / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "float32"}))
+    (lender / "tokenizer.json").write_text("{}")
+    tailor.average(paths, tmp_path / "out", dtype="bfloat16", files_from=lender)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    model = open_checkpoint(LocalStore(), Location.local(tmp_path / "out"))
+    (entry,) = model.tensors["model.norm.weight"].stored
+    raw = entry.file.local_path.read_bytes()[entry.offset : entry.offset + entry.nbytes]
+    wanted = mean([known.arrays["model.norm.weight", FP32] for known in knowns], (1 / 3,) * 3)
+    assert np.array_equal(np.frombuffer(raw, ml_dtypes.bfloat16), wanted.astype(np.float32).astype(ml_dtypes.bfloat16))
+
+
+@given(st.lists(st.lists(st.integers(1, 40_000), max_size=3), min_size=2, max_size=5), st.integers(1, 30_000))
+def test_average_states__covers_every_element_once(cuts: list[list[int]], n_elements: int) -> None:
+    states = [_state(number, cut, n_elements) for number, cut in enumerate(cuts)]
+    target = _state(99, [n_elements // 2], n_elements)
+    covered = 0
+    for _, patch in average_states(states, (1.0,) * len(states), target):
+        assert isinstance(patch.segment, AverageRange)
+        assert all(part.offset % 4 == 0 for part in patch.segment.parts)
+        covered += patch.segment.n_elements
+    assert covered == n_elements
+
+
+def _state(number: int, cuts: Sequence[int], n_elements: int) -> StoredState:
+    edges = sorted({0, n_elements, *(cut for cut in cuts if cut < n_elements)})
+    spans = [Span(a, b) for a, b in pairwise(edges)]
+    pieces = tuple(Piece(Location.local(Path(f"f{number}")), 4 * s.start, 4 * s.n_elements, s) for s in spans)
+    return StoredState("p", WEIGHT, F32, (n_elements,), pieces)
+
+
+def test_copier__averages_many_files_in_little_memory(tmp_path: Path) -> None:
+    """40 files, cut into chunks, results in bfloat16: bytes of the float64 average, rounded once."""
+    generator = np.random.default_rng(0)
+    n_elements, states, values = 300_001, [], []
+    for number in range(40):
+        value = generator.standard_normal(n_elements + number).astype(np.float32)
+        path = tmp_path / f"f{number}"
+        path.write_bytes(value.tobytes())
+        values.append(value[number:])
+        piece = Piece(Location.local(path), 4 * number, 4 * n_elements, Span(0, n_elements))
+        states.append(StoredState("p", WEIGHT, F32, (n_elements,), (piece,)))
+    place = Piece(Location.local(tmp_path / "out"), 0, 2 * n_elements, Span(0, n_elements))
+    target = StoredState("p", WEIGHT, BF16, (n_elements,), (place,))
+    weights = scheme_weights("decay-cosine", 40)
+    plan = FilePlan("out", tuple(patch.segment for _, patch in average_states(states, weights, target)))
+    Copier(LocalStore(), writer.FEWEST_BYTES, lambda _: None).write(plan, tmp_path / "out")
+    made = np.frombuffer((tmp_path / "out").read_bytes(), ml_dtypes.bfloat16).astype(np.float64)
+    wanted = mean(values, weights)
+    assert np.max(np.abs(made - wanted)) <= 2.0**-8 * np.max(np.abs(wanted))
+    assert plan.read_bytes == 40 * 4 * n_elements
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"weights": "avg"}, "option.invalid"),
+        ({"weights": "1,2"}, "tailor.average.weights"),
+        ({"weights": (1.0, -1.0, 0.0)}, "tailor.average.weights"),
+        ({"weights": "ema", "alpha": 0.0}, "option.invalid"),
+        ({"optimizer": "first"}, "option.invalid"),
+        ({"dtype": "int8"}, "option.invalid"),
+    ],
+)
+def test_average__refuses_options_by_name(tmp_path: Path, options: Mapping[str, object], code: str) -> None:
+    paths, _ = run_of(tmp_path, "zero2")
+    with pytest.raises(MergePipeError) as caught:
+        tailor.average(paths, tmp_path / "out", **options)  # type: ignore[arg-type]
+    assert (caught.value.code, (tmp_path / "out").exists()) == (code, False)
+
+
+def test_average__refuses_checkpoints_that_are_no_steps_of_one_run(tmp_path: Path) -> None:
+    paths, _ = run_of(tmp_path, "hf")
+    shutil.copytree(paths[0], tmp_path / "twin")
+    write_hf(tmp_path / "wider", known_states(decoder_shapes(width=7), step=20))
+    for given_paths, code in (
+        (paths[:1], "tailor.average.few"),
+        ([*paths, tmp_path / "twin"], "tailor.average.twice"),
+        ([*paths, tmp_path / "wider"], "tailor.mismatch"),
+        (paths * 50, "tailor.average.many"),
+    ):
+        with pytest.raises(MergePipeError) as caught:
+            tailor.average(given_paths, tmp_path / "out")
+        assert caught.value.code == code
+
+
+def test_average__publishes_nothing_that_differs_from_its_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, _ = run_of(tmp_path, "zero2")
+    wrong = writer._averaging((0.5, 0.25, 0.25))
+    monkeypatch.setattr(writer, "_averaging", lambda _: wrong)
+    with pytest.raises(CorruptError) as caught:
+        tailor.average(paths, tmp_path / "out")
+    assert (caught.value.code, (tmp_path / "out").exists(), hidden(tmp_path)) == ("tailor.self-check", False, [])
