@@ -23,7 +23,7 @@ from mergepipe.deltastore.codec.block import BlockContext, RawBytes, decode_bloc
 from mergepipe.deltastore.codec.levels import Codec, Level, Piece
 from mergepipe.deltastore.header import HEADER_NAME, INDEX_NAME, PIECE_NAMES
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
-from mergepipe.deltastore.tensor import PackedTensor
+from mergepipe.deltastore.tensor import PackedTensor, StandaloneTensor
 from mergepipe.deltastore.writer import index_digest
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.ledger import Purpose
@@ -82,6 +82,11 @@ def _fetch_all(place: Path, base: Checkpoint) -> int:
     """Open a store and fetch every tensor at every level; the number of bytes."""
     store, fetched = LocalStore(), 0
     for tensor in open_store(store, Location.local(place), base).tensors.values():
+        if isinstance(tensor, StandaloneTensor):
+            out = np.zeros(tensor.n_elements * tensor.dtype.itemsize, np.uint8)
+            with open_files(store, {entry.file for entry in tensor.stored}) as files:
+                tensor.opened(files)(Span(0, tensor.n_elements), out, Purpose.EXPERT)
+            fetched += len(out)
         if not isinstance(tensor, PackedTensor):
             continue
         for level in (Level.HEAD, Level.LOSSLESS):

@@ -12,6 +12,8 @@ from mergepipe.deltastore.codec.generic.byte_lookup import look_up
 from mergepipe.deltastore.codec.piece_headers import NO_WIDTH_INDEX, exception_positions, n_chunks_in, read_u16
 from mergepipe.deltastore.codec.residuals.bit_unpacking import count_ones, unpack_stream_by_4
 from mergepipe.deltastore.codec.tiles.element_codes import (
+    BF16_MANTISSA_BITS,
+    F16_MANTISSA_BITS,
     FIRST_BODY_CODE,
     FIRST_CELL_CODE,
     N_CODES,
@@ -20,6 +22,7 @@ from mergepipe.deltastore.codec.tiles.element_codes import (
     first_ordinal_past,
     float_value,
     ordinal_of,
+    template,
     value_scale,
     value_shift,
     widen,
@@ -32,12 +35,12 @@ STREAM_BITS = 21
 N_STREAMS = 3
 
 
-@kernel
-def tile_contexts(
+@template
+def _tile_contexts_of(
     base: Bits16, mantissa_bits: int, lows: Bytes, cell_bits_C: Bytes, n_contexts: int, exponents: Bytes,
     contexts: Bytes, cell_bits: Bytes,
 ) -> None:  # fmt: skip
-    """Write the context of each element, by its base's exponent, and its `cell_bits`; padding gets `SKIPPED`."""
+    """`tile_contexts` with the bits of the mantissa as a constant."""
     m, shift = len(base), np.uint16(mantissa_bits)
     for i in range(m):
         exponents[i] = np.uint8((base[i] & np.uint16(0x7FFF)) >> shift)
@@ -54,8 +57,20 @@ def tile_contexts(
 
 
 @kernel
-def tile_edges(base: Bits16, mantissa_bits: int, codes: Bytes, cuts: Floats, edges: Floats) -> None:
-    """Write the values that residuals are counted from: base plus or minus the band's cut; the base for cells."""
+def tile_contexts(
+    base: Bits16, mantissa_bits: int, lows: Bytes, cell_bits_C: Bytes, n_contexts: int, exponents: Bytes,
+    contexts: Bytes, cell_bits: Bytes,
+) -> None:  # fmt: skip
+    """Write the context of each element, by its base's exponent, and its `cell_bits`; padding gets `SKIPPED`."""
+    if mantissa_bits == F16_MANTISSA_BITS:
+        _tile_contexts_of(base, F16_MANTISSA_BITS, lows, cell_bits_C, n_contexts, exponents, contexts, cell_bits)
+    else:
+        _tile_contexts_of(base, BF16_MANTISSA_BITS, lows, cell_bits_C, n_contexts, exponents, contexts, cell_bits)
+
+
+@template
+def _tile_edges_of(base: Bits16, mantissa_bits: int, codes: Bytes, cuts: Floats, edges: Floats) -> None:
+    """`tile_edges` with the bits of the mantissa as a constant."""
     cut0, cut1, cut2 = cuts[0], cuts[1], cuts[2]
     widen(base, mantissa_bits, edges)
     for i in range(len(base)):
@@ -64,6 +79,15 @@ def tile_edges(base: Bits16, mantissa_bits: int, codes: Bytes, cuts: Floats, edg
         cut = cut0 if code < np.uint8(3) else cut
         cut = cut if code & np.uint8(1) else -cut
         edges[i] += cut if code < np.uint8(FIRST_CELL_CODE) else np.float32(0.0)
+
+
+@kernel
+def tile_edges(base: Bits16, mantissa_bits: int, codes: Bytes, cuts: Floats, edges: Floats) -> None:
+    """Write the values that residuals are counted from: base plus or minus the band's cut; the base for cells."""
+    if mantissa_bits == F16_MANTISSA_BITS:
+        _tile_edges_of(base, F16_MANTISSA_BITS, codes, cuts, edges)
+    else:
+        _tile_edges_of(base, BF16_MANTISSA_BITS, codes, cuts, edges)
 
 
 @kernel
@@ -145,16 +169,12 @@ def unpack_tile_by_4(
             positions[stream] = unpack_stream_by_4(stored, positions[stream], selected[:stop], residuals[:stop])
 
 
-@kernel
-def tile_values(
+@template
+def _tile_values_of(
     base: Bits16, mantissa_bits: int, codes: Bytes, residuals: Bits16, cell_bits: Bytes, is_middle: int, edges: Floats,
     values: Bits16,
 ) -> None:  # fmt: skip
-    """Write the values that codes and residuals give, relative to `tile_edges`; the base's for code 0.
-
-    `is_middle` is 1 where cells have no residuals: the middle of the cell is taken. At the base's ordinal, the base's
-    bits.
-    """
+    """`tile_values` with the bits of the mantissa as a constant."""
     middle, shift = np.int32(is_middle), value_shift(mantissa_bits)
     scale = np.float32(np.float32(1.0) / value_scale(mantissa_bits))
     for i in range(len(base)):
@@ -174,6 +194,44 @@ def tile_values(
 
 
 @kernel
+def tile_values(
+    base: Bits16, mantissa_bits: int, codes: Bytes, residuals: Bits16, cell_bits: Bytes, is_middle: int, edges: Floats,
+    values: Bits16,
+) -> None:  # fmt: skip
+    """Write the values that codes and residuals give, relative to `tile_edges`; the base's for code 0.
+
+    `is_middle` is 1 where cells have no residuals: the middle of the cell is taken. At the base's ordinal, the base's
+    bits.
+    """
+    if mantissa_bits == F16_MANTISSA_BITS:
+        _tile_values_of(base, F16_MANTISSA_BITS, codes, residuals, cell_bits, is_middle, edges, values)
+    else:
+        _tile_values_of(base, BF16_MANTISSA_BITS, codes, residuals, cell_bits, is_middle, edges, values)
+
+
+@template
+def _tile_deltas_of(
+    base: Bits16,
+    mantissa_bits: int,
+    values: Bits16,
+    codes: Bytes,
+    limit: np.float32,
+    base_values: Floats,
+    expert_values: Floats,
+    deltas: Floats,
+) -> None:
+    """`tile_deltas` with the bits of the mantissa as a constant."""
+    widen(base, mantissa_bits, base_values)
+    widen(values, mantissa_bits, expert_values)
+    for i in range(len(base)):
+        difference = expert_values[i] - base_values[i]
+        difference = np.float32(0.0) if expert_values[i] == base_values[i] else difference
+        nearest = limit if difference > np.float32(0.0) else -limit
+        is_inside = (abs(difference) < limit) | (codes[i] < np.uint8(FIRST_CELL_CODE))
+        deltas[i] = difference if is_inside else nearest
+
+
+@kernel
 def tile_deltas(
     base: Bits16,
     mantissa_bits: int,
@@ -185,14 +243,10 @@ def tile_deltas(
     deltas: Floats,
 ) -> None:
     """Write the deltas from base to `values`; estimates from the middles of cells are clamped to `limit`."""
-    widen(base, mantissa_bits, base_values)
-    widen(values, mantissa_bits, expert_values)
-    for i in range(len(base)):
-        difference = expert_values[i] - base_values[i]
-        difference = np.float32(0.0) if expert_values[i] == base_values[i] else difference
-        nearest = limit if difference > np.float32(0.0) else -limit
-        is_inside = (abs(difference) < limit) | (codes[i] < np.uint8(FIRST_CELL_CODE))
-        deltas[i] = difference if is_inside else nearest
+    if mantissa_bits == F16_MANTISSA_BITS:
+        _tile_deltas_of(base, F16_MANTISSA_BITS, values, codes, limit, base_values, expert_values, deltas)
+    else:
+        _tile_deltas_of(base, BF16_MANTISSA_BITS, values, codes, limit, base_values, expert_values, deltas)
 
 
 @kernel

@@ -5,12 +5,19 @@ Format: "BANDS" in docs/internals/formats/delta-store.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.deltastore.codec.entropy.rans import SKIPPED, Bits16
 from mergepipe.deltastore.codec.generic.byte_lookup import look_up
 from mergepipe.kernels.compilation.compiled import Bytes, Counts, Floats, kernel
+from mergepipe.kernels.compilation.compiler import njit
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Integers = NDArray[np.int32]
 
@@ -45,19 +52,28 @@ TILE = 2048
 QUANTILE_BUCKETS = 128
 
 
-@kernel
+def template(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile `function` into each kernel that calls it, where its constant arguments are known.
+
+    So loops are vectorized for one dtype. It is not cached itself: its callers are.
+    """
+    compiled: Callable[P, R] = njit(nogil=True, error_model="numpy", boundscheck=False, forceinline=True)(function)
+    return compiled
+
+
+@template
 def value_shift(mantissa_bits: int) -> np.int32:
     """Bits by which a magnitude is shifted to be that of a float32."""
     return np.int32(_FLOAT32_MANTISSA_BITS - mantissa_bits)
 
 
-@kernel
+@template
 def value_scale(mantissa_bits: int) -> np.float32:
     """The power of two by which a float32 with a shifted magnitude is multiplied."""
     return np.float32(_F16_SCALE if mantissa_bits == F16_MANTISSA_BITS else 1.0)
 
 
-@kernel
+@template
 def float_value(bits: np.int32, shift: np.int32, scale: np.float32) -> np.float32:
     """The float32 value of 16 bits. Infinities and NaNs of fp16 are taken for finite values, which no block has."""
     magnitude = np.int32(np.int32(bits & np.int32(0x7FFF)) << shift)
@@ -65,14 +81,14 @@ def float_value(bits: np.int32, shift: np.int32, scale: np.float32) -> np.float3
     return np.float32(np.int32(magnitude | sign).view(np.float32) * scale)
 
 
-@kernel
+@template
 def ordinal_of(bits: np.int32) -> np.int32:
     """The rank of 16 bits among all values of their dtype, monotonic in the value; both zeros have 0."""
     sign = np.int32(-np.int32(bits >> np.int32(15)))
     return np.int32(np.int32(np.int32(bits & np.int32(0x7FFF)) ^ sign) - sign)
 
 
-@kernel
+@template
 def first_ordinal_past(edge: np.float32, down: np.int32, shift: np.int32, scale: np.float32) -> np.int32:
     """The ordinal of the first value at or past a float32: upwards, or downwards where `down` is -1.
 
@@ -150,7 +166,7 @@ def fill_contexts(base: Bits16, mantissa_bits: int, n: int, context_of: Bytes, c
         contexts[i] = SKIPPED
 
 
-@kernel
+@template
 def widen(stored: Bits16, mantissa_bits: int, values: Floats) -> None:
     """Write the float32 values of floats of 16 bits."""
     shift, scale = value_shift(mantissa_bits), value_scale(mantissa_bits)

@@ -13,6 +13,8 @@ from mergepipe.deltastore.codec.generic.byte_lookup import look_up
 from mergepipe.deltastore.codec.residuals.streams import WIDTH_COUNTS
 from mergepipe.deltastore.codec.residuals.widths import FIRST_STEP_COUNT
 from mergepipe.deltastore.codec.tiles.element_codes import (
+    BF16_MANTISSA_BITS,
+    F16_MANTISSA_BITS,
     FIRST_CELL_CODE,
     LAST_CELL_CODE,
     QUANTILE_BUCKETS,
@@ -22,6 +24,7 @@ from mergepipe.deltastore.codec.tiles.element_codes import (
     first_ordinal_past,
     float_value,
     ordinal_of,
+    template,
     top_edge_exponent,
     value_scale,
     value_shift,
@@ -84,11 +87,11 @@ def _band_residual(
     return np.int32(np.int32(np.int32(ordinal_of(expert) - first) ^ down) - down)
 
 
-@kernel
-def _sample_indices(
+@template
+def _sample_indices_of(
     base: Bits16, expert: Bits16, mantissa_bits: int, contexts: Bytes, cuts: Integers, top: np.int32, indices: Integers
 ) -> None:
-    """Write the index of the sample count that each element adds to."""
+    """`sample_indices` with the bits of the mantissa as a constant."""
     first, second, third = cuts[0], cuts[1], cuts[2]
     value_bits, scale = value_shift(mantissa_bits), value_scale(mantissa_bits)
     inverse_scale = np.float32(np.float32(1.0) / scale)
@@ -113,6 +116,17 @@ def _sample_indices(
 
 
 @kernel
+def _sample_indices(
+    base: Bits16, expert: Bits16, mantissa_bits: int, contexts: Bytes, cuts: Integers, top: np.int32, indices: Integers
+) -> None:
+    """Write the index of the sample count that each element adds to."""
+    if mantissa_bits == F16_MANTISSA_BITS:
+        _sample_indices_of(base, expert, F16_MANTISSA_BITS, contexts, cuts, top, indices)
+    else:
+        _sample_indices_of(base, expert, BF16_MANTISSA_BITS, contexts, cuts, top, indices)
+
+
+@kernel
 def count_sample(
     base: Bits16, expert: Bits16, mantissa_bits: int, contexts: Bytes, first_low: int, cuts: Integers, stride: int,
     counts: Bits32,
@@ -127,15 +141,12 @@ def count_sample(
             counts[np.uint64(indices[i])] += np.uint32(1)
 
 
-@kernel
-def _tile_residuals(
+@template
+def _tile_residuals_of(
     base: Bits16, expert: Bits16, mantissa_bits: int, cell_bits: Bytes, cuts: Integers, top: np.int32, codes: Bytes,
     residuals: Integers, width_indices: Bytes, is_exception: Bytes, deltas: Floats,
 ) -> np.int32:  # fmt: skip
-    """Write codes and residuals of all elements; return the bits of the largest |delta|.
-
-    Masks, not branches: elements in cells and in bands alternate at random.
-    """
+    """`tile_residuals` with the bits of the mantissa as a constant."""
     first, second, third = cuts[0], cuts[1], cuts[2]
     shift, scale = value_shift(mantissa_bits), value_scale(mantissa_bits)
     inverse_scale = np.float32(np.float32(1.0) / scale)
@@ -168,10 +179,28 @@ def _tile_residuals(
 
 
 @kernel
-def _tile_middles(
+def _tile_residuals(
+    base: Bits16, expert: Bits16, mantissa_bits: int, cell_bits: Bytes, cuts: Integers, top: np.int32, codes: Bytes,
+    residuals: Integers, width_indices: Bytes, is_exception: Bytes, deltas: Floats,
+) -> np.int32:  # fmt: skip
+    """Write codes and residuals of all elements; return the bits of the largest |delta|.
+
+    Masks, not branches: elements in cells and in bands alternate at random.
+    """
+    if mantissa_bits == F16_MANTISSA_BITS:
+        return _tile_residuals_of(
+            base, expert, F16_MANTISSA_BITS, cell_bits, cuts, top, codes, residuals, width_indices, is_exception, deltas
+        )
+    return _tile_residuals_of(
+        base, expert, BF16_MANTISSA_BITS, cell_bits, cuts, top, codes, residuals, width_indices, is_exception, deltas
+    )
+
+
+@template
+def _tile_middles_of(
     base: Bits16, mantissa_bits: int, codes: Bytes, cell_bits: Bytes, limit: np.float32, deltas: Floats, middles: Floats
 ) -> None:
-    """Write the decoded deltas of the middles of cells, clamped to `limit`; of elements in bands the delta itself."""
+    """`tile_middles` with the bits of the mantissa as a constant."""
     shift, scale = value_shift(mantissa_bits), value_scale(mantissa_bits)
     for i in range(len(base)):
         base_bits, cell_width = np.int32(base[i]), np.int32(cell_bits[i] & np.uint8(15))
@@ -185,6 +214,17 @@ def _tile_middles(
         nearest = limit if estimate > np.float32(0.0) else -limit
         estimate = estimate if abs(estimate) < limit else nearest
         middles[i] = estimate if codes[i] >= np.uint8(FIRST_CELL_CODE) else deltas[i]
+
+
+@kernel
+def _tile_middles(
+    base: Bits16, mantissa_bits: int, codes: Bytes, cell_bits: Bytes, limit: np.float32, deltas: Floats, middles: Floats
+) -> None:
+    """Write the decoded deltas of the middles of cells, clamped to `limit`; of elements in bands the delta itself."""
+    if mantissa_bits == F16_MANTISSA_BITS:
+        _tile_middles_of(base, F16_MANTISSA_BITS, codes, cell_bits, limit, deltas, middles)
+    else:
+        _tile_middles_of(base, BF16_MANTISSA_BITS, codes, cell_bits, limit, deltas, middles)
 
 
 @kernel
