@@ -46,6 +46,7 @@ KEYWORD_OF_OPTION = {
     "--home": "home",
     "--keep-sums": "keep_sums=True",
     "--lenient": "lenient=True",
+    "--library": "library=True",
     "--link": "link=True",
     "--memory": "memory_bytes",
     "--paths": "paths",

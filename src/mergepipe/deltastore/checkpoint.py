@@ -45,6 +45,16 @@ class OpenedStore:
     def index(self) -> StoreIndex:
         return self.index_reader.index
 
+    @property
+    def pinned(self) -> tuple[FileFingerprint, ...]:
+        """The files that must not change while the store is read.
+
+        Those of encoded tensors alone are left out: another member of a library that shares one and comes or goes
+        changes its version, and every piece of it is compared with the index.
+        """
+        shared = {tensor.own_file for tensor in self.header.tensors if tensor.own_file and tensor.has_base}
+        return tuple(file for file in self.fingerprints if file.name not in shared)
+
 
 def read_store(store: Store, path: Location) -> OpenedStore:
     """Read and check header and index, both charged as metadata.
@@ -58,9 +68,18 @@ def read_store(store: Store, path: Location) -> OpenedStore:
         raise NotFoundError.of(
             "store.not-found", path, f"is not a delta store: it has no {HEADER_NAME}", "name a store that `pack` made"
         )
-    opened = _read_header(store, path, as_metadata)
+    opened = read_header(store, path)
     _ = opened.index
     return opened
+
+
+def read_header(store: Store, path: Location) -> OpenedStore:
+    """Read and check the header of a store; the index is read when it is first needed, charged as metadata.
+
+    Raises:
+        CorruptError, UnsupportedError, NotFoundError, StorageError: as `read_store`.
+    """
+    return _read_header(store, path, as_metadata)
 
 
 def _read_header(store: Store, path: Location, read_index: Charged) -> OpenedStore:
@@ -72,6 +91,7 @@ def _read_header(store: Store, path: Location, read_index: Charged) -> OpenedSto
     sizes: dict[str, int | None] = {PIECE_NAMES[piece]: None for piece in Piece}
     sizes[HEADERS_NAME] = sum(file.header_bytes for file in header.files)
     sizes |= {HEADER_NAME: len(raw), INDEX_NAME: n_rows * ROW_BYTES}
+    sizes |= {tensor.own_file: None for tensor in header.tensors if tensor.own_file}
     sizes |= {file.name: file.size_bytes for file in header.kept}
     prints = tuple(_fingerprint(store, path, name, size, header) for name, size in sorted(sizes.items()))
     sizes_bytes = {file.name: file.size_bytes for file in prints}
@@ -93,14 +113,15 @@ def open_store(store: Store, path: Location, base: Checkpoint) -> Checkpoint:
     sidecars = tuple(sorted(file.name for file in opened.header.kept if file.name in SIDECAR_NAMES))
     content_id = opened.header.content_id
     return Checkpoint(
-        path, path, MappingProxyType(tensors), opened.fingerprints, sidecars,
+        path, path, MappingProxyType(tensors), opened.pinned, sidecars,
         content_id=content_id, encoded=opened.index_reader,
     )  # fmt: skip
 
 
 def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint) -> Readable:
+    index, first_row = opened.index_reader.of_tensor(entry)
     if not entry.has_base:
-        return PlainTensor(entry.name, entry.dtype, entry.shape, opened.root, opened.index_reader, entry.first_row)
+        return PlainTensor(entry.name, entry.dtype, entry.shape, opened.root, index, first_row)
     base_tensor = base.tensors.get(entry.name)
     if not isinstance(base_tensor, TensorEntry):
         what = "no such tensor" if base_tensor is None else "one that is computed, not stored"
@@ -117,9 +138,7 @@ def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint) -> Read
             f"give the base that it was packed with: it was {opened.header.base}",
         )  # fmt: skip
     bands = None if entry.cuts is None else Bands(entry.cuts)
-    return PackedTensor(
-        entry.name, entry.dtype, entry.shape, opened.root, opened.index_reader, entry.first_row, base_tensor, bands
-    )
+    return PackedTensor(entry.name, entry.dtype, entry.shape, opened.root, index, first_row, base_tensor, bands)
 
 
 def _fingerprint(

@@ -6,6 +6,7 @@ Format: "Header" in docs/internals/formats/delta-store.md.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import NoReturn, TypeVar
@@ -28,12 +29,23 @@ PIECE_NAMES: dict[Piece, str] = {
     piece: f"mergepipe-store.{piece.name.lower().replace('_', '-')}.bin" for piece in Piece
 }
 OWN_NAMES = frozenset({HEADER_NAME, INDEX_NAME, HEADERS_NAME, *PIECE_NAMES.values()})
+_TENSOR_FILE = re.compile(r"mergepipe-store\.tensor-[0-9a-f]{32}\.bin")
 FORMAT_NAME = "mergepipe-delta-store"
 FORMAT_VERSION = 3
 FORMAT = f"{FORMAT_NAME}/{FORMAT_VERSION}"
 _LARGEST_CUT = (2 - 2.0**-23) * 2.0**127  # the largest float32
 _SMALLEST_CUT = 2.0**-149
 T = TypeVar("T")
+
+
+def tensor_file_name(content_id: str) -> str:
+    """The name of the file that holds all pieces of one tensor, for the members of a library to share."""
+    return f"mergepipe-store.tensor-{content_id}.bin"
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a file of this name belongs to the store, not to the expert."""
+    return name in OWN_NAMES or _TENSOR_FILE.fullmatch(name) is not None
 
 
 def is_store(store: Store, path: Location) -> bool:
@@ -66,6 +78,7 @@ class PackedEntry:
     """One tensor: its weight file, its first row of the index, its cuts.
 
     Tensors are ordered by file, then by offset. `has_base`: the base has a tensor of this name, dtype and shape.
+    `own_file`: the name of a file that holds all its pieces, one kind after another; empty where they are with others'.
     """
 
     name: str
@@ -75,6 +88,7 @@ class PackedEntry:
     first_row: int
     has_base: bool
     cuts: tuple[float, float, float] | None
+    own_file: str = ""
 
     @property
     def n_rows(self) -> int:
@@ -106,7 +120,10 @@ class StoreHeader:
     def to_json(self) -> bytes:
         """Readable JSON with a digest of itself."""
         content: dict[str, object] = {"format": FORMAT, "block_elements": BLOCK_ELEMENTS, **asdict(self)}
-        content["tensors"] = [{**asdict(tensor), "dtype": tensor.dtype.name} for tensor in self.tensors]
+        tensors = [{**asdict(tensor), "dtype": tensor.dtype.name} for tensor in self.tensors]
+        content["tensors"] = [
+            {key: value for key, value in tensor.items() if key != "own_file" or value} for tensor in tensors
+        ]
         document = {**content, "digest": digest_of(content)}
         return (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
@@ -200,7 +217,7 @@ class _Fields:
     def output_name(self) -> str:
         """Read a relative posix path of plain parts that is none of the store's own names."""
         name = self.get("name", str)
-        if not all(is_plain_name(part) for part in name.split("/")) or name in OWN_NAMES:
+        if not all(is_plain_name(part) for part in name.split("/")) or is_own_name(name):
             self.refuse("name", name)
         return name
 
@@ -225,8 +242,17 @@ def _entry(fields: _Fields) -> PackedEntry:
         fields.refuse("shape", fields.get("shape", list))
     return PackedEntry(
         fields.get("name", str), dtype, tuple(shape), fields.get("file", int), fields.get("first_row", int),
-        fields.get("has_base", bool), _cuts(fields, dtype),
+        fields.get("has_base", bool), _cuts(fields, dtype), _own_file(fields),
     )  # fmt: skip
+
+
+def _own_file(fields: _Fields) -> str:
+    if fields.raw("own_file") is None:
+        return ""
+    name = fields.get("own_file", str)
+    if not _TENSOR_FILE.fullmatch(name):
+        fields.refuse("own_file", name)
+    return name
 
 
 def _cuts(fields: _Fields, dtype: DType) -> tuple[float, float, float] | None:

@@ -26,9 +26,8 @@ from mergepipe.deltastore.codec.levels import (
     Piece,
 )
 from mergepipe.deltastore.codec.scratch import scratch
-from mergepipe.deltastore.header import PIECE_NAMES
 from mergepipe.deltastore.index import StoreIndex, digest
-from mergepipe.deltastore.index_reader import StoreIndexReader
+from mergepipe.deltastore.index_reader import TensorIndex
 from mergepipe.errors import MismatchError
 from mergepipe.storage.buffers import PAGE_BYTES, round_up
 from mergepipe.storage.contract import RangeFile
@@ -52,7 +51,7 @@ class PackedTensor:
     stored_dtype: DType
     shape: tuple[int, ...]
     root: Location
-    index_reader: StoreIndexReader
+    index_reader: TensorIndex
     first_row: int
     base: TensorEntry
     bands: Bands | None
@@ -106,7 +105,13 @@ class PackedTensor:
                 size = stop - start
                 step = self.index_reader.granularity_bytes
                 entry = TensorEntry(
-                    self.name, DTYPES["U8"], (size,), self._path(piece), start, size, granularity_bytes=step
+                    self.name,
+                    DTYPES["U8"],
+                    (size,),
+                    self.index_reader.path_of(piece),
+                    start,
+                    size,
+                    granularity_bytes=step,
                 )
                 entries.append(entry)
         return tuple(entries)
@@ -195,9 +200,6 @@ class PackedTensor:
         """Open a tensor like `opened`, for callers that have the base's bytes."""
         return PackedFetch(self, files, turns).with_base
 
-    def _path(self, piece: Piece) -> Location:
-        return self.root / PIECE_NAMES[piece]
-
 
 def block_groups(span: Span) -> Iterator[tuple[int, int]]:
     """Split `span` into ranges of blocks `[first, stop)` that are read together, at multiples of `GROUP_BLOCKS`."""
@@ -254,10 +256,10 @@ class PackedFetch:
 
     def _read_group(self, first: int, stop: int, purpose: Purpose) -> _Group:
         """Read the pieces of some blocks, one request per piece, into a scratch array of this thread."""
-        pieces, root, row = PIECES_OF[self._tensor.level], self._tensor.root, self._tensor.first_row
+        pieces, row = PIECES_OF[self._tensor.level], self._tensor.first_row
         offsets = {piece: self._index.offsets_PR[piece, row + first : row + stop + 1].tolist() for piece in pieces}
         some = [piece for piece in pieces if offsets[piece][0] < offsets[piece][-1]]
-        files = {piece: self._files[root / PIECE_NAMES[piece]] for piece in some}
+        files = {piece: self._files[self._tensor.index_reader.path_of(piece)] for piece in some}
         sizes = {piece: _room_bytes(file, offsets[piece][0], offsets[piece][-1]) for piece, file in files.items()}
         room = scratch("read", sum(sizes.values()), np.uint8)
         contents = dict.fromkeys(pieces, room[:0])

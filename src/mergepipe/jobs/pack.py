@@ -11,6 +11,7 @@ from pathlib import Path
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
 from mergepipe.deltastore.checkpoint import read_store
+from mergepipe.deltastore.library import recorded_bases
 from mergepipe.deltastore.pack.base_match import BaseMatch, doubt_about, match_base
 from mergepipe.deltastore.pack.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, open_builder
 from mergepipe.deltastore.pack.encode_pass import EXPERTS_AT_ONCE, pack_all
@@ -38,13 +39,15 @@ def pack_experts(
     home: Path,
     *,
     replaces: bool,
+    library: bool,
     strict: bool,
     threads: int,
     on_progress: ProgressCallback | None,
 ) -> PackReport:
     """Pack each expert into a store `folder/NAME`, relative to the nearest of `bases`; see `api.pack`.
 
-    With `replaces` the originals are removed last.
+    With `replaces` the originals are removed last. With `library` equal tensors of the stores in `folder` are stored
+    once, and without `bases` theirs are the candidates.
 
     Raises:
         RecipeError, UnsupportedError, MismatchError: see `api.pack`.
@@ -52,13 +55,15 @@ def pack_experts(
     """
     started = time.perf_counter()
     store = Stores()
+    if library and not bases:
+        bases = recorded_bases(store, folder)
     if not bases:
         raise RecipeError.of("pack.base-missing", folder, "no base was named", "give one as BASE, or more as --base")
     candidates = [open_base(store, store.pin(base)) for base in bases]
     checkpoints = [open_checkpoint(store, store.pin(location)) for location in experts]
     choices = [match_base(store, checkpoint, candidates) for checkpoint in checkpoints]
     jobs = [
-        job_of(store, candidates[number], checkpoint, folder, home)
+        job_of(store, candidates[number], checkpoint, folder, home, is_member=library)
         for checkpoint, (number, _) in zip(checkpoints, choices, strict=True)
     ]
     matches = {job.place: match for job, (_, match) in zip(jobs, choices, strict=True)}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from mergepipe.checkpoints.contained_files import is_linked_folder, require_text_path
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint
 from mergepipe.checkpoints.directory import open_checkpoint, stat_present
 from mergepipe.deltastore.checkpoint import read_store
-from mergepipe.deltastore.header import OWN_NAMES, is_store
+from mergepipe.deltastore.header import is_own_name, is_store
 from mergepipe.deltastore.pack.builder import PackJob
 from mergepipe.deltastore.pack.originals import (
     differing_base,
@@ -39,8 +40,12 @@ def open_base(store: Store, path: Location) -> Checkpoint:
     return base
 
 
-def job_of(store: Store, base: Checkpoint, expert: Checkpoint, folder: Location, home: Path) -> PackJob:
+def job_of(
+    store: Store, base: Checkpoint, expert: Checkpoint, folder: Location, home: Path, *, is_member: bool = False
+) -> PackJob:
     """The job of packing an expert under its name in `folder`; one in a bucket is staged in `home`.
+
+    With `is_member` the folder is a library.
 
     Raises:
         UnsupportedError: its files are not plain safetensors weights, or one has a name that stores use.
@@ -59,7 +64,7 @@ def job_of(store: Store, base: Checkpoint, expert: Checkpoint, folder: Location,
         check_apart(place, inputs)
     elif not is_store(store, place):
         check_target(out, inputs, force=None)
-    return PackJob.of(base, expert, out, place, _kept_files(store, expert))
+    return replace(PackJob.of(base, expert, out, place, _kept_files(store, expert)), is_member=is_member)
 
 
 def reason_against(expert: Checkpoint) -> str:
@@ -124,7 +129,7 @@ def _kept_files(store: Store, expert: Checkpoint) -> tuple[FileFingerprint, ...]
     weights = {file.name for file in expert.files}
     fingerprints = []
     for name in sorted(name for name in _walk(store, expert.root) if name not in weights):
-        if name in OWN_NAMES:
+        if is_own_name(name):
             raise UnsupportedError.of(
                 "pack.file", expert.root / name, "has a name that delta stores use", "rename the file"
             )

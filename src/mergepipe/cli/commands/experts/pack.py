@@ -16,12 +16,22 @@ from mergepipe.errors import RecipeError
 
 Models = Annotated[
     list[str],
-    typer.Argument(metavar="[BASE] EXPERT...", help="The base and models fine-tuned from it; with --base only those."),
+    typer.Argument(
+        metavar="[BASE] EXPERT...", help="The base and models fine-tuned from it; with --base or --library only those."
+    ),
 ]
 Bases = Annotated[
     list[str] | None,
     typer.Option(
         "--base", metavar="BASE", help="A base that EXPERTs may have: each takes the nearest. May be given again."
+    ),
+]
+Library = Annotated[
+    bool,
+    typer.Option(
+        "--library",
+        help="Store tensors equal to those of other stores in DIR once. All models named are EXPERTs; without --base, "
+        "the bases of DIR's experts are the candidates.",
     ),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse a base that is hardly an expert's, or one of several.")]
@@ -36,6 +46,7 @@ Replace = Annotated[
 EXAMPLES = (
     "mergepipe pack base/ expert-1/ expert-2/ --out packed/",
     "mergepipe pack expert-1/ expert-2/ --base base/ --base other/ --out packed/",
+    "mergepipe pack expert-3/ --library --out packed/",
     "mergepipe pack base/ expert-1/ --out s3://bucket/packed",
     "mergepipe pack base/ expert-*/ --out packed/ --part 2/4",
 )
@@ -52,6 +63,7 @@ def pack(
     *,
     out: PackOut,
     base: Bases = None,
+    library: Library = False,
     strict: Strict = False,
     replace: Replace = False,
     part: ExpertPart = None,
@@ -69,14 +81,14 @@ def pack(
     from mergepipe import api
     from mergepipe.jobs.parts import experts_of_part
 
-    bases, experts = (base, models) if base else (models[:1], models[1:])
+    bases, experts = (base or [], models) if base or library else (models[:1], models[1:])
     if not experts:
         message = "one model was named: a base without an expert, or an expert without a base"
         raise RecipeError.of("pack.base-missing", models[0], message, "name both, or the base as --base")
     part_experts = experts_of_part(experts, part)
     with tell_what_is_published(), progress_shown(session, silent=printing.silent) as on_progress:
         report = api.pack(
-            bases, part_experts, out, replace=replace, strict=strict, threads=threads, home=home,
+            bases, part_experts, out, replace=replace, library=library, strict=strict, threads=threads, home=home,
             on_progress=on_progress,
         )  # fmt: skip
     from mergepipe.cli.render.packing import pack_table
