@@ -97,7 +97,7 @@ CALLS = {
     "parts_status": ("plan out", "n_parts"),
     "explain": ("subject", "tensor home"),
     "sweep": ("recipe budgets", "seed work allow_dropped plan options on_progress"),
-    "pack": ("base experts out", "replace library strict threads home on_progress"),
+    "pack": ("base experts out", "replace library chain strict threads home on_progress"),
     "list_packed": ("folder", ""),
     "load_file": ("path", "base framework threads"),
     "extract_lora": ("base model out", "rank energy save_modules base_model_id on_progress"),

@@ -460,6 +460,7 @@ def pack(
     *,
     replace: bool = False,
     library: bool = False,
+    chain: int | None = None,
     strict: bool = False,
     threads: int | None = None,
     home: str | Path | None = None,
@@ -479,10 +480,12 @@ def pack(
     Memory: 100 MiB for reading, 16 MiB an expert, some 6 MiB a thread, whatever the size of the models.
 
     Args:
-        base: full weights, or several candidates.
+        base: full weights, or several candidates; a packed expert, too.
         experts: full weights in safetensors files, fine-tuned from `base`.
         library: store tensors that are equal to those of other stores in `out` once; with no base, theirs are the
             candidates. `out` is a folder of this machine.
+        chain: `experts` are checkpoints of one run in order: pack each relative to the one before as packed, and every
+            `chain`-th relative to what the chain begins on. So many stores at most are decoded to restore one.
         strict: refuse a base that is hardly an expert's, or that was not told from another candidate.
         replace: read each store back from disk and every file of every original again, compare them, and only if all
             are the same remove the originals' files.
@@ -498,20 +501,24 @@ def pack(
             whole or not at all.
     """
     n_threads = threads_of(threads)  # before anything compiled is loaded
-    from mergepipe.jobs.pack import pack_experts
+    from mergepipe.deltastore.chain import MOST_DEPTH
+    from mergepipe.jobs.pack import pack_chain, pack_experts
 
-    bases = [base] if isinstance(base, str | Path) else base
-    return pack_experts(
-        [Location.of(candidate) for candidate in bases],
-        [Location.of(expert) for expert in experts],
-        Location.local(folder_of_packs(out)) if library else place_of_packs(out),
-        home_of(home),
-        replaces=replace,
-        library=library,
-        strict=strict,
-        threads=n_threads,
-        on_progress=on_progress,
-    )
+    bases = [Location.of(candidate) for candidate in ([base] if isinstance(base, str | Path) else base)]
+    paths = [Location.of(expert) for expert in experts]
+    place = Location.local(folder_of_packs(out)) if library else place_of_packs(out)
+    if chain is None:
+        return pack_experts(
+            bases, paths, place, home_of(home), replaces=replace, library=library, strict=strict, threads=n_threads,
+            on_progress=on_progress,
+        )  # fmt: skip
+    if len(bases) != 1 or not place.is_local:
+        message = "needs one base, named, and a folder of this machine"
+        raise RecipeError.of("option.pair", "--chain", message, "name what the first checkpoint is packed on")
+    return pack_chain(
+        bases[0], paths, place, home_of(home), length=positive("--chain", chain, MOST_DEPTH), replaces=replace,
+        library=library, strict=strict, threads=n_threads, on_progress=on_progress,
+    )  # fmt: skip
 
 
 def unpack(

@@ -33,6 +33,7 @@ KEYWORD_OF_OPTION = {
     "--block-elements": "block_elements",
     "--budget": "budget",
     "--budgets": "budgets",
+    "--chain": "chain",
     "--connections": "connections",
     "--create": "create=True",
     "--deep": "deep_fraction",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.contract import ComputedTensor, Fetch, TensorEntry
 from mergepipe.core.blocks import BF16, Span
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import RawBytes
@@ -55,6 +55,15 @@ def read_sample(entry: TensorEntry, file: RangeFile, purpose: Purpose) -> Sample
     """Read a sample of a tensor: at most 256 KiB, in whole pages."""
     spans = sample_spans(entry.n_elements)
     return Sample(entry.n_elements, tuple(read_exact(file, *_byte_range(entry, span), purpose) for span in spans))
+
+
+def fetch_sample(tensor: ComputedTensor, fetch: Fetch, purpose: Purpose) -> Sample:
+    """Take a sample of a tensor that is decoded: the stretches of `sample_spans`, fetched one by one."""
+    stretches = []
+    for span in sample_spans(tensor.n_elements):
+        stretches.append(np.empty(span.n_elements * tensor.dtype.itemsize, np.uint8))
+        fetch(span, stretches[-1], purpose)
+    return Sample(tensor.n_elements, tuple(stretches))
 
 
 def sample_of(content: RawBytes) -> Sample:

@@ -9,6 +9,7 @@ from mergepipe.checkpoints.contained_files import stat_regular
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable, TensorEntry
 from mergepipe.checkpoints.directory import SIDECAR_NAMES
 from mergepipe.checkpoints.formats.strict_json import shown
+from mergepipe.deltastore.chained_tensor import ChainedTensor
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import Piece
@@ -123,7 +124,8 @@ def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint) -> Read
     if not entry.has_base:
         return PlainTensor(entry.name, entry.dtype, entry.shape, opened.root, index, first_row)
     base_tensor = base.tensors.get(entry.name)
-    if not isinstance(base_tensor, TensorEntry):
+    can_be_base = opened.header.depth or isinstance(base_tensor, TensorEntry)
+    if base_tensor is None or not can_be_base:
         what = "no such tensor" if base_tensor is None else "one that is computed, not stored"
         raise MismatchError.of(
             "store.base", opened.root,
@@ -138,7 +140,11 @@ def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint) -> Read
             f"give the base that it was packed with: it was {opened.header.base}",
         )  # fmt: skip
     bands = None if entry.cuts is None else Bands(entry.cuts)
-    return PackedTensor(entry.name, entry.dtype, entry.shape, opened.root, index, first_row, base_tensor, bands)
+    if isinstance(base_tensor, TensorEntry):
+        return PackedTensor(entry.name, entry.dtype, entry.shape, opened.root, index, first_row, base_tensor, bands)
+    described = TensorEntry(entry.name, entry.dtype, entry.shape, base.root, 0, entry.nbytes)
+    packed = PackedTensor(entry.name, entry.dtype, entry.shape, opened.root, index, first_row, described, bands)
+    return ChainedTensor(packed, base_tensor)
 
 
 def _fingerprint(

@@ -104,7 +104,8 @@ class StoreHeader:
     """The fields of a header.
 
     `base` and `expert` are the paths that were packed, as hints; `base_files` is a digest of the base's file
-    fingerprints. `content_id` is that of the expert (`checkpoints.content_id`).
+    fingerprints. `content_id` is that of the expert (`checkpoints.content_id`). `depth`: the number of stores below it
+    that it is packed on, one on another; `base` is then a store itself.
     """
 
     base: str
@@ -116,6 +117,7 @@ class StoreHeader:
     kept: tuple[KeptFile, ...]
     tensors: tuple[PackedEntry, ...]
     content_id: str
+    depth: int = 0
 
     def to_json(self) -> bytes:
         """Readable JSON with a digest of itself."""
@@ -124,6 +126,8 @@ class StoreHeader:
         content["tensors"] = [
             {key: value for key, value in tensor.items() if key != "own_file" or value} for tensor in tensors
         ]
+        if not self.depth:
+            del content["depth"]
         document = {**content, "digest": digest_of(content)}
         return (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
@@ -153,6 +157,7 @@ def parse_header(raw: bytes, path: Location) -> StoreHeader:
         kept=fields.each("kept", _kept_file),
         tensors=fields.each("tensors", _entry),
         content_id=fields.get("content_id", str),
+        depth=0 if fields.raw("depth") is None else fields.get("depth", int),
     )
     _check_tensors(header, path)
     return header

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
+from mergepipe.deltastore.chain import next_base
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.library import recorded_bases
 from mergepipe.deltastore.pack.base_match import BaseMatch, doubt_about, match_base
@@ -92,6 +93,46 @@ def pack_experts(
     usage = store.ledger.usage()
     expert_bytes = usage[Purpose.EXPERT] + usage[Purpose.ANALYSIS]
     return PackReport(bases[0], done, usage[Purpose.BASE], expert_bytes, time.perf_counter() - started)
+
+
+def pack_chain(
+    base: Location,
+    steps: Sequence[Location],
+    folder: Location,
+    home: Path,
+    *,
+    length: int,
+    replaces: bool,
+    library: bool,
+    strict: bool,
+    threads: int,
+    on_progress: ProgressCallback | None,
+) -> PackReport:
+    """Pack checkpoints of one run in order, each relative to the one before as packed; see `api.pack`.
+
+    Every `length`-th is relative to what the chain begins on, so that at most `length` stores restore one.
+
+    Raises:
+        As `pack_experts`, for each of them; those before it are published.
+    """
+    started = time.perf_counter()
+    reports: list[PackReport] = []
+    last = base
+    for step in steps:
+        bases = [next_base(Stores(), last, length)]
+        report = pack_experts(
+            bases, [step], folder, home, replaces=replaces, library=library, strict=strict, threads=threads,
+            on_progress=on_progress,
+        )  # fmt: skip
+        reports.append(report)
+        last = Location.of(report.experts[0].store)
+    return PackReport(
+        base,
+        tuple(expert for report in reports for expert in report.experts),
+        sum(report.base_bytes for report in reports),
+        sum(report.expert_bytes for report in reports),
+        time.perf_counter() - started,
+    )
 
 
 def _check_bases(

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.contract import Readable, TensorEntry
 from mergepipe.core.blocks import BlockGrid, Span
-from mergepipe.deltastore.band_sample import Sample, bands_of, read_sample, sample_of
+from mergepipe.deltastore.band_sample import Sample, bands_of, fetch_sample, read_sample, sample_of
 from mergepipe.deltastore.codec.block import RawBytes, base_contexts, encode_block
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.index import digest, make_row
@@ -43,7 +43,7 @@ class BlockGroup:
     """
 
     span: Span
-    base_entry: TensorEntry | None
+    base_entry: Readable | None
     base: RawBytes | None
     members: tuple[Member, ...]
 
@@ -101,10 +101,12 @@ class BandChooser:
                 expert = self._sample(member.entry, member.content, Purpose.ANALYSIS)
                 member.builder.set_bands(member.number, bands_of(base, expert))
 
-    def _sample(self, entry: TensorEntry, content: RawBytes, purpose: Purpose) -> Sample:
-        if len(content) == entry.nbytes:
+    def _sample(self, entry: Readable, content: RawBytes, purpose: Purpose) -> Sample:
+        if len(content) == entry.n_elements * entry.dtype.itemsize:
             return sample_of(content)
-        return read_sample(entry, self._files[entry.file], purpose)
+        if isinstance(entry, TensorEntry):
+            return read_sample(entry, self._files[entry.file], purpose)
+        return fetch_sample(entry, entry.opened(self._files), purpose)
 
 
 def block_bytes(entry: TensorEntry) -> int:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import mergepipe
 from mergepipe.checkpoints.content_id import PassingContentId
-from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.core.blocks import BF16, BlockGrid
 from mergepipe.core.canonical_json import digest_of
@@ -51,7 +51,7 @@ class Place:
     """One tensor of the expert: its counterpart in the base (or None), its file, its first row of the index."""
 
     entry: TensorEntry
-    base: TensorEntry | None
+    base: Readable | None
     file: int
     first_row: int
 
@@ -81,6 +81,7 @@ class PackJob:
     kept: tuple[FileFingerprint, ...]
     places: tuple[Place, ...]
     is_member: bool = False
+    depth: int = 0  # see `StoreHeader`
 
     @classmethod
     def of(
@@ -104,7 +105,8 @@ class PackJob:
     @property
     def weight_files(self) -> set[Location]:
         """The weight files of the expert and of the base."""
-        return {checkpoint.root / file.name for checkpoint in (self.base, self.expert) for file in checkpoint.files}
+        bases = [place.base for place in self.places if place.base is not None]
+        return {self.expert.root / file.name for file in self.expert.files} | files_of(bases)
 
     @property
     def base_files(self) -> str:
@@ -128,10 +130,10 @@ class PackJob:
         check_unchanged(store, (self.base, replace(self.expert, files=(*self.expert.files, *self.kept))))
 
 
-def _matching_tensor(base: Checkpoint, entry: TensorEntry) -> TensorEntry | None:
+def _matching_tensor(base: Checkpoint, entry: TensorEntry) -> Readable | None:
     """The base's tensor of the same name, dtype and shape."""
     candidate = base.tensors.get(entry.name)
-    if isinstance(candidate, TensorEntry) and (candidate.dtype, candidate.shape) == (entry.dtype, entry.shape):
+    if candidate is not None and (candidate.dtype, candidate.shape) == (entry.dtype, entry.shape):
         return candidate
     return None
 
@@ -350,6 +352,7 @@ class StoreBuilder:
             kept=kept_files,
             tensors=tuple(self._entry(number, place) for number, place in enumerate(job.places)),
             content_id=content_id,
+            depth=job.depth,
         )
 
     def _entry(self, number: int, place: Place) -> PackedEntry:

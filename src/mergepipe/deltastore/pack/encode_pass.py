@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.contract import Readable, TensorEntry
 from mergepipe.core.blocks import Span
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
@@ -75,7 +75,7 @@ class _Group:
     """Elements of one tensor that are read together, of the base (if it has it) and of experts."""
 
     span: Span
-    base: TensorEntry | None
+    base: Readable | None
     members: tuple[tuple[StoreBuilder, int, TensorEntry], ...]
 
     @property
@@ -173,9 +173,14 @@ class _Reader:
         return [self._encoders.submit(blocks.encode, block) for block in blocks.blocks]
 
     def _fill(
-        self, entry: TensorEntry, span: Span, buffer: NDArray[np.uint8], at: int, purpose: Purpose
+        self, entry: Readable, span: Span, buffer: NDArray[np.uint8], at: int, purpose: Purpose
     ) -> tuple[RawBytes, int]:
         """Read elements into the buffer from `at` on; return them, and the offset after them."""
+        if not isinstance(entry, TensorEntry):
+            size = span.n_elements * entry.dtype.itemsize
+            content = buffer[at : at + size]
+            entry.opened(self._files)(span, content, purpose)
+            return content, at + round_up(size, PAGE_BYTES)
         file = self._files[entry.file]
         start = entry.offset + span.start * entry.dtype.itemsize
         stop = start + span.n_elements * entry.dtype.itemsize

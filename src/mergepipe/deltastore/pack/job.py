@@ -10,7 +10,8 @@ from pathlib import Path
 from mergepipe.checkpoints.contained_files import is_linked_folder, require_text_path
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint
 from mergepipe.checkpoints.directory import open_checkpoint, stat_present
-from mergepipe.deltastore.checkpoint import read_store
+from mergepipe.deltastore.chain import open_packed
+from mergepipe.deltastore.checkpoint import read_header, read_store
 from mergepipe.deltastore.header import is_own_name, is_store
 from mergepipe.deltastore.pack.builder import PackJob
 from mergepipe.deltastore.pack.originals import (
@@ -28,12 +29,14 @@ _SUFFIX = ".safetensors"
 
 
 def open_base(store: Store, path: Location) -> Checkpoint:
-    """Open the checkpoint that experts are packed relative to.
+    """Open the checkpoint that experts are packed relative to; it may be packed itself.
 
     Raises:
         UnsupportedError: it holds deltas.
     """
     require_text_path(path)
+    if is_store(store, path):
+        return open_packed(store, path)[1]
     base = open_checkpoint(store, path)
     if base.kind is not CheckpointKind.FULL:
         raise UnsupportedError.of("pack.kind", path, "holds differences from a base, not weights", "name its base")
@@ -64,7 +67,9 @@ def job_of(
         check_apart(place, inputs)
     elif not is_store(store, place):
         check_target(out, inputs, force=None)
-    return replace(PackJob.of(base, expert, out, place, _kept_files(store, expert)), is_member=is_member)
+    depth = read_header(store, base.path).header.depth + 1 if is_store(store, base.path) else 0
+    job = PackJob.of(base, expert, out, place, _kept_files(store, expert))
+    return replace(job, is_member=is_member, depth=depth)
 
 
 def reason_against(expert: Checkpoint) -> str:

@@ -34,6 +34,14 @@ Library = Annotated[
         "the bases of DIR's experts are the candidates.",
     ),
 ]
+Chain = Annotated[
+    int | None,
+    typer.Option(
+        "--chain",
+        metavar="N",
+        help="EXPERTs are checkpoints of one run in order: pack each on the one before, every N-th on BASE.",
+    ),
+]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse a base that is hardly an expert's, or one of several.")]
 PackOut = Annotated[
     str, typer.Option("--out", "-o", metavar="DIR", help="Where the stores go: DIR/NAME for an expert named NAME.")
@@ -47,6 +55,7 @@ EXAMPLES = (
     "mergepipe pack base/ expert-1/ expert-2/ --out packed/",
     "mergepipe pack expert-1/ expert-2/ --base base/ --base other/ --out packed/",
     "mergepipe pack expert-3/ --library --out packed/",
+    "mergepipe pack base/ step-100/ step-200/ step-300/ --chain 8 --out packed/",
     "mergepipe pack base/ expert-1/ --out s3://bucket/packed",
     "mergepipe pack base/ expert-*/ --out packed/ --part 2/4",
 )
@@ -64,6 +73,7 @@ def pack(
     out: PackOut,
     base: Bases = None,
     library: Library = False,
+    chain: Chain = None,
     strict: Strict = False,
     replace: Replace = False,
     part: ExpertPart = None,
@@ -81,6 +91,8 @@ def pack(
     from mergepipe import api
     from mergepipe.jobs.parts import experts_of_part
 
+    if chain is not None and part is not None:
+        raise RecipeError.of("option.pair", "--part", "a chain is packed by one machine", "leave it out")
     bases, experts = (base or [], models) if base or library else (models[:1], models[1:])
     if not experts:
         message = "one model was named: a base without an expert, or an expert without a base"
@@ -88,8 +100,8 @@ def pack(
     part_experts = experts_of_part(experts, part)
     with tell_what_is_published(), progress_shown(session, silent=printing.silent) as on_progress:
         report = api.pack(
-            bases, part_experts, out, replace=replace, library=library, strict=strict, threads=threads, home=home,
-            on_progress=on_progress,
+            bases, part_experts, out, replace=replace, library=library, chain=chain, strict=strict, threads=threads,
+            home=home, on_progress=on_progress,
         )  # fmt: skip
     from mergepipe.cli.render.packing import pack_table
 
