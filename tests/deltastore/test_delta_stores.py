@@ -197,8 +197,9 @@ def test_pack__refuses_two_experts_of_one_name_and_files_it_needs_the_names_of(o
 
 def test_pack__refuses_a_store_as_an_expert(odd: Packed, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        mergepipe.pack(odd.base, [odd.store], tmp_path / "more")
+        pack(odd.base, [odd.store], tmp_path / "other")
     assert caught.value.code == "model.store"
+    assert not (tmp_path / "other").exists()
 
 
 def test_pack__refuses_links_to_directories_which_it_would_lose(odd: Packed, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A library: a folder of packed experts, which share files of equal tensors as hard links.
 
-Nothing else makes a library: each member is a store that is complete without the others. See decision 020.
+Nothing else makes a library: each member is a store that is complete without the others. See decision 022.
 """
 
 from __future__ import annotations
