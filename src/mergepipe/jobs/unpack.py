@@ -24,7 +24,7 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import HEADERS_NAME, PackedEntry
 from mergepipe.deltastore.index import digest
 from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
-from mergepipe.errors import CorruptError, NotFoundError
+from mergepipe.errors import CorruptError, NotFoundError, RecipeError
 from mergepipe.reports import Damage, Progress, ProgressCallback, UnpackReport, VerifyReport
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import RangeFile, Store
@@ -149,6 +149,7 @@ def open_packed(
     """Open a packed expert by itself: header and index, the expert, and its base, which lies where it was packed.
 
     Raises:
+        RecipeError: `option.pair`, a base for a store that was packed without one.
         NotFoundError, MismatchError: the store or its base is gone, or it is another base.
         CorruptError, UnsupportedError: header or index are damaged, or of another version.
     """
@@ -160,6 +161,8 @@ def open_packed(
 def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> Checkpoint | None:
     """Open the base of a store; None for one that was packed without a base."""
     if not opened.header.base:
+        if base is not None:
+            raise RecipeError.of("option.pair", "--base", f"{opened.root} was packed without a base", "leave it out")
         return None
     try:
         return open_checkpoint(store, Location.parse(opened.header.base) if base is None else base)

@@ -194,7 +194,8 @@ import numpy
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
 module.fill(numpy.zeros(3, numpy.float32), numpy.zeros((3, 5)), numpy.float32(1), True, numpy.uint64(1))
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # threads of numpy map address space too
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert "memory.address-space" in ended.stderr
 
 
