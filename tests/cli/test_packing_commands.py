@@ -61,6 +61,9 @@ def test_pack__of_one_model_alone_needs_no_base(work: Workplace, run: Runner) ->
     assert run("unpack", work.root / "stores" / "base", "-o", work.root / "again").exit_code == 0
     weights = "model.safetensors"
     assert (work.root / "again" / weights).read_bytes() == (work.family.base / weights).read_bytes()
+    expert = work.family.experts[0]
+    assert run("pack", work.family.base, expert, "-o", work.root / "stores").exit_code == 0
+    assert run("verify", work.root / "stores", "--base", work.family.base).exit_code == 0  # the other one has none
     alone = run("pack", work.family.base, "--library", "-o", work.root / "library")
     assert (alone.exit_code, "pack.base-missing" in alone.err) == (2, True)
 

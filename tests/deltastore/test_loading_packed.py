@@ -81,6 +81,10 @@ def test_load_file__gives_every_dtype_in_numpy_or_says_what_can(tmp_path: Path) 
     assert tensors["flag"].dtype == np.bool_
     assert tensors["flag"].shape == ()
     assert tensors["none"].shape == (0, 4)
+    mergepipe.pack(None, [path], tmp_path / "packed")
+    packed = mergepipe.load_file(tmp_path / "packed" / "model")
+    assert packed["none"].shape == (0, 4)
+    assert packed["i32"].tolist() == [[5], [-6]]
     with pytest.raises(UnsupportedError, match="numpy has no dtype for F8_E8M0") as caught:
         tensors["scale"]
     assert caught.value.code == "load.dtype"
@@ -116,6 +120,9 @@ def test_load_file__refuses_what_it_cannot_give(family: PackFamily, tmp_path: Pa
     with pytest.raises(RecipeError) as pair:
         mergepipe.load_file(family.base, base=family.base)
     assert pair.value.code == "option.pair"
+    mergepipe.pack(None, [family.base], tmp_path / "packed")
+    with pytest.raises(RecipeError, match="was packed without a base"):
+        mergepipe.load_file(tmp_path / "packed" / family.base.name, base=family.base)
     delta = write_delta(family.base, family.experts[0], tmp_path / "delta")
     with pytest.raises(UnsupportedError) as kind:
         mergepipe.load_file(delta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import INDEX_NAME
 from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, RunOptions
-from mergepipe.planning.plan import Plan
+from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.storage.ledger import Ledger, Purpose
 from support.disk_families import DiskFamily, weights_digest, write_family, write_recipe
 from support.oracle import MergeCase
@@ -118,7 +119,7 @@ def test_plan__leaves_an_expert_alone_whose_index_the_budget_does_not_hold(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    with pytest.raises(LimitError, match="smallest useful"):
+    with pytest.raises(LimitError, match="the 8192 bytes of all indices"):
         plan_of(family, "5000B", tmp_path, name)
     assert [file for file, _, _ in index_reads(charges)] == [str(family.places[1] / INDEX_NAME)]
     charges.clear()
@@ -134,6 +135,28 @@ def test_plan__leaves_an_expert_alone_whose_index_the_budget_does_not_hold(
     read = {file for file, purpose, _ in charges if purpose in (Purpose.EXPERT, Purpose.ANALYSIS)}
     assert not any(file.startswith(str(family.places[2])) for file in read)
     assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes <= int(BETWEEN[:-1])
+
+
+def test_plan__of_a_useless_budget_names_one_that_is_useful(family: DiskFamily, tmp_path: Path) -> None:
+    with pytest.raises(LimitError) as refusal:
+        plan_of(family, "8193B", tmp_path)
+    named = re.search(r"the smallest useful budget is (\d+)B", str(refusal.value))
+    assert named is not None
+    least_bytes = int(named.group(1))
+    assert plan_of(family, f"{least_bytes}B", tmp_path).planned_bytes <= least_bytes
+    with pytest.raises(LimitError):
+        plan_of(family, f"{least_bytes - 1}B", tmp_path)
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_plan__without_a_budget_has_no_notices_of_what_it_does_not_read(
+    family: DiskFamily, tmp_path: Path, *, reuse: bool
+) -> None:
+    if reuse:
+        mergepipe.merge(
+            recipe_of(family, "average", tmp_path), tmp_path / "out", options=MergeOptions(home=tmp_path / "home")
+        )
+    assert not any(fallback.decision == NOTHING_READ for fallback in plan_of(family, "0", tmp_path).fallbacks)
 
 
 @pytest.mark.parametrize("budget", ["0", "0%"])

@@ -48,7 +48,7 @@ ALLOWED = {
     ),
     "jobs/sweep.py": ("is_dir", OWN),
     "kernels/compilation/compiled.py": ("read_bytes rglob", "the kernels' own source"),
-    "kernels/compilation/machine_code.py": ("read_bytes read_text", "compiled kernels, and the version of numba"),
+    "kernels/compilation/machine_code.py": ("glob read_bytes read_text", "compiled kernels, and the version of numba"),
     "planning/plan_file.py": ("exists is_file is_symlink regular.read_head", OWN),
     "runs/merge_run.py": ("resolve", OWN),
     "runs/moved_inputs.py": ("exists", OWN),

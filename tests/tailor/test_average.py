@@ -219,7 +219,11 @@ def test_copier__averages_many_files_in_little_memory(tmp_path: Path) -> None:
         ({"weights": "avg"}, "option.invalid"),
         ({"weights": "1,2"}, "tailor.average.weights"),
         ({"weights": (1.0, -1.0, 0.0)}, "tailor.average.weights"),
+        ({"weights": (1e308, 1e308, 1e308)}, "tailor.average.weights"),
         ({"weights": "ema", "alpha": 0.0}, "option.invalid"),
+        ({"weights": "wma", "alpha": 0.5}, "option.pair"),
+        ({"optimizer": "last", "dtype": "bfloat16"}, "option.pair"),
+        ({"optimizer": "average", "files_from": "at-3"}, "option.pair"),
         ({"optimizer": "first"}, "option.invalid"),
         ({"dtype": "int8"}, "option.invalid"),
     ],
@@ -229,6 +233,36 @@ def test_average__refuses_options_by_name(tmp_path: Path, options: Mapping[str, 
     with pytest.raises(MergePipeError) as caught:
         tailor.average(paths, tmp_path / "out", **options)  # type: ignore[arg-type]
     assert (caught.value.code, (tmp_path / "out").exists()) == (code, False)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("alpha: fast", "recipe.wrong-kind", "needs a number, found the text 'fast'"),
+        ("alpha: '0.5'", "recipe.wrong-kind", "needs a number"),
+        ("alpha: 0.5", "option.pair", "only the weights 'ema' take it"),
+        ("weights: [true, false, 1]", "recipe.wrong-kind", "needs the name of a scheme or a list of numbers"),
+        ("weights: []", "recipe.wrong-kind", "needs the name of a scheme or a list of numbers"),
+        ("optimizer: [1]", "recipe.wrong-kind", "needs text, found a list"),
+        ("colour: blue", "recipe.unknown-key", "unknown key 'colour'"),
+    ],
+)
+def test_average__refuses_values_of_a_recipe_by_place(tmp_path: Path, line: str, code: str, message: str) -> None:
+    paths, _ = run_of(tmp_path, "hf")
+    recipe = tmp_path / "average.yml"
+    recipe.write_text(f"average:\n  checkpoints: [{', '.join(map(str, paths))}]\n  {line}\n", encoding="utf-8")
+    with pytest.raises(MergePipeError) as caught:
+        tailor.check(recipe)
+    assert (caught.value.code, len(caught.value.problems)) == (code, 1)
+    assert message in str(caught.value)
+
+
+def test_average__refuses_other_keys_beside_it_in_a_recipe(tmp_path: Path) -> None:
+    paths, _ = run_of(tmp_path, "hf")
+    recipe = tmp_path / "average.yml"
+    recipe.write_text(f"average: {{checkpoints: [{paths[0]}, {paths[1]}]}}\ndefault: x\n", encoding="utf-8")
+    with pytest.raises(MergePipeError, match="unknown key 'default'"):
+        tailor.check(recipe)
 
 
 def test_average__refuses_checkpoints_that_are_no_steps_of_one_run(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.deltastore.checkpoint import OpenedStore, open_store, read_header, read_store
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.header import is_store
-from mergepipe.errors import MergePipeError, NotFoundError
+from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 
@@ -24,6 +24,7 @@ def open_packed(
     which may have moved together with it; or that one unpacked, if it is given as `base`.
 
     Raises:
+        RecipeError: `option.pair`, a base for a store that was packed without one.
         NotFoundError, MismatchError: the store or its base is gone, or it is another base.
         CorruptError, UnsupportedError: header or index are damaged, or of another version.
     """
@@ -51,6 +52,8 @@ def _open_chain(store: Store, opened: OpenedStore, base: Location | None) -> Che
 
 def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> Checkpoint | None:
     if not opened.header.base:
+        if base is not None:
+            raise RecipeError.of("option.pair", "--base", f"{opened.root} was packed without a base", "leave it out")
         return None
     try:
         return open_checkpoint(store, Location.parse(opened.header.base) if base is None else base)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from mergepipe.deltastore.checkpoint import OpenedStore, read_store
+from mergepipe.deltastore.checkpoint import OpenedStore, read_header, read_store
 from mergepipe.deltastore.codec.levels import Level
 from mergepipe.deltastore.header import HEADER_NAME
 from mergepipe.deltastore.library import member_places, shared_bytes
@@ -53,9 +53,11 @@ def verify_library(
     """
     reports: list[VerifyReport] = []
     damages: list[Damage] = []
-    for place in _places(Stores(), folder):
+    store = Stores()
+    for place in _places(store, folder):
         try:
-            report = verify_pack(place, base=base, threads=threads, started=started, on_progress=on_progress)
+            member_base = base if read_header(store, place).header.base else None  # it was packed on its own
+            report = verify_pack(place, base=member_base, threads=threads, started=started, on_progress=on_progress)
         except MergePipeError as error:
             problem = error.problems[0]
             message = f"{problem.where}: {problem.message}"

@@ -329,11 +329,16 @@ class Ranking:
             least.append(side_bytes + int(cost_I[begins_I].min()))
         return min(least, default=None)
 
+    def _index_bytes(self) -> int:
+        """Return the cost of the indices of all packed experts."""
+        indices = (expert.checkpoint.encoded for expert in self.problem.experts)
+        return sum(index.cost_bytes for index in indices if index is not None)
+
     def check_usefulness(self, plan: Plan) -> None:
         """Refuse a plan of a positive budget that reads nothing though there is something to read.
 
         Raises:
-            LimitError: `plan.budget-useless`, it names the smallest useful budget.
+            LimitError: `plan.budget-useless`, it names the smallest useful budget, as far as the indices are known.
         """
         least = self.least_useful_bytes()
         accesses = (access for tensor in plan.tensors for access in tensor.access)
@@ -344,6 +349,8 @@ class Ranking:
         ):
             message = f"nothing that could be read fits {plan.budget_bytes} bytes: the result would be the base"
             hint = f"the smallest useful budget is {least}B; 0 asks for the base"
+            if self.problem.unread:
+                hint = f"give more than the {self._index_bytes()} bytes of all indices; 0 asks for the base"
             raise LimitError.of("plan.budget-useless", "--budget", message, hint)
 
     def cheapest_bytes(self) -> int:
@@ -359,7 +366,9 @@ class Ranking:
         if unknown_E.any() or target is None:
             name = self.problem.experts[int(np.flatnonzero(unknown_E)[0])].text
             message = "has tensors without statistics, so that its error cannot be estimated"
-            raise UnsupportedError.of("plan.target-unknown", name, message, "run `mergepipe analyze` first, or pack it")
+            raise UnsupportedError.of(
+                "plan.target-unknown", name, message, "run `mergepipe analyze` first, or pack it beside its base"
+            )
         error = self.expected_error(self.budget_bytes)
         if error > target:
             message = f"the error that is expected within {self.budget_bytes} bytes is {error:.4g}, not {target:g}"
@@ -377,7 +386,7 @@ class Ranking:
         return expected_energies(self.data.candidates, selections, self.score_EB, self.data.rules)
 
     def plan(self, budget_bytes: int) -> Plan:
-        """Plan what `select` selects."""
+        """Plan what `select` selects; notices name the budget that is asked for, which reuse may let a plan exceed."""
         problem, data, candidates = self.problem, self.data, self.data.candidates
         selection = self.select(budget_bytes)
         says_error = bool(candidates.ladders) or self.options.target_error is not None
@@ -397,11 +406,11 @@ class Ranking:
             models=planned_models(problem, data.full_E, selection.planned_E, data.side_E),
             tensors=tensors,
             fallbacks=(
-                *unread_fallbacks(problem, budget_bytes),
+                *unread_fallbacks(problem, self.budget_bytes),
                 *whole_tensor_fallbacks(problem, data.columns, data.reasons),
                 *unknown_fallbacks(problem, data.columns, data.unknown),
                 *estimate_fallbacks(problem, data.columns, data.known_statistics, data.rules),
-                *starved_fallbacks(problem, candidates, selection, budget_bytes),
+                *starved_fallbacks(problem, candidates, selection, self.budget_bytes),
                 *no_bound,
                 *self._target_fallback(energy_ET2),
             ),

@@ -79,11 +79,11 @@ def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
         StorageError: `storage.out-of-memory`.
     """
     try:
-        mapping = mmap.mmap(-1, nbytes)
+        mapping = mmap.mmap(-1, max(nbytes, 1))  # no mapping is empty
     except OSError as error:
         message = f"the system gives no {nbytes} bytes for a buffer: {error.strerror}"
         hint = "close other programs, or lower --memory or --threads"
         raise StorageError.of("storage.out-of-memory", "", message, hint) from error
     if nbytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(mapping, np.uint8)
+    return np.frombuffer(mapping, np.uint8)[:nbytes]

@@ -139,14 +139,13 @@ def average(
     from mergepipe.core.bounds import positive
     from mergepipe.tailor.averaging.average import average as run
     from mergepipe.tailor.averaging.request import AverageRequest, optimizer_state, out_dtype, weights_of
-    from mergepipe.tailor.averaging.schemes import DEFAULT_ALPHA
     from mergepipe.tailor.composition.compose import ComposeOptions
     from mergepipe.tailor.composition.self_check import Thoroughness
 
     request = AverageRequest(
         tuple(absolute(path) for path in checkpoints),
         weights_of(weights) if isinstance(weights, str) else tuple(map(float, weights)),
-        DEFAULT_ALPHA if alpha is None else alpha, optimizer_state(optimizer), out_dtype(dtype, "--dtype"),
+        alpha, optimizer_state(optimizer), out_dtype(dtype, "--dtype"),
         None if files_from is None else absolute(files_from),
     )  # fmt: skip
     options = ComposeOptions(

@@ -15,13 +15,13 @@ DELTASTORE = Path(rans.__file__).parents[2]
 def test_kernel__is_cached_under_the_sources_of_all_kernels() -> None:
     kernels: tuple[Any, ...] = (summary.sum_products, reduce.count_fine)
     for kernel in kernels:
-        assert kernel.sources_digest() == sources_digest()
+        assert kernel.sources == sources_digest()
         assert kernel.dispatcher._cache._cache_file._source_stamp == sources_digest()
 
 
 def test_kernel__of_another_package_is_renewed_with_that_too() -> None:
     beside: Any = rans.decode_symbols
-    assert beside.sources_digest() == sources_digest(DELTASTORE) + sources_digest()
+    assert beside.sources == sources_digest(DELTASTORE) + sources_digest()
 
 
 def test_sources_digest__changes_with_any_source(tmp_path: Path) -> None:

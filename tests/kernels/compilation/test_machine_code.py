@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -12,8 +16,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from mergepipe.errors import UnsupportedError
 from mergepipe.kernels.compilation import machine_code
-from mergepipe.kernels.compilation.compiled import Kernel
+from mergepipe.kernels.compilation.compiled import Kernel, sources_digest
 
 SOURCE = """
 import numpy as np
@@ -101,6 +106,115 @@ def test_kernel__whose_code_cannot_be_kept_still_runs(source: Path, monkeypatch:
     made = call(import_kernels(source))
     monkeypatch.setattr(machine_code, "_platform_key", lambda: "")
     assert call(import_kernels(source)) == made
+
+
+def without_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Write kernels where no `__pycache__` can be made and no user has a home; return their file."""
+    path = tmp_path / "kept_kernels.py"
+    path.write_text(SOURCE, encoding="utf-8")
+    (tmp_path / "__pycache__").write_text("a file")
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path / "none"))
+    monkeypatch.setenv("HOME", str(path))
+    return path
+
+
+def test_kernel__runs_where_no_folder_takes_its_code(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert call(import_kernels(without_folders(monkeypatch, tmp_path))) == call(import_kernels(source))
+
+
+def test_kernel__of_a_package_that_cannot_be_written_is_kept_in_the_users_cache(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = without_folders(monkeypatch, tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = call(import_kernels(path))
+    second = import_kernels(path)
+    assert call(second) == made == call(import_kernels(source))
+    assert not uses_numba(second.fill)
+    assert len(list((tmp_path / "cache").rglob(f"*{machine_code.SUFFIX}"))) == 1
+
+
+def test_folders_for__of_two_rooms_are_two_and_none_is_below_an_unknown_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    one, two = (machine_code.folders_for(tmp_path / room / "tiles" / "encode.py") for room in ("a", "b"))
+    assert one != two
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert machine_code.folders_for(tmp_path / "encode.py") == [tmp_path / "__pycache__"]
+
+
+def test_kernel__whose_code_cannot_be_stored_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = call(import_kernels(source))
+    for path in kept_files(source):
+        path.unlink()
+
+    def refuse(path: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "no space left", str(path), None, str(target))
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    assert call(import_kernels(source)) == made
+    assert not [path for path in (source.parent / "__pycache__").iterdir() if machine_code.SUFFIX in path.name]
+
+
+def test_remove_outdated__removes_other_versions_and_what_killed_writers_left(tmp_path: Path) -> None:
+    def name(sources: str, signature: str, writer: str = "") -> str:
+        return f"merge.add-{sources}-{signature}{machine_code.SUFFIX}{writer}"
+
+    kept = {name("1a", "0"), name("1a", "1"), name("1a", "2", f".{os.getpid()}"), "merge.add-1a.py311.nbi"}
+    removed = {name("2b", "0"), name("2b", "1"), name("1a", "3", f".{1 << 40}"), f"merge.add-0{machine_code.SUFFIX}"}
+    for file in kept | removed:
+        (tmp_path / file).touch()
+    machine_code.remove_outdated(tmp_path, name("1a", "0"))
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_can_keep__is_false_for_dtypes_that_a_signature_does_not_tell_apart() -> None:
+    structured = machine_code.signature_of((np.zeros(2, [("a", "<i2")]),))
+    assert structured == machine_code.signature_of((np.zeros(2, [("b", "<f2")]),))
+    assert not machine_code.can_keep(structured)
+    assert machine_code.can_keep(machine_code.signature_of((np.zeros(2, ">i2"), np.zeros(1, np.bool_), 1.0)))
+
+
+def test_kernel__under_a_small_address_space_is_refused_before_llvm_ends_the_process(source: Path) -> None:
+    """LLVM may be loaded only once its address space was checked, in a process that has imported nothing of it."""
+    call(import_kernels(source))
+    code = f"""
+import importlib.util, resource
+spec = importlib.util.spec_from_file_location("kept_kernels", {str(source)!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+import numpy
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
+module.fill(numpy.zeros(3, numpy.float32), numpy.zeros((3, 5)), numpy.float32(1), True, numpy.uint64(1))
+"""
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # threads of numpy map address space too
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert "memory.address-space" in ended.stderr
+
+
+def test_kernel__with_the_compiler_turned_off_is_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mergepipe.kernels.compilation.compiler import numba
+
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    with pytest.raises(UnsupportedError, match="NUMBA_DISABLE_JIT"):
+        _ = import_kernels(source).fill.dispatcher
+
+
+def test_sources__are_those_at_the_import(tmp_path: Path) -> None:
+    path = tmp_path / "kept_kernels.py"
+    path.write_text(SOURCE, encoding="utf-8")
+    imported = import_kernels(path)
+    path.write_text(SOURCE.replace("0.0", "1.0"), encoding="utf-8")
+    sources_digest.cache_clear()
+    assert imported.fill.sources != import_kernels(path).fill.sources
+    sources_digest.cache_clear()
 
 
 def test_signature_of__tells_arrays_apart_as_numba_does() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -12,6 +12,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from mergepipe.errors import UnsupportedError
 from mergepipe.kernels.compilation.listeners import mark_compilation
 from mergepipe.kernels.compilation.machine_code import (
     Entry,
@@ -46,6 +47,7 @@ class Kernel:
         self.function = function
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         self._source = Path(function.__code__.co_filename)
+        self.sources = sources_of(self._source)
         self._entries: dict[Signature, Entry] = {}
         self._lock = threading.Lock()
 
@@ -57,24 +59,31 @@ class Kernel:
 
     @cached_property
     def dispatcher(self) -> Any:
-        """numba's dispatcher of the function."""
-        from mergepipe.kernels.compilation.compiler import njit, register_kernels
+        """numba's dispatcher of the function.
 
+        Raises:
+            UnsupportedError: `kernel.interpreted`.
+        """
+        from mergepipe.kernels.compilation.compiler import njit, numba, register_kernels
+
+        if getattr(numba.config, "DISABLE_JIT", 0):  # Python's integers do not wrap around: results would be others
+            message = "it turns the compiler off, and kernels run only compiled"
+            raise UnsupportedError.of("kernel.interpreted", "NUMBA_DISABLE_JIT", message, "unset it")
         register_kernels(Kernel)
-        compiled: Any = njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(self.function)
-        compiled._cache._cache_file._source_stamp = self.sources_digest()
+        compile_function = partial(njit, nogil=True, error_model="numpy", boundscheck=False)
+        try:
+            compiled: Any = compile_function(cache=True)(self.function)
+            compiled._cache._cache_file._source_stamp = self.sources
+        except RuntimeError:  # numba found no folder for its cache that can be written
+            compiled = compile_function()(self.function)
         _announce_compiling(compiled)
         return compiled
-
-    def sources_digest(self) -> str:
-        """A hash of all files that the machine code can depend on: kernels inline those of their rooms."""
-        return "".join(sources_digest(room) for room in sorted({KERNELS, room_of(self._source)}))
 
     def _prepare(self, signature: Signature, arguments: tuple[Any, ...]) -> Entry:
         """Load the code for such arguments from disk, or compile and keep it."""
         with self._lock:
             if signature not in self._entries:
-                name = file_name(f"{self._source.stem}.{self.__name__}", self.sources_digest(), signature)
+                name = file_name(f"{self._source.stem}.{self.__name__}", self.sources, signature)
                 folders = folders_for(self._source)
                 entry = None if name is None else load(folders, name, signature)
                 self._entries[signature] = entry or self._compile(name, folders, arguments)
@@ -108,6 +117,14 @@ def sources_digest(directory: Path = KERNELS) -> str:
     """A hash of all kernel sources in a directory and in those below it."""
     files = sorted(directory.rglob("*.py"))
     return blake3(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def sources_of(file: Path) -> str:
+    """A hash of all files that the code of kernels in `file` can depend on: kernels inline those of their rooms.
+
+    It is taken when a kernel is defined: code that is compiled later is of the files as they were imported.
+    """
+    return "".join(sources_digest(room) for room in sorted({KERNELS, room_of(file)}))
 
 
 def room_of(file: Path) -> Path:

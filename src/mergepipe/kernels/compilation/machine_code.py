@@ -130,8 +130,11 @@ def signature_of(arguments: tuple[Any, ...]) -> Signature:
 
 
 def can_keep(signature: Signature) -> bool:
-    """Whether every argument is an array or a scalar that an entry takes."""
-    return all(isinstance(kind, tuple) or kind in _C_TYPES for kind in signature)
+    """Whether every argument is an array of plain numbers or a scalar that an entry takes.
+
+    Other dtypes are not told apart by what a signature keeps of them: two structures of one size are the same there.
+    """
+    return all(kind[0][1] in "biuf" if isinstance(kind, tuple) else kind in _C_TYPES for kind in signature)
 
 
 @cache
@@ -143,10 +146,13 @@ def _platform_key() -> str:
     numba = find_spec("numba")
     if numba is None or numba.origin is None:
         return ""
+    binding = _binding()  # before llvmlite is imported: it checks that LLVM fits into the address space
     import llvmlite
 
-    binding = _binding()
-    version = Path(numba.origin).with_name("_version.py").read_text(encoding="utf-8")
+    try:
+        version = Path(numba.origin).with_name("_version.py").read_text(encoding="utf-8")
+    except OSError:  # of a numba in an archive
+        return ""
     cpu = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
     versions = [version, llvmlite.__version__, sys.version, np.__version__]
     return "\n".join([*versions, cpu, platform.machine(), sys.platform])
@@ -168,19 +174,25 @@ def _binding() -> Any:
 
 
 def file_name(kernel: str, sources: str, signature: Signature) -> str | None:
-    """Return the name of the file for a kernel's code for a signature; None where none can be kept."""
+    """Return the name of the file for a kernel's code for a signature; None where none can be kept.
+
+    Names of one folder agree in the part for the sources: files with another one are of other versions.
+    """
     platform_key = _platform_key() if can_keep(signature) else ""
     if not platform_key:
         return None
     digest = blake3("\n".join([sources, platform_key, repr(signature)]).encode()).hexdigest()
-    return f"{kernel}-{digest[:32]}{SUFFIX}"
+    return f"{kernel}-{blake3(sources.encode()).hexdigest(8)}-{digest[:32]}{SUFFIX}"
 
 
 def folders_for(source: Path) -> list[Path]:
     """Return the folders in which the code of kernels of a source file may be kept, the first choice first."""
+    place = f"{source.parent.name}-{blake3(str(source.parent).encode()).hexdigest(8)}"
     configured = os.environ.get("NUMBA_CACHE_DIR")
-    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergepipe" / "kernels"
-    return [Path(configured) / "mergepipe"] if configured else [source.parent / "__pycache__", users]
+    if configured:
+        return [Path(configured) / "mergepipe" / place]
+    users = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111 - it never raises
+    return [source.parent / "__pycache__", *([users / "mergepipe" / "kernels" / place] if users.is_absolute() else [])]
 
 
 def load(folders: list[Path], name: str, signature: Signature) -> Entry | None:
@@ -248,9 +260,34 @@ def store(folders: list[Path], name: str, overload: Any) -> None:
     except (RuntimeError, AttributeError, NotImplementedError):  # of a numba or an LLVM that works otherwise
         return
     for folder in folders:
-        with suppress(OSError):
+        temporary = folder / f"{name}.{os.getpid()}"
+        try:
             folder.mkdir(parents=True, exist_ok=True)
-            temporary = folder / f"{name}.{os.getpid()}"
             temporary.write_bytes(kept)
             temporary.replace(folder / name)
-            return
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+            continue
+        remove_outdated(folder, name)
+        return
+
+
+def remove_outdated(folder: Path, name: str) -> None:
+    """Remove the code of other versions of a folder's sources than that of `name`, and what killed writers left."""
+    sources = name.split("-")[1]
+    for path in folder.glob(f"*{SUFFIX}*"):
+        writer = path.name.rpartition(f"{SUFFIX}.")[2]
+        if path.name.split("-")[1] != sources or (writer.isdigit() and not _is_running(int(writer))):
+            with suppress(OSError):
+                path.unlink()
+
+
+def _is_running(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True

@@ -22,7 +22,7 @@ from mergepipe.storage.limits import CONFIG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.averaging.request import AverageRequest, OptimizerState
-from mergepipe.tailor.averaging.schemes import normalised, scheme_weights
+from mergepipe.tailor.averaging.schemes import DEFAULT_ALPHA, normalised, scheme_weights
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Piece, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition.compose import ComposeOptions, CompositionReport, Job, OnProgress, publish
 from mergepipe.tailor.composition.composite import AverageRecord
@@ -74,7 +74,7 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     """Open the checkpoints, oldest first, and give each its weight; reads no tensor data.
 
     Raises:
-        RecipeError: fewer than two checkpoints, or weights that are not one each.
+        RecipeError: fewer than two checkpoints, weights that are not one each, or options without effect.
         LimitError: too many checkpoints.
         MismatchError: checkpoints that do not fit together, or lack something.
     """
@@ -86,8 +86,9 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
             "tailor.average.many", "checkpoints", f"{count} given, at most {MOST_CHECKPOINTS} are averaged at once",
             "give every second one",
         )  # fmt: skip
+    _check_options(request)
     if isinstance(request.weights, str):
-        scheme = scheme_weights(request.weights, count, request.alpha)
+        scheme = scheme_weights(request.weights, count, DEFAULT_ALPHA if request.alpha is None else request.alpha)
     elif len(request.weights) != count:
         raise RecipeError.of(
             "tailor.average.weights",
@@ -103,6 +104,20 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     if not isinstance(request.weights, str):
         scheme = normalised([request.weights[index] for index in order], "--weights")
     return Averaging(store, request, sources, scheme)
+
+
+def _check_options(request: AverageRequest) -> None:
+    """Refuse options that have no effect beside the others.
+
+    Raises:
+        RecipeError: `option.pair`.
+    """
+    if request.alpha is not None and request.weights != "ema":
+        raise RecipeError.of("option.pair", "--alpha", "only the weights 'ema' take it", "leave it out")
+    for option, value in (("--dtype", request.dtype), ("--files-from", request.files_from)):
+        if value is not None and request.optimizer is not OptimizerState.NONE:
+            message = f"a checkpoint to resume from (optimizer: {request.optimizer.value}) is made as the newest is"
+            raise RecipeError.of("option.pair", option, message, "leave it out, or give optimizer 'none'")
 
 
 def _check_fit(sources: Sequence[TrainingCheckpoint]) -> None:

@@ -12,7 +12,7 @@ from mergepipe.errors import NotFoundError, RecipeError, did_you_mean
 from mergepipe.recipes.parse.fields import DocumentReader
 from mergepipe.recipes.parse.problems import Findings
 from mergepipe.recipes.parse.references import read_reference
-from mergepipe.recipes.parse.yaml_source import Value, read_yaml
+from mergepipe.recipes.parse.yaml_source import KeyPath, Value, read_yaml, shortened
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.averaging.schemes import DEFAULT_ALPHA, SCHEMES
@@ -34,12 +34,13 @@ class OptimizerState(StrEnum):
 class AverageRequest:
     """Checkpoints to average. `weights` are a scheme's name or one number a checkpoint, in the order given.
 
-    `dtype` and `files_from` (which lends configuration and tokenizer) are for models; None is what the newest has.
+    `alpha` is for `ema`; None is the default. `dtype` and `files_from` (which lends configuration and tokenizer) are
+    for models; None is what the newest has.
     """
 
     checkpoints: tuple[Location, ...]
     weights: str | tuple[float, ...] = "sma"
-    alpha: float = DEFAULT_ALPHA
+    alpha: float | None = None
     optimizer: OptimizerState = OptimizerState.NONE
     dtype: DType | None = None
     files_from: Location | None = None
@@ -48,7 +49,8 @@ class AverageRequest:
         """The request as a recipe; paths are absolute."""
         content: dict[str, object] = {"checkpoints": [str(path) for path in self.checkpoints]}
         content["weights"] = self.weights if isinstance(self.weights, str) else list(self.weights)
-        content |= {"alpha": self.alpha} if self.weights == "ema" else {}
+        alpha = DEFAULT_ALPHA if self.alpha is None else self.alpha
+        content |= {"alpha": alpha} if self.weights == "ema" else {}
         content["optimizer"] = self.optimizer.value
         content |= {"dtype": self.dtype.recipe_name} if self.dtype is not None else {}
         content |= {"files_from": str(self.files_from)} if self.files_from is not None else {}
@@ -97,16 +99,25 @@ def load_average(path: Location, store: Store) -> AverageRequest | None:
     if not isinstance(source.root, dict) or AVERAGE_KEY not in source.root:
         return None
     reader = DocumentReader(source, Findings(RecipeError, NotFoundError), store)
-    reader.unknown_keys(source.root, (AVERAGE_KEY,), ())
+    _refuse_unknown_keys(reader, source.root, (AVERAGE_KEY,), ())
     entry = source.root[AVERAGE_KEY]
     if not isinstance(entry, dict):
         reader.wrong_kind(entry, (AVERAGE_KEY,), "a mapping with the key 'checkpoints'")
         reader.findings.raise_any()
         raise AssertionError("raised above")
-    reader.unknown_keys(entry, RECIPE_KEYS, (AVERAGE_KEY,))
+    _refuse_unknown_keys(reader, entry, RECIPE_KEYS, (AVERAGE_KEY,))
     request = _request(reader, entry)
     reader.findings.raise_any()
     return request
+
+
+def _refuse_unknown_keys(
+    reader: DocumentReader, entry: dict[str, Value], known: Sequence[str], key_path: KeyPath
+) -> None:
+    for key in entry:
+        if key not in known:
+            name = shortened(key)
+            reader.refuse("recipe.unknown-key", (*key_path, key), f"unknown key '{name}'", did_you_mean(name, known))
 
 
 def _request(reader: DocumentReader, entry: dict[str, Value]) -> AverageRequest:
@@ -115,12 +126,11 @@ def _request(reader: DocumentReader, entry: dict[str, Value]) -> AverageRequest:
         reader.wrong_kind(listed, (AVERAGE_KEY, "checkpoints"), "a list of checkpoints")
     values = listed if isinstance(listed, list) else []
     paths = [_location(reader, value, "checkpoints", index) for index, value in enumerate(values)]
-    alpha = entry.get("alpha")
     lender = entry.get("files_from")
     return AverageRequest(
         tuple(path for path in paths if path is not None),
         _weights(reader, entry.get("weights")),
-        float(alpha) if isinstance(alpha, int | float) and not isinstance(alpha, bool) else DEFAULT_ALPHA,
+        _alpha(reader, entry.get("alpha")),
         _optimizer(reader, entry.get("optimizer")),
         out_dtype(_text(reader, entry, "dtype"), "dtype"),
         None if lender is None else _location(reader, lender, "files_from"),
@@ -139,17 +149,29 @@ def _text(reader: DocumentReader, entry: dict[str, Value], key: str) -> str | No
 def _weights(reader: DocumentReader, value: Value) -> str | tuple[float, ...]:
     if value is None:
         return "sma"
-    numbers = [n for n in value if isinstance(n, int | float)] if isinstance(value, list) else []
-    if isinstance(value, list) and len(numbers) == len(value):
-        return tuple(map(float, numbers))
-    text = reader.text(value, (AVERAGE_KEY, "weights"))
-    return weights_of(text) if text is not None else "sma"
+    if isinstance(value, str):
+        return weights_of(value)
+    numbers = [_number(n) for n in value] if isinstance(value, list) else []
+    known = [n for n in numbers if n is not None]
+    if not numbers or len(known) < len(numbers):
+        reader.wrong_kind(value, (AVERAGE_KEY, "weights"), "the name of a scheme or a list of numbers")
+    return tuple(known)
+
+
+def _alpha(reader: DocumentReader, value: Value) -> float | None:
+    alpha = _number(value)
+    if alpha is None and value is not None:
+        reader.wrong_kind(value, (AVERAGE_KEY, "alpha"), "a number")
+    return alpha
+
+
+def _number(value: Value) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _optimizer(reader: DocumentReader, value: Value) -> OptimizerState:
-    return (
-        OptimizerState.NONE if value is None else optimizer_state(reader.text(value, (AVERAGE_KEY, "optimizer")) or "")
-    )
+    text = None if value is None else reader.text(value, (AVERAGE_KEY, "optimizer"))
+    return OptimizerState.NONE if text is None else optimizer_state(text)
 
 
 def optimizer_state(text: str) -> OptimizerState:

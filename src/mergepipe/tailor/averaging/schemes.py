@@ -76,10 +76,11 @@ def normalised(weights: Sequence[float], where: str) -> tuple[float, ...]:
     Raises:
         RecipeError: one is not a finite number, or they sum to next to nothing.
     """
-    total = math.fsum(weights)
-    if not all(map(math.isfinite, weights)) or abs(total) < _NEXT_TO_NOTHING:
+    total = sum(weights)  # that of huge numbers is infinite, where fsum would raise
+    if not math.isfinite(total) or abs(total) < _NEXT_TO_NOTHING:
         raise RecipeError.of(
             "tailor.average.weights", where, f"the weights {', '.join(f'{w:g}' for w in weights[:8])} sum to {total:g}",
             "give finite numbers whose sum is not 0",
         )  # fmt: skip
-    return tuple(weight / total for weight in weights)
+    exact_total = math.fsum(weights)
+    return tuple(weight / exact_total for weight in weights)
