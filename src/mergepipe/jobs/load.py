@@ -14,9 +14,9 @@ from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.range_reads import decoded, read_span
 from mergepipe.core.blocks import BlockGrid, DType, DTypeKind, Span
+from mergepipe.deltastore.chain import open_packed
 from mergepipe.deltastore.header import is_store
 from mergepipe.errors import RecipeError, UnsupportedError
-from mergepipe.jobs.unpack import open_packed
 from mergepipe.runs.inputs.opened import open_path
 from mergepipe.storage.buffers import aligned_buffer
 from mergepipe.storage.ledger import Purpose
