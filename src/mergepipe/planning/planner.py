@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -51,7 +51,7 @@ from mergepipe.planning.selection.select import Selection, full_costs, select_it
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.prices import Duration, three_digits
 
-_SELECTIONS_AT_ONCE = 16  # whose expected errors are computed together: 2 bytes of memory for each block and selection
+_SELECTIONS_AT_ONCE = 16  # whose expected errors are computed together: a byte of memory for each block and selection
 
 
 def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanningChoices) -> Plan:
@@ -289,7 +289,7 @@ class Ranking:
         new = [nbytes for nbytes in dict.fromkeys(budgets_bytes) if nbytes not in self.error_by_prefix]
         for start in range(0, len(new), _SELECTIONS_AT_ONCE):
             together = new[start : start + _SELECTIONS_AT_ONCE]
-            energy_SET2 = self._energies([self.select_in_order(nbytes) for nbytes in together])
+            energy_SET2 = self._energies(self.select_in_order(nbytes) for nbytes in together)
             self.error_by_prefix.update(zip(together, map(expected_error, energy_SET2), strict=True))
         return [self.error_by_prefix[nbytes] for nbytes in budgets_bytes]
 
@@ -382,7 +382,7 @@ class Ranking:
             low, high = (low, middle) if self.expected_error(middle) <= target else (middle + 1, high)
         return high if self._compares_budgets else self.select(high).planned_bytes
 
-    def _energies(self, selections: Sequence[Selection]) -> NDArray[np.float64]:
+    def _energies(self, selections: Iterable[Selection]) -> NDArray[np.float64]:
         return expected_energies(self.data.candidates, selections, self.score_EB, self.data.rules)
 
     def plan(self, budget_bytes: int) -> Plan:

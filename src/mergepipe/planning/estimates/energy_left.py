@@ -15,31 +15,28 @@ def energy_left(candidates: Candidates, selection: Selection, score_EB: NDArray[
     left_EB = np.where(present_EB, 0.0, score_EB)
     for e, t in candidates.ladders:
         inside = candidates.columns.of_tensor(t)
-        left_EB[e, inside] = _left_of_levels(candidates, selection, score_EB, e, t)
+        left_EB[e, inside] = _left_of_levels(candidates, selection.level_EB[e, inside], score_EB, e, t)
     return left_EB
 
 
 def energy_left_of_tensor(
-    candidates: Candidates, selection: Selection, score_EB: NDArray[np.float64], t: int
+    candidates: Candidates, form_EB: NDArray[np.int8], score_EB: NDArray[np.float64], t: int
 ) -> NDArray[np.float64]:
-    """Compute `energy_left` of the blocks of one tensor."""
-    inside = candidates.columns.of_tensor(t)
-    present_EB = (selection.level_EB[:, inside] > 0) | selection.served_EB[:, inside] | candidates.free_EB[:, inside]
-    left_EB = np.where(present_EB, 0.0, score_EB[:, inside])
+    """Compute `energy_left` of the blocks of one tensor, had at a level above 0, not at all at 0, or else below."""
+    left_EB = np.where(form_EB != 0, 0.0, score_EB[:, candidates.columns.of_tensor(t)])
     for e in range(candidates.n_experts):
         if (e, t) in candidates.ladders:
-            left_EB[e] = _left_of_levels(candidates, selection, score_EB, e, t)
+            left_EB[e] = _left_of_levels(candidates, np.maximum(form_EB[e], 0), score_EB, e, t)
     return left_EB
 
 
 def _left_of_levels(
-    candidates: Candidates, selection: Selection, score_EB: NDArray[np.float64], e: int, t: int
+    candidates: Candidates, level_B: NDArray[np.int8], score_EB: NDArray[np.float64], e: int, t: int
 ) -> NDArray[np.float64]:
     ladder, inside = candidates.ladders[e, t], candidates.columns.of_tensor(t)
     share_B = np.divide(
-        ladder.left_at(selection.level_EB[e, inside]), ladder.unread_B,
-        out=np.zeros_like(ladder.unread_B), where=ladder.unread_B > 0,
-    )  # fmt: skip
+        ladder.left_at(level_B), ladder.unread_B, out=np.zeros_like(ladder.unread_B), where=ladder.unread_B > 0
+    )
     return np.where(candidates.free_EB[e, inside], 0.0, score_EB[e, inside] * share_B)
 
 

@@ -12,7 +12,7 @@ can turn a sign, are added element by element.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -241,7 +241,7 @@ def ties_consensus(
 
 
 def expected_energies(
-    candidates: Candidates, selections: Sequence[Selection], score_EB: NDArray[np.float64], rules: Rules
+    candidates: Candidates, selections: Iterable[Selection], score_EB: NDArray[np.float64], rules: Rules
 ) -> NDArray[np.float64]:
     """Estimate `energy_SET2` by selection, expert, tensor: (energy left out, total), as if deltas were uncorrelated."""
     if rules.elects:
@@ -256,28 +256,29 @@ def expected_error(energy_ET2: NDArray[np.float64]) -> float:
 
 
 def election_energies(
-    candidates: Candidates, selections: Sequence[Selection], score_EB: NDArray[np.float64], rules: Rules
+    candidates: Candidates, selections: Iterable[Selection], score_EB: NDArray[np.float64], rules: Rules
 ) -> NDArray[np.float64]:
     """Estimate `energy_SET2` by selection of tensors with sign elections: (loss, total), split over experts.
 
     Zero for tensors without an election (`rules.elections_T`). Selections that agree in a tensor are estimated once,
-    those that differ together.
+    those that differ together. Of each selection one byte a block is held.
     """
-    energy_SET2 = np.zeros((len(selections), candidates.n_experts, len(candidates.columns.tasks), 2))
+    forms_EB = [_forms(candidates, selection) for selection in selections]
+    energy_SET2 = np.zeros((len(forms_EB), candidates.n_experts, len(candidates.columns.tasks), 2))
     for t, election in enumerate(rules.elections_T):
         inside = candidates.columns.of_tensor(t)
         if election is None or inside.start == inside.stop:
             continue
         tensor = _election_tensor(candidates, score_EB, rules, t, election)
         accesses: dict[bytes, _Access] = {}
-        form_S = [_form(candidates, selection, inside) for selection in selections]
-        for form_EB, selection in zip(form_S, selections, strict=True):
-            if form_EB.tobytes() not in accesses:
-                left_EB = energy_left_of_tensor(candidates, selection, score_EB, t)
-                accesses[form_EB.tobytes()] = _access(tensor, form_EB, left_EB)
+        form_by_selection = [form_EB[:, inside].tobytes() for form_EB in forms_EB]
+        for form, form_EB in zip(form_by_selection, forms_EB, strict=True):
+            if form not in accesses:
+                left_EB = energy_left_of_tensor(candidates, form_EB[:, inside], score_EB, t)
+                accesses[form] = _access(tensor, form_EB[:, inside], left_EB)
         energies = dict(zip(accesses, _energies(tensor, list(accesses.values())), strict=True))
-        for s, form_EB in enumerate(form_S):
-            energy_SET2[s, :, t] = energies[form_EB.tobytes()]
+        for s, form in enumerate(form_by_selection):
+            energy_SET2[s, :, t] = energies[form]
     return energy_SET2
 
 
@@ -329,10 +330,11 @@ def _without_coefficients(score_EB: NDArray[np.float64], square_E1: NDArray[np.f
     return np.asarray(np.divide(score_EB, square_E1, out=np.zeros_like(score_EB), where=square_E1 > 0))
 
 
-def _form(candidates: Candidates, selection: Selection, inside: slice) -> NDArray[np.int8]:
-    """Return how each block of a tensor is had: its level, 0 if not at all, -1 served, -2 equal to the base."""
-    form_EB = np.where(selection.served_EB[:, inside], np.int8(-1), selection.level_EB[:, inside])
-    return np.where(candidates.free_EB[:, inside], np.int8(-2), form_EB)
+def _forms(candidates: Candidates, selection: Selection) -> NDArray[np.int8]:
+    """Return how each block is had: its level, 0 if not at all, -1 served, -2 equal to the base."""
+    form_EB = np.where(selection.served_EB, np.int8(-1), selection.level_EB)
+    form_EB[candidates.free_EB] = -2
+    return form_EB
 
 
 def _access(tensor: _ElectionTensor, form_EB: NDArray[np.int8], left_EB: NDArray[np.float64]) -> _Access:
