@@ -36,6 +36,7 @@ ALLOWED = {
     "cli/render/pages.py": ("read_text", "a template of the package"),
     "deltastore/pack/builder.py": ("is_dir", OWN),
     "deltastore/pack/originals.py": ("lstat os.open os.walk resolve", "originals that are removed on this machine"),
+    "deltastore/pack/own_files.py": ("is_dir iterdir lstat os.fstat os.path.samestat", OWN),
     "deltastore/pack/progress.py": ("stat", OWN),
     "deltastore/writer.py": ("regular.read_head", OWN),
     "jobs/gc.py": ("exists glob is_dir is_file is_symlink os.walk rglob stat", OWN),

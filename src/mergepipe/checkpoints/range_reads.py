@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.contract import Readable, TensorEntry
 from mergepipe.checkpoints.read_cost import block_cost_bytes
 from mergepipe.core.blocks import ITEMSIZE_BY_KERNEL_CODE, Span
 from mergepipe.storage.contract import RangeFile
@@ -30,6 +30,17 @@ def read_span(
     start = entry.offset + span.start * entry.dtype.itemsize
     stop = start + span.n_elements * entry.dtype.itemsize
     return read_exact(files[entry.file], start, stop, purpose)
+
+
+def read_elements(
+    tensor: Readable, span: Span, files: Mapping[Location, RangeFile], purpose: Purpose
+) -> NDArray[np.uint8]:
+    """The bytes (uint8) of the elements `span` of a tensor, stored or computed."""
+    if isinstance(tensor, TensorEntry):
+        return read_span(tensor, span, files, purpose)
+    content = np.empty(span.n_elements * tensor.dtype.itemsize, np.uint8)
+    tensor.opened(files)(span, content, purpose)
+    return content
 
 
 def read_matrix(entry: TensorEntry, files: Mapping[Location, RangeFile], purpose: Purpose) -> NDArray[np.float32]:

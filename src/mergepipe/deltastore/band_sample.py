@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.contract import ComputedTensor, Fetch, TensorEntry
 from mergepipe.core.blocks import DType, Span
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import RawBytes
@@ -60,6 +60,15 @@ def read_sample(entry: TensorEntry, file: RangeFile, purpose: Purpose) -> Sample
     return Sample(
         entry.dtype, entry.n_elements, tuple(read_exact(file, *_byte_range(entry, span), purpose) for span in spans)
     )
+
+
+def fetch_sample(tensor: ComputedTensor, fetch: Fetch, purpose: Purpose) -> Sample:
+    """Take a sample of a tensor that is decoded: the stretches of `sample_spans`, fetched one by one."""
+    stretches = []
+    for span in sample_spans(tensor.n_elements):
+        stretches.append(np.empty(span.n_elements * tensor.dtype.itemsize, np.uint8))
+        fetch(span, stretches[-1], purpose)
+    return Sample(tensor.dtype, tensor.n_elements, tuple(stretches))
 
 
 def sample_of(content: RawBytes, dtype: DType) -> Sample:

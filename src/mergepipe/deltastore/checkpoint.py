@@ -9,6 +9,7 @@ from mergepipe.checkpoints.contained_files import stat_regular
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable, TensorEntry
 from mergepipe.checkpoints.directory import SIDECAR_NAMES
 from mergepipe.checkpoints.formats.strict_json import shown
+from mergepipe.deltastore.chained_tensor import ChainedTensor
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import Piece
@@ -45,6 +46,16 @@ class OpenedStore:
     def index(self) -> StoreIndex:
         return self.index_reader.index
 
+    @property
+    def pinned(self) -> tuple[FileFingerprint, ...]:
+        """The files that must not change while the store is read.
+
+        Those of encoded tensors alone are left out: another member of a library that shares one and comes or goes
+        changes its version, and every piece of it is compared with the index.
+        """
+        shared = {tensor.own_file for tensor in self.header.tensors if tensor.own_file and not tensor.is_plain}
+        return tuple(file for file in self.fingerprints if file.name not in shared)
+
 
 def read_store(store: Store, path: Location) -> OpenedStore:
     """Read and check header and index, both charged as metadata.
@@ -58,9 +69,18 @@ def read_store(store: Store, path: Location) -> OpenedStore:
         raise NotFoundError.of(
             "store.not-found", path, f"is not a delta store: it has no {HEADER_NAME}", "name a store that `pack` made"
         )
-    opened = _read_header(store, path, as_metadata)
+    opened = read_header(store, path)
     _ = opened.index
     return opened
+
+
+def read_header(store: Store, path: Location) -> OpenedStore:
+    """Read and check the header of a store; the index is read when it is first needed, charged as metadata.
+
+    Raises:
+        CorruptError, UnsupportedError, NotFoundError, StorageError: as `read_store`.
+    """
+    return _read_header(store, path, as_metadata)
 
 
 def _read_header(store: Store, path: Location, read_index: Charged) -> OpenedStore:
@@ -72,6 +92,7 @@ def _read_header(store: Store, path: Location, read_index: Charged) -> OpenedSto
     sizes: dict[str, int | None] = {PIECE_NAMES[piece]: None for piece in Piece}
     sizes[HEADERS_NAME] = sum(file.header_bytes for file in header.files)
     sizes |= {HEADER_NAME: len(raw), INDEX_NAME: n_rows * ROW_BYTES}
+    sizes |= {tensor.own_file: None for tensor in header.tensors if tensor.own_file}
     sizes |= {file.name: file.size_bytes for file in header.kept}
     prints = tuple(_fingerprint(store, path, name, size, header) for name, size in sorted(sizes.items()))
     sizes_bytes = {file.name: file.size_bytes for file in prints}
@@ -93,29 +114,22 @@ def open_store(store: Store, path: Location, base: Checkpoint | None) -> Checkpo
     sidecars = tuple(sorted(file.name for file in opened.header.kept if file.name in SIDECAR_NAMES))
     content_id = opened.header.content_id
     return Checkpoint(
-        path, path, MappingProxyType(tensors), opened.fingerprints, sidecars,
+        path, path, MappingProxyType(tensors), opened.pinned, sidecars,
         content_id=content_id, encoded=opened.index_reader,
     )  # fmt: skip
 
 
-def has_base(store: Store, path: Location) -> bool:
-    """Whether the store in `path` was packed relative to a base.
-
-    Raises:
-        CorruptError, UnsupportedError, NotFoundError, StorageError: as `read_store`.
-    """
-    return bool(_read_header(store, path, as_metadata).header.base)
-
-
 def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint | None) -> Readable:
+    index, first_row = opened.index_reader.of_tensor(entry)
     if not entry.has_base:
         kind = PlainTensor if entry.is_plain else StandaloneTensor
-        return kind(entry.name, entry.dtype, entry.shape, opened.root, opened.index_reader, entry.first_row)
+        return kind(entry.name, entry.dtype, entry.shape, opened.root, index, first_row)
     if base is None:
         message = f"tensor {shown(entry.name)} was packed relative to its base, which is not named"
         raise MismatchError.of("store.base", opened.root, message, f"name its base: it was {opened.header.base}")
     base_tensor = base.tensors.get(entry.name)
-    if not isinstance(base_tensor, TensorEntry):
+    can_be_base = opened.header.depth or isinstance(base_tensor, TensorEntry)
+    if base_tensor is None or not can_be_base:
         what = "no such tensor" if base_tensor is None else "one that is computed, not stored"
         raise MismatchError.of(
             "store.base", opened.root,
@@ -131,9 +145,12 @@ def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint | None) 
             f"give the base that it was packed with: it was {opened.header.base}",
         )  # fmt: skip
     bands = None if entry.cuts is None else Bands(entry.cuts)
-    return PackedTensor(
-        entry.name, entry.dtype, entry.shape, opened.root, opened.index_reader, entry.first_row, base_tensor, bands
-    )
+    if isinstance(base_tensor, TensorEntry):
+        return PackedTensor(entry.name, entry.dtype, entry.shape, opened.root, index, first_row, base_tensor, bands)
+    base_bytes = base_tensor.n_elements * base_tensor.dtype.itemsize
+    described = TensorEntry(entry.name, base_tensor.dtype, entry.shape, base.root, 0, base_bytes)
+    packed = PackedTensor(entry.name, entry.dtype, entry.shape, opened.root, index, first_row, described, bands)
+    return ChainedTensor(packed, base_tensor)
 
 
 def _fingerprint(

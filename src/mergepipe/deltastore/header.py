@@ -6,6 +6,7 @@ Format: "Header" in docs/internals/formats/delta-store.md.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import NoReturn, TypeVar
@@ -28,6 +29,7 @@ PIECE_NAMES: dict[Piece, str] = {
     piece: f"mergepipe-store.{piece.name.lower().replace('_', '-')}.bin" for piece in Piece
 }
 OWN_NAMES = frozenset({HEADER_NAME, INDEX_NAME, HEADERS_NAME, *PIECE_NAMES.values()})
+_TENSOR_FILE = re.compile(r"mergepipe-store\.tensor-[0-9a-f]{32}\.bin")
 FORMAT_NAME = "mergepipe-delta-store"
 FORMAT_VERSION = 4
 OLDEST_VERSION = 3
@@ -36,6 +38,16 @@ _WITHOUT_BASE_DTYPES = 3  # the last version whose tensors had the base's dtype,
 _LARGEST_CUT = (2 - 2.0**-23) * 2.0**127  # the largest float32
 _SMALLEST_CUT = 2.0**-149
 T = TypeVar("T")
+
+
+def tensor_file_name(content_id: str) -> str:
+    """The name of the file that holds all pieces of one tensor, for the members of a library to share."""
+    return f"mergepipe-store.tensor-{content_id}.bin"
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a file of this name belongs to the store, not to the expert."""
+    return name in OWN_NAMES or _TENSOR_FILE.fullmatch(name) is not None
 
 
 def is_store(store: Store, path: Location) -> bool:
@@ -69,6 +81,7 @@ class PackedEntry:
 
     Tensors are ordered by file, then by offset. `base_dtype`: that of the base's tensor that it is encoded relative to;
     None where there is none. `is_plain`: such a tensor whose blocks are all RAW, so that it is one byte range.
+    `own_file`: the name of a file that holds all its pieces, one kind after another; empty where they are with others'.
     """
 
     name: str
@@ -79,6 +92,7 @@ class PackedEntry:
     base_dtype: DType | None
     is_plain: bool
     cuts: tuple[float, float, float] | None
+    own_file: str = ""
 
     @property
     def has_base(self) -> bool:
@@ -99,7 +113,8 @@ class StoreHeader:
 
     `base` and `expert` are the paths that were packed, as hints; `base` is empty where no base was named.
     `base_files` is a digest of the base's file fingerprints. `content_id` is that of the expert
-    (`checkpoints.content_id`).
+    (`checkpoints.content_id`). `depth`: the number of stores below it that it is packed on, one on another; `base` is
+    then a store itself.
     """
 
     base: str
@@ -111,18 +126,24 @@ class StoreHeader:
     kept: tuple[KeptFile, ...]
     tensors: tuple[PackedEntry, ...]
     content_id: str
+    depth: int = 0
 
     def to_json(self) -> bytes:
         """Readable JSON with a digest of itself."""
         content: dict[str, object] = {"format": FORMAT, "block_elements": BLOCK_ELEMENTS, **asdict(self)}
         content["tensors"] = [_entry_json(tensor) for tensor in self.tensors]
+        if not self.depth:
+            del content["depth"]
         document = {**content, "digest": digest_of(content)}
         return (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def _entry_json(tensor: PackedEntry) -> dict[str, object]:
     base_dtype = None if tensor.base_dtype is None else tensor.base_dtype.name
-    return {**asdict(tensor), "dtype": tensor.dtype.name, "base_dtype": base_dtype}
+    content = {**asdict(tensor), "dtype": tensor.dtype.name, "base_dtype": base_dtype}
+    if not tensor.own_file:
+        del content["own_file"]
+    return content
 
 
 def parse_header(raw: bytes, path: Location) -> StoreHeader:
@@ -150,6 +171,7 @@ def parse_header(raw: bytes, path: Location) -> StoreHeader:
         kept=fields.each("kept", _kept_file),
         tensors=fields.each("tensors", _entry if version > _WITHOUT_BASE_DTYPES else _entry_of_version_3),
         content_id=fields.get("content_id", str),
+        depth=0 if fields.raw("depth") is None else fields.get("depth", int),
     )
     _check_tensors(header, path)
     return header
@@ -221,7 +243,7 @@ class _Fields:
     def output_name(self) -> str:
         """Read a relative posix path of plain parts that is none of the store's own names."""
         name = self.get("name", str)
-        if not all(is_plain_name(part) for part in name.split("/")) or name in OWN_NAMES:
+        if not all(is_plain_name(part) for part in name.split("/")) or is_own_name(name):
             self.refuse("name", name)
         return name
 
@@ -256,13 +278,22 @@ def _entry_with(fields: _Fields, base_dtype: DType | None, *, is_plain: bool) ->
         fields.refuse("base_dtype", base_dtype.name)
     return PackedEntry(
         fields.get("name", str), dtype, tuple(shape), fields.get("file", int), fields.get("first_row", int),
-        base_dtype, is_plain, _cuts(fields, dtype, base_dtype),
+        base_dtype, is_plain, _cuts(fields, dtype, base_dtype), _own_file(fields),
     )  # fmt: skip
 
 
 def _is_base_of(base_dtype: DType, dtype: DType) -> bool:
     """Whether a tensor can be encoded relative to a base of this dtype."""
     return base_dtype is dtype or (base_dtype in CONVERTED_DTYPES and dtype in CONVERTED_DTYPES)
+
+
+def _own_file(fields: _Fields) -> str:
+    if fields.raw("own_file") is None:
+        return ""
+    name = fields.get("own_file", str)
+    if not _TENSOR_FILE.fullmatch(name):
+        fields.refuse("own_file", name)
+    return name
 
 
 def _cuts(fields: _Fields, dtype: DType, base_dtype: DType | None) -> tuple[float, float, float] | None:

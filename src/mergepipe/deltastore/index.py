@@ -68,9 +68,7 @@ class StoreIndex:
 
     @classmethod
     def of(cls, rows: NDArray[np.void]) -> StoreIndex:
-        offsets_PR = np.zeros((N_PIECES, len(rows) + 1), np.int64)
-        np.cumsum(rows["lengths"].T.astype(np.int64), axis=1, out=offsets_PR[:, 1:])
-        return cls(rows, offsets_PR)
+        return cls(rows, _offsets(rows["lengths"].T.astype(np.int64)))
 
     @classmethod
     def parse(cls, content: bytes, where: str) -> StoreIndex:
@@ -87,6 +85,21 @@ class StoreIndex:
         if not (rows["errors"] >= 0).all() or np.isinf(rows["errors"]).any():
             raise corrupt(where, "a recorded squared error is negative or not finite")
         return cls.of(rows)
+
+    def without(self, ranges: Sequence[tuple[int, int]]) -> StoreIndex:
+        """The same rows where the pieces of some ranges of rows are not in the common files."""
+        lengths_PR = self.rows["lengths"].T.astype(np.int64)
+        for first, stop in ranges:
+            lengths_PR[:, first:stop] = 0
+        return StoreIndex(self.rows, _offsets(lengths_PR))
+
+    def alone(self, first: int, stop: int) -> StoreIndex:
+        """The rows `[first, stop)` of a tensor whose pieces are in one file, one kind after another."""
+        rows = self.rows[first:stop]
+        offsets_PR = _offsets(rows["lengths"].T.astype(np.int64))
+        ends_P = np.cumsum(offsets_PR[:, -1])
+        offsets_PR[1:] += ends_P[:-1, None]
+        return StoreIndex(rows, offsets_PR)
 
     def codec(self, row: int) -> Codec:
         return Codec(int(self.rows["codec"][row]))
@@ -118,3 +131,9 @@ class StoreIndex:
             return np.zeros(stop - first, np.float64)
         column = RECORDED_LEVELS.index(level)
         return np.asarray(self.rows["errors"][first:stop, column], np.float64)
+
+
+def _offsets(lengths_PR: NDArray[np.int64]) -> NDArray[np.int64]:
+    offsets_PR = np.zeros((N_PIECES, lengths_PR.shape[1] + 1), np.int64)
+    np.cumsum(lengths_PR, axis=1, out=offsets_PR[:, 1:])
+    return offsets_PR

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.read_cost import range_cost_bytes
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
-from mergepipe.deltastore.header import INDEX_NAME, PIECE_NAMES, StoreHeader
+from mergepipe.deltastore.header import INDEX_NAME, PIECE_NAMES, PackedEntry, StoreHeader
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
 from mergepipe.deltastore.writer import index_digest
 from mergepipe.storage.buffers import PAGE_BYTES
@@ -53,7 +54,6 @@ class StoreIndexReader:
         header: StoreHeader,
         sizes: Mapping[str, int],
         read: Charged,
-        index: StoreIndex | None = None,
     ) -> None:
         self._store = store
         self._root = root
@@ -61,7 +61,7 @@ class StoreIndexReader:
         self._sizes = sizes
         self._read = read
         self._lock = threading.Lock()
-        self._index = index
+        self._index: StoreIndex | None = None
         self.granularity_bytes = PAGE_BYTES if store is None else store.terms(root).granularity_bytes
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -86,7 +86,8 @@ class StoreIndexReader:
     @property
     def stored_bytes(self) -> int:
         """The bytes of all pieces of all tensors."""
-        return sum(self._sizes[name] for name in PIECE_NAMES.values())
+        own_names = {tensor.own_file for tensor in self._header.tensors if tensor.own_file}
+        return sum(self._sizes[name] for name in (*PIECE_NAMES.values(), *own_names))
 
     @property
     def least_bytes(self) -> int:
@@ -101,7 +102,18 @@ class StoreIndexReader:
     @property
     def files(self) -> frozenset[Location]:
         """The files that hold pieces."""
-        return frozenset(self._root / name for name in PIECE_NAMES.values())
+        own_names = (tensor.own_file for tensor in self._header.tensors if tensor.own_file)
+        return frozenset(self._root / name for name in (*PIECE_NAMES.values(), *own_names))
+
+    def path_of(self, piece: Piece) -> Location:
+        """The file that holds the pieces of a kind, but for tensors with a file of their own."""
+        return self._root / PIECE_NAMES[piece]
+
+    def of_tensor(self, entry: PackedEntry) -> tuple[TensorIndex, int]:
+        """The index that locates the pieces of a tensor, and the tensor's first row in it."""
+        if not entry.own_file:
+            return self, entry.first_row
+        return OwnFileIndex(self, entry, self._root / entry.own_file), 0
 
     @property
     def content(self) -> bytes:
@@ -146,11 +158,23 @@ class StoreIndexReader:
             raise corrupt(path, "the index is damaged: its digest does not fit the header's")
         index = StoreIndex.parse(content, str(path))
         self._check_lengths(index, path)
+        return self._located(index)
+
+    def _located(self, index: StoreIndex) -> StoreIndex:
+        """Locate the pieces in the common files, and check the sizes of all files."""
+        apart = [tensor for tensor in self._header.tensors if tensor.own_file]
+        for tensor in apart:
+            lengths = index.rows["lengths"][tensor.first_row : tensor.first_row + tensor.n_rows]
+            self._check_size(tensor.own_file, int(lengths.sum(dtype=np.int64)))
+        if apart:
+            index = index.without([(tensor.first_row, tensor.first_row + tensor.n_rows) for tensor in apart])
         for piece in Piece:
-            name, needed = PIECE_NAMES[piece], index.file_bytes(piece)
-            if self._sizes[name] != needed:
-                raise corrupt(self._root / name, f"has {self._sizes[name]} bytes, {needed} bytes are needed")
+            self._check_size(PIECE_NAMES[piece], index.file_bytes(piece))
         return index
+
+    def _check_size(self, name: str, needed_bytes: int) -> None:
+        if self._sizes[name] != needed_bytes:
+            raise corrupt(self._root / name, f"has {self._sizes[name]} bytes, {needed_bytes} bytes are needed")
 
     def _check_lengths(self, index: StoreIndex, path: Location) -> None:
         """Refuse blocks whose pieces have more bytes than the block, as they are read into memory."""
@@ -165,10 +189,58 @@ class StoreIndexReader:
                 raise corrupt(path, f"{message} of {room_B[over_B[0]]}")
 
 
+class TensorIndex(Protocol):
+    """Locates the pieces of a tensor: rows, offsets in files, and the files."""
+
+    granularity_bytes: int
+
+    @property
+    def index(self) -> StoreIndex: ...
+
+    @property
+    def files(self) -> frozenset[Location]: ...
+
+    def path_of(self, piece: Piece) -> Location: ...
+
+
+class OwnFileIndex:
+    """Locates the pieces of one tensor whose pieces are all in one file, `file`."""
+
+    def __init__(self, reader: StoreIndexReader, entry: PackedEntry, file: Location) -> None:
+        self._reader = reader
+        self._entry = entry
+        self._file = file
+        self._index: StoreIndex | None = None
+        self.granularity_bytes = reader.granularity_bytes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OwnFileIndex) and (self._reader, self._entry) == (other._reader, other._entry)
+
+    def __hash__(self) -> int:
+        return hash((self._reader, self._file))
+
+    @property
+    def index(self) -> StoreIndex:
+        """The rows of the tensor; the first access reads the store's index."""
+        if self._index is None:
+            first = self._entry.first_row
+            self._index = self._reader.index.alone(first, first + self._entry.n_rows)
+        return self._index
+
+    @property
+    def files(self) -> frozenset[Location]:
+        return frozenset({self._file})
+
+    def path_of(self, _piece: Piece) -> Location:
+        """The file that holds all pieces."""
+        return self._file
+
+
 def _with_index(
     root: Location, header: StoreHeader, sizes: Mapping[str, int], rows: bytes, granularity_bytes: int
 ) -> StoreIndexReader:
     """Unpickle: the rows were checked when they were read."""
-    reader = StoreIndexReader(None, root, header, sizes, as_expert, StoreIndex.parse(rows, str(root / INDEX_NAME)))
+    reader = StoreIndexReader(None, root, header, sizes, as_expert)
     reader.granularity_bytes = granularity_bytes
+    reader.adopt(rows)
     return reader

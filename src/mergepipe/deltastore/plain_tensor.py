@@ -12,8 +12,7 @@ from mergepipe.core.blocks import BlockGrid, DType, Span, element_count
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece
-from mergepipe.deltastore.header import PIECE_NAMES
-from mergepipe.deltastore.index_reader import StoreIndexReader
+from mergepipe.deltastore.index_reader import TensorIndex
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -28,7 +27,7 @@ class PlainTensor:
     dtype: DType
     shape: tuple[int, ...]
     root: Location
-    index_reader: StoreIndexReader
+    index_reader: TensorIndex
     first_row: int
 
     is_unit = False
@@ -48,7 +47,7 @@ class PlainTensor:
 
     @property
     def files(self) -> frozenset[Location]:
-        return frozenset({self.root / PIECE_NAMES[Piece.WHOLE]})
+        return frozenset({self.index_reader.path_of(Piece.WHOLE)})
 
     def entry(self) -> TensorEntry:
         """Locate the tensor.
@@ -63,7 +62,7 @@ class PlainTensor:
         first, last = index.piece_range(Piece.WHOLE, self.first_row, stop)
         if last - first != self.nbytes:
             raise corrupt(self.root, f"tensor {shown(self.name)} has {last - first} bytes, {self.nbytes} are needed")
-        file = self.root / PIECE_NAMES[Piece.WHOLE]
+        file = self.index_reader.path_of(Piece.WHOLE)
         granularity = self.index_reader.granularity_bytes
         return TensorEntry(self.name, self.dtype, self.shape, file, first, self.nbytes, granularity_bytes=granularity)
 

@@ -26,9 +26,8 @@ from mergepipe.deltastore.codec.levels import (
     Piece,
 )
 from mergepipe.deltastore.codec.scratch import scratch
-from mergepipe.deltastore.header import PIECE_NAMES
 from mergepipe.deltastore.index import StoreIndex, digest
-from mergepipe.deltastore.index_reader import StoreIndexReader
+from mergepipe.deltastore.index_reader import TensorIndex
 from mergepipe.errors import MismatchError
 from mergepipe.storage.buffers import PAGE_BYTES, round_up
 from mergepipe.storage.contract import RangeFile
@@ -53,7 +52,7 @@ class EncodedTensor:
     stored_dtype: DType
     shape: tuple[int, ...]
     root: Location
-    index_reader: StoreIndexReader
+    index_reader: TensorIndex
     first_row: int
 
     is_unit = False
@@ -82,7 +81,7 @@ class EncodedTensor:
         for piece in PIECES_OF[level]:
             start, stop = self.index.piece_range(piece, self.first_row, self.first_row + self.n_blocks)
             if stop > start:
-                size, path = stop - start, self.root / PIECE_NAMES[piece]
+                size, path = stop - start, self.index_reader.path_of(piece)
                 entries.append(TensorEntry(self.name, _BYTE, (size,), path, start, size, granularity_bytes=step))
         return tuple(entries)
 
@@ -300,10 +299,10 @@ class PackedFetch:
 
     def _read_group(self, first: int, stop: int, purpose: Purpose) -> _Group:
         """Read the pieces of some blocks, one request per piece, into a scratch array of this thread."""
-        pieces, root, row = PIECES_OF[self._tensor.level], self._tensor.root, self._tensor.first_row
+        pieces, row = PIECES_OF[self._tensor.level], self._tensor.first_row
         offsets = {piece: self._index.offsets_PR[piece, row + first : row + stop + 1].tolist() for piece in pieces}
         some = [piece for piece in pieces if offsets[piece][0] < offsets[piece][-1]]
-        files = {piece: self._files[root / PIECE_NAMES[piece]] for piece in some}
+        files = {piece: self._files[self._tensor.index_reader.path_of(piece)] for piece in some}
         sizes = {piece: _room_bytes(file, offsets[piece][0], offsets[piece][-1]) for piece, file in files.items()}
         room = scratch("read", sum(sizes.values()), np.uint8)
         contents = dict.fromkeys(pieces, room[:0])

@@ -14,9 +14,9 @@ from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.range_reads import decoded, read_span
 from mergepipe.core.blocks import BlockGrid, DType, DTypeKind, Span
+from mergepipe.deltastore.chain import open_packed
 from mergepipe.deltastore.header import is_store
 from mergepipe.errors import RecipeError, UnsupportedError
-from mergepipe.jobs.unpack import open_packed
 from mergepipe.runs.inputs.opened import open_path
 from mergepipe.storage.buffers import aligned_buffer
 from mergepipe.storage.ledger import Purpose
@@ -111,6 +111,8 @@ def load_tensors(path: Location, *, base: Location | None, framework: str, threa
     store = Stores()
     if is_store(store, path):
         _, checkpoint, base_checkpoint = open_packed(store, path, base)
+        if base is not None and base_checkpoint is None:
+            raise RecipeError.of("option.pair", "--base", f"{path} was packed without a base", "leave it out")
         checkpoints = (checkpoint,) if base_checkpoint is None else (checkpoint, base_checkpoint)
         return LoadedTensors(checkpoints, store, framework, threads)
     if base is not None:

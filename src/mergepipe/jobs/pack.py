@@ -11,7 +11,9 @@ from pathlib import Path
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
+from mergepipe.deltastore.chain import next_base
 from mergepipe.deltastore.checkpoint import read_store
+from mergepipe.deltastore.library import recorded_bases
 from mergepipe.deltastore.pack.base_match import BaseMatch, doubt_about, match_base
 from mergepipe.deltastore.pack.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, open_builder
 from mergepipe.deltastore.pack.encode_pass import EXPERTS_AT_ONCE, pack_all
@@ -39,13 +41,15 @@ def pack_experts(
     home: Path,
     *,
     replaces: bool,
+    library: bool,
     strict: bool,
     threads: int,
     on_progress: ProgressCallback | None,
 ) -> PackReport:
     """Pack each expert into a store `folder/NAME`, relative to the nearest of `bases`, or on its own; see `api.pack`.
 
-    With `replaces` the originals are removed last.
+    With `replaces` the originals are removed last. With `library` equal tensors of the stores in `folder` are stored
+    once, and without `bases` theirs are the candidates.
 
     Raises:
         RecipeError, UnsupportedError, MismatchError: see `api.pack`.
@@ -53,15 +57,21 @@ def pack_experts(
     """
     started = time.perf_counter()
     store = Stores()
+    if library and not bases:
+        bases = recorded_bases(store, folder)
     if bases is not None and not bases:
         raise RecipeError.of("pack.base-missing", folder, "no base was named", "give one as BASE, or more as --base")
-    candidates = [open_base(store, store.pin(base)) for base in bases or ()]
+    distinct = {base.normal(): base for base in reversed(bases or ())}  # one named twice would not be told from itself
+    candidates = [open_base(store, store.pin(base)) for base in reversed(distinct.values())]
     checkpoints = [open_checkpoint(store, store.pin(location)) for location in experts]
     choices = [match_base(store, checkpoint, candidates) for checkpoint in checkpoints] if candidates else []
     chosen: list[Checkpoint | None] = [None] * len(checkpoints)
     if candidates:
         chosen = [candidates[number] for number, _ in choices]
-    jobs = [job_of(store, base, checkpoint, folder, home) for base, checkpoint in zip(chosen, checkpoints, strict=True)]
+    jobs = [
+        job_of(store, base, checkpoint, folder, home, is_member=library)
+        for base, checkpoint in zip(chosen, checkpoints, strict=True)
+    ]
     matches = {job.place: match for job, (_, match) in zip(jobs, choices, strict=False)}
     check_names(jobs)
     _check_bases(jobs, matches, on_progress, strict=strict)
@@ -89,6 +99,46 @@ def pack_experts(
     expert_bytes = usage[Purpose.EXPERT] + usage[Purpose.ANALYSIS]
     return PackReport(
         bases[0] if bases else None, done, usage[Purpose.BASE], expert_bytes, time.perf_counter() - started
+    )
+
+
+def pack_chain(
+    base: Location,
+    steps: Sequence[Location],
+    folder: Location,
+    home: Path,
+    *,
+    length: int,
+    replaces: bool,
+    library: bool,
+    strict: bool,
+    threads: int,
+    on_progress: ProgressCallback | None,
+) -> PackReport:
+    """Pack checkpoints of one run in order, each relative to the one before as packed; see `api.pack`.
+
+    Every `length`-th is relative to what the chain begins on, so that at most `length` stores restore one.
+
+    Raises:
+        As `pack_experts`, for each of them; those before it are published.
+    """
+    started = time.perf_counter()
+    reports: list[PackReport] = []
+    last = base
+    for step in steps:
+        bases = [next_base(Stores(), last, length)]
+        report = pack_experts(
+            bases, [step], folder, home, replaces=replaces, library=library, strict=strict, threads=threads,
+            on_progress=on_progress,
+        )  # fmt: skip
+        reports.append(report)
+        last = Location.of(report.experts[0].store)
+    return PackReport(
+        base,
+        tuple(expert for report in reports for expert in report.experts),
+        sum(report.base_bytes for report in reports),
+        sum(report.expert_bytes for report in reports),
+        time.perf_counter() - started,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import mergepipe
 from mergepipe.core.outcome import note_committed
 from mergepipe.deltastore.checkpoint import read_store
-from mergepipe.deltastore.header import HEADER_NAME, OWN_NAMES, is_store
+from mergepipe.deltastore.header import HEADER_NAME, is_own_name, is_store
 from mergepipe.deltastore.pack.portable import portable_store
 from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, StorageError, UnsupportedError
 from mergepipe.jobs.verify_composite import is_composite
@@ -187,7 +187,7 @@ def _replaced_names(place: Location) -> set[str]:
         listed = {file.name for file in earlier.files} | {record.name for record in earlier.sidecars}
         listed |= {earlier.blocks.name, MANIFEST_NAME}
     if HEADER_NAME in names:
-        listed |= {file.name for file in read_store(store, place).header.kept} | OWN_NAMES
+        listed |= {file.name for file in read_store(store, place).header.kept} | set(filter(is_own_name, names))
     weights = sorted(name for name in names - listed if "/" not in name and name.endswith(_WEIGHTS))
     if weights:
         message = f"holds weights that are no output of mergepipe: {weights[0]}"

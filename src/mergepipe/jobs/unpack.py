@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from blake3 import blake3
 
-from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
-from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
+from mergepipe.checkpoints.range_reads import read_elements
 from mergepipe.core.blocks import BlockGrid, Span
+from mergepipe.deltastore.chain import open_packed
 from mergepipe.deltastore.checkpoint import OpenedStore, open_store, read_store
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
@@ -24,7 +24,7 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import HEADERS_NAME, PackedEntry
 from mergepipe.deltastore.index import digest
 from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
-from mergepipe.errors import CorruptError, NotFoundError, RecipeError
+from mergepipe.errors import CorruptError
 from mergepipe.reports import Damage, Progress, ProgressCallback, UnpackReport, VerifyReport
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import RangeFile, Store
@@ -56,7 +56,7 @@ def unpack_store(
     check_free_space(out, tensor_bytes)
     progress = _Counter(on_progress, tensor_bytes)
     reader = _Reader(opened, checkpoint, threads)
-    inputs = open_files(store, _inputs(opened, base_checkpoint), (*bases, checkpoint))
+    inputs = open_files(store, _inputs(opened, checkpoint), (*bases, checkpoint))
     with inputs as files, Staging(out, force=False) as staging:
         _write_weights(reader, files, staging.path, store, progress)
         _write_kept(opened, staging.path, store)
@@ -73,8 +73,10 @@ def verify_store(store: Store, path: Location, base: Checkpoint | None, threads:
         CorruptError: something in it is not what was packed.
     """
     opened = read_store(store, path)
-    reader = _Reader(opened, open_store(store, path, base), threads)
-    with open_files(store, _inputs(opened, base), () if base is None else (base,)) as files:
+    checkpoint = open_store(store, path, base)
+    reader = _Reader(opened, checkpoint, threads)
+    bases = () if base is None else (base,)
+    with open_files(store, _inputs(opened, checkpoint), (*bases, checkpoint)) as files:
         for check in _checks(reader, files, store):
             check.run()
 
@@ -99,7 +101,7 @@ def verify_pack(
     progress = _Counter(on_progress, sum(entry.nbytes for entry in opened.header.tensors), "verify")
     damages: list[Damage] = []
     bases = () if base_checkpoint is None else (base_checkpoint,)
-    with open_files(store, _inputs(opened, base_checkpoint), (*bases, checkpoint)) as files:
+    with open_files(store, _inputs(opened, checkpoint), (*bases, checkpoint)) as files:
         for check in _checks(reader, files, store):
             try:
                 check.run()
@@ -143,45 +145,9 @@ def _checks(reader: _Reader, files: Mapping[Location, RangeFile], store: Store) 
         yield _Check(file.name, "", 0, partial(deque, parts, 0))
 
 
-def open_packed(
-    store: Store, path: Location, base: Location | None
-) -> tuple[OpenedStore, Checkpoint, Checkpoint | None]:
-    """Open a packed expert by itself: header and index, the expert, and its base, which lies where it was packed.
-
-    Raises:
-        RecipeError: `option.pair`, a base for a store that was packed without one.
-        NotFoundError, MismatchError: the store or its base is gone, or it is another base.
-        CorruptError, UnsupportedError: header or index are damaged, or of another version.
-    """
-    opened = read_store(store, path)
-    base_checkpoint = _open_base(store, opened, base)
-    return opened, open_store(store, path, base_checkpoint), base_checkpoint
-
-
-def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> Checkpoint | None:
-    """Open the base of a store; None for one that was packed without a base."""
-    if not opened.header.base:
-        if base is not None:
-            raise RecipeError.of("option.pair", "--base", f"{opened.root} was packed without a base", "leave it out")
-        return None
-    try:
-        return open_checkpoint(store, Location.parse(opened.header.base) if base is None else base)
-    except NotFoundError as error:
-        if base is not None:
-            raise
-        raise NotFoundError.of(
-            "store.base-missing",
-            opened.root,
-            f"its base is not at {opened.header.base} any more",
-            "give it with --base",
-        ) from error  # fmt: skip
-
-
-def _inputs(opened: OpenedStore, base: Checkpoint | None) -> Iterator[Location]:
-    sidecars = {file.name for file in opened.header.kept}
-    yield from (opened.root / file.name for file in opened.fingerprints if file.name not in sidecars)
-    if base is not None:
-        yield from (base.root / file.name for file in base.files)
+def _inputs(opened: OpenedStore, checkpoint: Checkpoint) -> Iterator[Location]:
+    yield opened.root / HEADERS_NAME
+    yield from files_of(checkpoint.tensors.values())
 
 
 class _Counter:
@@ -230,21 +196,12 @@ class _Reader:
                 sink(pending.popleft().result())
 
     def _block(self, files: Mapping[Location, RangeFile], tensor: Readable, span: Span, row: int) -> RawBytes:
-        content = _content(files, tensor, span)
+        content = read_elements(tensor, span, files, Purpose.EXPERT)
         if digest(content) != self.opened.index.rows["expert"][row].tobytes():
             raise corrupt(
                 self.opened.root, f"tensor {tensor.name!r} from element {span.start} on is not what was packed"
             )
         return content
-
-
-def _content(files: Mapping[Location, RangeFile], tensor: Readable, span: Span) -> RawBytes:
-    if isinstance(tensor, TensorEntry):
-        start = tensor.offset + span.start * tensor.dtype.itemsize
-        return read_exact(files[tensor.file], start, start + span.n_elements * tensor.dtype.itemsize, Purpose.EXPERT)
-    content = np.empty(span.n_elements * tensor.dtype.itemsize, np.uint8)
-    tensor.opened(files)(span, content, Purpose.EXPERT)
-    return content
 
 
 def _write_weights(

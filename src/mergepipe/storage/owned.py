@@ -316,6 +316,16 @@ def remove_file(path: Path, root: Path | None = None) -> None:
         os.unlink(name, dir_fd=folder)
 
 
+def link_file(old: Path, new: Path, old_root: Path) -> None:
+    """Give a file in the folder `old_root`, which is ours, another name; a link is not followed.
+
+    Raises:
+        FileExistsError: something has the new name.
+    """
+    with _parent(old, old_root) as (folder, name), _parent(new, None) as (new_folder, new_name):
+        os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
+
+
 def is_there(path: Path, root: Path | None = None) -> bool:
     """Whether there is anything of this name, a link too."""
     try:

@@ -11,9 +11,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, files_of
+from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
 from mergepipe.checkpoints.open_files import open_files
-from mergepipe.checkpoints.range_reads import decoded, read_span
+from mergepipe.checkpoints.range_reads import decoded, read_elements
 from mergepipe.core.blocks import DTypeKind, Span
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
@@ -152,12 +152,7 @@ def _squares(
 
 
 def _values(tensor: Readable, span: Span, files: Mapping[Location, RangeFile]) -> NDArray[np.float64]:
-    if isinstance(tensor, TensorEntry):
-        raw = read_span(tensor, span, files, Purpose.METADATA)
-    else:
-        raw = np.empty(span.n_elements * tensor.dtype.itemsize, np.uint8)
-        tensor.opened(files)(span, raw, Purpose.METADATA)
-    values = decoded(raw, tensor.dtype.kernel_code).astype(np.float64)
+    values = decoded(read_elements(tensor, span, files, Purpose.METADATA), tensor.dtype.kernel_code).astype(np.float64)
     return np.nan_to_num(values, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
 
 

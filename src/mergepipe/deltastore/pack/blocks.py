@@ -6,9 +6,9 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.contract import Readable, TensorEntry
 from mergepipe.core.blocks import BlockGrid, Span
-from mergepipe.deltastore.band_sample import Sample, bands_of, read_sample, sample_of
+from mergepipe.deltastore.band_sample import Sample, bands_of, fetch_sample, read_sample, sample_of
 from mergepipe.deltastore.codec.block import (
     EncodedBlock,
     RawBytes,
@@ -51,7 +51,7 @@ class BlockGroup:
     """
 
     span: Span
-    base_entry: TensorEntry | None
+    base_entry: Readable | None
     base: RawBytes | None
     members: tuple[Member, ...]
 
@@ -90,7 +90,7 @@ class BlockGroup:
             return encode_converted(base, self.base_entry.dtype, content, dtype)
         return encode_block(base, content, dtype, member.builder.bands(member.number), prepared)
 
-    def _part(self, content: RawBytes, entry: TensorEntry, block: int) -> RawBytes:
+    def _part(self, content: RawBytes, entry: Readable, block: int) -> RawBytes:
         block_span = BlockGrid(entry.n_elements, BLOCK_ELEMENTS).span(block)
         first, size = self.span.start, entry.dtype.itemsize
         return content[(block_span.start - first) * size : (block_span.stop - first) * size]
@@ -121,12 +121,14 @@ class BandChooser:
                 expert = self._sample(member.entry, member.content, Purpose.ANALYSIS)
                 member.builder.set_bands(member.number, bands_of(base, expert))
 
-    def _sample(self, entry: TensorEntry, content: RawBytes, purpose: Purpose) -> Sample:
-        if len(content) == entry.nbytes:
+    def _sample(self, entry: Readable, content: RawBytes, purpose: Purpose) -> Sample:
+        if len(content) == entry.n_elements * entry.dtype.itemsize:
             return sample_of(content, entry.dtype)
-        return read_sample(entry, self._files[entry.file], purpose)
+        if isinstance(entry, TensorEntry):
+            return read_sample(entry, self._files[entry.file], purpose)
+        return fetch_sample(entry, entry.opened(self._files), purpose)
 
 
-def block_bytes(entry: TensorEntry) -> int:
+def block_bytes(entry: Readable) -> int:
     """The size of a whole block of a tensor."""
     return BLOCK_ELEMENTS * entry.dtype.itemsize

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import mergepipe
 from mergepipe.checkpoints.computed.expert_layouts import pieces_of
 from mergepipe.checkpoints.content_id import PassingContentId
-from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.canonical_json import digest_of
@@ -24,11 +24,13 @@ from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, CONVERTED_DTYPES
 from mergepipe.deltastore.header import FORMAT, HEADER_NAME, KeptFile, PackedEntry, PackedFile, StoreHeader
+from mergepipe.deltastore.index import StoreIndex
 from mergepipe.deltastore.ordered_blocks import EARLY_BYTES, OrderedBlocks
 from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
+from mergepipe.deltastore.pack.own_files import large_tensors, move_to_own_files
 from mergepipe.deltastore.pack.portable import portable_store
-from mergepipe.deltastore.pack.progress import PackProgress, find_progress, note_progress
-from mergepipe.deltastore.writer import CHUNK_BYTES, GROWING_FILES, StoreWriter
+from mergepipe.deltastore.pack.progress import PackProgress, find_progress, forget_progress, note_progress
+from mergepipe.deltastore.writer import CHUNK_BYTES, GROWING_FILES, StoreWriter, read_rows
 from mergepipe.errors import StorageError
 from mergepipe.snapshots.object_upload import ObjectUpload
 from mergepipe.snapshots.staging import Staging, kept_note
@@ -53,7 +55,7 @@ class Place:
     """
 
     entry: TensorEntry
-    base: TensorEntry | None
+    base: Readable | None
     file: int
     first_row: int
     stays_plain: bool
@@ -74,7 +76,8 @@ class PackJob:
     """One expert to be packed, relative to its base if any: the store grows beside `out`, and is published at `place`.
 
     The two are the same unless `place` is in a bucket. `kept` are its files other than weights; `places` describes its
-    tensors in the order of the store.
+    tensors in the order of the store. With `is_member` large tensors get files that they share with equal ones of the
+    other stores beside `out`.
     """
 
     base: Checkpoint | None
@@ -83,6 +86,8 @@ class PackJob:
     place: Location
     kept: tuple[FileFingerprint, ...]
     places: tuple[Place, ...]
+    is_member: bool = False
+    depth: int = 0  # see `StoreHeader`
 
     @classmethod
     def of(
@@ -118,7 +123,8 @@ class PackJob:
     @property
     def weight_files(self) -> set[Location]:
         """The weight files of the expert and of the base."""
-        return {checkpoint.root / file.name for checkpoint in (*self.bases, self.expert) for file in checkpoint.files}
+        bases = [place.base for place in self.places if place.base is not None]
+        return {self.expert.root / file.name for file in self.expert.files} | files_of(bases)
 
     @property
     def base_files(self) -> str:
@@ -142,10 +148,12 @@ class PackJob:
         check_unchanged(store, (*self.bases, replace(self.expert, files=(*self.expert.files, *self.kept))))
 
 
-def _matching_tensor(base: Checkpoint | None, entry: TensorEntry) -> TensorEntry | None:
-    """The base's tensor of the same name and shape, of the same dtype or one that is converted."""
+def _matching_tensor(base: Checkpoint | None, entry: TensorEntry) -> Readable | None:
+    """The base's tensor of the same name and shape, of the same dtype or one that is converted; computed in stores."""
     candidate = None if base is None else base.tensors.get(entry.name)
-    if not isinstance(candidate, TensorEntry) or candidate.shape != entry.shape:
+    if base is None or candidate is None or candidate.shape != entry.shape:
+        return None
+    if not isinstance(candidate, TensorEntry) and base.encoded is None:
         return None
     if candidate.dtype is entry.dtype or {candidate.dtype, entry.dtype} <= set(CONVERTED_DTYPES):
         return candidate
@@ -234,6 +242,7 @@ class StoreBuilder:
         self._upload = upload
         self._keeps_notes = keeps_notes
         self._noted_rows = self.n_done
+        self._own_files: dict[int, str] = {}
         cuts = () if progress is None else progress.cuts
         self._bands = {
             number: None if tensor_cuts is None else Bands(tensor_cuts) for number, tensor_cuts in enumerate(cuts)
@@ -313,11 +322,27 @@ class StoreBuilder:
             raise ValueError(f"{self.job.out}: {self._blocks.n_written} of {self.job.n_rows} blocks were put")
         if self._upload is not None:  # what is packed is not packed again if the upload fails
             self._note()
+        if self.job.is_member:
+            self._move_to_own_files()
         kept_files = tuple(self._keep(file.name) for file in self.job.kept)
         with open_files(self._store, self._content_id.missing_files, (self.job.expert,)) as files:
             content_id = self._content_id.value(files)
         self._writer.finish(self._header(kept_files, content_id))
         self.job.check_unchanged(self._store)
+
+    def _move_to_own_files(self) -> None:
+        """Give large tensors files of their own, shared with other members of the library."""
+        self._writer.sync()
+        rows_of = [(place.first_row, place.first_row + place.n_rows) for place in self.job.places]
+        content = read_rows(self._staging.path, self.job.n_rows)
+        index = StoreIndex.parse(content, str(self._staging.path))
+        numbers = large_tensors(index, rows_of, [place.entry.nbytes for place in self.job.places])
+        if numbers:
+            forget_progress(self._staging.directory)  # from here on the common files cannot be continued
+            self.is_noted = False
+            rows = {number: rows_of[number] for number in numbers}
+            ledger = self._store.ledger
+            self._own_files = move_to_own_files(self._staging.path, index, rows, self.job.out.parent, ledger)
 
     def read(self) -> OpenedStore:
         """Read header and index of the finished store, before it is published."""
@@ -349,6 +374,7 @@ class StoreBuilder:
             kept=kept_files,
             tensors=tuple(self._entry(number, place) for number, place in enumerate(job.places)),
             content_id=content_id,
+            depth=job.depth,
         )
 
     def _entry(self, number: int, place: Place) -> PackedEntry:
@@ -362,6 +388,7 @@ class StoreBuilder:
             base_dtype=None if place.base is None else place.base.dtype,
             is_plain=place.base is None and self._writer.are_raw(place.first_row, place.first_row + place.n_rows),
             cuts=None if bands is None else bands.cuts,
+            own_file=self._own_files.get(number, ""),
         )
 
     def _header_bytes(self, file: FileFingerprint) -> int:

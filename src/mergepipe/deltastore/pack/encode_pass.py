@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.contract import Readable, TensorEntry
 from mergepipe.core.blocks import Span
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
@@ -75,7 +75,7 @@ class _Group:
     """Elements of one tensor that are read together, of the base (if it has it) and of experts."""
 
     span: Span
-    base: TensorEntry | None
+    base: Readable | None
     members: tuple[tuple[StoreBuilder, int, TensorEntry], ...]
 
     @property
@@ -131,7 +131,8 @@ def _cut(tensors: Sequence[tuple[StoreBuilder, int]]) -> Iterator[_Group]:
     place = builder.job.places[number]
     entry = place.entry
     first_blocks = [max(builder.n_done - builder.job.places[n].first_row, 0) for builder, n in tensors]
-    entries = [builder.job.places[n].entry for builder, n in tensors] + ([] if place.base is None else [place.base])
+    entries: list[Readable] = [builder.job.places[n].entry for builder, n in tensors]
+    entries += [] if place.base is None else [place.base]
     most = max(1, min(REQUEST_BYTES, GROUP_BYTES // (len(tensors) + 1)) // max(map(block_bytes, entries)))
     block = min(first_blocks)
     while block < place.n_rows:
@@ -174,9 +175,14 @@ class _Reader:
         return [self._encoders.submit(blocks.encode, block) for block in blocks.blocks]
 
     def _fill(
-        self, entry: TensorEntry, span: Span, buffer: NDArray[np.uint8], at: int, purpose: Purpose
+        self, entry: Readable, span: Span, buffer: NDArray[np.uint8], at: int, purpose: Purpose
     ) -> tuple[RawBytes, int]:
         """Read elements into the buffer from `at` on; return them, and the offset after them."""
+        if not isinstance(entry, TensorEntry):
+            size = span.n_elements * entry.dtype.itemsize
+            content = buffer[at : at + size]
+            entry.opened(self._files)(span, content, purpose)
+            return content, at + round_up(size, PAGE_BYTES)
         file = self._files[entry.file]
         start = entry.offset + span.start * entry.dtype.itemsize
         stop = start + span.n_elements * entry.dtype.itemsize

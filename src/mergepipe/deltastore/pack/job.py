@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from mergepipe.checkpoints.contained_files import is_linked_folder, require_text_path
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint
 from mergepipe.checkpoints.directory import open_checkpoint, stat_present
-from mergepipe.deltastore.checkpoint import read_store
-from mergepipe.deltastore.header import OWN_NAMES, is_store
+from mergepipe.deltastore.chain import open_packed
+from mergepipe.deltastore.checkpoint import read_header, read_store
+from mergepipe.deltastore.header import is_own_name, is_store
 from mergepipe.deltastore.pack.builder import PackJob
 from mergepipe.deltastore.pack.originals import (
     differing_base,
@@ -27,22 +29,26 @@ _SUFFIX = ".safetensors"
 
 
 def open_base(store: Store, path: Location) -> Checkpoint:
-    """Open the checkpoint that experts are packed relative to.
+    """Open the checkpoint that experts are packed relative to; it may be packed itself.
 
     Raises:
         UnsupportedError: it holds deltas.
     """
     require_text_path(path)
+    if is_store(store, path):
+        return open_packed(store, path)[1]
     base = open_checkpoint(store, path)
     if base.kind is not CheckpointKind.FULL:
         raise UnsupportedError.of("pack.kind", path, "holds differences from a base, not weights", "name its base")
     return base
 
 
-def job_of(store: Store, base: Checkpoint | None, expert: Checkpoint, folder: Location, home: Path) -> PackJob:
+def job_of(
+    store: Store, base: Checkpoint | None, expert: Checkpoint, folder: Location, home: Path, *, is_member: bool = False
+) -> PackJob:
     """The job of packing an expert, relative to `base` if any, under its name in `folder`.
 
-    One in a bucket is staged in `home`.
+    One in a bucket is staged in `home`. With `is_member` the folder is a library.
 
     Raises:
         UnsupportedError: its files are not plain safetensors weights, or one has a name that stores use.
@@ -61,7 +67,10 @@ def job_of(store: Store, base: Checkpoint | None, expert: Checkpoint, folder: Lo
         check_apart(place, inputs)
     elif not is_store(store, place):
         check_target(out, inputs, force=None)
-    return PackJob.of(base, expert, out, place, _kept_files(store, expert))
+    is_chained = base is not None and base.encoded is not None
+    depth = read_header(store, base.path).header.depth + 1 if base is not None and is_chained else 0
+    job = PackJob.of(base, expert, out, place, _kept_files(store, expert))
+    return replace(job, is_member=is_member, depth=depth)
 
 
 def reason_against(expert: Checkpoint) -> str:
@@ -126,7 +135,7 @@ def _kept_files(store: Store, expert: Checkpoint) -> tuple[FileFingerprint, ...]
     weights = {file.name for file in expert.files}
     fingerprints = []
     for name in sorted(name for name in _walk(store, expert.root) if name not in weights):
-        if name in OWN_NAMES:
+        if is_own_name(name):
             raise UnsupportedError.of(
                 "pack.file", expert.root / name, "has a name that delta stores use", "rename the file"
             )

@@ -13,8 +13,9 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import open_files
+from mergepipe.checkpoints.range_reads import read_elements
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.deltastore.checkpoint import OpenedStore
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
@@ -28,7 +29,6 @@ from mergepipe.storage.file_version import version_of
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import os_error
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import read_exact
 
 
 def differing_kept_file(store: Store, opened: OpenedStore, job: PackJob) -> Location | None:
@@ -80,7 +80,7 @@ def _differing_file(
     store: Store,
     checkpoint: Checkpoint,
     digests: NDArray[np.void],
-    entries: Sequence[TensorEntry],
+    entries: Sequence[Readable],
     rows: Sequence[int],
     threads: int,
 ) -> Location | None:
@@ -88,19 +88,16 @@ def _differing_file(
 
     Memory: `threads` blocks.
     """
-    paths = {entry.file for entry in entries}
-    with open_files(store, paths, (checkpoint,)) as files, ThreadPoolExecutor(threads) as pool:
+    with open_files(store, files_of(entries), (checkpoint,)) as files, ThreadPoolExecutor(threads) as pool:
         for entry, first_row in zip(entries, rows, strict=True):
 
-            def is_same(block: int, entry: TensorEntry = entry, first_row: int = first_row) -> bool:
+            def is_same(block: int, entry: Readable = entry, first_row: int = first_row) -> bool:
                 span = BlockGrid(entry.n_elements, BLOCK_ELEMENTS).span(block)
-                size = entry.dtype.itemsize
-                first, stop = entry.offset + span.start * size, entry.offset + span.stop * size
-                content = read_exact(files[entry.file], first, stop, Purpose.ANALYSIS)
+                content = read_elements(entry, span, files, Purpose.ANALYSIS)
                 return bool(digest(content) == digests[first_row + block].tobytes())
 
             if not all(pool.map(is_same, range(BlockGrid(entry.n_elements, BLOCK_ELEMENTS).n_blocks))):
-                return entry.file
+                return entry.file if isinstance(entry, TensorEntry) else checkpoint.path
     return None
 
 

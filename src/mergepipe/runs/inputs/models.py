@@ -73,12 +73,9 @@ def open_model(store: Store, model: NamedModel, base: Checkpoint | None, *, as_w
 def _open(store: Store, path: Location, base: Checkpoint | None, *, is_delta: bool = False) -> Checkpoint:
     """Open what lies at one path; `is_delta`: plain weights there are differences, whatever their files say."""
     if is_store(store, path):
-        from mergepipe.deltastore.checkpoint import (
-            has_base,
-            open_store,
-        )  # compiled: nothing else that opens waits for it
+        from mergepipe.deltastore.checkpoint import open_store, read_header  # compiled: only packed experts wait for it
 
-        if base is None and not has_base(store, path):
+        if base is None and not read_header(store, path).header.base:
             return open_store(store, path, None)
         return in_layout_of(base := _required(base, path, "a delta store"), open_store(store, path, base))
     if is_folder(store, path):

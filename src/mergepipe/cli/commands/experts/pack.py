@@ -12,17 +12,35 @@ from mergepipe.cli.outcomes import tell_what_is_published
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
+from mergepipe.errors import RecipeError
 
 Models = Annotated[
     list[str],
     typer.Argument(
-        metavar="[BASE] EXPERT...", help="The base and models fine-tuned from it; with --base only those; one alone."
+        metavar="[BASE] EXPERT...",
+        help="The base and models fine-tuned from it; with --base or --library only those; or one model alone.",
     ),
 ]
 Bases = Annotated[
     list[str] | None,
     typer.Option(
         "--base", metavar="BASE", help="A base that EXPERTs may have: each takes the nearest. May be given again."
+    ),
+]
+Library = Annotated[
+    bool,
+    typer.Option(
+        "--library",
+        help="Store tensors equal to those of other stores in DIR once. All models named are EXPERTs; without --base, "
+        "the bases of DIR's experts are the candidates.",
+    ),
+]
+Chain = Annotated[
+    int | None,
+    typer.Option(
+        "--chain",
+        metavar="N",
+        help="EXPERTs are checkpoints of one run in order: pack each on the one before, every N-th on BASE.",
     ),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse a base that is hardly an expert's, or one of several.")]
@@ -37,6 +55,8 @@ Replace = Annotated[
 EXAMPLES = (
     "mergepipe pack base/ expert-1/ expert-2/ --out packed/",
     "mergepipe pack expert-1/ expert-2/ --base base/ --base other/ --out packed/",
+    "mergepipe pack expert-3/ --library --out packed/",
+    "mergepipe pack base/ step-100/ step-200/ step-300/ --chain 8 --out packed/",
     "mergepipe pack base/ expert-1/ --out s3://bucket/packed",
     "mergepipe pack base/ expert-*/ --out packed/ --part 2/4",
     "mergepipe pack model/ --out packed/",
@@ -54,6 +74,8 @@ def pack(
     *,
     out: PackOut,
     base: Bases = None,
+    library: Library = False,
+    chain: Chain = None,
     strict: Strict = False,
     replace: Replace = False,
     part: ExpertPart = None,
@@ -71,13 +93,15 @@ def pack(
     from mergepipe import api
     from mergepipe.jobs.parts import experts_of_part
 
-    is_alone = len(models) == 1 and not base
-    bases, experts = (base, models) if base or is_alone else (models[:1], models[1:])
+    if chain is not None and part is not None:
+        raise RecipeError.of("option.pair", "--part", "a chain is packed by one machine", "leave it out")
+    has_bases = base or library or len(models) == 1  # one model alone is packed on its own
+    bases, experts = (base, models) if has_bases else (models[:1], models[1:])
     part_experts = experts_of_part(experts, part)
     with tell_what_is_published(), progress_shown(session, silent=printing.silent) as on_progress:
         report = api.pack(
-            bases, part_experts, out, replace=replace, strict=strict, threads=threads, home=home,
-            on_progress=on_progress,
+            bases, part_experts, out, replace=replace, library=library, chain=chain, strict=strict, threads=threads,
+            home=home, on_progress=on_progress,
         )  # fmt: skip
     from mergepipe.cli.render.packing import pack_table
 

@@ -1,0 +1,176 @@
+"""Checkpoints of one training run packed on one another: bounded depth, bits restored, chains that lie."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from packing_cases import SHAPES, PackFamily, halves, tree, write_model
+
+import mergepipe
+from mergepipe.core.canonical_json import digest_of
+from mergepipe.deltastore.chain import next_base
+from mergepipe.deltastore.header import HEADER_NAME
+from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundError, RecipeError
+from mergepipe.options import MergeOptions
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
+
+N_STEPS = 5
+LENGTH = 3
+
+
+@pytest.fixture(scope="module", name="run")
+def make_run(tmp_path_factory: pytest.TempPathFactory) -> PackFamily:
+    """A base and five checkpoints, each a small step from the one before; the third has a tensor of its own."""
+    root = tmp_path_factory.mktemp("run")
+    rng = np.random.default_rng(9)
+    weights = {name: (rng.standard_normal(shape) * 0.02).astype(np.float32) for name, shape in SHAPES.items()}
+    base = write_model(root / "base", {name: halves(values) for name, values in weights.items()})
+    steps = []
+    for step in range(N_STEPS):
+        for name, values in weights.items():
+            weights[name] = (values + rng.standard_normal(values.shape) * 3e-4).astype(np.float32)
+        if step == 2:
+            weights["e.extra"] = np.ones(70_000, np.float32)
+        steps.append(write_model(root / f"step-{step}", {name: halves(values) for name, values in weights.items()}))
+    return PackFamily(root, base, tuple(steps))
+
+
+@pytest.fixture(scope="module", name="packed")
+def pack_run(run: PackFamily) -> Path:
+    mergepipe.pack(run.base, run.experts, run.root / "packed", chain=LENGTH, threads=2)
+    return run.root / "packed"
+
+
+@pytest.fixture(name="copy")
+def copy_packed(packed: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(packed, tmp_path / "copy")
+
+
+def header_of(store: Path) -> dict[str, object]:
+    document: dict[str, object] = json.loads((store / HEADER_NAME).read_text())
+    return document
+
+
+def rewrite_header(store: Path, **changes: object) -> None:
+    document = {**header_of(store), **changes}
+    del document["digest"]
+    (store / HEADER_NAME).write_text(json.dumps({**document, "digest": digest_of(document)}))
+
+
+def test_chain__is_packed_on_the_one_before_with_a_bounded_depth(run: PackFamily, packed: Path) -> None:
+    headers = [header_of(packed / step.name) for step in run.experts]
+    assert [header.get("depth", 0) for header in headers] == [0, 1, 2, 0, 1]
+    below = [run.base, packed / "step-0", packed / "step-1", run.base, packed / "step-3"]
+    assert [header["base"] for header in headers] == [str(place) for place in below]
+
+
+def test_chain__restores_every_checkpoint_bit_for_bit(run: PackFamily, packed: Path, tmp_path: Path) -> None:
+    for step in run.experts:
+        mergepipe.unpack(packed / step.name, tmp_path / step.name, threads=2)
+        assert tree(tmp_path / step.name) == tree(step)
+        assert mergepipe.verify(packed / step.name).is_sound
+    assert mergepipe.verify(packed).is_sound
+
+
+def test_chain__is_smaller_than_packs_on_the_base(run: PackFamily, packed: Path, tmp_path: Path) -> None:
+    alone = mergepipe.pack(run.base, run.experts[2:3], tmp_path).experts[0].store_bytes
+    assert sum(path.stat().st_size for path in (packed / "step-2").iterdir()) < alone
+
+
+def test_chain__gives_tensors_and_parts_of_them(run: PackFamily, packed: Path) -> None:
+    plain, chained = mergepipe.load_file(run.experts[2]), mergepipe.load_file(packed / "step-2")
+    assert list(plain) == list(chained)
+    for name in plain:
+        assert plain[name].tobytes() == chained[name].tobytes()
+
+
+def test_chain__goes_on_from_a_store_whose_original_is_gone(run: PackFamily, copy: Path, tmp_path: Path) -> None:
+    shutil.rmtree(copy / "step-4")
+    rewrite_header(copy / "step-3", expert="/gone")
+    report = mergepipe.pack(copy / "step-3", run.experts[4:], copy, chain=LENGTH)
+    assert report.experts[0].is_new
+    assert report.experts[0].match is not None
+    assert header_of(copy / "step-4")["depth"] == 1
+    mergepipe.unpack(copy / "step-4", tmp_path / "out")
+    assert tree(tmp_path / "out") == tree(run.experts[4])
+    again = mergepipe.pack(copy / "step-3", run.experts[4:], copy, chain=LENGTH)
+    assert not again.experts[0].is_new
+    full = mergepipe.pack(copy / "step-2", run.experts[3:4], tmp_path / "next", chain=LENGTH)
+    (match,) = [expert.match for expert in full.experts]
+    assert match is not None
+    assert match.base.local_path == run.base  # the chain is long enough: on its first base again
+
+
+def test_chain__that_was_moved_as_a_whole_is_found_beside_itself(run: PackFamily, tmp_path: Path) -> None:
+    mergepipe.pack(run.base, run.experts[:2], tmp_path / "there", chain=LENGTH)
+    (tmp_path / "there").rename(tmp_path / "here")
+    assert mergepipe.verify(tmp_path / "here").is_sound
+    shutil.rmtree(tmp_path / "here" / "step-0")
+    with pytest.raises(NotFoundError) as caught:
+        mergepipe.load_file(tmp_path / "here" / "step-1")
+    assert caught.value.code == "store.base-missing"
+
+
+def test_chain__takes_the_one_before_unpacked_as_a_base_too(run: PackFamily, packed: Path, tmp_path: Path) -> None:
+    mergepipe.unpack(packed / "step-1", tmp_path / "out", base=run.experts[0])
+    assert tree(tmp_path / "out") == tree(run.experts[1])
+    recipe = {
+        "merge_method": "linear", "base_model": str(run.experts[0]), "dtype": "bfloat16",
+        "models": [{"model": str(packed / "step-1"), "parameters": {"weight": 1.0}}],
+    }  # fmt: skip
+    mergepipe.merge(recipe, tmp_path / "merged", options=MergeOptions(catalog=False))
+    wanted = mergepipe.load_file(run.experts[1])
+    assert mergepipe.load_file(tmp_path / "merged")["a.wide"].tobytes() == wanted["a.wide"].tobytes()
+    with pytest.raises(MismatchError) as caught:
+        mergepipe.merge({**recipe, "base_model": str(run.base)}, tmp_path / "no", options=MergeOptions(catalog=False))
+    assert caught.value.code == "store.base"
+
+
+def test_chain__with_a_damaged_store_below_is_refused(copy: Path) -> None:
+    rewrite_header(copy / "step-1", base=str(copy / "step-0"))
+    path = copy / "step-0" / "mergepipe-store.body.bin"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    report = mergepipe.verify(copy / "step-1")
+    assert not report.is_sound
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base": "step-1"}, "is at depth 1 of a chain, 0 is needed"),  # itself: endless, if it were followed
+        ({"base": "step-2"}, "is at depth 2 of a chain, 0 is needed"),
+        ({"depth": 3}, "is at depth 0 of a chain, 2 is needed"),
+        ({"depth": 10**6}, "is at depth 1000000 of a chain, 32 is the most"),
+        ({"depth": -1}, "invalid depth"),
+        ({"depth": True}, "invalid depth"),
+    ],
+)
+def test_chain__that_lies_about_itself_is_refused(copy: Path, changes: dict[str, object], message: str) -> None:
+    if "base" in changes:
+        changes = {"base": str(copy / str(changes["base"]))}
+    rewrite_header(copy / "step-1", **changes)
+    with pytest.raises(CorruptError, match=message):
+        mergepipe.load_file(copy / "step-1")
+
+
+def test_chain__whose_stores_name_each_other_ends(copy: Path) -> None:
+    rewrite_header(copy / "step-1", base=str(copy / "step-2"), depth=2)
+    rewrite_header(copy / "step-2", base=str(copy / "step-1"), depth=2)
+    with pytest.raises(CorruptError, match="is at depth 2 of a chain, 1 is needed"):
+        next_base(LocalStore(), Location.local(copy / "step-1"), 1)
+
+
+def test_chain__refuses_what_it_cannot_do(run: PackFamily, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as several:
+        mergepipe.pack([run.base, run.base], run.experts, tmp_path, chain=2)
+    assert several.value.code == "option.pair"
+    with pytest.raises(LimitError):
+        mergepipe.pack(run.base, run.experts, tmp_path, chain=0)
+    assert list(tmp_path.iterdir()) == []
