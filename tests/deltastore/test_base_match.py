@@ -130,6 +130,12 @@ def test_pack__that_is_not_sure_of_the_base_says_so(family: PackFamily, tmp_path
     assert "is as near" in notices[0]
 
 
+def test_pack__a_base_that_is_named_twice_is_one_candidate(family: PackFamily, tmp_path: Path) -> None:
+    again = family.root / "other" / ".." / family.base.name
+    report = mergepipe.pack([family.base, again], [family.experts[0]], tmp_path / "packed", strict=True)
+    assert chosen_bases(report) == [family.base]
+
+
 def test_pack__without_any_base_is_refused(family: PackFamily, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         mergepipe.pack([], [family.experts[0]], tmp_path / "packed")

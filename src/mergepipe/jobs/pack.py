@@ -61,7 +61,8 @@ def pack_experts(
         bases = recorded_bases(store, folder)
     if bases is not None and not bases:
         raise RecipeError.of("pack.base-missing", folder, "no base was named", "give one as BASE, or more as --base")
-    candidates = [open_base(store, store.pin(base)) for base in bases or ()]
+    distinct = {base.normal(): base for base in reversed(bases or ())}  # one named twice would not be told from itself
+    candidates = [open_base(store, store.pin(base)) for base in reversed(distinct.values())]
     checkpoints = [open_checkpoint(store, store.pin(location)) for location in experts]
     choices = [match_base(store, checkpoint, candidates) for checkpoint in checkpoints] if candidates else []
     chosen: list[Checkpoint | None] = [None] * len(checkpoints)
