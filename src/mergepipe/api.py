@@ -722,19 +722,17 @@ def verify(
     options = options or RunOptions()
     if not 0.0 <= deep_fraction <= 1.0:
         raise LimitError.of("option.sample", "--sample", f"{deep_fraction:g} was given", "give a share from 0 to 1")
-    pack = _pack_location(snapshot)
+    threads = threads_of(options.threads)  # before anything compiled is loaded
+    pack, place = _pack_location(snapshot), None if base is None else Location.of(base)
     if pack is not None:
         from mergepipe.jobs.unpack import verify_pack
 
-        place, threads = None if base is None else Location.of(base), threads_of(options.threads)
         return verify_pack(pack, base=place, threads=threads, started=started, on_progress=on_progress)
     if _is_library(snapshot):
         from mergepipe.jobs.library import verify_library
 
-        place, threads = None if base is None else Location.of(base), threads_of(options.threads)
-        return verify_library(
-            Location.of(snapshot), base=place, threads=threads, started=started, on_progress=on_progress
-        )
+        library = Location.of(snapshot)
+        return verify_library(library, base=place, threads=threads, started=started, on_progress=on_progress)
     if base is not None:
         raise RecipeError.of("option.pair", "--base", f"{snapshot} is no packed expert", "leave it out")
     from mergepipe.jobs.verify import verify_snapshot

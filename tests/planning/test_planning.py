@@ -180,7 +180,7 @@ ERRORS = st.lists(st.integers(0, 9), min_size=1001, max_size=1001)
 @given(errors=ERRORS, budgets=st.tuples(st.integers(3, 1000), st.integers(3, 1000)).map(sorted))
 def test_least_error_budget__never_loses_more_with_a_larger_budget(errors: list[int], budgets: list[int]) -> None:
     compared = compared_budgets(1000, 3)
-    less, more = (least_error_budget(budget, compared, errors.__getitem__) for budget in budgets)
+    less, more = (least_error_budget(b, compared, lambda counting: [errors[n] for n in counting]) for b in budgets)
     assert errors[more] <= errors[less]
     assert less <= budgets[0]
     assert more <= budgets[1]
@@ -191,7 +191,7 @@ def test_least_error_budget__spends_what_is_worth_it() -> None:
     assert compared == (3, 6, 12, 25, *range(50, 1001, 50))
 
     def chosen(budget: int, errors: dict[int, float]) -> int:
-        return least_error_budget(budget, compared, lambda n: errors.get(n, 1 - n / 1000))
+        return least_error_budget(budget, compared, lambda counting: [errors.get(n, 1 - n / 1000) for n in counting])
 
     assert [chosen(budget, {}) for budget in (1, 100, 120, 1000)] == [1, 100, 118, 1000]  # sixteenths of 50
     assert chosen(152, {150: 0.95}) == 100  # more is lost at 150

@@ -291,6 +291,13 @@ def stored_dtype(tensor: Source) -> DType:
     return tensor.stored_dtype if isinstance(tensor, HasStoredDtype) else tensor.dtype
 
 
+def as_leveled(source: Source | None) -> LeveledTensor | None:
+    """Return a source that can be read by levels, None for any other; stored tensors cost no look at the protocol."""
+    if source is None or isinstance(source, TensorEntry | Unchanged):
+        return None
+    return source if isinstance(source, LeveledTensor) else None
+
+
 def files_of(sources: Iterable[Source]) -> set[Location]:
     """The files that reading these needs: of encoded ones also what they are encoded on."""
     files: set[Location] = set()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import LeveledTensor, Unchanged
+from mergepipe.checkpoints.contract import LeveledTensor, Unchanged, as_leveled
 from mergepipe.operators.base import Operator
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.operator_rules import operator_input
@@ -91,8 +91,8 @@ def build_ladders(columns: Columns, operator: Operator, grid: int, pricing: Pric
         open_task = _without_unread_experts(task, columns, t)
         sufficient = dict(sufficient_levels(operator, operator_input(open_task), open_task))
         for slot, e in enumerate(columns.participants(t)):
-            source = open_task.experts[slot]
-            if isinstance(source, LeveledTensor) and grid % source.cut_elements == 0:
+            source = as_leveled(open_task.experts[slot])
+            if source is not None and grid % source.cut_elements == 0:
                 top = sufficient.get(slot, source.last_level)
                 ladders[e, t] = _ladder(source, top, grid // source.cut_elements, pricing)
     return ladders

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mergepipe.checkpoints.contract import LeveledTensor
+from mergepipe.checkpoints.contract import as_leveled
 from mergepipe.operators.base import NOTHING_REDUCED, MagnitudeCut, Operator, OperatorInput, Reduced
 from mergepipe.recipes.resolve.tasks import Action, MergeTask
 
@@ -14,14 +14,14 @@ def sufficient_levels(operator: Operator, inputs: OperatorInput, task: MergeTask
 
     That is so for rules that keep nothing but the largest deltas of each expert, if a level has all of these.
     """
-    if task.action is Action.COPY or not any(isinstance(source, LeveledTensor) for source in task.experts):
+    if task.action is Action.COPY or all(as_leveled(source) is None for source in task.experts):
         return ()
     request = operator.reduction(inputs, NOTHING_REDUCED)
     if not isinstance(request, MagnitudeCut) or not _trims_only(operator, inputs):
         return ()
     levels = []
-    for e, (source, n_kept) in enumerate(zip(task.experts, request.kept_E, strict=True)):
-        if isinstance(source, LeveledTensor):
+    for e, (source, n_kept) in enumerate(zip(map(as_leveled, task.experts), request.kept_E, strict=True)):
+        if source is not None:
             level = source.exact_level(n_kept)
             if level < source.last_level:
                 levels.append((e, level))

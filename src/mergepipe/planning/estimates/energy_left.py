@@ -13,14 +13,34 @@ def energy_left(candidates: Candidates, selection: Selection, score_EB: NDArray[
     """Compute what is left out of each block's score (a square): all, nothing, or the remainder of its level."""
     present_EB = selection.read_EB | selection.served_EB | candidates.free_EB
     left_EB = np.where(present_EB, 0.0, score_EB)
-    for (e, t), ladder in candidates.ladders.items():
+    for e, t in candidates.ladders:
         inside = candidates.columns.of_tensor(t)
-        share_B = np.divide(
-            ladder.left_at(selection.level_EB[e, inside]), ladder.unread_B,
-            out=np.zeros_like(ladder.unread_B), where=ladder.unread_B > 0,
-        )  # fmt: skip
-        left_EB[e, inside] = np.where(candidates.free_EB[e, inside], 0.0, score_EB[e, inside] * share_B)
+        left_EB[e, inside] = _left_of_levels(candidates, selection, score_EB, e, t)
     return left_EB
+
+
+def energy_left_of_tensor(
+    candidates: Candidates, selection: Selection, score_EB: NDArray[np.float64], t: int
+) -> NDArray[np.float64]:
+    """Compute `energy_left` of the blocks of one tensor."""
+    inside = candidates.columns.of_tensor(t)
+    present_EB = (selection.level_EB[:, inside] > 0) | selection.served_EB[:, inside] | candidates.free_EB[:, inside]
+    left_EB = np.where(present_EB, 0.0, score_EB[:, inside])
+    for e in range(candidates.n_experts):
+        if (e, t) in candidates.ladders:
+            left_EB[e] = _left_of_levels(candidates, selection, score_EB, e, t)
+    return left_EB
+
+
+def _left_of_levels(
+    candidates: Candidates, selection: Selection, score_EB: NDArray[np.float64], e: int, t: int
+) -> NDArray[np.float64]:
+    ladder, inside = candidates.ladders[e, t], candidates.columns.of_tensor(t)
+    share_B = np.divide(
+        ladder.left_at(selection.level_EB[e, inside]), ladder.unread_B,
+        out=np.zeros_like(ladder.unread_B), where=ladder.unread_B > 0,
+    )  # fmt: skip
+    return np.where(candidates.free_EB[e, inside], 0.0, score_EB[e, inside] * share_B)
 
 
 def energies_by_tensor(

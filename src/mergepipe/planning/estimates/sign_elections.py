@@ -4,11 +4,15 @@ Omitting an expert loses its own elements, but it also leaves the mean of those 
 others, and lets others win elections: more is lost than it brought itself. How much depends on how many experts keep an
 element, how large their kept values are, and on their weights. That is sampled: per tensor, and per access pattern
 of its blocks, elements whose deltas are normal and independent between experts, with the recorded energy.
+
+An expert's sampled values are the same for all patterns of a tensor, up to a factor. The sums of either sign are thus
+products of two matrices, computed for the patterns of several selections at once. Only errors of partial reads, which
+can turn a sign, are added element by element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -16,34 +20,45 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import LeveledTensor, TensorEntry
+from mergepipe.checkpoints.contract import as_leveled
+from mergepipe.operators.influence import Election
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.items import Candidates
 from mergepipe.planning.candidates.operator_rules import Rules
-from mergepipe.planning.estimates.energy_left import energies_by_tensor, energy_left
+from mergepipe.planning.estimates.energy_left import energies_by_tensor, energy_left_of_tensor
 from mergepipe.planning.selection.select import Selection
 
 SAMPLE_ELEMENTS = 4096
 _QUANTILES = 512
-_SHARES_KEPT = 4096  # one for each expert's tensor, where ties at cuts differ: 16 MiB
+_SHARES_KEPT = 8192  # one for each expert's tensor, where ties at cuts differ: 32 MiB
+_VOTES_KEPT = 4  # for tensors with equal shares: 3 MiB each of 20 experts
 _LEAST_SHARE = 1e-30  # avoids quantiles of an empty share
 _MOST_PATTERNS = 16  # as four experts have; of more in one tensor some are sampled
 _SAMPLED_PATTERNS = 8
 _DIGITS = 4  # so that plans do not depend on the last bits of a sum
 _SEED = 20_240_607
+_PATTERNS_AT_ONCE = 16
+_PRODUCTS_AT_ONCE = 1 << 18  # multiplications of a product of matrices: more of them OpenBLAS deals to threads
+_ELEMENTS_AT_ONCE = 1024  # with as many patterns arrays of 128 KiB, which stay in the processor's cache
+_EVEN = 1 - 1e-12  # sums of both signs that differ by less are a tie, whatever order they were added up in
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ElementSample:
     """Random numbers of the sampled elements (E, N), the same for every tensor, so that plans are comparable.
 
-    `rank_EN` has evenly spread numbers from 0 to 1 in an order of each expert's own: an element is kept where it is
-    below the share that is kept, and how large it is follows from where below.
+    `order_EN` lists the elements in an order of each expert's own: the first are kept, later ones of them are larger.
+    `even_N` are evenly spread numbers from 0 to 1: an element is kept where that of its place is below the share kept.
     """
 
-    rank_EN: NDArray[np.float64]
+    even_N: NDArray[np.float64]
+    order_EN: NDArray[np.int64]
     sign_EN: NDArray[np.float64]
     noise_EN: NDArray[np.float64]
+
+    def n_kept(self, share: float) -> int:
+        """Count the elements that are kept of an expert."""
+        return int(np.searchsorted(self.even_N, share))
 
 
 @lru_cache(maxsize=4)
@@ -53,7 +68,8 @@ def element_sample(n_experts: int) -> ElementSample:
     shape = (n_experts, SAMPLE_ELEMENTS)
     even_N = (np.arange(SAMPLE_ELEMENTS) + 0.5) / SAMPLE_ELEMENTS
     return ElementSample(
-        rank_EN=np.stack([rng.permutation(even_N) for _ in range(n_experts)]),
+        even_N=even_N,
+        order_EN=np.stack([np.argsort(rng.permutation(even_N)) for _ in range(n_experts)]),
         sign_EN=rng.choice(np.array([-1.0, 1.0]), shape),
         noise_EN=rng.choice(np.array([-1.0, 1.0]), shape),
     )
@@ -65,63 +81,145 @@ def tail_magnitudes(share: float) -> NDArray[np.float64]:
     normal = NormalDist()
     middle = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
     above_Q = max(share, _LEAST_SHARE) * (1 - middle) / 2
-    magnitude_Q = np.array([-normal.inv_cdf(float(above)) for above in above_Q])
+    magnitude_Q = np.array([-normal.inv_cdf(above) for above in above_Q.tolist()])
     return np.asarray(magnitude_Q / np.sqrt(np.mean(np.square(magnitude_Q))), np.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ElectionExperts:
-    """The experts (E) that contribute to a sign election: weights, shares kept, energies per element, what is read.
+    """The experts (E) that contribute to the sign election of a tensor: weights and shares of elements kept.
 
-    `noise_E` is the squared error per element of a partial read; `is_read_E` is False for omitted experts.
     `tail_E` is the share of largest elements that kept ones come from: 1 where they are kept at random.
     """
 
     weight_E: NDArray[np.float64]
     share_E: NDArray[np.float64]
-    energy_E: NDArray[np.float64]
-    noise_E: NDArray[np.float64]
-    is_read_E: NDArray[np.bool_]
     tail_E: NDArray[np.float64]
     normalize: bool
 
-
-@lru_cache(maxsize=64)
-def _unit_values(share_E: tuple[float, ...], tail_E: tuple[float, ...]) -> NDArray[np.float64]:
-    """Draw the kept values (E, N), with a mean square of 1 among those kept, of the elements that any expert keeps."""
-    sample, shares_E1 = element_sample(len(share_E)), np.array(share_E)[:, None]
-    is_kept_EN = sample.rank_EN < shares_E1
-    place_EN = sample.rank_EN / np.where(shares_E1 > 0, shares_E1, 1.0)
-    quantile_EN = np.clip(place_EN * _QUANTILES, 0, _QUANTILES - 1).astype(np.int64)
-    magnitude_EN = np.stack([tail_magnitudes(tail)[at_N] for tail, at_N in zip(tail_E, quantile_EN, strict=True)])
-    return np.asarray(np.where(is_kept_EN, sample.sign_EN * magnitude_EN, 0.0)[:, is_kept_EN.any(axis=0)])
+    def magnitudes_kept(self, energy_PE: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Compute the root mean square of kept values from energies per element."""
+        return np.asarray(
+            np.sqrt(np.divide(energy_PE, self.share_E, out=np.zeros_like(energy_PE), where=self.share_E > 0))
+        )
 
 
-@lru_cache(maxsize=64)
+@dataclass(frozen=True, slots=True, eq=False)
+class AccessPatterns:
+    """Patterns (P) of what is read of the experts (E) in blocks of one tensor, with energies per element.
+
+    `noise_PE` is the squared error per element of a partial read; `is_read_PE` is False for omitted experts.
+    """
+
+    energy_PE: NDArray[np.float64]
+    noise_PE: NDArray[np.float64]
+    is_read_PE: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Votes:
+    """The kept values of the sampled elements, with a mean square of 1, by the sign that an expert votes for.
+
+    Arrays with N hold the elements that several experts keep. `up_EN` and `down_EN` are magnitudes, 0 where the expert
+    does not vote for the sign; `is_up_EN` and `is_down_EN` are 1 or 0. Of the elements that an expert keeps alone,
+    whose result is its value, `alone_E` is the number and `alone_square_E` the sum of squares.
+    """
+
+    value_EN: NDArray[np.float64]
+    up_EN: NDArray[np.float64]
+    down_EN: NDArray[np.float64]
+    is_up_EN: NDArray[np.float64]
+    is_down_EN: NDArray[np.float64]
+    alone_E: NDArray[np.float64]
+    alone_square_E: NDArray[np.float64]
+
+    def slices(self) -> list[slice]:
+        """Cut the elements into slices for `_PATTERNS_AT_ONCE` patterns."""
+        n_experts, n_elements = self.up_EN.shape
+        step = max(1, min(_ELEMENTS_AT_ONCE, _PRODUCTS_AT_ONCE // (_PATTERNS_AT_ONCE * max(1, n_experts))))
+        return [slice(start, start + step) for start in range(0, n_elements, step)]
+
+    def consensus(
+        self, factor_PE: NDArray[np.float64], experts: ElectionExperts, elements: slice
+    ) -> NDArray[np.float64]:
+        """Merge as `ties_consensus` the values, those of each expert multiplied by a factor >= 0 of its pattern."""
+        scale_PE = factor_PE * np.abs(experts.weight_E)
+        up_PN, down_PN = scale_PE @ self.up_EN[:, elements], scale_PE @ self.down_EN[:, elements]
+        elects_up_PN = up_PN >= down_PN * _EVEN
+        elected_PN = np.where(elects_up_PN, up_PN, np.negative(down_PN, out=down_PN))
+        if experts.normalize:
+            weight_PE = np.where(factor_PE > 0, experts.weight_E, 0.0)
+            if (weight_PE == weight_PE[:1]).all():
+                weight_PE = weight_PE[:1]
+            up_PN, down_PN = weight_PE @ self.is_up_EN[:, elements], weight_PE @ self.is_down_EN[:, elements]
+            divisor_PN = np.where(elects_up_PN, up_PN, down_PN)
+            divisor_PN[divisor_PN == 0] = 1.0
+            elected_PN /= divisor_PN
+        return elected_PN
+
+
+@lru_cache(maxsize=_VOTES_KEPT)
+def _votes(share_E: tuple[float, ...], tail_E: tuple[float, ...], sign_E: tuple[float, ...]) -> _Votes:
+    """Draw the kept values of experts whose weights have the given signs."""
+    sample, value_EN = element_sample(len(share_E)), np.zeros((len(share_E), SAMPLE_ELEMENTS))
+    for e, (share, tail) in enumerate(zip(share_E, tail_E, strict=True)):
+        kept = sample.order_EN[e, : sample.n_kept(share)]
+        quantile = np.minimum(sample.even_N[: len(kept)] / share * _QUANTILES, _QUANTILES - 1).astype(np.int64)
+        value_EN[e, kept] = sample.sign_EN[e, kept] * tail_magnitudes(tail)[quantile]
+    n_keepers_N = np.count_nonzero(value_EN, axis=0)
+    alone_EN = value_EN[:, n_keepers_N == 1]
+    value_EN = value_EN[:, n_keepers_N > 1]
+    signed_EN = value_EN * np.array(sign_E)[:, None]
+    up_EN, down_EN = np.maximum(signed_EN, 0.0), np.maximum(-signed_EN, 0.0)
+    is_up_EN, is_down_EN = np.sign(up_EN), np.sign(down_EN)
+    alone_E = np.count_nonzero(alone_EN, axis=1).astype(np.float64)
+    return _Votes(value_EN, up_EN, down_EN, is_up_EN, is_down_EN, alone_E, np.square(alone_EN).sum(axis=1))
+
+
+@lru_cache(maxsize=_VOTES_KEPT)
 def _unit_noise(share_E: tuple[float, ...]) -> NDArray[np.float64]:
-    """Draw the signs of errors of kept values (E, N), of the elements that any expert keeps; 0 where not kept."""
-    sample = element_sample(len(share_E))
-    is_kept_EN = sample.rank_EN < np.array(share_E)[:, None]
-    return np.asarray(np.where(is_kept_EN, sample.noise_EN, 0.0)[:, is_kept_EN.any(axis=0)])
+    """Draw the signs of errors of kept values (E, N), of the elements that several experts keep; 0 where not kept."""
+    sample, noise_EN = element_sample(len(share_E)), np.zeros((len(share_E), SAMPLE_ELEMENTS))
+    for e, share in enumerate(share_E):
+        kept = sample.order_EN[e, : sample.n_kept(share)]
+        noise_EN[e, kept] = sample.noise_EN[e, kept]
+    return noise_EN[:, np.count_nonzero(noise_EN, axis=0) > 1]
 
 
-def lost_and_total_energy(experts: ElectionExperts) -> tuple[float, float]:
-    """Estimate the squared loss per element by unread experts, and the squared result per element."""
+def lost_and_total_energies(
+    experts: ElectionExperts, patterns: AccessPatterns
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Estimate by pattern the squared loss per element by what is not read, and the squared result per element.
+
+    Memory: a few arrays of the sample (E, `SAMPLE_ELEMENTS`), and of 128 KiB.
+    """
     share_E = tuple(experts.share_E.tolist())
-    value_EN = _unit_values(share_E, tuple(experts.tail_E.tolist())) * _per_kept(experts.energy_E, experts)[:, None]
-    read_EN = value_EN * experts.is_read_E[:, None]
-    if experts.noise_E.any():
-        noise_E = np.where(experts.is_read_E, _per_kept(experts.noise_E, experts), 0.0)
-        read_EN += _unit_noise(share_E) * noise_E[:, None]
-    whole_N = ties_consensus(value_EN, experts.weight_E, normalize=experts.normalize)
-    lost_N = ties_consensus(read_EN, experts.weight_E, normalize=experts.normalize) - whole_N
-    return float(lost_N @ lost_N) / SAMPLE_ELEMENTS, float(whole_N @ whole_N) / SAMPLE_ELEMENTS
-
-
-def _per_kept(energy_E: NDArray[np.float64], experts: ElectionExperts) -> NDArray[np.float64]:
-    """Compute the root mean square of kept values from energies per element."""
-    share_E = experts.share_E
-    return np.asarray(np.sqrt(np.divide(energy_E, share_E, out=np.zeros_like(energy_E), where=share_E > 0)))
+    votes = _votes(share_E, tuple(experts.tail_E.tolist()), tuple(np.sign(experts.weight_E).tolist()))
+    factor_PE = experts.magnitudes_kept(patterns.energy_PE)
+    read_PE = factor_PE * patterns.is_read_PE
+    error_PE = experts.magnitudes_kept(patterns.noise_PE) * patterns.is_read_PE
+    loses_P = (read_PE != factor_PE).any(axis=1) | error_PE.any(axis=1)
+    square_E = np.square(np.sign(experts.weight_E) if experts.normalize else experts.weight_E)  # of what stands alone
+    whole_P = np.square(factor_PE) @ (square_E * votes.alone_square_E)
+    lost_P = np.square(factor_PE - read_PE) @ (square_E * votes.alone_square_E)
+    lost_P += np.square(error_PE) @ (square_E * votes.alone_E)
+    for start in range(0, len(factor_PE), _PATTERNS_AT_ONCE):
+        at = slice(start, start + _PATTERNS_AT_ONCE)
+        losing = np.flatnonzero(loses_P[at])
+        noisy = np.flatnonzero(error_PE[start + losing].any(axis=1))
+        for elements in votes.slices():
+            whole_PN = votes.consensus(factor_PE[at], experts, elements)
+            whole_P[at] += np.einsum("pn,pn->p", whole_PN, whole_PN)
+            lost_PN = whole_PN[losing]
+            lost_PN -= votes.consensus(read_PE[at][losing], experts, elements)
+            for row in noisy.tolist():
+                p = start + losing[row]
+                read_EN = votes.value_EN[:, elements] * read_PE[p, :, None]
+                read_EN += _unit_noise(share_E)[:, elements] * error_PE[p, :, None]
+                read_N = ties_consensus(read_EN, experts.weight_E, normalize=experts.normalize)
+                lost_PN[row] = whole_PN[losing[row]] - read_N
+            lost_P[start + losing] += np.einsum("pn,pn->p", lost_PN, lost_PN)
+    return lost_P / SAMPLE_ELEMENTS, whole_P / SAMPLE_ELEMENTS
 
 
 def ties_consensus(
@@ -143,12 +241,12 @@ def ties_consensus(
 
 
 def expected_energies(
-    candidates: Candidates, selection: Selection, score_EB: NDArray[np.float64], rules: Rules
+    candidates: Candidates, selections: Sequence[Selection], score_EB: NDArray[np.float64], rules: Rules
 ) -> NDArray[np.float64]:
-    """Estimate `energy_ET2` by expert and tensor: (energy left out, total), as if deltas were uncorrelated."""
+    """Estimate `energy_SET2` by selection, expert, tensor: (energy left out, total), as if deltas were uncorrelated."""
     if rules.elects:
-        return election_energies(candidates, selection, score_EB, rules)
-    return energies_by_tensor(candidates, selection, score_EB)
+        return election_energies(candidates, selections, score_EB, rules)
+    return np.stack([energies_by_tensor(candidates, selection, score_EB) for selection in selections])
 
 
 def expected_error(energy_ET2: NDArray[np.float64]) -> float:
@@ -158,75 +256,128 @@ def expected_error(energy_ET2: NDArray[np.float64]) -> float:
 
 
 def election_energies(
-    candidates: Candidates, selection: Selection, score_EB: NDArray[np.float64], rules: Rules
+    candidates: Candidates, selections: Sequence[Selection], score_EB: NDArray[np.float64], rules: Rules
 ) -> NDArray[np.float64]:
-    """Estimate `energy_ET2` of tensors with sign elections: (loss, total), split over experts by their own parts.
+    """Estimate `energy_SET2` by selection of tensors with sign elections: (loss, total), split over experts.
 
-    Zero for tensors without an election (`rules.elections_T`).
+    Zero for tensors without an election (`rules.elections_T`). Selections that agree in a tensor are estimated once,
+    those that differ together.
     """
-    energy_ET2 = np.zeros((candidates.n_experts, len(candidates.columns.tasks), 2))
-    left_EB = energy_left(candidates, selection, score_EB)
+    energy_SET2 = np.zeros((len(selections), candidates.n_experts, len(candidates.columns.tasks), 2))
     for t, election in enumerate(rules.elections_T):
         inside = candidates.columns.of_tensor(t)
         if election is None or inside.start == inside.stop:
             continue
-        lost = whole = 0.0
-        for experts, n_elements in _access_patterns(candidates, selection, score_EB, left_EB, rules, t):
-            square, square_of_all = lost_and_total_energy(experts)
-            weight = n_elements * election.scale**2
-            lost, whole = lost + square * weight, whole + square_of_all * weight
-        is_free_EB = candidates.free_EB[:, inside]
-        for column, total, parts_EB in ((0, lost, left_EB), (1, whole, score_EB)):
-            part_E = np.where(is_free_EB, 0.0, parts_EB[:, inside]).sum(axis=1)
-            energy_ET2[:, t, column] = _distributed(total, part_E)
-    return energy_ET2
+        tensor = _election_tensor(candidates, score_EB, rules, t, election)
+        accesses: dict[bytes, _Access] = {}
+        form_S = [_form(candidates, selection, inside) for selection in selections]
+        for form_EB, selection in zip(form_S, selections, strict=True):
+            if form_EB.tobytes() not in accesses:
+                left_EB = energy_left_of_tensor(candidates, selection, score_EB, t)
+                accesses[form_EB.tobytes()] = _access(tensor, form_EB, left_EB)
+        energies = dict(zip(accesses, _energies(tensor, list(accesses.values())), strict=True))
+        for s, form_EB in enumerate(form_S):
+            energy_SET2[s, :, t] = energies[form_EB.tobytes()]
+    return energy_SET2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ElectionTensor:
+    """The experts of a tensor's election, and by block (B) the elements, scores, and energies of kept elements.
+
+    Scores and energies are 0 of blocks that equal the base; energies are scores without the coefficients.
+    """
+
+    experts: ElectionExperts
+    scale: float
+    n_B: NDArray[np.int64]
+    score_EB: NDArray[np.float64]
+    energy_EB: NDArray[np.float64]
+    square_E1: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Access:
+    """The access patterns of a tensor, the elements that they stand for, and the scores left out by expert."""
+
+    patterns: AccessPatterns
+    n_P: NDArray[np.float64]
+    left_E: NDArray[np.float64]
+
+
+def _election_tensor(
+    candidates: Candidates, score_EB: NDArray[np.float64], rules: Rules, t: int, election: Election
+) -> _ElectionTensor:
+    columns = candidates.columns
+    inside = columns.of_tensor(t)
+    share_E = _shares_kept(columns, rules, t, columns.by_expert(t, election.share_E, 0.0))
+    tail_E = np.maximum(columns.by_expert(t, election.tail_E, 1.0), share_E)
+    weight_E = columns.by_expert(t, election.weight_E, 0.0)
+    square_E1 = np.square(rules.coefficient_ET[:, t])[:, None]
+    own_EB = np.where(candidates.free_EB[:, inside], 0.0, score_EB[:, inside])
+    return _ElectionTensor(
+        ElectionExperts(weight_E, share_E, tail_E, election.normalize),
+        election.scale,
+        columns.n_B[inside],
+        own_EB,
+        _without_coefficients(own_EB, square_E1),
+        square_E1,
+    )
+
+
+def _without_coefficients(score_EB: NDArray[np.float64], square_E1: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray(np.divide(score_EB, square_E1, out=np.zeros_like(score_EB), where=square_E1 > 0))
+
+
+def _form(candidates: Candidates, selection: Selection, inside: slice) -> NDArray[np.int8]:
+    """Return how each block of a tensor is had: its level, 0 if not at all, -1 served, -2 equal to the base."""
+    form_EB = np.where(selection.served_EB[:, inside], np.int8(-1), selection.level_EB[:, inside])
+    return np.where(candidates.free_EB[:, inside], np.int8(-2), form_EB)
+
+
+def _access(tensor: _ElectionTensor, form_EB: NDArray[np.int8], left_EB: NDArray[np.float64]) -> _Access:
+    """Group the blocks of a tensor by access pattern, and compute energies per element of those that are sampled."""
+    bytes_BE = np.ascontiguousarray((form_EB.view(np.uint8) + np.uint8(3)).T)  # no zeros, which would end strings
+    keys_B = bytes_BE.view(f"S{len(form_EB)}")[:, 0]
+    _, first_P, pattern_B = np.unique(keys_B, return_index=True, return_inverse=True)
+    noise_EB = _without_coefficients(left_EB, tensor.square_E1)
+    chosen = _representatives(pattern_B, tensor.energy_EB.sum(axis=0), noise_EB.sum(axis=0))
+    chosen_P = np.array([pattern for pattern, _ in chosen], np.int64)
+    order_B = np.argsort(pattern_B, kind="stable")
+    starts_P = np.searchsorted(pattern_B[order_B], np.arange(len(first_P)))
+    n_P, energy_EP, noise_EP = (
+        np.add.reduceat(values_B[..., order_B], starts_P, axis=-1)[..., chosen_P]
+        for values_B in (tensor.n_B, tensor.energy_EB, noise_EB)
+    )
+    is_read_PE = form_EB[:, first_P[chosen_P]].T != 0
+    noise_PE = np.where(is_read_PE, (noise_EP / n_P).T, 0.0)
+    patterns = AccessPatterns((energy_EP / n_P).T, noise_PE, is_read_PE)
+    return _Access(patterns, n_P * np.array([factor for _, factor in chosen]), left_EB.sum(axis=1))
+
+
+def _energies(tensor: _ElectionTensor, accesses: Sequence[_Access]) -> NDArray[np.float64]:
+    """Estimate `energy_AE2` of a tensor by access (A) and expert: (loss, total)."""
+    patterns = AccessPatterns(
+        np.concatenate([access.patterns.energy_PE for access in accesses]),
+        np.concatenate([access.patterns.noise_PE for access in accesses]),
+        np.concatenate([access.patterns.is_read_PE for access in accesses]),
+    )
+    n_P = np.concatenate([access.n_P for access in accesses]) * tensor.scale**2
+    starts_A = np.cumsum([0, *(len(access.n_P) for access in accesses[:-1])])
+    lost_P, whole_P = lost_and_total_energies(tensor.experts, patterns)
+    lost_A, whole_A = (np.add.reduceat(values_P * n_P, starts_A) for values_P in (lost_P, whole_P))
+    score_E = tensor.score_EB.sum(axis=1)
+    energy_AE2 = np.zeros((len(accesses), len(score_E), 2))
+    for a, access in enumerate(accesses):
+        energy_AE2[a, :, 0] = _distributed(float(lost_A[a]), access.left_E)
+        energy_AE2[a, :, 1] = _distributed(float(whole_A[a]), score_E)
+    return energy_AE2
 
 
 def _distributed(total: float, part_E: NDArray[np.float64]) -> NDArray[np.float64]:
     whole = part_E.sum()
     rounded = float(f"{total:.{_DIGITS}g}")
     return rounded * part_E / whole if whole > 0 else np.zeros_like(part_E)
-
-
-def _access_patterns(
-    candidates: Candidates,
-    selection: Selection,
-    score_EB: NDArray[np.float64],
-    left_EB: NDArray[np.float64],
-    rules: Rules,
-    t: int,
-) -> Iterator[tuple[ElectionExperts, float]]:
-    """Group the blocks of a tensor by access pattern; yield each group's experts and the elements it stands for."""
-    election, columns = rules.elections_T[t], candidates.columns
-    if election is None:
-        return
-    inside = columns.of_tensor(t)
-    free_EB = candidates.free_EB[:, inside]
-    form_EB = np.where(selection.served_EB[:, inside], -1, selection.level_EB[:, inside])
-    form_EB = np.where(free_EB, -2, form_EB)
-    _, pattern_B = np.unique(form_EB, axis=1, return_inverse=True)
-    square_E1 = np.square(rules.coefficient_ET[:, t])[:, None]
-    energy_EB, noise_EB = (
-        np.divide(each_EB[:, inside], square_E1, out=np.zeros(form_EB.shape), where=(square_E1 > 0) & ~free_EB)
-        for each_EB in (score_EB, left_EB)
-    )
-    share_E = _shares_kept(columns, rules, t, columns.by_expert(t, election.share_E, 0.0))
-    for pattern, factor in _representatives(pattern_B.ravel(), energy_EB.sum(axis=0), noise_EB.sum(axis=0)):
-        own_B = pattern_B.ravel() == pattern
-        n_elements = int(columns.n_B[inside][own_B].sum())
-        is_read_E = form_EB[:, own_B][:, 0] != 0
-        yield (
-            ElectionExperts(
-                weight_E=columns.by_expert(t, election.weight_E, 0.0),
-                share_E=share_E,
-                energy_E=energy_EB[:, own_B].sum(axis=1) / n_elements,
-                noise_E=np.where(is_read_E, noise_EB[:, own_B].sum(axis=1) / n_elements, 0.0),
-                is_read_E=is_read_E,
-                tail_E=np.maximum(columns.by_expert(t, election.tail_E, 1.0), share_E),
-                normalize=election.normalize,
-            ),
-            n_elements * factor,
-        )
 
 
 def _representatives(
@@ -255,13 +406,11 @@ def _shares_kept(columns: Columns, rules: Rules, t: int, share_E: NDArray[np.flo
     """Return the shares of elements kept, ties at the cut included where recorded."""
     kept_share_E, n_elements = share_E.copy(), columns.tasks[t].base.n_elements
     for e in columns.participants(t):
-        source = columns.source(e, t)
         if (e, t) in rules.shares_kept:
             kept_share_E[e] = rules.shares_kept[e, t]
-        if share_E[e] == 1 or source is None or isinstance(source, TensorEntry):  # asked first: protocols are slow
-            continue
-        if isinstance(source, LeveledTensor):
-            n_kept = source.kept_with_ties(int(share_E[e] * n_elements))
+        leveled = as_leveled(columns.source(e, t)) if share_E[e] != 1 else None
+        if leveled is not None:
+            n_kept = leveled.kept_with_ties(int(share_E[e] * n_elements))
             kept_share_E[e] = kept_share_E[e] if n_kept is None else n_kept / n_elements
     return kept_share_E
 
@@ -278,9 +427,7 @@ def is_error_complete(columns: Columns, rules: Rules) -> bool:
         share_E = columns.by_expert(t, election.tail_E, 1.0) if election is not None else np.ones(columns.n_experts)
         n_elements = columns.tasks[t].base.n_elements
         for e in columns.participants(t) if n_elements else ():
-            source = columns.source(e, t)
-            if share_E[e] == 1 or source is None or not isinstance(source, LeveledTensor):
-                continue
-            if source.kept_with_ties(int(share_E[e] * n_elements)) is None:
+            leveled = as_leveled(columns.source(e, t)) if share_E[e] != 1 else None
+            if leveled is not None and leveled.kept_with_ties(int(share_E[e] * n_elements)) is None:
                 return False
     return True

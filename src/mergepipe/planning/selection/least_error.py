@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 STEPS = 20
 """Budgets are compared at multiples of this part of the full cost, and at halves of the first of them."""
@@ -20,28 +20,25 @@ def compared_budgets(full_cost_bytes: int, least_bytes: int) -> tuple[int, ...]:
     return tuple(sorted({least_bytes} | {nbytes for nbytes in multiples | halves if nbytes > least_bytes}))
 
 
-def least_error_budget(budget_bytes: int, compared: tuple[int, ...], error_of: Callable[[int], float]) -> int:
+def least_error_budget(
+    budget_bytes: int, compared: tuple[int, ...], errors_of: Callable[[Sequence[int]], list[float]]
+) -> int:
     """Return the budget to select for: of those compared with the least error, of equals the largest.
 
     Between two compared budgets their fine steps count as well, unless they have a smaller error than the upper one.
-    Below the first compared budget nothing is compared.
+    Below the first compared budget nothing is compared. `errors_of` is called once, with all budgets that count.
 
-    Law: for `compared[0] <= a <= b`, `error_of(least_error_budget(b)) <= error_of(least_error_budget(a))`.
+    Law: for `compared[0] <= a <= b`, the error of `least_error_budget(b)` is at most that of `least_error_budget(a)`.
     """
-
-    def error_at(nbytes: int) -> float:
-        return round(error_of(nbytes), _DIGITS)
-
     n_reached = bisect_right(compared, budget_bytes)
     if not n_reached:
         return budget_bytes
-    least_error, least_bytes = min((error_at(nbytes), -nbytes) for nbytes in compared[:n_reached])
     fine = [nbytes for nbytes in _fine_steps(compared[n_reached - 1 : n_reached + 1]) if nbytes <= budget_bytes]
-    if fine:
-        lower_limit = error_at(compared[n_reached])
-        allowed = [(error, -nbytes) for nbytes in fine if (error := error_at(nbytes)) >= lower_limit]
-        least_error, least_bytes = min([(least_error, least_bytes), *allowed])
-    return -least_bytes
+    counting = [*compared[: n_reached + bool(fine)], *fine]
+    error_at = {nbytes: round(error, _DIGITS) for nbytes, error in zip(counting, errors_of(counting), strict=True)}
+    lower_limit = error_at[compared[n_reached]] if fine else 0.0
+    allowed = [*compared[:n_reached], *(nbytes for nbytes in fine if error_at[nbytes] >= lower_limit)]
+    return min(allowed, key=lambda nbytes: (error_at[nbytes], -nbytes))
 
 
 def _fine_steps(bounds: tuple[int, ...]) -> list[int]:
