@@ -2,7 +2,7 @@
 
 Exact ranks are computed only where they decide. A histogram of a row's magnitudes bounds the rank, and with it the
 survival probability, of each element; most random words lie outside these bounds. The ranks of the few undecided
-elements are counted one by one.
+elements are counted one by one, where they are not among equal ones.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ _TILE = TILE_ELEMENTS
 _WORD_SPAN = 4294967296.0
 _MAGNITUDE = 0x7FFFFFFF
 _BATCH_ELEMENTS = 4096  # rows this short share one call of the generator
-_OCTAVES = 16  # below a row's largest magnitude with bins of their own; smaller magnitudes share one
+_LOW_HALF = 0xFFFFFFFF
+_OCTAVES = 8  # below a row's largest magnitude with bins of their own; smaller magnitudes share one
 _FINEST_SHIFT = 8
+_PADDING = 80  # of work rows: a distance of 4096 bytes makes loads wait for stores
 _MAX_COUNTED = 256  # rows with more undecided elements are sorted
 _DIGIT_BITS = 11
 
@@ -53,10 +55,12 @@ def drop_ranked(
     last_R = _last_words(row_elements, lowest, spread)
     batch = row_elements * max(1, _BATCH_ELEMENTS // row_elements)
     words = np.empty(batch + 2 * GROUP_ELEMENTS, np.uint32)
-    scratch = np.empty((5, row_elements), np.uint32)
+    scratch = np.empty((3, row_elements + _PADDING), np.uint32)
+    bounds_N = np.empty(row_elements, np.uint64)
     undecided = np.empty((row_elements + 7) // 8 * 8, np.uint8)
     shift = _bin_shift(row_elements)
-    bounds = np.empty((6, _OCTAVES << (23 - shift)), np.uint32)
+    counts_B4 = np.empty((2 * _OCTAVES << (23 - shift), 4), np.uint32)
+    bounds = np.empty((2, 2 * _OCTAVES << (23 - shift)), np.uint64)
     for start in range(0, n, batch):
         stop = min(n, start + batch)
         first_group = (first_element + start) // GROUP_ELEMENTS
@@ -66,7 +70,7 @@ def drop_ranked(
         for row in range(start, stop, row_elements):
             row_words = words[lead + row : lead + row + row_elements]
             bits = bits_N[row : row + row_elements]
-            _drop_in_row(bits, row_words, last_R, shift, scratch, bounds, undecided)
+            _drop_in_row(bits, row_words, last_R, shift, scratch, counts_B4, bounds, bounds_N, undecided)
 
 
 @kernel
@@ -82,8 +86,8 @@ def _last_words(row_elements: int, lowest: float, spread: float) -> Bits32:
 
 @kernel
 def _bin_shift(row_elements: int) -> int:
-    """Choose about as many bins as the row has elements, to within a factor of two."""
-    shift = 28
+    """Choose half to a quarter as many bins as the row has elements."""
+    shift = 29
     while shift > _FINEST_SHIFT and row_elements > 0:
         row_elements //= 2
         shift -= 1
@@ -97,17 +101,13 @@ def _drop_in_row(
     last_R: Bits32,
     shift: int,
     scratch: Bits32,
-    bounds: Bits32,
+    counts_B4: Bits32,
+    bounds: Bits64,
+    bounds_N: Bits64,
     undecided: Bytes,
 ) -> None:
     """Clear the elements of one row that do not survive."""
-    magnitudes, bins, bin_positions, lower_words, upper_words = (
-        scratch[0],
-        scratch[1],
-        scratch[2],
-        scratch[3],
-        scratch[4],
-    )
+    magnitudes, bins = scratch[0], scratch[1]
     n = bits.shape[0]
     largest = np.uint32(0)
     for i in range(n):
@@ -115,58 +115,66 @@ def _drop_in_row(
         largest = max(largest, magnitudes[i])
     if largest == np.uint32(0):
         return
-    _count_bins(magnitudes, n, largest, shift, bins, bin_positions, bounds)
-    _bound_last_words(last_R, bounds)
-    low, high = bounds[1], bounds[2]
+    _count_bins(magnitudes, n, largest, shift, bins, scratch[2], counts_B4)
+    _bound_last_words(last_R, counts_B4, bounds)
+    pairs = bounds[0]
     for i in range(n):  # separate from the loops below, which vectorise
-        lower_words[i] = low[bins[i]]
-        upper_words[i] = high[bins[i]]
+        bounds_N[i] = pairs[bins[i]]
     for i in range(n):
-        is_undecided = words[i] > lower_words[i] and words[i] <= upper_words[i]
+        low, high = np.uint32(bounds_N[i] & np.uint64(_LOW_HALF)), np.uint32(bounds_N[i] >> np.uint64(32))
+        is_undecided = words[i] > low and words[i] <= high
         undecided[i] = np.uint8(is_undecided and magnitudes[i] != np.uint32(0))
     for i in range(n):
-        bits[i] = bits[i] if words[i] <= upper_words[i] else np.uint32(0)
+        bits[i] = bits[i] if words[i] <= np.uint32(bounds_N[i] >> np.uint64(32)) else np.uint32(0)
     for i in range(n, undecided.shape[0]):
         undecided[i] = np.uint8(0)
-    if _decide_by_rank(bits, words, last_R, magnitudes, bins, bin_positions, bounds, undecided) > _MAX_COUNTED:
+    if _decide_by_rank(bits, words, last_R, scratch, counts_B4, bounds[1], undecided) > _MAX_COUNTED:
         _drop_by_sorting(bits, words, last_R, magnitudes)
 
 
 @kernel
 def _count_bins(
-    magnitudes: Bits32, n: int, largest: np.uint32, shift: int, bins: Bits32, bin_positions: Bits32, bounds: Bits32
+    magnitudes: Bits32, n: int, largest: np.uint32, shift: int, bins: Bits32, positions: Bits32, counts_B4: Bits32
 ) -> None:
-    """Assign elements to bins.
+    """Write the bin of each element and its position among those of its quarter of the row; count bins by quarter.
 
-    Writes for each element its bin and position in the bin; for each bin the count, one magnitude, and the bits in
-    which others differ from it.
+    Odd bins, and bin 0, may hold different magnitudes; the elements of the others are equal: deltas of 16-bit formats
+    have few significant bits. Each quarter has counts of its own, as an element waits for the one before in its bin.
     """
-    counts, sample, differing_bits = bounds[0], bounds[3], bounds[4]
-    top = np.int64(largest) >> shift
-    lowest_bin = np.uint32(max(0, top - (counts.shape[0] - 1)))
+    below, n_bins = np.uint32((1 << shift) - 1), counts_B4.shape[0]
+    top = 2 * (np.int64(largest) >> shift) + 1
+    lowest_bin = np.uint32(max(0, top - (n_bins - 1)))
     for i in range(n):
-        bins[i] = max(magnitudes[i] >> np.uint32(shift), lowest_bin) - lowest_bin
-    counts[:] = np.uint32(0)
-    differing_bits[:] = np.uint32(0)
-    for i in range(n):
-        sample[bins[i]] = magnitudes[i]
-    for i in range(n):
-        b = bins[i]
-        bin_positions[i] = counts[b]
-        counts[b] += np.uint32(1)
-        differing_bits[b] |= magnitudes[i] ^ sample[b]
+        is_mixed = np.uint32((magnitudes[i] & below) != np.uint32(0))
+        bins[i] = max(np.uint32(2) * (magnitudes[i] >> np.uint32(shift)) + is_mixed, lowest_bin) - lowest_bin
+    counts_B4[:] = np.uint32(0)
+    quarter = n // 4
+    bins1, bins2, bins3 = bins[quarter:], bins[2 * quarter :], bins[3 * quarter :]
+    positions1, positions2, positions3 = positions[quarter:], positions[2 * quarter :], positions[3 * quarter :]
+    for i in range(quarter):
+        positions[i] = counts_B4[bins[i], 0]
+        counts_B4[bins[i], 0] = positions[i] + np.uint32(1)
+        positions1[i] = counts_B4[bins1[i], 1]
+        counts_B4[bins1[i], 1] = positions1[i] + np.uint32(1)
+        positions2[i] = counts_B4[bins2[i], 2]
+        counts_B4[bins2[i], 2] = positions2[i] + np.uint32(1)
+        positions3[i] = counts_B4[bins3[i], 3]
+        counts_B4[bins3[i], 3] = positions3[i] + np.uint32(1)
+    for i in range(4 * quarter, n):
+        positions[i] = counts_B4[bins[i], 3]
+        counts_B4[bins[i], 3] = positions[i] + np.uint32(1)
 
 
 @kernel
-def _bound_last_words(last_R: Bits32, bounds: Bits32) -> None:
-    """Compute by bin the last words of its first and last rank, and its first rank."""
-    counts, low, high, first = bounds[0], bounds[1], bounds[2], bounds[5]
-    rank = np.uint32(0)
-    for b in range(counts.shape[0]):
+def _bound_last_words(last_R: Bits32, counts_B4: Bits32, bounds: Bits64) -> None:
+    """Compute by bin the last words of its first rank (lower half) and last one (upper half), and its first rank."""
+    pairs, first = bounds[0], bounds[1]
+    rank = np.uint64(0)
+    for b in range(pairs.shape[0]):
         first[b] = rank
-        low[b] = last_R[rank]
-        rank += counts[b]
-        high[b] = last_R[rank - np.uint32(rank > np.uint32(0))]
+        low = last_R[rank]
+        rank += np.uint64(counts_B4[b, 0] + counts_B4[b, 1] + counts_B4[b, 2] + counts_B4[b, 3])
+        pairs[b] = np.uint64(last_R[rank - np.uint64(rank > np.uint64(0))]) << np.uint64(32) | np.uint64(low)
 
 
 @kernel
@@ -174,40 +182,42 @@ def _decide_by_rank(
     bits: Bits32,
     words: Bits32,
     last_R: Bits32,
-    magnitudes: Bits32,
-    bins: Bits32,
-    bin_positions: Bits32,
-    bounds: Bits32,
+    scratch: Bits32,
+    counts_B4: Bits32,
+    first_B: Bits64,
     undecided: Bytes,
 ) -> int:
-    """Decide undecided elements by their exact rank; return how many ranks were counted, stopping at too many."""
-    differing_bits, first = bounds[4], bounds[5]
+    """Decide undecided elements by their exact rank; return how many ranks took the whole row, stopping at too many."""
+    magnitudes, bins, positions = scratch[0], scratch[1], scratch[2]
     eights = undecided.view(np.uint64)
     counted = 0
     for w in range(eights.shape[0]):
         if eights[w] != np.uint64(0) and counted <= _MAX_COUNTED:
             for i in range(8 * w, 8 * w + 8):
                 if undecided[i]:
-                    b = bins[i]
-                    rank = np.int64(first[b] + bin_positions[i])  # ties are ranked by position
-                    if differing_bits[b] != np.uint32(0):
+                    if bins[i] % np.uint32(2) != np.uint32(0) or bins[i] == np.uint32(0):
                         rank = np.int64(_rank_of(magnitudes, bits.shape[0], i))
                         counted += 1
+                    else:  # equal elements are ranked by position
+                        rank = np.int64(first_B[bins[i]] + np.uint64(positions[i]))
+                        for q in range(3):
+                            if i >= (q + 1) * (bits.shape[0] // 4):
+                                rank += np.int64(counts_B4[bins[i], q])
                     if words[i] > last_R[rank]:
                         bits[i] = np.uint32(0)
     return counted
 
 
 @kernel
-def _rank_of(magnitudes: Bits32, n: int, position: int) -> int:
+def _rank_of(magnitudes: Bits32, n: int, position: int) -> np.uint32:
     """Count the rank of the element at `position`."""
     magnitude = magnitudes[position]
     later = magnitudes[position:n]
-    rank = 0
+    rank = np.uint32(0)  # as wide as a magnitude: more lanes in a vector
     for i in range(position):
-        rank += 1 if magnitudes[i] <= magnitude else 0
+        rank = np.uint32(rank + np.uint32(magnitudes[i] <= magnitude))
     for i in range(later.shape[0]):
-        rank += 1 if later[i] < magnitude else 0
+        rank = np.uint32(rank + np.uint32(later[i] < magnitude))
     return rank
 
 
