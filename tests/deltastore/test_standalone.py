@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,10 @@ import mergepipe
 from mergepipe.cli import main
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
 from mergepipe.core.canonical_json import digest_of
+from mergepipe.deltastore.band_sample import bands_of, sample_of
+from mergepipe.deltastore.codec import block as block_module
 from mergepipe.deltastore.codec.block import BlockContext, EncodedBlock, RawBytes, decode_block, encode_block
+from mergepipe.deltastore.codec.encode import encode_bands
 from mergepipe.deltastore.codec.generic.prefix_words import GROUP, pack_low_bits, unpack_low_bits
 from mergepipe.deltastore.codec.generic.standalone import decode_standalone, encode_standalone, estimate_standalone
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece
@@ -120,6 +124,37 @@ def test_encode_block__unrelated_experts_are_encoded_without_the_base() -> None:
     alone = encode_block(None, expert, BF16, None)
     assert alone.codec is Codec.STANDALONE
     assert alone.errors == (0.0,) * 5 != block.errors
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_encode_block__takes_hardly_more_than_the_smallest_though_it_estimates(
+    dtype: DType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, codecs, n_banded = np.random.default_rng(4), [], 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal n_banded
+        n_banded += 1
+        return encode_bands(*arguments)
+
+    monkeypatch.setattr(block_module, "encode_bands", counted)
+    base_N = rng.standard_normal(70_000) * 0.02
+    for step in (0.1, 0.3, 0.5, 0.8, 3.0):
+        base, expert = (
+            as_bytes(encode(values.astype(np.float32), dtype))
+            for values in (base_N, base_N + rng.standard_normal(70_000) * 0.02 * step)
+        )
+        bands = bands_of(sample_of(base, dtype), sample_of(expert, dtype))
+        block = encode_block(base, expert, dtype, bands)
+        mantissa_bits = block_module.MANTISSA_BITS[dtype]
+        banded = encode_bands(base.view(np.uint16), expert.view(np.uint16), bands, None, mantissa_bits)
+        assert banded is not None
+        sizes = sum(map(len, banded.pieces.values())), len(encode_standalone(expert, dtype))
+        assert block.nbytes <= 1.003 * min(sizes)
+        codecs.append(block.codec)
+    assert codecs[0] is Codec.BANDS
+    assert codecs[-1] is Codec.STANDALONE
+    assert 0 < n_banded < len(codecs)
 
 
 @pytest.mark.parametrize("codec", [Codec.SAME, Codec.BANDS, Codec.BYTES])

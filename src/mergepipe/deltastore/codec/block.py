@@ -6,8 +6,10 @@ module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +17,12 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import BF16, F16, DType, DTypeKind
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.decode import decode_band_deltas, decode_band_values
-from mergepipe.deltastore.codec.encode import BaseContexts, encode_bands
+from mergepipe.deltastore.codec.encode import BaseContexts, encode_bands, estimate_bands
 from mergepipe.deltastore.codec.generic.byte_equality import bytes_equal
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.generic.bytewise import decode_bytewise, encode_bytewise
 from mergepipe.deltastore.codec.generic.standalone import (
+    PrefixChoice,
     decode_standalone,
     encode_standalone,
     estimate_standalone,
@@ -36,6 +39,8 @@ MANTISSA_BITS = {BF16: BF16_MANTISSA_BITS, F16: F16_MANTISSA_BITS}
 _NO_ERRORS = (0.0,) * len(RECORDED_LEVELS)
 _ALONE_FROM_SHARE = 0.5
 """Blocks that are no larger than this share relative to their base are not encoded without it."""
+_ESTIMATE_MARGIN = 1.03
+"""An estimate this many times another decides between the two; nearer ones are settled by encoding both."""
 _MAX_SQUARED_ERROR = float(np.finfo(np.float32).max)
 
 
@@ -112,38 +117,56 @@ def encode_block(
     """Encode one block (bytes) relative to the same elements of its base, and verify that it decodes exactly.
 
     The smallest of the results is taken. Where that does not decode to the expert's bytes it is replaced by the next.
+    Where estimates show that encoding without the base takes clearly less, only that is done.
     `prepared` is `base_contexts` of the base, if the caller has it.
     """
     if base is not None and bytes_equal(base, expert):
         return EncodedBlock(Codec.SAME, {})
-    candidates = [] if base is None else _candidates(base, expert, dtype, bands, prepared)
-    if base is None or _may_be_smaller_alone(expert, dtype, min(candidate.nbytes for candidate in candidates)):
-        content = {Piece.WHOLE: encode_standalone(expert, dtype)}
-        candidates.append(EncodedBlock(Codec.STANDALONE, content, _plain_errors(base, expert, dtype)))
+    estimate = cache(partial(estimate_standalone, expert, dtype))
+    candidates: list[EncodedBlock] = []
+    if base is not None:
+        contexts = base_contexts(base, dtype) if prepared is None and bands is not None else prepared
+        if not _is_smaller_alone(base, expert, bands, contexts, estimate):
+            candidates = _candidates(base, expert, dtype, bands, contexts)
+    smallest = min((candidate.nbytes for candidate in candidates), default=math.inf)
+    if smallest > _ALONE_FROM_SHARE * len(expert) and estimate().estimated_bytes < smallest:
+        candidates.append(EncodedBlock(Codec.STANDALONE, {Piece.WHOLE: encode_standalone(expert, dtype, estimate())}))
     context = BlockContext(base, dtype, bands, "encoding")
-    for encoded in sorted(candidates, key=lambda candidate: candidate.nbytes):
-        if encoded.nbytes < len(expert) and _decodes_to(encoded, context, expert):
-            return encoded
-    return EncodedBlock(Codec.RAW, {Piece.WHOLE: expert}, _plain_errors(base, expert, dtype))
+    candidates.sort(key=lambda candidate: candidate.nbytes)
+    candidates.append(EncodedBlock(Codec.RAW, {Piece.WHOLE: expert}))
+    encoded = next(
+        c for c in candidates if c.codec is Codec.RAW or (c.nbytes < len(expert) and _decodes_to(c, context, expert))
+    )
+    return encoded if encoded.codec is Codec.BANDS else replace(encoded, errors=_plain_errors(base, expert, dtype))
 
 
 def _candidates(
-    base: RawBytes, expert: RawBytes, dtype: DType, bands: Bands | None, prepared: BaseContexts | None
+    base: RawBytes, expert: RawBytes, dtype: DType, bands: Bands | None, contexts: BaseContexts | None
 ) -> list[EncodedBlock]:
-    """Encode a block relative to its base; in the last one all elements can be expressed."""
-    banded = None
-    if dtype in MANTISSA_BITS and bands is not None and len(expert) >= BANDED_FROM_ELEMENTS * dtype.itemsize:
-        banded = encode_bands(base.view(np.uint16), expert.view(np.uint16), bands, prepared, MANTISSA_BITS[dtype])
-    candidates = [] if banded is None else [EncodedBlock(Codec.BANDS, banded.pieces, banded.errors, banded.counts)]
-    if banded is None or candidates[0].nbytes >= len(expert):
-        content = {Piece.WHOLE: encode_bytewise(base, expert, dtype)}
-        candidates.append(EncodedBlock(Codec.BYTES, content, _plain_errors(base, expert, dtype)))
+    """Encode a block relative to its base, without errors; in the last one all elements can be expressed."""
+    candidates = []
+    if contexts is not None and bands is not None:
+        mantissa_bits = MANTISSA_BITS[dtype]
+        banded = encode_bands(base.view(np.uint16), expert.view(np.uint16), bands, contexts, mantissa_bits)
+        if banded is not None:
+            candidates.append(EncodedBlock(Codec.BANDS, banded.pieces, banded.errors, banded.counts))
+    if not candidates or candidates[0].nbytes >= len(expert):
+        candidates.append(EncodedBlock(Codec.BYTES, {Piece.WHOLE: encode_bytewise(base, expert, dtype)}))
     return candidates
 
 
-def _may_be_smaller_alone(expert: RawBytes, dtype: DType, nbytes: int) -> bool:
-    """Whether encoding without the base may take less than `nbytes`."""
-    return nbytes > _ALONE_FROM_SHARE * len(expert) and estimate_standalone(expert, dtype).estimated_bytes < nbytes
+def _is_smaller_alone(
+    base: RawBytes,
+    expert: RawBytes,
+    bands: Bands | None,
+    contexts: BaseContexts | None,
+    estimate: Callable[[], PrefixChoice],
+) -> bool:
+    """Whether encoding without the base takes clearly less than in bands, by estimates that cost a tenth of either."""
+    if bands is None or contexts is None:
+        return False
+    banded_bytes = estimate_bands(base.view(np.uint16), expert.view(np.uint16), bands, contexts)
+    return banded_bytes is not None and estimate().estimated_bytes * _ESTIMATE_MARGIN < banded_bytes
 
 
 def _plain_errors(
@@ -152,14 +175,21 @@ def _plain_errors(
     """Squared errors of a block without levels: the whole delta at NOTHING, 0 from HEAD on."""
     if base is None or dtype.kind is not DTypeKind.FLOAT:
         return _NO_ERRORS
-    deltas = _deltas(base, expert, dtype, base_dtype or dtype).astype(np.float64)
-    squares = float((deltas[np.isfinite(deltas)] ** 2).sum())
-    return (min(squares, _MAX_SQUARED_ERROR), *_NO_ERRORS[1:])
+    deltas = _deltas(base, expert, dtype, base_dtype or dtype)
+    squares = scratch("squares", len(deltas), np.float64)
+    np.multiply(deltas, deltas, out=squares, dtype=np.float64)
+    total = float(squares.sum())
+    if not math.isfinite(total):
+        total = float(squares[np.isfinite(squares)].sum())
+    return (min(total, _MAX_SQUARED_ERROR), *_NO_ERRORS[1:])
 
 
 def _deltas(base: RawBytes, expert: RawBytes, dtype: DType, base_dtype: DType) -> Floats:
+    """The deltas of a block, in `scratch`."""
     n = len(expert) // dtype.itemsize
-    base_values, expert_values, deltas = (np.empty(n, np.float32) for _ in range(3))
+    base_values, expert_values, deltas = (
+        scratch(f"plain-{name}", n, np.float32) for name in ("base", "expert", "deltas")
+    )
     decode_tile(base, 0, base_dtype.kernel_code, n, base_values)
     decode_tile(expert, 0, dtype.kernel_code, n, expert_values)
     take_delta(expert_values, base_values, n, deltas)

@@ -6,6 +6,7 @@ Format: "BANDS" in docs/internals/formats/delta-store.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from mergepipe.deltastore.codec.error_sums import ERROR_SUMS, SUMS_SHAPE
 from mergepipe.deltastore.codec.generic.byte_reader import concatenate_bytes
 from mergepipe.deltastore.codec.levels import Piece
 from mergepipe.deltastore.codec.residuals.bit_packing import pack_streams, residual_piece
-from mergepipe.deltastore.codec.residuals.streams import STREAM_CODES, Exceptions
+from mergepipe.deltastore.codec.residuals.streams import EXCEPTION_BITS, STREAM_CODES, Exceptions
 from mergepipe.deltastore.codec.residuals.widths import N_SAMPLE_COUNTS, choose_widths
 from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.deltastore.codec.tiles.element_codes import (
@@ -27,14 +28,19 @@ from mergepipe.deltastore.codec.tiles.element_codes import (
     FIRST_BODY_CODE,
     FIRST_CELL_CODE,
     N_WIDTHS,
+    TILE,
     WIDTHS_PER_CLASS,
     are_finite,
 )
 from mergepipe.deltastore.codec.tiles.encode import count_sample, encode_tiles
 from mergepipe.kernels.compilation.compiled import Bytes, Counts, Doubles
 
+T = TypeVar("T", bound=np.generic)
+
 _SAMPLED_FROM = 64 * 1024
 _SAMPLE_STRIDE = 8
+_ESTIMATE_STRIDE = 16
+_FAR_FACTOR = 8.0
 _N_LOOKED_UP = 256
 
 
@@ -104,9 +110,7 @@ def encode_bands(
     `prepared` are the contexts of `base`, if the caller has them.
     """
     base, expert = _contiguous(base, "encode-base"), _contiguous(expert, "encode-expert")
-    if mantissa_bits == F16_MANTISSA_BITS and not (
-        are_finite(base, mantissa_bits) and are_finite(expert, mantissa_bits)
-    ):
+    if not _are_supported(base, expert, mantissa_bits):
         return None
     base_contexts = BaseContexts.of(base, mantissa_bits) if prepared is None else prepared
     tables = _choose_tables(base, expert, base_contexts, bands)
@@ -128,6 +132,47 @@ def encode_bands(
         Piece.REST: residual_pieces[2],
     }
     return BandedBlock(pieces, _errors(elements), _counts(elements))
+
+
+def estimate_bands(base: Bits16, expert: Bits16, bands: Bands, base_contexts: BaseContexts) -> float | None:
+    """Estimate the bytes of a block that `encode_bands` encodes, from a sample of its tiles; tables are not counted.
+
+    None where cuts small beside the base's values promise few bytes, and where `encode_bands` may return None.
+    """
+    contexts = base_contexts.contexts
+    if not _are_far_apart(contexts, bands):
+        return None
+    base, expert = _contiguous(base, "encode-base"), _contiguous(expert, "encode-expert")
+    if not _are_supported(base, expert, contexts.mantissa_bits):
+        return None
+    tables = _choose_tables(base, expert, base_contexts, bands)
+    stride = _ESTIMATE_STRIDE if len(base) >= _SAMPLED_FROM else 1
+    base_S, expert_S = _sample_tiles(base, stride), _sample_tiles(expert, stride)
+    contexts_S = _sample_tiles(base_contexts.by_element[: len(base)], stride)
+    elements = _encode_elements(base_S, expert_S, BaseContexts(contexts, contexts_S), bands, tables)
+    if elements is None:
+        return None
+    counts_CK = elements.counts_CK
+    shares_CK = np.maximum(counts_CK, 1) / np.maximum(counts_CK.sum(axis=1, keepdims=True), 1)
+    residual_bits = int(elements.residual_widths.sum(dtype=np.int64)) + EXCEPTION_BITS * len(elements.exceptions)
+    return float(residual_bits - (counts_CK * np.log2(shares_CK)).sum()) / 8 * (len(base) / len(base_S))
+
+
+def _sample_tiles(by_element: NDArray[T], stride: int) -> NDArray[T]:
+    """Copy every `stride`th whole tile."""
+    whole = len(by_element) // TILE * TILE
+    return by_element[:whole].reshape(-1, TILE)[::stride].flatten()
+
+
+def _are_far_apart(contexts: Contexts, bands: Bands) -> bool:
+    """Whether half of the tensor's deltas are not small beside the block's largest weights."""
+    bias = (1 << (14 - contexts.mantissa_bits)) - 1
+    return bands.cuts[2] * _FAR_FACTOR >= 2.0 ** (int(contexts.lows[0]) - bias)
+
+
+def _are_supported(base: Bits16, expert: Bits16, mantissa_bits: int) -> bool:
+    """Whether `float_value` reads both as they are: fp16 must be finite."""
+    return mantissa_bits != F16_MANTISSA_BITS or (are_finite(base, mantissa_bits) and are_finite(expert, mantissa_bits))
 
 
 def _contiguous(array: Bits16, name: str) -> Bits16:

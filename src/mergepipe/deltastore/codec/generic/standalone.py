@@ -51,10 +51,10 @@ def estimate_standalone(expert: NDArray[np.uint8], dtype: DType) -> PrefixChoice
     return _choose(_rotated(expert, dtype), dtype)
 
 
-def encode_standalone(expert: NDArray[np.uint8], dtype: DType) -> NDArray[np.uint8]:
-    """Encode one block without a base."""
+def encode_standalone(expert: NDArray[np.uint8], dtype: DType, choice: PrefixChoice | None = None) -> NDArray[np.uint8]:
+    """Encode one block without a base. `choice` is its `estimate_standalone`, if the caller has it."""
     words = _rotated(expert, dtype)
-    choice, n = _choose(words, dtype), len(words)
+    choice, n = _choose(words, dtype) if choice is None else choice, len(words)
     symbols = plane_room(n)
     prefix_symbols(words, choice.low_bits, choice.first, symbols[:n])
     escapes = np.empty(n - np.count_nonzero(symbols[:n]), np.uint16)
