@@ -111,8 +111,6 @@ def load_tensors(path: Location, *, base: Location | None, framework: str, threa
     store = Stores()
     if is_store(store, path):
         _, checkpoint, base_checkpoint = open_packed(store, path, base)
-        if base is not None and base_checkpoint is None:
-            raise RecipeError.of("option.pair", "--base", f"{path} was packed without a base", "leave it out")
         checkpoints = (checkpoint,) if base_checkpoint is None else (checkpoint, base_checkpoint)
         return LoadedTensors(checkpoints, store, framework, threads)
     if base is not None:
