@@ -115,7 +115,7 @@ def merge(
     Args:
         recipe: see `check`.
         budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`,
-            0.25); 0 asks for the base.
+            0.25); 0 reads nothing of the experts.
         target_error: see `plan`.
         force: replace a snapshot that is already at `out`.
         seed: seed of the random operators and of the policy `random`.
@@ -251,7 +251,7 @@ def plan(
     Args:
         recipe: see `check`.
         budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`,
-            0.25); 0 asks for the base.
+            0.25); 0 reads nothing of the experts.
         target_error: spend no more of the budget (default: everything) than is expected to keep the result this close
             to the full merge, relative to what that changes (`10%`, 0.1).
         everything: plan the full merge, without a budget: for `run_part`. Nothing is reused.

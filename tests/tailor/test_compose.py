@@ -255,6 +255,7 @@ def refused(pair: Pair, text: str, options: ComposeOptions = FULL) -> MergePipeE
         ),
         ("default: new\ntake: [{from: gone, units: [embed]}]", NotFoundError, "recipe.model.not-found"),
         ("default: new\nstate_frm: old", RecipeError, "recipe.unknown-key"),
+        ("default: new\ntokenizer_source: base", RecipeError, "recipe.unknown-key"),
         ("default: [new]", RecipeError, "recipe.wrong-kind"),
         ("state_from: new", RecipeError, "recipe.missing-key"),
     ],

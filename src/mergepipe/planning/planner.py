@@ -348,9 +348,9 @@ class Ranking:
             and not any(access.blocks or access.shared for access in accesses)
         ):
             message = f"nothing that could be read fits {plan.budget_bytes} bytes: the result would be the base"
-            hint = f"the smallest useful budget is {least}B; 0 asks for the base"
+            hint = f"the smallest useful budget is {least}B; 0 reads nothing of the experts"
             if self.problem.unread:
-                hint = f"give more than the {self._index_bytes()} bytes of all indices; 0 asks for the base"
+                hint = f"give more than the {self._index_bytes()} bytes of all indices; 0 reads nothing of the experts"
             raise LimitError.of("plan.budget-useless", "--budget", message, hint)
 
     def cheapest_bytes(self) -> int:

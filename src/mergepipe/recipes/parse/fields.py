@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
-from mergepipe.errors import RecipeError
+from mergepipe.errors import RecipeError, did_you_mean
 from mergepipe.recipes.parse.names_elsewhere import key_elsewhere
 from mergepipe.recipes.parse.problems import Findings, near_miss
 from mergepipe.recipes.parse.yaml_source import KeyPath, Value, YamlSource, shortened
@@ -84,6 +84,14 @@ class DocumentReader:
                 self.misspelt("recipe.unknown-key", (*key_path, key), message, hint)
             else:
                 self.notice("recipe.ignored-key", (*key_path, key), f"the key '{name}' has no effect here", meaning)
+
+    def refuse_unknown_keys(self, entry: Mapping[str, Value], known: Sequence[str], key_path: KeyPath) -> None:
+        """Report every key of `entry` not in `known` as a problem: in recipes where nothing may be without effect."""
+        for key in entry:
+            if key not in known:
+                name = shortened(key)
+                message, hint = f"unknown key '{name}'", did_you_mean(name, known)
+                self.refuse("recipe.unknown-key", (*key_path, key), message, hint)
 
 
 def describe(value: Value) -> str:

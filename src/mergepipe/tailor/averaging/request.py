@@ -12,7 +12,7 @@ from mergepipe.errors import NotFoundError, RecipeError, did_you_mean
 from mergepipe.recipes.parse.fields import DocumentReader
 from mergepipe.recipes.parse.problems import Findings
 from mergepipe.recipes.parse.references import read_reference
-from mergepipe.recipes.parse.yaml_source import KeyPath, Value, read_yaml, shortened
+from mergepipe.recipes.parse.yaml_source import Value, read_yaml
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.averaging.schemes import DEFAULT_ALPHA, SCHEMES
@@ -99,25 +99,16 @@ def load_average(path: Location, store: Store) -> AverageRequest | None:
     if not isinstance(source.root, dict) or AVERAGE_KEY not in source.root:
         return None
     reader = DocumentReader(source, Findings(RecipeError, NotFoundError), store)
-    _refuse_unknown_keys(reader, source.root, (AVERAGE_KEY,), ())
+    reader.refuse_unknown_keys(source.root, (AVERAGE_KEY,), ())
     entry = source.root[AVERAGE_KEY]
     if not isinstance(entry, dict):
         reader.wrong_kind(entry, (AVERAGE_KEY,), "a mapping with the key 'checkpoints'")
         reader.findings.raise_any()
         raise AssertionError("raised above")
-    _refuse_unknown_keys(reader, entry, RECIPE_KEYS, (AVERAGE_KEY,))
+    reader.refuse_unknown_keys(entry, RECIPE_KEYS, (AVERAGE_KEY,))
     request = _request(reader, entry)
     reader.findings.raise_any()
     return request
-
-
-def _refuse_unknown_keys(
-    reader: DocumentReader, entry: dict[str, Value], known: Sequence[str], key_path: KeyPath
-) -> None:
-    for key in entry:
-        if key not in known:
-            name = shortened(key)
-            reader.refuse("recipe.unknown-key", (*key_path, key), f"unknown key '{name}'", did_you_mean(name, known))
 
 
 def _request(reader: DocumentReader, entry: dict[str, Value]) -> AverageRequest:

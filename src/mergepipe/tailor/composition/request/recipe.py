@@ -109,7 +109,7 @@ def load_composition(path: Location, store: Store) -> CompositionRecipe:
 
 
 def _read_short(reader: DocumentReader, root: dict[str, Value]) -> CompositionRecipe:
-    reader.unknown_keys(root, SHORT_KEYS, ())
+    reader.refuse_unknown_keys(root, SHORT_KEYS, ())
     default = _optional_source(reader, root, "default")
     value = root.get("take")
     entries = value if isinstance(value, list) else []
@@ -148,7 +148,7 @@ def _take(reader: DocumentReader, entry: Value, at: KeyPath) -> Take | None:
     if not isinstance(entry, dict):
         reader.wrong_kind(entry, at, "a mapping with the keys 'from' and 'units'")
         return None
-    reader.unknown_keys(entry, TAKE_KEYS, at)
+    reader.refuse_unknown_keys(entry, TAKE_KEYS, at)
     source = _named_source(reader, entry, "from", at)
     units = entry.get("units")
     texts = units if isinstance(units, list) else [units]
@@ -186,7 +186,7 @@ def _named_source(reader: DocumentReader, entry: dict[str, Value], key: str, at:
 
 
 def _read_slices(reader: DocumentReader, root: dict[str, Value]) -> CompositionRecipe:
-    reader.unknown_keys(root, SLICES_KEYS, ())
+    reader.refuse_unknown_keys(root, SLICES_KEYS, ())
     method = root.get("merge_method")
     if method != "passthrough":
         message = f"slices are composed with merge_method: passthrough, found {describe(method)}"
@@ -221,7 +221,7 @@ def _slice(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:
     if not isinstance(entry, dict):
         reader.wrong_kind(entry, at, "a mapping with the key 'sources'")
         return []
-    reader.unknown_keys(entry, _SLICE_KEYS, at)
+    reader.refuse_unknown_keys(entry, _SLICE_KEYS, at)
     sources = entry.get("sources")
     if not isinstance(sources, list) or len(sources) != 1:
         reader.refuse("tailor.recipe.sources", (*at, "sources"), "a slice is taken from exactly one source")
@@ -230,7 +230,7 @@ def _slice(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:
     if not isinstance(sources[0], dict):
         reader.wrong_kind(sources[0], place, "a mapping with the keys 'model' and 'layer_range'")
         return []
-    reader.unknown_keys(sources[0], _SOURCE_KEYS, place)
+    reader.refuse_unknown_keys(sources[0], _SOURCE_KEYS, place)
     source = _named_source(reader, sources[0], "model", place)
     choice = _layer_range(reader, sources[0].get("layer_range"), (*place, "layer_range"))
     return [Take(source, (choice,), reader.source.where(*place))] if source is not None and choice is not None else []
@@ -251,7 +251,7 @@ def _weight(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:
     if not isinstance(entry, dict):
         reader.wrong_kind(entry, at, "a mapping with the keys 'name' and 'model'")
         return []
-    reader.unknown_keys(entry, _WEIGHT_KEYS, at)
+    reader.refuse_unknown_keys(entry, _WEIGHT_KEYS, at)
     name = reader.text(entry.get("name"), (*at, "name"))
     source = _named_source(reader, entry, "model", at)
     return [Take(source, (ExactName(name),), reader.source.where(*at))] if name and source is not None else []
