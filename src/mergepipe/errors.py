@@ -44,6 +44,7 @@ KEYWORD_OF_OPTION = {
     "--energy": "energy",
     "--executor": "executor",
     "--finish": "finish=True",
+    "--files-from": "files_from",
     "--force": "force=True",
     "--from-log": "from_log",
     "--home": "home",

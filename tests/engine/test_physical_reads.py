@@ -34,9 +34,9 @@ def counted():
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
-warm, recipe, out, memory = sys.argv[1:]
+recipe, out, memory = sys.argv[1:]
 options = mergepipe.MergeOptions(memory_bytes=int(memory), catalog=False)
-mergepipe.merge(warm, out + "-warm", options=options)
+mergepipe.merge(recipe, out + "-warm", options=options)
 sys.stdin.readline()
 before = counted()
 report = mergepipe.merge(recipe, out, options=options)
@@ -46,10 +46,10 @@ print(json.dumps({"physical": physical, "reported": report.read_bytes, "analysis
 """
 
 
-def _run(folder: Path, warm: Path, recipe: Path, memory_bytes: int, cold: list[Path]) -> dict[str, int]:
-    """Merge `warm`, then `recipe` once its inputs are cold, in a process of its own."""
+def _run(folder: Path, recipe: Path, memory_bytes: int, cold: list[Path]) -> dict[str, int]:
+    """Merge `recipe` twice in a process of its own, the second time with cold inputs, when all code is loaded."""
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(warm), str(recipe), str(folder / "out"), str(memory_bytes)],
+        [sys.executable, "-c", PROGRAM, str(recipe), str(folder / "out"), str(memory_bytes)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -70,10 +70,9 @@ def test_merge__reads_no_more_than_it_reports(tmp_path: Path, case: MergeCase, m
     rng = np.random.default_rng(0)
     models = make_models(2)
     large = tuple(dict(model, large=rng.standard_normal(700_001).astype(np.float32)) for model in models)
-    warm = write_recipe(tmp_path / "warm.yml", case, write_family(tmp_path / "warm", models))
     family = write_family(tmp_path / "cold", large)
     recipe = write_recipe(tmp_path / "recipe.yml", case, family)
-    counts = _run(tmp_path, warm, recipe, memory_bytes, [*family.places, recipe])
+    counts = _run(tmp_path, recipe, memory_bytes, [*family.places, recipe])
     n_files = sum(1 for place in family.places for path in [place, *place.rglob("*")] if path.is_file())
     assert counts["physical"] <= counts["reported"] + n_files * PAGES_PER_FILE * PAGE_BYTES
     assert counts["analysis"] > 0 or case.operator == "linear" or memory_bytes == 1 << 30
