@@ -50,6 +50,8 @@ merge recipe.yml overlay --overlay
 materialise overlay whole
 pack family/base family/expert-1 -o packed
 unpack packed/expert-1 -o unpacked
+pack family/expert-2 --base family/base --library -o packed
+ls packed
 extract-lora family/base family/expert-1 -o adapter --rank 2
 ls
 show merged
@@ -67,6 +69,7 @@ tailor inspect run/checkpoint-3 run/checkpoint-7
 tailor check composition.yml
 tailor compose composition.yml composite
 tailor diff run/checkpoint-3 run/checkpoint-7
+tailor average run/checkpoint-3 run/checkpoint-7 -o averaged
 verify composite
 """.strip()
 MERGEKIT_COMMANDS = """
