@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from packing_cases import PackFamily, content_of, halves, make_family, tree, write_model
+from safetensors.numpy import save_file
 
 import mergepipe
 from mergepipe.checkpoints.contract import Checkpoint
@@ -59,6 +60,16 @@ def test_match__calls_an_unrelated_base_doubtful(family: PackFamily) -> None:
     assert match.relative_delta == pytest.approx(UNRELATED, rel=0.05)
     assert match.is_doubtful
     assert not match.is_sure
+
+
+def test_match__of_an_expert_of_another_dtype_is_by_its_values(family: PackFamily, tmp_path: Path) -> None:
+    """Such an expert is packed relative to the converted base."""
+    (tmp_path / "wide").mkdir()
+    save_file(dict(mergepipe.load_file(family.base)), tmp_path / "wide" / "model.safetensors")  # as float32
+    store = LocalStore()
+    expert, other, base = opened(store, tmp_path / "wide", family.root / "other", family.base)
+    number, match = match_base(store, expert, [other, base])
+    assert (number, match.relative_delta, match.is_sure) == (1, 0.0, True)
 
 
 def test_match__of_equal_candidates_takes_the_first_and_is_not_sure(family: PackFamily) -> None:

@@ -17,7 +17,7 @@ from mergepipe.checkpoints.formats.weight_files import STORE_HEADER_NAME
 from mergepipe.core.blocks import DTYPES, BlockGrid, DType, element_count
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
-from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, CONVERTED_DTYPES, Piece
+from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, Piece, can_be_base_of
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
@@ -274,17 +274,12 @@ def _entry_with(fields: _Fields, base_dtype: DType | None, *, is_plain: bool) ->
     shape = [size for size in fields.get("shape", list) if isinstance(size, int) and not isinstance(size, bool)]
     if len(shape) != len(fields.get("shape", list)) or any(size < 0 for size in shape):
         fields.refuse("shape", fields.get("shape", list))
-    if base_dtype is not None and not _is_base_of(base_dtype, dtype):
+    if base_dtype is not None and not can_be_base_of(base_dtype, dtype):
         fields.refuse("base_dtype", base_dtype.name)
     return PackedEntry(
         fields.get("name", str), dtype, tuple(shape), fields.get("file", int), fields.get("first_row", int),
         base_dtype, is_plain, _cuts(fields, dtype, base_dtype), _own_file(fields),
     )  # fmt: skip
-
-
-def _is_base_of(base_dtype: DType, dtype: DType) -> bool:
-    """Whether a tensor can be encoded relative to a base of this dtype."""
-    return base_dtype is dtype or (base_dtype in CONVERTED_DTYPES and dtype in CONVERTED_DTYPES)
 
 
 def _own_file(fields: _Fields) -> str:

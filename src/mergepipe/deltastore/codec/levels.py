@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from mergepipe.core.blocks import BF16, F16, F32
+from mergepipe.core.blocks import BF16, F16, F32, DType
 
 BLOCK_ELEMENTS = 256 * 1024
 BANDED_FROM_ELEMENTS = 4096
@@ -20,12 +20,17 @@ BAND_DENSITIES = (0.2, 0.5)
 """Shares of a tensor's elements, largest deltas first, that its first two and its three bands hold at least."""
 
 
+def can_be_base_of(base_dtype: DType, dtype: DType) -> bool:
+    """Whether a tensor can be encoded relative to a base of this dtype."""
+    return base_dtype is dtype or (base_dtype in CONVERTED_DTYPES and dtype in CONVERTED_DTYPES)
+
+
 class Codec(IntEnum):
     """The encoding of one block."""
 
     SAME = 0  # equal to the base: nothing is stored
-    BANDS = 1  # bf16 beside bf16: bands of magnitude, in levels
-    BYTES = 2  # any dtype beside the same dtype: ordered differences, byte by byte
+    BANDS = 1  # bf16 beside bf16, fp16 beside fp16: bands of magnitude, in levels
+    BYTES = 2  # any dtype beside the same dtype, or a base converted to it: ordered differences, byte by byte
     RAW = 3  # the expert's bytes, unencoded
     STANDALONE = 4  # any dtype, without the base: exponents coded, sign and mantissa kept
 

@@ -15,6 +15,7 @@ from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.range_reads import decoded, read_elements
 from mergepipe.core.blocks import DTypeKind, Span
+from mergepipe.deltastore.codec.levels import can_be_base_of
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -35,8 +36,9 @@ _SHARE = 0.001
 class BaseMatch:
     """How close an expert is to a base: the norm of the sampled deltas over that of the weights' deviations.
 
-    Weights that the base lacks, or has in another dtype or shape, count as unrelated. `nearest_fraction`: the share of
-    `n_samples` at which no other candidate is nearer; `next_base` is the second best of several.
+    Weights that the base lacks, or has in another shape or in a dtype that is not converted, count as unrelated.
+    `nearest_fraction`: the share of `n_samples` at which no other candidate is nearer; `next_base` is the second best
+    of several.
     """
 
     base: Location
@@ -142,7 +144,7 @@ def _squares(
             weights_S[number] = _square_sum(values - values.mean())
             for c, candidate in enumerate(candidates):
                 other = candidate.tensors.get(name)
-                if other is None or (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
+                if other is None or other.shape != tensor.shape or not can_be_base_of(other.dtype, tensor.dtype):
                     deltas_CS[c, number] = UNRELATED**2 * weights_S[number]
                 else:
                     deltas_CS[c, number] = _square_sum(values - _values(other, span, files))

@@ -22,7 +22,7 @@ from mergepipe.core.canonical_json import digest_of
 from mergepipe.deltastore.checkpoint import OpenedStore, read_store
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
-from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, CONVERTED_DTYPES
+from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, can_be_base_of
 from mergepipe.deltastore.header import FORMAT, HEADER_NAME, KeptFile, PackedEntry, PackedFile, StoreHeader
 from mergepipe.deltastore.index import StoreIndex
 from mergepipe.deltastore.ordered_blocks import EARLY_BYTES, OrderedBlocks
@@ -155,9 +155,7 @@ def _matching_tensor(base: Checkpoint | None, entry: TensorEntry) -> Readable | 
         return None
     if not isinstance(candidate, TensorEntry) and base.encoded is None:
         return None
-    if candidate.dtype is entry.dtype or {candidate.dtype, entry.dtype} <= set(CONVERTED_DTYPES):
-        return candidate
-    return None
+    return candidate if can_be_base_of(candidate.dtype, entry.dtype) else None
 
 
 def _fingerprints_of(checkpoint: Checkpoint) -> list[list[str | int]]:
