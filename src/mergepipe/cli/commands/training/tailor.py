@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +17,7 @@ from mergepipe.cli.sizes import parse_size
 from mergepipe.core.escaping import printable_lines
 
 if TYPE_CHECKING:
-    from mergepipe.tailor.composition.compose import CompositionReport
+    from mergepipe.tailor.composition.compose import CompositionReport, OnProgress
 
 Checkpoints = Annotated[list[str], typer.Argument(metavar="CKPT...", help="Training checkpoints: directories.")]
 Checkpoint = Annotated[str, typer.Argument(metavar="CKPT", help="A training checkpoint: a directory.")]
@@ -157,15 +159,9 @@ def compose(
     session: Session = context.obj
     memory_bytes = None if memory is None else parse_size(memory, "--memory")
     _require(self_check, _THOROUGHNESS, "--self-check")
-    from mergepipe.cli.progress import choose_display
-    from mergepipe.reports import Progress
     from mergepipe.tailor import api
 
-    def on_progress(phase: str, done_bytes: int, total_bytes: int) -> None:
-        session.interrupts.report()
-        display.update(Progress(phase, done_bytes, total_bytes))
-
-    with choose_display(silent=printing.silent) as display:
+    with _progress_shown(session, silent=printing.silent) as on_progress:
         report = api.compose(
             recipe,
             out,
@@ -179,6 +175,16 @@ def compose(
         )
     if printing.as_json or not printing.quiet:
         _print(report, as_json=printing.as_json)
+
+
+@contextmanager
+def _progress_shown(session: Session, *, silent: bool) -> Iterator[OnProgress]:
+    """Show the progress of what copies while the context lasts."""
+    from mergepipe.cli.progress import progress_shown
+    from mergepipe.reports import Progress
+
+    with progress_shown(session, silent=silent) as on_progress:
+        yield lambda phase, done_bytes, total_bytes: on_progress(Progress(phase, done_bytes, total_bytes))
 
 
 def average(
@@ -203,15 +209,9 @@ def average(
     session: Session = context.obj
     memory_bytes = None if memory is None else parse_size(memory, "--memory")
     _require(self_check, _THOROUGHNESS, "--self-check")
-    from mergepipe.cli.progress import choose_display
-    from mergepipe.reports import Progress
     from mergepipe.tailor import api
 
-    def on_progress(phase: str, done_bytes: int, total_bytes: int) -> None:
-        session.interrupts.report()
-        display.update(Progress(phase, done_bytes, total_bytes))
-
-    with choose_display(silent=printing.silent) as display:
+    with _progress_shown(session, silent=printing.silent) as on_progress:
         report = api.average(
             checkpoints,
             out,
