@@ -13,7 +13,6 @@ from mergepipe.engine.observer import Tap
 from mergepipe.engine.pipeline.segment_layout import Piece, SegmentLayout
 from mergepipe.engine.pipeline.segments import JobShape, SegmentShape
 from mergepipe.engine.reductions.block_reductions import Reduction
-from mergepipe.errors import LimitError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, RawBlock, Reduced
 from mergepipe.recipes.resolve.tasks import MergeTask
 
@@ -46,7 +45,7 @@ class Pass:
     reads: bool
     afterwards: Afterwards
     last_reads: bool  # no later pass of this job reads anything
-    repeated: bool = False  # its reads come on top of the one pass that every merge makes
+    repeated: bool = False  # it reads what was read before: on top of the one pass that every merge makes, or spilled
 
 
 class TensorWork:
@@ -83,8 +82,8 @@ class TensorWork:
 class Job:
     """Runs the passes of one `JobShape`. Used by the coordinating thread, but for `compute`.
 
-    `writes` is False for an analysis: then the work ends with the reductions. `reads_once` refuses what a budget has
-    not been charged for: reading a tensor again that does not fit into memory. A `tap` looks on.
+    `writes` is False for an analysis: then the work ends with the reductions. `reads_once` keeps what a budget has been
+    charged for: what is read of a tensor that does not fit into memory `spills` to disk. A `tap` looks on.
     """
 
     def __init__(
@@ -101,8 +100,9 @@ class Job:
         self._works = dict(zip(shape.task_indices, works, strict=True))
         self._held_limit = held_limit
         self._writes = writes
-        self._reads_once = reads_once
         self._tap = tap
+        self._is_streamed = any(work.reduction for work in works) and len(shape.segments) > held_limit
+        self.spills = reads_once and self._is_streamed
         # The first stage that sees every piece: a survey sees a sample, which is accumulated after it.
         self._first_stage = Stage.ACCUMULATE if any(work.reduction for work in works) else Stage.MERGE
 
@@ -112,18 +112,10 @@ class Job:
             self._conclude()
             if self._writes:
                 yield Pass(Stage.MERGE, self.shape.segments, True, Afterwards.WRITE, last_reads=True)
-        elif len(self.shape.segments) <= self._held_limit:
-            yield from self._passes_in_memory()
-        elif self._reads_once:
-            name = next(work.task.name for work in self._works.values() if work.reduction)
-            raise LimitError.of(
-                "memory.plan",
-                name,
-                f"{len(self.shape.segments)} buffers would hold this tensor, --memory allows {self._held_limit}",
-                "raise --memory, or run `mergepipe analyze` first so that it need not be held",
-            )
-        else:
+        elif self._is_streamed:
             yield from self._passes_streaming()
+        else:
+            yield from self._passes_in_memory()
 
     def _passes_in_memory(self) -> Iterator[Pass]:
         segments = self.shape.segments
