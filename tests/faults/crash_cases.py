@@ -56,7 +56,7 @@ class CrashJob:
             self.out,
             budget=self.budget,
             force=self.force,
-            options=MergeOptions(threads=2, shard_bytes=SHARD_BYTES, home=self.home),
+            options=MergeOptions(threads=2, shard_bytes=SHARD_BYTES, home=self.home, resume=resume),
         )
 
     def run_after_crash(self) -> MergeReport:
