@@ -123,9 +123,7 @@ def test_open__names_the_optimizer_that_it_does_not_read(tmp_path: Path, name: s
         (("common.pt", "metadata.json", ".metadata", "__0_0.distcp"), "Megatron distributed"),
         (("latest_checkpointed_iteration.txt", "iter_0000100/x"), "Megatron"),
         (("context/io.json", "weights/.metadata"), "NeMo"),
-        (("latest_universal", "latest"), "DeepSpeed universal"),
-        (("zero/a/fp32.pt", "mp_rank_00_model_states.pt"), "DeepSpeed universal"),
-        (("trainer_state.json", "optimizer_0/.metadata", "pytorch_model_fsdp_0/.metadata"), "FSDP"),
+        (("trainer_state.json", "pytorch_model_fsdp_rank0.bin"), "FSDP"),
     ],
 )
 def test_open__names_checkpoints_of_other_programs(tmp_path: Path, files: tuple[str, ...], name: str) -> None:

@@ -21,16 +21,19 @@ make: Any = import_module("make_checkpoints")
 
 KINDS = (
     "hf",
+    "hf-fp16",
     "hf-ddp",
     "hf-zero1",
     "hf-zero2",
     "hf-zero3",
     "hf-zero2-bf16",
+    "hf-zero2-fp16",
     "hf-zero2-tied",
     "plain",
     "fsdp2",
     "fsdp2-tied",
 )
+ONE_RANK = ("hf", "hf-fp16")
 EVERY, LAST = 2, 6
 
 
@@ -55,13 +58,15 @@ def trainer_of(kind: str, out: Path) -> Any:
     if "zero" in kind:
         return make.hf_zero_trainer(kind, out / "run", **options)
     transformers: Any = import_module("transformers")
-    n_batches = 8 if kind == "hf" else 16  # as `resume.py` has them: the order depends on it
+    n_batches = 8 if kind in ONE_RANK else 16  # as `resume.py` has them: the order depends on it
     rows = [{"input_ids": t, "labels": t} for t in torch.cat([make.batch(s, 0) for s in range(n_batches)])]
     arguments = transformers.TrainingArguments(
         output_dir=str(out / "run"), per_device_train_batch_size=2, learning_rate=1e-2, weight_decay=0.1,
         report_to=[], disable_tqdm=True, use_cpu=True, **options,
     )  # fmt: skip
-    return transformers.Trainer(model=make.tiny_model(kind), args=arguments, train_dataset=rows)
+    trainer = transformers.Trainer(model=make.tiny_model(kind), args=arguments, train_dataset=rows)
+    make.scale_loss(trainer, kind)
+    return trainer
 
 
 def optimizer_arrays(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -162,7 +167,7 @@ def main() -> None:
     parser.add_argument("--is-rank", action="store_true")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.is_rank or arguments.kind == "hf":
+    if arguments.is_rank or arguments.kind in ONE_RANK:
         run_rank(arguments)
     environment = dict(
         os.environ, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", DS_BUILD_OPS="0", ACCELERATE_TORCH_DEVICE="cpu"

@@ -8,7 +8,12 @@ from typing import Any
 
 from mergepipe.errors import RecipeError, UnsupportedError
 from mergepipe.tailor.checkpoint import Framework
-from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME
+from mergepipe.tailor.formats.trainer_files import (
+    LOSS_SCALER_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
+)
 from mergepipe.tailor.saving.changes import ChangeTracker
 from mergepipe.tailor.saving.engine_view import EngineView, Ranks
 from mergepipe.tailor.saving.frameworks import current_ranks, save_object, save_random_state, trainer_callback_base
@@ -51,7 +56,8 @@ class PartialCheckpointCallback(_TrainerCallback):  # type: ignore[misc]
             control.should_save = True
             return control
         view = _view(saves.ranks, **kwargs)
-        saves.save(view, state.global_step, history, _extra_files(saves.ranks, state, kwargs["lr_scheduler"]))
+        small = {SCHEDULER_NAME: kwargs["lr_scheduler"].state_dict(), **_loss_scale(kwargs["optimizer"])}
+        saves.save(view, state.global_step, history, _extra_files(saves.ranks, state, small))
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -73,8 +79,17 @@ def _view(ranks: Ranks, *, model: Any, optimizer: Any, **_: Any) -> EngineView:
     return view_plain(unwrapped(model), inner, ranks, Framework.TRANSFORMERS)
 
 
-def _extra_files(ranks: Ranks, state: Any, scheduler: Any) -> Callable[[Path], Iterable[Path]]:
-    """Write the small files of a Trainer checkpoint, under the Trainer's names."""
+def _loss_scale(optimizer: Any) -> dict[str, Any]:
+    """The state of fp16's loss scaler by its file, where there is one: DeepSpeed's own, or the Trainer's."""
+    zero = find_zero(optimizer)
+    if zero is not None:
+        return {LOSS_SCALER_NAME: vars(zero.loss_scaler)} if zero.dynamic_loss_scale else {}
+    scaler = getattr(optimizer, "scaler", None)
+    return {} if scaler is None else {SCALER_NAME: scaler.state_dict()}
+
+
+def _extra_files(ranks: Ranks, state: Any, small: dict[str, Any]) -> Callable[[Path], Iterable[Path]]:
+    """Write the small files of a Trainer checkpoint, under the Trainer's names; `small` is of rank 0."""
 
     def write(folder: Path) -> Iterable[Path]:
         suffix = f"_{ranks.rank}" if ranks.world_size > 1 else ""
@@ -83,8 +98,10 @@ def _extra_files(ranks: Ranks, state: Any, scheduler: Any) -> Callable[[Path], I
         yield random_state
         if ranks.rank == 0:
             state.save_to_json(str(folder / TRAINER_STATE_NAME))
-            save_object(scheduler.state_dict(), folder / "scheduler.pt")
-            yield from (folder / TRAINER_STATE_NAME, folder / "scheduler.pt")
+            yield folder / TRAINER_STATE_NAME
+            for name, value in small.items():
+                save_object(value, folder / name)
+                yield folder / name
 
     return write
 
