@@ -38,8 +38,8 @@ KINDS = (
     "dcp-tied",
     "hf-zero2",
     "hf-zero3",
-    "fsdp1-full",
-    "fsdp1-sharded",
+    "accelerate-full",
+    "accelerate-sharded",
 )
 SAVED_STEPS = (2, 4)
 WORLD_SIZE = 2
@@ -402,69 +402,97 @@ def dump_dcp(kind: str, out: Path, step: int, rank: int) -> None:
         write_truth(out / f"truth-{step}.npz", arrays)
 
 
-# --- FSDP1 as Accelerate saves it ----------------------------------------------------------------------------------
+# --- FSDP as Accelerate saves it ---------------------------------------------------------------------------------
 
 
-def fsdp1_model(kind: str) -> tuple[Any, Any, Any, Any]:
-    """The model, its optimizer, and the plugin and accelerator that Accelerate's functions ask."""
+def accelerate_model(kind: str) -> tuple[Any, Any, Any, Any]:
+    """The model, its optimizer, and the plugin and accelerator that Accelerate's functions ask.
+
+    Shards are FSDP1's. Full state dicts are FSDP2's: what FSDP1 gathers of an optimizer on a CPU overwrites itself.
+    """
     import torch
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    torch.distributed.init_process_group("gloo")
-    import_module("accelerate").PartialState(cpu=True)
     fsdp: Any = import_module("torch.distributed.fsdp")
-    inner = tiny_model(kind)
-    policy = ModuleWrapPolicy({type(inner.model.layers[0])})
-    model = fsdp.FullyShardedDataParallel(
-        inner, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
-    )
-    name = "Full" if kind.endswith("full") else "Sharded"
+    is_full = kind.endswith("full")
+    if is_full:
+        model, optimizer = fsdp_model(kind)
+    else:
+        torch.distributed.init_process_group("gloo")
+        inner = tiny_model(kind)
+        policy = ModuleWrapPolicy({type(inner.model.layers[0])})
+        model = fsdp.FullyShardedDataParallel(
+            inner, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+        )
+        optimizer = torch.optim.AdamW(parameter_groups(model), lr=1e-2)
+    import_module("accelerate").PartialState(cpu=True)
+    name = "Full" if is_full else "Sharded"
     plugin = SimpleNamespace(
         state_dict_type=getattr(fsdp.StateDictType, f"{name.upper()}_STATE_DICT"),
         state_dict_config=getattr(fsdp, f"{name}StateDictConfig")(),
         optim_state_dict_config=getattr(fsdp, f"{name}OptimStateDictConfig")(),
-        fsdp_version=1,
+        fsdp_version=2 if is_full else 1,
         cpu_ram_efficient_loading=False,
-        sync_module_states=True,
     )
     accelerator = SimpleNamespace(
-        num_processes=1,  # else it moves to the CPU what is there already, and torch frees it
-        process_index=torch.distributed.get_rank(), is_fsdp2=False, wait_for_everyone=torch.distributed.barrier,
+        num_processes=WORLD_SIZE, process_index=torch.distributed.get_rank(), is_main_process=True, is_fsdp2=is_full,
+        wait_for_everyone=torch.distributed.barrier,
     )  # fmt: skip
-    return model, torch.optim.AdamW(parameter_groups(model), lr=1e-2), plugin, accelerator
+    return model, optimizer, plugin, accelerator
 
 
-def train_fsdp1(kind: str, out: Path, rank: int) -> None:
+def plain_step(model: Any, optimizer: Any, tokens: Any) -> Any:
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def train_accelerate(kind: str, out: Path, rank: int) -> None:
     utils: Any = import_module("accelerate.utils.fsdp_utils")
-    model, optimizer, plugin, accelerator = fsdp1_model(kind)
+    model, optimizer, plugin, accelerator = accelerate_model(kind)
     for step in range(1, max(SAVED_STEPS) + 1):
-        tokens = batch(step, rank)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        plain_step(model, optimizer, batch(step, rank))
         if step in SAVED_STEPS:
             utils.save_fsdp_model(plugin, accelerator, model, str(out / f"step-{step}"))
             utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(out / f"step-{step}"))
 
 
-def load_fsdp1(kind: str, folder: Path) -> tuple[Any, Any, dict[str, Any]]:
+def load_accelerate(kind: str, folder: Path) -> tuple[Any, Any, dict[str, Any]]:
     """The model and its optimizer as loaded, and all they hold."""
-    fsdp: Any = import_module("torch.distributed.fsdp")
     utils: Any = import_module("accelerate.utils.fsdp_utils")
-    model, optimizer, plugin, accelerator = fsdp1_model(kind)
+    model, optimizer, plugin, accelerator = accelerate_model(kind)
+    plain_step(model, optimizer, batch(0, 0))  # of an optimizer without state, Accelerate 1.15 restores no shards
     utils.load_fsdp_model(plugin, accelerator, model, str(folder))
     utils.load_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder))
-    wrapper = fsdp.FullyShardedDataParallel
-    full = (fsdp.StateDictType.FULL_STATE_DICT, fsdp.FullStateDictConfig(), fsdp.FullOptimStateDictConfig())
-    with wrapper.state_dict_type(model, *full):
-        arrays = {f"weight/{name}": value.clone() for name, value in model.state_dict().items()}
-        for name, state in wrapper.optim_state_dict(model, optimizer)["state"].items():
-            arrays |= {f"{key}/{name}": value.clone() for key, value in state.items()}
+    weights = utils._get_model_state_dict(model, sd_options=utils._prepare_sd_options(plugin))
+    arrays = {f"weight/{name}": whole(value) for name, value in weights.items()}
+    if plugin.fsdp_version == 2:
+        states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+    else:
+        shards = (plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config)
+        with type(model).state_dict_type(model, *shards):
+            states = type(model).optim_state_dict(model, optimizer)["state"]
+    arrays |= {f"{key}/{name}": whole(value) for name, state in states.items() for key, value in state.items()}
     return model, optimizer, arrays
 
 
-def dump_fsdp1(kind: str, out: Path, step: int, rank: int) -> None:
-    _, _, arrays = load_fsdp1(kind, out / f"step-{step}")
+def whole(value: Any) -> Any:
+    """A tensor gathered from all ranks, whichever class cuts it."""
+    import torch
+
+    if hasattr(value, "full_tensor"):
+        return value.full_tensor().clone()
+    if not hasattr(value, "local_shards"):
+        return value.clone()
+    gathered = torch.empty(value.size()) if torch.distributed.get_rank() == 0 else None
+    value.gather(0, gathered)
+    return gathered if gathered is not None else torch.empty(0)
+
+
+def dump_accelerate(kind: str, out: Path, step: int, rank: int) -> None:
+    _, _, arrays = load_accelerate(kind, out / f"step-{step}")
     if rank == 0:
         write_truth(out / f"truth-{step}.npz", arrays)
 
@@ -477,8 +505,8 @@ def run_rank(kind: str, out: Path, step: int) -> None:
     import torch
 
     rank = int(os.environ["RANK"])
-    if kind.startswith("fsdp1"):
-        train_fsdp1(kind, out, rank) if step == 0 else dump_fsdp1(kind, out, step, rank)
+    if kind.startswith("accelerate"):
+        train_accelerate(kind, out, rank) if step == 0 else dump_accelerate(kind, out, step, rank)
     elif kind.startswith("dcp"):
         train_dcp(kind, out, rank) if step == 0 else dump_dcp(kind, out, step, rank)
     elif kind.startswith("hf-"):

@@ -77,15 +77,11 @@ def resume_dcp(kind: str, out: Path, step: int, rank: int) -> None:
     save(out, step, arrays, losses)
 
 
-def resume_fsdp1(kind: str, out: Path, step: int, rank: int) -> None:
-    model, optimizer, arrays = frameworks.load_fsdp1(kind, out / f"step-{step}")
+def resume_accelerate(kind: str, out: Path, step: int, rank: int) -> None:
+    model, optimizer, arrays = frameworks.load_accelerate(kind, out / f"step-{step}")
     losses = []
     for number in range(10, 10 + N_STEPS):
-        tokens = frameworks.batch(number, rank)
-        losses.append(model(input_ids=tokens, labels=tokens).loss)
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        losses.append(frameworks.plain_step(model, optimizer, frameworks.batch(number, rank)))
     save(out, step, arrays, losses)
 
 
@@ -192,8 +188,8 @@ def run_rank(kind: str, out: Path, steps: list[int]) -> None:
 
     rank = int(os.environ["RANK"])
     for step in steps:
-        if kind.startswith("fsdp1"):
-            resume_fsdp1(kind, out, step, rank)
+        if kind.startswith("accelerate"):
+            resume_accelerate(kind, out, step, rank)
         elif kind.startswith("dcp"):
             resume_dcp(kind, out, step, rank)
         elif kind.startswith(("fsdp2", "plain")):
@@ -224,7 +220,7 @@ def main() -> None:
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     one_each = kind.startswith(
-        ("dcp", "fsdp", "hf", "plain")
+        ("accelerate", "dcp", "fsdp2", "hf", "plain")
     )  # process groups and the Trainer are set up once a process
     groups = [[step] for step in steps] if one_each else [steps]
     for group in groups:

@@ -30,8 +30,8 @@ FOLDERS = {
     "hf": "checkpoint-{}",
     "dcp": "step-{}",
     "dcp-tied": "step-{}",
-    "fsdp1-full": "step-{}",
-    "fsdp1-sharded": "step-{}",
+    "accelerate-full": "step-{}",
+    "accelerate-sharded": "step-{}",
     "hf-zero2": "checkpoint-{}",
     "hf-zero3": "checkpoint-{}",
 }
@@ -55,8 +55,8 @@ KINDS = (
     "dcp-tied",
     "hf-zero2",
     "hf-zero3",
-    "fsdp1-full",
-    "fsdp1-sharded",
+    "accelerate-full",
+    "accelerate-sharded",
 )
 needs_frameworks = pytest.mark.skipif(
     not PYTHON.is_file(), reason="no environment for training: requirements/train.txt"

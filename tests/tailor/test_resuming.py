@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", HERE.parents[1] / ".venv-train" / "bin" / "python"))
-TORCH_KINDS = ("dcp", "dcp-tied", "fsdp1-full", "fsdp1-sharded", "fsdp2", "fsdp2-tied", "plain")
+TORCH_KINDS = ("dcp", "dcp-tied", "accelerate-full", "accelerate-sharded", "fsdp2", "fsdp2-tied", "plain")
 KINDS = (
     "zero1-bf16",
     "zero2",

@@ -1,8 +1,9 @@
 """Train a tiny model under a real framework with partial saving, and dump what the framework held at each step.
 
 Run with the interpreter of requirements/train.txt and PYTHONPATH=src: `train_partially.py KIND OUT [--strategy S]
-[--crash-at STEP [--crash-in PLACE]]`. It starts its own ranks. `OUT/truth-STEP.npz` maps `kind/parameter` to the whole
-array the framework held after STEP; the run is `OUT/run`. With `--crash-at`, a rank dies while that step is saved.
+[--background] [--crash-at STEP [--crash-in PLACE]]`. It starts its own ranks. `OUT/truth-STEP.npz` maps
+`kind/parameter` to the whole array the framework held after STEP; the run is `OUT/run`. With `--crash-at`, a rank dies
+while that step is saved.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def optimizer_arrays(model: Any, optimizer: Any) -> dict[str, Any]:
     return arrays
 
 
-def train_trainer(kind: str, out: Path, chosen: str) -> None:
+def train_trainer(kind: str, out: Path, chosen: str, *, background: bool) -> None:
     train: Any = import_module("mergepipe.tailor.saving")
     transformers: Any = import_module("transformers")
     trainer = trainer_of(kind, out)
@@ -99,16 +100,16 @@ def train_trainer(kind: str, out: Path, chosen: str) -> None:
 
     spy = type("Spy", (transformers.TrainerCallback,), {"on_step_end": on_step_end})
     trainer.add_callback(spy())
-    trainer.add_callback(train.PartialCheckpointCallback(EVERY, strategy(chosen)))
+    trainer.add_callback(train.PartialCheckpointCallback(EVERY, strategy(chosen), background=background))
     trainer.train()
 
 
-def train_by_hand(kind: str, out: Path, chosen: str, rank: int) -> None:
+def train_by_hand(kind: str, out: Path, chosen: str, rank: int, *, background: bool) -> None:
     import torch
 
     train: Any = import_module("mergepipe.tailor.saving")
     inner, model, optimizer = make.loop_model(kind)
-    tracker = train.ChangeTracker()
+    tracker, writer = train.ChangeTracker(), train.BackgroundWriter() if background else None
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, make.rate_of_step)
     torch.manual_seed(rank)
     for step in range(1, LAST + 1):
@@ -119,8 +120,11 @@ def train_by_hand(kind: str, out: Path, chosen: str, rank: int) -> None:
                 make.write_truth(out / f"truth-{step}.npz", arrays)
             state = {"step": step, "scheduler": scheduler.state_dict()}
             train.save_partial(
-                out / "run", model, optimizer, step=step, strategy=strategy(chosen), tracker=tracker, state=state
-            )
+                out / "run", model, optimizer, step=step, strategy=strategy(chosen), tracker=tracker, state=state,
+                writer=writer,
+            )  # fmt: skip
+    if writer is not None:
+        writer.wait()
 
 
 def crash_at(step: int, place: str, rank: int) -> None:
@@ -146,9 +150,9 @@ def run_rank(arguments: argparse.Namespace) -> None:
     if arguments.crash_at:
         crash_at(arguments.crash_at, arguments.crash_in, rank)
     if arguments.kind.startswith("hf"):
-        train_trainer(arguments.kind, arguments.out, arguments.strategy)
+        train_trainer(arguments.kind, arguments.out, arguments.strategy, background=arguments.background)
     else:
-        train_by_hand(arguments.kind, arguments.out, arguments.strategy, rank)
+        train_by_hand(arguments.kind, arguments.out, arguments.strategy, rank, background=arguments.background)
     import torch
 
     if torch.distributed.is_initialized():
@@ -162,6 +166,7 @@ def main() -> None:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("out", type=Path)
     parser.add_argument("--strategy", default="parity")
+    parser.add_argument("--background", action="store_true")
     parser.add_argument("--crash-at", type=int, default=0)
     parser.add_argument("--crash-in", choices=("shard", "publish"), default="shard")
     parser.add_argument("--is-rank", action="store_true")

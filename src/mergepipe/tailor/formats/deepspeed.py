@@ -45,6 +45,7 @@ LATEST_NAME = "latest"
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt", re.ASCII)
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt", re.ASCII)
 _FOREIGN_FILE = re.compile(r"layer_\d+.*model_states\.pt|.*expp?_?rank_\d+.*\.pt|expert_\d+.*\.pt|.*_expert_.*\.pt")
+_OFFLOADED_NAME = "offloaded_tensors"
 _STAGE3_KEY = "fp32_flat_groups"
 _STAGE12_KEY = "single_partition_of_fp32_groups"
 
@@ -97,7 +98,7 @@ def list_zero_files(store: Store, folder: Location) -> ZeroFiles | None:
     """Sort the files of a directory; None when it holds no ZeRO optimizer file.
 
     Raises:
-        UnsupportedError: tensor, pipeline or expert parallel files.
+        UnsupportedError: tensor, pipeline or expert parallel files, or state that is offloaded to NVMe.
         NotFoundError: there is no model file.
         StorageError: the directory cannot be listed.
     """
@@ -105,6 +106,8 @@ def list_zero_files(store: Store, folder: Location) -> ZeroFiles | None:
     optimizer = {match: name for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))}
     if not optimizer:
         return None
+    if _OFFLOADED_NAME in names:
+        raise UnsupportedError.of("tailor.zero.offload", folder, f"optimizer state is in {_OFFLOADED_NAME}/, from NVMe")
     first, *others = _sorted_models(folder, names, tuple(optimizer))
     ranks = {int(match[1]): folder / name for match, name in optimizer.items()}
     return ZeroFiles(MappingProxyType(ranks), first, tuple(others))

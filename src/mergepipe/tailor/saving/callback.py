@@ -14,6 +14,7 @@ from mergepipe.tailor.formats.trainer_files import (
     SCHEDULER_NAME,
     TRAINER_STATE_NAME,
 )
+from mergepipe.tailor.saving.background import BackgroundWriter
 from mergepipe.tailor.saving.changes import ChangeTracker
 from mergepipe.tailor.saving.engine_view import EngineView, Ranks
 from mergepipe.tailor.saving.frameworks import current_ranks, save_object, save_random_state, trainer_callback_base
@@ -32,14 +33,20 @@ class PartialCheckpointCallback(_TrainerCallback):  # type: ignore[misc]
     The first save of a run is full and is the Trainer's own: it is asked to save a checkpoint at that step. Partial
     ones are `partial-STEP` beside it, with the scheduler, random states and the Trainer's state of their step. Set
     `save_strategy="no"`, or save rarely: each full save that the Trainer makes is taken into account.
+
+    With `background` a save takes the time of a copy to the host, and is written behind the training step; a failure
+    is raised by the next save, or when training ends.
     """
 
-    def __init__(self, every_steps: int, strategy: Strategy, *, tracker: ChangeTracker | None = None) -> None:
+    def __init__(
+        self, every_steps: int, strategy: Strategy, *, tracker: ChangeTracker | None = None, background: bool = False
+    ) -> None:
         if every_steps < 1:
             raise RecipeError.of("train.every", "every_steps", f"{every_steps} is no number of steps")
         self._every_steps = every_steps
         self._strategy = strategy
         self._tracker = tracker or (ChangeTracker() if isinstance(strategy, LatestChanged) else None)
+        self._writer = BackgroundWriter() if background else None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse settings that cannot be composed later, and log the step at which training resumes."""
@@ -67,8 +74,13 @@ class PartialCheckpointCallback(_TrainerCallback):  # type: ignore[misc]
         if all(saves.ranks.gather((saves.run / name).is_dir())):
             saves.note_full(_view(saves.ranks, **kwargs), state.global_step, name)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait for the save that is being written."""
+        if self._writer is not None:
+            self._writer.wait()
+
     def _saves(self, args: Any) -> PartialRun:
-        return PartialRun(Path(args.output_dir), self._strategy, current_ranks(), self._tracker)
+        return PartialRun(Path(args.output_dir), self._strategy, current_ranks(), self._tracker, self._writer)
 
 
 def _view(ranks: Ranks, *, model: Any, optimizer: Any, **_: Any) -> EngineView:
