@@ -64,7 +64,7 @@ help:
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation as a site in build/site, in an environment of its own"
 	@echo "make reference   write the pages of docs/reference that come from the code"
-	@echo "make bench       measure against the I/O floor, and against mergekit if test-peers installed it"
+	@echo "make bench       measure every method against the I/O floor, and mergekit if test-peers installed it"
 	@echo "make bench-codecs  sizes and speeds of packing beside zstd, lmz, ZipNN and XOR, in an environment of its own"
 	@echo "make clean       remove environments, demo and caches"
 
@@ -225,8 +225,11 @@ docs: $(DOCS_VENV)/.docs
 reference: $(VENV)/.package
 	$(BIN)/python -m tools.reference docs/reference
 
+# Merges of six experts beside other tools, every method, and what its loops do in memory.
 bench: $(VENV)/.package
 	$(BIN)/python -m benchmarks.merge
+	$(BIN)/python -m benchmarks.methods
+	$(BIN)/python -m benchmarks.kernels
 
 # Public weights too: of packages, as files.
 bench-codecs: $(CODECS_VENV)/.codecs
