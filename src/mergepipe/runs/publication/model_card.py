@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined, Template
 
 from mergepipe.core.escaping import as_line, markdown_code, markdown_text, yaml_scalar
+from mergepipe.core.values import dataclass
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.recipes.parse.written_paths import with_renamed
 from mergepipe.runs.budget.verdict import verdict_of
