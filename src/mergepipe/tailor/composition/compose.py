@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import mergepipe
+from mergepipe.core.values import dataclass
 from mergepipe.errors import ConflictError
 from mergepipe.recipes.parse.references import real_location
 from mergepipe.snapshots.manifest import MANIFEST_NAME
