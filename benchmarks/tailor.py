@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.cold import make_cold
-from benchmarks.floor import FloorSetting, calibrate, measure_floor
+from benchmarks.floor import FloorSetting, calibrate, fastest_floor
 from benchmarks.process import ProcessCost, measure
 from benchmarks.tailor_tree import LAYERS, checkpoint_name
 
@@ -90,7 +90,7 @@ class Bench:
 
     scratch: Path
     mergepipe: Path
-    setting: FloorSetting
+    settings: tuple[FloorSetting, ...]
 
     def run(self, pattern: Pattern) -> Run:
         """Measure the floor, then one run of `pattern`; its output is removed."""
@@ -98,7 +98,7 @@ class Bench:
         size_bytes = sum(path.stat().st_size for path in newest)
         sources = [self.scratch / checkpoint_name(i) for i in range(pattern.n_sources)]
         inputs = [path for source in sources for path in files_of(source)] if pattern.is_average else newest
-        floor = measure_floor(inputs, self.scratch / "floor", size_bytes, self.setting)
+        floor = fastest_floor(inputs, self.scratch / "floor", size_bytes, self.settings)
         out, log = self.scratch / "out", self.scratch / "log"
         make_cold(sources)
         time.sleep(1)  # what the floor left to the disk is not this run's
@@ -188,7 +188,7 @@ def _measure_all(scratch: Path, options: argparse.Namespace) -> None:
             of_pattern.append(bench.run(pattern))
             if options.json:
                 print(json.dumps(asdict(of_pattern[-1])), flush=True)
-    print(f"{size_bytes / 1e9:.3f} GB a checkpoint, {options.ranks} ranks, floor {bench.setting}", file=sys.stderr)
+    print(f"{size_bytes / 1e9:.3f} GB a checkpoint, {options.ranks} ranks, floor {bench.settings}", file=sys.stderr)
     if not options.json:
         print(_HEAD, "|---" * 9 + "|", *map(row, found), sep="\n")
 
