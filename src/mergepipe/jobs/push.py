@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import mergepipe
 from mergepipe.core.outcome import note_committed
+from mergepipe.core.values import dataclass
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.header import HEADER_NAME, is_own_name, is_store
 from mergepipe.deltastore.pack.portable import portable_store

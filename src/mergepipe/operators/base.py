@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.values import dataclass
 from mergepipe.operators.influence import Influence, Products
 from mergepipe.operators.spec import OperatorSpec
 

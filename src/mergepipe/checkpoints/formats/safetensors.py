@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from blake3 import blake3
@@ -12,6 +11,7 @@ from blake3 import blake3
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
 from mergepipe.core.blocks import DTYPES, DType
+from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mergepipe.checkpoints.contract import (
     LeveledTensor,
@@ -18,6 +18,7 @@ from mergepipe.checkpoints.contract import (
     Unchanged,
 )
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, Span
+from mergepipe.core.values import dataclass
 from mergepipe.errors import LimitError
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import PAGE_BYTES, round_up

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, F32, ITEMSIZE_BY_KERNEL_CODE
+from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
