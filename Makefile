@@ -62,7 +62,7 @@ help:
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation as a site in build/site, in an environment of its own"
 	@echo "make reference   write the pages of docs/reference that come from the code"
-	@echo "make bench       measure against the I/O floor, and against mergekit if test-peers installed it"
+	@echo "make bench       measure every method against the I/O floor, and mergekit if test-peers installed it"
 	@echo "make clean       remove environments, demo and caches"
 
 # --- environments: one stamp for each thing that is installed, so that a second run installs nothing ---
@@ -213,8 +213,11 @@ docs: $(DOCS_VENV)/.docs
 reference: $(VENV)/.package
 	$(BIN)/python -m tools.reference docs/reference
 
+# Merges of six experts beside other tools, every method, and what its loops do in memory.
 bench: $(VENV)/.package
 	$(BIN)/python -m benchmarks.merge
+	$(BIN)/python -m benchmarks.methods
+	$(BIN)/python -m benchmarks.kernels
 
 clean:
 	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) $(WHEEL_VENV) $(addprefix $(WHEEL_VENV)-,$(PYTHONS)) $(DOCS_VENV) $(RAY_VENV) $(NOTEBOOK_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -17,11 +17,12 @@ from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS
 from mergepipe.core.values import dataclass
 from mergepipe.engine.observer import SILENT, Observer, Tap
 from mergepipe.engine.pipeline.jobs import Job
-from mergepipe.engine.pipeline.pipeline import Pipeline, ReadSettings, SegmentSink
+from mergepipe.engine.pipeline.pipeline import Pipeline, ReadSettings, SegmentSink, are_dear
 from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.engine.pipeline.segments import (
     BufferSizes,
     CutOf,
+    HoldLimits,
     JobShape,
     Levels,
     Run,
@@ -86,7 +87,11 @@ def make_part(
             ReadSettings.of(files, store, pool.limit),
             lambda: abort_requests(store),
         )  # fmt: skip
-        pipeline.run(_jobs(layout.work, tasks, shapes, pool.limit, observer))
+        is_sparing = work.access is None and not are_dear(files, store)
+        limits = (
+            HoldLimits.sparing(pool.limit, layout.sizes, work.output.tasks) if is_sparing else HoldLimits.of(pool.limit)
+        )
+        pipeline.run(_jobs(layout.work, tasks, shapes, limits, observer))
         writer.finish()
     digests = iter(writer.digests)
     return PartResult(
@@ -133,11 +138,11 @@ def _layout(work: MergeWork, pool_bytes: int, tap: Tap | None) -> _Layout:
 
 
 def _jobs(
-    work: MergeWork, tasks: Sequence[MergeTask], shapes: Iterator[JobShape], held_limit: int, observer: Observer
+    work: MergeWork, tasks: Sequence[MergeTask], shapes: Iterator[JobShape], limits: HoldLimits, observer: Observer
 ) -> Iterator[Job]:
     for shape in shapes:
         works = [tensor_work(work, tasks[i], observer.on_statistics) for i in shape.task_indices]
-        yield Job(shape, works, held_limit, reads_once=work.access is not None, tap=observer.tap)
+        yield Job(shape, works, limits, reads_once=work.access is not None, tap=observer.tap)
 
 
 def _cut_of(work: MergeWork, tap: Tap | None) -> CutOf:

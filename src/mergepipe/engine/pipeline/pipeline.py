@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from enum import Enum, auto
 from operator import attrgetter
@@ -48,13 +48,18 @@ class ReadSettings:
     lookahead_buffers: int = LOOKAHEAD_BUFFERS
 
     @classmethod
-    def of(cls, files: Iterable[Location], store: Store, most_buffers: int) -> ReadSettings:
+    def of(cls, files: Collection[Location], store: Store, most_buffers: int) -> ReadSettings:
         """Return what suits the most able store of some files, and the dearest: then 3/4 of all buffers at most."""
         terms = [store.terms(file) for file in files]
         readers = max((term.most_requests for term in terms), default=FEWEST_READERS)
-        if not any(term.request_cost_bytes for term in terms):
+        if not are_dear(files, store):
             return cls(readers)
         return cls(readers, min(REMOTE_LOOKAHEAD_BUFFERS, max(LOOKAHEAD_BUFFERS, most_buffers * 3 // 4)))
+
+
+def are_dear(files: Iterable[Location], store: Store) -> bool:
+    """Whether requests for some of the files cost anything."""
+    return any(store.terms(file).request_cost_bytes for file in files)
 
 
 class SegmentSink(Protocol):
@@ -78,6 +83,7 @@ class _Filled:
     layout: SegmentLayout
     buffer: NDArray[np.uint8]
     orders_left: int = 0
+    is_held: bool = False  # by its job, for passes after the one that read it
     on_base: list[Computation] = field(default_factory=list)  # what can start only when all else is there
     bases: Bases = field(default_factory=dict)
 
@@ -95,6 +101,7 @@ class _RunningJob:
     unread: deque[SegmentShape] = field(default_factory=deque)
     pending: int = 0
     buffers: int = 0
+    n_held: int = 0  # of these, held between passes
     held: list[_Filled] = field(default_factory=list)
     opened: dict[tuple[int, bool], Fill] = field(default_factory=dict)
     finished: bool = False
@@ -222,9 +229,7 @@ class Pipeline:
     def _begin_pass(self, running: _RunningJob, new: Pass) -> None:
         running.current = new
         running.pending = len(new.segments)
-        if new.reads:
-            running.unread = deque(new.segments)
-            return
+        running.unread = deque(new.unread)
         held, running.held = running.held, []
         for filled in held:
             self._compute_queue.put((filled, new.stage))
@@ -241,11 +246,11 @@ class Pipeline:
         return running.finished or running.current.last_reads
 
     def _may_read_on(self, running: _RunningJob) -> bool:
-        """Whether one more buffer may be filled. A job that holds its tensor may use all once it is oldest."""
+        """Whether one more buffer may be filled. A job that holds all of its tensor may use all once it is oldest."""
         oldest = self._active[0]
         ahead = sum(job.buffers for job in self._active if job is not oldest)
-        if running.current.afterwards is not Afterwards.HOLD:
-            ahead += oldest.buffers if running is oldest else 0
+        if running is oldest and not running.current.holds_all:
+            ahead += oldest.buffers - oldest.n_held
         return ahead < self._reading.lookahead_buffers
 
     def _request(self, running: _RunningJob, shape: SegmentShape, buffer: NDArray[np.uint8]) -> None:
@@ -291,15 +296,16 @@ class Pipeline:
                 self._retire()
 
     def _after_compute(self, filled: _Filled) -> None:
-        running = filled.job
-        match running.current.afterwards:
-            case Afterwards.HOLD:
-                running.held.append(filled)
-            case Afterwards.RELEASE:
-                self._release(filled)
-            case Afterwards.WRITE:
-                self._ready[filled.layout.shape.number] = filled
-                self._hand_to_writer()
+        running, number = filled.job, filled.layout.shape.number
+        if number in running.current.held:
+            running.n_held += not filled.is_held
+            filled.is_held = True
+            running.held.append(filled)
+        elif running.current.afterwards is Afterwards.RELEASE:
+            self._release(filled)
+        else:
+            self._ready[number] = filled
+            self._hand_to_writer()
         running.pending -= 1
         if running.pending == 0:
             following = next(running.passes, None)
@@ -316,6 +322,7 @@ class Pipeline:
 
     def _release(self, filled: _Filled) -> None:
         filled.job.buffers -= 1
+        filled.job.n_held -= filled.is_held
         self._pool.give_back(filled.buffer)
 
     def _retire(self) -> None:

@@ -94,7 +94,8 @@ def _verdict_lines(verdict: BudgetVerdict) -> Iterator[str]:
         least = "at least " if verdict.is_least else ""
         error = f"{least}{verdict.expected_error:g}, {verdict.meaning}"
         yield f"Expected error, relative to what the full merge changes: {error}."
-        yield f"A budget of {verdict.larger_budget_bytes} bytes would leave {verdict.larger_expected_error:g}."
+        if verdict.larger_expected_error is not None and verdict.expected_error > 0:
+            yield f"A budget of {verdict.larger_budget_bytes} bytes would leave {verdict.larger_expected_error:g}."
     yield ""
     yield "| expert | share of its blocks in the merge |"
     yield "|---|---|"

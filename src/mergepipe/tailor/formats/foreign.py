@@ -31,14 +31,9 @@ _FOREIGN = (
     ),
     ForeignFormat("a NeMo checkpoint", lambda names: {"context", "weights"} <= names, _CONVERT),
     ForeignFormat(
-        "a DeepSpeed universal checkpoint",
-        lambda names: "latest_universal" in names or ("zero" in names and "mp_rank_00_model_states.pt" in names),
-        "give the ZeRO checkpoint that it was made from",
-    ),
-    ForeignFormat(
-        "an FSDP checkpoint of Accelerate",
-        lambda names: bool({"pytorch_model_fsdp.bin", "pytorch_model_fsdp_0", "optimizer_0"} & names),
-        "train with FSDP2 and save with torch.distributed.checkpoint, model and optimizer in one state dict",
+        "an FSDP checkpoint of Accelerate with a file for each rank",
+        lambda names: bool({"pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_0_rank0.bin"} & names),
+        "save full or sharded state dicts: state_dict_type FULL_STATE_DICT or SHARDED_STATE_DICT",
     ),
 )  # fmt: skip
 
