@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +21,8 @@ from typing import Any
 
 import numpy as np
 from blake3 import blake3
+
+from mergepipe.core.values import dataclass
 
 Signature = tuple[Any, ...]
 """For each argument, (dtype, dimensions, flags) of an array, or the class of a scalar, or `LARGE`."""
