@@ -6,6 +6,8 @@ import contextlib
 import errno
 import os
 import shutil
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from mergepipe.deltastore.pack import progress as pack_progress
 from mergepipe.deltastore.pack.builder import StoreBuilder
 from mergepipe.errors import MergePipeError, StorageError
 from mergepipe.reports import PackReport, Progress
-from support.crashes import Death, count_operations, run_killed
+from support.crashes import Death, count_operations, run_forked, run_killed
 from support.faults import Fault, open_descriptors, replaced, system_error, worker_threads
 from support.safetensors_bytes import file_bytes
 
@@ -139,6 +141,24 @@ def test_pack__killed_at_any_operation_goes_on(case: PackCase) -> None:
     print(f"{operations} operations, {crashes} crashes, {resumed} went on")
     assert crashes > 0.7 * operations / FEW
     assert resumed > crashes // 3
+
+
+def test_library__whose_shared_files_a_killed_process_left_in_staging_is_packed_into_again(library: PackCase) -> None:
+    def then_die(move: Callable[..., object]) -> Callable[..., object]:
+        def moved(*args: object) -> object:
+            names = move(*args)
+            if (library.out / "expert-1").exists():  # it is the second one, with a link to the first one's file
+                os.kill(os.getpid(), signal.SIGKILL)
+            return names
+
+        return moved
+
+    with replaced(store_building, "move_to_own_files", then_die):
+        assert run_forked(library.run) == -signal.SIGKILL
+    assert any(path.stat().st_nlink > 1 for path in library.out.rglob(".expert-2*/*/*.tensor-*"))
+    library.run()
+    assert tree(library.out) == library.wanted
+    check_library(library)
 
 
 def test_library__packed_into_by_a_killed_process_stays_whole(library: PackCase) -> None:

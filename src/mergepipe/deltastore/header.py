@@ -46,9 +46,14 @@ def tensor_file_name(content_id: str) -> str:
     return f"mergepipe-store.tensor-{content_id}.bin"
 
 
+def is_tensor_file(name: str) -> bool:
+    """Whether a file of this name holds one tensor, and may be shared by the members of a library."""
+    return _TENSOR_FILE.fullmatch(name) is not None
+
+
 def is_own_name(name: str) -> bool:
     """Whether a file of this name belongs to the store, not to the expert."""
-    return name in OWN_NAMES or _TENSOR_FILE.fullmatch(name) is not None
+    return name in OWN_NAMES or is_tensor_file(name)
 
 
 def is_store(store: Store, path: Location) -> bool:
@@ -287,7 +292,7 @@ def _own_file(fields: _Fields) -> str:
     if fields.raw("own_file") is None:
         return ""
     name = fields.get("own_file", str)
-    if not _TENSOR_FILE.fullmatch(name):
+    if not is_tensor_file(name):
         fields.refuse("own_file", name)
     return name
 

@@ -418,15 +418,18 @@ def list_folder(path: Path, root: Path | None = None) -> list[tuple[str, os.stat
         os.close(descriptor)
 
 
-def check_tree(path: Path, root: Path | None = None) -> None:
-    """Refuse a folder that is ours if anything in it is no folder and no regular file with a single name."""
+def check_tree(path: Path, root: Path | None = None, may_be_shared: Callable[[str], bool] = lambda _: False) -> None:
+    """Refuse a folder that is ours if anything in it is no folder and no regular file with a single name.
+
+    Files that `may_be_shared`, told by name, may have other names too.
+    """
     for name, status in list_folder(path, root):
         if stat.S_ISDIR(status.st_mode):
-            check_tree(path / name, root)
-        elif stat.S_ISLNK(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_nlink > 1):
-            raise _link(path / name)
-        elif not stat.S_ISREG(status.st_mode):
+            check_tree(path / name, root, may_be_shared)
+        elif not (stat.S_ISLNK(status.st_mode) or stat.S_ISREG(status.st_mode)):
             raise _not_ours(path / name, f"is {_kind(status.st_mode)}")
+        elif stat.S_ISLNK(status.st_mode) or (status.st_nlink > 1 and not may_be_shared(name)):
+            raise _link(path / name)
 
 
 def remove_folder(path: Path, root: Path | None = None) -> None:

@@ -24,7 +24,15 @@ from mergepipe.deltastore.checkpoint import OpenedStore, read_store
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, can_be_base_of
-from mergepipe.deltastore.header import FORMAT, HEADER_NAME, KeptFile, PackedEntry, PackedFile, StoreHeader
+from mergepipe.deltastore.header import (
+    FORMAT,
+    HEADER_NAME,
+    KeptFile,
+    PackedEntry,
+    PackedFile,
+    StoreHeader,
+    is_tensor_file,
+)
 from mergepipe.deltastore.index import StoreIndex
 from mergepipe.deltastore.ordered_blocks import EARLY_BYTES, OrderedBlocks
 from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
@@ -189,7 +197,8 @@ def open_builder(job: PackJob, store: Store, *, resumes: bool, sharing: int = 1)
         resumable.extend([] if progress is None else [progress])
         return progress is not None
 
-    with Staging(job.out, force=False, can_continue=can_continue) as staging, _upload_to(job.place) as upload:
+    growing = Staging(job.out, force=False, can_continue=can_continue, may_be_shared=is_tensor_file)
+    with growing as staging, _upload_to(job.place) as upload:
         builder = None
         try:
             builder = StoreBuilder(
