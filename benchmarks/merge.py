@@ -27,7 +27,7 @@ OURS = Path(".venv/bin/mergepipe")
 PEER_VENV = Path(".venv-peer")
 NAIVE = Path(__file__).with_name("naive_torch.py")
 NAIVE_OPERATORS = ("linear", "task_arithmetic", "ties", "dare_ties")
-OPERATORS = ("linear", "task_arithmetic", "ties", "dare_ties", "dare_linear", "slerp")
+OPERATORS = ("linear", "task_arithmetic", "ties", "breadcrumbs", "dare_ties", "dare_linear", "slerp")
 _SLACK_BYTES = 1_000_000_000
 _PLAIN_WIDTH = 160
 

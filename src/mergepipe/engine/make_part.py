@@ -60,7 +60,8 @@ def make_part(
 
     What `progress` says is durable already is neither read nor written.
 
-    Memory: `options.memory_bytes` of buffers, and the counters of reductions (see `engine.reductions`).
+    Memory: `options.memory_bytes` of buffers, and the counters of reductions (see `engine.reductions`). Disk, under a
+    plan: in `directory`, what is read of experts of a tensor that buffers do not hold and that is looked at twice.
 
     Raises:
         ConflictError: `input.changed`, a file has another version than the work names.
@@ -86,6 +87,7 @@ def make_part(
             lambda: observer.on_progress(writer.progress),
             ReadSettings.of(files, store, pool.limit),
             lambda: abort_requests(store),
+            directory,
         )  # fmt: skip
         is_sparing = work.access is None and not are_dear(files, store)
         limits = (

@@ -116,7 +116,8 @@ def _read_snapshot(store: Store, path: Path) -> _Push:
     """Read the small files of a snapshot, each compared with its digest, and look for the large ones."""
     folder = Location.local(path)
     if is_composite(store, folder):
-        message, hint = "is a composed training checkpoint, no merge", "copy its files as they are"
+        message = "is a composed or averaged training checkpoint, no merge"
+        hint = "upload its files with the tool of the store: its record names folders of this machine"
         raise UnsupportedError.of("push.composite", path, message, hint)
     manifest = read_manifest_value(store, folder)
     if is_overlay(manifest):

@@ -13,7 +13,6 @@ from mergepipe.engine.observer import Tap
 from mergepipe.engine.pipeline.segment_layout import Piece, SegmentLayout
 from mergepipe.engine.pipeline.segments import HoldLimits, JobShape, SegmentShape
 from mergepipe.engine.reductions.block_reductions import Reduction
-from mergepipe.errors import LimitError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, RawBlock, Reduced
 from mergepipe.recipes.resolve.tasks import MergeTask
 
@@ -47,7 +46,7 @@ class Pass:
     held: frozenset[int]  # numbers of the segments whose bytes are needed by the next pass
     afterwards: Afterwards
     last_reads: bool  # no later pass of this job reads anything
-    repeated: bool = False  # its reads come on top of the one pass that every merge makes
+    repeated: bool = False  # it reads what was read before: on top of the one pass that every merge makes, or spilled
 
     @property
     def holds_all(self) -> bool:
@@ -90,8 +89,8 @@ class Job:
     """Runs the passes of one `JobShape`. Used by the coordinating thread, but for `compute`.
 
     A tensor that is reduced first is held, as far as `limits` allow; what is not held is read again by each pass.
-    `writes` is False for an analysis: then the work ends with the reductions. `reads_once` refuses what a budget has
-    not been charged for: reading a tensor again that does not fit into memory. A `tap` looks on.
+    `writes` is False for an analysis: then the work ends with the reductions. `reads_once` keeps what a budget has been
+    charged for: what is read of a tensor that is not held whole `spills` to disk. A `tap` looks on.
     """
 
     def __init__(
@@ -108,8 +107,9 @@ class Job:
         self._works = dict(zip(shape.task_indices, works, strict=True))
         self._limits = limits
         self._writes = writes
-        self._reads_once = reads_once
         self._tap = tap
+        self._is_streamed = any(work.reduction for work in works) and len(shape.segments) > limits.whole_tensor
+        self.spills = reads_once and self._is_streamed
         # The first stage that sees every piece: a survey sees a sample, which is accumulated after it.
         self._first_stage = Stage.ACCUMULATE if any(work.reduction for work in works) else Stage.MERGE
 
@@ -120,18 +120,10 @@ class Job:
             self._conclude()
             if self._writes:
                 yield Pass(Stage.MERGE, segments, segments, _NONE, Afterwards.WRITE, last_reads=True)
-        elif len(segments) <= self._limits.whole_tensor:
-            yield from self._passes_in_memory()
-        elif self._reads_once:
-            name = next(work.task.name for work in self._works.values() if work.reduction)
-            raise LimitError.of(
-                "memory.plan",
-                name,
-                f"{len(segments)} buffers would hold this tensor, --memory allows {self._limits.whole_tensor}",
-                "raise --memory, or run `mergepipe analyze` first so that it need not be held",
-            )
-        else:
+        elif self._is_streamed:
             yield from self._passes_streaming()
+        else:
+            yield from self._passes_in_memory()
 
     def _passes_in_memory(self) -> Iterator[Pass]:
         segments = self.shape.segments

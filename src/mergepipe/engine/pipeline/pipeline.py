@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import field, replace
 from enum import Enum, auto
 from operator import attrgetter
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -33,6 +34,7 @@ from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import request
+from mergepipe.storage.spill import SpilledFiles
 
 FEWEST_READERS = 8
 LOOKAHEAD_BUFFERS = 24
@@ -92,12 +94,15 @@ class _Filled:
 class _RunningJob:
     """A job with its current pass and the segments that the pass still waits for.
 
-    `opened` holds what computed tensors keep between their blocks, as long as the job runs.
+    `opened` holds what computed tensors keep between their blocks, as long as the job runs. `spill`: the files, where
+    what is read of experts is kept on disk.
     """
 
     job: Job
     passes: Iterator[Pass]
     current: Pass
+    files: Mapping[Location, RangeFile]
+    spill: SpilledFiles | None
     unread: deque[SegmentShape] = field(default_factory=deque)
     pending: int = 0
     buffers: int = 0
@@ -105,6 +110,11 @@ class _RunningJob:
     held: list[_Filled] = field(default_factory=list)
     opened: dict[tuple[int, bool], Fill] = field(default_factory=dict)
     finished: bool = False
+
+    def close(self) -> None:
+        """Give up what was spilled. Nothing is read any more."""
+        if self.spill is not None:
+            self.spill.close()
 
 
 class _Step(Enum):
@@ -134,7 +144,7 @@ class Pipeline:
     """Runs jobs in order over open files. For one run only.
 
     `reading` bounds what is read at once. `on_failure` is called when a run ends early, before its threads are waited
-    for: it gives up reads that could take long.
+    for: it gives up reads that could take long. `scratch_folder` is where jobs spill.
     """
 
     def __init__(
@@ -148,6 +158,7 @@ class Pipeline:
         on_tick: Callable[[], None],
         reading: ReadSettings = ReadSettings(),
         on_failure: Callable[[], None] = lambda: None,
+        scratch_folder: Path = Path(),
     ) -> None:
         self._tasks = tasks
         self._files = files
@@ -158,6 +169,7 @@ class Pipeline:
         self._on_tick = on_tick
         self._reading = reading
         self._on_failure = on_failure
+        self._scratch_folder = scratch_folder
         self._events: SimpleQueue[_Done | _Failed] = SimpleQueue()
         self._read_queue: SimpleQueue[tuple[_Filled, Read | Computation] | None] = SimpleQueue()
         self._compute_queue: SimpleQueue[tuple[_Filled, Stage] | None] = SimpleQueue()
@@ -195,6 +207,9 @@ class Pipeline:
             except KeyboardInterrupt:  # it came while stopping: no worker may outlive this call
                 self._stop(workers)
                 raise
+            finally:
+                for running in self._active:
+                    running.close()
 
     # -- the coordinating thread ---------------------------------------------------------------------------------
 
@@ -221,7 +236,8 @@ class Pipeline:
         if job is None:
             return None
         passes = job.passes()
-        running = _RunningJob(job, passes, next(passes))
+        spill = SpilledFiles(self._files, self._scratch_folder) if job.spills else None
+        running = _RunningJob(job, passes, next(passes), self._files if spill is None else spill, spill)
         self._active.append(running)
         self._begin_pass(running, running.current)
         return running
@@ -229,6 +245,8 @@ class Pipeline:
     def _begin_pass(self, running: _RunningJob, new: Pass) -> None:
         running.current = new
         running.pending = len(new.segments)
+        if new.repeated and running.spill is not None:
+            running.spill.replay()
         running.unread = deque(new.unread)
         held, running.held = running.held, []
         for filled in held:
@@ -255,7 +273,7 @@ class Pipeline:
 
     def _request(self, running: _RunningJob, shape: SegmentShape, buffer: NDArray[np.uint8]) -> None:
         layout = lay_out(shape, self._tasks, self._out_start, lambda path: self._files[path].alignment)
-        if running.current.repeated:
+        if running.current.repeated and running.spill is None:
             layout = _as_analysis(layout)
         filled = _Filled(running, layout, buffer)
         running.buffers += 1
@@ -263,7 +281,7 @@ class Pipeline:
         for computation in layout.computations:
             if computation.key not in running.opened:
                 on_base = computation.on_base
-                opened = _opened(computation.source, self._files, on_base=on_base, turns=self._turns)
+                opened = _opened(computation.source, running.files, on_base=on_base, turns=self._turns)
                 running.opened[computation.key] = opened
             if computation.on_base and computation.base_offset not in filled.bases:
                 filled.bases[computation.base_offset] = _base_bytes(computation, buffer)
@@ -327,7 +345,7 @@ class Pipeline:
 
     def _retire(self) -> None:
         while self._active and self._active[0].finished and self._active[0].buffers == 0:
-            self._active.popleft()
+            self._active.popleft().close()
 
     # -- worker threads --------------------------------------------------------------------------------------------
 
@@ -354,7 +372,7 @@ class Pipeline:
         while (entry := self._read_queue.get()) is not None and not self._stopping.is_set():
             filled, order = entry
             if isinstance(order, Read):
-                _read(order, filled.buffer, self._files)
+                _read(order, filled.buffer, filled.job.files)
             else:
                 filled.job.opened[order.key](order, filled.buffer, filled.bases)
             self._events.put(_Done(_Step.FILLED, filled))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -22,11 +23,12 @@ class ForeignFormat:
 
 
 _CONVERT = "convert it to a Hugging Face or torch DCP checkpoint with its own tools"
+_MEGATRON_FOLDER = re.compile(r"iter_\d{7}|mp_rank_\d{2}(_\d{3}){0,2}", re.ASCII)
 _FOREIGN = (
     ForeignFormat("a Megatron distributed checkpoint", lambda names: {"common.pt", "metadata.json"} <= names, _CONVERT),
     ForeignFormat(
         "a Megatron checkpoint",
-        lambda names: bool({"latest_checkpointed_iteration.txt", "model_optim_rng.pt"} & names),
+        lambda names: "model_optim_rng.pt" in names or any(map(_MEGATRON_FOLDER.fullmatch, names)),
         _CONVERT,
     ),
     ForeignFormat("a NeMo checkpoint", lambda names: {"context", "weights"} <= names, _CONVERT),

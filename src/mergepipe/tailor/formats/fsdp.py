@@ -63,7 +63,7 @@ def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
         )
     tied = dict(_aliases(weights, entries))
     parameters = {name: tensor.shape for name, tensor in weights.items() if name not in tied}
-    states = {(name, WEIGHT): _weight(name, tensor) for name, tensor in weights.items()}
+    states = {(name, WEIGHT): _weight(name, weights[name]) for name in parameters}  # an alias has its owner's bytes
     steps = []
     for name, entry in entries.items():
         for state in optimizer_states(entry, archive, name, weights[name].shape):

@@ -72,9 +72,9 @@ def open_partial(job: PartialJob, ranks: Ranks, *, copies: bool) -> OpenedPartia
             extra = tuple(job.write_extra(folder))
             return (replace(job, view=job.view.copied(_names(job))) if copies else job), extra
 
-        own: list[tuple[PartialJob, tuple[Path, ...]]] = []
-        _agree(ranks, lambda: own.append(prepare()))
-        return OpenedPartial(*own[0], folder, staging, stack.pop_all())
+        prepared: list[tuple[PartialJob, tuple[Path, ...]]] = []
+        _agree(ranks, lambda: prepared.append(prepare()))
+        return OpenedPartial(*prepared[0], folder, staging, stack.pop_all())
 
 
 @dataclass(frozen=True, slots=True)

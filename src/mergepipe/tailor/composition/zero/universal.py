@@ -44,7 +44,7 @@ def plan_universal(store: Store, assignment: Assignment) -> CompositionPlan:
     """Plan the composite as a universal checkpoint, which DeepSpeed loads at any number of ranks.
 
     Raises:
-        UnsupportedError: a model restacked to another depth.
+        UnsupportedError: a model restacked to another depth, or an optimizer that is not like Adam.
     """
     skeleton = assignment.skeleton
     zero = list_zero_files(store, skeleton.root)
@@ -57,6 +57,11 @@ def plan_universal(store: Store, assignment: Assignment) -> CompositionPlan:
         )  # fmt: skip
     groups = skeleton.flat_groups if skeleton.stage != 3 else [[n for group in skeleton.flat_groups for n in group]]
     steps = choose_steps(assignment, groups)
+    if not steps:
+        raise UnsupportedError.of(
+            "tailor.universal.counter", skeleton.path, "its optimizer counts no steps; DeepSpeed's universal "
+            "checkpoints are those of Adam", "compose it natively",
+        )  # fmt: skip
     overlay = overlay_state(store, assignment, list_skeleton(store, skeleton))
     export = _Export(store, assignment, zero, overlay, steps)
     plans = sorted([*export.copied_files(), *export.state_files()], key=lambda plan: plan.name)
