@@ -6,8 +6,10 @@ import copy
 import dataclasses
 import inspect
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,3 +183,11 @@ def test_dataclass__compiles_init_for_the_first_value_only(monkeypatch: pytest.M
     assert compiled == []
     assert cls("a") == cls("a")
     assert compiled == [cls]
+
+
+def test_package__takes_the_decorator_from_here() -> None:
+    """Except errors, on which `core` itself stands."""
+    package = Path(values.__file__).parents[1]
+    standard = re.compile(r"^ *from dataclasses import .*\bdataclass\b", re.MULTILINE)
+    users = {str(file.relative_to(package)) for file in package.rglob("*.py") if standard.search(file.read_text())}
+    assert users == {"core/values.py", "errors.py"}

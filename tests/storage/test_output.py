@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from mergepipe.errors import NotFoundError, StorageError
 from mergepipe.storage.ledger import Ledger, Purpose
-from mergepipe.storage.output import CHUNK_BYTES, OutputFile, sync_directory, write_durably
+from mergepipe.storage.output import CHUNK_BYTES, OutputFile, sync_directory, write_all_durably, write_durably
 from support.faults import Fault, open_descriptors, replaced, short_writes, system_error
 
 SIZES = [0, 1, 4095, 4096, 4097, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 5000]
@@ -96,3 +97,35 @@ def test_write_durably__writes_a_new_file_only(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"abc"
     with pytest.raises(NotFoundError):
         sync_directory(tmp_path / "nowhere")
+
+
+def test_write_all_durably__makes_every_new_file_durable_and_charges_it(tmp_path: Path) -> None:
+    contents = {tmp_path / f"file-{i}": bytes([i]) * i for i in range(40)}
+    synced: list[Path] = []
+
+    def noted(fsync: Callable[[int], None]) -> Callable[[int], None]:
+        def call(descriptor: int) -> None:
+            synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+            fsync(descriptor)
+
+        return call
+
+    ledger, before = Ledger(), open_descriptors()
+    with replaced(os, "fsync", noted):
+        write_all_durably(contents, ledger)
+    assert {path: path.read_bytes() for path in contents} == contents
+    assert sorted(synced) == sorted(contents)
+    assert ledger.usage()[Purpose.OUTPUT] == sum(map(len, contents.values()))
+    assert open_descriptors() == before
+    with pytest.raises(StorageError):
+        write_all_durably({tmp_path / "file-3": b"other"}, ledger)
+
+
+@pytest.mark.parametrize("name", ["open", "write", "fsync"])
+def test_write_all_durably__tells_what_failed_and_leaves_no_descriptor(tmp_path: Path, name: str) -> None:
+    before = open_descriptors()
+    with replaced(os, name, Fault(1, system_error(errno.ENOSPC)).wrap), pytest.raises(StorageError) as caught:
+        write_all_durably({tmp_path / "a": b"1", tmp_path / "b": b"2"}, Ledger())
+    assert caught.value.code == "storage.no-space"
+    assert str(tmp_path) in str(caught.value)
+    assert open_descriptors() == before

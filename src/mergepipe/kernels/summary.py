@@ -98,17 +98,16 @@ def summarize_block(
     counts_B: Counts,
     cells_C2: Doubles,
     sketch_S: Floats,
-) -> tuple[int, int, int]:
+    extremes_3: Counts,
+) -> None:
     """Summarise the delta of one block of `n` elements.
 
     Args:
         counts_B: int64, COARSE_BINS; counts of upper magnitude bits are added.
         cells_C2: float64; delta^2 and base * delta are added by cell, exactly as by `sum_products`.
         sketch_S: float32 (16,); sums of signed deltas are added.
-
-    Returns:
-        The float32 bits of the largest magnitude, the number of nonzero deltas, and of those with nonzero lower 16
-        bits.
+        extremes_3: int64; set to the float32 bits of the largest magnitude, the number of nonzero deltas, and of those
+            with nonzero lower 16 bits. An array, for a kernel that returns several numbers cannot run without numba.
     """
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
@@ -142,7 +141,9 @@ def summarize_block(
         for i in range(m):
             counts_B[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
         start += m
-    return largest, changed, fine
+    extremes_3[0] = int(largest)
+    extremes_3[1] = changed
+    extremes_3[2] = fine
 
 
 @kernel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import importlib.util
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +21,7 @@ import pytest
 
 from mergepipe.errors import UnsupportedError
 from mergepipe.kernels.compilation import machine_code
-from mergepipe.kernels.compilation.compiled import Kernel, sources_digest
+from mergepipe.kernels.compilation.compiled import KERNELS, Kernel, sources_digest
 
 SOURCE = """
 import numpy as np
@@ -280,3 +282,24 @@ def test_link__by_many_threads_at_once_makes_one_linker(monkeypatch: pytest.Monk
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(machine_code._link, [b"code"] * 8)) == {1}
     assert jit.linkers == 1
+
+
+def test_kernels__that_other_rooms_call_return_nothing_or_one_number() -> None:
+    """Others run through numba, which costs a command that is short more than all else it does."""
+    package = KERNELS.parent
+    statements = (
+        node
+        for file in package.rglob("*.py")
+        if not file.is_relative_to(KERNELS)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    )
+    imported = {
+        (node.module, name.name)
+        for node in statements
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mergepipe.kernels.")
+        for name in node.names
+    }
+    kernels = [getattr(import_module(module or ""), name) for module, name in sorted(imported)]
+    results = {k.__name__: k.function.__annotations__["return"] for k in kernels if isinstance(k, Kernel)}
+    assert len(results) > 20
+    assert {name: result for name, result in results.items() if result not in ("None", "int", "float", "bool")} == {}

@@ -82,10 +82,12 @@ class ProbeSummary:
         counts_B = np.zeros(COARSE_BINS, np.int64)
         cells_C2 = np.zeros((-(-block.n_elements // CELL_ELEMENTS), 2), np.float64)
         sketch_S: NDArray[np.float32] = np.zeros(N_SKETCH, np.float32)
-        largest_bits, changed, _ = summarize_block(
+        extremes_3 = np.zeros(3, np.int64)
+        summarize_block(
             block.raw, block.base_offset, block.base_code, int(block.offsets_E[0]), int(block.codes_E[0]),
-            block.n_elements, counts_B, cells_C2, sketch_S,
+            block.n_elements, counts_B, cells_C2, sketch_S, extremes_3,
         )  # fmt: skip
+        largest_bits, changed, _ = extremes_3.tolist()
         energies_O = np.zeros(N_OCTAVES, np.float64)
         octave_energies(counts_B, largest_bits, energies_O)
         n_group = sum(self._grid.span(b).n_elements for b in self._group(index))

@@ -87,10 +87,12 @@ class TensorSummary:
         cells_C2 = self._cells_EC2[e, span.start // GRAIN_ELEMENTS :]
         sketch_S = np.zeros(N_SKETCH, np.float32)
         base_offset = block.base_offset + skip * ITEMSIZE_BY_KERNEL_CODE[block.base_code]
-        largest_bits, changed, fine = summarize_block(
+        extremes_3 = np.zeros(3, np.int64)
+        summarize_block(
             block.raw, base_offset, block.base_code, offset, code,
-            span.n_elements, counts_B, cells_C2, sketch_S,
+            span.n_elements, counts_B, cells_C2, sketch_S, extremes_3,
         )  # fmt: skip
+        largest_bits, changed, fine = extremes_3.tolist()
         energies_O = np.zeros(N_OCTAVES, np.float64)
         octave_energies(counts_B, largest_bits, energies_O)
         n_cells = -(-span.n_elements // GRAIN_ELEMENTS)
