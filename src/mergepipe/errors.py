@@ -43,6 +43,7 @@ KEYWORD_OF_OPTION = {
     "--ends": "ends",
     "--energy": "energy",
     "--executor": "executor",
+    "--export": "export",
     "--finish": "finish=True",
     "--files-from": "files_from",
     "--force": "force=True",
