@@ -110,13 +110,23 @@ class Bench:
         return cost
 
 
-def measure_floor(directory: Path, inputs: Sequence[Path], setting: str | None) -> FloorResult:
+def measure_floor(
+    directory: Path,
+    inputs: Sequence[Path],
+    setting: str | None,
+    *,
+    read_bytes: int | None = None,
+    output_bytes: int | None = None,
+) -> FloorResult:
     """Measure the floor in a process of its own, so that its buffers do not count as anybody's memory.
 
-    No setting: the best one is looked for first.
+    No setting: the best one is looked for first. All inputs are read, or `read_bytes` of them, and as much as the first
+    is written, or `output_bytes`.
     """
     command = [sys.executable, "-m", "benchmarks.floor", "--json", "--scratch", str(directory / "scratch")]
     command += ["--calibrate"] if setting is None else ["--setting", setting]
+    command += [] if read_bytes is None else ["--read-bytes", str(read_bytes)]
+    command += [] if output_bytes is None else ["--output-bytes", str(output_bytes)]
     log = directory / "floor.txt"
     cost = measure([*command, *map(str, inputs)], log=log)
     if cost.exit_code:
