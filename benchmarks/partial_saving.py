@@ -1,8 +1,9 @@
-"""Command that measures partial saving: bytes and seconds of each save, against the Trainer's full checkpoints.
+"""Command that measures partial saving: bytes and seconds of each save, against full saves and the machine's floor.
 
 Run with the interpreter of requirements/train.txt and PYTHONPATH=src: `python benchmarks/partial_saving.py WORK`.
-Every strategy trains the same model in a process of its own (two gloo ranks for `--kind zero2`); the machine's floor
-is a plain write and fsync of as many bytes as a full checkpoint has.
+Every strategy trains the same model in a process of its own (two gloo ranks for `--kind zero2`): the Trainer's full
+checkpoints, all units by the writer of partial saves, some of them, and some behind the training step. The floor of
+each is a plain write and fsync of as many bytes as one of its saves has, measured right after it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from statistics import mean, median
 from typing import Any
 
 _FULL = "full"
-_STRATEGIES = (_FULL, "parity", "filter", "latest-changed")
+_EVERYTHING = "everything"
+_IN_BACKGROUND = "parity-background"
+_STRATEGIES = (_FULL, _EVERYTHING, "parity", "filter", "latest-changed", _IN_BACKGROUND)
 _RESULT = "result.json"
 _N_RANKS = {"plain": 1, "zero2": 2}
 _BUDGET_FRACTION = 0.25  # of a full save, for latest-changed
@@ -43,14 +46,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The saves of one strategy after the first. `durable_seconds` adds making the Trainer's files durable, which
-    the Trainer does not do and partial saves always do."""
+    """The saves of one strategy after the first: `seconds` are those that training waits, all files durable but for a
+    save in the background. Making the Trainer's files durable is added, which it does not do itself."""
 
     strategy: str
     saved_bytes: tuple[int, ...]
     seconds: tuple[float, ...]
-    durable_seconds: tuple[float, ...]
     training_seconds: float
+    floor_seconds: float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,9 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _train(request, given.strategy, given.work)
         return
     measured = [_measure(request, strategy, given.work / strategy) for strategy in _STRATEGIES]
-    floor = _floor_seconds(given.work, round(mean(measured[0].saved_bytes)))
-    _print_table(request, measured, floor)
-    (given.work / _RESULT).write_text(json.dumps([asdict(m) for m in measured] + [{"floor_seconds": floor}], indent=2))
+    _print_table(request, measured)
+    (given.work / _RESULT).write_text(json.dumps([asdict(m) for m in measured], indent=2))
 
 
 def _measure(request: Request, strategy: str, work: Path) -> Measured:
@@ -91,9 +93,8 @@ def _measure(request: Request, strategy: str, work: Path) -> Measured:
         raise SystemExit(f"{strategy}: training failed\n{finished.stderr[-3000:]}")
     found = json.loads((work / _RESULT).read_text())
     shutil.rmtree(work)
-    return Measured(
-        strategy, tuple(found["bytes"]), tuple(found["seconds"]), tuple(found["durable"]), found["training"]
-    )
+    floor = _floor_seconds(work.parent, round(mean(found["bytes"])))
+    return Measured(strategy, tuple(found["bytes"]), tuple(found["seconds"]), found["training"], floor)
 
 
 def _train(request: Request, strategy: str, work: Path) -> None:
@@ -103,15 +104,16 @@ def _train(request: Request, strategy: str, work: Path) -> None:
     full_saves = _watch_full_saves(trainer)
     if strategy != _FULL:
         train: Any = import_module("mergepipe.tailor.saving")
-        trainer.add_callback(train.PartialCheckpointCallback(request.every, _strategy(strategy, trainer.model)))
+        chosen, background = _strategy(strategy, trainer.model), strategy == _IN_BACKGROUND
+        trainer.add_callback(train.PartialCheckpointCallback(request.every, chosen, background=background))
     started = time.perf_counter()
     trainer.train()
     training = time.perf_counter() - started
     if trainer.args.process_index == 0:
         rows = full_saves[1:] if strategy == _FULL else _partial_saves(work / "run")
         assert len(rows) == request.saves, f"{len(rows)} saves, not {request.saves}"
-        sizes, seconds, durable = zip(*rows, strict=True)
-        document = {"bytes": sizes, "seconds": seconds, "durable": durable, "training": training}
+        sizes, seconds = zip(*rows, strict=True)
+        document = {"bytes": sizes, "seconds": seconds, "training": training}
         (work / _RESULT).write_text(json.dumps(document))
     _leave(request)
 
@@ -160,29 +162,29 @@ def _deepspeed() -> dict[str, Any]:
 
 def _strategy(name: str, model: Any) -> Any:
     train: Any = import_module("mergepipe.tailor.saving")
-    if name == "parity":
+    if name in ("parity", _IN_BACKGROUND):
         return train.Parity()
+    if name == _EVERYTHING:
+        return train.Filter(edge_layers=model.config.num_hidden_layers, every=1)
     if name == "filter":
         return train.Filter(edge_layers=2, every=5)
     n_elements = sum(parameter.numel() for parameter in model.parameters())
     return train.LatestChanged(budget_bytes=int(_BUDGET_FRACTION * 16 * n_elements))
 
 
-def _watch_full_saves(trainer: Any) -> list[tuple[int, float, float]]:
-    """Collect bytes and seconds of every checkpoint the Trainer writes itself."""
-    found: list[tuple[int, float, float]] = []
+def _watch_full_saves(trainer: Any) -> list[tuple[int, float]]:
+    """Collect bytes and seconds of every checkpoint the Trainer writes itself, made durable."""
+    found: list[tuple[int, float]] = []
     save = trainer._save_checkpoint
 
     def timed(*arguments: Any, **options: Any) -> None:
         started = time.perf_counter()
         save(*arguments, **options)
-        written = time.perf_counter()
         folder = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
         files = [path for path in folder.rglob("*") if path.is_file()]
         for path in files if trainer.args.process_index == 0 else []:
             _sync(path)
-        seconds = written - started, time.perf_counter() - started
-        found.append((sum(path.stat().st_size for path in files), *seconds))
+        found.append((sum(path.stat().st_size for path in files), time.perf_counter() - started))
 
     trainer._save_checkpoint = timed
     return found
@@ -194,10 +196,10 @@ def _sync(path: Path) -> None:
     os.close(descriptor)
 
 
-def _partial_saves(run: Path) -> list[tuple[int, float, float]]:
+def _partial_saves(run: Path) -> list[tuple[int, float]]:
     journal: Any = import_module("mergepipe.tailor.saving.save_journal")
     records = [record for record in journal.read_journal(run).records if not record.is_full]
-    return [(record.saved_bytes, record.seconds, record.seconds) for record in records]
+    return [(record.saved_bytes, record.seconds) for record in records]
 
 
 def _floor_seconds(work: Path, nbytes: int) -> float:
@@ -217,17 +219,19 @@ def _floor_seconds(work: Path, nbytes: int) -> float:
     return min(times)
 
 
-def _print_table(request: Request, measured: Sequence[Measured], floor: float) -> None:
-    full = measured[0]
-    full_bytes, full_seconds = mean(full.saved_bytes), median(full.durable_seconds)
-    print(f"{request}; floor of a full save (write and fsync of {full_bytes / 1e6:.1f} MB): {floor:.3f} s")
-    print("| strategy | MB a save | of full | s a save | s durable | of full | share of training time |")
+def _print_table(request: Request, measured: Sequence[Measured]) -> None:
+    print(request)
+    print(
+        "| strategy | MB a save | s a save (min-max) | floor s | x floor | s of everything | share of training time |"
+    )
     print("|---|---|---|---|---|---|---|")
+    everything = next(median(each.seconds) for each in measured if each.strategy == _EVERYTHING)
     for each in measured:
-        nbytes, durable = mean(each.saved_bytes), median(each.durable_seconds)
+        seconds, floor = median(each.seconds), each.floor_seconds
         print(
-            f"| {each.strategy} | {nbytes / 1e6:.1f} | {nbytes / full_bytes:.1%} | {median(each.seconds):.3f} | "
-            f"{durable:.3f} | {durable / full_seconds:.1%} | {sum(each.durable_seconds) / each.training_seconds:.1%} |"
+            f"| {each.strategy} | {mean(each.saved_bytes) / 1e6:.1f} "
+            f"| {seconds:.3f} ({min(each.seconds):.3f}-{max(each.seconds):.3f}) | {floor:.3f} | {seconds / floor:.2f} "
+            f"| {seconds / everything:.1%} | {sum(each.seconds) / each.training_seconds:.1%} |"
         )
 
 

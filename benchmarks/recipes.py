@@ -32,6 +32,7 @@ def cases(family: FamilyPaths) -> dict[str, Case]:
         _linear,
         lambda f: _against_base(f, "task_arithmetic", {}),
         lambda f: _against_base(f, "ties", {"density": DENSITY}),
+        lambda f: _against_base(f, "breadcrumbs", {"density": DENSITY, "gamma": 0.01}),
         lambda f: _against_base(f, "dare_ties", {"density": DENSITY}),
         lambda f: _against_base(f, "dare_linear", {"density": DENSITY}),
         _slerp,

@@ -1,9 +1,11 @@
-"""Command that measures composition against the I/O floor: layers taken in runs or in turn, from several checkpoints.
+"""Command that measures compositions and averages of checkpoints against the I/O floor.
 
     python -m benchmarks.tailor --scratch DIR --size-gb 8 [--sources 2 4 8] [--ranks 4] [--repeat 3] [--only NAME...]
+    python -m benchmarks.tailor --scratch DIR --size-gb 0.5 --average 10 --only average
 
 Every run is a cold process of its own. The floor, measured right before it, reads one checkpoint and writes as many
-bytes: what a composition has to move however its layers are interleaved. `cp` copies one checkpoint and syncs it.
+bytes: what a composition has to move however its layers are interleaved. An average of weights and moments reads all
+checkpoints and writes one, and so does its floor. `cp` copies one checkpoint and syncs it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.cold import make_cold
-from benchmarks.floor import FloorSetting, calibrate, measure_floor
+from benchmarks.floor import FloorSetting, calibrate, fastest_floor
 from benchmarks.process import ProcessCost, measure
 from benchmarks.tailor_tree import LAYERS, checkpoint_name
 
@@ -34,11 +36,12 @@ Layers = Mapping[int, Iterable[int]]  # source -> layers taken from it; the newe
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Which layers come from which of `n_sources` checkpoints; `layers` None is a plain copy of one."""
+    """Which layers come from which of `n_sources` checkpoints; `layers` None is a plain copy of one, or an average."""
 
     name: str
     n_sources: int
     layers: Layers | None
+    is_average: bool = False
 
     def recipe(self) -> str:
         """The composition as a recipe that lies beside the checkpoints."""
@@ -69,14 +72,16 @@ class BenchmarkError(Exception):
     """A run did not do what it was measured for."""
 
 
-def patterns(source_counts: Sequence[int]) -> Iterator[Pattern]:
-    """A plain copy, the paper's filter, and for each number of sources layers in runs and in turn."""
+def patterns(source_counts: Sequence[int], average_counts: Sequence[int] = ()) -> Iterator[Pattern]:
+    """A plain copy, the paper's filter, for each number of sources layers in runs and in turn, and averages."""
     yield Pattern("cp -r, sync", 1, None)
     yield Pattern("filter", 2, {0: range(_EDGE_LAYERS, LAYERS - _EDGE_LAYERS)})
     for n in source_counts:
         run = LAYERS // n
         yield Pattern("consecutive", n, {i: range(i * run, (i + 1) * run) for i in range(n)})
         yield Pattern("parity" if n == 2 else "in turn", n, {i: range(i, LAYERS, n) for i in range(n)})
+    for n in average_counts:
+        yield Pattern("average", n, None, is_average=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +90,20 @@ class Bench:
 
     scratch: Path
     mergepipe: Path
-    setting: FloorSetting
+    settings: tuple[FloorSetting, ...]
 
     def run(self, pattern: Pattern) -> Run:
         """Measure the floor, then one run of `pattern`; its output is removed."""
-        inputs = files_of(self.scratch / checkpoint_name(pattern.n_sources - 1))
-        size_bytes = sum(path.stat().st_size for path in inputs)
-        floor = measure_floor(inputs, self.scratch / "floor", size_bytes, self.setting)
+        newest = files_of(self.scratch / checkpoint_name(pattern.n_sources - 1))
+        size_bytes = sum(path.stat().st_size for path in newest)
         sources = [self.scratch / checkpoint_name(i) for i in range(pattern.n_sources)]
+        inputs = [path for source in sources for path in files_of(source)] if pattern.is_average else newest
+        floor = fastest_floor(inputs, self.scratch / "floor", size_bytes, self.settings)
         out, log = self.scratch / "out", self.scratch / "log"
         make_cold(sources)
         time.sleep(1)  # what the floor left to the disk is not this run's
         try:
-            cost = measure(self._command(pattern, out), log=log)
+            cost = measure(self._command(pattern, sources, out), log=log)
             written = sum(path.stat().st_size for path in out.glob("*.pt"))
         finally:
             shutil.rmtree(out, ignore_errors=True)
@@ -106,9 +112,12 @@ class Bench:
             raise BenchmarkError(f"{pattern}: exit code {cost.exit_code}, {written} bytes written\n{tail}")
         return _run(pattern, cost, floor.seconds)
 
-    def _command(self, pattern: Pattern, out: Path) -> list[str]:
+    def _command(self, pattern: Pattern, sources: Sequence[Path], out: Path) -> list[str]:
+        if pattern.is_average:
+            options = ["-o", str(out), "--optimizer", "average"]
+            return [str(self.mergepipe), "tailor", "average", *map(str, sources), *options]
         if pattern.layers is None:
-            return ["bash", "-c", _COPY, "cp", str(self.scratch / checkpoint_name(0)), str(out)]
+            return ["bash", "-c", _COPY, "cp", str(sources[0]), str(out)]
         recipe = self.scratch / "recipe.yml"
         recipe.write_text(pattern.recipe())
         return [str(self.mergepipe), "tailor", "compose", str(recipe), str(out)]
@@ -144,6 +153,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size-gb", type=float, default=1.0, help="bytes of one checkpoint")
     parser.add_argument("--sources", type=int, nargs="+", default=[2], help="numbers of checkpoints to compose from")
+    parser.add_argument("--average", type=int, nargs="+", default=[], help="numbers of checkpoints to average")
     parser.add_argument("--scratch", type=Path, required=True, help="a directory to make and remove")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=3)
@@ -154,7 +164,7 @@ def main() -> int:
     scratch: Path = options.scratch
     scratch.mkdir(parents=True)
     try:
-        make_tree(scratch, options.size_gb, max(options.sources), options.ranks)
+        make_tree(scratch, options.size_gb, max(options.sources + options.average), options.ranks)
         _measure_all(scratch, options)
     finally:
         shutil.rmtree(scratch)
@@ -171,14 +181,14 @@ def _measure_all(scratch: Path, options: argparse.Namespace) -> None:
     inputs = files_of(scratch / checkpoint_name(0))
     size_bytes = sum(path.stat().st_size for path in inputs)
     bench = Bench(scratch, options.mergepipe, calibrate(inputs, scratch / "floor", size_bytes, repeat=1))
-    chosen = [p for p in patterns(options.sources) if options.only is None or p.name in options.only]
+    chosen = [p for p in patterns(options.sources, options.average) if options.only is None or p.name in options.only]
     found: list[list[Run]] = [[] for _ in chosen]
     for _ in range(options.repeat):
         for pattern, of_pattern in zip(chosen, found, strict=True):
             of_pattern.append(bench.run(pattern))
             if options.json:
                 print(json.dumps(asdict(of_pattern[-1])), flush=True)
-    print(f"{size_bytes / 1e9:.3f} GB a checkpoint, {options.ranks} ranks, floor {bench.setting}", file=sys.stderr)
+    print(f"{size_bytes / 1e9:.3f} GB a checkpoint, {options.ranks} ranks, floor {bench.settings}", file=sys.stderr)
     if not options.json:
         print(_HEAD, "|---" * 9 + "|", *map(row, found), sep="\n")
 

@@ -48,7 +48,7 @@ def _compose(scratch: Path, size_gb: float, n_checkpoints: int, pattern: Pattern
         scratch.mkdir(parents=True)
         make_tree(scratch, size_gb, n_checkpoints, _RANKS)
         (scratch / "made").touch()
-    return asdict(Bench(scratch, Path(sys.executable).parent / "mergepipe", DEFAULT).run(pattern))
+    return asdict(Bench(scratch, Path(sys.executable).parent / "mergepipe", (DEFAULT,)).run(pattern))
 
 
 def _runs(results: Results) -> dict[tuple[str, int], list[Any]]:

@@ -69,7 +69,7 @@ def _analyze(place: Workplace, family: FamilyPaths) -> dict[str, Any]:
     return {
         "seconds": cost.wall_seconds, "cpu_seconds": cost.cpu_seconds, "kernel_read_bytes": cost.read_bytes,
         "catalog_bytes": catalog_bytes, "expert_bytes": expert_bytes,
-        "floor_seconds": place.floor(files, 0, sum(file.stat().st_size for file in files)),
+        "floor_seconds": place.floor(files, 1, sum(file.stat().st_size for file in files)),
     }  # fmt: skip
 
 

@@ -128,8 +128,8 @@ class Workplace:
 
     def floor(self, files: Sequence[Path], output_bytes: int, read_bytes: int) -> float:
         """Measure the seconds to read the first `read_bytes` of the files while `output_bytes` are written."""
-        setting = str(FLOOR_SETTING)
-        return measure_floor(self.folder, files, setting, read_bytes=read_bytes, output_bytes=output_bytes).seconds
+        sizes = ("--read-bytes", str(read_bytes), "--output-bytes", str(output_bytes))
+        return measure_floor(self.folder, files, [str(FLOOR_SETTING)], *sizes).seconds
 
     def peer(self, tool: Tool, case: Case) -> dict[str, Any]:
         """Run another program once on a case; return its bytes and times, and the floor of all inputs."""

@@ -225,5 +225,5 @@ def did_you_mean(name: str, candidates: Sequence[str]) -> str:
     near = get_close_matches(name, candidates, n=1, cutoff=0.6)
     if near:
         return f"did you mean '{near[0]}'?"
-    shown = ", ".join(sorted(candidates)[:12])
-    return f"known: {shown}" + (", ..." if len(candidates) > 12 else "")
+    known = sorted(set(candidates))
+    return f"known: {', '.join(known[:12])}" + (", ..." if len(known) > 12 else "")

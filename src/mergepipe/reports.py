@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mergepipe.core.notebooks import Displayed
-from mergepipe.core.notices import Notice
-from mergepipe.recipes.resolve.tasks import DroppedTensor
-from mergepipe.snapshots.manifest import LeftOutFile
+from mergepipe.core.values import dataclass
 from mergepipe.storage.location import Location
 from mergepipe.storage.traffic import Traffic
 
 if TYPE_CHECKING:
+    from mergepipe.core.notices import Notice
     from mergepipe.deltastore.pack.base_match import BaseMatch
+    from mergepipe.recipes.resolve.tasks import DroppedTensor
+    from mergepipe.snapshots.manifest import LeftOutFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,8 +145,7 @@ def test_budgeted_merge__requests_no_more_than_was_planned(tmp_path: Path, serve
                 continue  # every other square of the board
             known, block = [(setting, GRAIN), (coarse, 2 * GRAIN), (partial, GRAIN), (empty, GRAIN)][(i + j) // 2 % 4]
             plan = known.plan(budget, policy, block_elements=block)
-            is_tight = known in (setting, coarse) and i % 2 == 0
-            memory = smallest_memory(plan, tmp_path / "refused") if is_tight else None
+            memory = smallest_memory(plan, tmp_path / "refused") if i % 2 == 0 else None
             traced = Tracer(server, known, runs=100 * i + 10 * j).run(plan, memory_bytes=memory, cold=j % 3 == 0)
             assert traced.answer["error"] is None
             spent += traced.answer["expert"]
@@ -173,7 +172,7 @@ def test_budgeted_merge__of_packed_experts_requests_no_more_than_was_planned(
     for known, block in grids:
         for i, budget in enumerate(("0", "7%", "20%", "50%", "100%")):
             plan = known.plan(budget, POLICIES[i % len(POLICIES)], block_elements=block)
-            memory = smallest_memory(plan, tmp_path / "refused") if i % 2 and known is setting else None
+            memory = smallest_memory(plan, tmp_path / "refused") if i % 2 else None
             traced = Tracer(server, known, runs=10 * i).run(plan, memory_bytes=memory, cold=i % 2 == 0)
             assert traced.answer["error"] is None
             partial += any(access.levels for tensor in plan.tensors for access in tensor.access)
@@ -319,8 +318,7 @@ def run_random_merge(server: TracedServer, folder: Path, family: FamilyRequest, 
     )
     if plan is None:
         return
-    tight = request.tight and request.forgotten_share == 0
-    memory = smallest_memory(plan, folder / "refused") if tight else None
+    memory = smallest_memory(plan, folder / "refused") if request.tight else None
     traced = Tracer(server, setting).run(plan, memory_bytes=memory, cold=request.cold, fault_at=request.fault_at)
     assert traced.answer["error"] in ((None, "storage.io") if traced.answer["fired"] else (None,))
 

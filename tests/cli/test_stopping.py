@@ -32,7 +32,7 @@ BEFORE_PUBLISHING = [
     pytest.param("import", "mergepipe.api", marks=pytest.mark.slow),
     pytest.param("import", "mergepipe.recipes.parse.recipe_files", marks=pytest.mark.slow),
     ("import", "numpy"),
-    pytest.param("import", "numba", marks=pytest.mark.slow),
+    pytest.param("import", "sqlite3", marks=pytest.mark.slow),
     ("import", "mergepipe.engine.pipeline.pipeline"),
     pytest.param("open", "recipe.yml", marks=pytest.mark.slow),
     ("open", "base/model.safetensors"),

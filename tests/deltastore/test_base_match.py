@@ -151,3 +151,16 @@ def test_pack__without_any_base_is_refused(family: PackFamily, tmp_path: Path) -
     with pytest.raises(RecipeError) as caught:
         mergepipe.pack([], [family.experts[0]], tmp_path / "packed")
     assert caught.value.code == "pack.base-missing"
+
+
+def test_pack__of_integers_alone_tells_that_its_base_was_not_compared(tmp_path: Path) -> None:
+    for name in ("base", "expert"):
+        (tmp_path / name).mkdir()
+        save_file({"ids": np.arange(9000, dtype=np.int32)}, tmp_path / name / "model.safetensors")
+    with pytest.raises(MismatchError, match="no floating-point tensor") as refused:
+        mergepipe.pack(tmp_path / "base", [tmp_path / "expert"], tmp_path / "packed", strict=True)
+    assert refused.value.code == "pack.base"
+    report = mergepipe.pack(tmp_path / "base", [tmp_path / "expert"], tmp_path / "packed")
+    (expert,) = report.experts
+    assert expert.match is not None
+    assert not expert.match.is_sure

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,16 +28,18 @@ from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
-from mergepipe.options import MergeOptions, RunOptions
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.candidates.sufficient_levels import sufficient_levels
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.inputs.opened import open_inputs, open_path
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from support.budgets import smallest_memory
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family, write_recipe
 from support.flat_options import call_flat
 from support.oracle import MergeCase
 from support.rounding import decode, encode
+from support.slow_cases import slow_unless
 
 WIDE = "layers.0.wide"
 N_WIDE = 3 * BLOCK_ELEMENTS + 5001
@@ -114,6 +118,66 @@ def test_merge__of_packed_experts_does_not_depend_on_how_it_is_run(
         family = replace(pair.raw, places=(*places[:2], *pair.raw.places[2:])) if mixed else pair.packed
         found = merged(family, CASES[name], Path(place), memory_bytes=memory, threads=threads)
         assert found == merged(pair.raw, CASES[name], Path(place))
+
+
+BREADCRUMBS = MergeCase("breadcrumbs", WEIGHTS, (0.4, 0.1, 0.7))
+
+
+@pytest.mark.parametrize("name", slow_unless({"ties"}.__contains__, ("ties", "ties_dense", "breadcrumbs")))
+def test_plan__with_unknown_cuts_needs_no_tensor_whole_in_memory(pair: Pair, folder: Path, name: str) -> None:
+    case = CASES.get(name, BREADCRUMBS)
+    recipe = write_recipe(folder / "recipe.yml", case, pair.packed)
+    for budget in ("80%", "100%"):
+        plan = mergepipe.plan(
+            recipe, budget, home=folder / "home", options=PlanOptions(block_elements=BLOCK_ELEMENTS, probe=False)
+        )
+        outs = (folder / f"{budget}-small", folder / f"{budget}-large")
+        memories = (smallest_memory(plan, folder / "refused"), LARGE)
+        small, large = (
+            mergepipe.run(plan, out, options=RunOptions(catalog=False, memory_bytes=memory))
+            for out, memory in zip(outs, memories, strict=True)
+        )
+        assert max(small.expert_bytes, large.expert_bytes) <= plan.planned_bytes
+        assert small.analysis_bytes == large.analysis_bytes == 0
+        assert small.base_bytes > large.base_bytes  # that of the tensor is read again, the experts are not
+        assert weights_digest(outs[0]) == weights_digest(outs[1])
+    assert weights_digest(outs[1]) == merged(pair.raw, case, folder)
+
+
+PEAK_OF = """
+import re, sys, mergepipe
+from pathlib import Path
+plan, out, memory = sys.argv[1:]
+options = mergepipe.RunOptions(catalog=False, memory_bytes=int(memory), threads=2)
+mergepipe.run(plan, out, options=options)
+print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+"""
+
+
+@pytest.mark.slow
+def test_plan__of_a_tensor_far_above_the_memory_cap_keeps_the_process_small(folder: Path) -> None:
+    peaks = []
+    for n_elements in (4 << 20, 24 << 20):
+        place = folder / str(n_elements)
+        rng = np.random.default_rng(1)
+        base = encode(rng.standard_normal(n_elements, np.float32) * 0.02, BF16)
+        deltas = (rng.standard_normal(n_elements, np.float32) * 1e-3 for _ in range(2))
+        models = [{"w": base}, *({"w": encode(decode(base.tobytes(), BF16) + delta, BF16)} for delta in deltas)]
+        family = write_family(place / "raw", models)
+        stores = pack(family.places[0], family.places[1:], place / "stores", threads=2)
+        packed = replace(family, places=(family.places[0], *(expert.folder for expert in stores.experts)))
+        recipe = write_recipe(place / "recipe.yml", MergeCase("ties", (0.6, 0.4), (0.3, 0.1)), packed)
+        plan = mergepipe.plan(
+            recipe, "100%", home=place / "home", options=PlanOptions(block_elements=BLOCK_ELEMENTS, probe=False)
+        )
+        (place / "plan.json").write_bytes(plan.to_json())
+        command = [sys.executable, "-c", PEAK_OF, f"{place}/plan.json", f"{place}/out", str(SMALL)]
+        answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        peaks.append(int(answer) << 10)
+        mergepipe.run(plan, place / "large", options=RunOptions(catalog=False, memory_bytes=2 << 30))
+        assert weights_digest(place / "out") == weights_digest(place / "large")
+        shutil.rmtree(place)
+    assert peaks[1] < peaks[0] + (64 << 20)  # held, the tensor would take 240 MiB
 
 
 def test_merge__in_full_reads_what_the_stores_hold(pair: Pair, folder: Path) -> None:

@@ -56,7 +56,13 @@ class CrashJob:
             self.out,
             budget=self.budget,
             force=self.force,
-            options=MergeOptions(threads=2, shard_bytes=SHARD_BYTES, home=self.home),
+            options=MergeOptions(
+                threads=2,
+                shard_bytes=SHARD_BYTES,
+                home=self.home,
+                resume=resume,
+                reuse=self.budget is None,  # else a budget buys more than it did for `wanted`
+            ),
         )
 
     def run_after_crash(self) -> MergeReport:

@@ -1,4 +1,4 @@
-"""The loops of merging, cutting, packing and decoding are vector code.
+"""The loops of merging, cutting, dropping, packing and decoding are vector code.
 
 Seconds say little on a shared machine. What the compiler made of a loop is the same on every run: LLVM gives the body
 of each loop that it vectorised a name.
@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import encode_block
-from mergepipe.kernels import codec, merge, philox, reduce
+from mergepipe.kernels import codec, merge, overlap, philox, ranked, reduce, select, transcendental
 from mergepipe.kernels.compilation.compiled import Kernel
 
 N = codec.TILE_ELEMENTS
 ONE, BITS = np.float32(1), np.uint32(1)
 FLOATS, WORDS, HALVES, BYTES = (np.zeros(N, dtype) for dtype in (np.float32, np.uint32, np.uint16, np.uint8))
 COUNTS = np.zeros(1, np.int64)
+DOUBLES, DOUBLES_2N, FLOATS_2N = np.zeros(N), np.zeros((2, N)), np.zeros((2, N), np.float32)
+BOUNDS, ROWS_3N = np.zeros((2, 16), np.uint64), np.zeros((3, N), np.uint32)
 FINE = (np.zeros(1, np.uint32), np.zeros(1 << 15, np.int16), np.zeros((1, 1 << 16), np.int32), COUNTS)
 LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
     (codec.decode_tile, (BYTES, 0, codec.CODE_BF16, 1, FLOATS), 12),
@@ -35,6 +37,19 @@ LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
     (merge._add_scaled, (FLOATS, 1, ONE, FLOATS), 1),  # linear
     (merge._add_agreeing, (FLOATS, 1, ONE, FLOATS, FLOATS, FLOATS), 1),
     (merge._normalize_agreeing, (FLOATS, FLOATS, FLOATS, 1, True, ONE, ONE), 3),
+    (merge.variance_tile, (FLOATS_2N, 2, 2, 1, FLOATS, DOUBLES_2N), 11),  # sce
+    (overlap.merge_overlapping, (BYTES, 0, 3, COUNTS, COUNTS, ONE, FLOATS, BYTES, 0, 3, 1), 27),  # ram
+    (transcendental.exp_tile, (DOUBLES, 1, DOUBLES_2N), 3),  # arcee_fusion
+    (transcendental.log_tile, (DOUBLES, 1, DOUBLES_2N), 2),
+    (select._divergence, (DOUBLES, DOUBLES, 1, 1.0, 1.0, DOUBLES_2N, DOUBLES), 7),
+    (
+        ranked._drop_in_row,  # della
+        (WORDS, WORDS, WORDS, 17, ROWS_3N, np.zeros((16, 4), np.uint32), BOUNDS, BOUNDS[0], BYTES),
+        11,
+    ),
+    (ranked.mark_nonzero, (FLOATS, 1, BYTES), 1),
+    (ranked.clear_unmarked, (FLOATS, 1, BYTES), 1),
+    (reduce.count_nonzero, (FLOATS,), 1),
     (reduce.count_from_edges, (BYTES, 0, 1, 0, 1, 1, HALVES, COUNTS), 14),
     (reduce.count_fine_bits, (WORDS, 1, HALVES, np.zeros((2, N), np.uint8), *FINE), 4),
 ]

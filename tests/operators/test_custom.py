@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def test_load_entry_points__registers_what_packages_offer(
     module = type("module", (), {"made": clip_operator})
     monkeypatch.setitem(__import__("sys").modules, "some_package", module)
     point = EntryPoint("clip", "some_package:made", custom.ENTRY_POINTS)
-    monkeypatch.setattr(custom, "entry_points", lambda group: [point] if group == custom.ENTRY_POINTS else [])
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [point] if group == custom.ENTRY_POINTS else [])
     assert load_entry_points() == ("clip",)
     assert operator_named("clip") is clip_operator
     assert load_entry_points() == ()

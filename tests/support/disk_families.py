@@ -139,7 +139,7 @@ def write_recipe(path: Path, case: MergeCase, family: DiskFamily, out_dtype: str
         recipe["base_model"] = base
     for place, weight, density in zip(experts, case.weights, case.densities, strict=True):
         own: dict[str, object] = {} if case.operator == "slerp" else {"weight": weight}
-        if case.operator in ("ties", "dare_linear", "dare_ties"):
+        if case.operator in ("ties", "dare_linear", "dare_ties", "breadcrumbs"):
             own["density"] = density
         models.append({"model": str(place), "parameters": own})
     match case.operator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -57,6 +57,11 @@ class _Meeting:
 
     barrier: threading.Barrier
     values: list[Any] = field(default_factory=list)
+    other: _Meeting | None = None
+
+    @classmethod
+    def of(cls, world_size: int) -> _Meeting:
+        return cls(threading.Barrier(world_size, timeout=30), [None] * world_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +79,18 @@ class ThreadRank:
         self.meeting.barrier.wait()
         return found
 
+    def for_another_thread(self) -> ThreadRank:
+        self.gather(None)
+        if self.rank == 0:
+            self.meeting.other = _Meeting.of(self.world_size)
+        self.gather(None)
+        assert self.meeting.other is not None
+        return replace(self, meeting=self.meeting.other)
+
 
 def on_ranks(world_size: int, act: Callable[[Ranks], _Result]) -> list[_Result | Exception]:
     """Let every rank `act` in a thread of its own; return what each returned or raised."""
-    meeting = _Meeting(threading.Barrier(world_size, timeout=30), [None] * world_size)
+    meeting = _Meeting.of(world_size)
 
     def one(rank: int) -> _Result | Exception:
         try:

@@ -204,11 +204,38 @@ def write_dcp(
 
     `tied` adds weights that are copies of others, by name; `plain` values that are no tensors, by key.
     """
+    keyed = _weights(known, tied) | _states(known, "optim")
+    _write_chunks(folder, keyed, world_size, plain)
+
+
+def _weights(known: KnownStates, tied: Mapping[str, str]) -> dict[str, Array]:
+    weights = {f"model.{n}": known.arrays[n, "fp32"] for n in known.shapes}
+    return weights | {f"model.{alias}": known.arrays[owner, "fp32"] for alias, owner in tied.items()}
+
+
+def _states(known: KnownStates, key: str) -> dict[str, Array]:
+    states = {f"{key}.state.{n}.{k}": known.arrays[n, k] for n in known.shapes for k in STATES}
+    return states | {f"{key}.state.{n}.step": _step(known.step) for n in known.shapes}
+
+
+def write_fsdp(folder: Path, known: KnownStates, *, full: bool, tied: Mapping[str, str] = MappingProxyType({})) -> None:
+    """FSDP as Accelerate saves it: sharded over two ranks, or whole; `tied` as in `write_dcp`."""
+    folder.mkdir(parents=True)
+    if not full:
+        _write_chunks(folder / "pytorch_model_fsdp_0", _weights(known, tied), 2, {})
+        _write_chunks(folder / "optimizer_0", _states(known, "optimizer"), 2, {})
+        return
+    flats = {n: known.arrays[n, "fp32"].reshape(-1) for n in known.shapes}
+    weights = {n: View(flats[n], 0, shape) for n, shape in known.shapes.items()}
+    weights |= {alias: View(flats[owner], 0, known.shapes[owner]) for alias, owner in tied.items()}
+    state = {n: _adam(known.step, *(known.arrays[n, k] for k in STATES)) for n in known.shapes}
+    options = [{"lr": RATE, "params": list(known.shapes)}]
+    (folder / "pytorch_model_fsdp.bin").write_bytes(torch_bytes(weights))
+    (folder / "optimizer.bin").write_bytes(torch_bytes({"state": state, "param_groups": options}))
+
+
+def _write_chunks(folder: Path, keyed: Mapping[str, Array], world_size: int, plain: Mapping[str, object]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    keyed = {f"model.{n}": known.arrays[n, "fp32"] for n in known.shapes}
-    keyed |= {f"model.{alias}": known.arrays[owner, "fp32"] for alias, owner in tied.items()}
-    keyed |= {f"optim.state.{n}.{k}": known.arrays[n, k] for n in known.shapes for k in STATES}
-    keyed |= {f"optim.state.{n}.step": _step(known.step) for n in known.shapes}
     files = [bytearray() for _ in range(world_size)]
     described: dict[str, object] = {}
     stored = []

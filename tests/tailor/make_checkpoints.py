@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 KINDS = (
@@ -25,11 +27,19 @@ KINDS = (
     "zero3-bf16",
     "zero2-tied",
     "zero2-robin",
+    "zero2-fp16",
+    "zero3-fp16",
+    "zero2-offload",
+    "zero3-offload",
+    "zero2-layers",
+    "zero3-layers",
     "hf",
     "dcp",
     "dcp-tied",
     "hf-zero2",
     "hf-zero3",
+    "accelerate-full",
+    "accelerate-sharded",
 )
 SAVED_STEPS = (2, 4)
 WORLD_SIZE = 2
@@ -66,8 +76,17 @@ def batch(step: int, rank: int) -> Any:
     return torch.randint(1, 37, (2, 9), generator=generator)
 
 
-def parameter_groups(model: Any) -> list[dict[str, Any]]:
+def parameter_groups(model: Any, kind: str = "") -> list[dict[str, Any]]:
+    """Two groups, as the Trainer makes them; of `-layers` kinds, those of LLMTailor: 2 a layer, 1 each for the rest."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if "-layers" in kind:
+        groups: dict[str, list[Any]] = {}
+        for name, parameter in named:
+            layer = re.search(r"layers\.\d+\.", name)
+            groups.setdefault(f"{layer[0]}{'norm' in name}" if layer else name, []).append(parameter)
+        return [
+            {"params": p, "weight_decay": 0.0 if "norm" in n or n.endswith("True") else 0.1} for n, p in groups.items()
+        ]
     plain = [p for n, p in named if "norm" in n or n.endswith("bias")]
     decayed = [p for n, p in named if not ("norm" in n or n.endswith("bias"))]
     return [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
@@ -87,6 +106,10 @@ def deepspeed_config(kind: str) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 2000, "round_robin_gradients": "robin" in kind}
     if stage == 3:
         zero |= {"sub_group_size": 10**9 if "whole" in kind else 1200, "stage3_param_persistence_threshold": 10}
+    if "offload" in kind:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        if stage == 3:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": zero,
@@ -96,6 +119,10 @@ def deepspeed_config(kind: str) -> dict[str, Any]:
     }
     if "bf16" in kind:
         config["bf16"] = {"enabled": True}
+    if "MERGEPIPE_TEST_UNIVERSAL" in os.environ:
+        config["checkpoint"] = {"load_universal": True}
+    if "fp16" in kind:  # the scale doubles after every second step
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
     return config
 
 
@@ -104,9 +131,10 @@ def deepspeed_engine(kind: str) -> Any:
 
     deepspeed: Any = import_module("deepspeed")
     import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+    import_module("deepspeed.accelerator").get_accelerator().is_fp16_supported = lambda: True
     config = deepspeed_config(kind)
     model = tiny_model(kind)
-    optimizer = torch.optim.AdamW(parameter_groups(model), lr=1e-2)
+    optimizer = torch.optim.AdamW(parameter_groups(model, kind), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1.0 / (1 + s))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
     return engine
@@ -194,6 +222,13 @@ def _owner_pointer(engine: Any, fragment: Any) -> int:
 # --- Hugging Face Trainer ----------------------------------------------------------------------------------------
 
 
+def scale_loss(trainer: Any, kind: str) -> None:
+    """Let the Trainer scale the loss of `hf-fp16` as on a GPU; on a CPU the values stay in fp32."""
+    torch: Any = import_module("torch")
+    if kind == "hf-fp16":
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+
+
 def train_hf(kind: str, out: Path) -> None:
     import torch
 
@@ -252,11 +287,15 @@ def hf_zero_trainer(kind: str, out: Path, **options: Any) -> Any:
     import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     rows = [{"input_ids": t, "labels": t} for t in torch.cat([batch(s, 0) for s in range(16)])]
     config = deepspeed_config(kind.removeprefix("hf-")) | {"train_micro_batch_size_per_gpu": "auto"}
+    half = {"fp16": config.pop("fp16")} if "fp16" in config else {}  # which the Trainer refuses on a CPU
     arguments = transformers.TrainingArguments(
         output_dir=str(out), save_steps=2, per_device_train_batch_size=2, learning_rate=1e-2, weight_decay=0.1,
         report_to=[], disable_tqdm=True, deepspeed=config, max_grad_norm=1.0, **options,
     )  # fmt: skip
-    return transformers.Trainer(model=tiny_model(kind), args=arguments, train_dataset=rows)
+    trainer = transformers.Trainer(model=tiny_model(kind), args=arguments, train_dataset=rows)
+    trainer.accelerator.state.deepspeed_plugin.deepspeed_config.update(half)
+    import_module("deepspeed.accelerator").get_accelerator().is_fp16_supported = lambda: True
+    return trainer
 
 
 def train_hf_zero(kind: str, out: Path) -> None:
@@ -363,6 +402,101 @@ def dump_dcp(kind: str, out: Path, step: int, rank: int) -> None:
         write_truth(out / f"truth-{step}.npz", arrays)
 
 
+# --- FSDP as Accelerate saves it ---------------------------------------------------------------------------------
+
+
+def accelerate_model(kind: str) -> tuple[Any, Any, Any, Any]:
+    """The model, its optimizer, and the plugin and accelerator that Accelerate's functions ask.
+
+    Shards are FSDP1's. Full state dicts are FSDP2's: what FSDP1 gathers of an optimizer on a CPU overwrites itself.
+    """
+    import torch
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    fsdp: Any = import_module("torch.distributed.fsdp")
+    is_full = kind.endswith("full")
+    if is_full:
+        model, optimizer = fsdp_model(kind)
+    else:
+        torch.distributed.init_process_group("gloo")
+        inner = tiny_model(kind)
+        policy = ModuleWrapPolicy({type(inner.model.layers[0])})
+        model = fsdp.FullyShardedDataParallel(
+            inner, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+        )
+        optimizer = torch.optim.AdamW(parameter_groups(model), lr=1e-2)
+    import_module("accelerate").PartialState(cpu=True)
+    name = "Full" if is_full else "Sharded"
+    plugin = SimpleNamespace(
+        state_dict_type=getattr(fsdp.StateDictType, f"{name.upper()}_STATE_DICT"),
+        state_dict_config=getattr(fsdp, f"{name}StateDictConfig")(),
+        optim_state_dict_config=getattr(fsdp, f"{name}OptimStateDictConfig")(),
+        fsdp_version=2 if is_full else 1,
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = SimpleNamespace(
+        num_processes=WORLD_SIZE, process_index=torch.distributed.get_rank(), is_main_process=True, is_fsdp2=is_full,
+        wait_for_everyone=torch.distributed.barrier,
+    )  # fmt: skip
+    return model, optimizer, plugin, accelerator
+
+
+def plain_step(model: Any, optimizer: Any, tokens: Any) -> Any:
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def train_accelerate(kind: str, out: Path, rank: int) -> None:
+    utils: Any = import_module("accelerate.utils.fsdp_utils")
+    model, optimizer, plugin, accelerator = accelerate_model(kind)
+    for step in range(1, max(SAVED_STEPS) + 1):
+        plain_step(model, optimizer, batch(step, rank))
+        if step in SAVED_STEPS:
+            utils.save_fsdp_model(plugin, accelerator, model, str(out / f"step-{step}"))
+            utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(out / f"step-{step}"))
+
+
+def load_accelerate(kind: str, folder: Path) -> tuple[Any, Any, dict[str, Any]]:
+    """The model and its optimizer as loaded, and all they hold."""
+    utils: Any = import_module("accelerate.utils.fsdp_utils")
+    model, optimizer, plugin, accelerator = accelerate_model(kind)
+    plain_step(model, optimizer, batch(0, 0))  # of an optimizer without state, Accelerate 1.15 restores no shards
+    utils.load_fsdp_model(plugin, accelerator, model, str(folder))
+    utils.load_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder))
+    weights = utils._get_model_state_dict(model, sd_options=utils._prepare_sd_options(plugin))
+    arrays = {f"weight/{name}": whole(value) for name, value in weights.items()}
+    if plugin.fsdp_version == 2:
+        states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+    else:
+        shards = (plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config)
+        with type(model).state_dict_type(model, *shards):
+            states = type(model).optim_state_dict(model, optimizer)["state"]
+    arrays |= {f"{key}/{name}": whole(value) for name, state in states.items() for key, value in state.items()}
+    return model, optimizer, arrays
+
+
+def whole(value: Any) -> Any:
+    """A tensor gathered from all ranks, whichever class cuts it."""
+    import torch
+
+    if hasattr(value, "full_tensor"):
+        return value.full_tensor().clone()
+    if not hasattr(value, "local_shards"):
+        return value.clone()
+    gathered = torch.empty(value.size()) if torch.distributed.get_rank() == 0 else None
+    value.gather(0, gathered)
+    return gathered if gathered is not None else torch.empty(0)
+
+
+def dump_accelerate(kind: str, out: Path, step: int, rank: int) -> None:
+    _, _, arrays = load_accelerate(kind, out / f"step-{step}")
+    if rank == 0:
+        write_truth(out / f"truth-{step}.npz", arrays)
+
+
 # --- ranks -------------------------------------------------------------------------------------------------------
 
 
@@ -371,7 +505,9 @@ def run_rank(kind: str, out: Path, step: int) -> None:
     import torch
 
     rank = int(os.environ["RANK"])
-    if kind.startswith("dcp"):
+    if kind.startswith("accelerate"):
+        train_accelerate(kind, out, rank) if step == 0 else dump_accelerate(kind, out, step, rank)
+    elif kind.startswith("dcp"):
         train_dcp(kind, out, rank) if step == 0 else dump_dcp(kind, out, step, rank)
     elif kind.startswith("hf-"):
         train_hf_zero(kind, out) if step == 0 else dump_hf_zero(kind, out, step, rank)

@@ -77,6 +77,14 @@ def resume_dcp(kind: str, out: Path, step: int, rank: int) -> None:
     save(out, step, arrays, losses)
 
 
+def resume_accelerate(kind: str, out: Path, step: int, rank: int) -> None:
+    model, optimizer, arrays = frameworks.load_accelerate(kind, out / f"step-{step}")
+    losses = []
+    for number in range(10, 10 + N_STEPS):
+        losses.append(frameworks.plain_step(model, optimizer, frameworks.batch(number, rank)))
+    save(out, step, arrays, losses)
+
+
 def resume_loop(kind: str, out: Path, step: int, rank: int) -> None:
     """Go on with everything that a loop of one's own had saved with `save_partial`."""
     import torch
@@ -118,6 +126,7 @@ def resume_hf(kind: str, out: Path, step: int) -> None:
     import torch
 
     transformers: Any = import_module("transformers")
+    is_plain = kind in ("hf", "hf-fp16")
     arrays: dict[str, Any] = {}
     losses: list[Any] = []
 
@@ -125,13 +134,17 @@ def resume_hf(kind: str, out: Path, step: int) -> None:
         groups = kwargs["optimizer"].param_groups
         arrays["lr"] = torch.tensor([group["lr"] for group in groups], dtype=torch.float32)
         arrays["scheduled"] = torch.tensor(kwargs["lr_scheduler"].last_epoch)
-        if kind != "hf":
+        if not is_plain:
             arrays["global_steps"] = torch.tensor(trainer.model_wrapped.global_steps)
             arrays["global_samples"] = torch.tensor(trainer.model_wrapped.global_samples)
+        if "fp16" in kind:
+            scaler = trainer.accelerator.scaler
+            scale = scaler.get_scale() if is_plain else trainer.model_wrapped.optimizer.loss_scaler.cur_scale
+            arrays["loss_scale"] = torch.tensor(scale)
         arrays.update(held())
 
     def held() -> dict[str, Any]:
-        if kind != "hf":
+        if not is_plain:
             stage = int(kind.removeprefix("hf-zero")[0])
             return {k: v.detach().clone() for k, v in frameworks._zero_states(trainer.model_wrapped, stage)}
         found = {}
@@ -145,13 +158,14 @@ def resume_hf(kind: str, out: Path, step: int) -> None:
     folder = out / f"checkpoint-{step}"
     resumed_at = transformers.TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
     options = {"max_steps": resumed_at + N_STEPS, "save_strategy": "no"}
-    if kind == "hf":
+    if is_plain:
         rows = [{"input_ids": t, "labels": t} for t in torch.cat([frameworks.batch(s, 0) for s in range(8)])]
         arguments = transformers.TrainingArguments(
             output_dir=str(out / "scratch"), per_device_train_batch_size=2, report_to=[], disable_tqdm=True,
             use_cpu=True, weight_decay=0.1, learning_rate=1e-2, **options,
         )  # fmt: skip
         trainer = transformers.Trainer(model=frameworks.tiny_model(kind), args=arguments, train_dataset=rows)
+        frameworks.scale_loss(trainer, kind)
     else:
         trainer = frameworks.hf_zero_trainer(kind, out / "scratch", **options)
     compute_loss = trainer.compute_loss
@@ -174,7 +188,9 @@ def run_rank(kind: str, out: Path, steps: list[int]) -> None:
 
     rank = int(os.environ["RANK"])
     for step in steps:
-        if kind.startswith("dcp"):
+        if kind.startswith("accelerate"):
+            resume_accelerate(kind, out, step, rank)
+        elif kind.startswith("dcp"):
             resume_dcp(kind, out, step, rank)
         elif kind.startswith(("fsdp2", "plain")):
             resume_loop(kind, out, step, rank)
@@ -194,7 +210,7 @@ def main() -> None:
     steps = [int(each) for each in sys.argv[3:]]
     if "RANK" in os.environ:
         run_rank(kind, out, steps)
-    if kind == "hf":
+    if kind in ("hf", "hf-fp16"):
         for step in steps:
             resume_hf(kind, out, step)
         return
@@ -204,7 +220,7 @@ def main() -> None:
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     one_each = kind.startswith(
-        ("dcp", "fsdp2", "hf", "plain")
+        ("accelerate", "dcp", "fsdp2", "hf", "plain")
     )  # process groups and the Trainer are set up once a process
     groups = [[step] for step in steps] if one_each else [steps]
     for group in groups:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from mergepipe.errors import MergePipeError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
-from support.torch_bytes import torch_bytes
+from support.torch_bytes import View, torch_bytes
 from support.training_trees import KnownStates, decay_groups, decoder_shapes, known_states, write_hf, write_zero3
 
 PARITY = "default: new\ntake: [{from: old, units: [layers even]}]\n"
@@ -122,10 +123,9 @@ def test_open__names_the_optimizer_that_it_does_not_read(tmp_path: Path, name: s
     [
         (("common.pt", "metadata.json", ".metadata", "__0_0.distcp"), "Megatron distributed"),
         (("latest_checkpointed_iteration.txt", "iter_0000100/x"), "Megatron"),
+        (("mp_rank_00_001/model_optim_rng.pt",), "Megatron"),
         (("context/io.json", "weights/.metadata"), "NeMo"),
-        (("latest_universal", "latest"), "DeepSpeed universal"),
-        (("zero/a/fp32.pt", "mp_rank_00_model_states.pt"), "DeepSpeed universal"),
-        (("trainer_state.json", "optimizer_0/.metadata", "pytorch_model_fsdp_0/.metadata"), "FSDP"),
+        (("trainer_state.json", "pytorch_model_fsdp_rank0.bin"), "FSDP"),
     ],
 )
 def test_open__names_checkpoints_of_other_programs(tmp_path: Path, files: tuple[str, ...], name: str) -> None:
@@ -145,3 +145,18 @@ def test_open__refuses_flat_groups_with_padding_between_parameters(tmp_path: Pat
     (tmp_path / "mp_rank_00_model_states.pt").write_bytes(torch_bytes({"global_steps": known.step}))
     error = refusal(lambda: opened(tmp_path))
     assert (error.code, "padded between parameters" in str(error)) == ("tailor.zero.alignment", True)
+
+
+def shared_states(array: np.ndarray) -> dict[str, object]:
+    tensor = View(array.reshape(-1), 0, array.shape)
+    return {"step": 7, "exp_avg": tensor, "exp_avg_sq": tensor}
+
+
+def test_compose__refuses_states_that_share_bytes(tmp_path: Path) -> None:
+    """As FSDP1 gathers an optimizer on a CPU: what is written for one state would be the other's."""
+    known = known_states(decoder_shapes())
+    _write_optimizer(tmp_path / "old", replace(known, step=5), shared_states)
+    _write_optimizer(tmp_path / "new", replace(known, step=9), shared_states)
+    (tmp_path / "recipe.yml").write_text("default: new\ntake: [{from: old, units: [norm]}]\n")
+    error = refusal(lambda: tailor.check(tmp_path / "recipe.yml"))
+    assert (error.code, "share bytes" in str(error)) == ("tailor.shared", True)

@@ -30,6 +30,8 @@ FOLDERS = {
     "hf": "checkpoint-{}",
     "dcp": "step-{}",
     "dcp-tied": "step-{}",
+    "accelerate-full": "step-{}",
+    "accelerate-sharded": "step-{}",
     "hf-zero2": "checkpoint-{}",
     "hf-zero3": "checkpoint-{}",
 }
@@ -42,11 +44,19 @@ KINDS = (
     "zero3-bf16",
     "zero2-tied",
     "zero2-robin",
+    "zero2-fp16",
+    "zero3-fp16",
+    "zero2-offload",
+    "zero3-offload",
+    "zero2-layers",
+    "zero3-layers",
     "hf",
     "dcp",
     "dcp-tied",
     "hf-zero2",
     "hf-zero3",
+    "accelerate-full",
+    "accelerate-sharded",
 )
 needs_frameworks = pytest.mark.skipif(
     not PYTHON.is_file(), reason="no environment for training: requirements/train.txt"

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", HERE.parents[1] / ".venv-train" / "bin" / "python"))
-TORCH_KINDS = ("dcp", "dcp-tied", "fsdp2", "fsdp2-tied", "plain")
+TORCH_KINDS = ("dcp", "dcp-tied", "accelerate-full", "accelerate-sharded", "fsdp2", "fsdp2-tied", "plain")
 KINDS = (
     "zero1-bf16",
     "zero2",
@@ -31,17 +31,25 @@ KINDS = (
     "zero2-tied",
     "zero3",
     "zero3-bf16",
+    "zero2-fp16",
+    "zero3-fp16",
+    "zero2-offload",
+    "zero3-offload",
+    "zero2-layers",
+    "zero3-layers",
     "hf",
     "hf-zero2",
     "hf-zero3",
-    *TORCH_KINDS[:2],
+    *TORCH_KINDS[:4],
 )
 OLD, NEW = 2, 4
-PARTIAL_KINDS = ("hf", "hf-zero1", "hf-zero2", "hf-zero3", "fsdp2", "fsdp2-tied", "plain")
+PARTIAL_KINDS = ("hf", "hf-zero1", "hf-zero2", "hf-zero3", "fsdp2", "fsdp2-tied", "plain", "hf-fp16", "hf-zero2-fp16")
 ENGINE = {"scheduled": 4, "global_steps": 4, "global_samples": 16}
 LOOP = {"global_steps": 4}
 COUNTS = {
     "hf": {"scheduled": 4},
+    "hf-fp16": {"scheduled": 4, "loss_scale": 1024},
+    "hf-zero2-fp16": ENGINE | {"loss_scale": 512},
     "fsdp2": LOOP,
     "fsdp2-tied": LOOP,
     "plain": LOOP,
@@ -64,9 +72,13 @@ def train(kind: str, out: Path) -> None:
     subprocess.run([PYTHON, HERE / "make_checkpoints.py", kind, out], check=True, capture_output=True, timeout=600)
 
 
-def resume(kind: str, out: Path, *steps: int, ranks: int = 2, layers: int = 3) -> list[Mapping[str, Any]]:
+def resume(
+    kind: str, out: Path, *steps: int, ranks: int = 2, layers: int = 3, is_universal: bool = False
+) -> list[Mapping[str, Any]]:
     """What the framework loads from each checkpoint, the losses of its next steps, and the states after them."""
     environment = dict(SOURCE_ENVIRONMENT, MERGEPIPE_TEST_RANKS=str(ranks), MERGEPIPE_TEST_LAYERS=str(layers))
+    if is_universal:
+        environment["MERGEPIPE_TEST_UNIVERSAL"] = "1"
     command = [str(PYTHON), str(HERE / "resume.py"), kind, str(out), *map(str, steps)]
     subprocess.run(command, check=True, capture_output=True, timeout=900, env=environment)
     return [dict(np.load(out / f"resumed-{step}.npz")) for step in steps]
@@ -165,7 +177,8 @@ def test_composite__of_partial_checkpoints_resumes_at_their_step(tmp_path: Path,
     assert (wrong, len(keys) >= 87) == ([], True)
     scheduled = 1e-2 / 5 if kind in TORCH_KINDS else 1e-2 * 2 / 6  # what each schedule gives after step 4 (of 6)
     assert loaded["lr"] == pytest.approx([scheduled, scheduled], rel=1e-6)
-    counted = {key: int(loaded[key]) for key in ("scheduled", "global_steps", "global_samples") if key in loaded}
+    counters = ("scheduled", "global_steps", "global_samples", "loss_scale")
+    counted = {key: int(loaded[key]) for key in counters if key in loaded}
     assert counted == COUNTS[kind]
     if kind.startswith("hf-zero"):
         assert (
@@ -246,3 +259,45 @@ def test_average__resumes_with_averaged_weights_and_the_newest_moments(tmp_path:
         np.testing.assert_allclose(loaded[key], mean, rtol=tolerance, atol=1e-7, err_msg=key)
     assert len(keys) >= 87
     assert all(np.isfinite(loaded[key]).all() for key in loaded if key.startswith("loss/"))
+
+
+def convert(folder: Path) -> Path:
+    """DeepSpeed's own universal form of a tag directory, beside it."""
+    out = folder.with_name(f"{folder.name}-converted")
+    command = [str(PYTHON), "-m", "deepspeed.checkpoint.ds_to_universal", f"--input_folder={folder}"]
+    command += [f"--output_folder={out}", "--inject_missing_state", "--num_extract_workers=1", "--num_merge_workers=1"]
+    environment = dict(os.environ, DS_ACCELERATOR="cpu", DS_BUILD_OPS="0")
+    subprocess.run(command, check=True, capture_output=True, timeout=600, env=environment)
+    return out
+
+
+@needs_frameworks
+@pytest.mark.parametrize("kind", ["zero1-bf16", "zero2-fp16", "zero3-fp16"])
+def test_universal_checkpoint__is_exported_and_composed_as_deepspeed_converts_and_loads(
+    tmp_path: Path, kind: str
+) -> None:
+    out = tmp_path / "run"
+    train(kind, out)
+    old, new = (convert(out / folder(kind, step)) for step in (OLD, NEW))
+    exported = replace(FULL, is_universal=True)
+    compose_as(kind, out, ITSELF, f"default: {folder(kind, NEW)}\n", exported)
+    command = [str(PYTHON), str(HERE / "compare_universal.py"), str(new), str(out / folder(kind, ITSELF))]
+    compared = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    assert compared.stdout.split()[-2:] == ["equal", "91" if kind.startswith("zero3") else "121"]
+
+    compose_as(kind, out, MIXED, mixed(kind), exported)
+    compose_as(kind, out, OTHER, f"default: {new.name}\ntake: [{{from: {old.name}, units: [{UNITS}]}}]\n")
+    for loaded in resume(kind, out, MIXED, OTHER, ranks=3, is_universal=True):
+        wrong, compared_states = misplaced(loaded, out, kind)
+        assert (wrong, compared_states >= 87, int(loaded["global_steps"])) == ([], True, NEW)
+        assert all(np.isfinite(loaded[key]).all() for key in loaded if key.startswith("loss/"))
+
+
+@needs_frameworks
+def test_universal_checkpoint__of_the_trainer_resumes(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train("hf-zero2", out)
+    compose_as("hf-zero2", out, MIXED, mixed("hf-zero2"), replace(FULL, is_universal=True))
+    (loaded,) = resume("hf-zero2", out, MIXED, ranks=3, is_universal=True)
+    wrong, compared = misplaced(loaded, out, "hf-zero2")
+    assert (wrong, compared >= 87, int(loaded["global_steps"])) == ([], True, NEW)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
-from dataclasses import dataclass
+
+from mergepipe.core.values import dataclass
 
 APPLICATION_ID = 0x4D504331  # "MPC1"
 

@@ -8,7 +8,7 @@ import sqlite3
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from mergepipe.catalog import models
@@ -18,6 +18,7 @@ from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rows import Evidence, ModelRow
 from mergepipe.catalog.statistics_transfer import is_transferred
 from mergepipe.catalog.tensor_statistics import PackedRow
+from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import islice
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
 from mergepipe.checkpoints.formats.torch_weights import read_torch_weights
 from mergepipe.checkpoints.formats.weight_files import SAFETENSORS, TORCH, choose_weights, names_shown
+from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, NotFoundError, Problem, UnsupportedError
 from mergepipe.storage.contract import FileStatus, Store, is_folder
 from mergepipe.storage.limits import WEIGHT_INDEX_BYTES

@@ -28,7 +28,7 @@ def _run_program(program: str, argv: Sequence[str] | None) -> int:
     except UnsupportedError as error:
         print(f"error: {error} [{error.code}]", file=sys.stderr)
         return error.exit_code
-    gc.set_threshold(50_000, 20, 20)  # what is imported stays: looking it through takes a tenth of the start
+    gc.set_threshold(200_000, 20, 20)  # what is imported stays: looking it through takes a tenth of the start
     arguments = list(sys.argv[1:] if argv is None else argv)
     _occupy_standard_descriptors()
     try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mergepipe.core.escaping import printable
+from mergepipe.core.values import dataclass
 from mergepipe.errors import InterruptedRunError, MergePipeError, Problem, RecipeError, StorageError
 
 INTERNAL_EXIT_CODE = 70

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from mergepipe.core.values import dataclass
 
 _POSITION = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?: (?P<key>.*))?")
 

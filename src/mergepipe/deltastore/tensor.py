@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.checkpoints.contract import NO_TURNS, FetchOnBase, TensorEntry, Turns
 from mergepipe.checkpoints.read_cost import range_cost_bytes
 from mergepipe.core.blocks import DELTA_FLAG, DTYPES, F32, BlockGrid, DType, Span, element_count
+from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import BlockContext, RawBytes, decode_block, decode_deltas
 from mergepipe.deltastore.codec.levels import (

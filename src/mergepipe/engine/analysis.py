@@ -14,6 +14,7 @@ from mergepipe.engine.pipeline.jobs import Job, TensorWork
 from mergepipe.engine.pipeline.pipeline import Pipeline, ReadSettings
 from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.engine.pipeline.segments import (
+    HoldLimits,
     JobShape,
     Run,
     choose_buffer_sizes,
@@ -59,10 +60,10 @@ def run_analysis(
         work.tasks, files, pool, sizes.raw_bytes, _NoSink(), options.threads, lambda: observer.on_progress(None),
         ReadSettings.of(files, store, pool.limit), lambda: abort_requests(store),
     )  # fmt: skip
-    pipeline.run(_jobs(work, plan_jobs(work.tasks, sizes, runs_of, cut_of), pool.limit, observer))
+    pipeline.run(_jobs(work, plan_jobs(work.tasks, sizes, runs_of, cut_of), HoldLimits.of(pool.limit), observer))
 
 
-def _jobs(work: AnalysisWork, shapes: Iterator[JobShape], held_limit: int, observer: Observer) -> Iterator[Job]:
+def _jobs(work: AnalysisWork, shapes: Iterator[JobShape], limits: HoldLimits, observer: Observer) -> Iterator[Job]:
     for shape in shapes:
         works = []
         for task in (work.tasks[i] for i in shape.task_indices):
@@ -73,7 +74,7 @@ def _jobs(work: AnalysisWork, shapes: Iterator[JobShape], held_limit: int, obser
             else:
                 summary = TensorSummary(grid, len(task.experts), None, work.densities)
             works.append(TensorWork(task, summary, no_function, reporter(task, summary, observer.on_statistics)))
-        yield Job(shape, works, held_limit, writes=False, tap=observer.tap)
+        yield Job(shape, works, limits, writes=False, tap=observer.tap)
 
 
 class _NoSink:

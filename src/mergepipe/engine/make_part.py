@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import NeedsBase
 from mergepipe.checkpoints.open_files import open_pinned
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS
+from mergepipe.core.values import dataclass
 from mergepipe.engine.observer import SILENT, Observer, Tap
 from mergepipe.engine.pipeline.jobs import Job
-from mergepipe.engine.pipeline.pipeline import Pipeline, ReadSettings, SegmentSink
+from mergepipe.engine.pipeline.pipeline import Pipeline, ReadSettings, SegmentSink, are_dear
 from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.engine.pipeline.segments import (
     BufferSizes,
     CutOf,
+    HoldLimits,
     JobShape,
     Levels,
     Run,
@@ -58,7 +60,8 @@ def make_part(
 
     What `progress` says is durable already is neither read nor written.
 
-    Memory: `options.memory_bytes` of buffers, and the counters of reductions (see `engine.reductions`).
+    Memory: `options.memory_bytes` of buffers, and the counters of reductions (see `engine.reductions`). Disk, under a
+    plan: in `directory`, what is read of experts of a tensor that buffers do not hold and that is looked at twice.
 
     Raises:
         ConflictError: `input.changed`, a file has another version than the work names.
@@ -84,8 +87,13 @@ def make_part(
             lambda: observer.on_progress(writer.progress),
             ReadSettings.of(files, store, pool.limit),
             lambda: abort_requests(store),
+            directory,
         )  # fmt: skip
-        pipeline.run(_jobs(layout.work, tasks, shapes, pool.limit, observer))
+        is_sparing = work.access is None and not are_dear(files, store)
+        limits = (
+            HoldLimits.sparing(pool.limit, layout.sizes, work.output.tasks) if is_sparing else HoldLimits.of(pool.limit)
+        )
+        pipeline.run(_jobs(layout.work, tasks, shapes, limits, observer))
         writer.finish()
     digests = iter(writer.digests)
     return PartResult(
@@ -132,11 +140,11 @@ def _layout(work: MergeWork, pool_bytes: int, tap: Tap | None) -> _Layout:
 
 
 def _jobs(
-    work: MergeWork, tasks: Sequence[MergeTask], shapes: Iterator[JobShape], held_limit: int, observer: Observer
+    work: MergeWork, tasks: Sequence[MergeTask], shapes: Iterator[JobShape], limits: HoldLimits, observer: Observer
 ) -> Iterator[Job]:
     for shape in shapes:
         works = [tensor_work(work, tasks[i], observer.on_statistics) for i in shape.task_indices]
-        yield Job(shape, works, held_limit, reads_once=work.access is not None, tap=observer.tap)
+        yield Job(shape, works, limits, reads_once=work.access is not None, tap=observer.tap)
 
 
 def _cut_of(work: MergeWork, tap: Tap | None) -> CutOf:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import reduce
 from operator import add
+from typing import TYPE_CHECKING
 
-from mergepipe.checkpoints.open_files import PinnedFile
-from mergepipe.engine.pipeline.segments import Reusable
-from mergepipe.engine.planned_access import PlannedAccess
-from mergepipe.engine.reductions.known_quantities import RecordedQuantities
-from mergepipe.operators.base import BlockFunction, Operator
+from mergepipe.core.values import dataclass
 from mergepipe.operators.registry import operator_named
-from mergepipe.recipes.resolve.tasks import MergeTask
-from mergepipe.snapshots.overlay.table import BaseFile, BlockPlace, OverlayTable
 from mergepipe.snapshots.shards import ShardLayout, TensorDigest, TensorSpec, plan_shards
 from mergepipe.storage.ledger import Usage
 from mergepipe.storage.traffic import RemoteSettings
+
+if TYPE_CHECKING:
+    from mergepipe.checkpoints.open_files import PinnedFile
+    from mergepipe.engine.pipeline.segments import Reusable
+    from mergepipe.engine.planned_access import PlannedAccess
+    from mergepipe.engine.reductions.known_quantities import RecordedQuantities
+    from mergepipe.operators.base import BlockFunction, Operator
+    from mergepipe.recipes.resolve.tasks import MergeTask
+    from mergepipe.snapshots.overlay.table import BaseFile, BlockPlace, OverlayTable
 
 
 @dataclass(frozen=True, slots=True)

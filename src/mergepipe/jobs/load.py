@@ -16,6 +16,7 @@ from mergepipe.checkpoints.range_reads import decoded, read_span
 from mergepipe.core.blocks import BlockGrid, DType, DTypeKind, Span
 from mergepipe.deltastore.chain import open_packed
 from mergepipe.deltastore.header import is_store
+from mergepipe.deltastore.original_headers import check_original_headers
 from mergepipe.errors import RecipeError, UnsupportedError
 from mergepipe.runs.inputs.opened import open_path
 from mergepipe.storage.buffers import aligned_buffer
@@ -110,7 +111,8 @@ def load_tensors(path: Location, *, base: Location | None, framework: str, threa
         )
     store = Stores()
     if is_store(store, path):
-        _, checkpoint, base_checkpoint = open_packed(store, path, base)
+        opened, checkpoint, base_checkpoint = open_packed(store, path, base)
+        check_original_headers(store, opened)
         checkpoints = (checkpoint,) if base_checkpoint is None else (checkpoint, base_checkpoint)
         return LoadedTensors(checkpoints, store, framework, threads)
     if base is not None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME
 from mergepipe.core.blocks import DTYPES
+from mergepipe.core.values import dataclass
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, OutputError
 from mergepipe.reports import Damage, MaterialiseReport, Progress, ProgressCallback
 from mergepipe.runs.records.catalog_link import CatalogLink

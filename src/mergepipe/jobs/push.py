@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import mergepipe
 from mergepipe.core.outcome import note_committed
+from mergepipe.core.values import dataclass
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.header import HEADER_NAME, is_own_name, is_store
 from mergepipe.deltastore.pack.portable import portable_store
@@ -115,7 +116,8 @@ def _read_snapshot(store: Store, path: Path) -> _Push:
     """Read the small files of a snapshot, each compared with its digest, and look for the large ones."""
     folder = Location.local(path)
     if is_composite(store, folder):
-        message, hint = "is a composed training checkpoint, no merge", "copy its files as they are"
+        message = "is a composed or averaged training checkpoint, no merge"
+        hint = "upload its files with the tool of the store: its record names folders of this machine"
         raise UnsupportedError.of("push.composite", path, message, hint)
     manifest = read_manifest_value(store, folder)
     if is_overlay(manifest):

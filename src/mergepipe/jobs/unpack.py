@@ -6,23 +6,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from blake3 import blake3
 
+from mergepipe.checkpoints.content_id import PassingContentId
 from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.checkpoints.range_reads import read_elements
 from mergepipe.core.blocks import BlockGrid, Span
+from mergepipe.core.values import dataclass
 from mergepipe.deltastore.chain import open_packed
 from mergepipe.deltastore.checkpoint import OpenedStore, open_store, read_store
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.deltastore.header import HEADERS_NAME, PackedEntry
+from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, PackedEntry
 from mergepipe.deltastore.index import digest
+from mergepipe.deltastore.original_headers import original_checkpoint, read_original_header
 from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
 from mergepipe.errors import CorruptError
 from mergepipe.reports import Damage, Progress, ProgressCallback, UnpackReport, VerifyReport
@@ -31,7 +33,6 @@ from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import OutputFile, make_folders
-from mergepipe.storage.ranges import read_exact
 from mergepipe.storage.stores import Stores
 
 BlockSink = Callable[[RawBytes], None]
@@ -56,7 +57,7 @@ def unpack_store(
     check_free_space(out, tensor_bytes)
     progress = _Counter(on_progress, tensor_bytes)
     reader = _Reader(opened, checkpoint, threads)
-    inputs = open_files(store, _inputs(opened, checkpoint), (*bases, checkpoint))
+    inputs = open_files(store, files_of(checkpoint.tensors.values()), (*bases, checkpoint))
     with inputs as files, Staging(out, force=False) as staging:
         _write_weights(reader, files, staging.path, store, progress)
         _write_kept(opened, staging.path, store)
@@ -76,7 +77,7 @@ def verify_store(store: Store, path: Location, base: Checkpoint | None, threads:
     checkpoint = open_store(store, path, base)
     reader = _Reader(opened, checkpoint, threads)
     bases = () if base is None else (base,)
-    with open_files(store, _inputs(opened, checkpoint), (*bases, checkpoint)) as files:
+    with open_files(store, files_of(checkpoint.tensors.values()), (*bases, checkpoint)) as files:
         for check in _checks(reader, files, store):
             check.run()
 
@@ -101,7 +102,7 @@ def verify_pack(
     progress = _Counter(on_progress, sum(entry.nbytes for entry in opened.header.tensors), "verify")
     damages: list[Damage] = []
     bases = () if base_checkpoint is None else (base_checkpoint,)
-    with open_files(store, _inputs(opened, checkpoint), (*bases, checkpoint)) as files:
+    with open_files(store, files_of(checkpoint.tensors.values()), (*bases, checkpoint)) as files:
         for check in _checks(reader, files, store):
             try:
                 check.run()
@@ -136,18 +137,14 @@ class _Check:
 def _checks(reader: _Reader, files: Mapping[Location, RangeFile], store: Store) -> Iterator[_Check]:
     header = reader.opened.header
     for number in range(len(header.files)):
-        yield _Check(HEADERS_NAME, "", 0, partial(reader.file_header, files, number))
+        yield _Check(HEADERS_NAME, "", 0, partial(read_original_header, store, reader.opened, number))
     for entry in header.tensors:
         name = header.files[entry.file].name
         yield _Check(name, entry.name, entry.nbytes, partial(reader.read, files, entry, lambda _: None))
     for file in header.kept:
         parts = _kept_parts(reader.opened, file.name, file.size_bytes, file.blake3, store)
         yield _Check(file.name, "", 0, partial(deque, parts, 0))
-
-
-def _inputs(opened: OpenedStore, checkpoint: Checkpoint) -> Iterator[Location]:
-    yield opened.root / HEADERS_NAME
-    yield from files_of(checkpoint.tensors.values())
+    yield _Check(HEADER_NAME, "", 0, reader.check_content_id)
 
 
 class _Counter:
@@ -172,16 +169,19 @@ class _Reader:
         self.opened = opened
         self._checkpoint = checkpoint
         self._threads = threads
+        self._identity = PassingContentId(original_checkpoint(opened))
 
-    def file_header(self, files: Mapping[Location, RangeFile], number: int) -> RawBytes:
-        """Read and check the header of weight file `number`."""
-        packed = self.opened.header.files
-        start = sum(file.header_bytes for file in packed[:number])
-        path = self.opened.root / HEADERS_NAME
-        content = read_exact(files[path], start, start + packed[number].header_bytes, Purpose.METADATA)
-        if digest(content).hex() != packed[number].header_blake3:
-            raise corrupt(path, f"the header of {packed[number].name} is damaged")
-        return content
+    def check_content_id(self) -> None:
+        """Compare the id on record with that of the tensors, once all were read.
+
+        Raises:
+            CorruptError: it is another one.
+        """
+        if self._identity.missing_files:
+            return  # a tensor is damaged: that was told
+        content_id, claimed = self._identity.value({}), self.opened.header.content_id
+        if content_id != claimed:
+            raise corrupt(self.opened.root / HEADER_NAME, f"content_id is {claimed}, that of its tensors {content_id}")
 
     def read(self, files: Mapping[Location, RangeFile], entry: PackedEntry, sink: BlockSink) -> None:
         """Pass the blocks of one tensor to `sink` in order, each checked against the original's digest."""
@@ -201,6 +201,7 @@ class _Reader:
             raise corrupt(
                 self.opened.root, f"tensor {tensor.name!r} from element {span.start} on is not what was packed"
             )
+        self._identity.show(tensor.name, span.start * tensor.dtype.itemsize, content)
         return content
 
 
@@ -212,7 +213,7 @@ def _write_weights(
         target = directory / packed.name
         make_folders(target.parent)
         with OutputFile(target, packed.size_bytes, store.ledger) as output:
-            output.append(reader.file_header(files, number))
+            output.append(read_original_header(store, reader.opened, number))
 
             def take(content: RawBytes, output: OutputFile = output) -> None:
                 output.append(content)

@@ -6,12 +6,13 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME, OVERLAY_TABLE_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
+from mergepipe.core.values import dataclass
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError, UnsupportedError
 from mergepipe.jobs.materialise import scan_overlay

@@ -13,6 +13,7 @@ NO_START = -1
 NEAREST = np.float32(1e-6)
 
 _TILE = TILE_ELEMENTS
+_PIECE = 512
 
 
 @kernel
@@ -99,22 +100,40 @@ def variance_tile(
 
     `moments_2N` (float64, two rows of a tile) is overwritten.
     """
-    mean, square = moments_2N[0], moments_2N[1]
-    mean[:n] = 0.0
-    for e in range(n_deltas):
-        for i in range(n):
-            mean[i] += np.float64(deltas_EN[e, i])
-    _divide(mean, n, n_experts)
     n_zeros = float(n_experts - n_deltas)
+    if n_deltas == 2 and n_experts & (n_experts - 1) == 0:
+        _variance_of_two(deltas_EN[0], deltas_EN[1], n, n_zeros, 1.0 / n_experts, variances)
+        return
+    mean, square = moments_2N[0], moments_2N[1]
+    for start in range(0, n, _PIECE):  # float64 of a whole tile would not stay in the L1 cache
+        m = min(_PIECE, n - start)
+        mean[:m] = 0.0
+        for e in range(n_deltas):
+            delta = deltas_EN[e]
+            for i in range(m):
+                mean[i] += np.float64(delta[start + i])
+        _divide(mean, m, n_experts)
+        for i in range(m):
+            square[i] = n_zeros * mean[i] * mean[i]
+        for e in range(n_deltas):
+            delta = deltas_EN[e]
+            for i in range(m):
+                deviation = np.float64(delta[start + i]) - mean[i]
+                square[i] += deviation * deviation
+        _divide(square, m, n_experts)
+        for i in range(m):
+            variances[start + i] = np.float32(square[i])
+
+
+@kernel
+def _variance_of_two(first: Floats, second: Floats, n: int, n_zeros: float, factor: float, variances: Floats) -> None:
+    """Compute as `variance_tile` where `factor` is an exact inverse, without storing what lies between."""
     for i in range(n):
-        square[i] = n_zeros * mean[i] * mean[i]
-    for e in range(n_deltas):
-        for i in range(n):
-            deviation = np.float64(deltas_EN[e, i]) - mean[i]
-            square[i] += deviation * deviation
-    _divide(square, n, n_experts)
-    for i in range(n):
-        variances[i] = np.float32(square[i])
+        x, y = np.float64(first[i]), np.float64(second[i])
+        mean = (0.0 + x + y) * factor
+        deviation_x, deviation_y = x - mean, y - mean
+        square = n_zeros * mean * mean + deviation_x * deviation_x + deviation_y * deviation_y
+        variances[i] = np.float32(square * factor)
 
 
 @kernel

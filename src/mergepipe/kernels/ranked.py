@@ -26,6 +26,8 @@ _FINEST_SHIFT = 8
 _PADDING = 80  # of work rows: a distance of 4096 bytes makes loads wait for stores
 _MAX_COUNTED = 256  # rows with more undecided elements are sorted
 _DIGIT_BITS = 11
+_MARK_BYTES = 64
+_MARKED = 8 * _MARK_BYTES
 
 
 @kernel
@@ -257,6 +259,48 @@ def _sort_by_magnitude(order_N: Bits64) -> None:
             spare_N[counts[c]] = order_N[i]
             counts[c] += 1
         order_N[:] = spare_N
+
+
+@kernel
+def mark_bytes(row_elements: int) -> int:
+    """Return the bytes of one row's marks."""
+    return (row_elements + _MARKED - 1) // _MARKED * _MARK_BYTES
+
+
+@kernel
+def mark_nonzero(values_N: Floats, row_elements: int, marks: Bytes) -> None:
+    """Set one bit for each element of whole rows that is not zero.
+
+    Bit `k` of byte `j` of 64 stands for element `64 * k + j` of 512: whole vectors are marked at a time.
+    """
+    bits_N = values_N.view(np.uint32)
+    row_bytes = mark_bytes(row_elements)
+    for row in range(values_N.shape[0] // row_elements):
+        for start in range(0, row_elements, _MARKED):
+            place = row * row_bytes + start // _MARKED * _MARK_BYTES
+            group = marks[place : place + _MARK_BYTES]
+            group[:] = np.uint8(0)
+            for k in range(8):
+                first = start + k * _MARK_BYTES
+                bits = bits_N[row * row_elements + first : row * row_elements + min(row_elements, first + _MARK_BYTES)]
+                for j in range(bits.shape[0]):
+                    group[j] |= np.uint8(bits[j] != np.uint32(0)) << np.uint8(k)
+
+
+@kernel
+def clear_unmarked(values_N: Floats, row_elements: int, marks: Bytes) -> None:
+    """Clear the elements of whole rows that `mark_nonzero` set no bit for."""
+    bits_N = values_N.view(np.uint32)
+    row_bytes = mark_bytes(row_elements)
+    for row in range(values_N.shape[0] // row_elements):
+        for start in range(0, row_elements, _MARKED):
+            place = row * row_bytes + start // _MARKED * _MARK_BYTES
+            group = marks[place : place + _MARK_BYTES]
+            for k in range(8):
+                first = start + k * _MARK_BYTES
+                bits = bits_N[row * row_elements + first : row * row_elements + min(row_elements, first + _MARK_BYTES)]
+                for j in range(bits.shape[0]):
+                    bits[j] = bits[j] if group[j] & np.uint8(1 << k) else np.uint32(0)
 
 
 @kernel

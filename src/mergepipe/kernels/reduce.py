@@ -44,6 +44,15 @@ def count_bits(bits: Bits32, n: int, counts: Counts) -> None:
 
 
 @kernel
+def count_nonzero(values_N: Floats) -> int:
+    """Count the values that are not zero; undefined ones are not."""
+    count = np.int32(0)  # narrow lanes, so that more of them are in a vector
+    for i in range(values_N.shape[0]):
+        count = np.int32(count + np.int32(values_N[i] != np.float32(0.0)))
+    return int(count)
+
+
+@kernel
 def count_from_edges(
     raw: Bytes,
     base_offset: int,

@@ -12,6 +12,7 @@ from mergepipe.kernels.merge import keep_band, keep_varied, variance_tile
 from mergepipe.kernels.transcendental import exp_tile, log_tile
 
 SMOOTHING = 1e-8  # added to a softmax share before the logarithm
+MOST_KEPT = 16384  # elements of a row whose exponentials are kept
 _TILE = TILE_ELEMENTS
 
 
@@ -37,34 +38,6 @@ def variance_scores(
         m = min(_TILE, n - start)
         decode_frame(raw, base_offset, base_code, offsets_E, codes_E, skip + start, m, model, frame_FN)
         variance_tile(frame_FN[1:], n_present, n_experts, m, scores_N[start : start + m], moments_2N)
-        start += m
-
-
-@kernel
-def count_varied(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offsets_E: Counts,
-    codes_E: Counts,
-    first_element: int,
-    n: int,
-    n_experts: int,
-    row_elements: int,
-    common: int,
-    sums_AK: Doubles,
-) -> None:
-    """Add the number of elements with a nonzero variance, by atom."""
-    scores = np.empty(_TILE, np.float32)
-    start = 0
-    while start < n:
-        element = first_element + start
-        m = min(_TILE, n - start, atom_stop(element, row_elements) - element)
-        variance_scores(raw, base_offset, base_code, offsets_E, codes_E, start, n_experts, scores[:m])
-        count = 0
-        for i in range(m):
-            count += 1 if scores[i] != np.float32(0.0) else 0
-        sums_AK[atom_of(element, row_elements, common), 0] += count
         start += m
 
 
@@ -209,52 +182,87 @@ def add_divergences(
     row_elements: int,
     common: int,
     totals_R2: Doubles,
-    sums_AK: Doubles,
+    totals_A2: Doubles,
+    sums_A: Doubles,
+    is_done_R: Bytes,
 ) -> None:
     """Add terms of the divergence between the softmax of model and base, by atom.
 
-    Without `totals_R2` (no rows): exp(base) and exp(model). With these sums by row: `p log(p / q)`, where `p` and `q`
-    are the smoothed softmax shares of model and base.
+    Without `totals_R2` (no rows): exp(base) and exp(model) to `totals_A2`, and for rows that lie inside the block,
+    which are marked in `is_done_R`, also `p log(p / q)` to `sums_A`, where `p` and `q` are the smoothed softmax shares
+    of model and base. With these totals by row: the same for the rows that are not marked.
     """
     n_present = offsets_E.shape[0]
     frame_FN = np.zeros((2, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
-    powers_2N = np.empty((2, _TILE), np.float64)
-    scratch = np.empty((2, _TILE), np.float64)
     has_totals = totals_R2.shape[0] > 0
+    kept = row_elements if row_elements <= MOST_KEPT and not has_totals else _TILE
+    powers_2N = np.empty((2, max(kept, _TILE)), np.float64)
+    base, other = powers_2N[0], powers_2N[1]
+    folded = np.empty(_TILE, np.float64)
+    scratch = np.empty((2, _TILE), np.float64)
     start = 0
     while start < n:
-        element = first_element + start
-        m = min(_TILE, n - start, atom_stop(element, row_elements) - element)
-        atom = atom_of(element, row_elements, common)
-        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
-        base, other = powers_2N[0], powers_2N[1]
-        for i in range(m):
-            base[i] = np.float64(frame_FN[0, i])
-        for i in range(m):
-            other[i] = base[i] + (np.float64(frame_FN[1, i]) if n_present else 0.0)
-        exp_tile(base, m, scratch)
-        exp_tile(other, m, scratch)
-        if has_totals:
-            row = element // row_elements
-            sums_AK[atom, 0] += _divergence(other, base, m, totals_R2[row, 1], totals_R2[row, 0], scratch)
-        else:
-            sums_AK[atom, 0] += fold(base, m)
-            sums_AK[atom, 1] += fold(other, m)
-        start += m
+        row = (first_element + start) // row_elements
+        stop = min(n, (row + 1) * row_elements - first_element)
+        if has_totals and is_done_R[row]:
+            start = stop
+            continue
+        row_start = start
+        first_atom = atom_of(first_element + start, row_elements, common)
+        at_once = kept == row_elements and stop - start == row_elements
+        while start < stop:
+            element = first_element + start
+            m = min(_TILE, stop - start, atom_stop(element, row_elements) - element)
+            atom = atom_of(element, row_elements, common)
+            at = start - row_start if at_once else 0
+            decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
+            for i in range(m):
+                base[at + i] = np.float64(frame_FN[0, i])
+            for i in range(m):
+                other[at + i] = base[at + i] + (np.float64(frame_FN[1, i]) if n_present else 0.0)
+            exp_tile(base[at : at + m], m, scratch)
+            exp_tile(other[at : at + m], m, scratch)
+            if has_totals:
+                sums_A[atom] += _divergence(other, base, m, totals_R2[row, 1], totals_R2[row, 0], scratch, folded)
+            else:
+                for i in range(m):
+                    folded[i] = base[at + i]
+                totals_A2[atom, 0] += fold(folded, m)
+                for i in range(m):
+                    folded[i] = other[at + i]
+                totals_A2[atom, 1] += fold(folded, m)
+            start += m
+        last_atom = atom_of(first_element + stop - 1, row_elements, common)
+        if at_once and last_atom - first_atom <= 1:  # more are joined in another order
+            total_base, total_other = totals_A2[first_atom, 0], totals_A2[first_atom, 1]
+            if last_atom > first_atom:
+                total_base += totals_A2[last_atom, 0]
+                total_other += totals_A2[last_atom, 1]
+            at = 0
+            while at < row_elements:
+                element = first_element + row_start + at
+                m = min(_TILE, row_elements - at, atom_stop(element, row_elements) - element)
+                p, q = other[at : at + m], base[at : at + m]
+                atom = atom_of(element, row_elements, common)
+                sums_A[atom] += _divergence(p, q, m, total_other, total_base, scratch, folded)
+                at += m
+            is_done_R[row] = np.uint8(1)
 
 
 @kernel
-def _divergence(p: Doubles, q: Doubles, n: int, total_p: float, total_q: float, scratch: Doubles) -> float:
-    """Sum `p log(p / q)` of smoothed shares; `p` and `q` are overwritten."""
+def _divergence(
+    p: Doubles, q: Doubles, n: int, total_p: float, total_q: float, scratch: Doubles, folded: Doubles
+) -> float:
+    """Sum `p log(p / q)` of smoothed shares; `p`, `q` and the work arrays are overwritten."""
     for i in range(n):
         p[i] = p[i] / total_p + SMOOTHING
     for i in range(n):
         q[i] = p[i] / (q[i] / total_q + SMOOTHING)
     log_tile(q, n, scratch)
     for i in range(n):
-        q[i] *= p[i]
-    return fold(q, n)
+        folded[i] = q[i] * p[i]  # apart: folding writes beyond `n`
+    return fold(folded, n)
 
 
 @kernel

@@ -13,14 +13,22 @@ from mergepipe.kernels.reduce import COARSE_BINS, COARSE_SHIFT
 LANES = 16
 CELL_ELEMENTS = GRAIN_ELEMENTS
 _TILE = TILE_ELEMENTS
+_QUARTER = _TILE // 4
 
 
 @kernel
 def _fold_product(x: Floats, y: Floats, products: Doubles) -> float:
-    """Sum products of one tile by a binary tree: vectorises, in the same order of additions on every machine."""
-    for i in range(_TILE):
-        products[i] = np.float64(x[i]) * np.float64(y[i])
-    width = _TILE
+    """Sum products of one tile by a binary tree: vectorises, in the same order of additions on every machine.
+
+    The first two levels are added at once, so that `products` stays in the fastest cache: a quarter of a tile.
+    """
+    for i in range(_QUARTER):
+        first = np.float64(x[i]) * np.float64(y[i])
+        second = np.float64(x[i + _QUARTER]) * np.float64(y[i + _QUARTER])
+        third = np.float64(x[i + 2 * _QUARTER]) * np.float64(y[i + 2 * _QUARTER])
+        fourth = np.float64(x[i + 3 * _QUARTER]) * np.float64(y[i + 3 * _QUARTER])
+        products[i] = (first + third) + (second + fourth)
+    width = _QUARTER
     while width > 1:
         width //= 2
         for i in range(width):
@@ -49,7 +57,7 @@ def _fold_signed(delta_bits: Bits32, first: int, signed: Floats, sketch_S: Float
 def sum_squares(raw: Bytes, offset: int, code: int, n: int, cells_C: Doubles) -> None:
     """Add the squares of `n` elements, which start at a cell, to `cells_C` (float64, one entry per cell)."""
     values = np.empty(_TILE, np.float32)
-    products = np.empty(_TILE, np.float64)
+    products = np.empty(_QUARTER, np.float64)
     start = 0
     while start < n:
         m = min(_TILE, n - start)
@@ -67,7 +75,7 @@ def sum_products(
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
     delta = np.empty(_TILE, np.float32)
-    products = np.empty(_TILE, np.float64)
+    products = np.empty(_QUARTER, np.float64)
     start = 0
     while start < n:
         m = min(_TILE, n - start)
@@ -106,7 +114,7 @@ def summarize_block(
     model = np.empty(_TILE, np.float32)
     delta = np.empty(_TILE, np.float32)
     signed = np.empty(_TILE, np.float32)
-    products = np.empty(_TILE, np.float64)
+    products = np.empty(_QUARTER, np.float64)
     bits = delta.view(np.uint32)
     largest = 0
     changed = 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.values import dataclass
 from mergepipe.operators.influence import Influence, Products
 from mergepipe.operators.spec import OperatorSpec
 
@@ -131,6 +131,33 @@ class RowSums:
     row_elements: int
 
 
+class SurvivorMeasure(Protocol):
+    """A `Measure` that marks the elements of each expert that survive it, so that they need not be chosen again."""
+
+    @property
+    def n_sums(self) -> int:
+        """Return the number of sums."""
+        ...
+
+    def mark_bytes(self, n_elements: int) -> int:
+        """Return the bytes of one expert's marks."""
+        ...
+
+    def __call__(
+        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_EB: NDArray[np.uint8]
+    ) -> None:
+        """Add the block's sums as `Measure` does, and set its marks; without any bytes of them, none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SurvivorSums:
+    """Wanted: as `RowSums`, and the marks of what survives, where they are small enough to be kept."""
+
+    measure: SurvivorMeasure
+    row_elements: int
+
+
 class Score(Protocol):
     """A float32 per element that is not negative (or NaN, which counts as larger than all)."""
 
@@ -147,7 +174,33 @@ class ScoreCut:
     ranks: tuple[int, ...]
 
 
-ReductionRequest = MagnitudeCut | MagnitudeBand | InnerProducts | RowGram | ColumnGram | RowSums | ScoreCut
+@dataclass(frozen=True, slots=True)
+class ScoreShare:
+    """Wanted: how many elements have a score other than zero, and the score of the last of the `share` largest."""
+
+    score: Score
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxDivergence:
+    """Wanted: for each row of `row_elements` the divergence of the only expert's softmax from the base's."""
+
+    row_elements: int
+
+
+ReductionRequest = (
+    MagnitudeCut
+    | MagnitudeBand
+    | InnerProducts
+    | RowGram
+    | ColumnGram
+    | RowSums
+    | SurvivorSums
+    | ScoreCut
+    | ScoreShare
+    | SoftmaxDivergence
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,8 +211,10 @@ class Reduced:
     those at or above `upper_bits_E`.
     `products_E3` (float64): per expert <base, base>, <delta, delta>, <base, delta>.
     `gram_GFF` (float64): per row or column the inner products of base (0) and deltas (from 1 on).
-    `sums`: answers to `RowSums`, each rows by sums (float64), in the order of the requests.
-    `score_bits` (uint32): the answer to the last `ScoreCut`, one entry per rank.
+    `sums`: answers to `RowSums`, `SurvivorSums` and `SoftmaxDivergence`, each rows by sums (float64), and the count of
+    `ScoreShare`, in the order of the requests.
+    `score_bits` (uint32): the answer to the last `ScoreCut` or `ScoreShare`, one entry per rank.
+    `marks_EB` (uint8): the marks of the last `SurvivorSums`, unless they are too large.
     """
 
     threshold_bits_E: NDArray[np.uint32] | None = None
@@ -168,6 +223,7 @@ class Reduced:
     gram_GFF: NDArray[np.float64] | None = None
     sums: tuple[NDArray[np.float64], ...] = ()
     score_bits: NDArray[np.uint32] | None = None
+    marks_EB: NDArray[np.uint8] | None = None
 
     def joined(self, later: Reduced) -> Reduced:
         """Both together: what `later` knows stands in the place of what was known before, sums are added at the end."""
@@ -178,6 +234,7 @@ class Reduced:
             self.gram_GFF if later.gram_GFF is None else later.gram_GFF,
             (*self.sums, *later.sums),
             self.score_bits if later.score_bits is None else later.score_bits,
+            self.marks_EB if later.marks_EB is None else later.marks_EB,
         )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, ITEMSIZE_BY_KERNEL_CODE
+from mergepipe.core.values import dataclass
 from mergepipe.errors import UnsupportedError
 from mergepipe.operators.base import NOTHING_REDUCED, OperatorInput, Plain, RawBlock, Reduced, Scalar
 from mergepipe.operators.influence import Influence, Products, equal_influence
@@ -120,6 +120,8 @@ def load_entry_points() -> tuple[str, ...]:
 
     An entry point of the group `mergepipe.operators` names an `Operator`, or a module that makes some when imported.
     """
+    from importlib.metadata import entry_points
+
     before = set(operator_specs())
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
         loaded = point.load()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.values import dataclass
 from mergepipe.operators.base import RawBlock
 
 
@@ -29,23 +28,6 @@ class KeptMagnitudes:
             block.raw, block.base_offset, block.base_code, block.present_E, block.offsets_E, block.codes_E,
             block.first_element, block.n_elements, self.lower_bits_E, self.upper_bits_E, row_elements,
             common_multiple(row_elements), sums_AK,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class VariedCount:
-    """Count the elements whose deltas differ between experts; an expert that is not present has a delta of zero."""
-
-    n_experts: int
-    n_sums: int = 1
-
-    def __call__(self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64]) -> None:
-        from mergepipe.kernels.atoms import common_multiple
-        from mergepipe.kernels.select import count_varied
-
-        count_varied(
-            block.raw, block.base_offset, block.base_code, block.offsets_E, block.codes_E, block.first_element,
-            block.n_elements, self.n_experts, row_elements, common_multiple(row_elements), sums_AK,
         )  # fmt: skip
 
 
@@ -105,27 +87,6 @@ class Overlaps:
             block.raw, block.base_offset, block.base_code, block.present_E, block.offsets_E, block.codes_E,
             block.first_element, block.n_elements, np.float32(self.epsilon), row_elements,
             common_multiple(row_elements), sums_AK,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SoftmaxSums:
-    """By row: without totals the sums of exp(base) and exp(model); with them the divergence of their softmaxes."""
-
-    totals_R2: NDArray[np.float64] | None = None
-
-    @property
-    def n_sums(self) -> int:
-        return 2 if self.totals_R2 is None else 1
-
-    def __call__(self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64]) -> None:
-        from mergepipe.kernels.atoms import common_multiple
-        from mergepipe.kernels.select import add_divergences
-
-        totals_R2 = np.empty((0, 2), np.float64) if self.totals_R2 is None else self.totals_R2
-        add_divergences(
-            block.raw, block.base_offset, block.base_code, block.offsets_E, block.codes_E, block.first_element,
-            block.n_elements, row_elements, common_multiple(row_elements), totals_R2, sums_AK,
         )  # fmt: skip
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
+
+from mergepipe.core.values import dataclass
 
 
 class Scope(StrEnum):

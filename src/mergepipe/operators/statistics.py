@@ -6,12 +6,12 @@ Statistics are exact summaries of `delta = expert - base` in float32, or bounds 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BlockGrid
+from mergepipe.core.values import dataclass
 
 HASH_BYTES = 16
 N_OCTAVES = 16

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from mergepipe.core.values import dataclass
 
 
 class Policy(StrEnum):

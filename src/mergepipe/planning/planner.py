@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import LeveledTensor, TensorEntry
+from mergepipe.core.values import dataclass
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics
@@ -245,6 +246,11 @@ class Ranking:
         """The cost of reading every expert in full."""
         return int(self.data.full_E.sum())
 
+    @property
+    def everything_bytes(self) -> int:
+        """The budget that reads every expert in full, beside what was sampled to make the plan."""
+        return self.full_cost_bytes + sum(self.problem.probe_bytes)
+
     def select(self, budget_bytes: int) -> Selection:
         """Select within the budget, indices included; a smaller one if that is expected to lose less."""
         return self.select_in_order(self._wanted_bytes(budget_bytes))
@@ -256,7 +262,8 @@ class Ranking:
         return least_error_budget(wanted_bytes, self._compared_budgets(), self._errors_at)
 
     def _compared_budgets(self) -> tuple[int, ...]:
-        return compared_budgets(self.full_cost_bytes, self.least_useful_bytes() or 0)
+        compared = compared_budgets(self.full_cost_bytes, self.least_useful_bytes() or 0)
+        return compared if self.everything_bytes <= compared[-1] else (*compared, self.everything_bytes)
 
     def select_in_order(self, budget_bytes: int) -> Selection:
         """Select in the policy's order within the budget, indices included; see `select_items`."""
@@ -304,12 +311,13 @@ class Ranking:
         spent_bytes = plan.planned_bytes + plan.saved_bytes
         half_more_bytes = spent_bytes + max(1, spent_bytes // 2)
         larger = (nbytes for nbytes in self._compared_budgets() if nbytes >= half_more_bytes)
-        larger_bytes = next(larger, self.full_cost_bytes)
+        larger_bytes = min(next(larger, self.full_cost_bytes), self.full_cost_bytes)
+        is_everything = larger_bytes == self.full_cost_bytes  # and nothing is sampled for it
         selected = replace(self, enough_bytes=None)  # beyond a target error too
         return Outlook(
             three_digits(self.expected_error(plan.budget_bytes)),
             larger_bytes,
-            three_digits(selected.expected_error(larger_bytes)),
+            three_digits(selected.expected_error(self.everything_bytes if is_everything else larger_bytes)),
             is_least=not is_error_complete(self.data.columns, self.data.rules),
         )
 

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.outcome import private_outputs, published_but
+from mergepipe.core.values import dataclass
 from mergepipe.engine.executors.contract import Executor
 from mergepipe.engine.executors.threads import ThreadExecutor
 from mergepipe.engine.observer import SILENT, Observer
@@ -80,7 +81,7 @@ from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import EXPERT_PURPOSES, Purpose, Usage
 from mergepipe.storage.location import Location
-from mergepipe.storage.output import make_folders, write_durably
+from mergepipe.storage.output import make_folders, write_all_durably, write_durably
 from mergepipe.storage.system_calls import peak_memory_bytes
 from mergepipe.storage.traffic import request_counts, store_notices, traffic
 
@@ -402,11 +403,11 @@ class _Run:
         if result.overlay is not None:
             manifest, contents = as_overlay(manifest, contents, result.overlay.with_paths(reference))
         stored = with_changed_paths(manifest, reference)
-        small = {**contents, BLOCKS_NAME: blocks, MANIFEST_NAME: stored.to_json()}
-        for name, content in small.items():
-            path = staging.path / name
-            make_folders(path.parent)
-            write_durably(path, content, self._store.ledger)
+        small = {staging.path / name: content for name, content in {**contents, BLOCKS_NAME: blocks}.items()}
+        for folder in {path.parent for path in small}:
+            make_folders(folder)
+        write_all_durably(small, self._store.ledger)
+        write_durably(staging.path / MANIFEST_NAME, stored.to_json(), self._store.ledger)
         return manifest
 
     def _reference(self, path: str, out: Path) -> str:

@@ -33,7 +33,6 @@ from mergepipe.storage import owned
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
 from mergepipe.storage.regular import os_error
 from mergepipe.storage.remote.bucket_folder import BucketFolder
-from mergepipe.storage.remote.client import open_writer
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 
 SHARDS_ON_DISK: Final = 3
@@ -163,6 +162,8 @@ class BucketTarget:
     """A place in a bucket that an output goes to, and how its interrupted runs are resumed; `is_made` in parts."""
 
     def __init__(self, location: Location, *, is_made: bool) -> None:
+        from mergepipe.storage.remote.client import open_writer
+
         self._stop = threading.Event()
         folder = BucketFolder(location, open_writer(location, self._check_stop))
         self._upload = JobUpload(folder) if is_made else ObjectUpload(folder)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError
 from mergepipe.options import (
     DEFAULT_SHARD_BYTES,

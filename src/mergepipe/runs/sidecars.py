@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.formats.config_json import config_bytes, parse_config
 from mergepipe.checkpoints.tokenizers.chat_templates import (
     TEMPLATE_JSON_NAME,
@@ -15,16 +14,20 @@ from mergepipe.checkpoints.tokenizers.chat_templates import (
 )
 from mergepipe.checkpoints.tokenizers.embeddings import VOCAB_SIZE_KEY
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME, SETTINGS_NAME, TOKENIZER_NAMES
+from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError
 from mergepipe.recipes.resolve.adapted_config import parsed_config, text_sections, with_dtype, with_layers
-from mergepipe.recipes.resolve.vocabulary_alignment import Alignment
-from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.runs.publication.input_cards import InputCard, read_input_card
 from mergepipe.runs.publication.left_out import left_out_files
 from mergepipe.snapshots.manifest import CARD_NAME, LeftOutFile, Manifest
-from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import SIDECARS_BYTES, sidecar_limit
 from mergepipe.storage.traffic import concurrent_map
+
+if TYPE_CHECKING:
+    from mergepipe.checkpoints.contract import Checkpoint
+    from mergepipe.recipes.resolve.vocabulary_alignment import Alignment
+    from mergepipe.runs.inputs.opened import Inputs
+    from mergepipe.storage.contract import Store
 
 MERGEKIT_CONFIG_NAME = "mergekit_config.yml"
 """Where the Hub looks for the recipe of a merged model."""

@@ -8,22 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.manifests import SnapshotRecord, read_manifest, sid_of_unchanged_input
-from mergepipe.catalog.rows import CatalogStats, LineageNode, SnapshotRow
 from mergepipe.errors import NotFoundError
 from mergepipe.reports import SnapshotInput, SnapshotReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.manifest_json import manifest_of_json
 from mergepipe.snapshots.recorded_paths import with_absolute_paths
-from mergepipe.storage.contract import Store
 from mergepipe.storage.file_version import modified_at
 from mergepipe.storage.limits import MANIFEST_BYTES
 from mergepipe.storage.location import Location, is_remote
 from mergepipe.storage.stores import Stores
+
+if TYPE_CHECKING:
+    from mergepipe.catalog.rows import CatalogStats, LineageNode, SnapshotRow
+    from mergepipe.storage.contract import Store
 
 T = TypeVar("T")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from blake3 import blake3
 
 from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.values import dataclass
 
 MANIFEST_NAME = "mergepipe.json"
 CARD_NAME = "README.md"

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from mergepipe.checkpoints.formats.weight_files import STORE_HEADER_NAME
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.outcome import note_committed
+from mergepipe.core.values import dataclass
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, StorageError, UnsupportedError
 from mergepipe.snapshots.layout import small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -26,7 +27,9 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.owned import PARTS_MARK
 from mergepipe.storage.owner import Owner, is_alive, this_process
 from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
-from mergepipe.storage.remote.client import ObjectFacts
+
+if TYPE_CHECKING:
+    from mergepipe.storage.remote.client import ObjectFacts
 
 MARKER_NAME: Final = ".mergepipe-upload.json"
 UPLOADS_NAME: Final = "uploads"

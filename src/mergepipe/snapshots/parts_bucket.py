@@ -12,11 +12,11 @@ import contextlib
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from mergepipe.core.values import dataclass
 from mergepipe.errors import ConflictError, MergePipeError, OutputError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload, is_uploading, no_conditions, written_names
@@ -28,7 +28,9 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.owned import PARTS_MARK
 from mergepipe.storage.owner import SILENCE_SECONDS
 from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
-from mergepipe.storage.remote.client import ObjectFacts
+
+if TYPE_CHECKING:
+    from mergepipe.storage.remote.client import ObjectFacts
 
 _BELOW_PARTS: Final = re.compile(rf"((?:.*/)?){re.escape(PARTS_MARK)}([0-9a-f]{{32}})/[^/]*")
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 
 _SECOND_NS = 1_000_000_000
-_PROCESS = secrets.token_hex(8)
+_PROCESS = os.urandom(8).hex()
 _CONTENT = re.compile(r"sha256:([0-9a-f]{64})")
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import TypeVar
 
+from mergepipe.core.values import dataclass
 from mergepipe.errors import LimitError
 
 K = TypeVar("K")

@@ -19,6 +19,7 @@ import re
 import shutil
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -34,6 +35,7 @@ PARTS_MARK: Final = ".mergepipe-parts-"
 FINISHED_SUFFIX: Final = ".finished"
 _PARTS_NAME = re.compile(rf"\..*{re.escape(PARTS_MARK)}[0-9a-f]{{32}}({re.escape(FINISHED_SUFFIX)})?")
 _NEW_SUFFIX = ".mergepipe-new"
+_UNNAMED = ".mergepipe-scratch"
 _MAX_NAME_BYTES = 255
 _DIGEST_DIGITS = 16
 _WALK = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
@@ -158,6 +160,20 @@ def create_file(path: Path, root: Path | None = None, *, flags: int = os.O_WRONL
         except OSError as error:
             _refuse(error, folder, path)
             raise
+
+
+def create_unnamed_file(folder: Path) -> int:
+    """Make a file without a name in a folder, to write and read; its space is given back when it is closed."""
+    with _parent(folder / _UNNAMED, None) as (descriptor, name):
+        if hasattr(os, "O_TMPFILE"):
+            with contextlib.suppress(OSError):  # the file system has none; what else is wrong shows below
+                return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=descriptor)
+        unique = f"{name}-{os.getpid()}-{threading.get_ident()}"
+        file = os.open(
+            unique, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=descriptor
+        )
+        os.unlink(unique, dir_fd=descriptor)
+        return file
 
 
 def open_file(path: Path, root: Path | None = None, *, flags: int = os.O_WRONLY) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from mergepipe.core.bounds import positive
+from mergepipe.core.values import dataclass
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
@@ -106,6 +106,8 @@ def concurrent_map(store: Store, locations: Iterable[Location]) -> Iterator[Map]
     if not most_requests:
         yield map
         return
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(most_requests, thread_name_prefix="look-up") as pool:
         yield pool.map
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 DEFAULT_MEMORY_BYTES = 256 << 20
 DEFAULT_ENDS = 2
 MOST_RANKS = 1 << 20
+_UNIVERSAL = "universal"
 
 
 def inspect(*paths: str | Path) -> InspectReport:
@@ -40,6 +41,7 @@ def check(
     state_from: str | Path | None = None,
     world_size: int | None = None,
     link: bool = False,
+    export: str | None = None,
 ) -> CompositionReport:
     """Say what a composition would take from where, and how old each part is; reads no tensor data.
 
@@ -49,10 +51,10 @@ def check(
     from mergepipe.tailor.composition.compose import ComposeOptions, check_recipe
 
     options = ComposeOptions(
-        DEFAULT_MEMORY_BYTES, world_size=_ranks(world_size), linked=link,
+        DEFAULT_MEMORY_BYTES, world_size=_ranks(world_size), linked=link, is_universal=_is_universal(export),
         state_from=None if state_from is None else absolute(state_from),
     )  # fmt: skip
-    request = _average_request(recipe, state_from=state_from, world_size=world_size, link=link)
+    request = _average_request(recipe, state_from=state_from, world_size=world_size, link=link, export=export)
     if request is not None:
         from mergepipe.tailor.averaging.average import check_average
 
@@ -67,6 +69,7 @@ def compose(
     state_from: str | Path | None = None,
     world_size: int | None = None,
     link: bool = False,
+    export: str | None = None,
     self_check: str = "sampled",
     memory_bytes: int | None = None,
     force: bool = False,
@@ -78,6 +81,7 @@ def compose(
         state_from: the checkpoint that gives scheduler, random states and step; default, the newest that has them.
         world_size: write native shards for this many ranks (DeepSpeed ZeRO); default, that of the sources.
         link: write metadata only, pointing into the sources (torch DCP).
+        export: `universal` writes a DeepSpeed universal checkpoint of ZeRO ones; default, the format of the sources.
         self_check: `sampled`, `full` or `off`: how much is read back and compared before publishing.
         memory_bytes: cap on buffers; default 256 MiB.
         force: replace a composite that is already at `out`.
@@ -94,10 +98,10 @@ def compose(
     options = ComposeOptions(
         DEFAULT_MEMORY_BYTES if memory_bytes is None else positive("--memory", memory_bytes),
         force=force, world_size=_ranks(world_size),
-        linked=link, state_from=None if state_from is None else absolute(state_from),
-        thoroughness=Thoroughness(self_check),
+        linked=link, is_universal=_is_universal(export),
+        state_from=None if state_from is None else absolute(state_from), thoroughness=Thoroughness(self_check),
     )  # fmt: skip
-    request = _average_request(recipe, state_from=state_from, world_size=world_size, link=link)
+    request = _average_request(recipe, state_from=state_from, world_size=world_size, link=link, export=export)
     if request is not None:
         from mergepipe.tailor.averaging.average import average as run_average
 
@@ -156,9 +160,9 @@ def average(
 
 
 def _average_request(
-    recipe: str | Path, *, state_from: str | Path | None, world_size: int | None, link: bool
+    recipe: str | Path, *, state_from: str | Path | None, world_size: int | None, link: bool, export: str | None
 ) -> AverageRequest | None:
-    """Read a recipe that averages; None where it composes. Options of compositions alone are refused.
+    """Read a recipe that averages; None where it composes. Options that exclude each other are refused.
 
     Raises:
         MergePipeError: it is wrong.
@@ -166,12 +170,23 @@ def _average_request(
     from mergepipe.storage.stores import Stores
     from mergepipe.tailor.averaging.request import load_average
 
+    layouts = {"--world-size": world_size is not None, "--link": link}
+    composing = {"--state-from": state_from is not None, **layouts, "--export": export is not None}
+    refused = [option for option, is_given in layouts.items() if is_given and export is not None]
+    if refused:
+        message = "a universal checkpoint is loaded at any number of ranks, from files of its own"
+        raise RecipeError.of("option.pair", refused[0], message, "leave it out, or --export")
     request = load_average(Location.of(recipe), Stores())
-    composing = {"--state-from": state_from is not None, "--world-size": world_size is not None, "--link": link}
     refused = [option for option, is_given in composing.items() if is_given and request is not None]
     if refused:
         raise RecipeError.of("option.invalid", refused[0], "the recipe averages checkpoints", "leave it out")
     return request
+
+
+def _is_universal(export: str | None) -> bool:
+    if export not in (None, _UNIVERSAL):
+        raise RecipeError.of("option.invalid", "--export", f"'{export}' is not known", f"give '{_UNIVERSAL}'")
+    return export is not None
 
 
 def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], None] | None = None) -> DiffReport:

@@ -122,6 +122,16 @@ def test_merge__of_everything_probes_nothing_and_is_the_full_merge(family: Path,
     report = _merge(family, tmp_path / "all", tmp_path / "home", "100%")
     assert report.expert_bytes == full.expert_bytes
     assert _error(family, tmp_path / "all", tmp_path / "full") == 0.0
+    assert report.verdict.expected_error == 0.0
+    assert not any("mergepipe analyze" in notice for notice in report.notices)
+
+
+def test_plan__that_samples_takes_all_that_was_merged_in_full(family: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    mergepipe.merge(family / "ties-0.2.yml", tmp_path / "full", options=MergeOptions(home=home, statistics=False))
+    plan = mergepipe.plan(family / "ties-0.2.yml", "30%", home=home)
+    assert plan.saved_bytes == plan.full_cost_bytes
+    assert 0 < plan.planned_bytes == sum(model.side_bytes for model in plan.models)
 
 
 @pytest.mark.parametrize("density", ["0.2", "0.37"])

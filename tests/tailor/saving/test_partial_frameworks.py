@@ -100,7 +100,18 @@ def wrong_values(checkpoint: TrainingCheckpoint, truth_file: Path, names: set[st
 
 @needs_frameworks
 def test_partial_saving__holds_every_value_of_the_engine(trained: tuple[str, Path]) -> None:
-    kind, out = trained
+    check_values(*trained)
+
+
+@needs_frameworks
+@pytest.mark.parametrize("kind", ["hf-zero2", "fsdp2"])
+def test_partial_saving__in_the_background_holds_every_value_of_its_step(tmp_path: Path, kind: str) -> None:
+    finished = train(tmp_path, kind, "--background")
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    check_values(kind, tmp_path)
+
+
+def check_values(kind: str, out: Path) -> None:
     log = read_journal(out / "run")
     assert [(r.step, r.is_full) for r in log.records] == [(2, True), (4, False), (6, False)]
     for record in log.records:
@@ -176,12 +187,19 @@ def test_partial_saving__agrees_between_ranks_on_what_to_save(tmp_path: Path, st
 
 
 @needs_frameworks
-@pytest.mark.parametrize("place", ["shard", "publish"])
-@pytest.mark.parametrize("kind", ["hf-zero2", "fsdp2"])
+@pytest.mark.parametrize(
+    ("kind", "place", "options"),
+    [
+        ("hf-zero2", "shard", ()),
+        ("hf-zero2", "publish", ()),
+        ("fsdp2", "shard", ()),
+        ("fsdp2", "publish", ("--background",)),
+    ],
+)
 def test_partial_saving__killed_in_the_middle_leaves_what_was_saved_before(
-    tmp_path: Path, kind: str, place: str
+    tmp_path: Path, kind: str, place: str, options: tuple[str, ...]
 ) -> None:
-    finished = train(tmp_path, kind, "--crash-at", "6", "--crash-in", place)
+    finished = train(tmp_path, kind, "--crash-at", "6", "--crash-in", place, *options)
     run = tmp_path / "run"
     assert finished.returncode != 0
     assert (tmp_path / "truth-6.npz").is_file()  # it came as far as the save it died in

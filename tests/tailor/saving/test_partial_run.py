@@ -191,7 +191,7 @@ def test_latest_changed__measures_the_relative_change() -> None:
     tracker = ChangeTracker()
     view = known_view(known)
     unknown = tracker.changes(view, SingleRank())
-    tracker.remember(view, view.units.parameters)
+    tracker.remember(tracker.samples(view, view.units.parameters))
     found = tracker.changes(known_view(moved(known, "lm_head", 0.5)), SingleRank())
     assert set(unknown.values()) == {float("inf")}
     assert found[LM_HEAD] == pytest.approx(0.5)

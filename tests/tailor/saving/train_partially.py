@@ -1,8 +1,9 @@
 """Train a tiny model under a real framework with partial saving, and dump what the framework held at each step.
 
 Run with the interpreter of requirements/train.txt and PYTHONPATH=src: `train_partially.py KIND OUT [--strategy S]
-[--crash-at STEP [--crash-in PLACE]]`. It starts its own ranks. `OUT/truth-STEP.npz` maps `kind/parameter` to the whole
-array the framework held after STEP; the run is `OUT/run`. With `--crash-at`, a rank dies while that step is saved.
+[--background] [--crash-at STEP [--crash-in PLACE]]`. It starts its own ranks. `OUT/truth-STEP.npz` maps
+`kind/parameter` to the whole array the framework held after STEP; the run is `OUT/run`. With `--crash-at`, a rank dies
+while that step is saved.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ make: Any = import_module("make_checkpoints")
 
 KINDS = (
     "hf",
+    "hf-fp16",
     "hf-ddp",
     "hf-zero1",
     "hf-zero2",
     "hf-zero3",
     "hf-zero2-bf16",
+    "hf-zero2-fp16",
     "hf-zero2-tied",
     "plain",
     "fsdp2",
     "fsdp2-tied",
 )
+ONE_RANK = ("hf", "hf-fp16")
 EVERY, LAST = 2, 6
 
 
@@ -55,13 +59,15 @@ def trainer_of(kind: str, out: Path) -> Any:
     if "zero" in kind:
         return make.hf_zero_trainer(kind, out / "run", **options)
     transformers: Any = import_module("transformers")
-    n_batches = 8 if kind == "hf" else 16  # as `resume.py` has them: the order depends on it
+    n_batches = 8 if kind in ONE_RANK else 16  # as `resume.py` has them: the order depends on it
     rows = [{"input_ids": t, "labels": t} for t in torch.cat([make.batch(s, 0) for s in range(n_batches)])]
     arguments = transformers.TrainingArguments(
         output_dir=str(out / "run"), per_device_train_batch_size=2, learning_rate=1e-2, weight_decay=0.1,
         report_to=[], disable_tqdm=True, use_cpu=True, **options,
     )  # fmt: skip
-    return transformers.Trainer(model=make.tiny_model(kind), args=arguments, train_dataset=rows)
+    trainer = transformers.Trainer(model=make.tiny_model(kind), args=arguments, train_dataset=rows)
+    make.scale_loss(trainer, kind)
+    return trainer
 
 
 def optimizer_arrays(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -76,7 +82,7 @@ def optimizer_arrays(model: Any, optimizer: Any) -> dict[str, Any]:
     return arrays
 
 
-def train_trainer(kind: str, out: Path, chosen: str) -> None:
+def train_trainer(kind: str, out: Path, chosen: str, *, background: bool) -> None:
     train: Any = import_module("mergepipe.tailor.saving")
     transformers: Any = import_module("transformers")
     trainer = trainer_of(kind, out)
@@ -94,16 +100,16 @@ def train_trainer(kind: str, out: Path, chosen: str) -> None:
 
     spy = type("Spy", (transformers.TrainerCallback,), {"on_step_end": on_step_end})
     trainer.add_callback(spy())
-    trainer.add_callback(train.PartialCheckpointCallback(EVERY, strategy(chosen)))
+    trainer.add_callback(train.PartialCheckpointCallback(EVERY, strategy(chosen), background=background))
     trainer.train()
 
 
-def train_by_hand(kind: str, out: Path, chosen: str, rank: int) -> None:
+def train_by_hand(kind: str, out: Path, chosen: str, rank: int, *, background: bool) -> None:
     import torch
 
     train: Any = import_module("mergepipe.tailor.saving")
     inner, model, optimizer = make.loop_model(kind)
-    tracker = train.ChangeTracker()
+    tracker, writer = train.ChangeTracker(), train.BackgroundWriter() if background else None
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, make.rate_of_step)
     torch.manual_seed(rank)
     for step in range(1, LAST + 1):
@@ -114,8 +120,11 @@ def train_by_hand(kind: str, out: Path, chosen: str, rank: int) -> None:
                 make.write_truth(out / f"truth-{step}.npz", arrays)
             state = {"step": step, "scheduler": scheduler.state_dict()}
             train.save_partial(
-                out / "run", model, optimizer, step=step, strategy=strategy(chosen), tracker=tracker, state=state
-            )
+                out / "run", model, optimizer, step=step, strategy=strategy(chosen), tracker=tracker, state=state,
+                writer=writer,
+            )  # fmt: skip
+    if writer is not None:
+        writer.wait()
 
 
 def crash_at(step: int, place: str, rank: int) -> None:
@@ -141,9 +150,9 @@ def run_rank(arguments: argparse.Namespace) -> None:
     if arguments.crash_at:
         crash_at(arguments.crash_at, arguments.crash_in, rank)
     if arguments.kind.startswith("hf"):
-        train_trainer(arguments.kind, arguments.out, arguments.strategy)
+        train_trainer(arguments.kind, arguments.out, arguments.strategy, background=arguments.background)
     else:
-        train_by_hand(arguments.kind, arguments.out, arguments.strategy, rank)
+        train_by_hand(arguments.kind, arguments.out, arguments.strategy, rank, background=arguments.background)
     import torch
 
     if torch.distributed.is_initialized():
@@ -157,12 +166,13 @@ def main() -> None:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("out", type=Path)
     parser.add_argument("--strategy", default="parity")
+    parser.add_argument("--background", action="store_true")
     parser.add_argument("--crash-at", type=int, default=0)
     parser.add_argument("--crash-in", choices=("shard", "publish"), default="shard")
     parser.add_argument("--is-rank", action="store_true")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.is_rank or arguments.kind == "hf":
+    if arguments.is_rank or arguments.kind in ONE_RANK:
         run_rank(arguments)
     environment = dict(
         os.environ, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", DS_BUILD_OPS="0", ACCELERATE_TORCH_DEVICE="cpu"

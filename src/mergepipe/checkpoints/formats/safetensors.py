@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from blake3 import blake3
@@ -12,7 +11,9 @@ from blake3 import blake3
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
 from mergepipe.core.blocks import DTYPES, DType
+from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
+from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 
@@ -45,17 +46,24 @@ def read_header(store: Store, path: Location) -> SafetensorsHeader:
         NotFoundError, StorageError: from the store.
     """
     size_bytes = store.size_bytes(path)
-    prefix, raw = _read_raw(store, path, size_bytes)
-    data_start = len(prefix) + len(raw)
-    document = parse_object(raw, where=path, code="checkpoint.header")
+    content = b"".join(_read_raw(store, path, size_bytes))
+    return parse_header(content, path, size_bytes, store.terms(path).granularity_bytes)
+
+
+def parse_header(content: bytes, path: Location, size_bytes: int, granularity: int = PAGE_BYTES) -> SafetensorsHeader:
+    """Check a header, length prefix included, of a file of `size_bytes` that is read in multiples of `granularity`.
+
+    Raises:
+        CorruptError, UnsupportedError: as `read_header`.
+    """
+    document = parse_object(content[PREFIX_BYTES:], where=path, code="checkpoint.header")
     metadata = _metadata(document.pop(METADATA_KEY), path) if METADATA_KEY in document else {}
-    granularity = store.terms(path).granularity_bytes
-    unsorted = [_entry(path, name, record, data_start, granularity) for name, record in document.items()]
+    unsorted = [_entry(path, name, record, len(content), granularity) for name, record in document.items()]
     # An empty tensor shares its offset with the next one: it sorts before it.
     entries = tuple(sorted(unsorted, key=lambda e: (e.offset, e.nbytes, e.name)))
-    _check_tiling(path, entries, data_start, size_bytes)
-    digest = blake3(prefix + raw).hexdigest(length=16)
-    return SafetensorsHeader(entries, MappingProxyType(metadata), data_start, size_bytes, digest)
+    _check_tiling(path, entries, len(content), size_bytes)
+    digest = blake3(content).hexdigest(length=16)
+    return SafetensorsHeader(entries, MappingProxyType(metadata), len(content), size_bytes, digest)
 
 
 def _read_raw(store: Store, path: Location, size_bytes: int) -> tuple[bytes, bytes]:

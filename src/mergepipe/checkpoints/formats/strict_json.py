@@ -6,9 +6,9 @@ import json
 import math
 import re
 import reprlib
-from dataclasses import dataclass
 from typing import NoReturn, TypeAlias
 
+from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError
 
 JsonValue: TypeAlias = "dict[str, JsonValue] | list[JsonValue] | str | int | float | bool | None"

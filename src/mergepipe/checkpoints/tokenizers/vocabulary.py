@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from mergepipe.core.values import dataclass
 
 MAX_TOKEN_ID = (1 << 24) - 1
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from mergepipe.core.values import dataclass
 
 _TICKS = 5
 

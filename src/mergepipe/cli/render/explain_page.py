@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime
 
 from mergepipe.cli.render.charts import Chart, Line, draw_chart
@@ -10,6 +9,7 @@ from mergepipe.cli.render.layout import share_text
 from mergepipe.cli.render.pages import render_page
 from mergepipe.cli.render.verdicts import larger_budget_text, verdict_sentence
 from mergepipe.core.units import format_bytes, plural
+from mergepipe.core.values import dataclass
 from mergepipe.reports import ExpertShare, Explanation
 
 _SHORT_ID = 12

@@ -81,7 +81,7 @@ def _decode(
     requested_P = np.array([piece in PIECES_OF[level] for piece in BAND_PIECES], np.uint8)
     stored, cursors_PF = _concatenate_pieces(pieces, level, n, where)
     table, body_table = (scratch(name, (SKIPPED + 1) * TOTAL, np.uint32) for name in ("table", "body-table"))
-    codes = scratch("codes", n, np.uint8)
+    codes = scratch("codes", padded_length(n), np.uint8)
     cuts = np.array(bands.cuts, np.float32)
     decode_tiles(
         stored,

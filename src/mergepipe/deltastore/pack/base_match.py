@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
@@ -15,6 +14,7 @@ from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.range_reads import decoded, read_elements
 from mergepipe.core.blocks import DTypeKind, Span
+from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.levels import can_be_base_of
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
@@ -57,11 +57,13 @@ class BaseMatch:
     def is_sure(self) -> bool:
         """Whether the base was told from all others: nearest nearly everywhere, and no other nearly as near."""
         is_far_ahead = self.next_delta is None or self.relative_delta <= 0.9 * self.next_delta
-        return not self.is_doubtful and self.nearest_fraction >= 0.9 and is_far_ahead
+        return self.n_samples > 0 and not self.is_doubtful and self.nearest_fraction >= 0.9 and is_far_ahead
 
 
 def doubt_about(match: BaseMatch) -> str:
     """Say why a base may be the wrong one; empty if nothing speaks against it."""
+    if not match.n_samples:
+        return f"{match.base} is taken as its base unseen: it has no floating-point tensor to compare"
     if match.is_doubtful:
         size = _percent(match.relative_delta)
         return f"{match.base} is hardly its base: deltas are as large as {size} of the weights, and a pack saves little"

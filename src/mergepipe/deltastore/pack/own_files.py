@@ -6,12 +6,12 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from blake3 import blake3
 
+from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.levels import Piece
 from mergepipe.deltastore.header import PIECE_NAMES, tensor_file_name
 from mergepipe.deltastore.index import StoreIndex

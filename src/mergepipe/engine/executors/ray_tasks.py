@@ -8,11 +8,11 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final
 
 import mergepipe
+from mergepipe.core.values import dataclass
 from mergepipe.errors import (
     ConflictError,
     LimitError,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.values import dataclass
 from mergepipe.engine.observer import Tap
 from mergepipe.engine.pipeline.segment_layout import Piece, SegmentLayout
-from mergepipe.engine.pipeline.segments import JobShape, SegmentShape
+from mergepipe.engine.pipeline.segments import HoldLimits, JobShape, SegmentShape
 from mergepipe.engine.reductions.block_reductions import Reduction
-from mergepipe.errors import LimitError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, RawBlock, Reduced
 from mergepipe.recipes.resolve.tasks import MergeTask
 
 SURVEY_SEGMENTS = 8
+_NONE: frozenset[int] = frozenset()
 
 
 class Stage(Enum):
@@ -30,23 +30,28 @@ class Stage(Enum):
 
 
 class Afterwards(Enum):
-    """The fate of the buffer after the stage: kept, written or released."""
+    """The fate of a buffer after the stage, where it is not held for the next pass."""
 
-    HOLD = auto()  # its bytes are needed by the next pass
     RELEASE = auto()
     WRITE = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One stage over some segments. `reads`: they are to be read first, else they are held from the pass before."""
+    """One stage over some segments: `unread` are read first, the others are held from the pass before."""
 
     stage: Stage
     segments: tuple[SegmentShape, ...]
-    reads: bool
+    unread: tuple[SegmentShape, ...]
+    held: frozenset[int]  # numbers of the segments whose bytes are needed by the next pass
     afterwards: Afterwards
     last_reads: bool  # no later pass of this job reads anything
-    repeated: bool = False  # its reads come on top of the one pass that every merge makes
+    repeated: bool = False  # it reads what was read before: on top of the one pass that every merge makes, or spilled
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether the next pass needs every segment's bytes."""
+        return len(self.held) == len(self.segments)
 
 
 class TensorWork:
@@ -83,15 +88,16 @@ class TensorWork:
 class Job:
     """Runs the passes of one `JobShape`. Used by the coordinating thread, but for `compute`.
 
-    `writes` is False for an analysis: then the work ends with the reductions. `reads_once` refuses what a budget has
-    not been charged for: reading a tensor again that does not fit into memory. A `tap` looks on.
+    A tensor that is reduced first is held, as far as `limits` allow; what is not held is read again by each pass.
+    `writes` is False for an analysis: then the work ends with the reductions. `reads_once` keeps what a budget has been
+    charged for: what is read of a tensor that is not held whole `spills` to disk. A `tap` looks on.
     """
 
     def __init__(
         self,
         shape: JobShape,
         works: Sequence[TensorWork],
-        held_limit: int,
+        limits: HoldLimits,
         *,
         writes: bool = True,
         reads_once: bool = False,
@@ -99,55 +105,57 @@ class Job:
     ) -> None:
         self.shape = shape
         self._works = dict(zip(shape.task_indices, works, strict=True))
-        self._held_limit = held_limit
+        self._limits = limits
         self._writes = writes
-        self._reads_once = reads_once
         self._tap = tap
+        self._is_streamed = any(work.reduction for work in works) and len(shape.segments) > limits.whole_tensor
+        self.spills = reads_once and self._is_streamed
         # The first stage that sees every piece: a survey sees a sample, which is accumulated after it.
         self._first_stage = Stage.ACCUMULATE if any(work.reduction for work in works) else Stage.MERGE
 
     def passes(self) -> Iterator[Pass]:
         """Yield the passes in order; each may be computed only when the one before is complete."""
+        segments = self.shape.segments
         if not any(work.reduction for work in self._works.values()):
             self._conclude()
             if self._writes:
-                yield Pass(Stage.MERGE, self.shape.segments, True, Afterwards.WRITE, last_reads=True)
-        elif len(self.shape.segments) <= self._held_limit:
-            yield from self._passes_in_memory()
-        elif self._reads_once:
-            name = next(work.task.name for work in self._works.values() if work.reduction)
-            raise LimitError.of(
-                "memory.plan",
-                name,
-                f"{len(self.shape.segments)} buffers would hold this tensor, --memory allows {self._held_limit}",
-                "raise --memory, or run `mergepipe analyze` first so that it need not be held",
-            )
-        else:
+                yield Pass(Stage.MERGE, segments, segments, _NONE, Afterwards.WRITE, last_reads=True)
+        elif self._is_streamed:
             yield from self._passes_streaming()
+        else:
+            yield from self._passes_in_memory()
 
     def _passes_in_memory(self) -> Iterator[Pass]:
         segments = self.shape.segments
-        yield Pass(Stage.ACCUMULATE, segments, True, Afterwards.HOLD, last_reads=True)
+        everything = _numbers(segments)
+        yield Pass(Stage.ACCUMULATE, segments, segments, everything, Afterwards.RELEASE, last_reads=True)
         while not self._finish_reductions():
-            yield Pass(Stage.REFINE, segments, False, Afterwards.HOLD, last_reads=True)
+            yield Pass(Stage.REFINE, segments, (), everything, Afterwards.RELEASE, last_reads=True)
         self._conclude()
-        last = Pass(Stage.MERGE, segments, False, Afterwards.WRITE, last_reads=True)
-        yield last if self._writes else Pass(Stage.MERGE, segments, False, Afterwards.RELEASE, last_reads=True)
+        last = Afterwards.WRITE if self._writes else Afterwards.RELEASE
+        yield Pass(Stage.MERGE, segments, (), _NONE, last, last_reads=True)
 
     def _passes_streaming(self) -> Iterator[Pass]:
         segments = self.shape.segments
-        sample, rest = _split_sample(segments, min(SURVEY_SEGMENTS, self._held_limit))
-        yield Pass(Stage.SURVEY, sample, True, Afterwards.HOLD, last_reads=False)
+        sample = _spread(segments, min(SURVEY_SEGMENTS, self._limits.whole_tensor))
+        sampled = _numbers(sample)
+        rest = tuple(s for s in segments if s.number not in sampled)
+        held = _numbers((*sample, *rest)[: self._limits.part_of_tensor])
+        again = tuple(s for s in segments if s.number not in held)
+        yield Pass(Stage.SURVEY, sample, sample, sampled, Afterwards.RELEASE, last_reads=False)
         for work in self._works.values():
             if work.reduction:
                 work.reduction.narrow()
-        yield Pass(Stage.ACCUMULATE, sample, False, Afterwards.RELEASE, last_reads=False)
-        yield Pass(Stage.ACCUMULATE, rest, True, Afterwards.RELEASE, last_reads=False)
+        yield Pass(Stage.ACCUMULATE, segments, rest, held, Afterwards.RELEASE, last_reads=False)
         while not self._finish_reductions():  # an analysis refines once
-            yield Pass(Stage.REFINE, segments, True, Afterwards.RELEASE, last_reads=not self._writes, repeated=True)
+            is_last = not self._writes
+            yield Pass(Stage.REFINE, segments, again, held, Afterwards.RELEASE, last_reads=is_last, repeated=True)
         self._conclude()
         if self._writes:
-            yield Pass(Stage.MERGE, segments, True, Afterwards.WRITE, last_reads=True, repeated=True)
+            yield Pass(Stage.MERGE, segments, again, _NONE, Afterwards.WRITE, last_reads=True, repeated=True)
+        elif held:
+            kept = tuple(s for s in segments if s.number in held)
+            yield Pass(Stage.MERGE, kept, (), _NONE, Afterwards.RELEASE, last_reads=True)
 
     def _finish_reductions(self) -> bool:
         finished = [work.reduction.finish() for work in self._works.values() if work.reduction]
@@ -185,13 +193,14 @@ class Job:
             steps[stage](_raw_block(work.task, piece, buffer))
 
 
-def _split_sample(
-    segments: tuple[SegmentShape, ...], size: int
-) -> tuple[tuple[SegmentShape, ...], tuple[SegmentShape, ...]]:
-    """`size` segments spread evenly over the tensor, and the others."""
+def _spread(segments: tuple[SegmentShape, ...], size: int) -> tuple[SegmentShape, ...]:
+    """Return `size` segments spread evenly over the tensor."""
     chosen = {len(segments) * (2 * i + 1) // (2 * size) for i in range(size)}
-    sample = tuple(s for i, s in enumerate(segments) if i in chosen)
-    return sample, tuple(s for i, s in enumerate(segments) if i not in chosen)
+    return tuple(s for i, s in enumerate(segments) if i in chosen)
+
+
+def _numbers(segments: Iterable[SegmentShape]) -> frozenset[int]:
+    return frozenset(segment.number for segment in segments)
 
 
 def merge_piece(work: TensorWork, piece: Piece, buffer: NDArray[np.uint8]) -> None:

@@ -10,10 +10,11 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
 from enum import Enum, auto
 from operator import attrgetter
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.checkpoints.contract import NO_TURNS, ComputedTensor, NeedsBase, TensorEntry, Turns, Unchanged
+from mergepipe.core.values import dataclass
 from mergepipe.engine.pipeline.jobs import Afterwards, Job, Pass, Stage
 from mergepipe.engine.pipeline.segment_layout import Computation, Piece, Read, SegmentLayout, is_on_base, lay_out
 from mergepipe.engine.pipeline.segments import SegmentShape
@@ -32,6 +34,7 @@ from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import request
+from mergepipe.storage.spill import SpilledFiles
 
 FEWEST_READERS = 8
 LOOKAHEAD_BUFFERS = 24
@@ -47,13 +50,18 @@ class ReadSettings:
     lookahead_buffers: int = LOOKAHEAD_BUFFERS
 
     @classmethod
-    def of(cls, files: Iterable[Location], store: Store, most_buffers: int) -> ReadSettings:
+    def of(cls, files: Collection[Location], store: Store, most_buffers: int) -> ReadSettings:
         """Return what suits the most able store of some files, and the dearest: then 3/4 of all buffers at most."""
         terms = [store.terms(file) for file in files]
         readers = max((term.most_requests for term in terms), default=FEWEST_READERS)
-        if not any(term.request_cost_bytes for term in terms):
+        if not are_dear(files, store):
             return cls(readers)
         return cls(readers, min(REMOTE_LOOKAHEAD_BUFFERS, max(LOOKAHEAD_BUFFERS, most_buffers * 3 // 4)))
+
+
+def are_dear(files: Iterable[Location], store: Store) -> bool:
+    """Whether requests for some of the files cost anything."""
+    return any(store.terms(file).request_cost_bytes for file in files)
 
 
 class SegmentSink(Protocol):
@@ -77,6 +85,7 @@ class _Filled:
     layout: SegmentLayout
     buffer: NDArray[np.uint8]
     orders_left: int = 0
+    is_held: bool = False  # by its job, for passes after the one that read it
     on_base: list[Computation] = field(default_factory=list)  # what can start only when all else is there
     bases: Bases = field(default_factory=dict)
 
@@ -85,18 +94,27 @@ class _Filled:
 class _RunningJob:
     """A job with its current pass and the segments that the pass still waits for.
 
-    `opened` holds what computed tensors keep between their blocks, as long as the job runs.
+    `opened` holds what computed tensors keep between their blocks, as long as the job runs. `spill`: the files, where
+    what is read of experts is kept on disk.
     """
 
     job: Job
     passes: Iterator[Pass]
     current: Pass
+    files: Mapping[Location, RangeFile]
+    spill: SpilledFiles | None
     unread: deque[SegmentShape] = field(default_factory=deque)
     pending: int = 0
     buffers: int = 0
+    n_held: int = 0  # of these, held between passes
     held: list[_Filled] = field(default_factory=list)
     opened: dict[tuple[int, bool], Fill] = field(default_factory=dict)
     finished: bool = False
+
+    def close(self) -> None:
+        """Give up what was spilled. Nothing is read any more."""
+        if self.spill is not None:
+            self.spill.close()
 
 
 class _Step(Enum):
@@ -126,7 +144,7 @@ class Pipeline:
     """Runs jobs in order over open files. For one run only.
 
     `reading` bounds what is read at once. `on_failure` is called when a run ends early, before its threads are waited
-    for: it gives up reads that could take long.
+    for: it gives up reads that could take long. `scratch_folder` is where jobs spill.
     """
 
     def __init__(
@@ -140,6 +158,7 @@ class Pipeline:
         on_tick: Callable[[], None],
         reading: ReadSettings = ReadSettings(),
         on_failure: Callable[[], None] = lambda: None,
+        scratch_folder: Path = Path(),
     ) -> None:
         self._tasks = tasks
         self._files = files
@@ -150,6 +169,7 @@ class Pipeline:
         self._on_tick = on_tick
         self._reading = reading
         self._on_failure = on_failure
+        self._scratch_folder = scratch_folder
         self._events: SimpleQueue[_Done | _Failed] = SimpleQueue()
         self._read_queue: SimpleQueue[tuple[_Filled, Read | Computation] | None] = SimpleQueue()
         self._compute_queue: SimpleQueue[tuple[_Filled, Stage] | None] = SimpleQueue()
@@ -187,6 +207,9 @@ class Pipeline:
             except KeyboardInterrupt:  # it came while stopping: no worker may outlive this call
                 self._stop(workers)
                 raise
+            finally:
+                for running in self._active:
+                    running.close()
 
     # -- the coordinating thread ---------------------------------------------------------------------------------
 
@@ -213,7 +236,8 @@ class Pipeline:
         if job is None:
             return None
         passes = job.passes()
-        running = _RunningJob(job, passes, next(passes))
+        spill = SpilledFiles(self._files, self._scratch_folder) if job.spills else None
+        running = _RunningJob(job, passes, next(passes), self._files if spill is None else spill, spill)
         self._active.append(running)
         self._begin_pass(running, running.current)
         return running
@@ -221,9 +245,9 @@ class Pipeline:
     def _begin_pass(self, running: _RunningJob, new: Pass) -> None:
         running.current = new
         running.pending = len(new.segments)
-        if new.reads:
-            running.unread = deque(new.segments)
-            return
+        if new.repeated and running.spill is not None:
+            running.spill.replay()
+        running.unread = deque(new.unread)
         held, running.held = running.held, []
         for filled in held:
             self._compute_queue.put((filled, new.stage))
@@ -240,16 +264,16 @@ class Pipeline:
         return running.finished or running.current.last_reads
 
     def _may_read_on(self, running: _RunningJob) -> bool:
-        """Whether one more buffer may be filled. A job that holds its tensor may use all once it is oldest."""
+        """Whether one more buffer may be filled. A job that holds all of its tensor may use all once it is oldest."""
         oldest = self._active[0]
         ahead = sum(job.buffers for job in self._active if job is not oldest)
-        if running.current.afterwards is not Afterwards.HOLD:
-            ahead += oldest.buffers if running is oldest else 0
+        if running is oldest and not running.current.holds_all:
+            ahead += oldest.buffers - oldest.n_held
         return ahead < self._reading.lookahead_buffers
 
     def _request(self, running: _RunningJob, shape: SegmentShape, buffer: NDArray[np.uint8]) -> None:
         layout = lay_out(shape, self._tasks, self._out_start, lambda path: self._files[path].alignment)
-        if running.current.repeated:
+        if running.current.repeated and running.spill is None:
             layout = _as_analysis(layout)
         filled = _Filled(running, layout, buffer)
         running.buffers += 1
@@ -257,7 +281,7 @@ class Pipeline:
         for computation in layout.computations:
             if computation.key not in running.opened:
                 on_base = computation.on_base
-                opened = _opened(computation.source, self._files, on_base=on_base, turns=self._turns)
+                opened = _opened(computation.source, running.files, on_base=on_base, turns=self._turns)
                 running.opened[computation.key] = opened
             if computation.on_base and computation.base_offset not in filled.bases:
                 filled.bases[computation.base_offset] = _base_bytes(computation, buffer)
@@ -290,15 +314,16 @@ class Pipeline:
                 self._retire()
 
     def _after_compute(self, filled: _Filled) -> None:
-        running = filled.job
-        match running.current.afterwards:
-            case Afterwards.HOLD:
-                running.held.append(filled)
-            case Afterwards.RELEASE:
-                self._release(filled)
-            case Afterwards.WRITE:
-                self._ready[filled.layout.shape.number] = filled
-                self._hand_to_writer()
+        running, number = filled.job, filled.layout.shape.number
+        if number in running.current.held:
+            running.n_held += not filled.is_held
+            filled.is_held = True
+            running.held.append(filled)
+        elif running.current.afterwards is Afterwards.RELEASE:
+            self._release(filled)
+        else:
+            self._ready[number] = filled
+            self._hand_to_writer()
         running.pending -= 1
         if running.pending == 0:
             following = next(running.passes, None)
@@ -315,11 +340,12 @@ class Pipeline:
 
     def _release(self, filled: _Filled) -> None:
         filled.job.buffers -= 1
+        filled.job.n_held -= filled.is_held
         self._pool.give_back(filled.buffer)
 
     def _retire(self) -> None:
         while self._active and self._active[0].finished and self._active[0].buffers == 0:
-            self._active.popleft()
+            self._active.popleft().close()
 
     # -- worker threads --------------------------------------------------------------------------------------------
 
@@ -346,7 +372,7 @@ class Pipeline:
         while (entry := self._read_queue.get()) is not None and not self._stopping.is_set():
             filled, order = entry
             if isinstance(order, Read):
-                _read(order, filled.buffer, self._files)
+                _read(order, filled.buffer, filled.job.files)
             else:
                 filled.job.opened[order.key](order, filled.buffer, filled.bases)
             self._events.put(_Done(_Step.FILLED, filled))

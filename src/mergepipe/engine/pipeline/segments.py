@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mergepipe.checkpoints.contract import (
     LeveledTensor,
@@ -18,6 +18,7 @@ from mergepipe.checkpoints.contract import (
     Unchanged,
 )
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, Span
+from mergepipe.core.values import dataclass
 from mergepipe.errors import LimitError
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import PAGE_BYTES, round_up
@@ -25,6 +26,10 @@ from mergepipe.storage.buffers import PAGE_BYTES, round_up
 IDEAL_BUFFER_BYTES = 16 << 20
 LARGEST_SHARE_OF_MEMORY = 8  # a buffer takes at most 1/8 of the memory cap where it can
 FEWEST_BUFFERS = 3
+HELD_BYTES = 896 << 20  # of one tensor between passes, where reading again costs little
+SHARE_TO_HOLD = 5  # with a larger memory cap, a fifth of it
+SHARE_READ_AGAIN = 6  # more is held where more than a sixth of all bytes would be read again
+RESERVED_BUFFERS = 24  # for reads while a tensor is held in part
 MOST_COUNTED = 16  # pairs of a small tensor and an expert in one buffer: reductions count each in up to 1 MiB
 # A read may be rounded out by just under a page at either end, and starts on a page of the buffer.
 ROUNDING_BYTES = 2 * PAGE_BYTES
@@ -235,6 +240,39 @@ def choose_buffer_sizes(
     return BufferSizes(
         round_up(int(raw_bytes * scale), PAGE_BYTES), max(out_bytes, int(out_bytes * scale) // PAGE_BYTES * PAGE_BYTES)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class HoldLimits:
+    """The buffers that may hold one tensor between passes: all of it, or a part while the rest is read again."""
+
+    whole_tensor: int
+    part_of_tensor: int
+
+    @classmethod
+    def of(cls, n_buffers: int) -> HoldLimits:
+        """Return the limits of a pool that may be used up; half of a small one is left for reads."""
+        return cls(n_buffers, n_buffers - min(RESERVED_BUFFERS, -(-n_buffers // 2)))
+
+    @classmethod
+    def sparing(cls, n_buffers: int, sizes: BufferSizes, tasks: Sequence[MergeTask]) -> HoldLimits:
+        """Return limits that leave memory unused: where little is read again for it, which costs little."""
+        ample = cls.of(n_buffers)
+        largest_bytes = n_buffers * sizes.total_bytes
+        bytes_T = [_whole_bytes(task) for task in tasks if task.experts]
+        held_bytes = max(HELD_BYTES, largest_bytes // SHARE_TO_HOLD)
+        while held_bytes < largest_bytes:
+            if sum(max(0, nbytes - held_bytes) for nbytes in bytes_T) <= sum(bytes_T) // SHARE_READ_AGAIN:
+                break
+            held_bytes += held_bytes // 4
+        most = held_bytes // sizes.total_bytes
+        return cls(min(ample.whole_tensor, most), min(ample.part_of_tensor, most))
+
+
+def _whole_bytes(task: MergeTask) -> int:
+    """Return the buffer bytes of a whole tensor."""
+    n = task.base.n_elements
+    return stored_bytes(task, n, range(len(task.experts))) + n * task.dtype.itemsize
 
 
 def fits_memory(tasks: Sequence[MergeTask], memory_bytes: int, cut_of: CutOf) -> bool:

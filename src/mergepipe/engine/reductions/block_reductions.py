@@ -7,7 +7,8 @@ memory, `survey` shows it a sample first, so that one pass usually suffices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -29,9 +30,14 @@ from mergepipe.operators.base import (
     RowSums,
     Score,
     ScoreCut,
+    ScoreShare,
+    SoftmaxDivergence,
+    SurvivorMeasure,
+    SurvivorSums,
 )
 
 SCORED_ELEMENTS = 64 * 1024
+MOST_MARK_BYTES = 128 << 20  # of one tensor
 
 
 class Reduction(Protocol):
@@ -77,8 +83,14 @@ def make_reduction(request: ReductionRequest, n_elements: int, n_experts: int) -
             return ColumnGrams(n_elements, n_experts, n_columns, cell_elements)
         case RowSums(measure, row_elements):
             return MeasureSums(measure, n_elements, row_elements)
+        case SurvivorSums(measure, row_elements):
+            return MarkedSums(measure, n_elements, n_experts, row_elements)
         case ScoreCut(score, ranks):
             return ScoreCuts(score, ranks, n_elements)
+        case ScoreShare(score, share):
+            return ScoreShares(score, share, n_elements)
+        case SoftmaxDivergence(row_elements):
+            return SoftmaxDivergences(n_elements, row_elements)
 
 
 class MagnitudeCuts:
@@ -240,6 +252,31 @@ class MeasureSums(OnePass):
         return Reduced(sums=(join_atoms(self._sums_AK, self._n_elements, self._row_elements),))
 
 
+class MarkedSums(OnePass):
+    """Sums of a measure by row, and the marks of what survives it.
+
+    Memory: as `MeasureSums`, and the marks: about a bit for each element and expert, 128 MiB at most, else none.
+    """
+
+    def __init__(self, measure: SurvivorMeasure, n_elements: int, n_experts: int, row_elements: int) -> None:
+        from mergepipe.kernels.atoms import count_atoms
+
+        self._measure, self._n_elements, self._row_elements = measure, n_elements, row_elements
+        self._sums_AK = np.zeros((count_atoms(n_elements, row_elements), measure.n_sums), np.float64)
+        expert_bytes = measure.mark_bytes(n_elements)
+        is_small = n_experts * expert_bytes <= MOST_MARK_BYTES and expert_bytes <= n_elements // 4
+        self._marks_EB = np.zeros((n_experts, expert_bytes if is_small else 0), np.uint8)
+
+    def accumulate(self, block: RawBlock) -> None:
+        self._measure(block, self._row_elements, self._sums_AK, self._marks_EB)
+
+    def result(self) -> Reduced:
+        from mergepipe.kernels.atoms import join_atoms
+
+        sums = join_atoms(self._sums_AK, self._n_elements, self._row_elements)
+        return Reduced(sums=(sums,), marks_EB=self._marks_EB if self._marks_EB.size else None)
+
+
 class ScoreCuts:
     """The exact scores of some ranks. Memory: see `RankSearch`, and 256 KiB a thread."""
 
@@ -250,9 +287,7 @@ class ScoreCuts:
     def _each(self, block: RawBlock, steps: Sequence[Callable[[NDArray[np.float32]], None]]) -> None:
         if not self._search.is_open:
             return
-        for skip in range(0, block.n_elements, SCORED_ELEMENTS):
-            scores_N = np.empty(min(SCORED_ELEMENTS, block.n_elements - skip), np.float32)
-            self._score(block, skip, scores_N)
+        for scores_N in scores_of(self._score, block):
             for step in steps:
                 step(scores_N)
 
@@ -274,6 +309,94 @@ class ScoreCuts:
     def result(self) -> Reduced:
         bits = [self._search.threshold_bits(rank) for rank in self._ranks]
         return Reduced(score_bits=np.array(bits, np.uint32))
+
+
+class ScoreShares(OnePass):
+    """The number of scores that are not zero, and the exact score of the last of a share of these.
+
+    The first look counts, the second one refines. Memory: as `ScoreCuts`.
+    """
+
+    def __init__(self, score: Score, share: float, n_elements: int) -> None:
+        self._score, self._share = score, share
+        self._search = RankSearch((), n_elements)
+        self._n_nonzero, self._rank = 0, -1
+        self._lock = threading.Lock()
+
+    def accumulate(self, block: RawBlock) -> None:
+        from mergepipe.kernels.reduce import count_nonzero
+
+        for scores_N in scores_of(self._score, block):
+            self._search.count_coarse_scores(scores_N)
+            n_nonzero = int(count_nonzero(scores_N))
+            with self._lock:
+                self._n_nonzero += n_nonzero
+
+    def refine(self, block: RawBlock) -> None:
+        for scores_N in scores_of(self._score, block):
+            self._search.count_fine_scores(scores_N)
+
+    def finish(self) -> bool:
+        if self._rank < 0:
+            self._rank = int(self._n_nonzero * self._share)
+            self._search.seek(self._rank)
+        return self._search.decide()
+
+    def result(self) -> Reduced:
+        bits = np.array([self._search.threshold_bits(self._rank)], np.uint32)
+        return Reduced(sums=(np.array([[self._n_nonzero]], np.float64),), score_bits=bits)
+
+
+def scores_of(score: Score, block: RawBlock) -> Iterator[NDArray[np.float32]]:
+    """Yield the scores of a block in pieces."""
+    for skip in range(0, block.n_elements, SCORED_ELEMENTS):
+        scores_N = np.empty(min(SCORED_ELEMENTS, block.n_elements - skip), np.float32)
+        score(block, skip, scores_N)
+        yield scores_N
+
+
+class SoftmaxDivergences(OnePass):
+    """The divergence of the model's softmax from the base's by row, the same however the tensor is cut.
+
+    Rows that lie inside a block are done in the first look, the others need their totals for a second one.
+    Memory: 24 bytes an atom, a byte a row, and 256 KiB a thread.
+    """
+
+    def __init__(self, n_elements: int, row_elements: int) -> None:
+        from mergepipe.kernels.atoms import count_atoms
+
+        self._n_elements, self._row_elements = n_elements, row_elements
+        n_atoms = count_atoms(n_elements, row_elements)
+        self._totals_A2 = np.zeros((n_atoms, 2), np.float64)
+        self._totals_R2 = np.empty((0, 2), np.float64)
+        self._sums_A = np.zeros(n_atoms, np.float64)
+        self._is_done_R = np.zeros(-(-n_elements // row_elements), np.uint8)
+
+    def accumulate(self, block: RawBlock) -> None:
+        from mergepipe.kernels.atoms import common_multiple
+        from mergepipe.kernels.select import add_divergences
+
+        add_divergences(
+            block.raw, block.base_offset, block.base_code, block.offsets_E, block.codes_E, block.first_element,
+            block.n_elements, self._row_elements, common_multiple(self._row_elements), self._totals_R2,
+            self._totals_A2, self._sums_A, self._is_done_R,
+        )  # fmt: skip
+
+    def refine(self, block: RawBlock) -> None:
+        self.accumulate(block)
+
+    def finish(self) -> bool:
+        from mergepipe.kernels.atoms import join_atoms
+
+        if self._is_done_R.all() or len(self._totals_R2):
+            return True
+        self._totals_R2 = join_atoms(self._totals_A2, self._n_elements, self._row_elements)
+        return False
+
+    def result(self) -> Reduced:
+        from mergepipe.kernels.atoms import join_atoms
+
+        return Reduced(sums=(join_atoms(self._sums_A[:, None], self._n_elements, self._row_elements),))
 
 
 def join_products(base_C: NDArray[np.float64], cells_EC2: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -42,6 +42,10 @@ class RankSearch:
 
         return np.zeros(COARSE_BINS, np.int64)
 
+    def seek(self, rank: int) -> None:
+        """Look for one more rank, before `decide`."""
+        self._answers[rank] = self._trivial(rank)
+
     def _trivial(self, rank: int) -> int | None:
         if rank == 0:
             return NOTHING_KEPT_BITS

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from mergepipe.core.values import dataclass
 from mergepipe.engine.reductions.block_reductions import Reduction, make_reduction
 from mergepipe.engine.reductions.known_quantities import NOTHING_KNOWN, KnownQuantities
 from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, RawBlock, Reduced, ReductionRequest

@@ -20,6 +20,8 @@ from numba.np.numpy_support import as_dtype  # noqa: E402
 __all__ = ["binding", "intrinsic", "ir", "njit", "numba", "object_code", "register_kernels"]
 
 ENTRY = "entry"
+INLINING = ("add_always_inliner_pass", "add_ipsccp_pass", "add_simplify_cfg_pass")
+"""Passes that inline the counting of references, where llvmlite has them; without them it is called."""
 FOREIGN = {"malloc", "free", "memcpy", "memmove", "memset"}  # what the code may take from the process that loads it
 
 
@@ -35,7 +37,8 @@ def register_kernels(kernel_class: type) -> None:
 def object_code(overload: Any, allocator: str) -> bytes:
     """Return the object code of a compiled kernel with the entry that `machine_code` calls.
 
-    The functions are those that numba optimised, unchanged; its wrappers for Python objects are left out.
+    The functions are those that numba optimised, with the `allocator`'s counting of references instead of numba's;
+    its wrappers for Python objects are left out.
 
     Raises:
         NotImplementedError: the code needs functions of numba's runtime that `allocator` does not define.
@@ -50,6 +53,8 @@ def object_code(overload: Any, allocator: str) -> bytes:
         if not value.is_declaration:
             value.linkage = "external" if value.name == ENTRY else "internal"
     passes = binding.create_new_module_pass_manager()
+    for name in INLINING:
+        getattr(passes, name, lambda: None)()
     passes.add_global_dead_code_eliminate_pass()
     passes.run(module, binding.create_pass_builder(target_machine, binding.create_pipeline_tuning_options()))
     foreign = {f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")} - FOREIGN

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +21,8 @@ from typing import Any
 
 import numpy as np
 from blake3 import blake3
+
+from mergepipe.core.values import dataclass
 
 Signature = tuple[Any, ...]
 """For each argument, (dtype, dimensions, flags) of an array, or the class of a scalar, or `LARGE`."""
@@ -81,6 +82,32 @@ define void @NRT_MemInfo_call_dtor(ptr %info) {
   call void @free(ptr %info)
   ret void
 }
+define void @NRT_incref(ptr %info) alwaysinline {
+  %none = icmp eq ptr %info, null
+  br i1 %none, label %end, label %count
+count:
+  %before = load i64, ptr %info
+  %after = add i64 %before, 1
+  store i64 %after, ptr %info
+  br label %end
+end:
+  ret void
+}
+define void @NRT_decref(ptr %info) alwaysinline {
+  %none = icmp eq ptr %info, null
+  br i1 %none, label %end, label %count
+count:
+  %before = load i64, ptr %info
+  %after = sub i64 %before, 1
+  store i64 %after, ptr %info
+  %is_unused = icmp eq i64 %after, 0
+  br i1 %is_unused, label %drop, label %end
+drop:
+  call void @free(ptr %info)
+  br label %end
+end:
+  ret void
+}
 define ptr @NRT_Allocate(i64 %size) {
   %memory = call ptr @malloc(i64 %size)
   ret ptr %memory
@@ -90,7 +117,10 @@ define void @NRT_Free(ptr %memory) {
   ret void
 }
 """
-"""What numba's runtime does for temporary arrays: `{references, -, -, data, size, -}` before the data."""
+"""What numba's runtime does for temporary arrays: `{references, -, -, data, size, -}` before the data.
+
+References are counted without atomic instructions: the thread that runs a kernel is the only one with its arrays.
+"""
 
 
 @dataclass(frozen=True, slots=True)

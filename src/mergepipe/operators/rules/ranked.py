@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, F32, ITEMSIZE_BY_KERNEL_CODE
+from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
@@ -19,7 +20,7 @@ from mergepipe.operators.base import (
     RawBlock,
     Reduced,
     ReductionRequest,
-    RowSums,
+    SurvivorSums,
 )
 from mergepipe.operators.influence import Influence, Products
 from mergepipe.operators.rules.elementwise import ElementwiseRule, Keep
@@ -86,6 +87,28 @@ class Survival:
         elif lowest < 1.0:
             drop_ranked(values_N, block.first_element, self.row_elements, self.stream_keys_E[e], lowest, spread)
 
+    def mark_bytes(self, n_elements: int) -> int:
+        """Return the bytes of one expert's marks."""
+        from mergepipe.kernels.ranked import mark_bytes
+
+        return n_elements // self.row_elements * int(mark_bytes(self.row_elements))
+
+    def mark(self, part: RawBlock, place: int, values_N: NDArray[np.float32], marks_EB: NDArray[np.uint8]) -> None:
+        """Mark what `drop` left."""
+        from mergepipe.kernels.ranked import mark_nonzero
+
+        mark_nonzero(values_N, self.row_elements, self._marks_of(part, place, marks_EB))
+
+    def clear(self, part: RawBlock, place: int, values_N: NDArray[np.float32], marks_EB: NDArray[np.uint8]) -> None:
+        """Clear what `drop` would, by its marks."""
+        from mergepipe.kernels.ranked import clear_unmarked
+
+        clear_unmarked(values_N, self.row_elements, self._marks_of(part, place, marks_EB))
+
+    def _marks_of(self, part: RawBlock, place: int, marks_EB: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        first, nbytes = self.mark_bytes(part.first_element), self.mark_bytes(part.n_elements)
+        return marks_EB[part.present_E[place], first : first + nbytes]
+
     def parts(self, block: RawBlock) -> Iterator[RawBlock]:
         """The block in pieces, of whole rows where anything is dropped, about `SCRATCH_ELEMENTS` long.
 
@@ -118,10 +141,14 @@ def _itemsize(code: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedRule:
-    """Drops, writes what is left as deltas beside the base, and merges those. Memory: 4 bytes an expert and element."""
+    """Drops, writes what is left as deltas beside the base, and merges those. Memory: 4 bytes an expert and element.
+
+    With `marks_EB` (see `Reduced`) they say what is dropped.
+    """
 
     survival: Survival
     rule: ElementwiseRule
+    marks_EB: NDArray[np.uint8] | None = None
     copies_base: bool = False
 
     def __call__(self, block: RawBlock) -> None:
@@ -138,7 +165,10 @@ class RankedRule:
         deltas_EN = scratch[base_bytes:].view(np.float32).reshape(n_present, n)
         for place in range(n_present):
             self.survival.decode(part, place, deltas_EN[place])
-            self.survival.drop(part, place, deltas_EN[place])
+            if self.marks_EB is None:
+                self.survival.drop(part, place, deltas_EN[place])
+            else:
+                self.survival.clear(part, place, deltas_EN[place], self.marks_EB)
         self.rule(
             replace(
                 part,
@@ -152,7 +182,7 @@ class RankedRule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SurvivingMagnitudes:
-    """A measure: per expert the sum of |delta| (even places), and of what survives (odd places)."""
+    """A measure of survivors: per expert the sum of |delta| (even places), and of what survives (odd places)."""
 
     survival: Survival
 
@@ -160,7 +190,12 @@ class SurvivingMagnitudes:
     def n_sums(self) -> int:
         return 2 * len(self.survival.lowest_E)
 
-    def __call__(self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64]) -> None:
+    def mark_bytes(self, n_elements: int) -> int:
+        return self.survival.mark_bytes(n_elements)
+
+    def __call__(
+        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_EB: NDArray[np.uint8]
+    ) -> None:
         from mergepipe.kernels.atoms import common_multiple
         from mergepipe.kernels.ranked import add_magnitudes
 
@@ -172,6 +207,8 @@ class SurvivingMagnitudes:
                 add_magnitudes(values_N, part.first_element, row_elements, common, sums_AK[:, 2 * int(e)])
                 self.survival.drop(part, place, values_N)
                 add_magnitudes(values_N, part.first_element, row_elements, common, sums_AK[:, 2 * int(e) + 1])
+                if marks_EB.shape[1]:
+                    self.survival.mark(part, place, values_N, marks_EB)
 
 
 class _Ranked(Plain):
@@ -187,7 +224,7 @@ class _Ranked(Plain):
         check_spread(inputs)
         if not inputs.globals["rescale"] or reduced.sums or bool((densities_E(inputs) >= 1.0).all()):
             return None
-        return RowSums(SurvivingMagnitudes(survival_of(inputs)), inputs.row_elements)
+        return SurvivorSums(SurvivingMagnitudes(survival_of(inputs)), inputs.row_elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +252,8 @@ class Della(_Ranked):
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> RankedRule:
         scales_E = scales_of_sums(inputs, reduced)
-        return RankedRule(survival_of(inputs), consensus_rule(inputs, keep=Keep.LARGE, scales_E=scales_E))
+        rule = consensus_rule(inputs, keep=Keep.LARGE, scales_E=scales_E)
+        return RankedRule(survival_of(inputs), rule, reduced.marks_EB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +276,7 @@ class DellaLinear(_Ranked):
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> RankedRule:
         rule = ElementwiseRule(fixed_coefficients(inputs), keep=Keep.LARGE, scales_E=scales_of_sums(inputs, reduced))
-        return RankedRule(survival_of(inputs), rule)
+        return RankedRule(survival_of(inputs), rule, reduced.marks_EB)
 
 
 def survival_of(inputs: OperatorInput) -> Survival:

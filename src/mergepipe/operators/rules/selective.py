@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.values import dataclass
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
     BlockFunction,
@@ -20,9 +20,11 @@ from mergepipe.operators.base import (
     ReductionRequest,
     RowSums,
     ScoreCut,
+    ScoreShare,
+    SoftmaxDivergence,
 )
 from mergepipe.operators.influence import Influence, Products, equal_influence, equal_shares
-from mergepipe.operators.measures import Importance, Overlaps, SelectedEnergies, SoftmaxSums, Variance, VariedCount
+from mergepipe.operators.measures import Importance, Overlaps, SelectedEnergies, Variance
 from mergepipe.operators.rules.by_row import RowRule
 from mergepipe.operators.rules.elementwise import ElementwiseRule, Keep
 from mergepipe.operators.shared_parameters import INT8_MASK
@@ -70,12 +72,10 @@ class Sce(Plain):
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         n_experts, whole = len(inputs.experts), max(1, inputs.n_elements)
         selects = float(inputs.globals["select_topk"]) < 1.0
-        if selects and not reduced.sums:
-            return RowSums(VariedCount(n_experts), whole)
+        if selects and reduced.score_bits is None:
+            return ScoreShare(Variance(n_experts), float(inputs.globals["select_topk"]))
         if selects and self._kept(inputs, reduced) == 0:
             return None
-        if selects and reduced.score_bits is None:
-            return ScoreCut(Variance(n_experts), (self._kept(inputs, reduced),))
         if len(reduced.sums) < 1 + selects:
             return RowSums(SelectedEnergies(n_experts, _first_bits(reduced)), whole)
         return None
@@ -230,9 +230,7 @@ class ArceeFusion(Plain):
 
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         if not reduced.sums:
-            return RowSums(SoftmaxSums(), inputs.row_elements)
-        if len(reduced.sums) == 1:
-            return RowSums(SoftmaxSums(reduced.sums[0]), inputs.row_elements)
+            return SoftmaxDivergence(inputs.row_elements)
         if reduced.score_bits is None:
             n = inputs.n_elements
             ranks = tuple(n - math.floor(share * (n - 1)) for share in _QUARTERS)
@@ -251,7 +249,7 @@ class ArceeFusion(Plain):
 
 
 def _divergence_R(reduced: Reduced) -> NDArray[np.float32]:
-    return np.maximum(reduced.sums[1][:, 0], 0.0).astype(np.float32)
+    return np.maximum(reduced.sums[0][:, 0], 0.0).astype(np.float32)
 
 
 @np.errstate(all="ignore")

@@ -13,7 +13,6 @@ can turn a sign, are added element by element.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import as_leveled
+from mergepipe.core.values import dataclass
 from mergepipe.operators.influence import Election
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.items import Candidates

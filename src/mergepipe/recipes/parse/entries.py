@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeGuard
 
+from mergepipe.core.values import dataclass
 from mergepipe.operators.spec import OperatorSpec, Scope
 from mergepipe.recipes.parse.fields import DocumentReader, describe
 from mergepipe.recipes.parse.names_elsewhere import key_elsewhere, parameter_elsewhere, parameter_names

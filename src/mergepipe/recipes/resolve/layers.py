@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+from mergepipe.core.values import dataclass
 
 # The first number between dots counts layers; later ones count what is inside a layer (experts, sublayers).
 _NUMBERED = re.compile(r"(?:(?P<prefix>.*?)\.)??(?P<index>\d+)\.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
@@ -11,6 +11,7 @@ from mergepipe.checkpoints.contract import TensorEntry, files_of
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.read_cost import range_cost_bytes
 from mergepipe.core.blocks import BlockGrid, DTypeKind
+from mergepipe.core.values import dataclass
 from mergepipe.engine.analysis import run_analysis
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.reductions.probe_summary import sample_runs

@@ -7,13 +7,13 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import mergepipe
 from mergepipe.checkpoints.contract import files_of
 from mergepipe.core.sizes import MAX_SIZE_BYTES
+from mergepipe.core.values import dataclass
 from mergepipe.errors import MergePipeError
 from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.storage import owned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from mergepipe.core.units import format_bytes
 from mergepipe.planning.candidates.known_statistics import REASON_MISSING
@@ -10,6 +11,7 @@ from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.planning.plan_assembly import SAMPLED
 from mergepipe.reports import BudgetVerdict, ExpertCoverage
 from mergepipe.runs.budget.coverage import coverage_of
+from mergepipe.snapshots.manifest import Coverage
 
 CLOSE_ERROR = 0.25
 PARTIAL_ERROR = 0.75
@@ -34,16 +36,12 @@ def verdict_of(plan: Plan) -> BudgetVerdict:
     """Judge a plan, from what it records."""
     coverage, outlook = coverage_of(plan), plan.outlook
     experts = [model.model for model in plan.models if model.role == "expert"]
-    planned = [0] * len(experts)
-    for tensor in plan.tensors:
-        for e in tensor.models:
-            planned[e] += -(-tensor.n_elements // plan.block_elements)
-    covered = zip(coverage.read, coverage.shared, coverage.free, strict=True)
-    shares = [sum(counts) / n if n else 1.0 for counts, n in zip(covered, planned, strict=True)]
-    error = None if outlook is None else outlook.expected_error
+    shares = _shares(plan, coverage)
+    is_full = _is_full(plan, shares)
+    error = 0.0 if is_full else None if outlook is None else outlook.expected_error
     return BudgetVerdict(
         expected_error=error,
-        is_least=outlook is not None and outlook.is_least,
+        is_least=outlook is not None and outlook.is_least and not is_full,
         meaning=meaning_of(error),
         experts=tuple(ExpertCoverage(model, share) for model, share in zip(experts, shares, strict=True)),
         unread=tuple(fallback.where for fallback in plan.fallbacks if fallback.decision == NOTHING_READ),
@@ -53,8 +51,26 @@ def verdict_of(plan: Plan) -> BudgetVerdict:
     )
 
 
+def _shares(plan: Plan, coverage: Coverage) -> list[float]:
+    """Return for each expert the share of its blocks that is in the merge."""
+    planned = [0] * len(coverage.read)
+    for tensor in plan.tensors:
+        for e in tensor.models:
+            planned[e] += -(-tensor.n_elements // plan.block_elements)
+    covered = zip(coverage.read, coverage.shared, coverage.free, strict=True)
+    return [sum(counts) / n if n else 1.0 for counts, n in zip(covered, planned, strict=True)]
+
+
+def _is_full(plan: Plan, shares: Sequence[float]) -> bool:
+    """Tell whether a plan is the full merge: every block at its highest level, with the recipe's parameters."""
+    has_levels = any(access.levels for tensor in plan.tensors for access in tensor.access)
+    return min(shares, default=1.0) == 1.0 and not has_levels and not plan.adjustments
+
+
 def analysis_advice(plan: Plan) -> tuple[str, ...]:
-    """Name the command that would make a plan exact, and what it reads; nothing where all is known."""
+    """Name the command that would make a plan exact, and what it reads; nothing where all is known or all is read."""
+    if _is_full(plan, _shares(plan, coverage_of(plan))):
+        return ()
     reasons = {fallback.where: fallback.reason for fallback in plan.fallbacks if fallback.reason in _ADVISED}
     experts = [model for model in plan.models if model.role == "expert" and f"expert '{model.model}'" in reasons]
     bases = [model for model in plan.models if model.role == "base"]

@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.rows import Evidence, ModelRow
 from mergepipe.checkpoints.computed.embedding_names import embedding_ending
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.tokenizers.unaligned_rows import unaligned_notices
 from mergepipe.checkpoints.tokenizers.vocabulary import counted
 from mergepipe.core.notices import Notice, notice_at, told_once
-from mergepipe.engine.merged_tensor import MergedTensor, can_fuse
+from mergepipe.core.values import dataclass
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
-from mergepipe.operators.statistics import TensorStatistics
-from mergepipe.planning.plan import Plan
 from mergepipe.recipes.parse.problems import USUAL, Strictness, refuse_notices
 from mergepipe.recipes.parse.recipe import ModelInput, Recipe
 from mergepipe.recipes.parse.recipe_files import load_recipes
 from mergepipe.recipes.parse.written_paths import with_relative_paths
-from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.recipes.resolve.anchors import weights_needed
 from mergepipe.recipes.resolve.resolution import resolve
 from mergepipe.recipes.resolve.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
 from mergepipe.recipes.resolve.vocabulary_alignment import Alignment, align_vocabulary
 from mergepipe.runs.inputs.models import open_model
-from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.records.statistics_files import StatisticsBeside
-from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.storage.traffic import concurrent_map
+
+if TYPE_CHECKING:
+    from mergepipe.catalog.catalog import Catalog
+    from mergepipe.catalog.rows import Evidence, ModelRow
+    from mergepipe.engine.merged_tensor import MergedTensor
+    from mergepipe.operators.statistics import TensorStatistics
+    from mergepipe.planning.plan import Plan
+    from mergepipe.recipes.parse.yaml_source import RecipeText
+    from mergepipe.runs.records.catalog_link import CatalogLink
+    from mergepipe.runs.records.statistics_files import StatisticsBeside
+    from mergepipe.storage.contract import Store
 
 DOCUMENT_MARK = "\n---\n"
 
@@ -231,6 +234,8 @@ def _vocabulary_notices(
 
 def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermediate:
     """Fuse the intermediate into its consumer where possible; else write it through `stage`, if given."""
+    from mergepipe.engine.merged_tensor import can_fuse  # which loads the engine
+
     operator = operator_named(inputs.recipe.operator.name)
     tensors = {task.name: _merged(task, operator.spec.name) for task in inputs.resolution.tasks}
     lends_sidecars = inputs.alignment is None and inputs.resolution.n_layers is None
@@ -242,6 +247,8 @@ def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermed
 
 
 def _merged(task: MergeTask, operator_name: str) -> MergedTensor:
+    from mergepipe.engine.merged_tensor import MergedTensor
+
     stated = task.parameters
     inputs = OperatorInput(stated.globals, stated.anchor, stated.experts, task.base.n_elements, (), shape=task.shape)
     return MergedTensor(task, operator_name, inputs)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined, Template
-
-from mergepipe.core.escaping import as_line, markdown_code, markdown_text, yaml_scalar
+from mergepipe.core.escaping import printable
+from mergepipe.core.values import dataclass
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.recipes.parse.written_paths import with_renamed
 from mergepipe.runs.budget.verdict import verdict_of
 from mergepipe.runs.inputs.opened import Inputs
+from mergepipe.runs.publication.card_lines import body_lines, metadata_lines
 from mergepipe.runs.publication.hub_ids import hub_names, without_revision
 from mergepipe.runs.publication.input_cards import InputCard
 from mergepipe.snapshots.manifest import BASE_MODEL_IDS_KEY, CARD_NAME, Manifest
@@ -26,7 +22,6 @@ TAGS = ("merge", "mergepipe")
 _LIBRARY = "transformers"
 _SENTENCE_LIBRARY = "sentence-transformers"
 _MODULES_NAME = "modules.json"
-_BACKTICKS = re.compile("`+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +69,9 @@ def model_card(manifest: Manifest, origins: Origins) -> bytes:
     verdict = None
     if manifest.plan is not None:
         verdict = verdict_of(parse_plan(json.dumps(manifest.plan, allow_nan=False).encode(), Path(CARD_NAME)))
-    text = _card_template().render(
-        manifest=manifest,
-        origins=origins,
-        tags=tuple(dict.fromkeys((*origins.card.tags, *TAGS))),
-        rows=tuple(zip(manifest.inputs, origins.names, origins.revisions, strict=True)),
-        fence=_fence(origins.recipe),
-        left_out=_left_out(manifest),
-        verdict=verdict,
-    )
-    return text.encode()
-
-
-@cache
-def _card_template() -> Template:
-    """Compile the model card's template, once in a process."""
-    text = resources.files("mergepipe.runs").joinpath("templates/model_card.md.j2").read_text(encoding="utf-8")
-    environment = Environment(
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=False,
-        finalize=as_line,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"yaml": yaml_scalar, "code": markdown_code, "text": markdown_text}
-    return environment.from_string(text)
+    tags = tuple(dict.fromkeys((*origins.card.tags, *TAGS)))
+    lines = (*metadata_lines(manifest, origins, tags), *body_lines(manifest, origins, verdict))
+    return "".join(f"{printable(line)}\n" for line in lines).encode()
 
 
 def _base_models(manifest: Manifest, cards: Sequence[InputCard]) -> Iterator[str]:
@@ -128,16 +100,3 @@ def _hub_name(text: str, by_name: dict[str, str]) -> str:
     if text in by_name:
         return by_name[text]
     return "+".join(by_name.get(part, part) for part in text.split("+")) if "+" in text else text
-
-
-def _left_out(manifest: Manifest) -> list[tuple[str, list[str]]]:
-    """Group the files that were left out by the reason."""
-    names: dict[str, list[str]] = {}
-    for file in manifest.left_out:
-        names.setdefault(file.reason, []).append(file.name)
-    return list(names.items())
-
-
-def _fence(text: str) -> str:
-    """Return a fence longer than every run of backticks in `text`."""
-    return "`" * max(3, 1 + max(map(len, _BACKTICKS.findall(text)), default=0))

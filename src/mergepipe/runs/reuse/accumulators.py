@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from mergepipe.checkpoints.contract import KeptTotal, Unchanged
 from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.core.blocks import F32, element_count
 from mergepipe.core.canonical_json import canonical_json, digest_of
+from mergepipe.core.values import dataclass
 from mergepipe.engine.tensor_work import operator_input
 from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.errors import CorruptError, MergePipeError, RecipeError

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from mergepipe.core.values import dataclass
 from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.planning.plan import Plan, ReusedSnapshot, Runs
 from mergepipe.planning.planner import Ranking
@@ -48,7 +49,7 @@ class ReusingPlanner:
         best = self._charged(budget)
         if self.ranking.options.target_error is not None or not any(True for _ in self.snapshots):
             return replace(best, outlook=self.ranking.outlook(best))
-        above = self.ranking.full_cost_bytes
+        above = self.ranking.everything_bytes
         for limit in self._trial_budgets():
             if limit <= best.budget_bytes:
                 break
@@ -67,7 +68,7 @@ class ReusingPlanner:
 
     def _trial_budgets(self) -> list[int]:
         """List the prefix costs above the budget that are tried, in descending order."""
-        full = self.ranking.full_cost_bytes
+        full = self.ranking.everything_bytes
         earlier = [cost for snapshot in self.snapshots if (cost := _prefix_cost(snapshot)) is not None and cost < full]
         return sorted({full, *list(dict.fromkeys(earlier))[:MAX_EARLIER_BUDGETS]}, reverse=True)
 

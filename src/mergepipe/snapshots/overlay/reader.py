@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -16,6 +16,7 @@ from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME, OVERLAY_TABLE_NAME
 from mergepipe.checkpoints.open_files import allow_open_files
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, BlockGrid, element_count
+from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.snapshots.block_digests import block_digest

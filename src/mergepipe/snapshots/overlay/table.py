@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from typing import NoReturn
 
 from mergepipe.core.canonical_json import canonical_json
+from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, UnsupportedError
 
 SIDECAR_FOLDER = "mergepipe.sidecars"

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
-from mergepipe.storage.remote.client import BucketWriter, ObjectFacts, open_writer
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
+
+if TYPE_CHECKING:
+    from mergepipe.storage.remote.client import BucketWriter, ObjectFacts
 
 _IS_THERE: Final = (409, 412)
 _OWN_MARK: Final = ".mergepipe-"  # of objects that no user named
@@ -34,6 +36,8 @@ class BucketFolder:
         """
         if location.scheme not in OBJECT_SCHEMES:
             raise ValueError(f"no object store has the scheme {location.scheme}")
+        from mergepipe.storage.remote.client import open_writer
+
         self.location = location
         self._writer = writer or open_writer(location)
 

@@ -17,13 +17,14 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead, RemoteDisconnected
 from typing import Final
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from mergepipe.core.values import dataclass
 from mergepipe.storage.remote.retry import TRANSIENT_STATUSES, Failure, FailureKind, RequestFailed
 
 STALL_SECONDS: Final = 30.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from types import MappingProxyType
 
+from mergepipe.core.values import dataclass
 from mergepipe.storage.contract import Entry, FileKind, FileStatus
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.hub_errors import changed, no_answer

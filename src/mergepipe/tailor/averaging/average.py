@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.directory import find_sidecars, list_names, open_checkpoint
 from mergepipe.core.blocks import DType, DTypeKind, Span
+from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, LimitError, MismatchError, RecipeError
 from mergepipe.recipes.resolve.adapted_config import with_dtype
 from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, index_json, plan_shards

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import mergepipe
+from mergepipe.core.values import dataclass
 from mergepipe.errors import ConflictError
 from mergepipe.recipes.parse.references import real_location
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -42,12 +43,16 @@ _MARGIN_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class ComposeOptions:
-    """Options of a composition. `world_size` None keeps the sources'; `linked` copies no tensor byte (DCP only)."""
+    """Options of a composition. `world_size` None keeps the sources'; `linked` copies no tensor byte (DCP only).
+
+    `is_universal` writes a DeepSpeed universal checkpoint of ZeRO checkpoints.
+    """
 
     memory_bytes: int
     force: bool = False
     world_size: int | None = None
     linked: bool = False
+    is_universal: bool = False
     state_from: Location | None = None
     thoroughness: Thoroughness = Thoroughness.SAMPLED
 
@@ -90,6 +95,8 @@ def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions, out
     check_same_run(store, tuple(opened.sources.values()))
     assignment = assign(opened.recipe, opened.sources)
     training_format = format_named(assignment.skeleton.format)
+    if options.is_universal:
+        return training_format.plan_universal(store, assignment)
     if assignment.resized is not None and not options.linked:
         world_size = options.world_size or assignment.skeleton.world_size
         return training_format.plan_resized(store, assignment, world_size)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import pairwise
 
 from mergepipe.checkpoints.formats.zip_directory import Window
 from mergepipe.core.blocks import ByteRange, DType, Span
-from mergepipe.errors import UnsupportedError
+from mergepipe.core.values import dataclass
+from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Packing, Piece, StoredState
@@ -138,7 +140,8 @@ def plan_file(store: Store, file: SkeletonFile, patches: PatchCollector, overlay
     """Plan a copy of one file with its patches and state edits."""
     if file.name in overlay.contents:
         return FilePlan(file.name, (Literal(overlay.contents[file.name]),))
-    file_patches = patches.by_file.get(file.path, [])
+    file_patches = sorted(patches.by_file.get(file.path, []), key=lambda patch: patch.offset)
+    _check_apart(file_patches, file)
     edits = {**overlay.edits_of(file.path), **patches.edits.get(file.path, {})}
     if edits:
         return plan_edited(store, file, file_patches, edits)
@@ -146,6 +149,16 @@ def plan_file(store: Store, file: SkeletonFile, patches: PatchCollector, overlay
     windows = patches.windows.get(file.path, {})  # the archives inside a file that is none itself
     checksums = stale_checksums(store, file.path, touched, tuple(windows.values()))
     return patched_file(file.name, file.path, file.size_bytes, file_patches, checksums)
+
+
+def _check_apart(ordered: Sequence[Patch], file: SkeletonFile) -> None:
+    """Refuse a file in which two states share bytes: one of them would be written over the other."""
+    for patch, following in pairwise(ordered):
+        if following.offset < patch.stop:
+            raise CorruptError.of(
+                "tailor.shared", file.path, f"two states share bytes [{following.offset}, {patch.stop})",
+                "save each state as a tensor of its own: .clone() it",
+            )  # fmt: skip
 
 
 def _check_all_used(patches: Mapping[Location, list[Patch]], files: Iterable[SkeletonFile]) -> None:

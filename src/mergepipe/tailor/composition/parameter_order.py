@@ -7,7 +7,8 @@ model defines them, then those without (norms and biases). A slow test compares 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from mergepipe.core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

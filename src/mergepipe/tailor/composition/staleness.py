@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 
 from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.core.values import dataclass
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import AdamStep, TrainingCheckpoint
 from mergepipe.tailor.composition.request.assignment import Assignment
+from mergepipe.tailor.formats.pickle_node import PicklePath
 from mergepipe.tailor.units import Unit, UnitKind, layer
 
 
@@ -90,6 +92,11 @@ def _choose(assignment: Assignment, counters: list[dict[str, float]], counter: A
     ]
     value = max(candidates, default=counter.value)
     return StepChoice(counter, value, StepPolicy.EXACT if len(used) <= 1 else StepPolicy.NEWEST)
+
+
+def pickled_counters(steps: Sequence[StepChoice], file: Location) -> dict[PicklePath, object]:
+    """Return the chosen values of the counters that are part of a file's pickle, by their places there."""
+    return {path: int(choice.value) for choice in steps for counted, path in choice.counter.entries if counted == file}
 
 
 def staleness_of(assignment: Assignment, steps: tuple[StepChoice, ...]) -> tuple[UnitStaleness, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from types import MappingProxyType
 
 from mergepipe.checkpoints.contained_files import stat_regular
-from mergepipe.checkpoints.formats.inert_values import PickledTensor
+from mergepipe.checkpoints.formats.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip, walk_tensors
+from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
 from mergepipe.recipes.resolve.adapted_config import states_layers, with_layers
 from mergepipe.storage.contract import Store, is_file
@@ -28,11 +29,15 @@ from mergepipe.tailor.formats.hf_optimizer import OPTIMIZER_NAME
 from mergepipe.tailor.formats.partial import read_partial_manifest
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 from mergepipe.tailor.formats.registry import format_named
-from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME, read_global_step
+from mergepipe.tailor.formats.trainer_files import (
+    LOSS_SCALER_NAME,
+    SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
+    read_global_step,
+)
 
-SCHEDULER_NAME = "scheduler.pt"
 CONFIG_NAME = "config.json"
-_STATE_FILES = re.compile(r"trainer_state\.json|scheduler\.pt|rng_state(_\d{1,6})?\.pth", re.ASCII)
+_STATE_FILES = re.compile(r"trainer_state\.json|scheduler\.pt|scaler\.pt|rng_state(_\d{1,6})?\.pth", re.ASCII)
 _MODEL_FILE = re.compile(r".*mp_rank_\d+_model_states\.pt", re.ASCII)
 _GROUPS = "param_groups"
 _RATE = "lr"
@@ -194,7 +199,8 @@ def overlay_zero_state(store: Store, assignment: Assignment, files: Sequence[Ske
     inside = base_optimizer_path(skeleton.stage)
     edits: dict[Location, Edits] = {}
     for path in zero.optimizer.values():
-        edits[path] = _options(store, assignment, Node(read_torch_zip(store, path).root, path.name), inside)
+        root = Node(read_torch_zip(store, path).root, path.name)
+        edits[path] = {**_options(store, assignment, root, inside), **_loss_scale(store, assignment, root)}
     for file in files:
         if file.path.parent == skeleton.root and _MODEL_FILE.fullmatch(file.path.name):
             edits[file.path] = _engine_state(store, assignment, file.path)
@@ -218,6 +224,18 @@ def _engine_state(store: Store, assignment: Assignment, path: Location) -> Edits
     if root.find("lr_scheduler") is not None:
         edits["lr_scheduler",] = _scheduler(store, assignment.state.path)
     return edits
+
+
+def _loss_scale(store: Store, assignment: Assignment, root: Node) -> Edits:
+    """Put the state's loss scale into the scaler of an optimizer file (fp16); a static one stays."""
+    optimizer, folder = root.get("optimizer_state_dict"), assignment.state.path
+    dynamic, scaler = optimizer.find("dynamic_loss_scale"), optimizer.mapping().get("loss_scaler")
+    if dynamic is None or dynamic.value is not True or not isinstance(scaler, Record):
+        return {}
+    if not is_file(store, folder / LOSS_SCALER_NAME):
+        raise CorruptError.of("tailor.state.files", folder, f"holds no {LOSS_SCALER_NAME}, and the loss is scaled")
+    fields = Node(read_torch_zip(store, folder / LOSS_SCALER_NAME).root, LOSS_SCALER_NAME).mapping()
+    return {("optimizer_state_dict", "loss_scaler"): Record(scaler.kind, scaler.args, fields)}
 
 
 def _scheduler(store: Store, folder: Location) -> object:

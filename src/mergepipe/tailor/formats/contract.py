@@ -86,6 +86,14 @@ class TrainingFormat(CheckpointKind, Protocol):
         """
         ...
 
+    def plan_universal(self, store: Store, assignment: Assignment) -> CompositionPlan:
+        """Plan a composite as a DeepSpeed universal checkpoint.
+
+        Raises:
+            UnsupportedError: the format is not written so, or not this checkpoint of it.
+        """
+        ...
+
     def plan_linked(self, store: Store, assignment: Assignment, out: Location | None) -> CompositionPlan:
         """Plan a composite that points into its sources; `out` None stands for a directory beside the skeleton.
 
@@ -100,6 +108,17 @@ class Copied:
 
     __slots__ = ()
 
+    def resumes_partial(self, framework: Framework) -> bool:
+        """Say no: there are no partial checkpoints of the format."""
+        return False
+
+    def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+        """Refuse."""
+        raise UnsupportedError.of(
+            "tailor.state.format", assignment.skeleton.path, f"is of format {assignment.skeleton.format}, which takes "
+            "no state from a partial checkpoint", "name a complete checkpoint in state_from",
+        )  # fmt: skip
+
     def plan_repartitioned(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
         """Refuse."""
         refuse_repartition(assignment.skeleton)
@@ -111,6 +130,13 @@ class Copied:
             "tailor.restack.resized", assignment.skeleton.path,
             f"the slices stack {after} layers of a model of {before}, whose parameters are others; "
             f"{assignment.skeleton.format} is not written so", "stack as many layers of the same kinds as there are",
+        )  # fmt: skip
+
+    def plan_universal(self, store: Store, assignment: Assignment) -> CompositionPlan:
+        """Refuse."""
+        raise UnsupportedError.of(
+            "tailor.universal.format", assignment.skeleton.path, "only DeepSpeed ZeRO checkpoints are exported as "
+            f"universal ones; this is {assignment.skeleton.format}",
         )  # fmt: skip
 
     def plan_linked(self, store: Store, assignment: Assignment, out: Location | None) -> CompositionPlan:

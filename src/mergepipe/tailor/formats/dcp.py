@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
@@ -17,6 +17,7 @@ from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.checkpoints.formats.zip_directory import Window, read_zip_directory
 from mergepipe.core.blocks import DType, Span, element_count
+from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import PICKLE_BYTES
@@ -63,7 +64,7 @@ class _Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class DcpTensor:
     """One tensor of the state dict."""
 
     key: str
@@ -84,8 +85,17 @@ def read_dcp(store: Store, folder: Location, home: Location | None = None) -> Tr
         CorruptError: `.metadata` contradicts itself.
         UnsupportedError: tensors cut other than by rows, or a state dict without optimizer state.
     """
-    metadata = _read_metadata(store, folder)
-    tensors = {t.key: t for t in _tensors(metadata, _Place(folder, home or folder))}
+    return dcp_checkpoint(store, folder, read_tensors(store, folder, home or folder))
+
+
+def read_tensors(store: Store, folder: Location, home: Location) -> Iterator[DcpTensor]:
+    """Yield the tensors that a DCP directory describes; no tensor byte is read. Raises as `read_dcp`."""
+    return _tensors(_read_metadata(store, folder), _Place(folder, home))
+
+
+def dcp_checkpoint(store: Store, folder: Location, described: Iterable[DcpTensor]) -> TrainingCheckpoint:
+    """Make the checkpoint of a state dict's tensors, of one directory or of several. Raises as `read_dcp`."""
+    tensors = {tensor.key: tensor for tensor in described}
     optimizer, weights = _classify(tensors, folder)
     states = {(name, WEIGHT): _state(tensor, name, WEIGHT) for name, tensor in weights.items()}
     states |= {(n, k): _state(t, n, k) for (n, k), t in optimizer.items() if k != "step"}
@@ -138,7 +148,7 @@ def _read_metadata(store: Store, folder: Location) -> Node:
     return Node(root, str(path)).fields("Metadata")
 
 
-def _tensors(metadata: Node, at: _Place) -> Iterator[_Tensor]:
+def _tensors(metadata: Node, at: _Place) -> Iterator[DcpTensor]:
     """Join what tensors there are with where their chunks lie."""
     stored = _storage(metadata, at)
     for key, node in metadata.get("state_dict_metadata").named_items():
@@ -154,7 +164,7 @@ def _tensors(metadata: Node, at: _Place) -> Iterator[_Tensor]:
             if (key, offsets) not in stored:
                 raise chunk.error(f"tensor {key[:80]!r}: the chunk at {offsets} is in no file")
             chunks.append(_Chunk(offsets, sizes, *stored[(key, offsets)]))
-        yield _Tensor(key, _dtype(fields), shape, tuple(chunks))
+        yield DcpTensor(key, _dtype(fields), shape, tuple(chunks))
 
 
 def _check_inside(chunk: Node, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -207,14 +217,14 @@ class _Place:
 
 
 def _classify(
-    tensors: Mapping[str, _Tensor], folder: Location
-) -> tuple[dict[tuple[str, str], _Tensor], dict[str, _Tensor]]:
+    tensors: Mapping[str, DcpTensor], folder: Location
+) -> tuple[dict[tuple[str, str], DcpTensor], dict[str, DcpTensor]]:
     """Tell optimizer states, by (parameter, kind), from weights, by parameter, whatever the state dict calls them.
 
     Weights are found by the names the optimizer states give; what stands before them gives the prefix of all weights.
     """
     refuse_foreign_states(frozenset(key.rpartition(".")[2] for key in tensors if "state." in key), folder)
-    states: dict[tuple[str, str], _Tensor] = {}
+    states: dict[tuple[str, str], DcpTensor] = {}
     for key, tensor in tensors.items():
         match = _STATE_KEY.fullmatch(key)
         if match:
@@ -235,7 +245,7 @@ def _classify(
     return states, weights
 
 
-def _aliases(store: Store, weights: Mapping[str, _Tensor], trained: AbstractSet[str]) -> Iterator[tuple[str, str]]:
+def _aliases(store: Store, weights: Mapping[str, DcpTensor], trained: AbstractSet[str]) -> Iterator[tuple[str, str]]:
     """Weights that are stored under two names, as (alias, owner): the alias has no optimizer state of its own.
 
     Bytes are compared by the checksums of their archives; vectors, which can be alike by chance, are not looked at.
@@ -249,11 +259,11 @@ def _aliases(store: Store, weights: Mapping[str, _Tensor], trained: AbstractSet[
             yield alias, owner
 
 
-def _layout(tensor: _Tensor) -> tuple[object, ...]:
+def _layout(tensor: DcpTensor) -> tuple[object, ...]:
     return tensor.dtype, tensor.shape, frozenset((chunk.offsets, chunk.sizes) for chunk in tensor.chunks)
 
 
-def _checksums(store: Store, tensor: _Tensor) -> dict[tuple[int, ...], int]:
+def _checksums(store: Store, tensor: DcpTensor) -> dict[tuple[int, ...], int]:
     """The CRC-32 of every chunk's elements, as its archive has noted it."""
     checksums = {}
     for chunk in tensor.chunks:
@@ -262,7 +272,7 @@ def _checksums(store: Store, tensor: _Tensor) -> dict[tuple[int, ...], int]:
     return checksums
 
 
-def _state(tensor: _Tensor, name: str, kind: str) -> StoredState:
+def _state(tensor: DcpTensor, name: str, kind: str) -> StoredState:
     """The chunks of a tensor as pieces, in the order of their elements."""
     pieces = sorted((_piece(tensor, c) for c in tensor.chunks if element_count(c.sizes)), key=lambda p: p.span.start)
     for a, b in pairwise(pieces):
@@ -271,7 +281,7 @@ def _state(tensor: _Tensor, name: str, kind: str) -> StoredState:
     return StoredState(name, kind, tensor.dtype, tensor.shape, tuple(pieces))
 
 
-def _piece(tensor: _Tensor, chunk: _Chunk) -> Piece:
+def _piece(tensor: DcpTensor, chunk: _Chunk) -> Piece:
     """A chunk that is a run of elements: whole in every dimension but the first that is longer than one."""
     first = next((i for i, size in enumerate(chunk.sizes) if size != 1), len(chunk.sizes))
     if chunk.sizes[first + 1 :] != tensor.shape[first + 1 :]:
@@ -286,7 +296,7 @@ def _piece(tensor: _Tensor, chunk: _Chunk) -> Piece:
     return Piece(chunk.file, chunk.offset, chunk.nbytes, span, Packing.TORCH_ZIP)
 
 
-def _step(store: Store, name: str, tensor: _Tensor) -> AdamStep:
+def _step(store: Store, name: str, tensor: DcpTensor) -> AdamStep:
     if element_count(tensor.shape) != 1 or len(tensor.chunks) != 1:
         raise CorruptError.of("tailor.dcp.step", tensor.key, f"a step counter has shape {tensor.shape}")
     chunk = tensor.chunks[0]

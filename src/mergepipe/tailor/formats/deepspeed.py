@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,6 +13,7 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.formats.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.formats.torch_zip import StoredTensor, TorchArchive, read_torch_zip
 from mergepipe.core.blocks import DTYPES, Span, element_count
+from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.limits import LATEST_BYTES
@@ -45,6 +46,7 @@ LATEST_NAME = "latest"
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt", re.ASCII)
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt", re.ASCII)
 _FOREIGN_FILE = re.compile(r"layer_\d+.*model_states\.pt|.*expp?_?rank_\d+.*\.pt|expert_\d+.*\.pt|.*_expert_.*\.pt")
+_OFFLOADED_NAME = "offloaded_tensors"
 _STAGE3_KEY = "fp32_flat_groups"
 _STAGE12_KEY = "single_partition_of_fp32_groups"
 
@@ -97,7 +99,7 @@ def list_zero_files(store: Store, folder: Location) -> ZeroFiles | None:
     """Sort the files of a directory; None when it holds no ZeRO optimizer file.
 
     Raises:
-        UnsupportedError: tensor, pipeline or expert parallel files.
+        UnsupportedError: tensor, pipeline or expert parallel files, or state that is offloaded to NVMe.
         NotFoundError: there is no model file.
         StorageError: the directory cannot be listed.
     """
@@ -105,8 +107,17 @@ def list_zero_files(store: Store, folder: Location) -> ZeroFiles | None:
     optimizer = {match: name for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))}
     if not optimizer:
         return None
-    model = {match: name for name in names if (match := _MODEL_FILE.fullmatch(name))}
-    parallel = [name for match, name in (optimizer | model).items() if int(match[2])]
+    if _OFFLOADED_NAME in names:
+        raise UnsupportedError.of("tailor.zero.offload", folder, f"optimizer state is in {_OFFLOADED_NAME}/, from NVMe")
+    first, *others = _sorted_models(folder, names, tuple(optimizer))
+    ranks = {int(match[1]): folder / name for match, name in optimizer.items()}
+    return ZeroFiles(MappingProxyType(ranks), first, tuple(others))
+
+
+def _sorted_models(folder: Location, names: Sequence[str], optimizer: Sequence[re.Match[str]]) -> tuple[Location, ...]:
+    """Return the model files in order of ranks; refuse files of other kinds of parallelism."""
+    model = [match for name in names if (match := _MODEL_FILE.fullmatch(name))]
+    parallel = [match.string for match in (*optimizer, *model) if int(match[2])]
     parallel += [name for name in names if _FOREIGN_FILE.fullmatch(name)]
     if parallel:
         raise UnsupportedError.of(
@@ -114,10 +125,18 @@ def list_zero_files(store: Store, folder: Location) -> ZeroFiles | None:
         )
     if not model:
         raise NotFoundError.of("tailor.zero.no_model", folder, "there is no *_model_states.pt file")
-    first = min(model, key=lambda match: int(match[1] or 0))
-    others = tuple(folder / name for match, name in sorted(model.items(), key=lambda kv: kv[1]) if match is not first)
-    ranks = {int(match[1]): folder / name for match, name in optimizer.items()}
-    return ZeroFiles(MappingProxyType(ranks), folder / model[first], others)
+    return tuple(folder / match.string for match in sorted(model, key=lambda match: int(match[1] or 0)))
+
+
+def model_files(store: Store, folder: Location) -> tuple[Location, ...]:
+    """Return the model files of a tag directory, in order of ranks.
+
+    Raises:
+        UnsupportedError: tensor, pipeline or expert parallel files.
+        NotFoundError: there is none.
+        StorageError: the directory cannot be listed.
+    """
+    return _sorted_models(folder, [entry.name for entry in store.list(folder)], ())
 
 
 def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
@@ -142,7 +161,7 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
     world_size = _world_size(ranks, model)
     groups = _flat_groups(model, stage, world_size)
     reader = _Reader(store, ranks, groups, stage, world_size)
-    weights = {} if stage == 3 else dict(_weights(model, model_archive))
+    weights = {} if stage == 3 else dict(module_weights(model, model_archive))
     return _assemble(folder, model, reader, weights, world_size)
 
 
@@ -206,16 +225,26 @@ def _refuse_alignment(rank: _Rank) -> None:
         )  # fmt: skip
 
 
-def _stage(rank: _Rank) -> int:
-    """The ZeRO stage, which must fit the keys."""
-    node = rank.optimizer.get("zero_stage")
+def zero_stage(optimizer: Node) -> int:
+    """Return the ZeRO stage that an optimizer's state records.
+
+    Raises:
+        UnsupportedError: it is none that is read.
+    """
+    node = optimizer.get("zero_stage")
     stage = node.value
     if isinstance(stage, Record) and stage.kind.name == "ZeroStageEnum" and len(stage.args) == 1:
         stage = stage.args[0]
-    expected = _STAGE3_KEY if stage == 3 else _STAGE12_KEY
     if not isinstance(stage, int) or stage not in (1, 2, 3):
         raise UnsupportedError.of("tailor.zero.stage", f"{node.file}: {node.path}", "the ZeRO stage is not 1, 2 or 3")
-    if expected not in rank.optimizer.mapping():
+    return stage
+
+
+def _stage(rank: _Rank) -> int:
+    """The ZeRO stage, which must fit the keys."""
+    node, stage = rank.optimizer, zero_stage(rank.optimizer)
+    expected = _STAGE3_KEY if stage == 3 else _STAGE12_KEY
+    if expected not in node.mapping():
         raise UnsupportedError.of(
             "tailor.zero.layout", node.file, f"a stage {stage} checkpoint without {expected!r} (elastic, or too old)"
         )
@@ -253,8 +282,8 @@ def _flat_groups(model: Node, stage: int, world_size: int) -> tuple[tuple[FlatPa
     return tuple(groups)
 
 
-def _weights(model: Node, archive: TorchArchive) -> Iterator[tuple[str, StoredState]]:
-    """The module's own tensors (stages 1 and 2), aliases included."""
+def module_weights(model: Node, archive: TorchArchive) -> Iterator[tuple[str, StoredState]]:
+    """Yield the module's own tensors (stages 1 and 2), aliases included."""
     for name, node in model.get("module").named_items():
         if isinstance(node.value, PickledTensor):
             t = archive.locate(node.value, node.path)
@@ -422,7 +451,7 @@ class ZeroFormat(Copied):
             return _read_of_trainer(store, path)
         if list_zero_files(store, path) is not None:
             return read_zero(store, path)
-        return replace(read_zero(store, _latest(store, path)), path=path)
+        return replace(read_zero(store, read_latest(store, path)), path=path)
 
     def resumes_partial(self, framework: Framework) -> bool:
         """Only under the Trainer is the state in small files; DeepSpeed alone keeps it in its own."""
@@ -444,16 +473,32 @@ class ZeroFormat(Copied):
 
         return plan_repartitioned(store, assignment, world_size)
 
+    def plan_universal(self, store: Store, assignment: Assignment) -> CompositionPlan:
+        """See `composition.zero.universal`."""
+        from mergepipe.tailor.composition.zero.universal import plan_universal
+
+        return plan_universal(store, assignment)
+
 
 def _read_of_trainer(store: Store, path: Location) -> TrainingCheckpoint:
-    zero = read_zero(store, _latest(store, path))
-    step = read_global_step(store, path)
-    if zero.step != step:
-        raise CorruptError.of("tailor.hf.step", path, f"the Trainer is at step {step}, DeepSpeed at step {zero.step}")
-    return _with_export(store, replace(zero, path=path, framework=Framework.TRANSFORMERS))
+    zero = replace(read_zero(store, read_latest(store, path)), path=path, framework=Framework.TRANSFORMERS)
+    check_trainer_step(store, zero)
+    return with_export(store, zero)
 
 
-def _with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckpoint:
+def check_trainer_step(store: Store, checkpoint: TrainingCheckpoint) -> None:
+    """Check that the Trainer's state and the engine's are of one step.
+
+    Raises:
+        CorruptError: `tailor.hf.step`.
+    """
+    step = read_global_step(store, checkpoint.path)
+    if checkpoint.step != step:
+        message = f"the Trainer is at step {step}, DeepSpeed at step {checkpoint.step}"
+        raise CorruptError.of("tailor.hf.step", checkpoint.path, message)
+
+
+def with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckpoint:
     """Add the safetensors copy of the weights, where the Trainer wrote one."""
     if not any(entry.name.endswith(".safetensors") for entry in store.list(checkpoint.path)):
         return checkpoint
@@ -469,12 +514,16 @@ def _with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckp
     return replace(checkpoint, states=MappingProxyType({**checkpoint.states, **exported}))
 
 
-def _latest(store: Store, path: Location) -> Location:
-    """The tag directory that `latest` names."""
-    raw = store.read_small(path / LATEST_NAME, LATEST_BYTES)
+def read_latest(store: Store, path: Location, name: str = LATEST_NAME) -> Location:
+    """Return the tag directory that `latest`, or another file of this `name`, names.
+
+    Raises:
+        CorruptError, NotFoundError: `tailor.latest`.
+    """
+    raw = store.read_small(path / name, LATEST_BYTES)
     tag = raw.decode("utf-8", "replace").strip()
     if not is_plain_name(tag):
-        raise CorruptError.of("tailor.latest", path / LATEST_NAME, "does not name a directory beside it")
+        raise CorruptError.of("tailor.latest", path / name, "does not name a directory beside it")
     if not is_folder(store, path / tag):
-        raise NotFoundError.of("tailor.latest", path / LATEST_NAME, f"names {tag!r}, which is not there")
+        raise NotFoundError.of("tailor.latest", path / name, f"names {tag!r}, which is not there")
     return path / tag

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
+from mergepipe.core.values import dataclass
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
@@ -22,23 +23,19 @@ class ForeignFormat:
 
 
 _CONVERT = "convert it to a Hugging Face or torch DCP checkpoint with its own tools"
+_MEGATRON_FOLDER = re.compile(r"iter_\d{7}|mp_rank_\d{2}(_\d{3}){0,2}", re.ASCII)
 _FOREIGN = (
     ForeignFormat("a Megatron distributed checkpoint", lambda names: {"common.pt", "metadata.json"} <= names, _CONVERT),
     ForeignFormat(
         "a Megatron checkpoint",
-        lambda names: bool({"latest_checkpointed_iteration.txt", "model_optim_rng.pt"} & names),
+        lambda names: "model_optim_rng.pt" in names or any(map(_MEGATRON_FOLDER.fullmatch, names)),
         _CONVERT,
     ),
     ForeignFormat("a NeMo checkpoint", lambda names: {"context", "weights"} <= names, _CONVERT),
     ForeignFormat(
-        "a DeepSpeed universal checkpoint",
-        lambda names: "latest_universal" in names or ("zero" in names and "mp_rank_00_model_states.pt" in names),
-        "give the ZeRO checkpoint that it was made from",
-    ),
-    ForeignFormat(
-        "an FSDP checkpoint of Accelerate",
-        lambda names: bool({"pytorch_model_fsdp.bin", "pytorch_model_fsdp_0", "optimizer_0"} & names),
-        "train with FSDP2 and save with torch.distributed.checkpoint, model and optimizer in one state dict",
+        "an FSDP checkpoint of Accelerate with a file for each rank",
+        lambda names: bool({"pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_0_rank0.bin"} & names),
+        "save full or sharded state dicts: state_dict_type FULL_STATE_DICT or SHARDED_STATE_DICT",
     ),
 )  # fmt: skip
 

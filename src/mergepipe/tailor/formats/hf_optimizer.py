@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
-from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.formats.inert_values import PickledTensor
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import DTYPES, Span
+from mergepipe.core.values import dataclass
 from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
@@ -70,11 +70,10 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
     steps = []
     for number, name in enumerate(names):
         entry = optimizer.get("state").find(number)
-        for state in _states(entry, archive, entries[name]) if entry is not None else ():
+        for state in optimizer_states(entry, archive, name, entries[name].shape) if entry is not None else ():
             states[(name, state.kind)] = state
-        if entry is not None and (step := _step(store, entry, archive, name)):
-            path: PicklePath = ("state", number, "step")
-            steps.append(step if step.cells else replace(step, entries=((archive.file, path),)))
+        if entry is not None and (step := optimizer_step(store, entry, archive, name, ("state", number, "step"))):
+            steps.append(step)
     parameters = {t.name: t.shape for t in model.tensors.values()}
     return TrainingCheckpoint(
         path=folder,
@@ -82,7 +81,7 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
         format=HF_FORMAT,
         framework=Framework.TRANSFORMERS,
         stage=None,
-        world_size=sum(fnmatchcase(entry.name, "rng_state_*.pth") for entry in store.list(folder)) or 1,
+        world_size=rank_count(store, folder),
         step=read_global_step(store, folder),
         units=model_units(parameters, tied_aliases(config, parameters)),
         parameters=MappingProxyType(parameters),
@@ -90,6 +89,11 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
         steps=tuple(steps),
         missing=tuple(f"optimizer state of {name}" for name in names if (name, "exp_avg") not in states),
     )
+
+
+def rank_count(store: Store, folder: Location) -> int:
+    """Count the ranks whose random states are saved, one at least."""
+    return sum(fnmatchcase(entry.name, "rng_state_*.pth") for entry in store.list(folder)) or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,29 +161,38 @@ def _check_shapes(folder: Location, optimizer: Node, names: Sequence[str], model
         raise states.error(f"state {str(beyond[0])[:40]!r} belongs to no parameter")
 
 
-def _states(entry: Node, archive: TorchArchive, weight: TensorEntry) -> Iterator[StoredState]:
-    """The states of one parameter that have its shape."""
+def optimizer_states(entry: Node, archive: TorchArchive, name: str, shape: tuple[int, ...]) -> Iterator[StoredState]:
+    """Yield the states of one parameter in an optimizer's state dict.
+
+    Raises:
+        UnsupportedError: one has not the parameter's shape.
+    """
     refuse_foreign_states(frozenset(kind for kind, _ in entry.named_items()), archive.file)
     for kind, node in entry.named_items():
         if kind == "step" or not isinstance(node.value, PickledTensor):
             continue
         t = archive.locate(node.value, node.path)
-        if t.shape != weight.shape:
+        if t.shape != shape:
             raise UnsupportedError.of(
                 "tailor.hf.state", f"{archive.file}: {node.path}",
-                f"state {kind!r} of shape {t.shape} for a parameter of shape {weight.shape}",
+                f"state {kind!r} of shape {t.shape} for a parameter of shape {shape}",
                 "only optimizers whose states have their parameter's shape are read, as AdamW",
             )  # fmt: skip
         piece = Piece(t.file, t.offset, t.nbytes, Span(0, t.n_elements))
-        yield StoredState(weight.name, kind, t.dtype, t.shape, (piece,) if t.n_elements else ())
+        yield StoredState(name, kind, t.dtype, t.shape, (piece,) if t.n_elements else ())
 
 
-def _step(store: Store, entry: Node, archive: TorchArchive, name: str) -> AdamStep | None:
+def optimizer_step(store: Store, entry: Node, archive: TorchArchive, name: str, path: PicklePath) -> AdamStep | None:
+    """Read the step counter of one parameter, which is at `path` in the archive's pickle; None without one.
+
+    Raises:
+        CorruptError: it is no counter.
+    """
     node = entry.find("step")
     if node is None:
         return None
     if not isinstance(node.value, PickledTensor):
-        return AdamStep(float(node.integer()), (name,), DTYPES["I64"])
+        return AdamStep(float(node.integer()), (name,), DTYPES["I64"], entries=((archive.file, path),))
     t = archive.locate(node.value, node.path)
     if t.n_elements != 1:
         raise node.error(f"a step counter has shape {t.shape}")

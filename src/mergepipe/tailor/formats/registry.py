@@ -6,11 +6,15 @@ from mergepipe.tailor.formats.contract import CheckpointKind, TrainingFormat
 from mergepipe.tailor.formats.dcp import DcpFormat
 from mergepipe.tailor.formats.deepspeed import ZeroFormat
 from mergepipe.tailor.formats.foreign import ForeignKind
+from mergepipe.tailor.formats.fsdp import FsdpFormat
 from mergepipe.tailor.formats.hf_optimizer import HfFormat
 from mergepipe.tailor.formats.partial import PartialKind
+from mergepipe.tailor.formats.universal import UniversalFormat
 
 TRAINING_FORMATS: tuple[TrainingFormat, ...] = (
     DcpFormat(),
+    UniversalFormat(),
+    FsdpFormat(),
     HfFormat(),
     ZeroFormat(),
 )

@@ -14,6 +14,10 @@ from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Piece, StoredState
 
 TRAINER_STATE_NAME = "trainer_state.json"
+SCHEDULER_NAME = "scheduler.pt"
+SCALER_NAME = "scaler.pt"
+LOSS_SCALER_NAME = "loss_scaler.pt"
+"""Of partial checkpoints: the fields of DeepSpeed's loss scaler, which it keeps in its own files."""
 
 
 def read_json(store: Store, path: Location) -> dict[str, JsonValue]:

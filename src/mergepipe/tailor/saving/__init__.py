@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mergepipe.tailor.saving.background import BackgroundWriter
     from mergepipe.tailor.saving.callback import PartialCheckpointCallback
     from mergepipe.tailor.saving.changes import ChangeTracker
     from mergepipe.tailor.saving.frameworks import restore_random_state
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from mergepipe.tailor.saving.unit_choice import Filter, LatestChanged, PaperFilter, PaperParity, Parity, Strategy
 
 __all__ = [
+    "BackgroundWriter",
     "ChangeTracker",
     "Filter",
     "LatestChanged",
@@ -26,6 +28,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BackgroundWriter": "background",
     "ChangeTracker": "changes",
     "Filter": "unit_choice",
     "LatestChanged": "unit_choice",

@@ -8,7 +8,13 @@ from typing import Any
 
 from mergepipe.errors import RecipeError, UnsupportedError
 from mergepipe.tailor.checkpoint import Framework
-from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME
+from mergepipe.tailor.formats.trainer_files import (
+    LOSS_SCALER_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
+)
+from mergepipe.tailor.saving.background import BackgroundWriter
 from mergepipe.tailor.saving.changes import ChangeTracker
 from mergepipe.tailor.saving.engine_view import EngineView, Ranks
 from mergepipe.tailor.saving.frameworks import current_ranks, save_object, save_random_state, trainer_callback_base
@@ -27,14 +33,20 @@ class PartialCheckpointCallback(_TrainerCallback):  # type: ignore[misc]
     The first save of a run is full and is the Trainer's own: it is asked to save a checkpoint at that step. Partial
     ones are `partial-STEP` beside it, with the scheduler, random states and the Trainer's state of their step. Set
     `save_strategy="no"`, or save rarely: each full save that the Trainer makes is taken into account.
+
+    With `background` a save takes the time of a copy to the host, and is written behind the training step; a failure
+    is raised by the next save, or when training ends.
     """
 
-    def __init__(self, every_steps: int, strategy: Strategy, *, tracker: ChangeTracker | None = None) -> None:
+    def __init__(
+        self, every_steps: int, strategy: Strategy, *, tracker: ChangeTracker | None = None, background: bool = False
+    ) -> None:
         if every_steps < 1:
             raise RecipeError.of("train.every", "every_steps", f"{every_steps} is no number of steps")
         self._every_steps = every_steps
         self._strategy = strategy
         self._tracker = tracker or (ChangeTracker() if isinstance(strategy, LatestChanged) else None)
+        self._writer = BackgroundWriter() if background else None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse settings that cannot be composed later, and log the step at which training resumes."""
@@ -51,7 +63,8 @@ class PartialCheckpointCallback(_TrainerCallback):  # type: ignore[misc]
             control.should_save = True
             return control
         view = _view(saves.ranks, **kwargs)
-        saves.save(view, state.global_step, history, _extra_files(saves.ranks, state, kwargs["lr_scheduler"]))
+        small = {SCHEDULER_NAME: kwargs["lr_scheduler"].state_dict(), **_loss_scale(kwargs["optimizer"])}
+        saves.save(view, state.global_step, history, _extra_files(saves.ranks, state, small))
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -61,8 +74,13 @@ class PartialCheckpointCallback(_TrainerCallback):  # type: ignore[misc]
         if all(saves.ranks.gather((saves.run / name).is_dir())):
             saves.note_full(_view(saves.ranks, **kwargs), state.global_step, name)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait for the save that is being written."""
+        if self._writer is not None:
+            self._writer.wait()
+
     def _saves(self, args: Any) -> PartialRun:
-        return PartialRun(Path(args.output_dir), self._strategy, current_ranks(), self._tracker)
+        return PartialRun(Path(args.output_dir), self._strategy, current_ranks(), self._tracker, self._writer)
 
 
 def _view(ranks: Ranks, *, model: Any, optimizer: Any, **_: Any) -> EngineView:
@@ -73,8 +91,17 @@ def _view(ranks: Ranks, *, model: Any, optimizer: Any, **_: Any) -> EngineView:
     return view_plain(unwrapped(model), inner, ranks, Framework.TRANSFORMERS)
 
 
-def _extra_files(ranks: Ranks, state: Any, scheduler: Any) -> Callable[[Path], Iterable[Path]]:
-    """Write the small files of a Trainer checkpoint, under the Trainer's names."""
+def _loss_scale(optimizer: Any) -> dict[str, Any]:
+    """The state of fp16's loss scaler by its file, where there is one: DeepSpeed's own, or the Trainer's."""
+    zero = find_zero(optimizer)
+    if zero is not None:
+        return {LOSS_SCALER_NAME: vars(zero.loss_scaler)} if zero.dynamic_loss_scale else {}
+    scaler = getattr(optimizer, "scaler", None)
+    return {} if scaler is None else {SCALER_NAME: scaler.state_dict()}
+
+
+def _extra_files(ranks: Ranks, state: Any, small: dict[str, Any]) -> Callable[[Path], Iterable[Path]]:
+    """Write the small files of a Trainer checkpoint, under the Trainer's names; `small` is of rank 0."""
 
     def write(folder: Path) -> Iterable[Path]:
         suffix = f"_{ranks.rank}" if ranks.world_size > 1 else ""
@@ -83,8 +110,10 @@ def _extra_files(ranks: Ranks, state: Any, scheduler: Any) -> Callable[[Path], I
         yield random_state
         if ranks.rank == 0:
             state.save_to_json(str(folder / TRAINER_STATE_NAME))
-            save_object(scheduler.state_dict(), folder / "scheduler.pt")
-            yield from (folder / TRAINER_STATE_NAME, folder / "scheduler.pt")
+            yield folder / TRAINER_STATE_NAME
+            for name, value in small.items():
+                save_object(value, folder / name)
+                yield folder / name
 
     return write
 

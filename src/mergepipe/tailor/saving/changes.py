@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from mergepipe.tailor.saving.engine_view import EngineView, LocalShard, Ranks
 from mergepipe.tailor.units import Unit
 
 DEFAULT_SAMPLE_ELEMENTS = 4096
+Samples: TypeAlias = dict[tuple[str, int], NDArray[np.float32]]
 
 
 class ChangeTracker:
@@ -25,15 +27,18 @@ class ChangeTracker:
         if sample_elements < 1:
             raise RecipeError.of("train.sample", "sample_elements", f"{sample_elements} elements are no sample")
         self._sample_elements = sample_elements
-        self._saved: dict[tuple[str, int], NDArray[np.float32]] = {}
+        self._saved: Samples = {}
 
-    def remember(self, view: EngineView, units: Iterable[Unit]) -> None:
-        """Record samples of the current weights of `units` as saved."""
+    def samples(self, view: EngineView, units: Iterable[Unit]) -> Samples:
+        """Take samples of the current weights of `units`."""
         of_unit = view.units.parameters
         names = {name for unit in units for name in of_unit[unit]}
-        for shard in view.weight_shards():
-            if shard.parameter in names:
-                self._saved[_place(shard)] = shard.sample(self._sample_elements)
+        shards = (shard for shard in view.weight_shards() if shard.parameter in names)
+        return {_place(shard): shard.sample(self._sample_elements) for shard in shards}
+
+    def remember(self, samples: Samples) -> None:
+        """Record samples of weights as saved."""
+        self._saved |= samples
 
     def changes(self, view: EngineView, ranks: Ranks) -> dict[Unit, float]:
         """Return `‖now - saved‖ / ‖saved‖` of every unit, the same on every rank; `inf` without recorded samples."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.core.blocks import DType, Span
+from mergepipe.core.values import dataclass
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework
 from mergepipe.tailor.units import ModelUnits, Unit, model_units
 
@@ -35,6 +36,11 @@ class LocalShard:
     def nbytes(self) -> int:
         return self.span.n_elements * self.dtype.itemsize
 
+    def copied(self) -> LocalShard:
+        """Return the shard with its values of now, whatever the engine does next; it is sampled no more."""
+        content = self.read().copy()
+        return replace(self, read=lambda: content)
+
 
 @dataclass(frozen=True, slots=True)
 class LocalCounter:
@@ -42,6 +48,11 @@ class LocalCounter:
 
     parameters: tuple[str, ...]
     read: Callable[[], float]
+
+    def copied(self) -> LocalCounter:
+        """Return the counter with its value of now."""
+        value = self.read()
+        return replace(self, read=lambda: value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +82,11 @@ class EngineView:
         """Return this rank's shards of the named parameters."""
         wanted = frozenset(names)
         return (shard for shard in self.shards if shard.parameter in wanted)
+
+    def copied(self, names: Iterable[str]) -> EngineView:
+        """Return the view with the values of now, of the named parameters alone, as a thread of its own may read it."""
+        shards = tuple(shard.copied() for shard in self.shards_of(names))
+        return replace(self, counters=tuple(counter.copied() for counter in self.counters), shards=shards)
 
     def weight_shards(self) -> Iterator[LocalShard]:
         """Return each parameter's most precise weights: the masters, where it has them."""
@@ -102,6 +118,10 @@ class Ranks(Protocol):
         """Gather a small value of every rank, in order of ranks, on every rank. Blocks until all ranks have called."""
         ...
 
+    def for_another_thread(self) -> Ranks:
+        """Return the same processes for a thread that gathers beside this one. Called on every rank together."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SingleRank:
@@ -112,3 +132,6 @@ class SingleRank:
 
     def gather(self, value: Value) -> list[Value]:
         return [value]
+
+    def for_another_thread(self) -> Ranks:
+        return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.formats.inert_values import TORCH_DTYPES
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.core.blocks import DType, Span
+from mergepipe.core.values import dataclass
 from mergepipe.errors import MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.tailor.saving.engine_view import LocalShard, Ranks, SingleRank, Value
 
@@ -38,17 +39,24 @@ def _not_installed(package: str) -> MergePipeError:
 
 @dataclass(frozen=True, slots=True)
 class TorchRanks:
-    """The processes of torch.distributed's default group."""
+    """The processes of torch.distributed's default group, or of another group of the same ones."""
 
     rank: int
     world_size: int
+    group: Any = None
 
     def gather(self, value: Value) -> list[Value]:
         import torch.distributed as dist
 
         gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=self.group)
         return gathered
+
+    def for_another_thread(self) -> Ranks:
+        """Make a group of its own: two threads in one group would take each other's messages."""
+        import torch.distributed as dist
+
+        return replace(self, group=dist.new_group(backend="gloo"))
 
 
 def current_ranks() -> Ranks:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
+from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError
 from mergepipe.tailor.composition.request.save_log import partial_name
-from mergepipe.tailor.saving.changes import ChangeTracker
+from mergepipe.tailor.saving.background import BackgroundWriter
+from mergepipe.tailor.saving.changes import ChangeTracker, Samples
 from mergepipe.tailor.saving.engine_view import EngineView, Ranks
-from mergepipe.tailor.saving.partial_writer import PartialJob, write_partial
+from mergepipe.tailor.saving.partial_writer import PartialJob, open_partial
 from mergepipe.tailor.saving.save_journal import note_save, note_start, read_journal
 from mergepipe.tailor.saving.save_log import SaveRecord
 from mergepipe.tailor.saving.unit_choice import LatestChanged, Situation, Strategy, choose_units
@@ -30,13 +32,15 @@ def no_extra_files(_: Path) -> Iterable[Path]:
 class PartialRun:
     """One run's directory, strategy and ranks. Every method is called on every rank together.
 
-    `tracker` is needed by `LatestChanged`: it must live as long as the training process.
+    `tracker` is needed by `LatestChanged`; it and `writer` must live as long as the training process. With a `writer`
+    a save returns when its values are copied: it is written, logged and counted as saved behind the training step.
     """
 
     run: Path
     strategy: Strategy
     ranks: Ranks
     tracker: ChangeTracker | None = None
+    writer: BackgroundWriter | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, LatestChanged) and self.tracker is None:
@@ -51,7 +55,13 @@ class PartialRun:
         self.ranks.gather(None)
 
     def history(self, step: int) -> tuple[SaveRecord, ...]:
-        """Return the saves before `step` that the run builds on: none, unless a full one of them still exists."""
+        """Return the saves before `step` that the run builds on: none, unless a full one of them still exists.
+
+        Raises:
+            MergePipeError: the save that was being written failed.
+        """
+        if self.writer is not None:
+            self.writer.wait()
         history: tuple[SaveRecord, ...] = ()
         if self.ranks.rank == 0:
             records = tuple(r for r in read_journal(self.run).records if r.step < step)
@@ -68,6 +78,8 @@ class PartialRun:
     ) -> SaveRecord:
         """Save the units that are due, all of them if `history` is empty, and log the save.
 
+        The record of a save in the background counts the bytes of its tensors and the seconds that training waited.
+
         Raises:
             LimitError: the strategy's budget is smaller than a unit.
             MergePipeError: a rank could not write; the run's earlier saves are as they were.
@@ -76,28 +88,46 @@ class PartialRun:
         unit_bytes = self._unit_bytes(view)
         units = tuple(unit_bytes) if not history else self._choose(view, history, unit_bytes)
         name = self.free_name(f"{FULL}-{step}" if not history else partial_name(step))
-        saved_bytes = write_partial(PartialJob(view, units, step, self.run / name, write_extra), self.ranks)
+        job = PartialJob(view, units, step, self.run / name, write_extra)
+        opened = open_partial(job, self.ranks, copies=self.writer is not None)
+        samples = self.tracker.samples(view, units) if self.tracker is not None else {}
         record = SaveRecord(
             step, units, name, not history, tuple(unit_bytes), FULL if not history else str(self.strategy),
-            saved_bytes, sum(unit_bytes.values()), time.perf_counter() - started,
+            sum(unit_bytes[unit] for unit in units), sum(unit_bytes.values()), time.perf_counter() - started,
         )  # fmt: skip
-        self._note(view, record)
+
+        def write(ranks: Ranks) -> SaveRecord:
+            written = replace(record, saved_bytes=opened.write(ranks))
+            if self.writer is None:
+                written = replace(written, seconds=time.perf_counter() - started)
+            self._note(samples, written, ranks)
+            return written
+
+        if self.writer is None:
+            return write(self.ranks)
+        self.writer.start(self.ranks, write)
         return record
 
     def note_full(self, view: EngineView, step: int, folder: str, seconds: float = 0.0) -> SaveRecord:
-        """Log a full checkpoint that the framework itself has written into the run's directory."""
+        """Log a full checkpoint that the framework itself has written into the run's directory.
+
+        Raises:
+            MergePipeError: the save that was being written failed.
+        """
+        if self.writer is not None:
+            self.writer.wait()
         unit_bytes = self._unit_bytes(view)
         nbytes = sum(unit_bytes.values())
         record = SaveRecord(step, tuple(unit_bytes), folder, True, tuple(unit_bytes), FULL, nbytes, nbytes, seconds)
-        self._note(view, record)
+        self._note(self.tracker.samples(view, record.units) if self.tracker is not None else {}, record, self.ranks)
         return record
 
-    def _note(self, view: EngineView, record: SaveRecord) -> None:
-        if self.ranks.rank == 0:
+    def _note(self, samples: Samples, record: SaveRecord, ranks: Ranks) -> None:
+        if ranks.rank == 0:
             note_save(self.run, record)
         if self.tracker is not None:
-            self.tracker.remember(view, record.units)
-        self.ranks.gather(None)
+            self.tracker.remember(samples)
+        ranks.gather(None)
 
     def _unit_bytes(self, view: EngineView) -> dict[Unit, int]:
         every = self.ranks.gather(view.local_bytes())

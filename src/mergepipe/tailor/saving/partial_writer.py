@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from mergepipe.core.blocks import DTYPES
+from mergepipe.core.values import dataclass
 from mergepipe.errors import MergePipeError, Problem, StorageError
 from mergepipe.snapshots.shards import ShardWriter, TensorSpec, plan_shards
 from mergepipe.snapshots.staging import Staging
@@ -52,19 +53,55 @@ def write_partial(job: PartialJob, ranks: Ranks) -> int:
         ConflictError: `out` exists.
         MergePipeError: a rank failed; every rank raises, and nothing becomes visible.
     """
+    return open_partial(job, ranks, copies=False).write(ranks)
 
-    def write(staged: Path) -> _Written:
-        shard = _write_shard(job, staged, ranks.rank)
-        extra_bytes = sum(_make_durable(path) for path in job.write_extra(staged))
-        return _Written(shard, extra_bytes)
 
-    def finish(staged: Path, written: list[_Written]) -> int:
-        content = _manifest(job, [w.shard for w in written if w.shard is not None]).to_json()
-        write_durably(staged / MANIFEST_NAME, content, Ledger())
-        shards_bytes = sum(w.shard.size_bytes for w in written if w.shard is not None)
-        return len(content) + shards_bytes + sum(w.extra_bytes for w in written)
+def open_partial(job: PartialJob, ranks: Ranks, *, copies: bool) -> OpenedPartial:
+    """Begin a save: write the small files, which hold the state of now, and with `copies` copy the rest to the host.
 
-    return write_together(job.out, ranks, write, finish)
+    Raises:
+        ConflictError: `out` exists.
+        MergePipeError: a rank failed; every rank raises, and nothing is left.
+    """
+    with ExitStack() as stack:
+        staging = Staging(job.out, force=False) if ranks.rank == 0 else None
+        opened = _agree(ranks, lambda: str(stack.enter_context(staging).path) if staging is not None else "")
+        folder = Path(opened[0])
+
+        def prepare() -> tuple[PartialJob, tuple[Path, ...]]:
+            extra = tuple(job.write_extra(folder))
+            return (replace(job, view=job.view.copied(_names(job))) if copies else job), extra
+
+        prepared: list[tuple[PartialJob, tuple[Path, ...]]] = []
+        _agree(ranks, lambda: prepared.append(prepare()))
+        return OpenedPartial(*prepared[0], folder, staging, stack.pop_all())
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedPartial:
+    """A save that is begun: `extra` are this rank's small files in `folder`, where rank 0 has its staging."""
+
+    job: PartialJob
+    extra: tuple[Path, ...]
+    folder: Path
+    staging: Staging | None
+    _stack: ExitStack
+
+    def write(self, ranks: Ranks) -> int:
+        """Write the rest and publish, from any thread; see `write_partial`."""
+
+        def write(staged: Path) -> _Written:
+            shard = _write_shard(self.job, staged, ranks.rank)
+            return _Written(shard, sum(_make_durable(path) for path in self.extra))
+
+        def finish(staged: Path, written: list[_Written]) -> int:
+            content = _manifest(self.job, [w.shard for w in written if w.shard is not None]).to_json()
+            write_durably(staged / MANIFEST_NAME, content, Ledger())
+            shards_bytes = sum(w.shard.size_bytes for w in written if w.shard is not None)
+            return len(content) + shards_bytes + sum(w.extra_bytes for w in written)
+
+        with self._stack:
+            return _publish(self.staging, self.folder, ranks, write, finish)
 
 
 def write_together(
@@ -83,17 +120,26 @@ def write_together(
     with ExitStack() as stack:
         staging = Staging(out, force=False) if ranks.rank == 0 else None
         opened = _agree(ranks, lambda: str(stack.enter_context(staging).path) if staging is not None else "")
-        staged = Path(opened[0])
-        written = _agree(ranks, lambda: write(staged))
+        return _publish(staging, Path(opened[0]), ranks, write, finish)
 
-        def publish() -> int:
-            if staging is None:
-                return 0
-            result = finish(staged, written)
-            staging.publish()
-            return result
 
-        return _agree(ranks, publish)[0]
+def _publish(
+    staging: Staging | None,
+    staged: Path,
+    ranks: Ranks,
+    write: Callable[[Path], Value],
+    finish: Callable[[Path, list[Value]], int],
+) -> int:
+    written = _agree(ranks, lambda: write(staged))
+
+    def publish() -> int:
+        if staging is None:
+            return 0
+        result = finish(staged, written)
+        staging.publish()
+        return result
+
+    return _agree(ranks, publish)[0]
 
 
 @dataclass(frozen=True, slots=True)

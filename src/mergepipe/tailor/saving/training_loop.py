@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError
 from mergepipe.tailor.checkpoint import Framework
 from mergepipe.tailor.formats.dcp import METADATA_NAME
+from mergepipe.tailor.saving.background import BackgroundWriter
 from mergepipe.tailor.saving.changes import ChangeTracker
 from mergepipe.tailor.saving.frameworks import (
     current_ranks,
@@ -37,6 +38,7 @@ def save_partial(
     strategy: Strategy,
     tracker: ChangeTracker | None = None,
     state: Mapping[str, Any] | None = None,
+    writer: BackgroundWriter | None = None,
 ) -> SaveRecord:
     """Save the units that are due into `run`, after an optimizer step. Call it on every rank.
 
@@ -48,17 +50,21 @@ def save_partial(
     every save, as `{"step": step, "scheduler": scheduler.state_dict()}`; `load` gives it back from full saves and
     composites. Each rank's random states are written beside it, for `restore_random_state`.
 
+    With a `writer` a partial save returns when its values are copied to the host, and is written behind the training
+    step. Give the same one at every save, and use it as a context manager around the loop.
+
     Raises:
         RecipeError: `state` has a key that is taken.
         UnsupportedError: a model or optimizer that cannot be saved in parts; nothing was written.
         LimitError: the budget is smaller than a unit.
-        MergePipeError: a rank could not write; nothing of this save is visible, earlier ones are as they were.
+        MergePipeError: a rank could not write; nothing of this save (or, with a `writer`, of the one before) is
+            visible, earlier ones are as they were.
     """
     ranks = current_ranks()
     inner = unwrapped(model)
     view = view_plain(inner, optimizer, ranks, Framework.TORCH)
     loop = LoopState(inner, optimizer, dict(state or {}), ranks.rank)
-    saves = PartialRun(run, strategy, ranks, tracker)
+    saves = PartialRun(run, strategy, ranks, tracker, writer)
     history = saves.history(step)
     if history:
         return saves.save(view, step, history, loop.write)

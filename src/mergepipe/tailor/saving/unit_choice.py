@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 from typing import TypeAlias
 
+from mergepipe.core.values import dataclass
 from mergepipe.errors import LimitError, RecipeError
 from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, UnitKind
 

@@ -31,6 +31,15 @@ WorldSize = Annotated[
     typer.Option("--world-size", metavar="N", help="Write shards for N ranks (DeepSpeed ZeRO)."),
 ]
 Link = Annotated[bool, typer.Option("--link", help="Copy no tensor: point into the sources (torch DCP).")]
+Export = Annotated[
+    str | None,
+    typer.Option(
+        "--export",
+        metavar="FORMAT",
+        autocompletion=choices("universal"),
+        help="universal: write a DeepSpeed universal checkpoint (of ZeRO ones).",
+    ),
+]
 Memory = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Cap on buffers.  [default: 256MiB]")]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT, if mergepipe made it.")]
 SelfCheck = Annotated[
@@ -128,6 +137,7 @@ def check(
     state_from: StateFrom = None,
     world_size: WorldSize = None,
     link: Link = False,
+    export: Export = None,
     printing: PrintFlags,
 ) -> None:
     """Say what a composition would take from where, and how old each part is.
@@ -136,7 +146,10 @@ def check(
     """
     from mergepipe.tailor import api
 
-    _print(api.check(recipe, state_from=state_from, world_size=world_size, link=link), as_json=printing.as_json)
+    _print(
+        api.check(recipe, state_from=state_from, world_size=world_size, link=link, export=export),
+        as_json=printing.as_json,
+    )
 
 
 def compose(
@@ -147,6 +160,7 @@ def compose(
     state_from: StateFrom = None,
     world_size: WorldSize = None,
     link: Link = False,
+    export: Export = None,
     self_check: SelfCheck = "sampled",
     memory: Memory = None,
     force: Force = False,
@@ -168,6 +182,7 @@ def compose(
             state_from=state_from,
             world_size=world_size,
             link=link,
+            export=export,
             self_check=self_check,
             memory_bytes=memory_bytes,
             force=force,

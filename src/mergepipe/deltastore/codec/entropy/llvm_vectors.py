@@ -57,6 +57,11 @@ def store_vector(builder: Any, value: Any, array: Any, index: Any) -> None:
     builder.store(value, vector_pointer(builder, array, index, value.type)).align = _scalar_bytes(value.type.element)
 
 
+def mask_of(builder: Any, bits: Any, vector: Any) -> Any:
+    """The bits of an integer as a mask of the lanes of a vector."""
+    return builder.bitcast(bits, ir.VectorType(I1, vector.count))
+
+
 def call_intrinsic(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     """Call one of LLVM's intrinsic functions."""
     signature = ir.FunctionType(result, [argument.type for argument in arguments])

@@ -5,6 +5,8 @@ Format: HEAD_FINE, BODY_FINE and REST in "BANDS", docs/internals/formats/delta-s
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from mergepipe.deltastore.codec.entropy.rans import Bits16
@@ -12,24 +14,55 @@ from mergepipe.deltastore.codec.generic.byte_reader import concatenate_bytes
 from mergepipe.deltastore.codec.residuals.streams import CHUNK_ELEMENTS, Exceptions
 from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.deltastore.codec.tiles.element_codes import FIRST_BODY_CODE, FIRST_CELL_CODE, N_CODES, TILE
+from mergepipe.deltastore.codec.tiles.stream_elements import ROUND, STREAM_ROOM, collect
 from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts, kernel
+
+_GROUP = 32
+"""Residuals that are concatenated at most before they are appended to a stream."""
+
+
+class _Tile(NamedTuple):
+    """Work arrays: copies of a tile, padded, and the residuals of one of its streams with their widths."""
+
+    codes: Bytes
+    all_widths: Bytes
+    all_residuals: Bits16
+    widths: Bytes
+    residuals: Bits16
 
 
 @kernel
-def _select_residuals(
-    codes: Bytes,
-    residuals: Bits16,
-    residual_widths: Bytes,
-    first: np.uint8,
-    last: np.uint8,
-    selected: Bits16,
-    selected_widths: Bytes,
-) -> None:
-    """Select the residuals of the codes from `first` to `last`; other elements get residual 0 of width 0."""
-    for i in range(len(codes)):
-        is_selected = (codes[i] >= first) & (codes[i] <= last)
-        selected_widths[i] = residual_widths[i] if is_selected else np.uint8(0)
-        selected[i] = residuals[i] if is_selected else np.uint16(0)
+def _make_tile() -> _Tile:
+    """Allocate the work arrays."""
+    return _Tile(
+        np.empty(TILE, np.uint8),
+        np.empty(TILE, np.uint8),
+        np.empty(TILE, np.uint16),
+        np.empty(STREAM_ROOM, np.uint8),
+        np.empty(STREAM_ROOM, np.uint16),
+    )
+
+
+@kernel
+def _collect_residuals(
+    codes: Bytes, residuals: Bits16, residual_widths: Bytes, first: int, last: int, tile: _Tile
+) -> int:
+    """Collect the residuals of the codes from `first` to `last` of a tile, and residuals of width 0 up to a group.
+
+    Returns their number, a multiple of `_GROUP`.
+    """
+    n = len(codes)
+    padded = -(-n // ROUND) * ROUND
+    if padded > n:  # the last tile of a block: whole vectors are read
+        for i in range(n):
+            tile.codes[i], tile.all_widths[i], tile.all_residuals[i] = codes[i], residual_widths[i], residuals[i]
+        tile.codes[n:padded] = 0
+        codes, residual_widths, residuals = tile.codes[:padded], tile.all_widths[:padded], tile.all_residuals[:padded]
+    count = collect(codes, padded, first, last, residual_widths, residuals, tile.widths, tile.residuals)
+    n_grouped = -(-count // _GROUP) * _GROUP
+    tile.widths[count:n_grouped] = 0
+    tile.residuals[count:n_grouped] = 0
+    return n_grouped
 
 
 @kernel
@@ -91,34 +124,33 @@ def _pack_stream(
     codes: Bytes, residuals: Bits16, residual_widths: Bytes, first: np.uint8, last: np.uint8, words: Bits64
 ) -> np.int64:
     """Pack the residuals of the codes from `first` to `last`; return the length of the stream in bits."""
-    n, quarter = len(codes), TILE // 4
-    selected, widths = np.empty(TILE, np.uint16), np.empty(TILE, np.uint8)
-    selected32, width_pairs = selected.view(np.uint32), widths.view(np.uint16)
+    n, quarter, tile = len(codes), TILE // 4, _make_tile()
     pairs, pair_widths = np.empty(TILE // 2, np.uint32), np.empty(TILE // 2, np.uint16)
-    pairs64, pair_widths32 = pairs.view(np.uint64), pair_widths.view(np.uint32)
     fours, widths4 = np.empty(quarter, np.uint64), np.empty(quarter, np.uint32)
     eights, widths8 = np.empty(quarter // 2, np.uint64), np.empty(quarter // 2, np.uint32)
     sixteens, widths16 = np.empty(quarter // 4, np.uint64), np.empty(quarter // 4, np.uint32)
     thirty_twos, widths32 = np.empty(quarter // 8, np.uint64), np.empty(quarter // 8, np.uint32)
     state = np.zeros(3, np.uint64)
-    for tile in range(0, n, TILE):
-        stop = min(tile + TILE, n)
-        widths[stop - tile :] = 0
-        selected[stop - tile :] = 0
-        _select_residuals(
-            codes[tile:stop], residuals[tile:stop], residual_widths[tile:stop], first, last, selected, widths
+    for start in range(0, n, TILE):
+        stop = min(start + TILE, n)
+        count = _collect_residuals(
+            codes[start:stop], residuals[start:stop], residual_widths[start:stop], int(first), int(last), tile
         )
-        _concatenate_pairs(selected32, width_pairs, pairs, pair_widths)
-        _concatenate_fours(pairs64, pair_widths32, fours, widths4)
+        residual_pairs, width_pairs = tile.residuals[:count].view(np.uint32), tile.widths[:count].view(np.uint16)
+        _concatenate_pairs(residual_pairs, width_pairs, pairs, pair_widths)
+        n4, n8, n16, n32 = count // 4, count // 8, count // 16, count // 32
+        _concatenate_fours(
+            pairs[: count // 2].view(np.uint64), pair_widths[: count // 2].view(np.uint32), fours, widths4
+        )
         # Append the largest groups that fit into a word: appending costs more than the concatenation before it.
-        if not _concatenate_words(fours, widths4, eights, widths8):
-            _append_words(fours, widths4, state, words)
-        elif not _concatenate_words(eights, widths8, sixteens, widths16):
-            _append_words(eights, widths8, state, words)
-        elif not _concatenate_words(sixteens, widths16, thirty_twos, widths32):
-            _append_words(sixteens, widths16, state, words)
+        if not _concatenate_words(fours, widths4, eights[:n8], widths8):
+            _append_words(fours[:n4], widths4, state, words)
+        elif not _concatenate_words(eights, widths8, sixteens[:n16], widths16):
+            _append_words(eights[:n8], widths8, state, words)
+        elif not _concatenate_words(sixteens, widths16, thirty_twos[:n32], widths32):
+            _append_words(sixteens[:n16], widths16, state, words)
         else:
-            _append_words(thirty_twos, widths32, state, words)
+            _append_words(thirty_twos[:n32], widths32, state, words)
     words[state[0]] = state[1]
     return np.int64(state[0] * np.uint64(64) + state[2])
 

@@ -59,11 +59,26 @@ count_ones: Any = intrinsic(_count_ones_intrinsic)
 
 
 @kernel
-def unpack_stream_by_4(stored: Bytes, position: np.uint64, masks: Bits16, residuals: Bits16) -> np.uint64:
-    """OR the residuals of one stream into `residuals`, from bit `position` of `stored` on.
+def unpack_stream(stored: Bytes, position: np.uint64, masks: Bits16, residuals: Bits16) -> np.uint64:
+    """Unpack the residuals of one stream, from bit `position` of `stored` on.
 
-    `masks` has as many low ones as each residual has bits, at most 15. The length of both arrays is a multiple of 4.
-    `stored` is readable for 16 bytes past the last residual. Returns the bit position after the last residual.
+    `masks` has as many low ones as each residual has bits, at most 15. Returns the bit position after the last one.
+    """
+    bit_position, seven = np.uint64(position), np.uint64(7)
+    for i in range(len(masks)):
+        byte = bit_position >> np.uint64(3)
+        loaded = np.uint64(stored[byte]) | (np.uint64(stored[byte + np.uint64(1)]) << np.uint64(8))
+        loaded |= np.uint64(stored[byte + np.uint64(2)]) << np.uint64(16)
+        residuals[i] = np.uint16((loaded >> (bit_position & seven)) & np.uint64(masks[i]))
+        bit_position += count_ones(np.uint64(masks[i]))
+    return bit_position
+
+
+@kernel
+def unpack_stream_by_4(stored: Bytes, position: np.uint64, masks: Bits16, residuals: Bits16) -> np.uint64:
+    """Unpack like `unpack_stream`, four residuals at a time, where `HAS_PDEP`.
+
+    The length of both arrays is a multiple of 4. `stored` is readable for 16 bytes past the last residual.
     """
     masks64, residuals64 = masks.view(np.uint64), residuals.view(np.uint64)
     bit_position, seven = np.uint64(position), np.uint64(7)
@@ -72,6 +87,6 @@ def unpack_stream_by_4(stored: Bytes, position: np.uint64, masks: Bits16, residu
         bits = _load_word(stored, byte) >> skipped_bits
         if count > np.uint64(_MIN_LOADED_BITS):  # rare
             bits |= (_load_word(stored, byte + np.uint64(8)) << np.uint64(1)) << (np.uint64(63) - skipped_bits)
-        residuals64[i] |= _deposit_bits(bits, masks64[i])
+        residuals64[i] = _deposit_bits(bits, masks64[i])
         bit_position += count
     return bit_position

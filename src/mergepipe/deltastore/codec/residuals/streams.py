@@ -5,11 +5,10 @@ Format: HEAD_FINE, BODY_FINE and REST in "BANDS", docs/internals/formats/delta-s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.entropy.rans import Bits16
 from mergepipe.deltastore.codec.tiles.element_codes import FIRST_BODY_CODE, FIRST_CELL_CODE, LAST_CELL_CODE
 

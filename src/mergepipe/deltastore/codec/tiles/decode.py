@@ -19,6 +19,7 @@ from mergepipe.deltastore.codec.entropy.rans import (
     padded_length,
 )
 from mergepipe.deltastore.codec.entropy.rans_vector_decoder import decode_head_symbols_vector, decode_symbols_vector
+from mergepipe.deltastore.codec.generic.byte_lookup import look_up
 from mergepipe.deltastore.codec.levels import Piece
 from mergepipe.deltastore.codec.piece_headers import (
     END,
@@ -35,30 +36,34 @@ from mergepipe.deltastore.codec.piece_headers import (
     read_widths,
     set_fault,
 )
+from mergepipe.deltastore.codec.residuals.bit_unpacking import unpack_stream, unpack_stream_by_4
 from mergepipe.deltastore.codec.tiles.decode_kernels import (
-    apply_centroids,
+    band_deltas,
+    band_edges,
+    band_values,
+    cell_deltas,
+    cell_middles,
+    cell_values,
+    centroid_deltas,
     replace_exception_deltas,
     replace_exception_values,
-    tile_contexts,
-    tile_deltas,
-    tile_edges,
-    tile_residual_masks,
-    tile_values,
-    unpack_tile,
-    unpack_tile_by_4,
+    residual_masks,
 )
 from mergepipe.deltastore.codec.tiles.element_codes import (
     BODY_SYMBOLS,
     FIRST_BODY_CODE,
     FIRST_CELL_CODE,
     HEAD_SYMBOLS,
+    LAST_CELL_CODE,
     N_CODES,
+    N_EXPONENTS,
     TILE,
-    Integers,
     fill_body_contexts,
+    fill_contexts,
     join_codes,
     top_edge_exponent,
 )
+from mergepipe.deltastore.codec.tiles.stream_elements import STREAM_ROOM, collect, place
 from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts, Floats, kernel
 
 HEAD, HEAD_FINE, BODY, BODY_FINE, REST = (int(piece) for piece in list(Piece)[:5])
@@ -92,29 +97,39 @@ class ResidualStreams(NamedTuple):
 
 
 class BlockTables(NamedTuple):
-    """Tables of a whole block. `exact_masks` is all ones for codes with exact deltas, whose centroids are 0."""
+    """Tables of a whole block: by exponent of the base, and centroids by context and code.
 
-    lows: Bytes
+    `exact_codes`: 1 for codes with exact deltas, as residuals are read or need not be.
+    """
+
+    contexts: Bytes
     cell_bits: Bytes
     centroids: Floats
-    exact_masks: Integers
+    exact_codes: Bytes
+    cuts: Floats
+    limit: np.float32
+    top: np.int32
 
 
 class TileArrays(NamedTuple):
-    """Work arrays for one tile."""
+    """Work arrays: of one tile, and of the elements of one of its streams; results by stream."""
 
+    base: Bits16
     contexts: Bytes
     body_contexts: Bytes
     symbols: Bytes
     body_symbols: Bytes
-    cell_bits: Bytes
-    no_cell_bits: Bytes
+    stream_base: Bits16
+    stream_codes: Bytes
+    stream_bytes: Bytes
+    widths: Bytes
     masks: Bits16
-    stream_masks: Bits16
     residuals: Bits16
-    values: Bits16
     edges: Floats
-    expert: Floats
+    values: Bits16
+    deltas: Floats
+    placed_values: Bits16
+    placed_deltas: Floats
 
 
 @kernel
@@ -152,42 +167,46 @@ def _read_residual_streams(
 
 
 @kernel
-def _exact_code_masks(requested_P: Bytes) -> Integers:
-    """Make a mask by code: ones where the delta is exact, as residuals are read or need not be.
+def _exact_codes(requested_P: Bytes) -> Bytes:
+    """Mark the codes whose deltas are exact.
 
     Code 0 (not in the head, body not read) gives the base's value, cells their middle: no centroid replaces these.
     """
-    exact_masks = np.full(N_CODES, -1, np.int32)
-    if not requested_P[HEAD_FINE]:
-        exact_masks[1:FIRST_BODY_CODE] = 0
-    if not requested_P[BODY_FINE]:
-        exact_masks[FIRST_BODY_CODE:FIRST_CELL_CODE] = 0
-    return exact_masks
+    exact_codes = np.ones(N_CODES, np.uint8)
+    exact_codes[1:FIRST_BODY_CODE] = requested_P[HEAD_FINE]
+    exact_codes[FIRST_BODY_CODE:FIRST_CELL_CODE] = requested_P[BODY_FINE]
+    return exact_codes
 
 
 @kernel
-def _mask_centroids(exact_masks: Integers, centroids: Floats) -> None:
-    """Set the centroids of codes with exact deltas to 0."""
-    for code in range(N_CODES):
-        if exact_masks[code]:
-            centroids[code::N_CODES] = np.float32(0.0)
+def _fill_exponent_tables(lows: Bytes, cell_bits_C: Bytes, n_contexts: int, contexts: Bytes, cell_bits: Bytes) -> None:
+    """Write the context, and the width of residuals in its cells, of every exponent of the base."""
+    above = N_EXPONENTS
+    for c in range(n_contexts):
+        for exponent in range(int(lows[c]), above):
+            contexts[exponent], cell_bits[exponent] = np.uint8(c), cell_bits_C[c]
+        above = int(lows[c])
 
 
 @kernel
 def _make_tile_arrays() -> TileArrays:
     """Allocate the work arrays."""
     return TileArrays(
-        np.empty(TILE, np.uint8),
-        np.empty(TILE, np.uint8),
-        np.empty(TILE, np.uint8),
-        np.empty(TILE, np.uint8),
-        np.empty(TILE, np.uint8),
-        np.zeros(TILE, np.uint8),
         np.empty(TILE, np.uint16),
+        np.empty(TILE, np.uint8),
+        np.empty(TILE, np.uint8),
+        np.empty(TILE, np.uint8),
+        np.empty(TILE, np.uint8),
+        np.empty(STREAM_ROOM, np.uint16),
+        np.empty(STREAM_ROOM, np.uint8),
+        np.empty(STREAM_ROOM, np.uint8),
+        np.empty(STREAM_ROOM, np.uint8),
+        np.empty(STREAM_ROOM, np.uint16),
+        np.empty(STREAM_ROOM, np.uint16),
+        np.empty(STREAM_ROOM, np.float32),
+        np.empty(3 * STREAM_ROOM, np.uint16),
+        np.empty(3 * STREAM_ROOM, np.float32),
         np.empty(TILE, np.uint16),
-        np.empty(TILE, np.uint16),
-        np.empty(TILE, np.uint16),
-        np.empty(TILE, np.float32),
         np.empty(TILE, np.float32),
     )
 
@@ -209,18 +228,132 @@ def _decode_stage(
 
 @kernel
 def _unpack_residuals(
-    stored: Bytes, streams: ResidualStreams, top: np.int32, codes: Bytes, features: int, arrays: TileArrays
+    stored: Bytes, streams: ResidualStreams, stream: int, features: int, widths: Bytes, arrays: TileArrays
 ) -> None:
-    """Unpack the residuals of one tile from its edges and codes."""
-    masks = arrays.masks[: len(codes)]
-    cell_bits = arrays.no_cell_bits if streams.is_empty[2] else arrays.cell_bits
-    tile_residual_masks(arrays.edges, codes, cell_bits, top, streams.widths, arrays.symbols, arrays.body_symbols, masks)
+    """Unpack the residuals of some elements of a stream, given their widths in bits."""
+    n = -(-len(widths) // 4) * 4
+    masks, residuals = arrays.masks[:n], arrays.residuals[:n]
+    if streams.is_empty[stream]:
+        for i in range(n):
+            residuals[i] = np.uint16(0)
+        return
+    residual_masks(widths, masks)
     if features & VECTOR_RESIDUALS:
-        unpack_tile_by_4(
-            stored, streams.position, streams.is_empty, codes, masks, arrays.stream_masks, arrays.residuals
-        )
+        streams.position[stream] = unpack_stream_by_4(stored, streams.position[stream], masks, residuals)
     else:
-        unpack_tile(stored, streams.position, codes, masks, arrays.residuals)
+        streams.position[stream] = unpack_stream(stored, streams.position[stream], masks, residuals)
+
+
+@kernel
+def _decode_bands(
+    stored: Bytes, streams: ResidualStreams, stream: int, tables: BlockTables, mantissa_bits: int, is_values: bool,
+    features: int, n: int, arrays: TileArrays,
+) -> None:  # fmt: skip
+    """Decode the `n` collected elements of a stream of bands."""
+    base, codes, first = arrays.stream_base[:n], arrays.stream_codes[:n], stream * STREAM_ROOM
+    if not tables.exact_codes[1 if stream == 0 else FIRST_BODY_CODE]:
+        fill_contexts(base, mantissa_bits, n, tables.contexts, arrays.stream_bytes[:n])
+        centroid_deltas(arrays.stream_bytes, codes, tables.centroids, arrays.deltas[first : first + n])
+        return
+    edges, widths = arrays.edges[:n], arrays.widths[:n]
+    band_edges(base, mantissa_bits, codes, tables.cuts, tables.top, edges, arrays.stream_bytes)
+    look_up(streams.widths, arrays.stream_bytes, n, widths)
+    _unpack_residuals(stored, streams, stream, features, widths, arrays)
+    if is_values:
+        band_values(base, mantissa_bits, codes, arrays.residuals, edges, arrays.values[first : first + n])
+    else:
+        band_deltas(base, mantissa_bits, codes, arrays.residuals, edges, arrays.deltas[first : first + n])
+
+
+@kernel
+def _decode_cells(
+    stored: Bytes, streams: ResidualStreams, tables: BlockTables, mantissa_bits: int, is_values: bool,
+    has_residuals: bool, features: int, n: int, arrays: TileArrays,
+) -> None:  # fmt: skip
+    """Decode the `n` collected elements in cells; without residuals, to the middles of their cells."""
+    base, codes, widths, first = arrays.stream_base[:n], arrays.stream_codes[:n], arrays.widths[:n], 2 * STREAM_ROOM
+    fill_contexts(base, mantissa_bits, n, tables.cell_bits, widths)
+    if has_residuals:
+        _unpack_residuals(stored, streams, 2, features, widths, arrays)
+    else:
+        cell_middles(widths, arrays.residuals)
+    if is_values:
+        cell_values(base, codes, arrays.residuals, widths, arrays.values[first : first + n])
+    else:
+        deltas = arrays.deltas[first : first + n]
+        cell_deltas(base, mantissa_bits, codes, arrays.residuals, widths, tables.limit, deltas)
+
+
+@kernel
+def _decode_codes(
+    stored: Bytes, head: Stage, body: Stage, has_body: bool, tables: BlockTables, base: Bits16, mantissa_bits: int,
+    n: int, features: int, codes: Bytes, arrays: TileArrays,
+) -> None:  # fmt: skip
+    """Decode the codes of a tile of `n` elements, with code 0 as padding."""
+    m = len(codes)
+    contexts, symbols = arrays.contexts[:m], arrays.symbols[:m]
+    fill_contexts(base, mantissa_bits, n, tables.contexts, contexts)
+    if not has_body:
+        _decode_stage(stored, head, bool(features & VECTOR_SYMBOLS), contexts, features, codes)
+        return
+    _decode_stage(stored, head, bool(features & VECTOR_SYMBOLS), contexts, features, symbols)
+    body_contexts, body_symbols = arrays.body_contexts[:m], arrays.body_symbols[:m]
+    fill_body_contexts(contexts, symbols, m, body_contexts)
+    _decode_stage(stored, body, False, body_contexts, features, body_symbols)
+    join_codes(symbols, body_symbols, n, codes)
+    for i in range(n, m):
+        codes[i] = np.uint8(0)
+
+
+@kernel
+def _decode_streams(
+    stored: Bytes, streams: ResidualStreams, requested_P: Bytes, tables: BlockTables, base: Bits16, mantissa_bits: int,
+    is_values: bool, features: int, codes: Bytes, arrays: TileArrays,
+) -> None:  # fmt: skip
+    """Decode the elements of the requested streams of a tile, from its codes, to values or deltas by stream."""
+    for stream in range(3 if requested_P[BODY] else 1):
+        first = 1 if stream == 0 else FIRST_BODY_CODE if stream == 1 else FIRST_CELL_CODE
+        last = FIRST_BODY_CODE - 1 if stream == 0 else FIRST_CELL_CODE - 1 if stream == 1 else LAST_CELL_CODE
+        n = collect(codes, len(codes), first, last, codes, base, arrays.stream_codes, arrays.stream_base)
+        if stream < 2:
+            _decode_bands(stored, streams, stream, tables, mantissa_bits, is_values, features, n, arrays)
+        else:
+            has_residuals = bool(requested_P[REST])
+            _decode_cells(stored, streams, tables, mantissa_bits, is_values, has_residuals, features, n, arrays)
+
+
+@kernel
+def _decode_all_tiles(
+    stored: Bytes, head: Stage, body: Stage, streams: ResidualStreams, requested_P: Bytes, tables: BlockTables,
+    base: Bits16, mantissa_bits: int, features: int, codes: Bytes, values: Bits16, deltas: Floats,
+) -> None:  # fmt: skip
+    """Decode tile by tile: codes, then the elements of each stream side by side, which are put back in their places."""
+    arrays, n, is_values = _make_tile_arrays(), len(base), len(values) > 0
+    has_body, n_streams = bool(requested_P[BODY]), 3 if requested_P[BODY] else 1
+    for tile in range(0, n, TILE):
+        stop, padded_stop = min(tile + TILE, n), min(tile + TILE, _padded(n))
+        tile_codes, tile_base = codes[tile:padded_stop], base[tile:stop]
+        m = len(tile_codes)
+        if m > stop - tile:  # the last tile: whole vectors are read and written
+            for i in range(stop - tile):
+                arrays.base[i] = tile_base[i]
+            tile_base = arrays.base[:m]
+        _decode_codes(
+            stored, head, body, has_body, tables, tile_base, mantissa_bits, stop - tile, features, tile_codes, arrays
+        )
+        _decode_streams(
+            stored, streams, requested_P, tables, tile_base, mantissa_bits, is_values, features, tile_codes, arrays
+        )
+        if is_values:
+            placed_values = values[tile:stop] if m == stop - tile else arrays.placed_values
+            place(tile_codes, m, arrays.values, placed_values, n_streams)
+            for i in range(tile, stop if m > stop - tile else tile):
+                values[i] = placed_values[i - tile]
+        else:
+            placed_deltas = deltas[tile:stop] if m == stop - tile else arrays.placed_deltas
+            place(tile_codes, m, arrays.deltas, placed_deltas, n_streams)
+            for i in range(tile, stop if m > stop - tile else tile):
+                deltas[i] = placed_deltas[i - tile]
 
 
 @kernel
@@ -240,61 +373,8 @@ def _check_ends(cursors_PF: Counts, head: Stage, body: Stage, has_body: bool, st
 
 
 @kernel
-def _decode_all_tiles(
-    stored: Bytes, head: Stage, body: Stage, streams: ResidualStreams, tables: BlockTables, requested_P: Bytes,
-    base: Bits16, mantissa_bits: int, cuts: Floats, limit: np.float32, features: int, codes: Bytes, values: Bits16,
-    deltas: Floats,
-) -> None:  # fmt: skip
-    """Decode tile by tile: contexts, codes, residuals, values, deltas."""
-    arrays, n, centroids, exact_masks = _make_tile_arrays(), len(base), tables.centroids, tables.exact_masks
-    has_body, is_middle = bool(requested_P[BODY]), 1 - int(requested_P[REST])
-    has_values = requested_P[HEAD_FINE] | requested_P[BODY]
-    top = top_edge_exponent(int(tables.lows[0]), int(cuts.view(np.int32)[0]), mantissa_bits)
-    has_centroids = not requested_P[HEAD_FINE] or (has_body and not requested_P[BODY_FINE])
-    for tile in range(0, n, TILE):
-        stop = min(tile + TILE, n)
-        tile_base, tile_codes, n_padded = base[tile:stop], codes[tile:stop], _padded(stop - tile)
-        contexts = arrays.contexts[:n_padded]
-        tile_contexts(
-            tile_base, mantissa_bits, tables.lows, tables.cell_bits, len(tables.lows), arrays.symbols, contexts,
-            arrays.cell_bits,
-        )  # fmt: skip
-        symbols = arrays.symbols[:n_padded]
-        _decode_stage(stored, head, bool(features & VECTOR_SYMBOLS), contexts, features, symbols)
-        if has_body:
-            body_contexts, body_symbols = arrays.body_contexts[:n_padded], arrays.body_symbols[:n_padded]
-            fill_body_contexts(contexts, symbols, n_padded, body_contexts)
-            _decode_stage(stored, body, False, body_contexts, features, body_symbols)
-            join_codes(symbols, body_symbols, len(tile_base), tile_codes)
-        else:
-            for i in range(len(tile_base)):
-                tile_codes[i] = symbols[i]
-        decoded = arrays.values[: stop - tile] if len(deltas) else values[tile:stop]
-        if has_values:
-            tile_edges(tile_base, mantissa_bits, tile_codes, cuts, arrays.edges)
-            _unpack_residuals(stored, streams, top, tile_codes, features, arrays)
-            tile_values(
-                tile_base,
-                mantissa_bits,
-                tile_codes,
-                arrays.residuals,
-                arrays.cell_bits,
-                is_middle,
-                arrays.edges,
-                decoded,
-            )
-        else:
-            decoded[:] = tile_base
-        if len(deltas):
-            differences = deltas[tile:stop]
-            tile_deltas(tile_base, mantissa_bits, decoded, tile_codes, limit, arrays.edges, arrays.expert, differences)
-            if has_centroids:
-                apply_centroids(contexts, tile_codes, exact_masks, centroids, differences)
-
-
-@kernel
 def _replace_exceptions(
-    stored: Bytes, streams: ResidualStreams, base: Bits16, mantissa_bits: int, codes: Bytes, exact_masks: Integers,
+    stored: Bytes, streams: ResidualStreams, base: Bits16, mantissa_bits: int, codes: Bytes, exact_codes: Bytes,
     limit: np.float32, values: Bits16, deltas: Floats,
 ) -> None:  # fmt: skip
     """Replace the values or deltas of all exceptions."""
@@ -303,7 +383,7 @@ def _replace_exceptions(
             continue
         if len(deltas):
             replace_exception_deltas(
-                stored, streams.exceptions[stream], base, mantissa_bits, codes, exact_masks, limit, deltas
+                stored, streams.exceptions[stream], base, mantissa_bits, codes, exact_codes, limit, deltas
             )
         else:
             replace_exception_values(stored, streams.exceptions[stream], values)
@@ -318,7 +398,7 @@ def decode_tiles(
 
     Pieces are in `stored` (from POSITION to END of `cursors_PF`; others have no bytes), which is readable for as many
     bytes as the base has, and `SPARE_BYTES`, after the last. Faults are recorded in the cursors. `codes` is as long as
-    the base; tables have `rans.TOTAL` entries for each context. No content makes it access anything outside the arrays.
+    the base, padded; tables have `rans.TOTAL` entries for each context. No content makes it access anything outside.
     """
     n, has_body = len(base), bool(requested_P[BODY])
     lows, cell_bits = np.zeros(MAX_CONTEXTS, np.uint8), np.zeros(MAX_CONTEXTS, np.uint8)
@@ -338,13 +418,14 @@ def decode_tiles(
     streams = _read_residual_streams(stored, cursors_PF, requested_P, n, cell_bits)
     if cursors_PF[:, FAULT].any():
         return
-    tables = BlockTables(lows[:n_contexts], cell_bits, centroids, _exact_code_masks(requested_P))
-    _mask_centroids(tables.exact_masks, centroids)
+    contexts, widths = np.empty(N_EXPONENTS, np.uint8), np.empty(N_EXPONENTS, np.uint8)
+    _fill_exponent_tables(lows, cell_bits, n_contexts, contexts, widths)
+    top = top_edge_exponent(int(lows[0]), int(cuts.view(np.int32)[0]), mantissa_bits)
+    tables = BlockTables(contexts, widths, centroids, _exact_codes(requested_P), cuts, limit, top)
     _decode_all_tiles(
-        stored, head, body, streams, tables, requested_P, base, mantissa_bits, cuts, limit, features, codes, values,
-        deltas,
-    )  # fmt: skip
+        stored, head, body, streams, requested_P, tables, base, mantissa_bits, features, codes, values, deltas
+    )
     _check_ends(cursors_PF, head, body, has_body, streams)
     if cursors_PF[:, FAULT].any():
         return
-    _replace_exceptions(stored, streams, base, mantissa_bits, codes, tables.exact_masks, limit, values, deltas)
+    _replace_exceptions(stored, streams, base, mantissa_bits, codes, tables.exact_codes, limit, values, deltas)

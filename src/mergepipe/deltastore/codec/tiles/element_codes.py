@@ -155,12 +155,20 @@ def choose_context_bounds(counts: Counts, enough: int, lows: Bytes) -> int:
     return n_contexts + 1
 
 
+@template
+def _fill_exponents(base: Bits16, mantissa_bits: int, n: int, exponents: Bytes) -> None:
+    """Write the exponents of floats of 16 bits."""
+    for i in range(n):
+        exponents[i] = np.uint8((base[i] & np.uint16(0x7FFF)) >> np.uint16(mantissa_bits))
+
+
 @kernel
 def fill_contexts(base: Bits16, mantissa_bits: int, n: int, context_of: Bytes, contexts: Bytes) -> None:
     """Write the context of every element, by its base's exponent; padding gets `SKIPPED`."""
-    shift = np.uint16(mantissa_bits)
-    for i in range(n):
-        contexts[i] = np.uint8((base[i] & np.uint16(0x7FFF)) >> shift)
+    if mantissa_bits == F16_MANTISSA_BITS:
+        _fill_exponents(base, F16_MANTISSA_BITS, n, contexts)
+    else:
+        _fill_exponents(base, BF16_MANTISSA_BITS, n, contexts)
     look_up(context_of, contexts, n, contexts)
     for i in range(n, len(contexts)):
         contexts[i] = SKIPPED

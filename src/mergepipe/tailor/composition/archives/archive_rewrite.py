@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mergepipe.checkpoints.formats.inert_values import PickledStorage, PickledTensor
 from mergepipe.checkpoints.formats.torch_zip import TorchArchive, walk_tensors
@@ -26,8 +26,7 @@ class ArchiveRewrite:
         key = str(self._next)
         self._next += 1
         self._new[key] = MemberPlan(f"data/{key}", tuple(segments))
-        stride = tuple(element_count(shape[place + 1 :]) for place in range(len(shape)))
-        return PickledTensor(PickledStorage(key, dtype, element_count(shape)), dtype, 0, shape, stride)
+        return new_tensor(key, dtype, shape)
 
     def plan(self, name: str) -> FilePlan:
         """Plan the archive with the tensors that its pickle still holds."""
@@ -41,5 +40,16 @@ class ArchiveRewrite:
                 old = archive.storage(tensor)
                 segments = (CopyRange(archive.file, old.offset, old.nbytes, is_skeleton=True),) if old.nbytes else ()
                 members[key] = MemberPlan(f"data/{key}", segments, old.crc32)
-        head = [literal_member("data.pkl", InertPickler().dump(archive.root)), literal_member("byteorder", b"little")]
-        return lay_out_archive(name, archive.stem, [*head, *members.values(), literal_member("version", b"3\n")])
+        return new_archive(name, archive.stem, archive.root, members.values())
+
+
+def new_archive(name: str, stem: str, root: object, members: Iterable[MemberPlan]) -> FilePlan:
+    """Plan a torch.save archive of `root`, whose tensors' storages are `members`."""
+    head = [literal_member("data.pkl", InertPickler().dump(root)), literal_member("byteorder", b"little")]
+    return lay_out_archive(name, stem, [*head, *members, literal_member("version", b"3\n")])
+
+
+def new_tensor(key: str, dtype: DType, shape: tuple[int, ...]) -> PickledTensor:
+    """Make the value of a contiguous tensor with a storage of its own."""
+    stride = tuple(element_count(shape[place + 1 :]) for place in range(len(shape)))
+    return PickledTensor(PickledStorage(key, dtype, element_count(shape)), dtype, 0, shape, stride)

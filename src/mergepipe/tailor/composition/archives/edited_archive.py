@@ -10,6 +10,7 @@ from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.checkpoints.formats.zip_directory import ZipMember
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.composition.archives.pickle_edit import edit_pickle
+from mergepipe.tailor.composition.archives.torch_writer import InertPickler
 from mergepipe.tailor.composition.archives.zip_layout import MemberPlan, lay_out_archive, literal_member
 from mergepipe.tailor.composition.copy.plan import CopyRange, FilePlan, Patch, Segment, joined
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile
@@ -20,6 +21,8 @@ def plan_edited(
     store: Store, file: SkeletonFile, patches: Sequence[Patch], edits: Mapping[PicklePath, object]
 ) -> FilePlan:
     """Plan a copy of one archive with `edits` in its pickle and `patches` (by offsets of the original) in its tensors.
+
+    The empty path stands for all of the pickle.
 
     Raises:
         CorruptError, UnsupportedError: the archive cannot be read, or lacks what is to be changed.
@@ -32,7 +35,8 @@ def plan_edited(
     for member in archive.members.values():
         name = member.name.removeprefix(f"{archive.stem}/")
         if member.offset == pickle.offset:
-            members.append(literal_member(name, edit_pickle(raw, edits, file.name)))
+            content = InertPickler().dump(edits[()]) if () in edits else edit_pickle(raw, edits, file.name)
+            members.append(literal_member(name, content))
         else:
             members.append(_member(name, member, file, ordered))
     plan = lay_out_archive(file.name, archive.stem, members)

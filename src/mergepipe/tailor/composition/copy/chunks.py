@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from mergepipe.core.values import dataclass
 from mergepipe.storage.buffers import PAGE_BYTES, round_up
 from mergepipe.tailor.composition.copy.plan import (
     AverageRange,

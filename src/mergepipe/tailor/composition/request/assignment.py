@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 
+from mergepipe.core.values import dataclass
 from mergepipe.errors import MismatchError, RecipeError, did_you_mean
 from mergepipe.recipes.parse.problems import Findings
 from mergepipe.storage.location import Location
@@ -316,24 +317,27 @@ def _check_fit(assignment: Assignment, source: TrainingCheckpoint, names: Sequen
     if reasons:
         return
     wanted = set(names)
-    _check_counters(assignment, source, wanted, findings)
+    problems = []
     for (name, kind), state in model.states.items():
-        if model.units.tied.get(name, name) not in wanted:
-            continue
-        stored = assignment.find_state(name, kind)
-        problem = _mismatch(stored, state) if stored is not None else "is not there"
-        if problem:
-            findings.add(
-                MismatchError, "tailor.lacks", str(source.path), f"{kind} of {assignment.origin(name)} {problem}",
-                "take it from a checkpoint that holds it",
-            )  # fmt: skip
+        if model.units.tied.get(name, name) in wanted:
+            stored = assignment.find_state(name, kind)
+            problem = _mismatch(stored, state) if stored is not None else "is not there"
+            problems += [f"{kind} of {assignment.origin(name)} {problem}"] if problem else []
+    problems += _lacking_counters(assignment, source, wanted)
+    if problems:
+        more = f", and {len(problems) - 1} more states" if len(problems) > 1 else ""
+        lacking = f" (it lacks {source.missing[0]})" if source.missing and not source.is_partial else ""
+        findings.add(
+            MismatchError, "tailor.lacks", str(source.path), f"{problems[0]}{more}{lacking}",
+            "take them from a checkpoint that holds them",
+        )  # fmt: skip
 
 
-def _check_counters(assignment: Assignment, source: TrainingCheckpoint, wanted: set[str], findings: Findings) -> None:
+def _lacking_counters(assignment: Assignment, source: TrainingCheckpoint, wanted: set[str]) -> Iterator[str]:
     counted = {name for step in source.steps for name in step.parameters}
     for name in (name for step in assignment.model.steps for name in step.parameters):
         if name in wanted and (origin := assignment.origin(name)) not in counted:
-            findings.add(MismatchError, "tailor.lacks", str(source.path), f"the step counter of {origin} is not there")
+            yield f"the step counter of {origin} is not there"
 
 
 def state_to_copy(source: TrainingCheckpoint, name: str, kind: str) -> StoredState | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME, DType
+from mergepipe.core.values import dataclass
 from mergepipe.errors import NotFoundError, Problem, RecipeError, did_you_mean
 from mergepipe.recipes.parse.fields import DocumentReader, describe
 from mergepipe.recipes.parse.problems import Findings

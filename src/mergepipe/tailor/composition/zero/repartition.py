@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
-from mergepipe.checkpoints.formats.inert_values import Global, PickledStorage, PickledTensor, Record
+from mergepipe.checkpoints.formats.inert_values import Global, PickledTensor, Record
 from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import DType, Span, element_count
+from mergepipe.core.values import dataclass
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT
-from mergepipe.tailor.composition.archives.archive_rewrite import ArchiveRewrite
-from mergepipe.tailor.composition.archives.torch_writer import InertPickler, Size
-from mergepipe.tailor.composition.archives.zip_layout import MemberPlan, lay_out_archive, literal_member
+from mergepipe.tailor.composition.archives.archive_rewrite import ArchiveRewrite, new_archive, new_tensor
+from mergepipe.tailor.composition.archives.torch_writer import Size
+from mergepipe.tailor.composition.archives.zip_layout import MemberPlan
 from mergepipe.tailor.composition.composition_plan import (
     CompositionPlan,
     PatchCollector,
@@ -27,7 +28,7 @@ from mergepipe.tailor.composition.request.assignment import DERIVED_KINDS, Assig
 from mergepipe.tailor.composition.request.restack import restacked_names
 from mergepipe.tailor.composition.resized import is_weight_file, weight_file, whole_state
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile, list_skeleton
-from mergepipe.tailor.composition.staleness import StepChoice, choose_steps, staleness_of
+from mergepipe.tailor.composition.staleness import StepChoice, choose_steps, pickled_counters, staleness_of
 from mergepipe.tailor.composition.state_overlay import StateOverlay, apply_edits, overlay_state
 from mergepipe.tailor.composition.zero.sub_groups import FlatGroup, regrouped
 from mergepipe.tailor.formats.contract import refuse_repartition
@@ -173,9 +174,7 @@ class _Repartition:
     def optimizer_files(self) -> Iterator[FilePlan]:
         """Plan one optimizer file per rank, with the structure of the skeleton's first."""
         first = self.zero.optimizer[min(self.zero.optimizer)]
-        counters = {
-            path: int(choice.value) for choice in self.steps for file, path in choice.counter.entries if file == first
-        }
+        counters = pickled_counters(self.steps, first)
         for rank in range(self.world_size):
             archive = read_torch_zip(self.store, first)
             apply_edits({**self.overlay.edits_of(first), **counters}, Node(archive.root, first.name))
@@ -241,11 +240,7 @@ class _Shard:
             group.mapping()["params"] = [index for index, part in enumerate(self.work.groups) if part.options == number]
         self._cuts(optimizer)
         self._count_ranks(optimizer)
-        head = [
-            literal_member("data.pkl", InertPickler().dump(self.archive.root)),
-            literal_member("byteorder", b"little"),
-        ]
-        return lay_out_archive(name, self.archive.stem, [*head, *self.members, literal_member("version", b"3\n")])
+        return new_archive(name, self.archive.stem, self.archive.root, self.members)
 
     def _flat_groups(self, masters: Node, states: Node) -> None:
         """Put this rank's masters and states in the place of the skeleton's."""
@@ -321,8 +316,7 @@ class _Shard:
     def _member(self, segments: Sequence[Segment], dtype: DType, shape: tuple[int, ...]) -> PickledTensor:
         key = str(len(self.members))
         self.members.append(MemberPlan(f"data/{key}", tuple(segments)))
-        stride = (1,) if shape else ()
-        return PickledTensor(PickledStorage(key, dtype, element_count(shape)), dtype, 0, shape, stride)
+        return new_tensor(key, dtype, shape)
 
 
 def _gap(n_elements: int, dtype: DType) -> list[Segment]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from mergepipe.core.blocks import element_count
+from mergepipe.core.values import dataclass
 from mergepipe.errors import UnsupportedError
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.composition.request.restack import restacked_names

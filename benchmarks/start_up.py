@@ -1,0 +1,140 @@
+"""What commands cost that have little to do: processor and wall seconds of whole processes, on the demo family.
+
+`python -m benchmarks.start_up [--root .bench/demo] [--repeats 15] [--source NAME=DIRECTORY ...] [--first]`
+
+Commands run in turn, each source tree after the other, so that trees are compared under the same load; the table gives
+the least and the median. A `--source` is a `src` directory (default: that of this process). `--first` also measures the
+first merge ever, in a copy of the sources without compiled kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mergepipe
+from benchmarks.make_family import FamilyRequest, ensure_family
+from benchmarks.process import ProcessCost, measure
+from support.families import FamilyPaths
+
+N_EXPERTS = 3
+TARGETS = {"ls": 0.25, "check": 0.25, "plan": 0.25, "plan again": 0.25, "merge": 0.5}
+"""Wall seconds on a quiet machine."""
+FIRST_TARGET_SECONDS = 12.0
+_RECIPE = """merge_method: dare_ties
+base_model: {base}
+models:
+{models}
+dtype: bfloat16
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one source tree is measured: its `src` directory, and the folder of its catalog and outputs."""
+
+    name: str
+    source: Path
+    work: Path
+
+    def run(self, arguments: Sequence[str]) -> ProcessCost:
+        """Run one command to its end."""
+        environment = {"PYTHONPATH": str(self.source), "MERGEPIPE_HOME": str(self.work / "home")}
+        command = [sys.executable, "-m", "mergepipe", *arguments]
+        log = self.work / "log.txt"
+        cost = measure(command, log=log, environment=environment)
+        if cost.exit_code:
+            raise SystemExit(f"{' '.join(arguments)} ended with {cost.exit_code}: {log.read_text()[-500:]}")
+        return cost
+
+    def commands(self, recipe: Path) -> Mapping[str, Sequence[str]]:
+        """The commands by their names in the table: a first plan samples the experts, the same again does not."""
+        return {
+            "--version": ("--version",),
+            "ls": ("ls",),
+            "check": ("check", str(recipe)),
+            "plan": ("plan", str(recipe), "--budget", "50%"),
+            "plan again": ("plan", str(recipe), "--budget", "50%"),
+            "merge": ("merge", str(recipe), str(self.work / "merged"), "--quiet"),
+        }
+
+    def clear(self) -> None:
+        """Remove what the last round left, the catalog too."""
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir(parents=True)
+
+
+def write_recipe(root: Path, family: FamilyPaths) -> Path:
+    """Write the recipe of a DARE-TIES merge."""
+    models = "\n".join(f"  - model: {m}\n    parameters: {{weight: 0.5, density: 0.3}}" for m in family.experts)
+    recipe = root / "recipe.yml"
+    recipe.write_text(_RECIPE.format(base=family.base, models=models), encoding="utf-8")
+    return recipe
+
+
+def measure_rounds(places: Sequence[Place], recipe: Path, repeats: int) -> dict[tuple[str, str], list[ProcessCost]]:
+    """Run every command of every place in turn; costs by command and place, those of the first round left out."""
+    costs: dict[tuple[str, str], list[ProcessCost]] = {}
+    for number in range(repeats + 1):
+        for place in places:
+            place.clear()
+        for name in places[0].commands(recipe):
+            for place in places:
+                cost = place.run(place.commands(recipe)[name])
+                if number:  # the first compiles Python, and kernels where there are none
+                    costs.setdefault((name, place.name), []).append(cost)
+    return costs
+
+
+def first_merge(place: Place, recipe: Path) -> ProcessCost:
+    """Merge with a copy of the sources whose Python is compiled and whose kernels are not."""
+    place.clear()
+    bare = place.work / "src"
+    shutil.copytree(place.source, bare, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(bare)], check=True)
+    return Place(place.name, bare, place.work).run(place.commands(recipe)["merge"])
+
+
+def table(costs: Mapping[tuple[str, str], Sequence[ProcessCost]]) -> list[str]:
+    """The lines of the table."""
+    lines = ["| command | sources | CPU s least, median | wall s least, median | target |", "|---|---|---|---|---|"]
+    for (name, source), runs in costs.items():
+        cells = []
+        for seconds in ([run.cpu_seconds for run in runs], [run.wall_seconds for run in runs]):
+            cells.append(f"{min(seconds):.2f}, {statistics.median(seconds):.2f}")
+        lines.append(f"| {name} | {source} | {' | '.join(cells)} | {TARGETS.get(name, '')} |")
+    return lines
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", type=Path, default=Path(".bench/demo"))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--source", action="append", metavar="NAME=DIRECTORY")
+    parser.add_argument("--first", action="store_true")
+    options = parser.parse_args()
+    root = options.root.absolute()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # users have compiled Python
+    sources = options.source or [f"this={Path(mergepipe.__file__).parents[1]}"]
+    recipe = write_recipe(root, ensure_family(FamilyRequest(root, "demo", N_EXPERTS, 0)))
+    places = [
+        Place(name, Path(source).absolute(), root / "work" / name)
+        for name, source in (s.split("=", 1) for s in sources)
+    ]
+    print("\n".join(table(measure_rounds(places, recipe, options.repeats))), flush=True)
+    for place in places if options.first else ():
+        cost = first_merge(place, recipe)
+        seconds = f"CPU {cost.cpu_seconds:.1f} s, wall {cost.wall_seconds:.1f} s (target {FIRST_TARGET_SECONDS:.0f})"
+        print(f"first merge ever, {place.name}: {seconds}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Collect the elements of one residual stream of a tile side by side, and put decoded elements back in their places.
+
+Format: HEAD_FINE, BODY_FINE and REST in "BANDS", docs/internals/formats/delta-store.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mergepipe.deltastore.codec.entropy.llvm_vectors import (
+    I8,
+    I16,
+    I64,
+    array_pointers,
+    broadcast,
+    call_intrinsic,
+    constant_vector,
+    has_features,
+    load_vector,
+    mask_of,
+    store_vector,
+)
+from mergepipe.deltastore.codec.entropy.rans import Bits16
+from mergepipe.deltastore.codec.residuals.streams import STREAM_CODES
+from mergepipe.deltastore.codec.tiles.element_codes import FIRST_BODY_CODE, FIRST_CELL_CODE, TILE
+from mergepipe.kernels.compilation.compiled import Bytes, Floats, kernel
+from mergepipe.kernels.compilation.compiler import intrinsic, ir, numba
+
+_core: Any = numba.core  # untyped
+Elements = TypeVar("Elements", Bits16, Floats)
+ROUND = 64
+"""Elements that are collected at once: tiles are padded to a multiple of this, with code 0, which is in no stream."""
+STREAM_ROOM = TILE + ROUND
+"""Length of an array for the elements of one stream: whole vectors are stored past the last one."""
+_FIRST = tuple(first for first, _ in STREAM_CODES)
+_LAST = tuple(last for _, last in STREAM_CODES)
+_V8, _V16 = ir.VectorType(I8, ROUND), ir.VectorType(I16, ROUND // 2)
+
+HAS_COMPRESSION = has_features("avx512bw", "avx512vl", "avx512vbmi2")
+
+
+def _compressed(builder: Any, values: Any, mask: Any) -> Any:
+    """LLVM: move the lanes of a mask (an integer) to the front."""
+    kind = values.type
+    name = f"llvm.x86.avx512.mask.compress.v{kind.count}i{kind.element.width}"
+    return call_intrinsic(builder, name, kind, values, constant_vector(0, kind), mask_of(builder, mask, kind))
+
+
+def _count(builder: Any, mask: Any) -> Any:
+    """LLVM: the number of ones of a mask."""
+    count = builder.ctpop(mask)
+    return count if count.type == I64 else builder.zext(count, I64)
+
+
+def _mask_of_codes(builder: Any, codes: Any, first: Any, last: Any) -> Any:
+    """LLVM: a mask of 64 bits of the codes from `first` to `last`, which are numbers or vectors."""
+    lowest, highest = (constant_vector(v, _V8) if isinstance(v, int) else v for v in (first, last))
+    is_selected = builder.icmp_unsigned("<=", builder.sub(codes, lowest), builder.sub(highest, lowest))
+    return builder.bitcast(is_selected, I64)
+
+
+def _part(builder: Any, mask: Any, part: int, lanes: int) -> Any:
+    """LLVM: the bits of one vector of `lanes` lanes out of a mask of 64 bits."""
+    return builder.trunc(builder.lshr(mask, I64(part * lanes)), ir.IntType(lanes))
+
+
+def _collect_intrinsic(
+    _typing: Any, codes: Any, n: Any, first: Any, last: Any, octets: Any, halves: Any, octets_out: Any, halves_out: Any
+) -> tuple[Any, Callable[..., Any]]:
+    """LLVM: `collect_vector`."""
+    signature = _core.types.int64(codes, n, first, last, octets, halves, octets_out, halves_out)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        codes_pointer, count, first, last, octets_pointer, halves_pointer, *outputs = array_pointers(
+            context, builder, signature, arguments
+        )
+        lowest, highest = (broadcast(builder, builder.trunc(code, I8), _V8) for code in (first, last))
+        position = _core.cgutils.alloca_once_value(builder, I64(0))
+        with _core.cgutils.for_range_slice(builder, I64(0), count, I64(ROUND), I64) as (start, _):
+            mask = _mask_of_codes(builder, load_vector(builder, codes_pointer, start, _V8), lowest, highest)
+            at = builder.load(position)
+            octets = load_vector(builder, octets_pointer, start, _V8)
+            store_vector(builder, _compressed(builder, octets, mask), outputs[0], at)
+            for half in range(2):
+                part = _part(builder, mask, half, _V16.count)
+                values = load_vector(builder, halves_pointer, builder.add(start, I64(half * _V16.count)), _V16)
+                store_vector(builder, _compressed(builder, values, part), outputs[1], at)
+                at = builder.add(at, _count(builder, part))
+            builder.store(at, position)
+        return builder.load(position)
+
+    return signature, generate
+
+
+def _make_place(n_streams: int) -> Callable[..., Any]:
+    """Make the intrinsic that places the elements of the first `n_streams` streams."""
+
+    def place(_typing: Any, codes: Any, n: Any, elements: Any, placed: Any) -> tuple[Any, Callable[..., Any]]:
+        signature = _core.types.void(codes, n, elements, placed)
+        bits = elements.dtype.bitwidth
+        vector = ir.VectorType(ir.IntType(bits), 512 // bits)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            codes_pointer, count, elements_pointer, placed_pointer = array_pointers(
+                context, builder, signature, arguments
+            )
+            elements_pointer, placed_pointer = (
+                builder.bitcast(pointer, vector.element.as_pointer()) for pointer in (elements_pointer, placed_pointer)
+            )
+            positions = [
+                _core.cgutils.alloca_once_value(builder, I64(stream * STREAM_ROOM)) for stream in range(n_streams)
+            ]
+            with _core.cgutils.for_range_slice(builder, I64(0), count, I64(ROUND), I64) as (start, _):
+                round_codes = load_vector(builder, codes_pointer, start, _V8)
+                masks = [
+                    _mask_of_codes(builder, round_codes, _FIRST[stream], _LAST[stream]) for stream in range(n_streams)
+                ]
+                for part in range(ROUND // vector.count):
+                    values = constant_vector(0, vector)
+                    for position, stream_mask in zip(positions, masks, strict=True):
+                        mask, at = _part(builder, stream_mask, part, vector.count), builder.load(position)
+                        values = call_intrinsic(
+                            builder, f"llvm.x86.avx512.mask.expand.v{vector.count}i{bits}", vector,
+                            load_vector(builder, elements_pointer, at, vector), values, mask_of(builder, mask, vector),
+                        )  # fmt: skip
+                        builder.store(builder.add(at, _count(builder, mask)), position)
+                    store_vector(builder, values, placed_pointer, builder.add(start, I64(part * vector.count)))
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return place
+
+
+_collect: Any = intrinsic(_collect_intrinsic)
+_place_head: Any = intrinsic(_make_place(1))
+_place_all: Any = intrinsic(_make_place(len(STREAM_CODES)))
+
+
+@kernel
+def collect_scalar(
+    codes: Bytes, n: int, first: int, last: int, octets: Bytes, halves: Bits16, octets_out: Bytes, halves_out: Bits16
+) -> int:
+    """Collect like `collect`, on any machine."""
+    count = 0
+    for i in range(n):
+        octets_out[count], halves_out[count] = octets[i], halves[i]
+        count += int((codes[i] >= np.uint8(first)) & (codes[i] <= np.uint8(last)))
+    return count
+
+
+@kernel
+def collect_vector(
+    codes: Bytes, n: int, first: int, last: int, octets: Bytes, halves: Bits16, octets_out: Bytes, halves_out: Bits16
+) -> int:
+    """Collect like `collect`, on machines with AVX-512 VBMI2."""
+    return int(_collect(codes, n, first, last, octets, halves, octets_out, halves_out))
+
+
+@kernel
+def place_scalar(codes: Bytes, n: int, elements: Elements, placed: Elements, n_streams: int) -> None:
+    """Place like `place`, on any machine."""
+    positions = (np.arange(len(STREAM_CODES)) * STREAM_ROOM).astype(np.uint64)
+    for i in range(n):
+        stream = 0 if codes[i] < np.uint8(FIRST_BODY_CODE) else 1 if codes[i] < np.uint8(FIRST_CELL_CODE) else 2
+        if codes[i] == np.uint8(0) or stream >= n_streams:
+            placed[i] = 0
+        else:
+            placed[i] = elements[positions[stream]]
+            positions[stream] += np.uint64(1)
+
+
+@kernel
+def place_vector(codes: Bytes, n: int, elements: Elements, placed: Elements, n_streams: int) -> None:
+    """Place like `place`, on machines with AVX-512 VBMI2."""
+    if n_streams == 1:
+        _place_head(codes, n, elements, placed)
+    else:
+        _place_all(codes, n, elements, placed)
+
+
+collect = collect_vector if HAS_COMPRESSION else collect_scalar
+"""Copy what `octets` and `halves` hold for the codes from `first` to `last`, among the first `n` elements of a tile.
+
+`n` is a multiple of `ROUND`. Returns their number. The outputs have `STREAM_ROOM` elements; those after the last are
+undefined.
+"""
+place = place_vector if HAS_COMPRESSION else place_scalar
+"""Write the elements of the first `n_streams` (1 or 3) streams to the places of their codes, 0 to all others.
+
+`n` is a multiple of `ROUND`; `elements` has the elements of stream s from `s * STREAM_ROOM` on, of floats or 16 bits.
+"""

@@ -1,0 +1,125 @@
+"""FSDP checkpoints of Accelerate and the Trainer: sharded as two DCP directories, or full in two files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import MappingProxyType
+from typing import ClassVar
+
+from mergepipe.checkpoints.formats.inert_values import PickledTensor
+from mergepipe.checkpoints.formats.torch_zip import StoredTensor, read_torch_zip
+from mergepipe.core.blocks import Span
+from mergepipe.errors import CorruptError
+from mergepipe.storage.contract import Store, is_file, is_folder
+from mergepipe.storage.location import Location
+from mergepipe.tailor.checkpoint import WEIGHT, Framework, Piece, StoredState, TrainingCheckpoint
+from mergepipe.tailor.formats.contract import Copied
+from mergepipe.tailor.formats.dcp import dcp_checkpoint, read_tensors
+from mergepipe.tailor.formats.deepspeed import with_export
+from mergepipe.tailor.formats.hf_optimizer import optimizer_states, optimizer_step, rank_count
+from mergepipe.tailor.formats.pickle_node import Node
+from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME, read_global_step
+from mergepipe.tailor.units import model_units
+
+FSDP_FORMAT = "accelerate-fsdp"
+WEIGHTS_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
+WEIGHTS_NAME, OPTIMIZER_NAME = "pytorch_model_fsdp.bin", "optimizer.bin"
+
+
+def read_sharded(store: Store, folder: Location, home: Location) -> TrainingCheckpoint:
+    """Read a checkpoint of sharded state dicts; of tensors, only step counters are read.
+
+    Raises:
+        MergePipeError: see `formats.dcp.read_dcp`.
+    """
+    tensors = [
+        tensor
+        for name in (WEIGHTS_FOLDER, OPTIMIZER_FOLDER)
+        for tensor in read_tensors(store, folder / name, home / name)
+    ]
+    return dcp_checkpoint(store, folder, tensors)
+
+
+def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
+    """Read a checkpoint of full state dicts, whose optimizer names parameters; of tensors, only counters are read.
+
+    Raises:
+        CorruptError: a file contradicts itself or the other.
+        UnsupportedError: an optimizer whose states do not have their parameter's shape.
+    """
+    model = read_torch_zip(store, folder / WEIGHTS_NAME)
+    weights = {
+        name: model.locate(node.value, node.path)
+        for name, node in Node(model.root, WEIGHTS_NAME).named_items()
+        if isinstance(node.value, PickledTensor)
+    }
+    archive = read_torch_zip(store, folder / OPTIMIZER_NAME)
+    entries = dict(Node(archive.root, OPTIMIZER_NAME).get("state").named_items())
+    unknown = next((name for name in entries if name not in weights), None)
+    if unknown is not None:
+        raise CorruptError.of(
+            "tailor.fsdp.names", folder, f"{unknown[:80]!r} of the optimizer is not among the weights"
+        )
+    tied = dict(_aliases(weights, entries))
+    parameters = {name: tensor.shape for name, tensor in weights.items() if name not in tied}
+    states = {(name, WEIGHT): _weight(name, weights[name]) for name in parameters}  # an alias has its owner's bytes
+    steps = []
+    for name, entry in entries.items():
+        for state in optimizer_states(entry, archive, name, weights[name].shape):
+            states[name, state.kind] = state
+        step = optimizer_step(store, entry, archive, name, ("state", name, "step"))
+        steps += [step] if step is not None else []
+    return TrainingCheckpoint(
+        path=folder,
+        root=folder,
+        format=FSDP_FORMAT,
+        framework=Framework.TORCH,
+        stage=None,
+        world_size=rank_count(store, folder),
+        step=int(max((step.value for step in steps), default=0)),
+        units=model_units(parameters, tied),
+        parameters=MappingProxyType(parameters),
+        states=MappingProxyType(states),
+        steps=tuple(steps),
+        missing=tuple(f"optimizer state of {name}" for name in parameters if name not in entries),
+    )
+
+
+def _weight(name: str, tensor: StoredTensor) -> StoredState:
+    piece = Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, tensor.n_elements))
+    return StoredState(name, WEIGHT, tensor.dtype, tensor.shape, (piece,) if tensor.n_elements else ())
+
+
+def _aliases(weights: dict[str, StoredTensor], trained: dict[str, Node]) -> Iterator[tuple[str, str]]:
+    """Weights that share their bytes with one that is trained, as (alias, owner)."""
+    owners = {(weights[name].storage_key, weights[name].offset): name for name in trained}
+    for name, tensor in weights.items():
+        owner = owners.get((tensor.storage_key, tensor.offset))
+        if name not in trained and owner is not None and tensor.n_elements:
+            yield name, owner
+
+
+class FsdpFormat(Copied):
+    """FSDP as Accelerate saves it, by itself or for the Trainer."""
+
+    __slots__ = ()
+    name: ClassVar[str] = FSDP_FORMAT
+    looked_for: ClassVar[str] = f"{WEIGHTS_FOLDER}/ or {WEIGHTS_NAME} (FSDP of Accelerate)"
+    state_file: ClassVar[str] = TRAINER_STATE_NAME
+    records_step: ClassVar[bool] = False
+
+    def recognise(self, store: Store, path: Location) -> bool:
+        """Recognise the format by its model and optimizer, in two directories or two files."""
+        is_sharded = is_folder(store, path / WEIGHTS_FOLDER) and is_folder(store, path / OPTIMIZER_FOLDER)
+        return is_sharded or (is_file(store, path / WEIGHTS_NAME) and is_file(store, path / OPTIMIZER_NAME))
+
+    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
+        """See `read_sharded` and `read_full`; the Trainer's state tells the step, where it is."""
+        is_sharded = is_folder(store, path / WEIGHTS_FOLDER)
+        opened = read_sharded(store, path, home) if is_sharded else read_full(store, path)
+        opened = replace(opened, format=FSDP_FORMAT)
+        if not is_file(store, path / TRAINER_STATE_NAME):
+            return opened
+        step = read_global_step(store, path)
+        return with_export(store, replace(opened, step=step, framework=Framework.TRANSFORMERS))

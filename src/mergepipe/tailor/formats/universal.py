@@ -1,0 +1,206 @@
+"""DeepSpeed universal directories: every state of every parameter in a file of its own, for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
+
+from mergepipe.checkpoints.contained_files import is_plain_name
+from mergepipe.checkpoints.formats.inert_values import PickledTensor
+from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
+from mergepipe.core.blocks import DTYPES, Span, element_count
+from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.storage.contract import Store, is_file, is_folder
+from mergepipe.storage.location import Location
+from mergepipe.tailor.checkpoint import (
+    FP32,
+    WEIGHT,
+    AdamStep,
+    Framework,
+    Piece,
+    StoredState,
+    TrainingCheckpoint,
+)
+from mergepipe.tailor.formats.contract import Copied
+from mergepipe.tailor.formats.deepspeed import (
+    LATEST_NAME,
+    check_trainer_step,
+    model_files,
+    module_weights,
+    read_latest,
+    with_export,
+    zero_stage,
+)
+from mergepipe.tailor.formats.foreign import refuse_foreign_states
+from mergepipe.tailor.formats.pickle_node import Node, PicklePath
+from mergepipe.tailor.formats.scalars import read_scalar
+from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME
+from mergepipe.tailor.units import model_units
+
+if TYPE_CHECKING:
+    from mergepipe.tailor.composition.composition_plan import CompositionPlan
+    from mergepipe.tailor.composition.request.assignment import Assignment
+
+UNIVERSAL_FORMAT = "deepspeed-universal"
+LATEST_UNIVERSAL_NAME = "latest_universal"
+STATES_FOLDER = "zero"
+OPTIMIZER_STATE_NAME = "optimizer_state.pt"
+STEP_NAME = "step.pt"
+PARAMETER_KEY = "param"
+SHARED_STEP: PicklePath = ("optimizer_state_dict", "state", 0, "step")
+"""Stage 3 keeps one counter, in the file of the optimizer's options; stages 1 and 2 one beside every parameter."""
+
+
+def read_universal(store: Store, folder: Location) -> TrainingCheckpoint:
+    """Read a universal tag directory; of tensors, only step counters are read.
+
+    Raises:
+        NotFoundError: a file is missing.
+        CorruptError: files contradict each other or themselves.
+        UnsupportedError: a kind of checkpoint this version does not read.
+    """
+    first, *_ = model_files(store, folder)
+    archive = read_torch_zip(store, first)
+    model = Node(archive.root, first.name)
+    options = read_torch_zip(store, folder / STATES_FOLDER / OPTIMIZER_STATE_NAME)
+    stage = zero_stage(Node(options.root, OPTIMIZER_STATE_NAME))
+    groups = tuple(
+        {name: node.shape() for name, node in group.named_items()} for group in model.get("param_shapes").elements()
+    )
+    tied = {alias: owner.text() for alias, owner in model.get("shared_params").named_items()}
+    weights = {} if stage == 3 else dict(module_weights(model, archive))
+    grouped = {name: shape for group in groups for name, shape in group.items()}
+    parameters = grouped | {n: s.shape for n, s in weights.items() if n not in grouped and n not in tied}
+    states = {
+        (s.parameter, s.kind): s for name, shape in parameters.items() for s in _states(store, folder, name, shape)
+    }
+    states |= {(name, WEIGHT): state for name, state in weights.items() if name in parameters}
+    kinds = dict.fromkeys(kind for name, kind in states if name in grouped and kind != WEIGHT)
+    return TrainingCheckpoint(
+        path=folder,
+        root=folder,
+        format=UNIVERSAL_FORMAT,
+        framework=Framework.DEEPSPEED,
+        stage=stage,
+        world_size=model.get("dp_world_size").integer(),
+        step=model.get("global_steps").integer(),
+        units=model_units(parameters, tied),
+        parameters=MappingProxyType(parameters),
+        states=MappingProxyType(states),
+        steps=_shared_step(store, options, tuple(grouped))
+        if stage == 3
+        else tuple(_group_steps(store, folder, options, groups)),
+        flat_groups=tuple(map(tuple, groups)),
+        missing=tuple(
+            f"{kind} of {name}" for name in grouped for kind in kinds or (FP32,) if (name, kind) not in states
+        ),
+    )  # fmt: skip
+
+
+def _states(store: Store, folder: Location, name: str, shape: tuple[int, ...]) -> Iterator[StoredState]:
+    """The states in a parameter's directory; stage 3 writes them flat."""
+    if not is_plain_name(name) or not is_folder(store, folder / STATES_FOLDER / name):
+        return
+    place = folder / STATES_FOLDER / name
+    names = sorted(entry.name for entry in store.list(place) if entry.name.endswith(".pt") and entry.name != STEP_NAME)
+    kinds = [file.removesuffix(".pt") for file in names]
+    refuse_foreign_states(frozenset(kinds), place)
+    for kind, file in zip(kinds, names, strict=True):
+        archive = read_torch_zip(store, place / file)
+        node = Node(archive.root, f"{name}/{file}")
+        if not isinstance(node.value, PickledTensor):
+            _refuse_cut(node)
+            node = node.get(PARAMETER_KEY)
+        tensor = archive.locate(node.tensor(), node.path)
+        if tensor.n_elements != element_count(shape):
+            raise CorruptError.of(
+                "tailor.universal.shape", place / file, f"has shape {tensor.shape}, the parameter has {shape}"
+            )
+        piece = Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, tensor.n_elements))
+        yield StoredState(name, kind, tensor.dtype, shape, (piece,) if tensor.n_elements else ())
+
+
+def _refuse_cut(node: Node) -> None:
+    """Refuse what tensor or expert parallel training leaves: values that are cut or padded otherwise on loading."""
+    key = next((str(key) for key in node.mapping() if key not in (PARAMETER_KEY, "cat_dim")), None)
+    if key is not None:
+        raise UnsupportedError.of(
+            "tailor.zero.parallel", node.file, f"{key!r} belongs to tensor or expert parallel training"
+        )
+
+
+def _group_steps(
+    store: Store, folder: Location, options: TorchArchive, groups: Sequence[Mapping[str, object]]
+) -> Iterator[AdamStep]:
+    """Read one counter for each group: DeepSpeed refuses a group whose parameters' counters differ."""
+    listed = Node(options.root, OPTIMIZER_STATE_NAME).get("param_groups").elements()
+    for number, group in enumerate(groups):
+        places = [folder / STATES_FOLDER / name / STEP_NAME for name in group if is_plain_name(name)]
+        steps = [_step(store, read_torch_zip(store, place), ()) for place in places if is_file(store, place)]
+        if number < len(listed) and listed[number].find("step") is not None:
+            steps.append(_step(store, options, ("param_groups", number, "step")))
+        if len({step.value for step in steps}) > 1:
+            values = sorted({step.value for step in steps})
+            raise CorruptError.of("tailor.zero.step", folder, f"parameters of one group are at steps {values}")
+        if steps:
+            cells = tuple(cell for step in steps for cell in step.cells)
+            entries = tuple(entry for step in steps for entry in step.entries)
+            yield replace(steps[0], parameters=tuple(group), cells=cells, entries=entries)
+
+
+def _shared_step(store: Store, options: TorchArchive, names: tuple[str, ...]) -> tuple[AdamStep, ...]:
+    return (replace(_step(store, options, SHARED_STEP), parameters=names),)
+
+
+def _step(store: Store, archive: TorchArchive, path: PicklePath) -> AdamStep:
+    node = Node(archive.root, archive.file.name).at(path)
+    if not isinstance(node.value, PickledTensor):
+        return AdamStep(float(node.integer()), (), DTYPES["I64"], entries=((archive.file, path),))
+    tensor = archive.locate(node.value, node.path)
+    if tensor.n_elements != 1:
+        raise node.error(f"a step counter has shape {tensor.shape}")
+    value = read_scalar(store, tensor.file, tensor.offset, tensor.dtype)
+    return AdamStep(value, (), tensor.dtype, (Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, 1)),))
+
+
+class UniversalFormat(Copied):
+    """DeepSpeed universal: a tag directory, a save directory with its `latest_universal`, or a Trainer's."""
+
+    __slots__ = ()
+    name: ClassVar[str] = UNIVERSAL_FORMAT
+    looked_for: ClassVar[str] = (
+        f"{LATEST_UNIVERSAL_NAME} or {STATES_FOLDER}/{OPTIMIZER_STATE_NAME} (DeepSpeed universal)"
+    )
+    state_file: ClassVar[str] = TRAINER_STATE_NAME
+    records_step: ClassVar[bool] = True
+
+    def recognise(self, store: Store, path: Location) -> bool:
+        """Recognise the format by its files; where both tags are named, `latest` is the one that is resumed."""
+        if is_file(store, path / LATEST_UNIVERSAL_NAME):
+            return not is_file(store, path / LATEST_NAME)
+        return is_folder(store, path / STATES_FOLDER) and is_file(store, path / STATES_FOLDER / OPTIMIZER_STATE_NAME)
+
+    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
+        """See `read_universal`."""
+        if not is_file(store, path / LATEST_UNIVERSAL_NAME):
+            return read_universal(store, path)
+        opened = replace(read_universal(store, read_latest(store, path, LATEST_UNIVERSAL_NAME)), path=path)
+        if not is_file(store, path / TRAINER_STATE_NAME):
+            return opened
+        check_trainer_step(store, opened)
+        return with_export(store, replace(opened, framework=Framework.TRANSFORMERS))
+
+    def plan_repartitioned(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
+        """Refuse: the number of ranks is nowhere in the files."""
+        raise UnsupportedError.of(
+            "tailor.world-size.format", assignment.skeleton.path, "a universal checkpoint is loaded at any number of "
+            "ranks as it is", "leave out --world-size",
+        )  # fmt: skip
+
+    def plan_universal(self, store: Store, assignment: Assignment) -> CompositionPlan:
+        """It is universal already."""
+        from mergepipe.tailor.composition.composition_plan import plan_composition
+
+        return plan_composition(store, assignment)

@@ -1,0 +1,61 @@
+"""FSDP checkpoints of Accelerate and the Trainer: composed and averaged as they are, full and sharded."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from composing import Pair, make_pair, stored_values, wrong_values
+from test_pickled_counters import counters
+from test_repartition import PARITY, from_old
+
+from mergepipe.errors import MergePipeError
+from mergepipe.storage.location import Location
+from mergepipe.tailor import api
+from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from support.stores import MetadataStore
+from support.torch_bytes import torch_bytes
+from support.training_trees import KnownStates, decoder_shapes, write_fsdp, write_trainer_files
+
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def write_of_trainer(folder: Path, known: KnownStates, *, full: bool) -> None:
+    write_fsdp(folder, known, full=full)
+    files = folder.with_name(f"files-{folder.name}")
+    write_trainer_files(files, known)
+    for path in files.iterdir():
+        path.replace(folder / path.name)
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("of_trainer", [True, False])
+def test_compose__takes_fsdp_checkpoints(tmp_path: Path, *, full: bool, of_trainer: bool) -> None:
+    pair = make_pair(tmp_path, partial(write_of_trainer if of_trainer else write_fsdp, full=full))
+    pair.compose(PARITY)
+    old = from_old(pair)
+    made = open_training_checkpoint(MetadataStore(), Location.local(pair.out))
+    assert (made.format, made.step, wrong_values(pair.out, pair, old)) == ("accelerate-fsdp", 9, [])
+    assert (str(made.framework), "export" in made.kinds) == (("transformers", True) if of_trainer else ("torch", False))
+    assert counters(pair) == {name: 7.0 if name in old else 9.0 for name in pair.new.shapes}
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_compose__writes_both_names_of_a_tied_weight(tmp_path: Path, *, full: bool) -> None:
+    pair = make_pair(tmp_path, partial(write_fsdp, full=full, tied=TIED), decoder_shapes(tied=True))
+    pair.compose("default: new\ntake: [{from: old, units: [embed]}]\n")
+    made = open_training_checkpoint(MetadataStore(), Location.local(pair.out))
+    assert dict(made.units.tied) == TIED
+    names = [name for name, kind in made.states if kind == "weight" and name in (*TIED, *TIED.values())]
+    assert len(names) == (1 if full else 2)  # whole state dicts store both names once
+    for name in names:
+        assert (stored_values(made.states[name, "weight"]) == pair.old.arrays[TIED["lm_head.weight"], "fp32"]).all()
+
+
+def test_open__refuses_an_optimizer_of_other_parameters(tmp_path: Path) -> None:
+    pair: Pair = make_pair(tmp_path, partial(write_fsdp, full=True))
+    state = {"state": {"other": {"step": 1}}, "param_groups": []}
+    (pair.folder / "new" / "optimizer.bin").write_bytes(torch_bytes(state))
+    with pytest.raises(MergePipeError, match="'other' of the optimizer is not among the weights"):
+        api.inspect(pair.folder / "new")

@@ -1,0 +1,110 @@
+"""DeepSpeed universal checkpoints: ZeRO checkpoints exported as such, and sources of compositions and averages."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from composing import FORMATS, FULL, Pair, make_pair, stored_values, wrong_values
+from test_pickled_counters import counters, edit, write_fused
+from test_repartition import PARITY, from_old
+
+from mergepipe.errors import MergePipeError
+from mergepipe.storage.location import Location
+from mergepipe.tailor import api
+from mergepipe.tailor.checkpoint import FP32
+from mergepipe.tailor.composition.compose import compose
+from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from support.stores import MetadataStore
+from support.training_trees import KnownStates
+
+UNIVERSAL = replace(FULL, is_universal=True)
+KINDS = ("zero1", "zero2-regrouped", "zero3-saved", "hf-zero2")
+
+
+def write_universal(kind: str) -> Callable[[Path, KnownStates], None]:
+    def write(folder: Path, known: KnownStates) -> None:
+        native = folder.with_name(f"native-{folder.name}")
+        FORMATS[kind](native, known)
+        recipe = folder.with_name("export.yml")
+        recipe.write_text(f"default: {native.name}\n")
+        compose(Location.local(recipe), folder, UNIVERSAL, lambda *_: None)
+
+    return write
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compose__exports_a_universal_checkpoint(tmp_path: Path, kind: str) -> None:
+    pair = make_pair(tmp_path, FORMATS[kind])
+    pair.compose(PARITY, UNIVERSAL)
+    made = open_training_checkpoint(MetadataStore(), Location.local(pair.out))
+    assert (made.format, made.step, wrong_values(pair.out, pair, from_old(pair))) == ("deepspeed-universal", 9, [])
+    assert not (pair.out / "latest").exists()
+    assert (pair.out / "latest_universal").exists() == (made.root != made.path)
+    for path in pair.out.rglob("*.pt"):
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compose__takes_universal_sources(tmp_path: Path, kind: str) -> None:
+    pair = make_pair(tmp_path, write_universal(kind))
+    pair.compose(PARITY)
+    assert wrong_values(pair.out, pair, from_old(pair)) == []
+    native = Pair(tmp_path / "native", pair.old, pair.new)
+    for name in ("old", "new"):
+        FORMATS[kind](native.folder / name, getattr(pair, name))
+    native.compose(PARITY, UNIVERSAL)
+    assert counters(pair) == counters(native)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_compose__exports_counters_that_are_numbers(tmp_path: Path, stage: int) -> None:
+    pair = make_pair(tmp_path, lambda folder, known: write_fused(folder, known, stage))
+    pair.compose("default: new\ntake: [{from: old, units: [layers all, norm, embed]}]\n", UNIVERSAL)
+    norms = 9.0 if stage == 3 else 7.0  # stage 3 has one counter for all
+    assert counters(pair) == {name: norms if "norm" in name else 9.0 for name in pair.old.shapes}
+    second = Pair(tmp_path / "again", pair.old, pair.new)
+    second.folder.mkdir()
+    second.compose("default: ../out\n")
+    assert counters(second) == counters(pair)
+
+
+def test_average__reads_universal_checkpoints(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, write_universal("zero2"))
+    api.average([tmp_path / "old", tmp_path / "new"], pair.out, weights=(1, 3), optimizer="last", self_check="full")
+    made = open_training_checkpoint(MetadataStore(), Location.local(pair.out))
+    for name in pair.new.shapes:
+        mean = 0.25 * pair.old.arrays[name, FP32].astype(np.float64) + 0.75 * pair.new.arrays[name, FP32]
+        np.testing.assert_allclose(stored_values(made.states[name, FP32]), mean, rtol=1e-6, atol=1e-6)
+
+
+def refused(act: Callable[[], object]) -> str:
+    with pytest.raises(MergePipeError) as caught:
+        act()
+    return caught.value.code
+
+
+def test_export__is_refused_where_it_cannot_be(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, FORMATS["hf"])
+    recipe = pair.recipe("default: new\n")
+    assert refused(lambda: api.check(recipe, export="universal")) == "tailor.universal.format"
+    assert refused(lambda: api.check(recipe, export="parquet")) == "option.invalid"
+    assert refused(lambda: api.check(recipe, export="universal", world_size=2)) == "option.pair"
+
+
+def test_open__refuses_universal_checkpoints_that_lie(tmp_path: Path) -> None:
+    make_pair(tmp_path, write_universal("zero2"))
+    states = tmp_path / "new" / "zero" / "model.norm.weight"
+    edit(states / "fp32.pt", {("param",): None})
+    assert refused(lambda: api.inspect(tmp_path / "new")) == "tailor.structure"
+    (states / "fp32.pt").unlink()
+    assert open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "new")).missing == (
+        "fp32 of model.norm.weight",
+    )
+    edit(tmp_path / "old" / "zero" / "model.norm.weight" / "step.pt", {(): 8})
+    assert refused(lambda: api.inspect(tmp_path / "old")) == "tailor.zero.step"
