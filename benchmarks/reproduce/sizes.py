@@ -53,7 +53,7 @@ class Size:
 SIZES: Mapping[str, Size] = {
     size.name: size
     for size in (
-        Size("toy", "tiny", (2, 3), 1),
+        Size("toy", "tiny", (2,), 1),
         Size("demo", "demo", (4, 10), 1),
         Size("small", "small", _KS, 1),
         Size("0.6b", "0.6b", _KS, 3),
