@@ -168,6 +168,13 @@ def test_layers__frameworks_are_imported_lazily_and_in_one_module_at_most(packag
     assert len({each.source for each in importing}) <= 1
 
 
+def test_layers__the_compiler_is_imported_only_to_compile() -> None:
+    importing = [each for each in all_imports() if each.module.split(".")[0] == "numba" or "compiler" in each.module]
+    assert len(importing) > 3
+    at_once = [each for each in importing if not each.is_lazy and each.source.name != "compiler.py"]
+    assert [str(each) for each in at_once] == []
+
+
 def test_layers__third_party_imports_are_declared() -> None:
     project = tomllib.loads((SRC.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     core = {_import_name(each) for each in project["dependencies"]}

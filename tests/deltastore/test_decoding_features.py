@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +35,17 @@ from mergepipe.deltastore.codec.levels import PIECES_OF, Level, Piece
 from mergepipe.deltastore.codec.residuals.bit_unpacking import HAS_PDEP
 from mergepipe.deltastore.codec.scratch import KEPT_BYTES, scratch
 from mergepipe.deltastore.codec.tiles.decode import VECTOR_RESIDUALS, VECTOR_SYMBOLS
+from mergepipe.deltastore.codec.tiles.element_codes import FIRST_BODY_CODE, FIRST_CELL_CODE, LAST_CELL_CODE, TILE
+from mergepipe.deltastore.codec.tiles.stream_elements import (
+    ALL_ROOM,
+    HAS_COMPRESSION,
+    ROUND,
+    STREAM_ROOM,
+    collect_scalar,
+    collect_vector,
+    place_scalar,
+    place_vector,
+)
 from mergepipe.errors import CorruptError
 from support.rounding import decode, encode
 
@@ -133,6 +146,31 @@ def test_decode_head_symbols_vector__decodes_whatever_words_as_the_table_does(se
         taken = decode_with(words, 0, left, rows_N, n, entries, symbols_N)
         found.append((taken, left.tobytes(), symbols_N.tobytes()))
     assert found[0] == found[1]
+
+
+WAYS = [(collect_scalar, place_scalar), *([(collect_vector, place_vector)] if HAS_COMPRESSION else [])]
+
+
+@pytest.mark.parametrize(("collect", "place"), WAYS)
+@pytest.mark.parametrize("n", [ROUND, TILE])
+def test_place__puts_what_was_collected_back_and_zeros_elsewhere(collect: Any, place: Any, n: int) -> None:
+    rng = np.random.default_rng(n)
+    codes_N = rng.integers(0, LAST_CELL_CODE + 1, n).astype(np.uint8)
+    values_N = rng.integers(1, 1 << 16, n).astype(np.uint16)
+    collected, octets = np.zeros(ALL_ROOM, np.uint16), np.empty(STREAM_ROOM, np.uint8)
+    bounds = (1, FIRST_BODY_CODE, FIRST_CELL_CODE, LAST_CELL_CODE + 1)
+    for stream, (first, stop) in enumerate(itertools.pairwise(bounds)):
+        room = collected[stream * STREAM_ROOM : (stream + 1) * STREAM_ROOM]
+        is_in_N = (codes_N >= first) & (codes_N < stop)
+        count = collect(codes_N, n, first, stop - 1, codes_N, values_N, octets, room)
+        assert np.array_equal(octets[:count], codes_N[is_in_N])
+        assert np.array_equal(room[:count], values_N[is_in_N])
+    for n_streams in (1, 3):
+        is_placed_N = (codes_N > 0) & (codes_N < bounds[n_streams])
+        for kind in (np.uint16, np.float32):
+            placed_N = np.ones(n, kind)
+            place(codes_N, n, collected.astype(kind), placed_N, n_streams)
+            assert np.array_equal(placed_N, np.where(is_placed_N, values_N, 0).astype(kind))
 
 
 def test_scratch__is_a_thread_s_own_and_kept_up_to_a_limit() -> None:

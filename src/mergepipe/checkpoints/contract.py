@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import field, fields
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,26 @@ from mergepipe.storage.file_version import sha256_of_version
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.prices import DecodingPrices
+
+if TYPE_CHECKING:
+    from abc import ABCMeta as ProtocolType
+else:
+    ProtocolType = type(Protocol)
+
+_CONFORMING: dict[tuple[type, type], bool] = {}
+
+
+class ByType(ProtocolType):
+    """The type of protocols that all instances of a class keep, or none: one instance is looked at, once.
+
+    Python looks at each attribute of each instance, which computes all properties.
+    """
+
+    def __instancecheck__(self, instance: object) -> bool:
+        key = (self, type(instance))
+        if key not in _CONFORMING:
+            _CONFORMING[key] = super().__instancecheck__(instance)
+        return _CONFORMING[key]
 
 
 class CheckpointKind(StrEnum):
@@ -136,7 +156,7 @@ NO_TURNS: Turns = nullcontext()
 
 
 @runtime_checkable
-class NeedsBase(Protocol):
+class NeedsBase(Protocol, metaclass=ByType):
     """A computed tensor whose stored bytes mean something only together with another's: encoded differences.
 
     The engine hands it the bytes of `encoded_on` where that is the base it has read anyway. `opened` still works
@@ -158,7 +178,7 @@ class NeedsBase(Protocol):
 
 
 @runtime_checkable
-class IndexedFiles(Protocol):
+class IndexedFiles(Protocol, metaclass=ByType):
     """A computed tensor whose byte ranges are located by an index that is read when first needed."""
 
     @property
@@ -175,7 +195,7 @@ class IndexedEntry(IndexedFiles, Protocol):
 
 
 @runtime_checkable
-class LeveledTensor(Protocol):
+class LeveledTensor(Protocol, metaclass=ByType):
     """A computed tensor that can be read less exactly for fewer bytes, by levels: small numbers above 0.
 
     Below the last level it is a delta in float32; read as it is, it is at the last.
@@ -280,7 +300,7 @@ Source: TypeAlias = TensorEntry | ComputedTensor | Unchanged
 
 
 @runtime_checkable
-class HasStoredDtype(Protocol):
+class HasStoredDtype(Protocol, metaclass=ByType):
     """A computed tensor whose elements are fetched in another dtype than its model is stored in."""
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -89,6 +90,20 @@ def test_kernel__with_arguments_that_no_entry_takes_runs_through_numba(source: P
     module = import_kernels(source)
     assert call(module, key=3 << 62)[0] - call(module, key=np.uint64(3 << 60))[0] == pytest.approx(9)
     assert uses_numba(module.fill)
+
+
+def test_kernel__frees_its_temporary_arrays(source: Path) -> None:
+    module = import_kernels(source)
+    values, table_RC = np.zeros(3 << 19, np.float32)[::3], np.ones((3, 5))  # with a copy of 2 MiB
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            module.fill(values, table_RC, np.float32(0.3), True, np.uint64(1))
+
+    run(3)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run(200)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB, of 400 MiB
 
 
 def test_kernel__of_a_damaged_file_is_compiled_again(source: Path) -> None:
@@ -259,7 +274,7 @@ class CountedJit:
 def test_link__by_many_threads_at_once_makes_one_linker(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is forgotten would take away the code that it linked."""
     jit = CountedJit()
-    monkeypatch.setattr(machine_code, "_binding", lambda: jit)
+    monkeypatch.setattr(machine_code, "load_llvm", lambda: jit)
     monkeypatch.setattr(machine_code, "_linked", [])
     monkeypatch.setattr(machine_code, "_linker", cache(jit.create_lljit_compiler))
     with ThreadPoolExecutor(8) as pool:

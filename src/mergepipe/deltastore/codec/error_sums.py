@@ -9,14 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 
-from mergepipe.deltastore.codec.entropy.llvm_vectors import I32, I64, array_pointers, load_vector, store_vector
+from mergepipe.deltastore.codec.entropy.llvm_vectors import (
+    I32,
+    I64,
+    array_pointers,
+    core,
+    load_vector,
+    store_vector,
+)
 from mergepipe.deltastore.codec.entropy.rans import MAX_CONTEXTS, Bits16
 from mergepipe.deltastore.codec.tiles.element_codes import N_CODES
-from mergepipe.kernels.compilation.compiled import Bytes, Doubles, Floats, kernel
-from mergepipe.kernels.compilation.compiler import intrinsic, ir, numba
+from mergepipe.kernels.compilation.compiled import Bytes, Doubles, Floats, intrinsic, kernel
 
-_core: Any = numba.core  # untyped
 _N_KEYS = MAX_CONTEXTS * N_CODES
 _CODE_BITS = N_CODES.bit_length() - 1
 _LANES = 4
@@ -55,17 +61,17 @@ def _add_fours_intrinsic(
     _typing: Any, n: Any, keys: Any, pairs: Any, deltas: Any, estimates: Any, sums: Any, errors: Any
 ) -> tuple[Any, Callable[..., Any]]:
     """LLVM: add the elements of a tile, four in each iteration."""
-    signature = _core.types.void(n, keys, pairs, deltas, estimates, sums, errors)
+    signature = core.types.void(n, keys, pairs, deltas, estimates, sums, errors)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         count, keys_pointer, pairs_pointer, deltas_pointer, estimates_pointer, sums_pointer, errors_pointer = (
             array_pointers(context, builder, signature, arguments)
         )
         arrays = [keys_pointer, pairs_pointer, sums_pointer]
-        errors_variable = _core.cgutils.alloca_once_value(
+        errors_variable = core.cgutils.alloca_once_value(
             builder, load_vector(builder, errors_pointer, I64(0), _DOUBLES)
         )
-        with _core.cgutils.for_range_slice(builder, I64(0), count, I64(_LANES), I64) as (first, _):
+        with core.cgutils.for_range_slice(builder, I64(0), count, I64(_LANES), I64) as (first, _):
             for i in range(_LANES):
                 _add_one(builder, arrays, builder.add(first, I64(i)), i % 2)
             delta, estimate = (

@@ -270,9 +270,8 @@ class HoldLimits:
 
 
 def _whole_bytes(task: MergeTask) -> int:
-    """Return the buffer bytes of a whole tensor."""
-    n = task.base.n_elements
-    return stored_bytes(task, n, range(len(task.experts))) + n * task.dtype.itemsize
+    """Estimate the buffer bytes of a whole tensor, as if experts had the base's dtype."""
+    return task.base.n_elements * (task.base.dtype.itemsize * (len(task.experts) + 1) + task.dtype.itemsize)
 
 
 def fits_memory(tasks: Sequence[MergeTask], memory_bytes: int, cut_of: CutOf) -> bool:

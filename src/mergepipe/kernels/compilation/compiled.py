@@ -64,12 +64,15 @@ class Kernel:
         Raises:
             UnsupportedError: `kernel.interpreted`.
         """
-        from mergepipe.kernels.compilation.compiler import njit, numba, register_kernels
+        from mergepipe.kernels.compilation.compiler import declare_intrinsic, njit, numba, register_kernels
 
         if getattr(numba.config, "DISABLE_JIT", 0):  # Python's integers do not wrap around: results would be others
             message = "it turns the compiler off, and kernels run only compiled"
             raise UnsupportedError.of("kernel.interpreted", "NUMBA_DISABLE_JIT", message, "unset it")
         register_kernels(Kernel)
+        with _declaring:
+            while _undeclared:
+                declare_intrinsic(_undeclared.pop())
         compile_function = partial(njit, nogil=True, error_model="numpy", boundscheck=False)
         try:
             compiled: Any = compile_function(cache=True)(self.function)
@@ -86,17 +89,59 @@ class Kernel:
                 name = file_name(f"{self._source.stem}.{self.__name__}", self.sources, signature)
                 folders = folders_for(self._source)
                 entry = None if name is None else load(folders, name, signature)
-                self._entries[signature] = entry or self._compile(name, folders, arguments)
+                self._entries[signature] = entry or self._compile(signature, name, folders, arguments)
             return self._entries[signature]
 
-    def _compile(self, name: str | None, folders: list[Path], arguments: tuple[Any, ...]) -> Entry:
+    def _compile(
+        self, signature: Signature, name: str | None, folders: list[Path], arguments: tuple[Any, ...]
+    ) -> Entry:
         """Compile for such arguments, or load what numba has cached, and keep the machine code under `name`."""
         entry: Entry = self.dispatcher
         if name is not None:
             types = tuple(self.dispatcher.typeof_pyval(argument) for argument in arguments)
             self.dispatcher.compile(types)
             store(folders, name, self.dispatcher.overloads[types])
+            entry = load(folders, name, signature) or entry
         return entry
+
+
+class Template(Kernel):
+    """A function that is compiled into each kernel that calls it."""
+
+    @cached_property
+    def dispatcher(self) -> Any:
+        """numba's dispatcher of the function, which is not cached itself: its callers are."""
+        from mergepipe.kernels.compilation.compiler import njit
+
+        return njit(nogil=True, error_model="numpy", boundscheck=False, forceinline=True)(self.function)
+
+
+class Intrinsic:
+    """A function that kernels call, written in LLVM's language by `definition`, as numba's intrinsics are."""
+
+    def __init__(self, definition: Callable[..., Any]) -> None:
+        self.definition = definition
+        self.__doc__, self.__name__ = definition.__doc__, definition.__name__
+
+
+_undeclared: list[Intrinsic] = []
+_declaring = threading.Lock()
+
+
+def intrinsic(definition: Callable[..., Any]) -> Any:
+    """Make an intrinsic; numba hears of it before it first compiles a kernel."""
+    _undeclared.append(Intrinsic(definition))
+    return _undeclared[-1]
+
+
+def template(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile `function` into each kernel that calls it, where its constant arguments are known.
+
+    So loops are vectorized for one dtype.
+    """
+    compiled: Any = Template(function)
+    template_function: Callable[P, R] = compiled
+    return template_function
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:

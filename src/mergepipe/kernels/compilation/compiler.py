@@ -11,13 +11,14 @@ check_address_space(threads=1)  # loading LLVM would abort the process
 
 import numba  # noqa: E402
 import numba.core  # noqa: E402
-from llvmlite import binding, ir  # noqa: E402
+from llvmlite import binding  # noqa: E402
 from numba import njit  # noqa: E402
 from numba.core import types  # noqa: E402
-from numba.extending import intrinsic, typeof_impl  # noqa: E402
+from numba.core.typing import templates  # noqa: E402
+from numba.extending import typeof_impl  # noqa: E402
 from numba.np.numpy_support import as_dtype  # noqa: E402
 
-__all__ = ["binding", "intrinsic", "ir", "njit", "numba", "object_code", "register_kernels"]
+__all__ = ["declare_intrinsic", "njit", "numba", "object_code", "register_kernels"]
 
 ENTRY = "entry"
 INLINING = ("add_always_inliner_pass", "add_ipsccp_pass", "add_simplify_cfg_pass")
@@ -32,6 +33,15 @@ def register_kernels(kernel_class: type) -> None:
     @typeof_impl.register(kernel_class)
     def _dispatcher_type(value: Any, _context: Any) -> Any:
         return types.Dispatcher(value.dispatcher)
+
+
+def declare_intrinsic(intrinsic: Any) -> None:
+    """Let compiled functions call an intrinsic: an object with a `definition` and a name."""
+    registry: Any = templates  # untyped
+    definition, name = intrinsic.definition, intrinsic.__name__
+    template = registry.make_intrinsic_template(intrinsic, definition, name, prefer_literal=False, kwargs={})
+    registry.infer(template)
+    registry.infer_global(intrinsic, types.Function(template))
 
 
 def object_code(overload: Any, allocator: str) -> bytes:

@@ -176,7 +176,7 @@ def _platform_key() -> str:
     numba = find_spec("numba")
     if numba is None or numba.origin is None:
         return ""
-    binding = _binding()  # before llvmlite is imported: it checks that LLVM fits into the address space
+    binding = load_llvm()  # before llvmlite is imported: it checks that LLVM fits into the address space
     import llvmlite
 
     try:
@@ -189,7 +189,7 @@ def _platform_key() -> str:
 
 
 @cache
-def _binding() -> Any:
+def load_llvm() -> Any:
     """Import LLVM, ready for this machine's code."""
     from mergepipe.kernels.compilation.address_space import check_address_space
 
@@ -243,7 +243,7 @@ _link_lock = threading.Lock()
 
 @cache
 def _linker() -> Any:
-    return _binding().create_lljit_compiler()
+    return load_llvm().create_lljit_compiler()
 
 
 def _link(code: bytes) -> int:
@@ -252,7 +252,7 @@ def _link(code: bytes) -> int:
     One thread at a time: a second linker, made meanwhile and forgotten, would take the code away that it has linked.
     """
     with _link_lock:
-        builder = _binding().JITLibraryBuilder().add_object_img(code).add_current_process().export_symbol("entry")
+        builder = load_llvm().JITLibraryBuilder().add_object_img(code).add_current_process().export_symbol("entry")
         tracker = builder.link(_linker(), f"kernel-{len(_linked)}")
         _linked.append(tracker)
         return int(tracker["entry"])

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from mergepipe.kernels.compilation.compiler import binding, ir, numba
+from llvmlite import ir
 
-_core: Any = numba.core  # untyped
+from mergepipe.kernels.compilation.machine_code import load_llvm
+
+
+class _NumbaCore:
+    """numba's own modules, imported when code is generated."""
+
+    def __getattr__(self, name: str) -> Any:
+        from mergepipe.kernels.compilation.compiler import numba
+
+        return getattr(numba.core, name)
+
+
+core: Any = _NumbaCore()
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 
 
 def has_features(*names: str) -> bool:
     """Whether the processor has these features and numba compiles for this processor."""
-    if _core.config.CPU_NAME is not None or _core.config.CPU_FEATURES is not None:
+    if "NUMBA_CPU_NAME" in os.environ or "NUMBA_CPU_FEATURES" in os.environ:
         return False
-    features = binding.get_host_cpu_features()
+    features = load_llvm().get_host_cpu_features()
     return all(features.get(name, False) for name in names)
 
 
 def array_pointers(context: Any, builder: Any, signature: Any, arguments: Any) -> list[Any]:
     """Arguments of an intrinsic: arrays as pointers to their first element, others unchanged."""
     return [
-        context.make_array(kind)(context, builder, argument).data if isinstance(kind, _core.types.Array) else argument
+        context.make_array(kind)(context, builder, argument).data if isinstance(kind, core.types.Array) else argument
         for kind, argument in zip(signature.args, arguments, strict=True)
     ]
 
@@ -65,7 +78,7 @@ def mask_of(builder: Any, bits: Any, vector: Any) -> Any:
 def call_intrinsic(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     """Call one of LLVM's intrinsic functions."""
     signature = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(_core.cgutils.get_or_insert_function(builder.module, signature, name), arguments)
+    return builder.call(core.cgutils.get_or_insert_function(builder.module, signature, name), arguments)
 
 
 def _scalar_bytes(scalar: Any) -> int:

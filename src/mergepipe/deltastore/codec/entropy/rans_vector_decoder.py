@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from llvmlite import ir
+
 from mergepipe.deltastore.codec.entropy.llvm_vectors import (
     I1,
     I8,
@@ -18,16 +20,15 @@ from mergepipe.deltastore.codec.entropy.llvm_vectors import (
     broadcast,
     call_intrinsic,
     constant_vector,
+    core,
     has_features,
     load_vector,
     store_vector,
 )
 from mergepipe.deltastore.codec.entropy.rans import LANES, LOWEST_STATE, PRECISION_BITS, SKIPPED, TOTAL
 from mergepipe.deltastore.codec.tiles.element_codes import HEAD_SYMBOLS
-from mergepipe.kernels.compilation.compiled import Bits32, Bytes, kernel
-from mergepipe.kernels.compilation.compiler import intrinsic, ir, numba
+from mergepipe.kernels.compilation.compiled import Bits32, Bytes, intrinsic, kernel
 
-_core: Any = numba.core  # untyped
 _WIDTH = 16
 _VECTORS = LANES // _WIDTH
 _NEEDED = ("avx512bw", "avx512vl", "avx512vbmi2")
@@ -50,7 +51,7 @@ def _gather(builder: Any, table: Any, index: Any) -> Any:
     """LLVM: load the 32-bit entries of `table` at 16 indices."""
     pointers = ir.VectorType(I32.as_pointer(), _WIDTH)
     signature = ir.FunctionType(_V32, [pointers, I32, _MASK, _V32])
-    gather = _core.cgutils.get_or_insert_function(builder.module, signature, "llvm.masked.gather.v16i32.v16p0")
+    gather = core.cgutils.get_or_insert_function(builder.module, signature, "llvm.masked.gather.v16i32.v16p0")
     firsts = broadcast(builder, builder.ptrtoint(table, I64), _V64)
     addresses = builder.add(firsts, builder.shl(builder.zext(index, _V64), _constant(2, _V64)))
     return builder.call(gather, [builder.inttoptr(addresses, pointers), I32(4), _constant(1, _MASK), _constant(0)])
@@ -59,7 +60,7 @@ def _gather(builder: Any, table: Any, index: Any) -> Any:
 def _expand_words(builder: Any, words: Any, position: Any, is_low: Any) -> Any:
     """LLVM: load one word for each lane of the mask, in order, from `position` on; 0 for the other lanes."""
     signature = ir.FunctionType(_V16, [I16.as_pointer(), _MASK, _V16])
-    expand = _core.cgutils.get_or_insert_function(builder.module, signature, "llvm.masked.expandload.v16i16")
+    expand = core.cgutils.get_or_insert_function(builder.module, signature, "llvm.masked.expandload.v16i16")
     return builder.call(expand, [builder.gep(words, [position]), is_low, _constant(0, _V16)])
 
 
@@ -99,7 +100,7 @@ def _make_rounds(prepare: Callable[[Any, Any], Any], find: Any) -> Callable[...,
         _typing: Any, stored: Any, first: Any, states: Any, contexts: Any, n: Any, table: Any, symbols: Any
     ) -> tuple[Any, Callable[..., Any]]:
         """Decode `n` elements; returns the words taken. `states` become what is left."""
-        signature = _core.types.int64(stored, first, states, contexts, n, table, symbols)
+        signature = core.types.int64(stored, first, states, contexts, n, table, symbols)
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             if find is _find_by_starts and not has_vector_decoder():
@@ -110,10 +111,10 @@ def _make_rounds(prepare: Callable[[Any, Any], Any], find: Any) -> Callable[...,
             words = builder.bitcast(builder.gep(stored_pointer, [first]), I16.as_pointer())
             prepared = prepare(builder, table_pointer)
             lanes = [I64(vector * _WIDTH) for vector in range(_VECTORS)]
-            alloca = _core.cgutils.alloca_once_value
+            alloca = core.cgutils.alloca_once_value
             state_variables = [alloca(builder, load_vector(builder, states_pointer, lane, _V32)) for lane in lanes]
             position_variable = alloca(builder, I64(0))
-            with _core.cgutils.for_range_slice(builder, I64(0), n, I64(LANES), I64) as (start, _):
+            with core.cgutils.for_range_slice(builder, I64(0), n, I64(LANES), I64) as (start, _):
                 for lane, state_variable in zip(lanes, state_variables, strict=True):
                     element, state = builder.add(start, lane), builder.load(state_variable)
                     context_vector = builder.zext(load_vector(builder, contexts_pointer, element, _V8), _V32)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 
 from mergepipe.deltastore.codec.entropy.llvm_vectors import (
     I1,
@@ -20,16 +21,15 @@ from mergepipe.deltastore.codec.entropy.llvm_vectors import (
     broadcast,
     call_intrinsic,
     constant_vector,
+    core,
     has_features,
     load_vector,
     store_vector,
 )
 from mergepipe.deltastore.codec.entropy.rans import LANES, LOWEST_STATE, PRECISION_BITS, SKIPPED, TOTAL, Bits16
 from mergepipe.deltastore.codec.tiles.element_codes import BODY_SYMBOLS, FIRST_BODY_CODE, HEAD_SYMBOLS
-from mergepipe.kernels.compilation.compiled import Bits32, Bytes, Counts, kernel
-from mergepipe.kernels.compilation.compiler import intrinsic, ir, numba
+from mergepipe.kernels.compilation.compiled import Bits32, Bytes, Counts, intrinsic, kernel
 
-_core: Any = numba.core  # untyped
 _WIDTH = 16
 _VECTORS = LANES // _WIDTH
 _V8, _V16, _V32 = (ir.VectorType(scalar, _WIDTH) for scalar in (I8, I16, I32))
@@ -114,7 +114,7 @@ def _emit_words(builder: Any, state: Any, is_full: Any, words: Any, position_var
     is_emitted = builder.icmp_unsigned("<", lanes, broadcast(builder, count, _V16))
     target = builder.gep(words, [at])
     signature = ir.FunctionType(ir.VoidType(), [_V16, target.type, I32, _MASK])
-    put = _core.cgutils.get_or_insert_function(builder.module, signature, "llvm.masked.store.v16i16.p0")
+    put = core.cgutils.get_or_insert_function(builder.module, signature, "llvm.masked.store.v16i16.p0")
     builder.call(put, [emitted, target, I32(2), is_emitted])
 
 
@@ -171,20 +171,20 @@ def _rounds(
     _typing: Any, contexts: Any, codes: Any, n: Any, planes: Any, words: Any, states: Any, ends: Any
 ) -> tuple[Any, Callable[..., Any]]:
     """Make the intrinsic. `words`, `states`, `ends` are of both stages; `ends` are set to where words begin."""
-    signature = _core.types.void(contexts, codes, n, planes, words, states, ends)
+    signature = core.types.void(contexts, codes, n, planes, words, states, ends)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         contexts_pointer, codes_pointer, count, planes_pointer, words_pointer, states_pointer, ends_pointer = (
             array_pointers(context, builder, signature, arguments)
         )
-        alloca = _core.cgutils.alloca_once_value
+        alloca = core.cgutils.alloca_once_value
         lanes = [I64(lane) for lane in range(0, 2 * LANES, _WIDTH)]
         state_variables = [alloca(builder, load_vector(builder, states_pointer, lane, _V32)) for lane in lanes]
         position_variables = [
             alloca(builder, builder.load(builder.gep(ends_pointer, [I64(stage)]))) for stage in range(2)
         ]
         tables = _tables(builder, planes_pointer)
-        with _core.cgutils.for_range_slice(builder, I64(0), count, I64(LANES), I64) as (passed, _):
+        with core.cgutils.for_range_slice(builder, I64(0), count, I64(LANES), I64) as (passed, _):
             element = builder.sub(count, builder.add(passed, I64(LANES)))
             round_inputs = (load_vector(builder, array, element, _ROUND) for array in (contexts_pointer, codes_pointer))
             entries = _round_entries(builder, tables, *round_inputs)

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from llvmlite import ir
+
 from mergepipe.deltastore.codec.entropy.llvm_vectors import (
     I8,
     I64,
     array_pointers,
     call_intrinsic,
     constant_vector,
+    core,
     has_features,
     load_vector,
     store_vector,
 )
-from mergepipe.kernels.compilation.compiled import Bytes, kernel
-from mergepipe.kernels.compilation.compiler import intrinsic, ir, numba
+from mergepipe.kernels.compilation.compiled import Bytes, intrinsic, kernel
 
-_core: Any = numba.core  # untyped
 _LANES = 64
 _V8 = ir.VectorType(I8, _LANES)
 _PERMUTE_TWO_REGISTERS = "llvm.x86.avx512.vpermi2var.qi.512"  # takes the low seven bits of an index
@@ -28,7 +29,7 @@ def _look_up_intrinsic(_typing: Any, table: Any, indices: Any, n: Any, out: Any)
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         table_pointer, indices_pointer, count, out_pointer = array_pointers(context, builder, signature, arguments)
         rows = [load_vector(builder, table_pointer, I64(row * _LANES), _V8) for row in range(4)]
-        with _core.cgutils.for_range_slice(builder, I64(0), count, I64(_LANES), I64) as (i, _):
+        with core.cgutils.for_range_slice(builder, I64(0), count, I64(_LANES), I64) as (i, _):
             index_vector = load_vector(builder, indices_pointer, i, _V8)
             low, high = (
                 call_intrinsic(builder, _PERMUTE_TWO_REGISTERS, _V8, rows[row], index_vector, rows[row + 1])
@@ -42,7 +43,7 @@ def _look_up_intrinsic(_typing: Any, table: Any, indices: Any, n: Any, out: Any)
             )
         return context.get_dummy_value()
 
-    return _core.types.void(table, indices, n, out), generate
+    return core.types.void(table, indices, n, out), generate
 
 
 _look_up_lanes: Any = intrinsic(_look_up_intrinsic)

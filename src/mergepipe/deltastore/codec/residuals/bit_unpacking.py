@@ -10,12 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from mergepipe.deltastore.codec.entropy.llvm_vectors import I64, array_pointers, call_intrinsic, has_features
+from mergepipe.deltastore.codec.entropy.llvm_vectors import (
+    I64,
+    array_pointers,
+    call_intrinsic,
+    core,
+    has_features,
+)
 from mergepipe.deltastore.codec.entropy.rans import Bits16
-from mergepipe.kernels.compilation.compiled import Bytes, kernel
-from mergepipe.kernels.compilation.compiler import intrinsic, numba
+from mergepipe.kernels.compilation.compiled import Bytes, intrinsic, kernel
 
-_core: Any = numba.core  # untyped
 _MIN_LOADED_BITS = 57
 """A 64-bit load holds at least this many bits of the stream, at whichever bit of a byte it begins."""
 
@@ -25,7 +29,7 @@ HAS_PDEP = has_features("bmi2")
 
 def _load_word_intrinsic(_typing: Any, stored: Any, _at: Any) -> tuple[Any, Callable[..., Any]]:
     """LLVM: load 64 bits from any byte offset."""
-    signature = _core.types.uint64(stored, _core.types.uint64)
+    signature = core.types.uint64(stored, core.types.uint64)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, at = array_pointers(context, builder, signature, arguments)
@@ -38,7 +42,7 @@ def _load_word_intrinsic(_typing: Any, stored: Any, _at: Any) -> tuple[Any, Call
 
 def _deposit_bits_intrinsic(_typing: Any, bits: Any, mask: Any) -> tuple[Any, Callable[..., Any]]:
     """LLVM: deposit the lowest bits of `bits` at the ones of `mask`; a constant 0 on machines without PDEP."""
-    signature = _core.types.uint64(bits, mask)
+    signature = core.types.uint64(bits, mask)
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         if not HAS_PDEP:
@@ -50,7 +54,7 @@ def _deposit_bits_intrinsic(_typing: Any, bits: Any, mask: Any) -> tuple[Any, Ca
 
 def _count_ones_intrinsic(_typing: Any, mask: Any) -> tuple[Any, Callable[..., Any]]:
     """LLVM: count the ones of `mask`."""
-    return _core.types.uint64(mask), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
+    return core.types.uint64(mask), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
 
 
 _load_word: Any = intrinsic(_load_word_intrinsic)

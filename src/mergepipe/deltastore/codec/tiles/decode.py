@@ -63,7 +63,7 @@ from mergepipe.deltastore.codec.tiles.element_codes import (
     join_codes,
     top_edge_exponent,
 )
-from mergepipe.deltastore.codec.tiles.stream_elements import STREAM_ROOM, collect, place
+from mergepipe.deltastore.codec.tiles.stream_elements import ALL_ROOM, STREAM_ROOM, collect, place
 from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts, Floats, kernel
 
 HEAD, HEAD_FINE, BODY, BODY_FINE, REST = (int(piece) for piece in list(Piece)[:5])
@@ -204,8 +204,8 @@ def _make_tile_arrays() -> TileArrays:
         np.empty(STREAM_ROOM, np.uint16),
         np.empty(STREAM_ROOM, np.uint16),
         np.empty(STREAM_ROOM, np.float32),
-        np.empty(3 * STREAM_ROOM, np.uint16),
-        np.empty(3 * STREAM_ROOM, np.float32),
+        np.zeros(ALL_ROOM, np.uint16),
+        np.zeros(ALL_ROOM, np.float32),
         np.empty(TILE, np.uint16),
         np.empty(TILE, np.float32),
     )

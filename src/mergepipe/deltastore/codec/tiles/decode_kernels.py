@@ -20,12 +20,11 @@ from mergepipe.deltastore.codec.tiles.element_codes import (
     first_ordinal_past,
     float_value,
     ordinal_of,
-    template,
     value_scale,
     value_shift,
     width_index,
 )
-from mergepipe.kernels.compilation.compiled import Bytes, Floats, kernel
+from mergepipe.kernels.compilation.compiled import Bytes, Floats, kernel, template
 
 
 @template

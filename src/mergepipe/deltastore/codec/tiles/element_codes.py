@@ -5,19 +5,12 @@ Format: "BANDS" in docs/internals/formats/delta-store.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.deltastore.codec.entropy.rans import SKIPPED, Bits16
 from mergepipe.deltastore.codec.generic.byte_lookup import look_up
-from mergepipe.kernels.compilation.compiled import Bytes, Counts, Floats, kernel
-from mergepipe.kernels.compilation.compiler import njit
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from mergepipe.kernels.compilation.compiled import Bytes, Counts, Floats, kernel, template
 
 Integers = NDArray[np.int32]
 
@@ -50,15 +43,6 @@ N_WIDTHS = EDGE_CLASSES * WIDTHS_PER_CLASS
 N_EXPONENTS = 256
 TILE = 2048
 QUANTILE_BUCKETS = 128
-
-
-def template(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile `function` into each kernel that calls it, where its constant arguments are known.
-
-    So loops are vectorized for one dtype. It is not cached itself: its callers are.
-    """
-    compiled: Callable[P, R] = njit(nogil=True, error_model="numpy", boundscheck=False, forceinline=True)(function)
-    return compiled
 
 
 @template

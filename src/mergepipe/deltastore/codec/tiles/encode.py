@@ -24,13 +24,12 @@ from mergepipe.deltastore.codec.tiles.element_codes import (
     first_ordinal_past,
     float_value,
     ordinal_of,
-    template,
     top_edge_exponent,
     value_scale,
     value_shift,
     width_index,
 )
-from mergepipe.kernels.compilation.compiled import Bits32, Bytes, Doubles, Floats, kernel
+from mergepipe.kernels.compilation.compiled import Bits32, Bytes, Doubles, Floats, kernel, template
 
 _LAST_CELL = LAST_CELL_CODE - FIRST_CELL_CODE
 _INFINITY = 0x7F800000

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
+from llvmlite import ir
 
 from mergepipe.deltastore.codec.entropy.llvm_vectors import (
     I8,
@@ -18,6 +19,7 @@ from mergepipe.deltastore.codec.entropy.llvm_vectors import (
     broadcast,
     call_intrinsic,
     constant_vector,
+    core,
     has_features,
     load_vector,
     mask_of,
@@ -25,16 +27,23 @@ from mergepipe.deltastore.codec.entropy.llvm_vectors import (
 )
 from mergepipe.deltastore.codec.entropy.rans import Bits16
 from mergepipe.deltastore.codec.residuals.streams import STREAM_CODES
-from mergepipe.deltastore.codec.tiles.element_codes import FIRST_BODY_CODE, FIRST_CELL_CODE, TILE
-from mergepipe.kernels.compilation.compiled import Bytes, Floats, kernel
-from mergepipe.kernels.compilation.compiler import intrinsic, ir, numba
+from mergepipe.deltastore.codec.tiles.element_codes import (
+    FIRST_BODY_CODE,
+    FIRST_CELL_CODE,
+    LAST_CELL_CODE,
+    N_CODES,
+    TILE,
+)
+from mergepipe.kernels.compilation.compiled import Bytes, Floats, intrinsic, kernel
 
-_core: Any = numba.core  # untyped
 Elements = TypeVar("Elements", Bits16, Floats)
 ROUND = 64
 """Elements that are collected at once: tiles are padded to a multiple of this, with code 0, which is in no stream."""
 STREAM_ROOM = TILE + ROUND
 """Length of an array for the elements of one stream: whole vectors are stored past the last one."""
+ALL_ROOM = 3 * STREAM_ROOM + 1
+"""Length of an array for the elements of all streams, and a zero."""
+_POSITION_BITS = 16
 _FIRST = tuple(first for first, _ in STREAM_CODES)
 _LAST = tuple(last for _, last in STREAM_CODES)
 _V8, _V16 = ir.VectorType(I8, ROUND), ir.VectorType(I16, ROUND // 2)
@@ -71,15 +80,15 @@ def _collect_intrinsic(
     _typing: Any, codes: Any, n: Any, first: Any, last: Any, octets: Any, halves: Any, octets_out: Any, halves_out: Any
 ) -> tuple[Any, Callable[..., Any]]:
     """LLVM: `collect_vector`."""
-    signature = _core.types.int64(codes, n, first, last, octets, halves, octets_out, halves_out)
+    signature = core.types.int64(codes, n, first, last, octets, halves, octets_out, halves_out)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         codes_pointer, count, first, last, octets_pointer, halves_pointer, *outputs = array_pointers(
             context, builder, signature, arguments
         )
         lowest, highest = (broadcast(builder, builder.trunc(code, I8), _V8) for code in (first, last))
-        position = _core.cgutils.alloca_once_value(builder, I64(0))
-        with _core.cgutils.for_range_slice(builder, I64(0), count, I64(ROUND), I64) as (start, _):
+        position = core.cgutils.alloca_once_value(builder, I64(0))
+        with core.cgutils.for_range_slice(builder, I64(0), count, I64(ROUND), I64) as (start, _):
             mask = _mask_of_codes(builder, load_vector(builder, codes_pointer, start, _V8), lowest, highest)
             at = builder.load(position)
             octets = load_vector(builder, octets_pointer, start, _V8)
@@ -99,7 +108,7 @@ def _make_place(n_streams: int) -> Callable[..., Any]:
     """Make the intrinsic that places the elements of the first `n_streams` streams."""
 
     def place(_typing: Any, codes: Any, n: Any, elements: Any, placed: Any) -> tuple[Any, Callable[..., Any]]:
-        signature = _core.types.void(codes, n, elements, placed)
+        signature = core.types.void(codes, n, elements, placed)
         bits = elements.dtype.bitwidth
         vector = ir.VectorType(ir.IntType(bits), 512 // bits)
 
@@ -111,9 +120,9 @@ def _make_place(n_streams: int) -> Callable[..., Any]:
                 builder.bitcast(pointer, vector.element.as_pointer()) for pointer in (elements_pointer, placed_pointer)
             )
             positions = [
-                _core.cgutils.alloca_once_value(builder, I64(stream * STREAM_ROOM)) for stream in range(n_streams)
+                core.cgutils.alloca_once_value(builder, I64(stream * STREAM_ROOM)) for stream in range(n_streams)
             ]
-            with _core.cgutils.for_range_slice(builder, I64(0), count, I64(ROUND), I64) as (start, _):
+            with core.cgutils.for_range_slice(builder, I64(0), count, I64(ROUND), I64) as (start, _):
                 round_codes = load_vector(builder, codes_pointer, start, _V8)
                 masks = [
                     _mask_of_codes(builder, round_codes, _FIRST[stream], _LAST[stream]) for stream in range(n_streams)
@@ -163,14 +172,19 @@ def collect_vector(
 @kernel
 def place_scalar(codes: Bytes, n: int, elements: Elements, placed: Elements, n_streams: int) -> None:
     """Place like `place`, on any machine."""
-    positions = (np.arange(len(STREAM_CODES)) * STREAM_ROOM).astype(np.uint64)
+    # One word holds the positions of all streams, and that of the zero at the end: tables of codes instead of branches.
+    shifts, steps = np.full(N_CODES, 3 * _POSITION_BITS, np.uint64), np.zeros(N_CODES, np.uint64)
+    positions = np.uint64(3 * STREAM_ROOM) << np.uint64(3 * _POSITION_BITS)
+    for stream in range(n_streams):
+        first = 1 if stream == 0 else FIRST_BODY_CODE if stream == 1 else FIRST_CELL_CODE
+        stop = FIRST_BODY_CODE if stream == 0 else FIRST_CELL_CODE if stream == 1 else LAST_CELL_CODE + 1
+        shift = np.uint64(stream * _POSITION_BITS)
+        shifts[first:stop], steps[first:stop] = shift, np.uint64(1) << shift
+        positions |= np.uint64(stream * STREAM_ROOM) << shift
     for i in range(n):
-        stream = 0 if codes[i] < np.uint8(FIRST_BODY_CODE) else 1 if codes[i] < np.uint8(FIRST_CELL_CODE) else 2
-        if codes[i] == np.uint8(0) or stream >= n_streams:
-            placed[i] = 0
-        else:
-            placed[i] = elements[positions[stream]]
-            positions[stream] += np.uint64(1)
+        code = np.uint64(codes[i])
+        placed[i] = elements[(positions >> shifts[code]) & np.uint64((1 << _POSITION_BITS) - 1)]
+        positions += steps[code]
 
 
 @kernel
@@ -191,5 +205,6 @@ undefined.
 place = place_vector if HAS_COMPRESSION else place_scalar
 """Write the elements of the first `n_streams` (1 or 3) streams to the places of their codes, 0 to all others.
 
-`n` is a multiple of `ROUND`; `elements` has the elements of stream s from `s * STREAM_ROOM` on, of floats or 16 bits.
+`n` is a multiple of `ROUND`; `elements` (`ALL_ROOM`) has those of stream s from `s * STREAM_ROOM` on, of floats or 16
+bits, and a zero at the end.
 """
