@@ -10,6 +10,7 @@ PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
 DOCS_VENV := .venv-docs
 RAY_VENV := .venv-ray
 NOTEBOOK_VENV := .venv-notebook
+PLOTS_VENV := .venv-plots
 CODECS_VENV := .venv-codecs
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -44,7 +45,7 @@ define MAKE_VENV
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench bench-codecs clean
+.PHONY: help demo test test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks test-ray smoke-ray test-notebook lint docs reference bench bench-codecs reproduce pages clean
 
 help:
 	@echo "make demo        install, make a small model family, merge it three ways, print a table"
@@ -66,6 +67,8 @@ help:
 	@echo "make reference   write the pages of docs/reference that come from the code"
 	@echo "make bench       measure every method against the I/O floor, and mergekit if test-peers installed it"
 	@echo "make bench-codecs  sizes and speeds of packing beside zstd, lmz, ZipNN and XOR, in an environment of its own"
+	@echo "make reproduce  the papers' experiments into docs/benchmarks: PARTS=\"scaling sweep\" SIZE=0.6b, ARGUMENTS for more; all parts without PARTS"
+	@echo "make pages      write docs/benchmarks again from the stored results"
 	@echo "make clean       remove environments, demo and caches"
 
 # --- environments: one stamp for each thing that is installed, so that a second run installs nothing ---
@@ -141,6 +144,12 @@ $(DOCS_VENV)/.docs: requirements/docs.txt
 	$(call MAKE_VENV,$(DOCS_VENV))
 	@echo "installing mkdocs into $(DOCS_VENV)"
 	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	@touch $@
+
+$(PLOTS_VENV)/.plots: requirements/plots.txt
+	$(call MAKE_VENV,$(PLOTS_VENV))
+	@echo "installing matplotlib into $(PLOTS_VENV)"
+	@$(PLOTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/plots.txt
 	@touch $@
 
 # --- what to run ---
@@ -235,6 +244,14 @@ bench: $(VENV)/.package
 bench-codecs: $(CODECS_VENV)/.codecs
 	PYTHONPATH=tests:. $(CODECS_VENV)/bin/python -m benchmarks.packed_codecs --weights $(CODECS_VENV)/weights
 
+# Each part says first what disk and time it needs, and goes on where it was stopped. `make test-peers` adds the peers.
+reproduce: $(VENV)/.test $(PLOTS_VENV)/.plots
+	PYTHONPATH=src:tests:. $(BIN)/python -m benchmarks.reproduce measure $(PARTS) --size $(or $(SIZE),0.6b) $(ARGUMENTS)
+	@$(MAKE) --no-print-directory pages
+
+pages: $(VENV)/.test $(PLOTS_VENV)/.plots
+	PYTHONPATH=src:tests:. $(BIN)/python -m benchmarks.reproduce pages --plots-python $(PLOTS_VENV)/bin/python
+
 clean:
-	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) $(WHEEL_VENV) $(addprefix $(WHEEL_VENV)-,$(PYTHONS)) $(DOCS_VENV) $(RAY_VENV) $(NOTEBOOK_VENV) $(CODECS_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) $(WHEEL_VENV) $(addprefix $(WHEEL_VENV)-,$(PYTHONS)) $(DOCS_VENV) $(RAY_VENV) $(NOTEBOOK_VENV) $(CODECS_VENV) $(PLOTS_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
 	find src tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

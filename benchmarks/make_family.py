@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.errors import MergePipeError
@@ -14,6 +14,7 @@ from support.families import (
     DEMO,
     QWEN3_0_6B,
     TINY,
+    Architecture,
     FamilyPaths,
     FamilyShape,
     family_bytes,
@@ -22,7 +23,25 @@ from support.families import (
 )
 
 DEFAULT_ROOT = Path(".bench/family")
-SHAPES: dict[str, FamilyShape] = {"0.6b": QWEN3_0_6B, "demo": DEMO, "tiny": TINY}
+SHAPES: dict[str, FamilyShape] = {
+    "8b": FamilyShape(
+        hidden=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=14336,
+        vocab=128256,
+        tied=False,
+        architecture=Architecture.LLAMA,
+    ),
+    "1.7b": replace(QWEN3_0_6B, hidden=2048, intermediate=6144),
+    "0.6b": QWEN3_0_6B,
+    "small": replace(QWEN3_0_6B, layers=4, vocab=16000),
+    "demo": DEMO,
+    "tiny": TINY,
+}
+"""`8b` is Llama-3.1-8B, `1.7b`, `0.6b` are Qwen3's, `small` is 4 of 28 layers of the latter, a tenth of its words."""
 _MARKER = "family.json"
 
 

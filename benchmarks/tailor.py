@@ -164,14 +164,14 @@ def main() -> int:
     scratch: Path = options.scratch
     scratch.mkdir(parents=True)
     try:
-        _make_tree(scratch, options.size_gb, max(options.sources + options.average), options.ranks)
+        make_tree(scratch, options.size_gb, max(options.sources + options.average), options.ranks)
         _measure_all(scratch, options)
     finally:
         shutil.rmtree(scratch)
     return 0
 
 
-def _make_tree(scratch: Path, size_gb: float, n_checkpoints: int, ranks: int) -> None:
+def make_tree(scratch: Path, size_gb: float, n_checkpoints: int, ranks: int) -> None:
     """Write the checkpoints in another process: a child's peak memory begins with its parent's."""
     command = [sys.executable, "-m", "benchmarks.tailor_tree", str(scratch), f"--size-gb={size_gb}"]
     subprocess.run([*command, f"--checkpoints={n_checkpoints}", f"--ranks={ranks}"], check=True)

@@ -25,6 +25,8 @@ _END = "<|endoftext|>"
 _BETAS = (0.9, 0.95)
 _MAX_GRADIENT_NORM = 1.0
 _SCORE_BATCH = 6
+_EXTENSIBLE_WARMUP_STEPS = 50
+_STATE_EVERY_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,9 @@ class LmShape:
 class Schedule:
     """One training: linear warm-up, cosine decay to a tenth of the peak, AdamW; `muon` for the layers' matrices.
 
-    Muon needs about half the steps from scratch; fine-tuning is done with AdamW nearly everywhere, so here too.
+    Muon needs about half the steps from scratch; fine-tuning is done with AdamW nearly everywhere, so here too. With
+    `decay_steps` the rate stays at its peak until these last steps, in which it falls linearly: what is trained before
+    them does not depend on how many steps there are, so that a training can be made longer.
     """
 
     steps: int
@@ -56,9 +60,14 @@ class Schedule:
     seed: int = 0
     muon: bool = False
     bf16: bool = False  # matrix products in bfloat16; parameters and optimizer stay in float32
+    decay_steps: int | None = None
+    lora_rank: int = 0  # train low-rank deltas of the layers' matrices alone, and add them to these at the end
 
     def rate(self, step: int) -> float:
         """Learning rate of `step`, counted from 0."""
+        if self.decay_steps is not None:
+            left = (self.steps - step) / max(1, self.decay_steps)
+            return self.peak_rate * min(1.0, (step + 1) / _EXTENSIBLE_WARMUP_STEPS, left)
         warmup = max(1, round(self.warmup_fraction * self.steps))
         if step < warmup:
             return self.peak_rate * (step + 1) / warmup
@@ -179,8 +188,17 @@ def _quiet() -> Iterator[None]:
             show()
 
 
-def train(model: LmModel, tokens: Sequence[int], schedule: Schedule, on_step: Callable[[int, float], None]) -> None:
+def train(
+    model: LmModel,
+    tokens: Sequence[int],
+    schedule: Schedule,
+    on_step: Callable[[int, float], None],
+    *,
+    state: Path | None = None,
+) -> None:
     """Train `model` in place on random windows of `tokens`; the same arguments give the same weights.
+
+    A training that was ended is resumed from the file `state`, to which everything is written every 20 steps.
 
     Raises:
         ValueError: there are fewer tokens than one window.
@@ -192,22 +210,104 @@ def train(model: LmModel, tokens: Sequence[int], schedule: Schedule, on_step: Ca
     if last_start < 0:
         raise ValueError(f"{len(stream)} tokens, a window is {schedule.window_tokens}")
     generator = torch.Generator().manual_seed(schedule.seed)
+    if schedule.lora_rank:
+        _add_low_rank(model, schedule)
     optimizers = _optimizers(model, schedule)
+    first = 0 if state is None or not state.exists() else _read_state(state, model, optimizers, generator)
     model.train()
-    for step in range(schedule.steps):
+    for step in range(first, schedule.steps):
         starts = torch.randint(0, last_start + 1, (schedule.batch,), generator=generator).tolist()
         batch = torch.stack([stream[start : start + schedule.window_tokens] for start in starts])
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = schedule.rate(step)
         on_step(step, _train_step(model, batch, optimizers, bf16=schedule.bf16))
+        if state is not None and (step + 1) % _STATE_EVERY_STEPS == 0:
+            _write_state(state, step + 1, model, optimizers, generator)
     model.train(mode=False)
+    if schedule.lora_rank:
+        _fold_low_rank(model)
+
+
+def _add_low_rank(model: LmModel, schedule: Schedule) -> None:
+    """Freeze the model and give each matrix of its layers a trainable delta of low rank, which is zero."""
+    import torch
+
+    generator = torch.Generator().manual_seed(schedule.seed)
+
+    class LowRank(torch.nn.Module):  # type: ignore[misc]  # torch is taken as untyped
+        def __init__(self, weight: torch.Tensor) -> None:
+            super().__init__()
+            down = torch.randn(schedule.lora_rank, weight.shape[1], generator=generator)
+            self.down = torch.nn.Parameter(down / math.sqrt(weight.shape[1]))
+            self.up = torch.nn.Parameter(torch.zeros(weight.shape[0], schedule.lora_rank))
+
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight + self.up @ self.down
+
+    model.requires_grad_(False)
+    for linear in _layer_matrices(model):
+        low_rank = LowRank(linear.weight)
+        torch.nn.utils.parametrize.register_parametrization(linear, "weight", low_rank)
+
+
+def _fold_low_rank(model: LmModel) -> None:
+    """Add the deltas to their matrices."""
+    import torch
+
+    for linear in _layer_matrices(model):
+        torch.nn.utils.parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
+    model.requires_grad_(True)
+
+
+def _layer_matrices(model: LmModel) -> list[torch.nn.Linear]:
+    import torch
+
+    named = model.named_modules()
+    return [module for name, module in named if isinstance(module, torch.nn.Linear) and ".layers." in name]
+
+
+def _write_state(
+    path: Path, steps: int, model: LmModel, optimizers: Sequence[torch.optim.Optimizer], generator: torch.Generator
+) -> None:
+    import torch
+
+    content = {
+        "steps": steps,
+        "model": model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "generator": generator.get_state(),
+    }
+    partial = path.with_suffix(".partial")
+    torch.save(content, partial)
+    partial.replace(path)
+
+
+def state_steps(path: Path) -> int:
+    """Return how many steps the training in a state file has done."""
+    import torch
+
+    return int(torch.load(path, weights_only=True, mmap=True)["steps"])
+
+
+def _read_state(
+    path: Path, model: LmModel, optimizers: Sequence[torch.optim.Optimizer], generator: torch.Generator
+) -> int:
+    """Restore what `_write_state` wrote; return the steps that are done."""
+    import torch
+
+    content = torch.load(path, weights_only=True)
+    model.load_state_dict(content["model"])
+    for optimizer, saved in zip(optimizers, content["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    generator.set_state(content["generator"])
+    return int(content["steps"])
 
 
 def _optimizers(model: LmModel, schedule: Schedule) -> list[torch.optim.Optimizer]:
     """Decay the matrices, not the norms' scales; Muon never takes the embedding."""
     import torch
 
-    named = list(model.named_parameters())
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     scales = [parameter for _, parameter in named if parameter.ndim < 2]
     inner = [parameter for name, parameter in named if parameter.ndim == 2 and ".layers." in name]
     outer = [parameter for name, parameter in named if parameter.ndim == 2 and ".layers." not in name]

@@ -70,11 +70,12 @@ def train_family(
     *,
     only: Collection[int] | None = None,
     base_of: Path | None = None,
+    heldout_windows: int = _HELDOUT_WINDOWS,
 ) -> list[Member]:
     """Write `base`, `expert-1`.. and `heldout.json` into `root`, going on from whole models that are there already.
 
-    `domains` are the base's text, then one for each expert. `only` these experts are made. The base of the family
-    `base_of`, which is what would be trained here, is linked to.
+    `domains` are the base's text, then one for each expert; of each, `heldout_windows` windows are scored. `only` these
+    experts are made. The base of the family `base_of`, which is what would be trained here, is linked to.
 
     Raises:
         FamilyError: `root` holds a family made by another request, or `base_of` has another base.
@@ -89,7 +90,7 @@ def train_family(
     tiny_lm.use_threads(request.threads)
     if base_of is None:
         tokenizer = tiny_lm.make_tokenizer((domain.training for domain in domains), request.shape.vocab)
-        heldout = _heldout(domains, tokenizer, request.base.window_tokens)
+        heldout = _heldout(domains, tokenizer, request.base.window_tokens, heldout_windows)
         maker = _Maker(root, request, tokenizer, heldout)
         base = maker.base(domains[0])
     else:
@@ -152,15 +153,15 @@ def _link_base(root: Path, request: TrainedRequest, other: Path) -> Member:
     return base
 
 
-def _heldout(domains: Sequence[Domain], tokenizer: LmTokenizer, window_tokens: int) -> Heldout:
-    """Cut `_HELDOUT_WINDOWS` windows, evenly spread, out of each domain's held-out text."""
+def _heldout(domains: Sequence[Domain], tokenizer: LmTokenizer, window_tokens: int, n_windows: int) -> Heldout:
+    """Cut `n_windows` windows, evenly spread, out of each domain's held-out text."""
     windows: dict[str, list[list[int]]] = {}
     for domain in domains:
         ids = tiny_lm.tokens_of(tokenizer, domain.heldout)
         room = len(ids) - window_tokens
-        if room < window_tokens * (_HELDOUT_WINDOWS - 1):
+        if room < window_tokens * (n_windows - 1):
             raise TextError(f"{domain.name}: only {len(ids)} held-out tokens")
-        starts = [room * i // (_HELDOUT_WINDOWS - 1) for i in range(_HELDOUT_WINDOWS)]
+        starts = [room * i // (n_windows - 1) for i in range(n_windows)]
         windows[domain.name] = [ids[start : start + window_tokens] for start in starts]
     text_bytes = {
         name: sum(len(tiny_lm.text_of(tokenizer, window).encode()) for window in of_domain)
@@ -193,7 +194,9 @@ class _Maker:
         if not directory.exists():
             shutil.rmtree(partial, ignore_errors=True)
             model = start()
-            tiny_lm.train(model, tokens, schedule, _StepPrinter(f"{name} ({domain.name})", schedule.steps))
+            printer = _StepPrinter(f"{name} ({domain.name})", schedule.steps)
+            state = None if schedule.decay_steps is None else self.root / f"{name}.state"
+            tiny_lm.train(model, tokens, schedule, printer, state=state)
             tiny_lm.save_model(model, self.tokenizer, partial)
             partial.rename(directory)
         losses = heldout_losses(directory, self.heldout)

@@ -5,25 +5,15 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 import mergepipe
-from mergepipe.checkpoints.contract import TensorEntry
-from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.core.blocks import DType
+from benchmarks.deltas import merge_errors
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
-from mergepipe.storage.location import Location
-from mergepipe.storage.stores import Stores
 from support.families import QWEN3_0_6B, FamilyPaths, write_family
-from support.rounding import decode
 
 BUDGETS = ("10%", "25%", "50%")
-_TILE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +33,7 @@ class Bench:
 
     def error(self, out: Path, full: Path) -> float:
         """Compute the distance to the full merge over that of the full merge to the base."""
-        lost = whole = 0.0
-        for merged_N, wanted_N, base_N in zip(_tiles(out), _tiles(full), _tiles(self.family.base), strict=True):
-            lost += float(np.square(merged_N - wanted_N).sum())
-            whole += float(np.square(wanted_N - base_N).sum())
-        return float(np.sqrt(lost / whole))
+        return merge_errors(out, full, self.family.base).error
 
 
 def main() -> int:
@@ -86,21 +72,6 @@ def _prepare(root: Path, layers: int, n_experts: int) -> Bench:
     recipe = root / "recipe.yml"
     recipe.write_text(f"{text}parameters: {{density: 0.2}}\ndtype: bfloat16\n")
     return Bench(root, family, recipe)
-
-
-def _tiles(model: Path) -> Iterator[NDArray[np.float32]]:
-    """Yield a model's tensors by name, decoded, some megabytes at a time."""
-    tensors = open_checkpoint(Stores(), Location.of(str(model))).tensors
-    for name in sorted(tensors):
-        entry = tensors[name]
-        if isinstance(entry, TensorEntry):
-            raw = np.memmap(entry.file.local_path, np.uint8, "r", entry.offset, (entry.nbytes,))
-            for start in range(0, entry.nbytes, _TILE):
-                yield _decoded(raw[start : start + _TILE], entry.dtype)
-
-
-def _decoded(raw: NDArray[np.uint8], dtype: DType) -> NDArray[np.float32]:
-    return decode(raw.tobytes(), dtype)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,80 @@
+"""Recipes and judgements that several parts share: the papers' three operators over the first experts of a family."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fidelity_points import OPERATORS
+from benchmarks.reproduce.workplace import Workplace
+from support.families import FamilyPaths
+
+PAPER_OPERATORS: Mapping[str, str] = {"linear": "AVG", "ties": "TIES", "dare_ties": "DARE"}
+PAPER_BUDGET_SHARE = 3462 / 16060
+"""The papers' fixed budget over the bytes of one expert: 3,462 MB of Llama-3.1-8B in bf16."""
+
+
+def write_recipe(place: Workplace, family: FamilyPaths, operator: str, k: int) -> Path:
+    """Write the recipe of a merge of the first `k` experts."""
+    path = place.folder / f"{operator}-{k}.yml"
+    path.write_text(OPERATORS[operator].recipe(family.base, family.experts[:k], "bfloat16"))
+    return path
+
+
+def inputs_of(family: FamilyPaths, k: int) -> list[Path]:
+    """Return the base and the first `k` experts."""
+    return [family.base, *family.experts[:k]]
+
+
+def analyzed_home(place: Workplace, family: FamilyPaths, k: int) -> Path:
+    """Fill a catalog with the first `k` experts, once."""
+    home = place.folder / f"home-{family.base.parent.name}-{k}"
+    if not (home / "analyzed").exists():
+        place.ours("analyze", *inputs_of(family, k), "--home", home)
+        (home / "analyzed").touch()
+    return home
+
+
+def keep_full(place: Workplace, recipe: Path) -> Callable[[Path], dict[str, Any]]:
+    """Return what moves a full merge of `recipe` to where `full_merge` looks for it; the one before gives way."""
+
+    def keep(out: Path) -> dict[str, Any]:
+        kept = place.folder / "full"
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir()
+        out.rename(kept / "merged")
+        (kept / "recipe.txt").write_text(recipe.read_text())
+        return {}
+
+    return keep
+
+
+def full_merge(place: Workplace, recipe: Path) -> Path:
+    """Merge in full, or find the last full merge if it is of this recipe."""
+    kept = place.folder / "full"
+    name = kept / "recipe.txt"
+    if not name.exists() or name.read_text() != recipe.read_text():
+        out = place.folder / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        place.ours("merge", recipe, out, "--no-catalog", "--no-reuse")
+        keep_full(place, recipe)(out)
+    return kept / "merged"
+
+
+def judge_against(full: Path, base: Path) -> Callable[[Path], dict[str, Any]]:
+    """Return what adds the errors of a merge to its result.
+
+    They are computed in another process: the kernel counts this one's memory as that of the commands it starts.
+    """
+
+    def judge(out: Path) -> dict[str, Any]:
+        command = [sys.executable, "-m", "benchmarks.deltas", str(out), str(full), str(base)]
+        errors: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        return errors
+
+    return judge

@@ -1,0 +1,232 @@
+"""Part `overheads`: what planning, catalog, manifest and flushing cost, block sizes, and repeats of the same merge."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from statistics import mean, stdev
+from typing import Any
+
+from benchmarks.reproduce.family_recipes import (
+    PAPER_BUDGET_SHARE,
+    PAPER_OPERATORS,
+    analyzed_home,
+    full_merge,
+    inputs_of,
+    judge_against,
+    write_recipe,
+)
+from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb, percent
+from benchmarks.reproduce.parts import Needs, Part
+from benchmarks.reproduce.results import Results
+from benchmarks.reproduce.sizes import Size
+from benchmarks.reproduce.workplace import Workplace, weight_files
+from support.families import FamilyPaths
+
+_SHARE = 30  # % of the expert bytes; the papers' overheads are at a budget that reads about as much
+_BLOCKS = (16, 32, 64, 128, 256, 512, 1024)  # Ki elements
+_BLOCK_OPERATORS = ("ties", "dare_ties")
+_TOY_BLOCKS = (16, 256)
+_STABLE_KS = (4, 8, 12, 16, 20)
+_REPEATS = 5
+_TARGET_CATALOG_SHARE = 0.0002
+
+
+def overheads_k(size: Size) -> int:
+    """Return 16 experts, or as many as a smaller family has."""
+    return size.k_at_most(16)
+
+
+def _needs(size: Size) -> Needs:
+    k = overheads_k(size)
+    read = (len(_BLOCKS) * 2 + 2) * k * size.model_bytes + len(_STABLE_KS) * _REPEATS * 3 * size.model_bytes
+    return Needs(size.family_bytes + 3 * size.model_bytes, read / 1e9 / 60 + size.family_bytes / 4e9)
+
+
+def _measure(place: Workplace, size: Size, results: Results) -> None:
+    family = place.family(size)
+    k = overheads_k(size)
+    results.measure("analyze", partial(_analyze, place, FamilyPaths(family.base, family.experts[:k])))
+    results.measure("merge", partial(_phases, place, family, k))
+    budget = int(PAPER_BUDGET_SHARE * size.model_bytes)
+    for stable_k in (n for n in _STABLE_KS if n in size.ks) if not size.is_toy else size.ks[-1:]:
+        for repeat in range(2 if size.is_toy else _REPEATS):
+            results.measure(f"stability/{stable_k}/{repeat}", partial(_repeat, place, family, stable_k, budget))
+    for operator in _BLOCK_OPERATORS:
+        for kibi in _TOY_BLOCKS if size.is_toy else _BLOCKS:
+            results.measure(f"blocks/{operator}/{kibi}", partial(_blocks, place, family, k, operator, kibi))
+
+
+def _analyze(place: Workplace, family: FamilyPaths) -> dict[str, Any]:
+    home = place.folder / "home-overheads"
+    shutil.rmtree(home, ignore_errors=True)
+    files = weight_files(family.models)
+    _, cost = place.ours("analyze", *family.models, "--home", home, cold=files)
+    catalog_bytes = (home / "catalog.sqlite3").stat().st_size
+    shutil.rmtree(home)
+    expert_bytes = sum(file.stat().st_size for file in weight_files(family.experts))
+    return {
+        "seconds": cost.wall_seconds, "cpu_seconds": cost.cpu_seconds, "kernel_read_bytes": cost.read_bytes,
+        "catalog_bytes": catalog_bytes, "expert_bytes": expert_bytes,
+        "floor_seconds": place.floor(files, 1, sum(file.stat().st_size for file in files)),
+    }  # fmt: skip
+
+
+def _phases(place: Workplace, family: FamilyPaths, k: int) -> dict[str, Any]:
+    """Merge once with its phases timed from inside."""
+    recipe, home = write_recipe(place, family, "ties", k), analyzed_home(place, family, len(family.experts))
+    out, phases, plan = (place.folder / name for name in ("out", "phases.json", "plan.json"))
+    shutil.rmtree(out, ignore_errors=True)
+    budget = ("--budget", f"{_SHARE}%", "--home", home, "--no-reuse")
+    _, planning = place.ours("plan", recipe, *budget, "--out", plan)
+    report, cost = place.ours("merge", recipe, out, *budget, cold=weight_files(inputs_of(family, k)), phases=phases)
+    entry = {
+        "seconds": cost.wall_seconds, "kernel_read_bytes": cost.read_bytes, "kernel_written_bytes": cost.written_bytes,
+        "planned_bytes": report["planned_bytes"], "expert_bytes": report["expert_bytes"],
+        "base_bytes": report["base_bytes"], "output_bytes": report["output_bytes"],
+        "phases": json.loads(phases.read_text()), "plan_command_seconds": planning.wall_seconds,
+        "plan_bytes": plan.stat().st_size, "manifest_bytes": (out / "mergepipe.json").stat().st_size,
+    }  # fmt: skip
+    shutil.rmtree(out)
+    return entry
+
+
+def _repeat(place: Workplace, family: FamilyPaths, k: int, budget: int) -> dict[str, Any]:
+    home = analyzed_home(place, family, len(family.experts))
+    recipe = write_recipe(place, family, "ties", k)
+    return place.merge(recipe, inputs_of(family, k), "--budget", f"{budget}B", "--home", home)
+
+
+def _blocks(place: Workplace, family: FamilyPaths, k: int, operator: str, kibi: int) -> dict[str, Any]:
+    home, models = place.folder / f"home-{kibi}", inputs_of(family, k)
+    recipe = write_recipe(place, family, operator, k)
+    option = ("--block-elements", kibi * 1024)
+    if not (home / "analyzed").exists():
+        place.ours("analyze", *models, *option, "--home", home)
+        (home / "analyzed").touch()
+    judge = judge_against(full_merge(place, recipe), family.base)
+    result = place.merge(recipe, models, "--budget", f"{_SHARE}%", "--home", home, *option, judge=judge)
+    return {**result, "catalog_bytes": (home / "catalog.sqlite3").stat().st_size}
+
+
+def _page(results: Results) -> Page:
+    analyze, merge = results["analyze"], results["merge"]
+    share = analyze["catalog_bytes"] / analyze["expert_bytes"]
+    phases, total = merge["phases"], merge["seconds"]
+    met = "met" if share <= _TARGET_CATALOG_SHARE else "not met"
+    errors = [results[f"blocks/ties/{kibi}"]["error"] for kibi in _stored_blocks(results)]
+    meaning = (
+        f"**Beside reading and merging, a merge under a budget of this size spends"
+        f" {percent(phases['planning'] / total, 1)} of its time on planning and"
+        f" {percent(phases['publish'] / total, 1)} on publishing.** The catalog takes {percent(share, 4)} of the"
+        f" experts' bytes (target"
+        f" {percent(_TARGET_CATALOG_SHARE, 2)}: {met}), which are {gb(analyze['expert_bytes'])} GB here. Between the"
+        f" smallest and the largest block the error of TIES goes from {errors[0]:.3f} to {errors[-1]:.3f}."
+    )
+    body = (overheads_table(results), *_stability(results), "## Block sizes", _block_text(), _block_table(results))
+    return Page("Overheads", meaning, (*body, _block_figure(results)))
+
+
+def overheads_table(results: Results) -> Table:
+    """Return what is beside the expert bytes of a merge, with the papers' figures."""
+    analyze, merge, k = results["analyze"], results["merge"], overheads_k_of(results)
+    phases, total = merge["phases"], merge["seconds"]
+    planned, executed = merge["planned_bytes"], merge["expert_bytes"]
+    rows = (
+        ("expert bytes planned, read", f"{gb(planned)}, {gb(executed)} GB ({executed / planned:.3f})", "1.18"),
+        ("planning, in the merge", f"{phases['planning']:.2f} s, {percent(phases['planning'] / total, 2)}", "1.04 %"),
+        ("`mergepipe plan`, whole process", f"{merge['plan_command_seconds']:.2f} s", "1.21 s"),
+        ("waiting for the disk (fsync, all threads)", f"{phases['flush']:.2f} s", ""),
+        ("publishing", f"{phases['publish']:.2f} s, {percent(phases['publish'] / total, 2)}", ""),
+        ("stored plan", f"{merge['plan_bytes'] / 1e3:.0f} kB", ""),
+        ("manifest", f"{merge['manifest_bytes'] / 1e3:.0f} kB", "812 kB"),
+        (
+            "catalog",
+            f"{analyze['catalog_bytes'] / 1e6:.2f} MB, {percent(_catalog_of_io(results), 3)} of all I/O",
+            "3.79 %",
+        ),
+        (
+            "ANALYZE over the floor",
+            "" if results.is_busy else f"{analyze['seconds'] / analyze['floor_seconds']:.2f}",
+            "",
+        ),
+        ("merge", f"{total:.2f} s", "116.6 s"),
+    )
+    return Table((f"TIES, K = {k}, budget of {_SHARE} %", "measured", "papers (Qwen3-0.6B, K = 16)"), rows)
+
+
+def overheads_k_of(results: Results) -> int:
+    """Return the number of experts that results were measured with."""
+    ks = [int(k) for k in results.size["ks"]]
+    return max(k for k in ks if k <= max(16, min(ks)))
+
+
+def _catalog_of_io(results: Results) -> float:
+    merge = results["merge"]
+    return float(results["analyze"]["catalog_bytes"] / (merge["kernel_read_bytes"] + merge["kernel_written_bytes"]))
+
+
+def _stability(results: Results) -> tuple[str | Table | Figure, ...]:
+    ks = sorted({int(key.split("/")[1]) for key in results.entries if key.startswith("stability/")})
+    times = {
+        k: [float(results[key][results.clock]) for key in results.entries if key.startswith(f"stability/{k}/")]
+        for k in ks
+    }
+    rows = tuple(
+        (str(k), ", ".join(f"{value:.2f}" for value in values), f"{mean(values):.2f}", percent(_variation(values), 1))
+        for k, values in times.items()
+    )
+    figure = Figure(
+        "overheads-stability", f"TIES under a fixed budget, {_REPEATS} repeats", "experts K", results.clock_name,
+        (Series("mean and standard deviation", tuple(map(float, ks)), tuple(mean(times[k]) for k in ks),
+                tuple(stdev(times[k]) for k in ks)),),
+    )  # fmt: skip
+    text = f"The same merge {_REPEATS} times, with the budget of [scaling](scaling.md). Theirs: deviation below 5 %."
+    table = Table(("K", results.clock_name, "mean", "coefficient of variation"), rows)
+    return ("## Repeats", text, table, figure)
+
+
+def _variation(values: list[float]) -> float:
+    return stdev(values) / mean(values)
+
+
+def _stored_blocks(results: Results) -> list[int]:
+    return sorted(int(key.split("/")[2]) for key in results.entries if key.startswith(f"blocks/{_BLOCK_OPERATORS[0]}/"))
+
+
+def _block_text() -> str:
+    return (
+        f"A budget of {_SHARE} % of what reading all costs, in blocks of that many Ki elements. Small blocks pay for"
+        " whole pages and for the catalog."
+    )
+
+
+def _block_table(results: Results) -> Table:
+    rows = []
+    for operator in _BLOCK_OPERATORS:
+        for kibi in _stored_blocks(results):
+            entry = results[f"blocks/{operator}/{kibi}"]
+            rows.append(
+                (
+                    PAPER_OPERATORS[operator], str(kibi), f"{entry['expert_bytes'] / 1e6:.0f}",
+                    f"{entry['seconds']:.2f}", f"{entry['cpu_seconds']:.2f}", f"{entry['error']:.3f}",
+                    f"{entry['catalog_bytes'] / 1e6:.2f}",
+                )
+            )  # fmt: skip
+    return Table(("operator", "block, Ki", "expert MB", "s", "CPU s", "error", "catalog MB"), tuple(rows))
+
+
+def _block_figure(results: Results) -> Figure:
+    series = tuple(
+        Series(
+            PAPER_OPERATORS[operator], tuple(map(float, _stored_blocks(results))),
+            tuple(float(results[f"blocks/{operator}/{kibi}"]["error"]) for kibi in _stored_blocks(results)),
+        )
+        for operator in _BLOCK_OPERATORS
+    )  # fmt: skip
+    title, y_label = f"Error at {_SHARE} % by block size", "error over what the full merge changes"
+    return Figure("overheads-blocks", title, "block, Ki elements", y_label, series, log_x=True)
+
+
+PART = Part("overheads", "planning, catalog, flush, block sizes, repeats (K = 16)", _needs, _measure, _page)

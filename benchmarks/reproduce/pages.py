@@ -1,0 +1,100 @@
+"""Pages of docs/benchmarks as values: text, tables and figures made of stored results, and what they say of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from benchmarks.reproduce.results import Results
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a figure: its label and its points; `spread` is half the length of error bars, if there are any."""
+
+    label: str
+    xs: tuple[float, ...]
+    ys: tuple[float, ...]
+    spread: tuple[float, ...] = ()
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One plot: `name` is that of its file, without a suffix."""
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    log_x: bool = False
+    log_y: bool = False
+
+    @property
+    def digest(self) -> str:
+        """Identify what is drawn: it stands in the drawing, so that a stale one is noticed."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+    def markdown(self) -> str:
+        return f"![{self.title}]({self.name}.svg)"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells under a header."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        lines = [_line(self.header), "|" + "---|" * len(self.header), *map(_line, self.rows)]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page: its first paragraph says what the results mean for a user."""
+
+    title: str
+    meaning: str
+    body: tuple[str | Table | Figure, ...]
+
+    @property
+    def figures(self) -> tuple[Figure, ...]:
+        return tuple(piece for piece in self.body if isinstance(piece, Figure))
+
+    def markdown(self, results: Results, command: str) -> str:
+        """Write the page; `command` measures it again."""
+        pieces = [piece if isinstance(piece, str) else piece.markdown() for piece in self.body]
+        return "\n\n".join([f"# {self.title}", self.meaning, *pieces, _provenance(results, command)]) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _provenance(results: Results, command: str) -> str:
+    loads, cores = results.loads, int(results.machine["cores"])
+    warning = (
+        " Other programs had the processors and the disk at the same time: compare bytes, errors and processor seconds,"
+        " not seconds."
+    )
+    numbers = f"results/{results.path.name}"
+    return (
+        f"Measured {results.date} at commit {results.commit}, size `{results.size['name']}`, on the machine of the"
+        f" [index](index.md); load average {median(loads):.1f} (largest {max(loads):.1f}) on {cores} processors."
+        f"{warning if results.is_busy else ''} Again: `{command}`. Numbers: [{numbers}]({numbers})."
+    )
+
+
+def gb(nbytes: float) -> str:
+    """Write bytes as GB with three digits after the point."""
+    return f"{nbytes / 1e9:.3f}"
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"

@@ -1,0 +1,238 @@
+"""Part `payoff`: what analyzing and packing cost against what later merges save, by the speed of the storage."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fidelity_points import OPERATORS
+from benchmarks.reproduce.family_recipes import full_merge, inputs_of, judge_against, write_recipe
+from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb
+from benchmarks.reproduce.parts import Needs, Part
+from benchmarks.reproduce.results import Results
+from benchmarks.reproduce.sizes import Size
+from benchmarks.reproduce.workplace import Workplace, weight_files
+from support.families import FamilyPaths
+
+_RATES: Mapping[str, float | None] = {"100 MB/s": 100e6, "1 GB/s": 1e9, "local disk": None}
+_ASSUMED_RATE = 1.5e9  # of the local disk, where its time has to be computed
+_BUDGET = "25%"
+_OPERATOR = "ties"
+_MERGES = (1, 2, 5, 10)
+_MOST_MERGES = 10
+_STRATEGIES = {
+    "full": "every merge in full",
+    "unprepared": f"budget of {_BUDGET}, nothing prepared",
+    "analyzed": f"analyze once, budget of {_BUDGET}",
+    "packed": "pack once, every merge in full",
+}
+
+
+def payoff_k(size: Size) -> int:
+    """Return 8 experts, or as many as a smaller family has."""
+    return size.k_at_most(8)
+
+
+def _needs(size: Size) -> Needs:
+    family_bytes = (payoff_k(size) + 1) * size.model_bytes
+    disk_bytes = size.family_bytes + 2 * size.model_bytes + family_bytes // 3
+    return Needs(disk_bytes, (3.5 * family_bytes / 100e6 + 10 * family_bytes / 1e9) / 60 + size.family_bytes / 4e9)
+
+
+def _measure(place: Workplace, size: Size, results: Results) -> None:
+    family = place.family(size)
+    k = payoff_k(size)
+    work = _Work(place, FamilyPaths(family.base, family.experts[:k]))
+    for name, rate in _RATES.items() if not size.is_toy else [("local disk", None)]:
+        for step in ("full", "probe", "probed", "analyze", "analyzed", "pack", "packed"):
+            results.measure(f"{name}/{step}", partial(getattr(work, step), name, rate))
+
+
+class _Work:
+    """The steps, each of which a resumed run can begin with: what a step needs of one before it is made again."""
+
+    def __init__(self, place: Workplace, family: FamilyPaths) -> None:
+        self._place, self._family = place, family
+        self._recipe = write_recipe(place, family, _OPERATOR, len(family.experts))
+
+    def full(self, name: str, rate: float | None) -> dict[str, Any]:
+        return self._merge(rate, "--no-catalog")
+
+    def probe(self, name: str, rate: float | None) -> dict[str, Any]:
+        shutil.rmtree(self._home(name, "probe"), ignore_errors=True)  # nothing is known before
+        return self._merge(rate, "--budget", _BUDGET, "--home", self._home(name, "probe"), judged=True)
+
+    def probed(self, name: str, rate: float | None) -> dict[str, Any]:
+        if not self._home(name, "probe").exists():
+            self.probe(name, None)
+        return self._merge(rate, "--budget", _BUDGET, "--home", self._home(name, "probe"))
+
+    def analyze(self, name: str, rate: float | None) -> dict[str, Any]:
+        home, models = self._home(name, "analyze"), self._family.models
+        shutil.rmtree(home, ignore_errors=True)
+        _, cost = self._place.ours("analyze", *models, "--home", home, cold=weight_files(models), rate=rate)
+        catalog_bytes = sum(file.stat().st_size for file in home.iterdir() if file.is_file())
+        return {**_cost(cost.wall_seconds, cost.cpu_seconds, cost.read_bytes), "catalog_bytes": catalog_bytes}
+
+    def analyzed(self, name: str, rate: float | None) -> dict[str, Any]:
+        if not self._home(name, "analyze").exists():
+            self.analyze(name, None)
+        return self._merge(rate, "--budget", _BUDGET, "--home", self._home(name, "analyze"), judged=True)
+
+    def pack(self, name: str, rate: float | None) -> dict[str, Any]:
+        shutil.rmtree(self._packed, ignore_errors=True)
+        models = self._family.models
+        _, cost = self._place.ours(
+            "pack", *models, "--out", self._packed, "--home", self._place.folder / "home-pack",
+            cold=weight_files(models), rate=rate,
+        )  # fmt: skip
+        packed_bytes = sum(file.stat().st_size for file in self._packed.rglob("*") if file.is_file())
+        return {**_cost(cost.wall_seconds, cost.cpu_seconds, cost.read_bytes), "packed_bytes": packed_bytes}
+
+    def packed(self, name: str, rate: float | None) -> dict[str, Any]:
+        if not self._packed.exists():
+            self.pack(name, None)
+        experts = [self._packed / expert.name for expert in self._family.experts]
+        recipe = self._place.folder / "packed.yml"
+        recipe.write_text(OPERATORS[_OPERATOR].recipe(self._family.base, experts, "bfloat16"))
+        files = [*weight_files([self._family.base]), *(f for e in experts for f in e.iterdir() if f.is_file())]
+        return self._timed(recipe, files, rate, "--no-catalog")
+
+    @property
+    def _packed(self) -> Path:
+        return self._place.folder / "packed"
+
+    def _home(self, name: str, step: str) -> Path:
+        return self._place.folder / f"home-{step}-{name.replace('/', '').replace(' ', '')}"
+
+    def _merge(self, rate: float | None, *options: object, judged: bool = False) -> dict[str, Any]:
+        files = weight_files(inputs_of(self._family, len(self._family.experts)))
+        full = full_merge(self._place, self._recipe) if judged else None
+        return self._timed(self._recipe, files, rate, *options, full=full)
+
+    def _timed(
+        self, recipe: Path, files: list[Path], rate: float | None, *options: object, full: Path | None = None
+    ) -> dict[str, Any]:
+        out = self._place.folder / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        report, cost = self._place.ours("merge", recipe, out, "--no-reuse", *options, cold=files, rate=rate)
+        judged = {} if full is None else judge_against(full, self._family.base)(out)
+        shutil.rmtree(out)
+        expert_bytes = {"expert_bytes": report["expert_bytes"]}
+        return {**_cost(cost.wall_seconds, cost.cpu_seconds, cost.read_bytes), **expert_bytes, **judged}
+
+
+def _cost(wall_seconds: float, cpu_seconds: float, read_bytes: int) -> dict[str, Any]:
+    return {"seconds": round(wall_seconds, 3), "cpu_seconds": round(cpu_seconds, 3), "kernel_read_bytes": read_bytes}
+
+
+def step_seconds(results: Results, rate: str, step: str) -> float:
+    """Return how long a step takes: as measured, or on a busy machine what its bytes or its processor time take."""
+    entry = results[f"{rate}/{step}"]
+    if not results.is_busy:
+        return float(entry["seconds"])
+    requested = entry["expert_bytes"] + results.size["model_bytes"] if "expert_bytes" in entry else 0
+    reading = max(requested, entry["kernel_read_bytes"]) / (_RATES[rate] or _ASSUMED_RATE)
+    return float(max(reading, entry["cpu_seconds"] / results.machine["cores"]))
+
+
+def total_seconds(results: Results, rate: str, strategy: str, n_merges: int) -> float:
+    """Add up a strategy's preparation and its first `n_merges` merges at one speed of storage."""
+
+    def of(step: str) -> float:
+        return step_seconds(results, rate, step)
+
+    match strategy:
+        case "full":
+            return n_merges * of("full")
+        case "unprepared":
+            return of("probe") + (n_merges - 1) * of("probed")
+        case "analyzed":
+            return of("analyze") + n_merges * of("analyzed")
+        case _:
+            return of("pack") + n_merges * of("packed")
+
+
+def first_paying_merge(results: Results, rate: str, strategy: str) -> int | None:
+    """Return the first merge after which a strategy has taken less time than full merges; None if none of 100 is."""
+    totals = ((n, total_seconds(results, rate, strategy, n)) for n in range(1, 101))
+    return next((n for n, seconds in totals if seconds < total_seconds(results, rate, "full", n)), None)
+
+
+def _page(results: Results) -> Page:
+    rates = _stored_rates(results)
+    slow, local = rates[0], rates[-1]
+    first = {rate: step_seconds(results, rate, "probe") / step_seconds(results, rate, "full") for rate in (slow, local)}
+    errors = {step: results[f"{slow}/{step}"]["error"] for step in ("probe", "analyzed")}
+    paying = {strategy: first_paying_merge(results, slow, strategy) for strategy in _STRATEGIES}
+    meaning = (
+        f"**Prepare nothing for one merge; prepare for many where reading is slow.** With nothing prepared the first"
+        f" merge at {_BUDGET} takes {first[slow]:.2f} times as long as the full one at {slow}, {first[local]:.2f} times"
+        f" on a local disk. At {slow} an analysis has paid at {_merge_number(paying['analyzed'])}, packing at"
+        f" {_merge_number(paying['packed'])}. Analyzing buys bounds and exact magnitude cuts more than a lower error:"
+        f" {errors['analyzed']:.3f} against {errors['probe']:.3f} with samples, each at {_BUDGET} of what it knows to"
+        f" differ. Packed experts alone save bytes and give the full result, bit for bit."
+    )
+    header = ("storage", "strategy", *(f"{n} merge{'s' if n > 1 else ''}, s" for n in _MERGES), "pays from merge")
+    rows = []
+    for rate in rates:
+        for strategy, label in _STRATEGIES.items():
+            totals = tuple(f"{total_seconds(results, rate, strategy, n):.1f}" for n in _MERGES)
+            number = first_paying_merge(results, rate, strategy)
+            pays = "" if strategy == "full" else "never" if number is None else str(number)
+            rows.append((rate, label, *totals, pays))
+    rule = (
+        "Rule of thumb: **sample for one merge, pack for many.** Analyzing K experts reads as much as a full merge of"
+        " them. Under a budget of a share `s` it has paid at the first merge beyond `(1 + 1/K) / (1 - s)` where reading"
+        " takes all the time (with 8 experts the second at 25 %, the third at 50 %), later where processors do."
+    )
+    computed = (
+        "The machine was busy: these times are computed, the larger of what the bytes take at the storage's speed"
+        f" (local: {_ASSUMED_RATE / 1e9:.1f} GB/s) and what the processor seconds take on all processors; each step's"
+        " own measurements are below."
+    )
+    rule += f"\n\n{computed}" if results.is_busy else ""
+    body = (rule, Table(header, tuple(rows)), _figure(results), "## What was measured", _steps_table(results))
+    return Page("When does a budget pay?", meaning, body)
+
+
+def _stored_rates(results: Results) -> list[str]:
+    """Return the storage speeds that there are results of, the slowest first."""
+    return list(dict.fromkeys(key.rsplit("/", 1)[0] for key in results.entries))
+
+
+def _merge_number(number: int | None) -> str:
+    return "no merge up to the hundredth" if number is None else f"merge {number}"
+
+
+def _figure(results: Results) -> Figure:
+    numbers = tuple(range(1, _MOST_MERGES + 1))
+    series = []
+    for rate in _stored_rates(results):
+        for strategy in ("unprepared", "analyzed", "packed"):
+            shares = tuple(
+                total_seconds(results, rate, strategy, n) / total_seconds(results, rate, "full", n) for n in numbers
+            )
+            series.append(
+                Series(f"{strategy}, {rate}", tuple(map(float, numbers)), shares, dashed=rate != "local disk")
+            )
+    return Figure(
+        "payoff", "Time of all merges so far, over that of full merges", "merges", "share (below 1 it has paid)",
+        tuple(series),
+    )  # fmt: skip
+
+
+def _steps_table(results: Results) -> Table:
+    rows = []
+    for key, entry in results.entries.items():
+        rate, step = key.rsplit("/", 1)
+        error = f"{entry['error']:.3f}" if "error" in entry else ""
+        times = (f"{entry['seconds']:.2f}", f"{entry['cpu_seconds']:.2f}")
+        rows.append((rate, step, gb(entry["kernel_read_bytes"]), *times, error))
+    return Table(("storage", "step", "kernel read GB", "s", "CPU s", "error"), tuple(rows))
+
+
+PART = Part("payoff", "analyze, sample, pack: after how many merges each has paid", _needs, _measure, _page)

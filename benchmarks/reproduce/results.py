@@ -1,0 +1,143 @@
+"""Stored results of one part: measured entries by key, kept after each measurement so that a run can be resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.results import this_machine
+
+FORMAT = "mergepipe-results/1"
+DEFAULT_FOLDER = Path("docs/benchmarks/results")
+Entry = Mapping[str, Any]
+
+
+class ResultsError(Exception):
+    """Stored results belong to another size."""
+
+
+class Results:
+    """The results of one part at one size, as JSON in a folder.
+
+    Law: `measure` calls what it is given once for a key, in whichever process, and stores the entry before it returns.
+    """
+
+    def __init__(self, path: Path, content: dict[str, Any]) -> None:
+        self.path = path
+        self._content = content
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        return cls(path, json.loads(path.read_text()))
+
+    @classmethod
+    def open(cls, folder: Path, part: str, size: Mapping[str, Any], *, replace: bool = False) -> Results:
+        """Open the results of `part` to add to them; those of another size give way to new ones with `replace`.
+
+        Raises:
+            ResultsError: results of another size are there.
+        """
+        path = folder / f"{part}.json"
+        if path.exists() and not replace:
+            results = cls.read(path)
+            if results.size != size:
+                message = (
+                    f"{path}: has results of size '{results.size['name']}'; give --replace to measure '{size['name']}'"
+                )
+                raise ResultsError(message)
+            return results
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"format": FORMAT, "part": part, "size": dict(size), "machine": _machine()}
+        return cls(path, {**content, "commit": _commit(), "date": "", "is_complete": False, "entries": {}})
+
+    @property
+    def size(self) -> Mapping[str, Any]:
+        size: Mapping[str, Any] = self._content["size"]
+        return size
+
+    @property
+    def machine(self) -> Mapping[str, Any]:
+        machine: Mapping[str, Any] = self._content["machine"]
+        return machine
+
+    @property
+    def commit(self) -> str:
+        return str(self._content["commit"])
+
+    @property
+    def date(self) -> str:
+        return str(self._content["date"])
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        entries: Mapping[str, Entry] = self._content["entries"]
+        return entries
+
+    @property
+    def loads(self) -> list[float]:
+        """The load averages before each measurement."""
+        return [float(entry["load"]) for entry in self.entries.values()]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other programs had much of the machine, so that seconds by the clock say little."""
+        return bool(self.entries) and median(self.loads) > int(self.machine["cores"]) / 2
+
+    @property
+    def clock(self) -> str:
+        """The field of an entry to compare times by: processor seconds where the machine was busy."""
+        return "cpu_seconds" if self.is_busy else "seconds"
+
+    @property
+    def clock_name(self) -> str:
+        return "processor seconds" if self.is_busy else "seconds"
+
+    def __getitem__(self, key: str) -> Entry:
+        return self.entries[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.entries
+
+    def measure(self, key: str, call: Callable[[], Entry]) -> Entry:
+        """Return the stored entry of `key`, else what `call` measures, with the load average before it."""
+        if key not in self.entries:
+            load = os.getloadavg()[0]
+            entry = {**call(), "load": round(load, 1)}
+            self._content["entries"][key] = json.loads(json.dumps(entry))
+            self._content["date"] = datetime.now(UTC).date().isoformat()
+            self._write()
+            print(f"{self._content['part']}: {key}", flush=True)
+        return self.entries[key]
+
+    def finish(self) -> None:
+        """Record that the part was measured to its end: now there is a page of it."""
+        if not self.is_complete:
+            self._content["is_complete"] = True
+            self._write()
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self._content["is_complete"])
+
+    def _write(self) -> None:
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self._content, indent=1) + "\n")
+        partial.replace(self.path)
+
+
+def _machine() -> dict[str, Any]:
+    machine = this_machine()
+    kernel = ".".join(machine.kernel.split(".")[:2])  # what comes after is the host's own
+    return {**asdict(machine), "kernel": kernel}
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"

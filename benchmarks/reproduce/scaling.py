@@ -1,0 +1,200 @@
+"""Part `scaling`: merges under a fixed budget of bytes and in full as experts are added (the papers' operators x K)."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import peer_mergekit
+from benchmarks.merge import PEER_VENV, Tool, mergekit, naive
+from benchmarks.recipes import cases
+from benchmarks.reproduce.family_recipes import (
+    PAPER_BUDGET_SHARE,
+    PAPER_OPERATORS,
+    analyzed_home,
+    full_merge,
+    inputs_of,
+    judge_against,
+    keep_full,
+    write_recipe,
+)
+from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb, percent
+from benchmarks.reproduce.parts import Needs, Part
+from benchmarks.reproduce.results import Entry, Results
+from benchmarks.reproduce.sizes import Size
+from benchmarks.reproduce.workplace import Workplace
+from support.families import FamilyPaths
+
+_PEER_KS = (2, 8, 20)
+_TARGET_RATIO = 1.05
+
+
+def _needs(size: Size) -> Needs:
+    n_merged = len(PAPER_OPERATORS) * sum(size.ks) * size.model_bytes * (1 + 2 * size.repeats)
+    peers = 20 * len(_PEER_KS) * size.n_experts * size.model_bytes
+    return Needs(size.family_bytes + 2 * size.model_bytes, (n_merged + peers) / 1e9 / 60 + size.family_bytes / 4e9)
+
+
+def _measure(place: Workplace, size: Size, results: Results) -> None:
+    family = place.family(size)
+    budget = int(PAPER_BUDGET_SHARE * size.model_bytes)
+    for operator in PAPER_OPERATORS:
+        for k in size.ks:
+            recipe = write_recipe(place, family, operator, k)
+            results.measure(f"{operator}/{k}/full", partial(_in_full, place, family, k, recipe))
+            results.measure(
+                f"{operator}/{k}/budget",
+                partial(_budgeted, place, family, k, recipe, budget, size.repeats),
+            )
+    for tool in () if size.is_toy else _peers(Path(sys.prefix)):
+        for operator in PAPER_OPERATORS:
+            for k in (k for k in size.ks if k in _PEER_KS):
+                case = cases(FamilyPaths(family.base, family.experts[:k]))[operator]
+                results.measure(f"{operator}/{k}/{tool.name}", partial(place.peer, tool, case))
+
+
+def _peers(venv: Path) -> list[Tool]:
+    """Return the naive script and mergekit, where `make test-peers` installed them beside our environment."""
+    folders = (PEER_VENV, venv.parent / PEER_VENV)
+    beside = next((folder for folder in folders if peer_mergekit.is_installed(folder)), None)
+    return [] if beside is None else [naive(beside.absolute()), mergekit(beside.absolute())]
+
+
+def _in_full(place: Workplace, family: FamilyPaths, k: int, recipe: Path) -> dict[str, Any]:
+    inputs = inputs_of(family, k)
+    return place.merge(
+        recipe, inputs, "--no-catalog", floor_bytes=lambda r: r["base_bytes"] + r["expert_bytes"],
+        judge=keep_full(place, recipe),
+    )  # fmt: skip
+
+
+def _budgeted(place: Workplace, family: FamilyPaths, k: int, recipe: Path, budget: int, repeats: int) -> dict[str, Any]:
+    full = full_merge(place, recipe)
+    home = analyzed_home(place, family, len(family.experts))
+    return place.merge(
+        recipe, inputs_of(family, k), "--budget", f"{budget}B", "--home", home,
+        repeats=repeats, floor_bytes=lambda r: r["base_bytes"] + r["expert_bytes"],
+        judge=judge_against(full, family.base),
+    )  # fmt: skip
+
+
+def _page(results: Results) -> Page:
+    ks = [int(k) for k in results.size["ks"]]
+    first, last = ks[0], ks[-1]
+    budget = PAPER_BUDGET_SHARE * results.size["model_bytes"]
+    ratios = {
+        name: results[f"{operator}/{last}/budget"][results.clock] / results[f"{operator}/{first}/budget"][results.clock]
+        for operator, name in PAPER_OPERATORS.items()
+    }
+    times = ", ".join(f"{ratio:.2f} for {name}" for name, ratio in ratios.items())
+    met = all(ratio <= _TARGET_RATIO for ratio in ratios.values())
+    errors = [results[f"ties/{k}/budget"]["error"] for k in (first, last)]
+    meaning = (
+        f"**A budget in bytes keeps a merge as cheap as it is, however many experts you add; what it keeps of the"
+        f" result gets less.** With {gb(budget)} GB of expert reads ({percent(PAPER_BUDGET_SHARE, 1)} of one expert,"
+        f" the papers' share), a merge of {last} experts takes this many times the"
+        f" {results.clock_name} of one of {first}: {times}"
+        f" (target {_TARGET_RATIO}: {'met' if met else 'not met'}). The error of TIES grows from {errors[0]:.3f} to"
+        f" {errors[1]:.3f} of what the full merge changes: a budget of this size is a time limit, not a way to merge"
+        f" {last} experts well."
+    )
+    names = list(PAPER_OPERATORS.items())
+    body: list[str | Table | Figure] = ["## Under the fixed budget"]
+    body += [f"{_budget_text()}", _budget_table(results, ks), _time_figure(results, ks), _error_figure(results, ks)]
+    body += ["## In full, and other programs", _full_table(results, ks), _full_figure(results, ks)]
+    body.append(
+        f"The papers' own budgeted time grows 9 times from K = 2 to 20 at constant reads (AVG 41 to 338 s on"
+        f" Llama-3.1-8B); the reads of {', '.join(name for _, name in names)} are constant in both."
+    )
+    return Page("Scaling in the number of experts", meaning, tuple(body))
+
+
+def _budget_text() -> str:
+    return (
+        "Bytes are what the process requested; *kernel read* is what the kernel counted for the whole process, with"
+        " headers and the catalog. The floor reads as many bytes and writes as many, past the page cache. Error:"
+        " `‖M_A - M_full‖ / ‖M_full - M_0‖`; *relative l2* and *P95* are the papers' measures, over all weights and the"
+        " 95th percentile over blocks of 256 Ki elements."
+    )
+
+
+def _budget_table(results: Results, ks: list[int]) -> Table:
+    rows = []
+    for operator, name in PAPER_OPERATORS.items():
+        for k in ks:
+            entry = results[f"{operator}/{k}/budget"]
+            rows.append(
+                (
+                    name, str(k), gb(entry["expert_bytes"]), gb(entry["base_bytes"]), gb(entry["output_bytes"]),
+                    gb(entry["kernel_read_bytes"]), f"{entry['seconds']:.2f}", f"{entry['cpu_seconds']:.2f}",
+                    _over_floor(results, entry), _rss(entry),
+                    f"{entry['error']:.3f}", f"{entry['relative_l2']:.2e}", f"{entry['p95_block']:.2e}",
+                )
+            )  # fmt: skip
+    header = (
+        "operator", "K", "expert GB", "base GB", "output GB", "kernel read GB", "s", "CPU s", "x floor", "RSS MiB",
+        "error", "relative l2", "P95",
+    )  # fmt: skip
+    return Table(header, tuple(rows))
+
+
+def _over_floor(results: Results, entry: Entry) -> str:
+    return "" if results.is_busy else f"{entry['seconds'] / entry['floor_seconds']:.2f}"
+
+
+def _rss(entry: Entry) -> str:
+    return f"{entry['peak_rss_bytes'] / 2**20:.0f}" if "peak_rss_bytes" in entry else ""
+
+
+def _full_table(results: Results, ks: list[int]) -> Table:
+    rows = []
+    for operator, name in PAPER_OPERATORS.items():
+        for k in ks:
+            for tool, label in (("full", "mergepipe"), ("naive torch", "naive torch"), ("mergekit", "mergekit")):
+                key = f"{operator}/{k}/{tool}"
+                if key in results:
+                    entry = results[key]
+                    rows.append(
+                        (
+                            name, str(k), label, gb(entry["kernel_read_bytes"]), f"{entry['seconds']:.2f}",
+                            f"{entry['cpu_seconds']:.2f}", _over_floor(results, entry),
+                            _rss(entry),
+                        )
+                    )  # fmt: skip
+    return Table(("operator", "K", "program", "kernel read GB", "s", "CPU s", "x floor", "RSS MiB"), tuple(rows))
+
+
+def _series(results: Results, ks: list[int], kind: str, value: str) -> tuple[Series, ...]:
+    return tuple(
+        Series(name, tuple(map(float, ks)), tuple(float(results[f"{operator}/{k}/{kind}"][value]) for k in ks))
+        for operator, name in PAPER_OPERATORS.items()
+    )
+
+
+def _time_figure(results: Results, ks: list[int]) -> Figure:
+    return Figure(
+        "scaling-time", "Time of a merge under the fixed budget", "experts K", results.clock_name,
+        _series(results, ks, "budget", results.clock),
+    )  # fmt: skip
+
+
+def _error_figure(results: Results, ks: list[int]) -> Figure:
+    return Figure(
+        "scaling-error", "Error under the fixed budget", "experts K", "error over what the full merge changes",
+        _series(results, ks, "budget", "error"),
+    )  # fmt: skip
+
+
+def _full_figure(results: Results, ks: list[int]) -> Figure:
+    return Figure(
+        "scaling-full",
+        "Time of a merge in full",
+        "experts K",
+        results.clock_name,
+        _series(results, ks, "full", results.clock),
+    )
+
+
+PART = Part("scaling", "AVG, TIES and DARE under a fixed budget and in full, K = 2 to 20", _needs, _measure, _page)

@@ -1,0 +1,168 @@
+"""A folder in which parts merge families on cold files, measured; it refuses what the disk does not hold."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cold import make_cold
+from benchmarks.floor import DEFAULT as FLOOR_SETTING
+from benchmarks.make_family import FamilyRequest, ensure_family
+from benchmarks.merge import BenchmarkError, Tool, measure_floor
+from benchmarks.process import ProcessCost, measure
+from benchmarks.recipes import Case
+from benchmarks.reproduce.sizes import Size
+from support.families import FamilyPaths
+
+OURS = (sys.executable, "-m", "mergepipe")
+_INSTRUMENTED = (sys.executable, "-m", "benchmarks.reproduce.instrumented")
+_SLACK_BYTES = 200_000_000
+
+
+class NoRoomError(Exception):
+    """The disk has not the room that a part needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """A folder for families, catalogs and outputs. A family stays in it until `remove`."""
+
+    folder: Path
+
+    def check_room(self, needed_bytes: int) -> None:
+        """Refuse to begin where the disk, with what an earlier run has left here, lacks room.
+
+        Raises:
+            NoRoomError: it does.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        present_bytes = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+        free_bytes = shutil.disk_usage(self.folder).free
+        if needed_bytes + _SLACK_BYTES > free_bytes + present_bytes:
+            message = f"{self.folder}: {needed_bytes / 1e9:.1f} GB are needed, {free_bytes / 1e9:.1f} GB are free"
+            raise NoRoomError(f"{message}; choose a smaller --size or --max-experts, or another --work")
+
+    def within(self, name: str) -> Workplace:
+        """Return a folder of its own in this one."""
+        (self.folder / name).mkdir(parents=True, exist_ok=True)
+        return Workplace(self.folder / name)
+
+    def family(self, size: Size) -> FamilyPaths:
+        """Write the family of a size, or find it."""
+        folder = self.folder / f"family-{size.shape}-{size.n_experts}"
+        return ensure_family(FamilyRequest(folder, size.shape, size.n_experts, 0))
+
+    def remove(self) -> None:
+        """Delete everything in it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def ours(
+        self, *arguments: object, cold: Sequence[Path] = (), rate: float | None = None, phases: Path | None = None
+    ) -> tuple[dict[str, Any], ProcessCost]:
+        """Run our command line on inputs that are `cold`; return its JSON report and its cost.
+
+        Inputs come at `rate` bytes a second, where it is given; the seconds of its phases go to the file `phases`.
+
+        Raises:
+            BenchmarkError: the command failed.
+        """
+        make_cold(cold)
+        log = self.folder / "log.txt"
+        program = OURS if rate is None else (*_INSTRUMENTED, "--rate", str(rate))
+        program = program if phases is None else (*_INSTRUMENTED, "--phases", str(phases))
+        command = [*program, *map(str, arguments), "--json"]
+        cost = measure(command, log=log)
+        text = log.read_text()
+        if cost.exit_code:
+            raise BenchmarkError(
+                f"mergepipe {' '.join(map(str, arguments))}: exit code {cost.exit_code}\n{text[-2000:]}"
+            )
+        report: dict[str, Any] = json.loads(text[text.index("{") :])
+        return report, cost
+
+    def merge(
+        self,
+        recipe: Path,
+        inputs: Sequence[Path],
+        *options: object,
+        from_plan: bool = False,
+        repeats: int = 1,
+        floor_bytes: Callable[[dict[str, Any]], int] | None = None,
+        judge: Callable[[Path], dict[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        """Merge `recipe`, or a stored plan, on cold `inputs` `repeats` times; return bytes, and all times with medians.
+
+        `floor_bytes` names, from the report, how much of the inputs the floor reads; no floor without it. `judge` gets
+        the last output, may move it, and adds to the result.
+        """
+        out = self.folder / "out"
+        files = weight_files(inputs)
+        seconds, cpu_seconds, floors = [], [], []
+        for _ in range(repeats):
+            shutil.rmtree(out, ignore_errors=True)
+            what = ("--plan", recipe, out) if from_plan else (recipe, out, "--no-reuse")
+            report, cost = self.ours("merge", *what, *options, cold=files)
+            seconds.append(cost.wall_seconds)
+            cpu_seconds.append(cost.cpu_seconds)
+            if floor_bytes is not None:
+                floors.append(self.floor(files, report["output_bytes"], floor_bytes(report)))
+        manifest_bytes = (out / "mergepipe.json").stat().st_size
+        judged = {} if judge is None else judge(out)
+        shutil.rmtree(out, ignore_errors=True)
+        counts = ("expert_bytes", "base_bytes", "metadata_bytes", "analysis_bytes", "output_bytes", "planned_bytes")
+        return {
+            **{name: report.get(name) for name in counts},
+            "kernel_read_bytes": cost.read_bytes,
+            "kernel_written_bytes": cost.written_bytes,
+            "peak_rss_bytes": cost.peak_rss_bytes,
+            "manifest_bytes": manifest_bytes,
+            **_times(seconds, cpu_seconds, floors),
+            **judged,
+        }
+
+    def floor(self, files: Sequence[Path], output_bytes: int, read_bytes: int) -> float:
+        """Measure the seconds to read the first `read_bytes` of the files while `output_bytes` are written."""
+        sizes = ("--read-bytes", str(read_bytes), "--output-bytes", str(output_bytes))
+        return measure_floor(self.folder, files, [str(FLOOR_SETTING)], *sizes).seconds
+
+    def peer(self, tool: Tool, case: Case) -> dict[str, Any]:
+        """Run another program once on a case; return its bytes and times, and the floor of all inputs."""
+        recipe, out, log = (self.folder / name for name in ("peer.yml", "out", "log.txt"))
+        recipe.write_text(case.recipe)
+        shutil.rmtree(out, ignore_errors=True)
+        make_cold(case.input_files())
+        cost = measure(tool.command(case, recipe, out), log=log, environment=tool.environment)
+        shutil.rmtree(out, ignore_errors=True)
+        if cost.exit_code:
+            raise BenchmarkError(f"{tool.name}: exit code {cost.exit_code}\n{log.read_text(errors='replace')[-2000:]}")
+        files = case.input_files()
+        total = sum(file.stat().st_size for file in files)
+        floors = [self.floor(files, files[0].stat().st_size, total)]
+        return {
+            "kernel_read_bytes": cost.read_bytes,
+            "kernel_written_bytes": cost.written_bytes,
+            "peak_rss_bytes": cost.peak_rss_bytes,
+            **_times([cost.wall_seconds], [cost.cpu_seconds], floors),
+        }
+
+
+def _times(seconds: Sequence[float], cpu_seconds: Sequence[float], floors: Sequence[float]) -> dict[str, Any]:
+    times: dict[str, Any] = {
+        "seconds": round(statistics.median(seconds), 3),
+        "all_seconds": [round(value, 3) for value in seconds],
+        "cpu_seconds": round(statistics.median(cpu_seconds), 3),
+    }
+    if floors:
+        times["floor_seconds"] = round(statistics.median(floors), 3)
+    return times
+
+
+def weight_files(models: Sequence[Path]) -> list[Path]:
+    """Return the weight files of model directories, in their order."""
+    return [file for model in models for file in sorted(model.glob("*.safetensors"))]

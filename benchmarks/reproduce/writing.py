@@ -1,0 +1,86 @@
+"""Write docs/benchmarks from stored results: an index, a page a part, and its figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.reproduce.drawing import to_json
+from benchmarks.reproduce.pages import Page, Table
+from benchmarks.reproduce.papers import comparison
+from benchmarks.reproduce.parts import Part
+from benchmarks.reproduce.results import Results
+from benchmarks.reproduce.sizes import SIZES
+
+_BEGIN, _END = "<!-- figures: written by make reproduce -->", "<!-- end of figures -->"
+
+
+def stored_pages(parts: Mapping[str, Part], folder: Path) -> dict[str, tuple[Results, Page]]:
+    """Make the page of each part whose results, measured to the end, are in `folder`."""
+    stored = {name: Results.read(folder / f"{name}.json") for name in parts if (folder / f"{name}.json").exists()}
+    return {name: (results, parts[name].page(results)) for name, results in stored.items() if results.is_complete}
+
+
+def markdown_files(parts: Mapping[str, Part], folder: Path) -> dict[str, str]:
+    """Write the text of every page and of the index, by file name; nothing is drawn."""
+    pages = stored_pages(parts, folder)
+    texts = {f"{name}.md": page.markdown(results, command(name, results)) for name, (results, page) in pages.items()}
+    return {"index.md": _index(parts, pages), **texts}
+
+
+def papers_text(page: str, parts: Mapping[str, Part], folder: Path) -> str:
+    """Return docs/papers.md, of which `page` is the present text, with the figures of the stored results."""
+    before, _, rest = page.partition(_BEGIN)
+    results = {name: stored for name, (stored, _) in stored_pages(parts, folder).items()}
+    return f"{before}{_BEGIN}\n\n{comparison(results)}\n\n{_END}{rest.partition(_END)[2]}"
+
+
+def command(name: str, results: Results) -> str:
+    """Return what measures a part again at the size of its results."""
+    most = max(results.size["ks"])
+    fewer = f' ARGUMENTS="--max-experts {most}"' if most < SIZES[results.size["name"]].n_experts else ""
+    return f"make reproduce PARTS={name} SIZE={results.size['name']}{fewer}"
+
+
+def write_pages(parts: Mapping[str, Part], folder: Path, docs: Path, plots_python: Path) -> None:
+    """Write every page and figure that there are results of; `plots_python` has matplotlib."""
+    for name, text in markdown_files(parts, folder).items():
+        (docs / name).write_text(text)
+    papers = docs.parent / "papers.md"
+    if papers.exists():
+        papers.write_text(papers_text(papers.read_text(), parts, folder))
+    figures = [figure for _, page in stored_pages(parts, folder).values() for figure in page.figures]
+    for drawing in docs.glob("*.svg"):
+        drawing.unlink()
+    command = [str(plots_python), "-m", "benchmarks.reproduce.drawing", str(docs)]
+    subprocess.run(command, input=json.dumps([to_json(figure) for figure in figures]), text=True, check=True)
+
+
+def _index(parts: Mapping[str, Part], pages: Mapping[str, tuple[Results, Page]]) -> str:
+    rows = [
+        (f"[{page.title}]({name}.md)", parts[name].summary, f"`{results.size['name']}`", results.date)
+        for name, (results, page) in pages.items()
+    ]
+    machines = dict.fromkeys(_machine_line(results) for results, _ in pages.values())
+    lines = [
+        "# Benchmarks",
+        "What to expect of MergePipe, measured: the experiments of the papers that it takes its ideas from, and those"
+        " that they leave out. Each page begins with what it means for you. [Papers](../papers.md) has the papers'"
+        " figures beside ours; [more benchmarks](../internals/benchmarks.md) are those of single mechanisms.",
+        Table(("page", "what", "size", "measured"), tuple(rows)).markdown(),
+        "Machine: " + "; ".join(machines) + ".",
+        "`make reproduce PARTS=\"scaling sweep\" SIZE=0.6b` measures parts and writes their pages; `python -m"
+        " benchmarks.reproduce list --size 0.6b` says what disk and time each needs. A run that was stopped goes on"
+        " where it was, refuses to begin without the disk, and deletes its families.",
+    ]  # fmt: skip
+    return "\n\n".join(lines) + "\n"
+
+
+def _machine_line(results: Results) -> str:
+    machine = results.machine
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']},"
+        f" Python {machine['python']}"
+    )

@@ -1,0 +1,99 @@
+"""Tests of benchmarks.reproduce: pages follow from stored results, and those in docs are what these give."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from benchmarks.reproduce.pages import Figure, Page, Series, Table
+from benchmarks.reproduce.registry import PARTS
+from benchmarks.reproduce.results import Results, ResultsError
+from benchmarks.reproduce.sizes import SIZES
+from benchmarks.reproduce.workplace import NoRoomError, Workplace
+from benchmarks.reproduce.writing import markdown_files, papers_text, stored_pages
+
+DOCS = Path(__file__).parents[2] / "docs"
+STORED = DOCS / "benchmarks/results"
+TOY = {"name": "toy"}
+
+
+def test_markdown_files__are_those_in_the_documentation() -> None:
+    texts = markdown_files(PARTS, STORED)
+    assert len(texts) > 1
+    for name, text in texts.items():
+        assert (DOCS / "benchmarks" / name).read_text() == text, f"{name} is stale: make pages"
+    assert {path.name for path in (DOCS / "benchmarks").glob("*.md")} == set(texts)
+
+
+def test_figures__are_drawn_from_the_stored_results() -> None:
+    figures = [figure for _, page in stored_pages(PARTS, STORED).values() for figure in page.figures]
+    assert figures
+    for figure in figures:
+        drawing = (DOCS / f"benchmarks/{figure.name}.svg").read_text()
+        assert f"results {figure.digest}" in drawing, f"{figure.name}.svg is stale: make pages"
+    assert {path.stem for path in (DOCS / "benchmarks").glob("*.svg")} == {figure.name for figure in figures}
+
+
+def test_papers_page__has_the_figures_of_the_stored_results() -> None:
+    page = (DOCS / "papers.md").read_text()
+    assert page == papers_text(page, PARTS, STORED)
+
+
+def test_pages__begin_with_what_they_mean() -> None:
+    for name, text in markdown_files(PARTS, STORED).items():
+        assert re.match(r"# .+\n\n(\*\*|What to expect)", text), name
+
+
+def test_results__measure_once_and_resume(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def measured() -> dict[str, int]:
+        calls.append(1)
+        return {"value": 7}
+
+    first = Results.open(tmp_path, "part", TOY)
+    assert first.measure("a/1", measured)["value"] == 7
+    resumed = Results.open(tmp_path, "part", TOY)
+    assert resumed.measure("a/1", measured)["value"] == 7
+    assert calls == [1]
+    assert (resumed.machine, resumed.commit) == (first.machine, first.commit)
+
+
+def test_results__of_another_size_are_replaced_only_if_asked(tmp_path: Path) -> None:
+    Results.open(tmp_path, "part", TOY).measure("a", lambda: {"value": 7})
+    with pytest.raises(ResultsError, match="--replace"):
+        Results.open(tmp_path, "part", {"name": "large"})
+    assert "a" in Results.open(tmp_path, "part", TOY)
+    assert "a" not in Results.open(tmp_path, "part", {"name": "large"}, replace=True)
+
+
+def test_workplace__refuses_what_the_disk_does_not_hold(tmp_path: Path) -> None:
+    place = Workplace(tmp_path / "work")
+    place.check_room(0)
+    with pytest.raises(NoRoomError, match="are needed"):
+        place.check_room(10**18)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_needs__hold_at_least_the_family(name: str) -> None:
+    size = SIZES[name]
+    for part in ("scaling", "sweep", "overheads", "payoff"):
+        needs = PARTS[part].needs(size)
+        assert needs.disk_bytes > size.family_bytes
+        assert needs.minutes > 0
+
+
+def test_page__text_table_and_figure_become_markdown(tmp_path: Path) -> None:
+    figure = Figure("plot", "A plot", "x", "y", (Series("one", (1.0, 2.0), (3.0, 4.0)),))
+    results = Results.open(tmp_path, "part", TOY)
+    results.measure("a", lambda: {"value": 7})
+    page = Page("Title", "**Meaning.**", ("Text.", Table(("a", "b"), (("1", "2"),)), figure))
+    text = page.markdown(results, "make it")
+    assert text.startswith(
+        "# Title\n\n**Meaning.**\n\nText.\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n![A plot](plot.svg)\n\n"
+    )
+    assert "`make it`" in text
+    assert results.date in text
+    other = Figure("plot", "A plot", "x", "y", (Series("one", (1.0, 2.0), (3.0, 4.5)),))
+    assert figure.digest != other.digest

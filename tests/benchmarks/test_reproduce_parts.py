@@ -1,0 +1,73 @@
+"""Tests of benchmarks.reproduce's parts, measured at toy size: they run, resume, and give pages."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from benchmarks.local_text import GENERAL, Domain
+from benchmarks.reproduce.__main__ import main
+from benchmarks.reproduce.registry import PARTS
+from benchmarks.reproduce.results import Results
+from benchmarks.reproduce.writing import markdown_files
+
+pytestmark = pytest.mark.slow  # `make test-benchmarks`, which CI runs too
+
+
+def measure(part: str, tmp_path: Path, *more: str) -> int:
+    folders = ("--work", str(tmp_path / "work"), "--results", str(tmp_path / "results"))
+    return main(["measure", part, "--size", "toy", *folders, *more])
+
+
+@pytest.mark.parametrize("part", ["scaling", "sweep", "overheads", "payoff", "compose"])
+def test_part__is_measured_and_gives_a_page(part: str, tmp_path: Path) -> None:
+    assert measure(part, tmp_path) == 0
+    assert not (tmp_path / "work").exists()
+    text = markdown_files(PARTS, tmp_path / "results")[f"{part}.md"]
+    assert "nan" not in text.lower().split()
+    results = Results.read(tmp_path / f"results/{part}.json")
+    for key, entry in results.entries.items():
+        if entry.get("planned_bytes") is not None:
+            assert entry["expert_bytes"] <= entry["planned_bytes"], key
+        if key.endswith("/100"):
+            assert entry["error"] == 0
+
+
+def test_part__is_resumed_without_measuring_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure("payoff", tmp_path, "--keep") == 0
+    before = (tmp_path / "results/payoff.json").read_bytes()
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a command was run again")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    assert measure("payoff", tmp_path) == 0
+    assert (tmp_path / "results/payoff.json").read_bytes() == before
+
+
+@pytest.mark.transformers
+def test_trained__tells_the_gain_kept_by_each_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {
+        GENERAL: "one two three four five six seven apple pear plum for if else",
+        "fruit": "apple pear plum cherry quince",
+        "code": "for while if else return",
+        "colours": "red green blue white black",
+        "metals": "iron gold tin lead zinc",
+    }
+    domains = []
+    for name, text in words.items():
+        source = random.Random(name)
+        training, heldout = (" ".join(source.choices(text.split(), k=n)) for n in (1500, 1000))
+        domains.append(Domain(name, training, heldout))
+    root = tmp_path / "pretrained"
+    root.mkdir()
+    (root / "text.json").write_text(json.dumps([asdict(domain) for domain in domains]))
+    monkeypatch.setenv("MERGEPIPE_REAL_FAMILY", str(root))
+    assert measure("trained", tmp_path) == 0
+    text = markdown_files(PARTS, tmp_path / "results")["trained.md"]
+    assert "gain kept at 10 %" in text
+    assert "perplexity, metals" in text
