@@ -31,6 +31,7 @@ from mergepipe.errors import (
     StorageError,
     UnsupportedError,
 )
+from support.faults import open_descriptors
 
 
 @contextlib.contextmanager
@@ -149,9 +150,11 @@ def test_open__a_table_that_is_missing_is_corrupt(tmp_path: Path) -> None:
 def test_catalog__a_row_that_makes_no_sense_is_corrupt(tmp_path: Path, sql: str) -> None:
     with raw(filled_home(tmp_path / "home")) as connection:
         connection.execute(sql)
+    before = open_descriptors()
     with pytest.raises(CorruptError) as caught:
         use_everything(tmp_path / "home")
     assert caught.value.code == "catalog.corrupt"
+    assert open_descriptors() <= before  # also while the error is held
 
 
 @pytest.mark.parametrize("sql", ["CREATE TABLE theirs (x)", "PRAGMA application_id = 7", "PRAGMA user_version = 1"])

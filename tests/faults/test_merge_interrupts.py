@@ -98,7 +98,7 @@ def test_merge__interrupted_at_a_call_leaves_no_trace(
             run(recipe)
         check_no_trace(recipe, digest)
         if (afterwards, name) != (True, "_open"):  # there the interrupt takes the descriptor on its way to its owner
-            assert open_descriptors() == descriptors
+            assert open_descriptors() <= descriptors
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 10])

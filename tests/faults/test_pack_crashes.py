@@ -267,7 +267,7 @@ def test_pack__on_failing_calls_ends_in_an_error_of_ours_and_goes_on(
             case.run()
         fired += fault.fired  # there are fewer calls when threads meet otherwise
         assert worker_threads() == []
-        assert open_descriptors() == descriptors
+        assert open_descriptors() <= descriptors
         case.run()
         assert tree(case.out) == case.wanted
     assert fired >= min(counting.calls, 4)

@@ -55,7 +55,6 @@ ALLOWED = {
     "runs/output_place.py": ("glob is_file read_bytes", OWN),
     "runs/parts_finish.py": ("is_dir", OWN),
     "runs/recovery/resume.py": ("is_dir is_file stat", OWN),
-    "runs/publication/model_card.py": ("read_text", "a template of the package"),
     "runs/reuse/kept_sums_files.py": ("glob is_dir is_symlink iterdir", OWN),
     "recipes/parse/written_paths.py": ("os.path.realpath", "the folder that paths are written relative to"),
     "runs/snapshots.py": ("exists is_dir is_file", OWN),

@@ -170,7 +170,7 @@ def test_open__refuses_what_is_no_file(tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", make_file(tmp_path, 1)[0] / "below"):
         with pytest.raises(NotFoundError):
             LocalStore().open(Location.local(path))
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_open__leaves_no_descriptor_when_it_fails(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_open__leaves_no_descriptor_when_it_fails(tmp_path: Path) -> None:
     before = open_descriptors()
     with replaced(os, "posix_fadvise", Fault(0).wrap), pytest.raises(StorageError):
         LocalStore().open(Location.local(path))
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_open__of_an_empty_file_works(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_read_metadata__tells_of_a_file_that_shrinks(tmp_path: Path) -> None:
     with replaced(os, "pread", lambda _: lambda *_: b""), pytest.raises(CorruptError) as caught:
         LocalStore().read_metadata(Location.local(path), 0, 10)
     assert caught.value.code == "storage.shrunk"
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 @pytest.mark.parametrize(

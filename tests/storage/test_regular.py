@@ -44,7 +44,7 @@ def test_open_regular__refuses_what_is_no_regular_file_at_once(tmp_path: Path, k
             read(path)
         assert caught.value.code == "storage.not-a-file"
         assert str(caught.value).startswith(f"{path}: is {kind}, ")
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_open_regular__refuses_a_fifo_that_took_the_place_of_a_file_it_has_seen(
@@ -57,7 +57,7 @@ def test_open_regular__refuses_a_fifo_that_took_the_place_of_a_file_it_has_seen(
     monkeypatch.setattr(Path, "stat", lambda _, **__: seen)
     with pytest.raises(StorageError, match="is a FIFO"):
         open_regular(fifo)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_open_regular__follows_links_to_regular_files_and_leaves_the_descriptor_blocking(tmp_path: Path) -> None:

@@ -463,7 +463,7 @@ def test_compose__survives_a_failure_of_any_call(zero2: Pair, owner: object, nam
         else:
             assert not published
         assert (hidden(zero2.folder), worker_threads(2)) == ([], [])
-        assert open_descriptors() == descriptors
+        assert open_descriptors() <= descriptors
     assert failures > 0
     assert tree(zero2.folder / "old") | tree(zero2.folder / "new") == before
 

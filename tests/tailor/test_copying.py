@@ -119,8 +119,8 @@ def test_write_all__that_fails_leaves_nothing_open(tmp_path: Path, bad: int) -> 
     copier = Copier(LocalStore(), FEWEST_BYTES, lambda _: None)
     with pytest.raises(CorruptError):
         copier.write_all([(plan, tmp_path / plan.name) for plan in plans])
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
     assert not (tmp_path / f"out-{bad}").exists()
     with pytest.raises(NotFoundError):
         copier.write_all([(plans[(bad + 1) % 6], tmp_path / "nowhere" / "out")])
-    assert open_descriptors() == before
+    assert open_descriptors() <= before

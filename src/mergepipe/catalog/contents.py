@@ -102,5 +102,5 @@ def known_sha256(connection: sqlite3.Connection, location: str, version: str, si
 
 def all_digests(connection: sqlite3.Connection) -> Iterator[FileDigest]:
     """Yield the digest of every file."""
-    for location, version, size, sha256 in connection.execute("SELECT * FROM file_digests"):
+    for location, version, size, sha256 in connection.execute("SELECT * FROM file_digests").fetchall():
         yield FileDigest(str(location), str(version), int(size), str(sha256))

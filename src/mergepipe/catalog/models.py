@@ -243,7 +243,8 @@ def _gone(where: str) -> MergePipeError:
 
 def all_models(connection: sqlite3.Connection) -> tuple[ModelRow, ...]:
     """Return every row, oldest first."""
-    return tuple(from_columns(row) for row in connection.execute(f"{_SELECT} ORDER BY m.pk"))
+    rows = connection.execute(f"{_SELECT} ORDER BY m.pk").fetchall()  # a row may be refused: no cursor stays open
+    return tuple(from_columns(row) for row in rows)
 
 
 def forget(connection: sqlite3.Connection, models: Iterable[ModelRow]) -> int:
@@ -282,7 +283,10 @@ def gone_digests(connection: sqlite3.Connection, store: Store) -> tuple[FileDige
     Those of a snapshot's inputs tell what its blocks were made from. Where the folder that held a model is not there
     either, it may be on a disk that is not mounted: its digests are not returned.
     """
-    paths = [Location.parse(str(path)) for (path,) in connection.execute("SELECT DISTINCT path FROM snapshot_inputs")]
+    paths = [
+        Location.parse(str(path))
+        for (path,) in connection.execute("SELECT DISTINCT path FROM snapshot_inputs").fetchall()
+    ]
     inputs = {place for path in paths for place in (path, resolved(store, path))}
     gone = []
     for digest in all_digests(connection):
