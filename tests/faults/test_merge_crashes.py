@@ -15,7 +15,7 @@ from mergepipe.options import MergeOptions
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import weights_digest
 
-FEW = 13  # the fast form looks at every thirteenth operation and at one kind of death, the slow one at all
+FEW = 10  # the fast form looks at every tenth operation and at one kind of death, the slow one at all
 
 
 @pytest.fixture(autouse=True)
