@@ -80,7 +80,8 @@ def test_merge__that_probes_says_so_and_remembers(family: Path, tmp_path: Path) 
     plan = json.loads((tmp_path / "first/mergepipe.json").read_text())["plan"]
     assert sum("known from a sample" in each["decision"] for each in plan["fallbacks"]) == N_EXPERTS
     assert all(each["side_bytes"] > 0 for each in plan["models"] if each["role"] == "expert")
-    assert [n for n in first.notices if n.startswith("the plan is made from estimates: `mergepipe analyze")]
+    (advice,) = (n for n in first.notices if n.startswith("the plan is made from estimates: `mergepipe analyze"))
+    assert "once (what 2 merges under this budget save), and" in advice  # 4 models, less than a quarter of 3 read
     _merge(family, tmp_path / "second", home, "25%")
     again = json.loads((tmp_path / "second/mergepipe.json").read_text())["plan"]
     assert not any(each.get("side_bytes") for each in again["models"])

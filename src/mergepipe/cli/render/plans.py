@@ -17,7 +17,7 @@ from mergepipe.jobs.explain import explanation_of
 from mergepipe.planning.level_counts import blocks_by_level
 from mergepipe.planning.plan import Plan, expected_error_of
 from mergepipe.reports import ExpertShare, Explanation
-from mergepipe.runs.budget.verdict import verdict_of
+from mergepipe.runs.budget.verdict import analysis_advice, verdict_of
 
 MAX_GROUPS = 6
 MAX_RUN_CHARACTERS = 60
@@ -68,6 +68,7 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
         *_choices("fallback", plan.fallbacks),
         *_choices("adjusted", plan.adjustments),
         *(("notice", str(notice)) for notice in plan.recipe_notices),
+        *(("advice", advice) for advice in analysis_advice(plan)),
         ("digest", plan.digest),
         *([("stored", str(stored))] if stored is not None else []),
     ]

@@ -79,4 +79,15 @@ def analysis_advice(plan: Plan) -> tuple[str, ...]:
     command = " ".join(["mergepipe analyze", *(shlex.quote(model.path) for model in (bases[0], *experts))])
     nbytes = bases[0].full_cost_bytes + sum(model.full_cost_bytes for model in experts)
     reason = "; ".join(text for reason, text in _ADVISED.items() if reason in reasons.values())
-    return (f"{reason}: `{command}` reads {format_bytes(nbytes)} once, and makes later plans exact",)
+    return (
+        f"{reason}: `{command}` reads {format_bytes(nbytes)} once{_payoff(plan, nbytes)}, and makes later plans exact",
+    )
+
+
+def _payoff(plan: Plan, nbytes: int) -> str:
+    """Say how many merges save `nbytes` by not reading all of the experts; nothing where none does."""
+    saved_bytes = plan.full_cost_bytes - plan.planned_bytes
+    if saved_bytes <= 0:
+        return ""
+    merges = -(-nbytes // saved_bytes)
+    return f" (what {merges} merge{'s' * (merges > 1)} under this budget save{'s' * (merges == 1)})"
