@@ -11,11 +11,35 @@ from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.regular import read_up_to
 from mergepipe.storage.system_calls import read_at
 
 SHRUNK = "storage.shrunk"
 """The code of the error for a file that ends before a range that it should hold."""
+
+
+class FileOnTop:
+    """Answers for the file below what does not change when some of its ranges are served from elsewhere."""
+
+    def __init__(self, file: RangeFile) -> None:
+        self._file = file
+
+    @property
+    def location(self) -> Location:
+        return self._file.location
+
+    @property
+    def size_bytes(self) -> int:
+        return self._file.size_bytes
+
+    @property
+    def alignment(self) -> int:
+        return self._file.alignment
+
+    @property
+    def version(self) -> str:
+        return self._file.version
 
 
 def read_exact(

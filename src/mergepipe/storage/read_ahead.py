@@ -17,7 +17,7 @@ from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import request
+from mergepipe.storage.ranges import FileOnTop, request
 
 PIECE_BYTES: Final = 8 << 20
 
@@ -164,29 +164,13 @@ class ReadAhead:
         return True
 
 
-class _AheadFile:
+class _AheadFile(FileOnTop):
     """A file of which some ranges are read already."""
 
     def __init__(self, file: RangeFile, ahead: ReadAhead) -> None:
-        self._file = file
+        super().__init__(file)
         self._ahead = ahead
         self.close = file.close
-
-    @property
-    def location(self) -> Location:
-        return self._file.location
-
-    @property
-    def size_bytes(self) -> int:
-        return self._file.size_bytes
-
-    @property
-    def alignment(self) -> int:
-        return self._file.alignment
-
-    @property
-    def version(self) -> str:
-        return self._file.version
 
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
         """Fill `buffer` from `offset`; see `RangeFile.read_into`."""

@@ -12,7 +12,7 @@ from mergepipe.storage import owned
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import shrunk
+from mergepipe.storage.ranges import FileOnTop, shrunk
 from mergepipe.storage.regular import os_error
 from mergepipe.storage.system_calls import read_at
 
@@ -98,28 +98,12 @@ class _Spill:
             raise os_error(error, self._folder, doing) from error
 
 
-class _SpilledFile:
+class _SpilledFile(FileOnTop):
     """One of the `SpilledFiles`; closing it closes nothing."""
 
     def __init__(self, file: RangeFile, spill: _Spill) -> None:
-        self._file = file
+        super().__init__(file)
         self._spill = spill
-
-    @property
-    def location(self) -> Location:
-        return self._file.location
-
-    @property
-    def size_bytes(self) -> int:
-        return self._file.size_bytes
-
-    @property
-    def alignment(self) -> int:
-        return self._file.alignment
-
-    @property
-    def version(self) -> str:
-        return self._file.version
 
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
         if purpose is not Purpose.EXPERT:
