@@ -69,12 +69,10 @@ def _is_full(plan: Plan, shares: Sequence[float]) -> bool:
 
 def analysis_advice(plan: Plan) -> tuple[str, ...]:
     """Name the command that would make a plan exact, and what it reads; nothing where all is known or all is read."""
-    if _is_full(plan, _shares(plan, coverage_of(plan))):
-        return ()
     reasons = {fallback.where: fallback.reason for fallback in plan.fallbacks if fallback.reason in _ADVISED}
     experts = [model for model in plan.models if model.role == "expert" and f"expert '{model.model}'" in reasons]
     bases = [model for model in plan.models if model.role == "base"]
-    if not experts or not bases:
+    if not experts or not bases or _is_full(plan, _shares(plan, coverage_of(plan))):
         return ()
     command = " ".join(["mergepipe analyze", *(shlex.quote(model.path) for model in (bases[0], *experts))])
     nbytes = bases[0].full_cost_bytes + sum(model.full_cost_bytes for model in experts)
