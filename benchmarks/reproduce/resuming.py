@@ -71,13 +71,14 @@ def _resume(place: Workplace, make: Callable[[Path, Path], None], seed: int) -> 
     return found
 
 
-def _runs(results: Results) -> list[Resumed]:
+def stored_runs(results: Results) -> list[Resumed]:
+    """Return the runs of all seeds."""
     stored = (run for entry in results.entries.values() for run in entry["results"])
     return [Resumed(**{**run, "ages": tuple(run["ages"]), "excess": tuple(run["excess"])}) for run in stored]
 
 
 def _page(results: Results) -> Page:
-    runs, setting = _runs(results), Setting(**next(iter(results.entries.values()))["setting"])
+    runs, setting = stored_runs(results), Setting(**next(iter(results.entries.values()))["setting"])
     header, rows = table_of(setting, runs)
     kept = [number for number, _ in enumerate(header) if any(row[number] for row in rows)]
     table = Table(tuple(header[n] for n in kept), tuple(tuple(row[n] for n in kept) for row in rows))

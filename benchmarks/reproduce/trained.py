@@ -289,19 +289,27 @@ def _meaning(results: Results) -> str:
 
 
 def _ranking(results: Results) -> str:
-    """Say how often packed experts keep the most of the gain at the told share, of the merges that were measured."""
-    n_best = n_cases = 0
+    """Say, of the merges at the told share, how often packed experts lose least, and what blocks by norm keep."""
+    cases = []
     for kind in _kinds(results):
         for operator in _measured(results, kind)[0]:
-            values = [_kept(results, kind, operator, form, _TOLD_SHARE) for form in _FORMS]
-            lost = [value.lost for value in values if value is not None]
-            if len(lost) == len(_FORMS):
-                n_cases += 1
-                n_best += lost[0] == min(lost)  # the first form is packed
+            kept = {form: _kept(results, kind, operator, form, _TOLD_SHARE) for form in _FORMS}
+            cases.append({form: value for form, value in kept.items() if value is not None})
+    cases = [case for case in cases if len(case) == len(_FORMS)]
+    n_best = sum(case["packed"].lost == min(value.lost for value in case.values()) for case in cases)
+    blocks = [case["norm"].share for case in cases if case["norm"].gain > 0]
+    dropped = ""
+    if blocks:
+        dropped = f" Whole blocks by norm keep {_range(blocks)} of the gain: the rest is what dropping them costs."
     return (
-        f"Blocks that a budget drops are quality dropped. At {_TOLD_SHARE} % of the bytes packed experts lose less than"
-        f" blocks by norm or at random in {n_best} of {n_cases} cases."
+        f"At {_TOLD_SHARE} % of the bytes packed experts lose less than whole blocks, by norm or at random, in {n_best}"
+        f" of {len(cases)} cases.{dropped}"
     )
+
+
+def _range(shares: Sequence[float]) -> str:
+    lowest, highest = percent(min(shares)), percent(max(shares))
+    return lowest if lowest == highest else f"{lowest} to {highest}"
 
 
 def _verdict(results: Results, kind: str, operator: str, packed: _Kept | None) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.reproduce.__main__ import main
+from benchmarks.reproduce.papers import comparison
 from benchmarks.reproduce.registry import PARTS
 from benchmarks.reproduce.results import Results
 from benchmarks.reproduce.writing import markdown_files
@@ -25,3 +26,4 @@ def test_resuming__compares_composites_with_the_run_that_was_not_interrupted(tmp
     assert any(parity["excess"])
     text = markdown_files(PARTS, tmp_path / "results")["resuming.md"]
     assert "| paper-filter of full saves, 10 steps apart |" in text
+    assert "| paper-filter | 1.59 / 1.59 | 1.60 / 1.62 |" in comparison({"resuming": stored})
