@@ -16,6 +16,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from mergepipe.core.units import size_option
 from mergepipe.core.values import dataclass
 from mergepipe.errors import LimitError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInput, RawBlock
@@ -62,7 +63,7 @@ class Copier:
             raise LimitError.of(
                 "memory.too-small", "--memory",
                 f"{memory_bytes} bytes of buffers were allowed, composing needs at least {FEWEST_BYTES}",
-                "raise --memory",
+                f"raise --memory to {size_option(FEWEST_BYTES)} or more",
             )  # fmt: skip
         room = memory_bytes - CHUNK_BYTES
         self._chunk_bytes = min(_LARGEST_CHUNK_BYTES, room // 4 // PAGE_BYTES * PAGE_BYTES - 2 * PAGE_BYTES)
