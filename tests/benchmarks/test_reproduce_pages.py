@@ -27,6 +27,8 @@ def test_markdown_files__are_those_in_the_documentation() -> None:
     for name, text in texts.items():
         assert (DOCS / "benchmarks" / name).read_text() == text, f"{name} is stale: make pages"
     assert {path.name for path in (DOCS / "benchmarks").glob("*.md")} == set(texts)
+    navigation = (DOCS.parent / "mkdocs.yml").read_text()
+    assert [name for name in texts if f"benchmarks/{name}" not in navigation] == []
 
 
 def test_figures__are_drawn_from_the_stored_results() -> None:
