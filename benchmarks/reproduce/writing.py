@@ -73,7 +73,10 @@ def _index(parts: Mapping[str, Part], pages: Mapping[str, tuple[Results, Page]])
         "Machine: " + "; ".join(machines) + ".",
         "`make reproduce PARTS=\"scaling sweep\" SIZE=0.6b` measures parts and writes their pages; `python -m"
         " benchmarks.reproduce list --size 0.6b` says what disk and time each needs. A run that was stopped goes on"
-        " where it was, refuses to begin without the disk, and deletes its families.",
+        " where it was, refuses to begin without the disk, and deletes its families. A page says how many"
+        " processors other programs used meanwhile (the kernel's busy time less ours), or, of older results, the load"
+        " average, to which a benchmark adds its own threads. Seconds over those of the floor are told where others"
+        " used at most a quarter of the processors.",
     ]  # fmt: skip
     return "\n\n".join(lines) + "\n"
 
