@@ -374,8 +374,8 @@ def _how_to_read(results: Results) -> str:
         f"*Gain kept*: of the mean loss over {n_windows} held-out windows of the four domains, the same for every"
         f" merge, the share of the full merge's gain over the base that is left; 100 % is the full merge itself."
         f" ±: half of the 95 % interval over windows of the paired difference, in points; in brackets that over seeds,"
-        f" where there are three. *Packed*: the stores of the packed experts over"
-        f" their raw weights; a budget above that reads everything, and the merge is the full one."
+        f" where there are three. *Packed*: the stores of the packed experts over their raw weights; a budget above"
+        f" that reads everything, and the merge is the full one."
     )
 
 
@@ -422,5 +422,6 @@ def _figure(results: Results, kind: str) -> Figure:
 
 
 PART = Part(
-    "trained", "a public 135M language model on four domains: perplexity kept by budgets", _needs, _measure, _page
-)
+    "trained", "a public 135M language model on four domains: perplexity kept by budgets", _needs, _measure, _page,
+    tells_beginnings=True,
+)  # fmt: skip

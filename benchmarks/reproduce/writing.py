@@ -18,9 +18,10 @@ _BEGIN, _END = "<!-- figures: written by make reproduce -->", "<!-- end of figur
 
 
 def stored_pages(parts: Mapping[str, Part], folder: Path) -> dict[str, tuple[Results, Page]]:
-    """Make the page of each part whose results, measured to the end, are in `folder`."""
+    """Make the page of each part whose results, measured to the end or telling without it, are in `folder`."""
     stored = {name: Results.read(folder / f"{name}.json") for name in parts if (folder / f"{name}.json").exists()}
-    return {name: (results, parts[name].page(results)) for name, results in stored.items() if results.is_complete}
+    told = {name: results for name, results in stored.items() if results.is_complete or parts[name].tells_beginnings}
+    return {name: (results, parts[name].page(results)) for name, results in told.items()}
 
 
 def markdown_files(parts: Mapping[str, Part], folder: Path) -> dict[str, str]:
