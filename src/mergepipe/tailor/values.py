@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
 from bisect import bisect_right
 from contextlib import ExitStack
 from threading import Lock
@@ -12,6 +10,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.checkpoints.open_files import allow_open_files
 from mergepipe.core.blocks import Span
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import RangeFile, Store
@@ -19,8 +18,6 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
 from mergepipe.tailor.checkpoint import StoredState
-
-_SPARE_DESCRIPTORS = 64
 
 
 class StateReader:
@@ -69,14 +66,6 @@ class StateReader:
     def _open(self, path: Location) -> RangeFile:
         with self._lock:
             if path not in self._files:
-                allow_open_files(len(self._files) + _SPARE_DESCRIPTORS)
+                allow_open_files(len(self._files))
                 self._files[path] = self._store.open(path)
             return self._files[path]
-
-
-def allow_open_files(wanted: int) -> None:
-    """Raise the soft limit on open files towards `wanted`; where that is refused, opening says so."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard >= 0 else wanted, hard))

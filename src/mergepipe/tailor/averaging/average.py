@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.directory import find_sidecars, list_names, open_checkpoint
 from mergepipe.core.blocks import DType, DTypeKind, Span
 from mergepipe.core.values import dataclass
+from mergepipe.deltastore.unpacked_view import UnpackedView
 from mergepipe.errors import CorruptError, LimitError, MismatchError, RecipeError
 from mergepipe.recipes.resolve.adapted_config import with_dtype
 from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, index_json, plan_shards
@@ -34,9 +35,10 @@ from mergepipe.tailor.composition.self_check import SelfCheck, Thoroughness, com
 from mergepipe.tailor.composition.skeleton_files import list_skeleton
 from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
 from mergepipe.tailor.composition.staleness import choose_steps
-from mergepipe.tailor.composition.state_overlay import CONFIG_NAME, StateOverlay
+from mergepipe.tailor.composition.state_overlay import StateOverlay
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
-from mergepipe.tailor.formats.trainer_files import weight_state
+from mergepipe.tailor.formats.trainer_files import CONFIG_NAME, weight_state
+from mergepipe.tailor.formats.weights_only import WEIGHTS_FORMAT
 from mergepipe.tailor.inspect import differences
 from mergepipe.tailor.same_run import check_same_run
 from mergepipe.tailor.values import StateReader
@@ -50,7 +52,7 @@ _TOLERANCES = {"F64": 2.0**-20, "F32": 2.0**-20, "BF16": 2.0**-7, "F16": 2.0**-9
 def average(request: AverageRequest, out: Path, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
     """Average and publish; see `tailor.api.average`."""
     started = time.perf_counter()
-    store = Stores()
+    store = UnpackedView(Stores())
     averaging = open_averaging(store, request)
     check_target(out, [source.path for source in averaging.sources], force=options.force)
     plan = averaging.plan()
@@ -65,7 +67,7 @@ def average(request: AverageRequest, out: Path, options: ComposeOptions, on_prog
 def check_average(request: AverageRequest) -> CompositionReport:
     """Report what an average would do; reads structure and step counters only."""
     started = time.perf_counter()
-    averaging = open_averaging(Stores(), request)
+    averaging = open_averaging(UnpackedView(Stores()), request)
     plan = averaging.plan()
     return CompositionReport(plan, None, None, time.perf_counter() - started, averaging.record)
 
@@ -99,7 +101,7 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     opened = [open_source_checkpoint(store, path) for path in request.checkpoints]
     order = sorted(range(count), key=lambda index: opened[index].step)
     sources = tuple(opened[index] for index in order)
-    _check_fit(sources)
+    _check_fit(sources, request.optimizer)
     check_same_run(store, sources)
     if not isinstance(request.weights, str):
         scheme = normalised([request.weights[index] for index in order], "--weights")
@@ -120,13 +122,14 @@ def _check_options(request: AverageRequest) -> None:
             raise RecipeError.of("option.pair", option, message, "leave it out, or give optimizer 'none'")
 
 
-def _check_fit(sources: Sequence[TrainingCheckpoint]) -> None:
-    """Refuse checkpoints that are not different steps of one run, each complete."""
+def _check_fit(sources: Sequence[TrainingCheckpoint], optimizer: OptimizerState) -> None:
+    """Refuse checkpoints that are not different steps of one run, each with all that is averaged."""
     for source in sources:
-        if source.missing:
-            raise MismatchError.of(
-                "tailor.incomplete", source.path, f"lacks {source.missing[0]}", "an average takes complete checkpoints"
-            )
+        is_enough = source.format == WEIGHTS_FORMAT and optimizer is OptimizerState.NONE
+        if source.missing and not is_enough:
+            hint = "an average takes complete checkpoints"
+            hint += "; without --optimizer it takes weights alone" if source.format == WEIGHTS_FORMAT else ""
+            raise MismatchError.of("tailor.incomplete", source.path, f"lacks {source.missing[0]}", hint)
     for older, newer in pairwise(sources):
         if older.step == newer.step:
             raise MismatchError.of(
