@@ -42,15 +42,22 @@ class StateReader:
                 stack.callback(file.close)
             self._files.clear()
 
-    def read(self, state: StoredState, span: Span) -> NDArray[np.uint8]:
-        """Return the bytes of the elements `span` of `state`.
+    def read(self, state: StoredState, *spans: Span) -> NDArray[np.uint8]:
+        """Return the bytes of elements of `state`, those of one span after those of another.
 
         Raises:
             CorruptError: a piece of it is not there.
         """
-        itemsize = state.dtype.itemsize
-        out = np.empty(span.n_elements * itemsize, np.uint8)
-        done = 0
+        out = np.empty(sum(span.n_elements for span in spans) * state.dtype.itemsize, np.uint8)
+        start = 0
+        for span in spans:
+            stop = start + span.n_elements * state.dtype.itemsize
+            self._read(state, span, out[start:stop])
+            start = stop
+        return out
+
+    def _read(self, state: StoredState, span: Span, out: NDArray[np.uint8]) -> None:
+        itemsize, done = state.dtype.itemsize, 0
         place = bisect_right(state.pieces, span.start, key=lambda piece: piece.span.stop)
         while place < len(state.pieces) and (piece := state.pieces[place]).span.start < span.stop:
             place += 1
@@ -61,9 +68,11 @@ class StateReader:
             done += nbytes
         if done != out.size:
             raise CorruptError.of("tailor.gap", state.parameter, f"{state.kind} is saved in part only")
-        return out
 
     def _open(self, path: Location) -> RangeFile:
+        file = self._files.get(path)
+        if file is not None:
+            return file
         with self._lock:
             if path not in self._files:
                 allow_open_files(len(self._files))
