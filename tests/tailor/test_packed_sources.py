@@ -30,7 +30,7 @@ from mergepipe.storage.ranges import read_exact
 from support.training_trees import KnownStates, decoder_shapes, known_states, write_hf
 
 STEPS = (100, 200, 300)
-SHAPES = decoder_shapes(vocabulary=60_000, tied=True)  # embeddings of two blocks
+SHAPES = decoder_shapes(vocabulary=53_000, tied=True)  # embeddings of two blocks
 WHOLE = "mergepipe-store.whole.bin"
 
 
