@@ -290,12 +290,21 @@ def _meaning(results: Results) -> str:
     return (
         f"**{_ranking(results)}** Of what the full merge of four fine-tunes of SmolLM2-135M gains over it in nats a"
         f" token, a merge of {_TOLD_SHARE} % of the bytes keeps, with 95 % intervals over held-out windows:"
-        f" {'; '.join(told)}."
+        f" {'; '.join(told)}. {_packed_sizes(results)}"
     )
 
 
+def _packed_sizes(results: Results) -> str:
+    """Say what packed experts take of their raw bytes: with room for all of that, a merge is the full one."""
+    shares = [
+        results[f"{kind}/{seed}/family"]["packed_share"] for kind in _kinds(results) for seed in _seeds(results, kind)
+    ]
+    text = f"Packed, these experts take {_range(shares, 1)} of their raw bytes, which are all read where the budget"
+    return f"{text} holds them; they are short fine-tunes, and longer ones take more."
+
+
 def _ranking(results: Results) -> str:
-    """Say, of the merges at the told share, how often packed experts lose least, and what blocks by norm keep."""
+    """Say, of the merges at the told share, which form loses least how often, and what whole blocks keep."""
     cases = []
     for kind in _kinds(results):
         for operator in _measured(results, kind)[0]:
@@ -306,15 +315,19 @@ def _ranking(results: Results) -> str:
     blocks = [case["norm"].share for case in cases if case["norm"].gain > 0]
     dropped = ""
     if blocks:
-        dropped = f" Whole blocks by norm keep {_range(blocks)} of the gain: the rest is what dropping them costs."
+        n_random = sum(case["random"].lost < case["norm"].lost for case in cases)
+        dropped = (
+            f" Whole blocks by norm keep {_range(blocks)} of the gain: the rest is what dropping them costs; blocks at"
+            f" random lose less than those by norm in {n_random} of {len(cases)} cases."
+        )
     return (
         f"At {_TOLD_SHARE} % of the bytes packed experts lose less than whole blocks, by norm or at random, in {n_best}"
         f" of {len(cases)} cases.{dropped}"
     )
 
 
-def _range(shares: Sequence[float]) -> str:
-    lowest, highest = percent(min(shares)), percent(max(shares))
+def _range(shares: Sequence[float], digits: int = 0) -> str:
+    lowest, highest = percent(min(shares), digits), percent(max(shares), digits)
     return lowest if lowest == highest else f"{lowest} to {highest}"
 
 
