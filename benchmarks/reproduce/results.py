@@ -99,6 +99,10 @@ class Results:
     def clock_name(self) -> str:
         return "processor seconds" if self.is_busy else "seconds"
 
+    def over_floor(self, entry: Entry) -> str:
+        """Tell the seconds of an entry over those of its floor; nothing where the machine was busy."""
+        return "" if self.is_busy else f"{entry['seconds'] / entry['floor_seconds']:.2f}"
+
     def __getitem__(self, key: str) -> Entry:
         return self.entries[key]
 

@@ -17,6 +17,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.open_files import allow_open_files
+from mergepipe.core.units import size_option
 from mergepipe.core.values import dataclass
 from mergepipe.errors import LimitError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInput, RawBlock
@@ -61,7 +62,7 @@ class Copier:
             raise LimitError.of(
                 "memory.too-small", "--memory",
                 f"{memory_bytes} bytes of buffers were allowed, composing needs at least {FEWEST_BYTES}",
-                "raise --memory",
+                f"raise --memory to {size_option(FEWEST_BYTES)} or more",
             )  # fmt: skip
         room = memory_bytes - CHUNK_BYTES
         self._chunk_bytes = min(_LARGEST_CHUNK_BYTES, room // 4 // PAGE_BYTES * PAGE_BYTES - 2 * PAGE_BYTES)
