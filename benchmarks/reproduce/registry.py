@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.reproduce import compose, memory, overheads, payoff, published, scaling, sweep, trained
+from benchmarks.reproduce import compose, memory, overheads, payoff, published, resuming, scaling, sweep, trained
 from benchmarks.reproduce.parts import Part
 
 PARTS: Mapping[str, Part] = {
@@ -18,5 +18,6 @@ PARTS: Mapping[str, Part] = {
         published.PART,
         trained.PART,
         compose.PART,
+        resuming.PART,
     )
 }
