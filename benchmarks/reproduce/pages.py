@@ -88,11 +88,12 @@ def _provenance(results: Results, command: str) -> str:
         " Other programs had the processors and the disk at the same time: compare bytes, errors and processor seconds,"
         " not seconds."
     )
+    beginning = "" if results.is_complete else " **Not measured to its end**: the same command goes on."
     numbers = f"results/{results.path.name}"
     return (
         f"Measured {results.date} at commit {results.commit}, size `{results.size['name']}`, on the machine of the"
         f" [index](index.md); {busy} on {results.machine['cores']} processors."
-        f"{warning if results.is_busy else ''} Again: `{command}`. Numbers: [{numbers}]({numbers})."
+        f"{warning if results.is_busy else ''}{beginning} Again: `{command}`. Numbers: [{numbers}]({numbers})."
     )
 
 

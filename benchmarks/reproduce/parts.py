@@ -24,10 +24,14 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One experiment. `measure` adds to the results what they lack; `page` is a pure function of them."""
+    """One experiment. `measure` adds to the results what they lack; `page` is a pure function of them.
+
+    `tells_beginnings`: its page can be made of results that were not measured to the end.
+    """
 
     name: str
     summary: str
     needs: Callable[[Size], Needs]
     measure: Callable[[Workplace, Size, Results], None]
     page: Callable[[Results], Page]
+    tells_beginnings: bool = False

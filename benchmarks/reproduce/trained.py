@@ -19,7 +19,7 @@ from benchmarks.heldout import Heldout
 from benchmarks.local_text import GENERAL, Domain, gather
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, percent
 from benchmarks.reproduce.parts import Needs, Part
-from benchmarks.reproduce.results import Entry, Results
+from benchmarks.reproduce.results import Entry, Results, ResultsError
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.smollm import make_base
 from benchmarks.reproduce.workplace import Workplace
@@ -50,7 +50,9 @@ def _needs(size: Size) -> Needs:
 def _measure(place: Workplace, size: Size, results: Results) -> None:
     place = place.within("trained")
     base = _Base(place, is_toy=size.is_toy)
-    results.measure("base", base.describe)
+    stored = results.measure("base", base.describe)["schedules"]
+    if stored != base.schedules_json():
+        raise ResultsError(f"{results.path}: has results of other trainings; --replace measures all anew")
     for seed in range(size.repeats):
         for kind in _KINDS:
             family = _Family(place, base, kind, seed)
@@ -107,8 +109,10 @@ class _Base:
 
     def describe(self) -> dict[str, Any]:
         file = self.prepare() / "model.safetensors"
-        schedules = {kind: asdict(schedule) for kind, schedule in self.schedules.items()}
-        return {"losses": self.score(self.folder), "bytes": file.stat().st_size, "schedules": schedules}
+        return {"losses": self.score(self.folder), "bytes": file.stat().st_size, "schedules": self.schedules_json()}
+
+    def schedules_json(self) -> dict[str, Any]:
+        return {kind: asdict(schedule) for kind, schedule in self.schedules.items()}
 
     def score(self, model: Path, only: str | None = None) -> dict[str, list[float]]:
         """Return the losses of the held-out windows by domain, or of one domain."""
@@ -168,6 +172,8 @@ class _Family:
             if not expert.exists():
                 self._train(expert, domain, 1000 * self._seed + number)
         models = [base, *self._experts]
+        for folder in (self._packed, self._home, self.place.folder / "home-pack"):  # of a run that was stopped here
+            shutil.rmtree(folder, ignore_errors=True)
         self.place.ours("analyze", *models, "--home", self._home, "--block-elements", _BLOCK_ELEMENTS)
         self.place.ours("pack", *models, "--out", self._packed, "--home", self.place.folder / "home-pack")
 
@@ -368,8 +374,8 @@ def _how_to_read(results: Results) -> str:
         f"*Gain kept*: of the mean loss over {n_windows} held-out windows of the four domains, the same for every"
         f" merge, the share of the full merge's gain over the base that is left; 100 % is the full merge itself."
         f" ±: half of the 95 % interval over windows of the paired difference, in points; in brackets that over seeds,"
-        f" where there are three. *Packed*: the packed bytes of base and experts over the experts' raw bytes; a budget"
-        f" above the experts' part reads everything."
+        f" where there are three. *Packed*: the folders of the packed experts, with tokenizers of 3.5 MB each, over"
+        f" their raw weights; a budget above that reads everything, and the merge is the full one."
     )
 
 
@@ -416,5 +422,6 @@ def _figure(results: Results, kind: str) -> Figure:
 
 
 PART = Part(
-    "trained", "a public 135M language model on four domains: perplexity kept by budgets", _needs, _measure, _page
-)
+    "trained", "a public 135M language model on four domains: perplexity kept by budgets", _needs, _measure, _page,
+    tells_beginnings=True,
+)  # fmt: skip

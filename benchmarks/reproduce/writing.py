@@ -18,9 +18,10 @@ _BEGIN, _END = "<!-- figures: written by make reproduce -->", "<!-- end of figur
 
 
 def stored_pages(parts: Mapping[str, Part], folder: Path) -> dict[str, tuple[Results, Page]]:
-    """Make the page of each part whose results, measured to the end, are in `folder`."""
+    """Make the page of each part whose results, measured to the end or telling without it, are in `folder`."""
     stored = {name: Results.read(folder / f"{name}.json") for name in parts if (folder / f"{name}.json").exists()}
-    return {name: (results, parts[name].page(results)) for name, results in stored.items() if results.is_complete}
+    told = {name: results for name, results in stored.items() if results.is_complete or parts[name].tells_beginnings}
+    return {name: (results, parts[name].page(results)) for name, results in told.items()}
 
 
 def markdown_files(parts: Mapping[str, Part], folder: Path) -> dict[str, str]:
@@ -73,7 +74,10 @@ def _index(parts: Mapping[str, Part], pages: Mapping[str, tuple[Results, Page]])
         "Machine: " + "; ".join(machines) + ".",
         "`make reproduce PARTS=\"scaling sweep\" SIZE=0.6b` measures parts and writes their pages; `python -m"
         " benchmarks.reproduce list --size 0.6b` says what disk and time each needs. A run that was stopped goes on"
-        " where it was, refuses to begin without the disk, and deletes its families.",
+        " where it was, refuses to begin without the disk, and deletes its families. A page says how many"
+        " processors other programs used meanwhile (the kernel's busy time less ours), or, of older results, the load"
+        " average, to which a benchmark adds its own threads. Seconds over those of the floor are told where others"
+        " used at most a quarter of the processors.",
     ]  # fmt: skip
     return "\n\n".join(lines) + "\n"
 

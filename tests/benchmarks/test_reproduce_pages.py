@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks.reproduce.other_programs import Clocks, busy_seconds, processors_of_others
 from benchmarks.reproduce.pages import Figure, Page, Series, Table
+from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.registry import PARTS
 from benchmarks.reproduce.results import Results, ResultsError
 from benchmarks.reproduce.sizes import SIZES
@@ -27,6 +28,8 @@ def test_markdown_files__are_those_in_the_documentation() -> None:
     for name, text in texts.items():
         assert (DOCS / "benchmarks" / name).read_text() == text, f"{name} is stale: make pages"
     assert {path.name for path in (DOCS / "benchmarks").glob("*.md")} == set(texts)
+    navigation = (DOCS.parent / "mkdocs.yml").read_text()
+    assert [name for name in texts if f"benchmarks/{name}" not in navigation] == []
 
 
 def test_figures__are_drawn_from_the_stored_results() -> None:
@@ -104,7 +107,14 @@ def test_page__text_table_and_figure_become_markdown(tmp_path: Path) -> None:
 
 def results_of(others: list[float], cores: int) -> Results:
     entries = {str(number): {"load": 6.0, "others": used} for number, used in enumerate(others)}
-    content = {"machine": {"cores": cores}, "entries": entries, "date": "", "commit": "", "size": TOY}
+    content = {
+        "machine": {"cores": cores},
+        "entries": entries,
+        "date": "",
+        "commit": "",
+        "size": TOY,
+        "is_complete": True,
+    }
     return Results(Path("part.json"), content)
 
 
@@ -132,3 +142,21 @@ def test_clocks__count_what_a_child_used() -> None:
     assert after.ours > before.ours
     assert after.busy > before.busy
     assert after.wall > before.wall
+
+
+def test_stored_pages__are_of_results_measured_to_the_end_but_for_parts_that_tell_beginnings(tmp_path: Path) -> None:
+    page = Page("Title", "**Meaning.**", ())
+    parts = {
+        name: Part(name, "", lambda _: Needs(0, 0), lambda *_: None, lambda _: page, tells_beginnings=tells)
+        for name, tells in (("whole", False), ("begun", True))
+    }
+    for name in parts:
+        results = Results.open(tmp_path, name, TOY)
+        results.measure("a", lambda: {"value": 7})
+    pages = stored_pages(parts, tmp_path)
+    assert list(pages) == ["begun"]
+    assert "**Not measured to its end**" in page.markdown(pages["begun"][0], "make it")
+    results = Results.open(tmp_path, "whole", TOY)
+    results.finish()
+    assert set(stored_pages(parts, tmp_path)) == {"whole", "begun"}
+    assert "Not measured" not in page.markdown(results, "make it")
