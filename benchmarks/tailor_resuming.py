@@ -2,7 +2,8 @@
 
 Run with the interpreter of requirements/train.txt and PYTHONPATH=src: `python -m benchmarks.tailor_resuming WORK`. For
 every seed, one run saves in full and goes on to the end; others save in part, each with its strategy. Composites are
-made of all of them by `mergepipe tailor` and resumed by the Trainer: the same batches, rates and random states.
+made of all of them by `mergepipe tailor` and resumed by the Trainer: the same batches, rates and random states. With
+`--base`, a model on disk is fine-tuned, and composites are made of full saves alone, by the paper's strategies.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from mergepipe.tailor.composition.compose import CompositionReport
 from mergepipe.tailor.saving.save_journal import LOG_NAME, read_journal
 
 _SHAPE = tiny_lm.LmShape(vocab=1024, hidden=96, layers=8, kv_heads=2, head_dim=24, intermediate=256, context=64)
-_WINDOW_TOKENS, _BATCH, _HELDOUT_WINDOWS = 64, 8, 96
 _CHARACTERS = 2_000_000
+_PAPER_FILTER_AGE = 5  # saves between one half of the middle layers and the other
 _WEIGHTS, _OPTIMIZER = "model.safetensors", "optimizer.pt"
 _PARTIAL = ("parity", "filter", "latest-changed, half", "latest-changed, a quarter")
 _BUDGET_FRACTIONS = {"half": 0.5, "a quarter": 0.25}  # of a full save, for latest-changed
 _WINDOWS = ((1, 5), (6, 20), (21, 50), (51, 100))  # steps after resuming, both ends included
 _RECOVERED_NATS, _RECOVERED_STEPS = 0.01, 10
-_RESULT = "resuming.json"
+RESULT = "resuming.json"
 
 Losses = dict[int, float]
 
@@ -50,6 +51,28 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class Task:
+    """What is trained: a new small model, or the one in `base`; on windows of that many tokens."""
+
+    base: Path | None
+    batch: int
+    window_tokens: int
+    heldout_windows: int
+    warmup_steps: int
+
+    def model(self, seed: int) -> tiny_lm.LmModel:
+        return tiny_lm.new_model(_SHAPE, seed) if self.base is None else tiny_lm.load_model(self.base)
+
+
+NEW = Task(None, batch=8, window_tokens=64, heldout_windows=96, warmup_steps=50)
+
+
+def fine_tuning(base: Path, *, window_tokens: int = 256) -> Task:
+    """Return the task of training a model on disk further."""
+    return Task(base, batch=2, window_tokens=window_tokens, heldout_windows=24, warmup_steps=4)
+
+
+@dataclass(frozen=True, slots=True)
 class Text:
     """Token windows to train on and to score with."""
 
@@ -60,7 +83,8 @@ class Text:
 @dataclass(frozen=True, slots=True)
 class Resumed:
     """One checkpoint, resumed. `ages` are those of its units in steps; `excess` what each step's loss is above that of
-    the run that was not interrupted, on the same batch; `saved_fraction` what a partial save has of a full one's bytes.
+    the run that was not interrupted, on the same batch; `saved_fraction` what a partial save has of a full one's bytes;
+    `final_loss` the mean loss of the last `_RECOVERED_STEPS` steps.
     """
 
     name: str
@@ -70,6 +94,7 @@ class Resumed:
     heldout_at: float
     heldout_after: float | None
     excess: tuple[float, ...]
+    final_loss: float | None = None
 
     @property
     def recovered_after(self) -> int | None:
@@ -80,27 +105,32 @@ class Resumed:
         return None
 
 
-def read_text(n_windows: int) -> Text:
-    """Cut windows, without overlap, out of general text of this machine."""
-    (general,) = gather(0, general_characters=_CHARACTERS)
-    tokenizer = tiny_lm.make_tokenizer([general.training], _SHAPE.vocab)
+def read_text(task: Task, n_windows: int) -> Text:
+    """Cut windows, without overlap, out of text of this machine: general text, or the last domain for fine-tuning."""
+    if task.base is None:
+        (domain,) = gather(0, general_characters=_CHARACTERS)
+        tokenizer = tiny_lm.make_tokenizer([domain.training], _SHAPE.vocab)
+    else:
+        domain = gather(8, general_characters=1)[-1]
+        tokenizer = tiny_lm.load_tokenizer(task.base)
 
     def windows(text: str, count: int) -> tuple[tuple[int, ...], ...]:
-        ids = tiny_lm.tokens_of(tokenizer, text)
-        found = [tuple(ids[i : i + _WINDOW_TOKENS]) for i in range(0, len(ids) - _WINDOW_TOKENS, _WINDOW_TOKENS)]
+        ids, size = tiny_lm.tokens_of(tokenizer, text), task.window_tokens
+        found = [tuple(ids[i : i + size]) for i in range(0, len(ids) - size, size)]
         if len(found) < count:
             raise SystemExit(f"error: {count} windows of text needed, this machine has {len(found)}")
         return tuple(found[:: len(found) // count][:count])
 
-    return Text(windows(general.training, n_windows), windows(general.heldout, _HELDOUT_WINDOWS))
+    return Text(windows(domain.training, n_windows), windows(domain.heldout, task.heldout_windows))
 
 
 class Experiment:
     """The runs and composites of one seed, in `work`."""
 
-    def __init__(self, work: Path, setting: Setting, text: Text, seed: int) -> None:
+    def __init__(self, work: Path, setting: Setting, task: Task, text: Text, seed: int) -> None:
         self._work = work
         self._setting = setting
+        self._task = task
         self._text = text
         self._seed = seed
         self._full = work / "full"
@@ -109,6 +139,43 @@ class Experiment:
 
     def run(self) -> Iterator[Resumed]:
         """Train, compose, resume; yield each result as it is there."""
+        return self._fine_tuned() if self._task.base is not None else self._trained()
+
+    def _fine_tuned(self) -> Iterator[Resumed]:
+        """Resume the checkpoint itself, and what the paper's strategies would have saved of it and of older ones."""
+        at, every = self._setting.at, self._setting.every
+        ages = {"paper-parity": every, "paper-filter": _PAPER_FILTER_AGE * every}
+        self._uninterrupted = self._train(
+            self._full, self._last, saved_at=[at, self._last, *(at - age for age in ages.values())]
+        )
+        final = self._checkpoint(self._last)
+        loss = _final(self._uninterrupted, self._last)
+        yield Resumed(
+            "not interrupted", self._seed, (), None, self._heldout(self._checkpoint(at)), self._heldout(final), (), loss
+        )
+        shutil.rmtree(final)
+        for age in ages.values():
+            yield self._scored(f"whole checkpoint, {age} steps before", age)
+        yield self._resumed("the checkpoint itself", (), self._checkpoint(at))
+        for strategy, age in ages.items():
+            yield self._of_full_saves(strategy, age)
+
+    def _of_full_saves(self, strategy: str, age: int) -> Resumed:
+        """Compose what a run with partial saves by a strategy would have: its older half is `age` steps old."""
+        run, at = self._work / strategy, self._setting.at
+        run.mkdir()
+        for step in (at, at - age):
+            (run / f"checkpoint-{step}").symlink_to(self._checkpoint(step), target_is_directory=True)
+        recipe = self._work / f"{strategy}.yml"
+        recipe.write_text(api.recipe_text(strategy, run, at=at, folder=self._work))
+        out = self._work / f"{strategy}-composite" / f"checkpoint-{at}"
+        out.parent.mkdir()
+        report = api.compose(recipe, out)
+        resumed = self._resumed(f"{strategy} of full saves, {age} steps apart", _ages(report), out)
+        shutil.rmtree(out.parent)
+        return resumed
+
+    def _trained(self) -> Iterator[Resumed]:
         at, every = self._setting.at, self._setting.every
         steps = [at, at - every, at - 2 * every, at - 4 * every]
         self._uninterrupted = self._train(self._full, self._last, saved_at=steps)
@@ -177,22 +244,25 @@ class Experiment:
         excess = tuple(found[step] - self._uninterrupted[step] for step in range(at + 1, self._last + 1))
         after = self._heldout(out / f"checkpoint-{self._last}")
         shutil.rmtree(out)
-        return Resumed(name, self._seed, ages, saved_fraction, self._heldout(checkpoint), after, excess)
+        final = _final(found, self._last)
+        return Resumed(name, self._seed, ages, saved_fraction, self._heldout(checkpoint), after, excess, final)
 
     def _heldout(self, checkpoint: Path) -> float:
-        return tiny_lm.losses(tiny_lm.load_model(checkpoint), {"heldout": self._text.heldout})["heldout"]
+        model, windows = tiny_lm.load_model(checkpoint), {"heldout": self._text.heldout}
+        return mean(tiny_lm.window_losses(model, windows, bf16=self._task.base is not None)["heldout"])
 
     def _train(
         self, out: Path, last: int, *, saved_at: Sequence[int] = (), strategy: str = "", resume: Path | None = None
     ) -> Losses:
         """Train under the Trainer up to step `last`; return the loss of every step."""
         transformers: Any = import_module("transformers")
-        model = tiny_lm.new_model(_SHAPE, self._seed)
+        model = self._task.model(self._seed)
         torch: Any = import_module("torch")
         rows = [{"input_ids": t, "labels": t} for t in torch.tensor(self._text.training)]
         arguments = transformers.TrainingArguments(
-            output_dir=str(out), max_steps=self._last, save_strategy="no", per_device_train_batch_size=_BATCH,
-            learning_rate=self._setting.rate, lr_scheduler_type=self._setting.schedule, warmup_steps=50,
+            output_dir=str(out), max_steps=self._last, save_strategy="no", per_device_train_batch_size=self._task.batch,
+            learning_rate=self._setting.rate, lr_scheduler_type=self._setting.schedule,
+            warmup_steps=self._task.warmup_steps, bf16=self._task.base is not None,
             weight_decay=0.1, logging_steps=1, seed=self._seed, report_to=[], disable_tqdm=True, use_cpu=True,
         )  # fmt: skip
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
@@ -205,6 +275,10 @@ class Experiment:
             )
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+
+
+def _final(losses: Losses, last: int) -> float:
+    return mean(losses[step] for step in range(max(1, last - _RECOVERED_STEPS + 1), last + 1))
 
 
 def _ages(report: CompositionReport) -> tuple[int, ...]:
@@ -243,49 +317,66 @@ def _forget_moments(path: Path) -> None:
 
 def print_table(setting: Setting, found: Sequence[Resumed]) -> None:
     """Means over the seeds, with the lowest and highest."""
+    header, rows = table_of(setting, found)
+    print(f"| {' | '.join(header)} |")
+    print("|---" * len(header) + "|")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+
+
+def table_of(setting: Setting, found: Sequence[Resumed]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the header and rows of that table."""
     by_name: dict[str, list[Resumed]] = {}
     for each in found:
         by_name.setdefault(each.name, []).append(each)
     windows = [(first, last) for first, last in _WINDOWS if last <= setting.after]
-    head = " | ".join(f"steps {first}-{last}" for first, last in windows)
-    print(f"| resumed from | of a full save | old units (oldest) | held-out | {head} | recovered | held-out after |")
-    print("|---" * (len(windows) + 6) + "|")
-    for name, runs in by_name.items():
-        print(f"| {name} | {_origin(runs)} | {_row(runs, windows)} |")
+    steps = [f"steps {first}-{last}" for first, last in windows]
+    header = (
+        "resumed from", "of a full save", "old units (oldest)", "held-out", *steps, "recovered", "last losses",
+        "held-out after",
+    )  # fmt: skip
+    return header, [(name, *_origin(runs), *_row(runs, windows)) for name, runs in by_name.items()]
 
 
-def _origin(runs: Sequence[Resumed]) -> str:
+def _origin(runs: Sequence[Resumed]) -> tuple[str, str]:
     fractions = [run.saved_fraction for run in runs if run.saved_fraction is not None]
     ages = runs[0].ages
     old = f"{sum(age > 0 for age in ages)} of {len(ages)} ({max(ages)})" if ages else ""
-    return f"{mean(fractions):.0%} | {old}" if fractions else f" | {old}"
+    return (f"{mean(fractions):.0%}" if fractions else "", old)
 
 
-def _row(runs: Sequence[Resumed], windows: Sequence[tuple[int, int]]) -> str:
-    at = _spread([run.heldout_at for run in runs], "{:.3f}")
-    if not runs[0].excess:
-        return " | ".join([at, *("" for _ in windows), "", ""])
-    excess = [_spread([mean(run.excess[a - 1 : b]) for run in runs], "{:+.3f}") for a, b in windows]
-    steps = [run.recovered_after for run in runs]
-    recovered = "not" if None in steps else _spread([float(step) for step in steps if step is not None], "{:.0f}")
-    after = _spread([run.heldout_after for run in runs if run.heldout_after is not None], "{:.3f}")
-    return " | ".join([at, *excess, recovered, after])
+def _row(runs: Sequence[Resumed], windows: Sequence[tuple[int, int]]) -> list[str]:
+    excess = ["" for _ in windows]
+    recovered = ""
+    if runs[0].excess:
+        excess = [_spread([mean(run.excess[a - 1 : b]) for run in runs], "{:+.3f}") for a, b in windows]
+        steps = [run.recovered_after for run in runs]
+        recovered = "not" if None in steps else _spread([float(step) for step in steps if step is not None], "{:.0f}")
+    at, final, after = (
+        _spread([value for value in values if value is not None], "{:.3f}")
+        for values in zip(*((run.heldout_at, run.final_loss, run.heldout_after) for run in runs), strict=True)
+    )
+    return [at, *excess, recovered, final, after]
 
 
 def _spread(values: Sequence[float], form: str) -> str:
+    if not values:
+        return ""
     if max(values) == min(values):
         return form.format(values[0])
     return f"{form} ({form}..{form})".format(mean(values), min(values), max(values))
 
 
-def run_all(work: Path, setting: Setting, seeds: Sequence[int], on_result: Callable[[Resumed], None]) -> list[Resumed]:
+def run_all(
+    work: Path, setting: Setting, task: Task, seeds: Sequence[int], on_result: Callable[[Resumed], None]
+) -> list[Resumed]:
     """Run every seed in a directory of its own, which is removed."""
-    text = read_text(_BATCH * (setting.at + setting.after))
+    text = read_text(task, task.batch * (setting.at + setting.after))
     found: list[Resumed] = []
     for seed in seeds:
         folder = work / f"seed-{seed}"
         folder.mkdir(parents=True)
-        for each in Experiment(folder, setting, text, seed).run():
+        for each in Experiment(folder, setting, task, text, seed).run():
             on_result(each)
             found.append(each)
         shutil.rmtree(folder)
@@ -301,17 +392,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--after", type=int, default=100, help="steps after resuming")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate after 50 steps of warm-up")
     parser.add_argument("--schedule", default="constant_with_warmup", help="the Trainer's name of it")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--base", type=Path, help="a Hugging Face directory to fine-tune, at a rate such as 2e-5")
     given = parser.parse_args(arguments)
-    if given.at % given.every or given.at <= 4 * given.every:
-        parser.error(f"--at {given.at}: give a multiple of --every, beyond its fourth ({4 * given.every})")
+    n_needed = 4 if given.base is None else _PAPER_FILTER_AGE
+    if given.at % given.every or given.at <= n_needed * given.every:
+        parser.error(f"--at {given.at}: give a multiple of --every, beyond {n_needed * given.every}")
     setting = Setting(given.at, given.every, given.after, given.rate, given.schedule)
     tiny_lm.use_threads(1)
     _be_quiet()
     started = time.process_time()
-    found = run_all(given.work, setting, range(1, given.seeds + 1), _tell)
+    task = NEW if given.base is None else fine_tuning(given.base)
+    found = run_all(given.work, setting, task, given.seeds, _tell)
     document: Mapping[str, object] = {"setting": asdict(setting), "results": [asdict(each) for each in found]}
-    (given.work / _RESULT).write_text(json.dumps(document, indent=1))
+    (given.work / RESULT).write_text(json.dumps(document, indent=1))
     print_table(setting, found)
     print(f"{time.process_time() - started:.0f} s of processor time", file=sys.stderr)
 

@@ -16,17 +16,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 if TYPE_CHECKING:  # functions import them: that takes seconds, and most who import this module call none
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-LmModel: TypeAlias = "Qwen3ForCausalLM"
+LmModel: TypeAlias = "PreTrainedModel"
 LmTokenizer: TypeAlias = "PreTrainedTokenizerFast"
 Windows: TypeAlias = Sequence[Sequence[int]]
 _END = "<|endoftext|>"
 _BETAS = (0.9, 0.95)
 _MAX_GRADIENT_NORM = 1.0
 _SCORE_BATCH = 6
-_EXTENSIBLE_WARMUP_STEPS = 50
-_STATE_EVERY_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +44,7 @@ class LmShape:
 class Schedule:
     """One training: linear warm-up, cosine decay to a tenth of the peak, AdamW; `muon` for the layers' matrices.
 
-    Muon needs about half the steps from scratch; fine-tuning is done with AdamW nearly everywhere, so here too. With
-    `decay_steps` the rate stays at its peak until these last steps, in which it falls linearly: what is trained before
-    them does not depend on how many steps there are, so that a training can be made longer.
+    Muon needs about half the steps from scratch; fine-tuning is done with AdamW nearly everywhere, so here too.
     """
 
     steps: int
@@ -60,14 +56,10 @@ class Schedule:
     seed: int = 0
     muon: bool = False
     bf16: bool = False  # matrix products in bfloat16; parameters and optimizer stay in float32
-    decay_steps: int | None = None
     lora_rank: int = 0  # train low-rank deltas of the layers' matrices alone, and add them to these at the end
 
     def rate(self, step: int) -> float:
         """Learning rate of `step`, counted from 0."""
-        if self.decay_steps is not None:
-            left = (self.steps - step) / max(1, self.decay_steps)
-            return self.peak_rate * min(1.0, (step + 1) / _EXTENSIBLE_WARMUP_STEPS, left)
         warmup = max(1, round(self.warmup_fraction * self.steps))
         if step < warmup:
             return self.peak_rate * (step + 1) / warmup
@@ -103,7 +95,7 @@ def load_tokenizer(directory: Path) -> LmTokenizer:
     """Load the tokenizer that `save_model` wrote beside a model."""
     from transformers import PreTrainedTokenizerFast
 
-    with _quiet():
+    with quiet():
         tokenizer: LmTokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
     return tokenizer
 
@@ -145,12 +137,12 @@ def new_model(shape: LmShape, seed: int) -> LmModel:
 
 
 def load_model(directory: Path) -> LmModel:
-    """Load any causal language model of this family in float32."""
+    """Load any causal language model in float32."""
     import torch
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    with _quiet():
-        model: LmModel = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    with quiet():
+        model: LmModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     return model
 
 
@@ -165,13 +157,13 @@ def round_to_bf16(model: LmModel) -> None:
 
 def save_model(model: LmModel, tokenizer: LmTokenizer, directory: Path) -> None:
     """Write an ordinary Hugging Face directory in bfloat16. The model is rounded in place."""
-    with _quiet():
+    with quiet():
         model.bfloat16().save_pretrained(directory)
         tokenizer.save_pretrained(directory)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep the progress bars of transformers off the terminal."""
     from transformers.utils import logging as hf_logging
 
@@ -188,17 +180,8 @@ def _quiet() -> Iterator[None]:
             show()
 
 
-def train(
-    model: LmModel,
-    tokens: Sequence[int],
-    schedule: Schedule,
-    on_step: Callable[[int, float], None],
-    *,
-    state: Path | None = None,
-) -> None:
+def train(model: LmModel, tokens: Sequence[int], schedule: Schedule, on_step: Callable[[int, float], None]) -> None:
     """Train `model` in place on random windows of `tokens`; the same arguments give the same weights.
-
-    A training that was ended is resumed from the file `state`, to which everything is written every 20 steps.
 
     Raises:
         ValueError: there are fewer tokens than one window.
@@ -210,97 +193,62 @@ def train(
     if last_start < 0:
         raise ValueError(f"{len(stream)} tokens, a window is {schedule.window_tokens}")
     generator = torch.Generator().manual_seed(schedule.seed)
-    if schedule.lora_rank:
-        _add_low_rank(model, schedule)
+    remove_low_rank = _add_low_rank(model, schedule) if schedule.lora_rank else None
     optimizers = _optimizers(model, schedule)
-    first = 0 if state is None or not state.exists() else _read_state(state, model, optimizers, generator)
     model.train()
-    for step in range(first, schedule.steps):
+    for step in range(schedule.steps):
         starts = torch.randint(0, last_start + 1, (schedule.batch,), generator=generator).tolist()
         batch = torch.stack([stream[start : start + schedule.window_tokens] for start in starts])
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = schedule.rate(step)
         on_step(step, _train_step(model, batch, optimizers, bf16=schedule.bf16))
-        if state is not None and (step + 1) % _STATE_EVERY_STEPS == 0:
-            _write_state(state, step + 1, model, optimizers, generator)
     model.train(mode=False)
-    if schedule.lora_rank:
-        _fold_low_rank(model)
+    if remove_low_rank is not None:
+        remove_low_rank()
 
 
-def _add_low_rank(model: LmModel, schedule: Schedule) -> None:
-    """Freeze the model and give each matrix of its layers a trainable delta of low rank, which is zero."""
+def _add_low_rank(model: LmModel, schedule: Schedule) -> Callable[[], None]:
+    """Freeze the model and give each matrix of its layers a trainable delta of low rank, which is zero.
+
+    Return what adds the deltas to their matrices and removes them.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(schedule.seed)
-
-    class LowRank(torch.nn.Module):  # type: ignore[misc]  # torch is taken as untyped
-        def __init__(self, weight: torch.Tensor) -> None:
-            super().__init__()
-            down = torch.randn(schedule.lora_rank, weight.shape[1], generator=generator)
-            self.down = torch.nn.Parameter(down / math.sqrt(weight.shape[1]))
-            self.up = torch.nn.Parameter(torch.zeros(weight.shape[0], schedule.lora_rank))
-
-        def forward(self, weight: torch.Tensor) -> torch.Tensor:
-            return weight + self.up @ self.down
-
     model.requires_grad_(False)
+    handles = []
     for linear in _layer_matrices(model):
-        low_rank = LowRank(linear.weight)
-        torch.nn.utils.parametrize.register_parametrization(linear, "weight", low_rank)
+        rows, columns = linear.weight.shape
+        down = torch.nn.Linear(columns, schedule.lora_rank, bias=False)
+        up = torch.nn.Linear(schedule.lora_rank, rows, bias=False)
+        with torch.no_grad():
+            down.weight.copy_(torch.randn(down.weight.shape, generator=generator) / math.sqrt(columns))
+            up.weight.zero_()
+        linear.low_rank = torch.nn.Sequential(down, up)
+        handles.append(linear.register_forward_hook(_with_low_rank))
+
+    def fold() -> None:
+        with torch.no_grad():
+            for linear, handle in zip(_layer_matrices(model), handles, strict=True):
+                handle.remove()
+                down, up = linear.low_rank
+                linear.weight += up.weight @ down.weight
+                del linear.low_rank
+        model.requires_grad_(True)
+
+    return fold
 
 
-def _fold_low_rank(model: LmModel) -> None:
-    """Add the deltas to their matrices."""
-    import torch
-
-    for linear in _layer_matrices(model):
-        torch.nn.utils.parametrize.remove_parametrizations(linear, "weight", leave_parametrized=True)
-    model.requires_grad_(True)
+def _with_low_rank(linear: torch.nn.Linear, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    return output + linear.low_rank(inputs[0])
 
 
 def _layer_matrices(model: LmModel) -> list[torch.nn.Linear]:
     import torch
 
     named = model.named_modules()
-    return [module for name, module in named if isinstance(module, torch.nn.Linear) and ".layers." in name]
-
-
-def _write_state(
-    path: Path, steps: int, model: LmModel, optimizers: Sequence[torch.optim.Optimizer], generator: torch.Generator
-) -> None:
-    import torch
-
-    content = {
-        "steps": steps,
-        "model": model.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        "generator": generator.get_state(),
-    }
-    partial = path.with_suffix(".partial")
-    torch.save(content, partial)
-    partial.replace(path)
-
-
-def state_steps(path: Path) -> int:
-    """Return how many steps the training in a state file has done."""
-    import torch
-
-    return int(torch.load(path, weights_only=True, mmap=True)["steps"])
-
-
-def _read_state(
-    path: Path, model: LmModel, optimizers: Sequence[torch.optim.Optimizer], generator: torch.Generator
-) -> int:
-    """Restore what `_write_state` wrote; return the steps that are done."""
-    import torch
-
-    content = torch.load(path, weights_only=True)
-    model.load_state_dict(content["model"])
-    for optimizer, saved in zip(optimizers, content["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
-    generator.set_state(content["generator"])
-    return int(content["steps"])
+    linears = [(name, module) for name, module in named if isinstance(module, torch.nn.Linear)]
+    return [module for name, module in linears if ".layers." in name and ".low_rank." not in name]
 
 
 def _optimizers(model: LmModel, schedule: Schedule) -> list[torch.optim.Optimizer]:
@@ -326,7 +274,7 @@ def _train_step(
     import torch
 
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-        loss = model(input_ids=batch, labels=batch).loss
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
     for optimizer in optimizers:
@@ -336,20 +284,28 @@ def _train_step(
 
 
 def losses(model: LmModel, windows_by_domain: Mapping[str, Windows]) -> dict[str, float]:
-    """Mean cross-entropy in nats per predicted token, domain by domain."""
-    model.train(mode=False)
-    return {name: _loss(model, windows) for name, windows in windows_by_domain.items()}
+    """Return the mean cross-entropy in nats per predicted token, domain by domain."""
+    by_window = window_losses(model, windows_by_domain)
+    return {name: sum(values) / len(values) for name, values in by_window.items()}
 
 
-def _loss(model: LmModel, windows: Windows) -> float:
+def window_losses(
+    model: LmModel, windows_by_domain: Mapping[str, Windows], *, bf16: bool = False
+) -> dict[str, list[float]]:
+    """Return the mean cross-entropy of each window; with `bf16`, matrix products are computed in it."""
     import torch
 
-    ids = torch.tensor(windows, dtype=torch.long)
-    total = 0.0
-    with torch.inference_mode():
-        for batch in torch.split(ids, _SCORE_BATCH):
-            logits = model(input_ids=batch).logits[:, :-1].float()
-            targets = batch[:, 1:].reshape(-1)
-            flat = logits.reshape(len(targets), -1)
-            total += float(torch.nn.functional.cross_entropy(flat, targets, reduction="sum"))
-    return total / int(ids.shape[0] * (ids.shape[1] - 1))
+    model.train(mode=False)
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        return {name: _window_losses(model, windows) for name, windows in windows_by_domain.items()}
+
+
+def _window_losses(model: LmModel, windows: Windows) -> list[float]:
+    import torch
+
+    means: list[float] = []
+    for batch in torch.split(torch.tensor(windows, dtype=torch.long), _SCORE_BATCH):
+        logits, targets = model(input_ids=batch, use_cache=False).logits[:, :-1].float(), batch[:, 1:]
+        entropies = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        means += entropies.view(targets.shape).mean(1).tolist()
+    return means

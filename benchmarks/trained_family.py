@@ -70,11 +70,10 @@ def train_family(
     *,
     only: Collection[int] | None = None,
     base_of: Path | None = None,
-    heldout_windows: int = _HELDOUT_WINDOWS,
 ) -> list[Member]:
     """Write `base`, `expert-1`.. and `heldout.json` into `root`, going on from whole models that are there already.
 
-    `domains` are the base's text, then one for each expert; of each, `heldout_windows` windows are scored. `only` these
+    `domains` are the base's text, then one for each expert; of each, six windows are scored. `only` these
     experts are made. The base of the family `base_of`, which is what would be trained here, is linked to.
 
     Raises:
@@ -90,7 +89,7 @@ def train_family(
     tiny_lm.use_threads(request.threads)
     if base_of is None:
         tokenizer = tiny_lm.make_tokenizer((domain.training for domain in domains), request.shape.vocab)
-        heldout = _heldout(domains, tokenizer, request.base.window_tokens, heldout_windows)
+        heldout = cut_heldout(domains, tokenizer, request.base.window_tokens, _HELDOUT_WINDOWS)
         maker = _Maker(root, request, tokenizer, heldout)
         base = maker.base(domains[0])
     else:
@@ -153,8 +152,12 @@ def _link_base(root: Path, request: TrainedRequest, other: Path) -> Member:
     return base
 
 
-def _heldout(domains: Sequence[Domain], tokenizer: LmTokenizer, window_tokens: int, n_windows: int) -> Heldout:
-    """Cut `n_windows` windows, evenly spread, out of each domain's held-out text."""
+def cut_heldout(domains: Sequence[Domain], tokenizer: LmTokenizer, window_tokens: int, n_windows: int) -> Heldout:
+    """Cut `n_windows` windows, evenly spread, out of each domain's held-out text.
+
+    Raises:
+        TextError: a domain is too short.
+    """
     windows: dict[str, list[list[int]]] = {}
     for domain in domains:
         ids = tiny_lm.tokens_of(tokenizer, domain.heldout)
@@ -194,9 +197,8 @@ class _Maker:
         if not directory.exists():
             shutil.rmtree(partial, ignore_errors=True)
             model = start()
-            printer = _StepPrinter(f"{name} ({domain.name})", schedule.steps)
-            state = None if schedule.decay_steps is None else self.root / f"{name}.state"
-            tiny_lm.train(model, tokens, schedule, printer, state=state)
+            printer = StepPrinter(f"{name} ({domain.name})", schedule.steps)
+            tiny_lm.train(model, tokens, schedule, printer)
             tiny_lm.save_model(model, self.tokenizer, partial)
             partial.rename(directory)
         losses = heldout_losses(directory, self.heldout)
@@ -204,7 +206,7 @@ class _Maker:
         return Member(name, domain.name, len(tokens), losses, delta)
 
 
-class _StepPrinter:
+class StepPrinter:
     """Prints the mean loss of every tenth of a training."""
 
     def __init__(self, title: str, steps: int) -> None:

@@ -6,27 +6,24 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import mergepipe
 from mergepipe import api, options
 from mergepipe.cli.app import build_command
 from mergepipe.errors import KEYWORD_OF_OPTION, RecipeError, with_keywords
 from mergepipe.tailor import api as tailor_api
+from support.source_code import trees_with
 
-SOURCE = Path(mergepipe.__file__).parent
 OPTION = re.compile(r"(?<![\w/.-])--[a-z]+(?:-[a-z]+)*(?![\w-])")
 
 
 def _texts() -> Iterator[str]:
     """Yield the texts of the modules below the command line: docstrings and commands in backticks left out."""
-    for path in sorted(SOURCE.rglob("*.py")):
-        if "cli" in path.relative_to(SOURCE).parts or path.name == "errors.py":
+    for place, tree in trees_with("--"):
+        if place.startswith("cli/") or place.endswith("errors.py"):
             continue
-        tree = ast.parse(path.read_text())
         docstrings = {
             id(node.body[0].value)
             for node in ast.walk(tree)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from support.source_code import PACKAGE, trees_with
+
 SRC = Path(__file__).resolve().parent.parent / "src"
 LAYERS = (
     {"errors"},
@@ -71,8 +73,8 @@ def imports_of(source: Path, tree: ast.AST, *, is_lazy: bool = False) -> Iterato
             assert node.module is not None
             yield Import(source, node.module, node.lineno, is_lazy)
             yield from (Import(source, f"{node.module}.{alias.name}", node.lineno, is_lazy) for alias in node.names)
-        else:
-            inner = is_lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        elif not isinstance(node, ast.expr):  # statements stand in statements only
+            inner = is_lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
             yield from imports_of(source, node, is_lazy=inner)
 
 
@@ -92,9 +94,11 @@ def _read_imports() -> tuple[tuple[Import, ...], tuple[Import, ...]]:
     by_statement: list[Import] = []
     by_call: list[Import] = []
     for path in sources():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        code = path.read_text(encoding="utf-8")
+        tree = ast.parse(code)
         by_statement += imports_of(path, tree)
-        by_call += called_imports_of(path, tree)
+        if "import_module" in code or "__import__" in code:
+            by_call += called_imports_of(path, tree)
     return tuple(by_statement), tuple(by_call)
 
 
@@ -218,14 +222,14 @@ OWN_PLACES |= {"kernels/compilation/machine_code.py"}  # compiled kernels, besid
 
 def test_only_one_module_changes_what_is_stored() -> None:
     users = {
-        f"{path.relative_to(SRC / 'mergepipe')}: {node.attr}"
-        for path in sources()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        f"{place}: {node.attr}"
+        for place, tree in trees_with(*BY_PATH)
+        for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and node.attr in BY_PATH
         and not (isinstance(node.value, ast.Name) and node.value.id == "owned")
-        and component_of(path) != ANYTHING_GOES
-        and str(path.relative_to(SRC / "mergepipe")) not in OWN_PLACES
+        and component_of(PACKAGE / place) != ANYTHING_GOES
+        and place not in OWN_PLACES
     }
     assert users == set()
 
@@ -236,9 +240,9 @@ VAGUE_NAMES = {"asked", "each", "found", "given"}
 
 def test_local_names__say_what_they_hold() -> None:
     vague = {
-        f"{path.relative_to(SRC)}:{line} {name}"
-        for path in sources()
-        for name, line in bound_names(ast.parse(path.read_text(encoding="utf-8")))
+        f"{place}:{line} {name}"
+        for place, tree in trees_with(*VAGUE_NAMES)
+        for name, line in bound_names(tree)
         if name in VAGUE_NAMES
     }
     assert vague == set()

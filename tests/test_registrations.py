@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -15,31 +14,32 @@ from mergepipe.operators.registry import operator_specs
 from mergepipe.storage.location import Location
 from mergepipe.tailor.formats.registry import TRAINING_FORMATS
 from support.families import FamilyShape, write_family
+from support.source_code import PACKAGE as SRC
+from support.source_code import trees_with
 from support.stores import InMemoryStore, memory_scheme
 
-SRC = Path(mergepipe.__file__).parent
 SHAPE = FamilyShape(hidden=8, layers=1, heads=1, kv_heads=1, head_dim=8, intermediate=8, vocab=257, tied=True)
 RECIPE = "merge_method: linear\nmodels:\n  - {{model: {root}/base, parameters: {{weight: 1.0}}}}\n"
 
 
 @cache
-def places_of_texts() -> dict[str, set[str]]:
-    """The modules that hold each string as a whole literal."""
-    places: dict[str, set[str]] = defaultdict(set)
-    for path in SRC.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                places[node.value].add(path.relative_to(SRC).as_posix())
-    return places
+def places_of_text(text: str) -> set[str]:
+    """The modules that hold a string as a whole literal."""
+    return {
+        place
+        for place, tree in trees_with(text)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value == text
+    }
 
 
 @cache
-def imports() -> list[tuple[str, ast.ImportFrom]]:
-    """Every `from ... import ...` of the package, with the module that holds it."""
+def imports_from(package: str) -> list[tuple[str, ast.ImportFrom]]:
+    """Every `from ... import ...` in modules that name `package`, with the module that holds it."""
     return [
-        (path.relative_to(SRC).as_posix(), node)
-        for path in SRC.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        (place, node)
+        for place, tree in trees_with(package)
+        for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
     ]
 
@@ -47,7 +47,7 @@ def imports() -> list[tuple[str, ast.ImportFrom]]:
 def importers_of(package: str, module: str) -> set[str]:
     """The modules that import `module` from `package`, or a name from it."""
     importers = set()
-    for place, node in imports():
+    for place, node in imports_from(package):
         is_module = node.module == package and module in {alias.name for alias in node.names}
         if is_module or node.module == f"{package}.{module}":
             importers.add(place)
@@ -56,15 +56,13 @@ def importers_of(package: str, module: str) -> set[str]:
 
 @pytest.mark.parametrize("name", sorted(operator_specs()))
 def test_operator__is_named_in_its_family_alone(name: str) -> None:
-    places = {place for place in places_of_texts()[name] if not place.startswith("tailor/")}  # `passthrough` recipes
+    places = {place for place in places_of_text(name) if not place.startswith("tailor/")}  # `passthrough` recipes
     assert len(places) == 1
     assert places.pop().startswith("operators/rules/")
 
 
 def test_operator_families__are_imported_by_the_registry_alone() -> None:
-    families = {
-        place for name in operator_specs() for place in places_of_texts()[name] if place.startswith("operators")
-    }
+    families = {place for name in operator_specs() for place in places_of_text(name) if place.startswith("operators")}
     for family in families:
         outside = {
             place
@@ -76,7 +74,7 @@ def test_operator_families__are_imported_by_the_registry_alone() -> None:
 
 @pytest.mark.parametrize("name", [training_format.name for training_format in TRAINING_FORMATS])
 def test_training_format__is_named_in_its_module_alone(name: str) -> None:
-    assert len(places_of_texts()[name]) == 1
+    assert len(places_of_text(name)) == 1
 
 
 @pytest.mark.parametrize("training_format", TRAINING_FORMATS, ids=lambda training_format: training_format.name)

@@ -148,7 +148,7 @@ def overheads_table(results: Results) -> Table:
         ),
         (
             "ANALYZE over the floor",
-            "" if results.is_busy else f"{analyze['seconds'] / analyze['floor_seconds']:.2f}",
+            results.over_floor(analyze),
             "",
         ),
         ("merge", f"{total:.2f} s", "116.6 s"),

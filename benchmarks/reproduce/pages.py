@@ -78,7 +78,12 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _provenance(results: Results, command: str) -> str:
-    loads, cores = results.loads, int(results.machine["cores"])
+    others, loads = results.others, results.loads
+    busy = (
+        f"other programs used {median(others):.1f} (at most {max(others):.1f})"
+        if others
+        else f"load average {median(loads):.1f} (largest {max(loads):.1f})"
+    )
     warning = (
         " Other programs had the processors and the disk at the same time: compare bytes, errors and processor seconds,"
         " not seconds."
@@ -86,7 +91,7 @@ def _provenance(results: Results, command: str) -> str:
     numbers = f"results/{results.path.name}"
     return (
         f"Measured {results.date} at commit {results.commit}, size `{results.size['name']}`, on the machine of the"
-        f" [index](index.md); load average {median(loads):.1f} (largest {max(loads):.1f}) on {cores} processors."
+        f" [index](index.md); {busy} on {results.machine['cores']} processors."
         f"{warning if results.is_busy else ''} Again: `{command}`. Numbers: [{numbers}]({numbers})."
     )
 

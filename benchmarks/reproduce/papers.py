@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from statistics import mean
 
 from benchmarks.reproduce.family_recipes import PAPER_OPERATORS
 from benchmarks.reproduce.overheads import overheads_table
 from benchmarks.reproduce.pages import Table, percent
 from benchmarks.reproduce.results import Results
+from benchmarks.reproduce.resuming import stored_runs
 
 _SCALING = {
     # K: naive seconds, theirs under the budget; AVG, TIES, DARE (Llama-3.1-8B, 3,462 MB)
@@ -35,12 +37,18 @@ _BLOCKS = {
     256: (3390, 46.3, 46.3),
     512: (3773, 45.0, 46.8),
 }
+_RESUMED = {
+    # by what is resumed: final losses in training and on held-out text, of Llama-3.1-8B and of Qwen2.5-7B
+    "not interrupted": ("1.58 / 1.58", "1.58 / 1.60"),
+    "paper-parity": ("1.58 / 1.58", "1.58 / 1.60"),
+    "paper-filter": ("1.59 / 1.59", "1.60 / 1.62"),
+}
 
 
 def comparison(results: Mapping[str, Results]) -> str:
     """Write a section for each table of the papers that there are results of."""
     sections: Mapping[str, Callable[[Results], str]] = {
-        "scaling": _scaling, "sweep": _fidelity, "overheads": _overheads,
+        "scaling": _scaling, "sweep": _fidelity, "overheads": _overheads, "resuming": _resuming,
     }  # fmt: skip
     return "\n\n".join(section(results[name]) for name, section in sections.items() if name in results)
 
@@ -103,3 +111,20 @@ def _overheads(results: Results) -> str:
     growth = 1 - results["blocks/ties/256"]["cpu_seconds"] / results["blocks/ties/16"]["cpu_seconds"]
     text = f"Ours at size `{results.size['name']}`: 256 Ki take {percent(growth)} less processor time than 16 Ki."
     return "\n\n".join(["### Overheads", overheads_table(results).markdown(), "### Block sizes", text, blocks])
+
+
+def _resuming(results: Results) -> str:
+    runs = stored_runs(results)
+    rows = []
+    for strategy, theirs in _RESUMED.items():
+        of_strategy = [run for run in runs if run.name.startswith(strategy)]
+        final = mean(run.final_loss for run in of_strategy if run.final_loss is not None)
+        heldout = mean(run.heldout_after for run in of_strategy if run.heldout_after is not None)
+        rows.append((strategy, *theirs, f"{final:.3f} / {heldout:.3f}"))
+    text = (
+        "Last losses in training / on held-out text. Theirs: hundreds of steps of models of 7 and 8 billion"
+        f" parameters; ours: [SmolLM2-135M](benchmarks/resuming.md), seeds: {len(results.entries)}. Losses of other"
+        " models on other text do not compare; the differences from the first row do."
+    )
+    header = ("resumed from", "Llama-3.1-8B, theirs", "Qwen2.5-7B, theirs", "SmolLM2-135M, ours")
+    return f"### Losses after resuming\n\n{text}\n\n{Table(header, tuple(rows)).markdown()}"

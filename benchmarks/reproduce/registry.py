@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.reproduce import compose, overheads, payoff, published, scaling, sweep, trained
+from benchmarks.reproduce import compose, memory, overheads, payoff, published, resuming, scaling, sweep, trained
 from benchmarks.reproduce.parts import Part
 
 PARTS: Mapping[str, Part] = {
     part.name: part
-    for part in (scaling.PART, sweep.PART, overheads.PART, payoff.PART, published.PART, trained.PART, compose.PART)
+    for part in (
+        scaling.PART,
+        memory.PART,
+        sweep.PART,
+        overheads.PART,
+        payoff.PART,
+        published.PART,
+        trained.PART,
+        compose.PART,
+        resuming.PART,
+    )
 }

@@ -12,11 +12,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.reproduce.other_programs import Clocks, processors_of_others
 from benchmarks.results import this_machine
 
 FORMAT = "mergepipe-results/1"
 DEFAULT_FOLDER = Path("docs/benchmarks/results")
 Entry = Mapping[str, Any]
+_BUSY_SHARE = 0.25  # of the processors, used by other programs
 
 
 class ResultsError(Exception):
@@ -86,9 +88,20 @@ class Results:
         return [float(entry["load"]) for entry in self.entries.values()]
 
     @property
+    def others(self) -> list[float]:
+        """The mean number of processors that other programs used in each measurement; none where it is not stored."""
+        return [float(entry["others"]) for entry in self.entries.values() if "others" in entry]
+
+    @property
     def is_busy(self) -> bool:
-        """Whether other programs had much of the machine, so that seconds by the clock say little."""
-        return bool(self.entries) and median(self.loads) > int(self.machine["cores"]) / 2
+        """Whether other programs had much of the machine, so that seconds by the clock say little.
+
+        Of results without what others used, the load average is all there is, to which the benchmark adds its own.
+        """
+        cores = int(self.machine["cores"])
+        if self.others:
+            return median(self.others) > _BUSY_SHARE * cores
+        return bool(self.entries) and median(self.loads) > cores / 2
 
     @property
     def clock(self) -> str:
@@ -99,6 +112,10 @@ class Results:
     def clock_name(self) -> str:
         return "processor seconds" if self.is_busy else "seconds"
 
+    def over_floor(self, entry: Entry) -> str:
+        """Tell the seconds of an entry over those of its floor; nothing where the machine was busy."""
+        return "" if self.is_busy else f"{entry['seconds'] / entry['floor_seconds']:.2f}"
+
     def __getitem__(self, key: str) -> Entry:
         return self.entries[key]
 
@@ -106,10 +123,12 @@ class Results:
         return key in self.entries
 
     def measure(self, key: str, call: Callable[[], Entry]) -> Entry:
-        """Return the stored entry of `key`, else what `call` measures, with the load average before it."""
+        """Return the stored entry of `key`, else what `call` measures, with the load before and what others used."""
         if key not in self.entries:
-            load = os.getloadavg()[0]
-            entry = {**call(), "load": round(load, 1)}
+            load, before = os.getloadavg()[0], Clocks.read()
+            measured = call()
+            others = processors_of_others(before, Clocks.read())
+            entry = {**measured, "load": round(load, 1), "others": round(others, 2)}
             self._content["entries"][key] = json.loads(json.dumps(entry))
             self._content["date"] = datetime.now(UTC).date().isoformat()
             self._write()

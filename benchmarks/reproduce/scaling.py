@@ -129,7 +129,7 @@ def _budget_table(results: Results, ks: list[int]) -> Table:
                 (
                     name, str(k), gb(entry["expert_bytes"]), gb(entry["base_bytes"]), gb(entry["output_bytes"]),
                     gb(entry["kernel_read_bytes"]), f"{entry['seconds']:.2f}", f"{entry['cpu_seconds']:.2f}",
-                    _over_floor(results, entry), _rss(entry),
+                    results.over_floor(entry), _rss(entry),
                     f"{entry['error']:.3f}", f"{entry['relative_l2']:.2e}", f"{entry['p95_block']:.2e}",
                 )
             )  # fmt: skip
@@ -138,10 +138,6 @@ def _budget_table(results: Results, ks: list[int]) -> Table:
         "error", "relative l2", "P95",
     )  # fmt: skip
     return Table(header, tuple(rows))
-
-
-def _over_floor(results: Results, entry: Entry) -> str:
-    return "" if results.is_busy else f"{entry['seconds'] / entry['floor_seconds']:.2f}"
 
 
 def _rss(entry: Entry) -> str:
@@ -159,7 +155,7 @@ def _full_table(results: Results, ks: list[int]) -> Table:
                     rows.append(
                         (
                             name, str(k), label, gb(entry["kernel_read_bytes"]), f"{entry['seconds']:.2f}",
-                            f"{entry['cpu_seconds']:.2f}", _over_floor(results, entry),
+                            f"{entry['cpu_seconds']:.2f}", results.over_floor(entry),
                             _rss(entry),
                         )
                     )  # fmt: skip

@@ -117,7 +117,7 @@ def _table(results: Results, k: int) -> Table:
                         label, f"{share} %", gb(entry["planned_bytes"]), gb(entry["expert_bytes"]),
                         percent(entry["accessed_blocks"], 1), f"{entry['error']:.3f}", f"{entry['relative_l2']:.2e}",
                         f"{entry['p95_block']:.2e}", f"{entry['seconds']:.2f}", f"{entry['cpu_seconds']:.2f}",
-                        "" if results.is_busy else f"{entry['seconds'] / entry['floor_seconds']:.2f}",
+                        results.over_floor(entry),
                     )
                 )  # fmt: skip
     header = (

@@ -137,7 +137,8 @@ def merge(
         from mergepipe.jobs.merge import run_merge
 
         return run_merge(_recipe(recipe), place, settings, started=started, on_progress=on_progress)
-    from mergepipe.jobs.plan import plan_request, run_budgeted
+    from mergepipe.jobs.plan import plan_request
+    from mergepipe.jobs.run import run_budgeted
 
     request = plan_request(
         budget, target_error, options.plan, seed=seed, allow_dropped=options.allow_dropped,
@@ -325,7 +326,7 @@ def run(
         from mergepipe.jobs.merge_on_ray import run_plan_on_ray
 
         return run_plan_on_ray(value, place, cluster, settings, started=started, on_progress=on_progress)
-    from mergepipe.jobs.plan import run_plan
+    from mergepipe.jobs.run import run_plan
 
     return run_plan(value, place, settings, started=started, on_progress=on_progress)
 

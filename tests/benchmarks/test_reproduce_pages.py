@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.reproduce.other_programs import Clocks, busy_seconds, processors_of_others
 from benchmarks.reproduce.pages import Figure, Page, Series, Table
 from benchmarks.reproduce.registry import PARTS
 from benchmarks.reproduce.results import Results, ResultsError
@@ -97,3 +100,35 @@ def test_page__text_table_and_figure_become_markdown(tmp_path: Path) -> None:
     assert results.date in text
     other = Figure("plot", "A plot", "x", "y", (Series("one", (1.0, 2.0), (3.0, 4.5)),))
     assert figure.digest != other.digest
+
+
+def results_of(others: list[float], cores: int) -> Results:
+    entries = {str(number): {"load": 6.0, "others": used} for number, used in enumerate(others)}
+    content = {"machine": {"cores": cores}, "entries": entries, "date": "", "commit": "", "size": TOY}
+    return Results(Path("part.json"), content)
+
+
+def test_is_busy__by_what_other_programs_used_whatever_the_load() -> None:
+    assert not results_of([0.0, 0.1, 3.0], cores=2).is_busy
+    assert results_of([0.6, 0.1, 0.9], cores=2).is_busy
+    assert not results_of([0.6, 0.1, 0.9], cores=8).is_busy
+    text = Page("Title", "**Meaning.**", ()).markdown(results_of([0.6, 0.1, 0.9], cores=2), "make it")
+    assert "other programs used 0.6 (at most 0.9) on 2 processors. Other programs had" in text
+
+
+def test_processors_of_others__are_the_busy_ones_less_ours() -> None:
+    stat = "cpu  100 20 30 5000 700 1 2 7 90 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n"
+    assert busy_seconds(stat, 100) == pytest.approx(1.6)
+    before, after = Clocks(10.0, 100.0, 7.0), Clocks(14.0, 107.0, 11.0)
+    assert processors_of_others(before, after) == pytest.approx(0.75)
+    assert processors_of_others(before, Clocks(14.0, 103.9, 11.0)) == 0
+    assert processors_of_others(before, before) == 0
+
+
+def test_clocks__count_what_a_child_used() -> None:
+    before = Clocks.read()
+    subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True)
+    after = Clocks.read()
+    assert after.ours > before.ours
+    assert after.busy > before.busy
+    assert after.wall > before.wall

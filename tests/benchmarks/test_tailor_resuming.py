@@ -34,5 +34,5 @@ def test_print_table__tells_means_and_ranges_over_the_seeds(capsys: pytest.Captu
     print_table(setting, [resumed("a", 1, *flat), resumed("a", 2, *falling), Resumed("b", 1, (), None, 4.0, None, ())])
     head, _, first, second = capsys.readouterr().out.splitlines()
     assert head.count("|") == first.count("|") == second.count("|")
-    assert first == "| a | 50% | 2 of 3 (100) | 4.500 | +0.300 (+0.200..+0.400) | +0.000 | 5 | 4.250 |"
+    assert first == "| a | 50% | 2 of 3 (100) | 4.500 | +0.300 (+0.200..+0.400) | +0.000 | 5 |  | 4.250 |"
     assert second.startswith("| b |  |  | 4.000 |")

@@ -213,36 +213,16 @@ def test_schedule__rises_to_the_peak_and_falls_to_a_tenth() -> None:
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)
 
 
-def trained(schedule: Schedule, state: Path | None, *, stop_at: int | None = None) -> dict[str, NDArray[np.float32]]:
-    """Train a tiny model; stop where asked to, as a killed process would."""
+def trained(schedule: Schedule) -> dict[str, NDArray[np.float32]]:
+    """Train a tiny model."""
     model = tiny_lm.new_model(SHAPE, 0)
-
-    def on_step(step: int, _: float) -> None:
-        if step == stop_at:
-            raise KeyboardInterrupt
-
-    try:
-        tiny_lm.train(model, list(range(300)) * 4, schedule, on_step, state=state)
-    except KeyboardInterrupt:
-        return {}
+    tiny_lm.train(model, list(range(300)) * 4, schedule, lambda *_: None)
     return {name: tensor.detach().numpy().copy() for name, tensor in model.state_dict().items()}
-
-
-def test_train__resumes_from_its_state_to_the_same_weights_and_can_be_made_longer(tmp_path: Path) -> None:
-    schedule = replace(BASE, steps=44, decay_steps=4)
-    through, state = trained(schedule, None), tmp_path / "model.state"
-    assert trained(schedule, state, stop_at=25) == {}
-    assert tiny_lm.state_steps(state) == 20
-    resumed = trained(schedule, state)
-    assert all(np.array_equal(resumed[name], tensor) for name, tensor in through.items())
-    longer = replace(schedule, steps=64)
-    assert [schedule.rate(step) for step in range(40)] == [longer.rate(step) for step in range(40)]
-    assert schedule.rate(43) < schedule.rate(39)
 
 
 def test_train__of_low_rank_changes_the_layers_matrices_alone_by_that_rank() -> None:
     before = {name: tensor.detach().numpy() for name, tensor in tiny_lm.new_model(SHAPE, 0).state_dict().items()}
-    after = trained(replace(EXPERT, lora_rank=2), None)
+    after = trained(replace(EXPERT, lora_rank=2))
     assert after.keys() == before.keys()
     changed = {name for name, tensor in before.items() if not np.array_equal(tensor, after[name])}
     assert changed == {name for name in before if name.endswith("_proj.weight")}

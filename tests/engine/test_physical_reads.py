@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,15 @@ import pytest
 from support.disk_families import make_models, write_family, write_recipe
 from support.faults import drop_from_page_cache
 from support.oracle import MergeCase
+from support.slow_cases import slow_unless
 
 WEIGHTS, DENSITIES = (0.7, 0.5), (0.2, 0.37)
-CASES = [
-    MergeCase("linear", WEIGHTS, DENSITIES),
-    MergeCase("ties", WEIGHTS, DENSITIES, normalize=True),
-    MergeCase("dare_ties", WEIGHTS, DENSITIES, normalize=True),
-]
+CASES = {
+    "linear": MergeCase("linear", WEIGHTS, DENSITIES),
+    "ties": MergeCase("ties", WEIGHTS, DENSITIES, normalize=True),
+    "dare_ties": MergeCase("dare_ties", WEIGHTS, DENSITIES, normalize=True),
+}
+AMPLE, TIGHT = 1 << 30, 10_000_000
 # A metadata read touches up to two pages more than it asks for, one at either end; each file has four or fewer.
 PAGES_PER_FILE = 8
 PAGE_BYTES = 4096
@@ -62,9 +65,14 @@ def _run(recipe: Path, memory_bytes: int, folder: Path, cold: list[Path]) -> dic
     return counts
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.operator for case in CASES])
-@pytest.mark.parametrize("memory_bytes", [1 << 30, 10_000_000], ids=["ample", "tight"])
-def test_merge__reads_no_more_than_it_reports(tmp_path: Path, case: MergeCase, memory_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("operator", "memory_bytes"),
+    slow_unless(
+        {("linear", AMPLE), ("ties", TIGHT), ("dare_ties", TIGHT)}.__contains__, product(CASES, (AMPLE, TIGHT))
+    ),
+)
+def test_merge__reads_no_more_than_it_reports(tmp_path: Path, operator: str, memory_bytes: int) -> None:
+    case = CASES[operator]
     if not Path("/proc/self/io").exists():
         pytest.skip("the operating system does not count reads per process")
     rng = np.random.default_rng(0)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, BlockGrid, Span
 from mergepipe.engine.reductions import bracketed_ranks
 from mergepipe.engine.reductions.block_reductions import InnerProductSums, MagnitudeCuts
-from mergepipe.engine.reductions.order_statistics import NOTHING_KEPT_BITS
-from mergepipe.engine.reductions.tensor_summary import TensorSummary
+from mergepipe.engine.reductions.order_statistics import NOTHING_KEPT_BITS, RankSearch
+from mergepipe.engine.reductions.tensor_summary import FINE_SHARE, FineMagnitudes, TensorSummary
 from mergepipe.operators.base import InnerProducts, MagnitudeCut
 from mergepipe.testing.in_memory import StoredTensor, run_reduction
 from mergepipe.testing.tensors import Family, make_family
@@ -180,3 +180,25 @@ def test_tensor_summary__answers_as_the_reduction_it_stands_in_for(data: st.Data
     assert products is not None
     assert sums is not None
     np.testing.assert_array_equal(products, sums)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.2])
+def test_fine_magnitudes__are_kept_sorted_unless_they_are_many(share: float) -> None:
+    fine = FineMagnitudes(1000)
+    magnitudes = np.arange(int(1000 * share), 0, -1, dtype=np.uint32)
+    for part in np.array_split(magnitudes, 3):
+        fine.add(part)
+    taken = fine.take_sorted()
+    assert (taken is None) == (share > 1 / FINE_SHARE)
+    assert taken is None or np.array_equal(taken, magnitudes[::-1])
+
+
+@given(data=st.data())
+def test_rank_search__decides_by_fine_magnitudes_as_by_a_second_look(data: st.DataObject) -> None:
+    bits = np.array(data.draw(st.lists(st.sampled_from([0, 1, 0x10000, 0x10001, 0x1FFFF, 0x20000]), min_size=1)))
+    ranks = range(1, len(bits) + 1)
+    search = RankSearch(ranks, len(bits))
+    search.count_coarse_scores(bits.astype(np.uint32).view(np.float32))
+    assert search.decide(np.sort(bits[bits & 0xFFFF != 0].astype(np.uint32)))
+    ordered = np.sort(bits)[::-1]
+    assert [search.threshold_bits(rank) for rank in ranks] == [0 if r == len(bits) else ordered[r - 1] for r in ranks]

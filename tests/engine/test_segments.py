@@ -172,7 +172,9 @@ def test_choose_buffer_sizes__names_the_memory_it_needs() -> None:
     with pytest.raises(LimitError) as caught:
         choose_buffer_sizes([task], 1000)
     assert caught.value.code == "memory.too-small"
-    assert str(smallest_memory([task])) in str(caught.value)
+    needed = smallest_memory([task])
+    assert str(needed) in str(caught.value)
+    assert f"to {-(-needed // 2**20)}MiB or more" in str(caught.value)
 
 
 def needed_ranges(layout: SegmentLayout, tasks: list[MergeTask]) -> Iterable[tuple[TensorEntry, Span, Purpose, int]]:

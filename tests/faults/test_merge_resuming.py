@@ -228,7 +228,7 @@ class Ending(IntEnum):
 
 # The fast form kills at few operations, the slow one at more, and under another budget.
 TWO_DEATHS = slow_unless(
-    lambda case: case[1] > 30, [("40%", 37), ("700000B", 31), ("40%", 7), ("100%", 7), ("700000B", 7)]
+    lambda case: case[1] > 31, [("40%", 37), ("700000B", 31), ("40%", 7), ("100%", 7), ("700000B", 7)]
 )
 
 

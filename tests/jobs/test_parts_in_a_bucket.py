@@ -39,6 +39,7 @@ from support.bucket_outputs import (
 )
 from support.families import FamilyShape, write_family
 from support.s3_server import S3Server
+from support.slow_cases import slow_unless
 
 pytestmark = pytest.mark.usefixtures("exact_reads")
 
@@ -261,7 +262,11 @@ def check_killed_at(bench: Bench, out: str, requests: Requests, number: int, *, 
 
 
 @pytest.mark.parametrize(
-    ("name", "after"), [("00002-of", True), ("done-00001", False), ("config.json", False), (MANIFEST_NAME, True)]
+    ("name", "after"),
+    slow_unless(
+        lambda case: case[1],
+        [("00002-of", True), ("done-00001", False), ("config.json", False), (MANIFEST_NAME, True)],
+    ),
 )
 def test_run_part__killed_worker_leaves_all_or_nothing(
     bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch, name: str, after: bool

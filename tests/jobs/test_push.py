@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import mergepipe
+from mergepipe import tailor
 from mergepipe.errors import (
     ConflictError,
     CorruptError,
@@ -17,6 +19,7 @@ from mergepipe.errors import (
     OutputError,
     RecipeError,
     StorageError,
+    UnsupportedError,
 )
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -27,6 +30,7 @@ from support.fault_server import Answer, Request
 from support.hub_server import HubServer, hub_server
 from support.remote_stores import set_environment
 from support.s3_server import s3_server
+from support.training_trees import decoder_shapes, known_states, write_hf
 
 SHAPE = FamilyShape(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=True)
 RECIPE = """merge_method: linear
@@ -236,3 +240,65 @@ def test_push__of_a_packed_expert_to_the_hub_is_one_commit(snapshot: Path, hub: 
     mergepipe.push(tmp_path / "packs" / "expert-1", f"hf://{MODEL}")  # replaces itself
     push(snapshot, f"hf://{MODEL}")
     assert [name for name in hub.model_files(MODEL) if name.startswith("mergepipe-store")] == []
+
+
+# --- averages of checkpoints ---
+
+
+@pytest.fixture(name="average")
+def make_average(tmp_path: Path) -> Path:
+    for step in (100, 200):
+        write_hf(tmp_path / f"checkpoint-{step}", known_states(decoder_shapes(), seed=step, step=step))
+    paths = [tmp_path / f"checkpoint-{step}" for step in (100, 200)]
+    tailor.average(paths, tmp_path / "average", files_from=paths[0])
+    tailor.average(paths, tmp_path / "resumable", optimizer="last")
+    return tmp_path / "average"
+
+
+def check_average(average: Path, files: dict[str, bytes]) -> None:
+    """The copy is the average, and no path of this machine stands in it."""
+    wanted = files_below(average)
+    assert files.keys() == wanted.keys()
+    assert [name for name in files if name != MANIFEST_NAME and files[name] != wanted[name]] == []
+    assert [name for name, content in files.items() if str(average.parent).encode() in content] == []
+    record = json.loads(files[MANIFEST_NAME])
+    assert [source["path"] for source in record["inputs"]] == ["../checkpoint-100", "../checkpoint-200"]
+    assert "files_from: ../checkpoint-100" in record["recipe"]
+
+
+def test_push__of_an_average_to_the_hub_is_one_commit(average: Path, snapshot: Path, hub: HubServer) -> None:
+    report = mergepipe.push(average, f"hf://{MODEL}", create=True)
+    assert (hub.n_commits(MODEL), report.commit) == (2, hub.head(MODEL))
+    files = {name: content for name, content in hub.model_files(MODEL).items() if name != ".gitattributes"}
+    check_average(average, files)
+    push(snapshot, f"hf://{MODEL}")  # replaces it, and is replaced
+    mergepipe.push(average, f"hf://{MODEL}")
+    assert [name for name in hub.model_files(MODEL) if "safetensors" in name] == ["model.safetensors"]
+
+
+def test_push__of_an_average_to_a_bucket_can_be_verified(
+    average: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with s3_server() as server:
+        server.make_bucket("bucket")
+        set_environment(monkeypatch, server.url)
+        report = mergepipe.push(average, "s3://bucket/average")
+        check_average(average, objects_below("s3://bucket/average"))
+        verified = mergepipe.verify("s3://bucket/average", options=RunOptions(home=tmp_path / "home", threads=2))
+        assert (verified.is_sound, verified.sid) == (True, report.sid)
+
+
+def test_push__of_a_checkpoint_to_resume_from_says_what_to_do(average: Path) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        mergepipe.push(average.parent / "resumable", "s3://bucket/never")
+    (problem,) = caught.value.problems
+    assert (problem.code, "`mergepipe tailor average`" in problem.hint) == ("push.composite", True)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_push__of_a_damaged_average_is_refused(average: Path, name: str) -> None:
+    content = (average / name).read_bytes()
+    (average / name).write_bytes(content[:-1] if name != "config.json" else content.replace(b"{", b"[", 1))
+    with pytest.raises(CorruptError) as caught:
+        mergepipe.push(average, "s3://bucket/never")
+    assert caught.value.code == "push.damaged"

@@ -18,7 +18,7 @@ from mergepipe import api as keeping
 from mergepipe import api as session
 from mergepipe.cli.render.plans import plan_table
 from mergepipe.errors import ConflictError
-from mergepipe.jobs import plan as planning
+from mergepipe.jobs.plan import make_plan
 from mergepipe.options import RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
@@ -128,14 +128,13 @@ def test_merge__under_a_budget_plans_again_when_what_it_reuses_goes_away(
 ) -> None:
     bench = make_bench(tmp_path)
     bench.merge(RECIPES["linear"], "first", budget="60%")
-    made = planning.make_plan
 
     def made_too_early(*given: Any, **more: Any) -> Plan:
-        decided = made(*given, **more)
+        decided = make_plan(*given, **more)
         shutil.rmtree(bench.folder / "first", ignore_errors=True)
         return decided
 
-    monkeypatch.setattr(planning, "make_plan", made_too_early)
+    monkeypatch.setattr("mergepipe.jobs.run.make_plan", made_too_early)
     report = bench.merge(RECIPES["linear"], "second", budget="60%")
     assert report.reused_bytes == 0
     assert report.budget_bytes is not None

@@ -20,6 +20,7 @@ OS_FUNCTIONS = frozenset({
 OS_PATH_FUNCTIONS = frozenset({"exists", "isdir", "isfile", "islink", "ismount", "realpath", "samefile", "samestat"})
 REGULAR_FUNCTIONS = frozenset({"open_regular", "read_descriptor", "read_head", "read_small", "regular_status"})
 READ_MODES = ("r", "rb")
+_NAMES = PATH_METHODS | PATH_METHODS_WITH_PATTERN | OS_FUNCTIONS | OS_PATH_FUNCTIONS
 
 OWN = "our own files: home, catalog, staging, outputs"
 ALLOWED = {
@@ -81,10 +82,14 @@ def direct_reads(code: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and node.module == "mergepipe.storage.regular":
             yield from (f"regular.{each.name}" for each in node.names if each.name in REGULAR_FUNCTIONS)
-        elif isinstance(node, ast.Call):
+        elif isinstance(node, ast.Call) and _called_name(node.func) in _NAMES:
             owner, _, name = ast.unparse(node.func).rpartition(".")
             if _is_direct(owner, name, node.args):
                 yield f"{owner}.{name}" if owner in ("os", "os.path") else name
+
+
+def _called_name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def _is_direct(owner: str, name: str, arguments: list[ast.expr]) -> bool:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mergepipe.storage.page_cache import resident_fraction
+
 PAGE_BYTES = 4096
 
 
@@ -96,6 +98,16 @@ def short_writes(pwrite: Callable[..., int]) -> Callable[..., int]:
     return write
 
 
+def _drop(descriptor: int) -> None:
+    """Drop a file's pages; again where the kernel held on to some, as it may while the machine is busy."""
+    size = os.fstat(descriptor).st_size
+    for _ in range(100):
+        os.fdatasync(descriptor)  # not fsync, which tests replace
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        if size == 0 or resident_fraction(descriptor, size) == 0:
+            return
+
+
 def drop_from_page_cache(*places: Path) -> None:
     """Make the files below `places` cold."""
     for place in places:
@@ -103,8 +115,7 @@ def drop_from_page_cache(*places: Path) -> None:
             if path.is_file():
                 descriptor = os.open(path, os.O_RDONLY)
                 try:
-                    os.fdatasync(descriptor)  # not fsync, which tests replace
-                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                    _drop(descriptor)
                 finally:
                     os.close(descriptor)
 

@@ -259,10 +259,11 @@ def test_read_hf_checkpoint__refuses_the_optimizer_of_another_model(tmp_path: Pa
         assert caught.value.code == code
 
 
-def test_open_training_checkpoint__refuses_weights_without_optimizer(tmp_path: Path, known: KnownStates) -> None:
+def test_open_training_checkpoint__says_that_weights_have_no_optimizer(tmp_path: Path, known: KnownStates) -> None:
     write_trainer_files(tmp_path, known)
-    with pytest.raises(UnsupportedError, match="save_only_model"):
-        open_training_checkpoint(MetadataStore(), Location.local(tmp_path))
+    opened = open_training_checkpoint(MetadataStore(), Location.local(tmp_path))
+    assert (opened.format, opened.step, opened.has_state) == ("weights-only", known.step, False)
+    assert opened.missing == ("the optimizer's state: only weights are here",)
 
 
 def trainer_with_zero(folder: Path, known: KnownStates) -> Path:

@@ -11,16 +11,20 @@ import numpy as np
 import pytest
 from composing import FORMATS, FULL, SHARED_STEPS, Pair, make_pair, stored_values, wrong_values
 
+from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
+from mergepipe.checkpoints.formats.zip_directory import Window
 from mergepipe.errors import MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT
 from mergepipe.tailor.composition.compose import ComposeOptions
 from mergepipe.tailor.composition.request.restack import restacked_names
 from mergepipe.tailor.composition.self_check import Thoroughness
+from mergepipe.tailor.formats.dcp_metadata import read_dcp_metadata
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.units import at_layer, model_units
 from support.stores import MetadataStore
-from support.training_trees import KnownStates, decoder_shapes, write_hf
+from support.training_trees import KnownStates, decoder_shapes, write_dcp, write_hf
 
 Slice = tuple[str, int, int]
 TURNED: list[Slice] = [("old", 2, 3), ("new", 1, 2), ("new", 0, 1)]
@@ -66,7 +70,7 @@ def test_compose__stacks_layers_in_the_order_of_the_slices(tmp_path: Path, kind:
 
 
 DEEPER: list[Slice] = [("new", 0, 2), ("old", 1, 3), ("new", 2, 3)]
-RESIZABLE = ("hf", "hf-zero2", "zero1", "zero2", "zero3", "zero3-saved")
+RESIZABLE = ("hf", "hf-zero2", "zero1", "zero2", "zero3", "zero3-saved", "dcp")
 
 
 @pytest.mark.parametrize("kind", RESIZABLE)
@@ -96,12 +100,53 @@ def test_compose__stacks_for_another_number_of_ranks(tmp_path: Path) -> None:
         assert_restacked(pair, stack, shared_steps=kind in SHARED_STEPS)
 
 
-@pytest.mark.parametrize("kind", ["dcp", "zero2-regrouped", "zero3-regrouped"])
+def options_in_one_place(known: KnownStates) -> dict[str, object]:
+    """What a loop of one's own saves beside tensors; the optimizer names the parameters of its groups."""
+    norms = [name for name in known.shapes if "norm" in name]
+    others = [name for name in known.shapes if "norm" not in name]
+    return {"optim.param_groups.0.params": others, "optim.param_groups.1.params": norms, "step": known.step}
+
+
+def options_by_parameter(known: KnownStates) -> dict[str, object]:
+    return {f"optim.param_groups.{name}.lr": 0.1 for name in known.shapes}
+
+
+def test_compose__stacks_what_dcp_keeps_beside_tensors(tmp_path: Path) -> None:
+    """Tied weights, lists of parameters and values of the run."""
+    shapes, tied = decoder_shapes(tied=True), {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def write(folder: Path, known: KnownStates) -> None:
+        write_dcp(folder, known, 2, tied=tied, plain=options_in_one_place(known))
+
+    pair = make_pair(tmp_path, write, shapes)
+    pair.compose(slices(DEEPER))
+    store, out = MetadataStore(), Location.local(pair.out)
+    made = open_training_checkpoint(store, out)
+    assert made.units.tied == tied
+    root = Node(read_dcp_metadata(store, out), "").fields("Metadata")
+    assert len(root.get("state_dict_metadata").mapping()) == 4 * len(made.parameters) + len(tied) + 3
+    values = {}
+    for index, node in root.get("storage_data").items():
+        key, place = Node(index, "").fields("MetadataIndex").get("fqn").text(), node.fields("_StorageInfo")
+        if key == "step" or key.endswith(".params"):
+            file = out / place.get("relative_path").text()
+            window = Window(file, place.get("offset").integer(), place.get("length").integer())
+            values[key] = read_torch_zip(store, file, window).root
+    assert values["step"] == pair.new.step
+    deeper = decoder_shapes(5, tied=True)
+    for group, is_norm in ((0, False), (1, True)):
+        assert values[f"optim.param_groups.{group}.params"] == [n for n in deeper if ("norm" in n) == is_norm]
+
+
+@pytest.mark.parametrize("kind", ["dcp-by-parameter", "zero2-regrouped", "zero3-regrouped"])
 def test_compose__refuses_other_numbers_of_layers_by_name(tmp_path: Path, kind: str) -> None:
-    pair = make_pair(tmp_path, FORMATS[kind])
+    def write(folder: Path, known: KnownStates) -> None:
+        write_dcp(folder, known, 2, plain=options_by_parameter(known))
+
+    pair = make_pair(tmp_path, FORMATS.get(kind, write))
     with pytest.raises(UnsupportedError) as caught:
         pair.compose(slices(DEEPER))
-    assert caught.value.code == ("tailor.restack.resized" if kind == "dcp" else "tailor.restack.groups")
+    assert caught.value.code == ("tailor.restack.groups" if kind in FORMATS else "tailor.restack.resized")
     assert not pair.out.exists()
 
 

@@ -23,13 +23,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_program(program: str, argv: Sequence[str] | None) -> int:
+    exit_code = _run_arguments(program, list(sys.argv[1:] if argv is None else argv))
+    if argv is None:
+        gc.freeze()  # the process ends: its end would look through all that was imported, a fifth of a short command
+    return exit_code
+
+
+def _run_arguments(program: str, arguments: list[str]) -> int:
     try:
         check_platform()
     except UnsupportedError as error:
         print(f"error: {error} [{error.code}]", file=sys.stderr)
         return error.exit_code
     gc.set_threshold(200_000, 20, 20)  # what is imported stays: looking it through takes a tenth of the start
-    arguments = list(sys.argv[1:] if argv is None else argv)
     _occupy_standard_descriptors()
     try:
         from mergepipe.cli.interrupts import Interrupts

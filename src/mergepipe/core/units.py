@@ -17,6 +17,11 @@ def format_bytes(nbytes: float) -> str:
     return f"{value:.{digits}f} {_BYTE_UNITS[unit]}"
 
 
+def size_option(nbytes: int) -> str:
+    """Write a size as an option takes it, in whole MiB that hold `nbytes`: `129MiB`."""
+    return f"{-(-nbytes // 2**20)}MiB"
+
+
 def format_rate(bytes_per_second: float) -> str:
     """A speed: `1.85 GB/s`."""
     return f"{format_bytes(bytes_per_second)}/s"

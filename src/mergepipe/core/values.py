@@ -11,7 +11,7 @@ fields in every version of Python, so that fields that are one object are equal.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import MISSING, Field, FrozenInstanceError, fields, is_dataclass
 from operator import attrgetter
 from reprlib import recursive_repr
@@ -46,14 +46,16 @@ def _make_value_class(cls: type, *, eq: bool = True, repr: bool = True, kw_only:
     told = made.__dataclass_params__
     told.init, told.repr, told.eq, told.frozen = True, repr, eq, True
     methods = {"__init__": _InitCompiledLater(made), "__getstate__": _get_state, "__setstate__": _set_state}
-    methods |= {"__setattr__": _refusal("assign to", made), "__delattr__": _refusal("delete", made)}
+    all_fields = fields(made)
+    names = {field.name for field in all_fields}
+    methods |= {"__setattr__": _refusal("assign to", made, names), "__delattr__": _refusal("delete", made, names)}
     if repr:
-        methods["__repr__"] = _representation([field.name for field in fields(made) if field.repr])
+        methods["__repr__"] = _representation([field.name for field in all_fields if field.repr])
     if eq:
-        methods["__eq__"] = _equality([field for field in fields(made) if field.compare])
+        methods["__eq__"] = _equality([field for field in all_fields if field.compare])
         if defined.get("__hash__") is None and "__eq__" in defined:
             del defined["__hash__"]  # Python has put it there, not the class
-        hashed = [field for field in fields(made) if (field.compare if field.hash is None else field.hash)]
+        hashed = [field for field in all_fields if (field.compare if field.hash is None else field.hash)]
         methods["__hash__"] = _hash_of(hashed)
     for name in methods.keys() - defined.keys():
         setattr(made, name, methods[name])
@@ -113,8 +115,7 @@ def _set_state(self: Any, state: Sequence[object]) -> None:
         object.__setattr__(self, field.name, value)
 
 
-def _refusal(action: str, cls: type) -> Callable[..., None]:
-    names = {field.name for field in fields(cls)}
+def _refusal(action: str, cls: type, names: Set[str]) -> Callable[..., None]:
     general = getattr(object, "__setattr__" if action == "assign to" else "__delattr__")
 
     def refuse(self: object, name: str, *value: object) -> None:

@@ -17,11 +17,11 @@ MOST_DEPTH = 32
 
 def open_packed(
     store: Store, path: Location, base: Location | None = None
-) -> tuple[OpenedStore, Checkpoint, Checkpoint | None]:
-    """Open a packed expert by itself: header and index, the expert, and its base, which lies where it was packed.
+) -> tuple[OpenedStore, Checkpoint, tuple[Checkpoint, ...]]:
+    """Open a packed expert by itself: header and index, the expert, and its bases, which lie where it was packed.
 
-    The base is None for one that was packed without. That of a checkpoint in a chain is the store of the one before,
-    which may have moved together with it; or that one unpacked, if it is given as `base`.
+    There is no base for one that was packed without. That of a checkpoint in a chain is the store of the one before,
+    which may have moved together with it, with its own bases behind it; or that one unpacked, if it is given as `base`.
 
     Raises:
         RecipeError: `option.pair`, a base for a store that was packed without one.
@@ -30,12 +30,12 @@ def open_packed(
     """
     opened = read_store(store, path)
     is_chained = opened.header.depth > 0 and (base is None or is_store(store, base))
-    base_checkpoint = _open_chain(store, opened, base) if is_chained else _open_base(store, opened, base)
-    return opened, open_store(store, path, base_checkpoint), base_checkpoint
+    bases = _open_chain(store, opened, base) if is_chained else _open_base(store, opened, base)
+    return opened, open_store(store, path, bases[0] if bases else None), bases
 
 
-def _open_chain(store: Store, opened: OpenedStore, base: Location | None) -> Checkpoint:
-    """Open the base of a store that is packed on another one; that one's chain is shorter, so that none is endless."""
+def _open_chain(store: Store, opened: OpenedStore, base: Location | None) -> tuple[Checkpoint, ...]:
+    """Open the bases of a store that is packed on another one; that one's chain is shorter, so that none is endless."""
     if opened.header.depth > MOST_DEPTH:
         raise corrupt(opened.root, f"is at depth {opened.header.depth} of a chain, {MOST_DEPTH} is the most")
     place = base or Location.parse(opened.header.base)
@@ -47,16 +47,17 @@ def _open_chain(store: Store, opened: OpenedStore, base: Location | None) -> Che
     if depth != opened.header.depth - 1:  # before it is opened: it may name itself
         message = f"its base {place} is at depth {depth} of a chain, {opened.header.depth - 1} is needed"
         raise corrupt(opened.root, message)
-    return open_packed(store, place)[1]
+    _, below, bases = open_packed(store, place)
+    return below, *bases
 
 
-def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> Checkpoint | None:
+def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> tuple[Checkpoint, ...]:
     if not opened.header.base:
         if base is not None:
             raise RecipeError.of("option.pair", "--base", f"{opened.root} was packed without a base", "leave it out")
-        return None
+        return ()
     try:
-        return open_checkpoint(store, Location.parse(opened.header.base) if base is None else base)
+        return (open_checkpoint(store, Location.parse(opened.header.base) if base is None else base),)
     except NotFoundError as error:
         if base is not None:
             raise

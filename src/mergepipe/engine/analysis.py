@@ -11,7 +11,7 @@ from mergepipe.core.blocks import BlockGrid
 from mergepipe.engine.make_part import at_tap_cuts
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.pipeline.jobs import Job, TensorWork
-from mergepipe.engine.pipeline.pipeline import Pipeline, ReadSettings
+from mergepipe.engine.pipeline.pipeline import Pipeline, ReadSettings, are_dear
 from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.engine.pipeline.segments import (
     HoldLimits,
@@ -60,7 +60,9 @@ def run_analysis(
         work.tasks, files, pool, sizes.raw_bytes, _NoSink(), options.threads, lambda: observer.on_progress(None),
         ReadSettings.of(files, store, pool.limit), lambda: abort_requests(store),
     )  # fmt: skip
-    pipeline.run(_jobs(work, plan_jobs(work.tasks, sizes, runs_of, cut_of), HoldLimits.of(pool.limit), observer))
+    is_sparing = not are_dear(files, store)
+    limits = HoldLimits.sparing(pool.limit, sizes, work.tasks) if is_sparing else HoldLimits.of(pool.limit)
+    pipeline.run(_jobs(work, plan_jobs(work.tasks, sizes, runs_of, cut_of), limits, observer))
 
 
 def _jobs(work: AnalysisWork, shapes: Iterator[JobShape], limits: HoldLimits, observer: Observer) -> Iterator[Job]:

@@ -111,10 +111,9 @@ def load_tensors(path: Location, *, base: Location | None, framework: str, threa
         )
     store = Stores()
     if is_store(store, path):
-        opened, checkpoint, base_checkpoint = open_packed(store, path, base)
+        opened, checkpoint, bases = open_packed(store, path, base)
         check_original_headers(store, opened)
-        checkpoints = (checkpoint,) if base_checkpoint is None else (checkpoint, base_checkpoint)
-        return LoadedTensors(checkpoints, store, framework, threads)
+        return LoadedTensors((checkpoint, *bases), store, framework, threads)
     if base is not None:
         raise RecipeError.of("option.pair", "--base", f"{path} is no packed expert", "leave it out")
     return LoadedTensors((open_path(store, path),), store, framework, threads)

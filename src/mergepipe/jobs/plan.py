@@ -1,9 +1,9 @@
-"""Make plans from a recipe, the catalog and a budget; read them back, and run them against unchanged inputs."""
+"""Make plans from a recipe, the catalog and a budget; read them back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +13,10 @@ from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.core.values import dataclass
 from mergepipe.engine.work import EngineOptions
-from mergepipe.errors import ConflictError, LimitError, Problem, RecipeError, UnsupportedError
+from mergepipe.errors import LimitError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import PlanOptions, check_seed, default_memory_bytes, default_threads
-from mergepipe.planning.budget import BudgetRequest, parse_budget, parse_target_error, retry_reserve_bytes
+from mergepipe.planning.budget import BudgetRequest, parse_budget, parse_speed, parse_target_error, retry_reserve_bytes
 from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
 from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, Fallback, Plan, PlannedTensor
 from mergepipe.planning.plan_json import parse_plan
@@ -26,27 +26,20 @@ from mergepipe.recipes.parse.problems import USUAL, Strictness
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.recipes.resolve.tasks import MergeTask
-from mergepipe.reports import MergeReport, ProgressCallback
-from mergepipe.runs.base_ahead import base_read_ahead
+from mergepipe.runs.budget.planned_cost import planned_cost
 from mergepipe.runs.budget.probe import Prober, probe_unknown
 from mergepipe.runs.budget.speeds import BY_BYTES, PriceRequest
 from mergepipe.runs.inputs.opened import Inputs, PairStatistics, open_inputs, with_known_digests, with_parameters
-from mergepipe.runs.inputs.planned import open_planned, vocabulary_of
-from mergepipe.runs.merge_run import MergeSettings, publish_merge
+from mergepipe.runs.inputs.planned import vocabulary_of
 from mergepipe.runs.packing.indices import find_unread
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.records.statistics_files import StatisticsBeside
-from mergepipe.runs.recovery.resume import Resume, planned_cost
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.reuse.planned import ReusingPlanner
-from mergepipe.runs.settings import price_request
-from mergepipe.runs.stored_plan import plan_key, stored_plan
-from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage.contract import Store
-from mergepipe.storage.ledger import EXPERT_PURPOSES, Usage
 from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.location import Location
-from mergepipe.storage.prices import Speeds
+from mergepipe.storage.prices import Price, Speeds
 from mergepipe.storage.stores import Stores
 
 PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
@@ -117,11 +110,17 @@ def plan_request(
         options.block_elements,
         tuple(allow_dropped),
         reuse,
-        price_request(options),
+        _price_request(options),
         Strictness(strict or options.strict, options.lenient),
         options.probe,
         everything,
     )
+
+
+def _price_request(options: PlanOptions) -> PriceRequest:
+    """Return what the benefit of a read is divided by."""
+    speed = None if options.storage_speed is None else parse_speed(options.storage_speed)
+    return PriceRequest(Price(options.price), speed, options.request_cost_bytes)
 
 
 def make_plan(
@@ -292,78 +291,11 @@ def plan_recipe(recipe: Location | RecipeText, request: PlanRequest, home: Path)
     speeds = request.pricing.speeds(inputs, store, home, default_threads())
     with closing(CatalogLink(home, required=True)) as link:
         engine = EngineOptions(default_threads(), min(PROBE_MEMORY_BYTES, default_memory_bytes()))
-        prober = Prober(store, engine, _no_tick) if request.probes else None
+        prober = Prober(store, engine, no_tick) if request.probes else None
         return make_plan(store, inputs, request, link, speeds=speeds, prober=prober)
 
 
-def run_budgeted(
-    recipe: Location | RecipeText,
-    out: Path,
-    request: PlanRequest,
-    settings: MergeSettings,
-    *,
-    started: float,
-    on_progress: ProgressCallback | None,
-) -> MergeReport:
-    """Plan and run at once; an unfinished merge of this very request is resumed with the plan that it was begun with.
-
-    Where another process replaces a snapshot in between, of which blocks were to be reused, it is planned again
-    without reuse, unless something was read of the experts already.
-    """
-    store = Stores(settings=settings.engine.remote)
-    inputs = open_inputs(
-        recipe, store, request.allow_dropped, strictness=settings.strictness,
-        keeps_absolute_paths=settings.absolute_paths,
-    )  # fmt: skip
-    settings.base_model_ids.check_names(inputs.leaf_models)
-    speeds = request.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
-    planned = Usage({}, {})
-
-    def attempt(wanted: PlanRequest) -> MergeReport:
-        nonlocal planned
-        key = plan_key(inputs, repr(wanted))
-        follows = settings.resume in (Resume.AUTO, Resume.REQUIRED)
-        plan = stored_plan(staging_directory(out.absolute()), key) if follows else None
-        with closing(CatalogLink(settings.home)) as link, ExitStack() as stack:
-            if plan is None:
-                replaced, stop_reading = out if settings.force else None, _no_tick
-                prober = Prober(store, settings.engine, _no_tick) if wanted.probes else None
-                wanted.pricing.request_bytes(inputs, store, link.home)  # measured while nothing else is read
-                if not (wanted.reuse and reuse_candidates(link, replaced)):  # else not all of the base may be needed
-                    ahead = base_read_ahead(inputs, store, settings.engine, settings.shard_bytes)
-                    stop_reading = stack.enter_context(ahead).stop
-                plan = make_plan(store, inputs, wanted, link, replaced, speeds, prober)
-                stop_reading()
-            planned = store.ledger.usage()
-            merged, keyed = with_parameters(inputs, plan), replace(settings, plan_key=key)
-            return publish_merge(merged, plan, out, keyed, store, link, started, on_progress)
-
-    try:
-        return attempt(request)
-    except ConflictError as error:
-        usage = store.ledger.usage()
-        if error.code != "plan.reuse-gone" or any(usage[purpose] > planned[purpose] for purpose in EXPERT_PURPOSES):
-            raise
-    return attempt(replace(request, reuse=False))
-
-
-def run_plan(
-    plan: Plan, out: Path, settings: MergeSettings, *, started: float, on_progress: ProgressCallback | None
-) -> MergeReport:
-    """Run a stored plan against the inputs it was made for.
-
-    Raises:
-        ConflictError: `plan.input-changed`, an input is not what it was.
-        NotFoundError: an input is gone.
-    """
-    store = Stores(settings=settings.engine.remote)
-    with closing(CatalogLink(settings.home)) as link:
-        inputs = open_planned(plan, store, link)
-        settings.base_model_ids.check_names(inputs.leaf_models)
-        return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
-
-
-def _no_tick() -> None:
+def no_tick() -> None:
     """Samples are read in moments: nothing is reported."""
 
 

@@ -1,20 +1,24 @@
-"""Push a snapshot or a packed expert of this machine to a bucket or to the Hub: visible there whole or not at all."""
+"""Push a snapshot, an average or a packed expert to a bucket or to the Hub: visible there whole or not at all."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import mergepipe
+from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.core.escaping import yaml_document
 from mergepipe.core.outcome import note_committed
 from mergepipe.core.values import dataclass
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.header import HEADER_NAME, is_own_name, is_store
 from mergepipe.deltastore.pack.portable import portable_store
 from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, StorageError, UnsupportedError
-from mergepipe.jobs.verify_composite import is_composite
+from mergepipe.jobs.verify_composite import composite_sid, damage_of, is_composite, read_composite
+from mergepipe.recipes.parse.yaml_source import parse_yaml
 from mergepipe.reports import Progress, ProgressCallback, PushReport
 from mergepipe.runs.reuse.accumulators import ACCUMULATORS_BLOCKS_NAME, ACCUMULATORS_RECORD_NAME
 from mergepipe.runs.reuse.keys import KEYS_NAME
@@ -48,7 +52,7 @@ class PushRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Push:
-    """A snapshot or packed expert to push, its id, and the message of a commit unless the user gives one."""
+    """An output to push, its id, and the message of a commit unless the user gives one."""
 
     output: OutputContent
     sid: str
@@ -58,7 +62,7 @@ class _Push:
 def push_snapshot(
     path: Path, destination: Location, request: PushRequest, *, started: float, on_progress: ProgressCallback | None
 ) -> PushReport:
-    """Push the snapshot or packed expert at `path`; the files of a push that was killed are not uploaded again.
+    """Push the snapshot, average or packed expert at `path`; what a killed push has uploaded is not uploaded again.
 
     Raises:
         NotFoundError, CorruptError: a file of the snapshot is gone, or is not what was written.
@@ -71,7 +75,11 @@ def push_snapshot(
         hint = "push to hf://org/name, s3://, gs:// or az://"
         raise OutputError.of("output.store", destination, "no snapshot can be pushed there", hint)
     store = Stores()
-    push = _read_pack(store, path) if is_store(store, Location.local(path)) else _read_snapshot(store, path)
+    folder = Location.local(path)
+    if is_store(store, folder):
+        push = _read_pack(store, path)
+    else:
+        push = _read_average(store, path) if is_composite(store, folder) else _read_snapshot(store, path)
     output, done = push.output, 0
 
     def advance(nbytes: int) -> None:
@@ -112,13 +120,46 @@ def _read_pack(store: Store, path: Path) -> _Push:
     return _Push(portable_store(store, opened), opened.header.content_id, message)
 
 
+def _read_average(store: Store, path: Path) -> _Push:
+    """Read the record of an averaged model, look for its weights, and compare all other files with their digests."""
+    folder = Location.local(path)
+    record = read_composite(store, folder)
+    if record.content.get("kind") != "averaged-model":
+        message = "is a training checkpoint, which no model's folder or repository holds"
+        hint = "make a model with `mergepipe tailor average`, or upload the files with the tool of the store"
+        raise UnsupportedError.of("push.composite", path, message, hint)
+    for file in record.files:
+        size_bytes = store.size_bytes(folder / file.name)
+        is_other = file.name.endswith(_WEIGHTS) or damage_of(store, folder, file) is None
+        if size_bytes != file.size_bytes or not is_other:
+            raise CorruptError.of("push.damaged", folder / file.name, "is not what was written", "average again")
+    files = sorted(record.files, key=lambda file: (file.name in _LAST_NAMES, file.name))
+    objects = {file.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for file in files}
+    copy = _without_local_paths(record.content)
+    copy["sid"] = composite_sid(copy)
+    raw = (json.dumps(copy, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    message = f"Average of checkpoints (mergepipe {copy['version']})"
+    return _Push(OutputContent(MANIFEST_NAME, raw, objects), composite_sid(copy), message)
+
+
+def _without_local_paths(content: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return a record in which absolute paths, in its recipe too, keep their last names only."""
+    recipe = parse_yaml(Location.parse("recipe"), str(content["recipe"])).root
+    changed = {key: _with_last_names(value) for key, value in content.items()}
+    return {**changed, "recipe": yaml_document(_with_last_names(recipe), width=120)}
+
+
+def _with_last_names(value: JsonValue) -> JsonValue:
+    if isinstance(value, dict):
+        return {key: _with_last_names(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_last_names(item) for item in value]
+    return f"../{PurePosixPath(value).name}" if isinstance(value, str) and value.startswith("/") else value
+
+
 def _read_snapshot(store: Store, path: Path) -> _Push:
     """Read the small files of a snapshot, each compared with its digest, and look for the large ones."""
     folder = Location.local(path)
-    if is_composite(store, folder):
-        message = "is a composed or averaged training checkpoint, no merge"
-        hint = "upload its files with the tool of the store: its record names folders of this machine"
-        raise UnsupportedError.of("push.composite", path, message, hint)
     manifest = read_manifest_value(store, folder)
     if is_overlay(manifest):
         message, hint = "is an overlay, which needs its base beside it", "`mergepipe materialise` it, and push that"
@@ -173,7 +214,7 @@ def _holds(place: Location, output: OutputContent) -> bool:
 
 
 def _replaced_names(place: Location) -> set[str]:
-    """The files of the snapshot or packed expert that a repository holds by now, which are replaced.
+    """The files of the snapshot, average or packed expert that a repository holds by now, which are replaced.
 
     Raises:
         OutputError: `output.not-ours`, it holds weights that no output of ours lists.
@@ -184,7 +225,9 @@ def _replaced_names(place: Location) -> set[str]:
     except NotFoundError:  # no such folder in the repository
         return set()
     listed: set[str] = set()
-    if MANIFEST_NAME in names:
+    if MANIFEST_NAME in names and is_composite(store, place):
+        listed = {MANIFEST_NAME, *(file.name for file in read_composite(store, place).files)}
+    elif MANIFEST_NAME in names:
         earlier = read_manifest_value(store, place)
         listed = {file.name for file in earlier.files} | {record.name for record in earlier.sidecars}
         listed |= {earlier.blocks.name, MANIFEST_NAME}

@@ -16,7 +16,8 @@ from mergepipe.core.outcome import private_outputs
 from mergepipe.core.values import dataclass
 from mergepipe.errors import NotFoundError
 from mergepipe.jobs.merge import run_merge
-from mergepipe.jobs.plan import PlanRequest, make_plan, run_plan
+from mergepipe.jobs.plan import PlanRequest, make_plan
+from mergepipe.jobs.run import run_plan
 from mergepipe.planning.budget import BudgetRequest, parse_budget
 from mergepipe.planning.choices import Policy
 from mergepipe.planning.level_counts import blocks_by_level

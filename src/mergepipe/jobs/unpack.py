@@ -54,8 +54,7 @@ def unpack_store(
     """
     started = time.perf_counter()
     store = Stores()
-    opened, checkpoint, base_checkpoint = open_packed(store, root, base)
-    bases = () if base_checkpoint is None else (base_checkpoint,)
+    opened, checkpoint, bases = open_packed(store, root, base)
     check_target(out, (root, *(base_checkpoint.path for base_checkpoint in bases)), force=None)
     tensor_bytes = sum(entry.nbytes for entry in opened.header.tensors)
     check_free_space(out, tensor_bytes)
@@ -67,8 +66,7 @@ def unpack_store(
         _write_kept(opened, staging.path, store)
         check_unchanged(store, (*bases, checkpoint))
         staging.publish()
-    base_path = None if base_checkpoint is None else base_checkpoint.path
-    return UnpackReport(root, base_path, out, tensor_bytes, time.perf_counter() - started)
+    return UnpackReport(root, bases[0].path if bases else None, out, tensor_bytes, time.perf_counter() - started)
 
 
 def verify_store(store: Store, path: Location, base: Checkpoint | None, threads: int) -> None:
@@ -101,11 +99,10 @@ def verify_pack(
         CorruptError: header or index are damaged.
     """
     store = Stores()
-    opened, checkpoint, base_checkpoint = open_packed(store, path, base)
+    opened, checkpoint, bases = open_packed(store, path, base)
     reader = _Reader(opened, checkpoint, threads)
     progress = _Counter(on_progress, sum(entry.nbytes for entry in opened.header.tensors), "verify")
     damages: list[Damage] = []
-    bases = () if base_checkpoint is None else (base_checkpoint,)
     with open_files(store, files_of(checkpoint.tensors.values()), (*bases, checkpoint)) as files:
         for check in _checks(reader, files, store):
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
 from typing import Final
@@ -24,10 +24,30 @@ _HEAD_BYTES = 400
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class RecordedFile:
+    """A file of a composite as it was written."""
+
     name: str
     size_bytes: int
     blake3: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompositeRecord:
+    """The manifest of a composite: its content, and the files that it lists."""
+
+    content: Mapping[str, JsonValue]
+    files: tuple[RecordedFile, ...]
+
+    @property
+    def sid(self) -> str:
+        """The id of the recipe, the version and the files; what `content` says of it was compared."""
+        return composite_sid(self.content)
+
+
+def composite_sid(content: Mapping[str, JsonValue]) -> str:
+    """Work out the id that a manifest with this content has."""
+    return digest_of({key: content.get(key) for key in ("version", "recipe", "files")})
 
 
 def is_composite(store: Store, path: Location) -> bool:
@@ -38,6 +58,21 @@ def is_composite(store: Store, path: Location) -> bool:
         return False
 
 
+def read_composite(store: Store, path: Location) -> CompositeRecord:
+    """Read the manifest of a composite.
+
+    Raises:
+        CorruptError: it is damaged.
+    """
+    manifest = path / MANIFEST_NAME
+    content = parse_object(store.read_small(manifest, MANIFEST_BYTES), where=manifest, code="manifest")
+    record = CompositeRecord(content, tuple(_recorded(content.get("files"), manifest)))
+    if content.get("sid") != record.sid:
+        message = "its sid is not that of its content"
+        raise CorruptError.of("manifest.sid", manifest, message, "compose it again")
+    return record
+
+
 def verify_composite(
     store: Store, path: Location, threads: int, *, started: float, on_progress: ProgressCallback | None
 ) -> VerifyReport:
@@ -46,20 +81,12 @@ def verify_composite(
     Raises:
         CorruptError: the manifest is damaged.
     """
-    manifest = path / MANIFEST_NAME
-    content = parse_object(store.read_small(manifest, MANIFEST_BYTES), where=manifest, code="manifest")
-    files = tuple(_recorded(content.get("files"), manifest))
-    identity = {"version": content.get("version"), "recipe": content.get("recipe"), "files": content.get("files")}
-    sid = digest_of(identity)
-    if content.get("sid") != sid:
-        message = "its sid is not that of its content"
-        raise CorruptError.of("manifest.sid", manifest, message, "compose it again")
+    record = read_composite(store, path)
+    files, sid = record.files, record.sid
     damages: list[Damage] = []
     done, total = 0, sum(file.size_bytes for file in files)
     with ThreadPoolExecutor(max(2, threads), "mergepipe-verify") as pool:
-        for file, damage in zip(
-            files, pool.map(lambda recorded: _damage_of(store, path, recorded), files), strict=True
-        ):
+        for file, damage in zip(files, pool.map(lambda recorded: damage_of(store, path, recorded), files), strict=True):
             done += file.size_bytes
             damages.extend([damage] if damage is not None else [])
             if on_progress is not None:
@@ -70,11 +97,11 @@ def verify_composite(
     )
 
 
-def _recorded(value: JsonValue, where: Location) -> Iterator[_Recorded]:
+def _recorded(value: JsonValue, where: Location) -> Iterator[RecordedFile]:
     for item in value if isinstance(value, list) else [None]:
         match item:
             case {"name": str(name), "size_bytes": int(size), "blake3": str(digest)} if _is_inside(name):
-                yield _Recorded(name, size, digest)
+                yield RecordedFile(name, size, digest)
             case _:
                 raise CorruptError.of("manifest.field", where, "'files' is not a list of files", "compose it again")
 
@@ -84,7 +111,8 @@ def _is_inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _damage_of(store: Store, directory: Location, file: _Recorded) -> Damage | None:
+def damage_of(store: Store, directory: Location, file: RecordedFile) -> Damage | None:
+    """Read a file of a composite and say in what it is not what was written; None if it is."""
     try:
         size, digest = file_digest(store, directory / file.name, file.size_bytes)
     except MergePipeError as error:

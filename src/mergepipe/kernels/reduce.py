@@ -14,6 +14,7 @@ COARSE_BINS = 1 << 15
 FINE_BINS = 1 << 16
 
 _TILE = TILE_ELEMENTS
+_MOVED = 32
 
 
 @kernel
@@ -172,11 +173,16 @@ def count_fine_scores(
 
 @kernel
 def move_counts(counts_B: Counts, total_B: Counts) -> None:
-    """Add a histogram to another and clear it."""
-    for b in range(counts_B.shape[0]):
-        total_B[b] += counts_B[b]
-    for b in range(counts_B.shape[0]):
-        counts_B[b] = 0
+    """Add a histogram to another and clear it. Most bins are empty: they are only read."""
+    for first in range(0, counts_B.shape[0], _MOVED):
+        counts = counts_B[first : first + _MOVED]
+        filled = np.int64(0)
+        for b in range(counts.shape[0]):
+            filled |= counts[b]
+        if filled != 0:
+            for b in range(counts.shape[0]):
+                total_B[first + b] += counts[b]
+                counts[b] = 0
 
 
 @kernel

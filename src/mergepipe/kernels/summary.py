@@ -88,66 +88,29 @@ def sum_products(
 
 
 @kernel
-def summarize_block(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offset: int,
-    code: int,
-    n: int,
-    counts_B: Counts,
-    cells_C2: Doubles,
-    sketch_S: Floats,
-    extremes_3: Counts,
-) -> None:
-    """Summarise the delta of one block of `n` elements.
+def _append_fine(bits: Bits32, n: int, is_fine: Bytes, hits: Counts, fine_N: Bits32, n_fine: int) -> int:
+    """Append the magnitudes of a tile's first `n` elements with nonzero lower 16 bits; return the number in all.
 
-    Args:
-        counts_B: int64, COARSE_BINS; counts of upper magnitude bits are added.
-        cells_C2: float64; delta^2 and base * delta are added by cell, exactly as by `sum_products`.
-        sketch_S: float32 (16,); sums of signed deltas are added.
-        extremes_3: int64; set to the float32 bits of the largest magnitude, the number of nonzero deltas, and of those
-            with nonzero lower 16 bits. An array, for a kernel that returns several numbers cannot run without numba.
+    They are few and anywhere: nothing branches on an element. `is_fine` and `hits` are work arrays.
     """
-    base = np.empty(_TILE, np.float32)
-    model = np.empty(_TILE, np.float32)
-    delta = np.empty(_TILE, np.float32)
-    signed = np.empty(_TILE, np.float32)
-    products = np.empty(_QUARTER, np.float64)
-    bits = delta.view(np.uint32)
-    largest = 0
-    changed = 0
-    fine = 0
-    start = 0
-    while start < n:
-        m = min(_TILE, n - start)
-        decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
-        base[m:] = np.float32(0.0)
-        delta[m:] = np.float32(0.0)
-        cells_C2[start // CELL_ELEMENTS, 0] += _fold_product(delta, delta, products)
-        cells_C2[start // CELL_ELEMENTS, 1] += _fold_product(base, delta, products)
-        _fold_signed(bits, start, signed, sketch_S)
-        tile_largest = np.uint32(0)
-        tile_changed = np.uint32(0)
-        tile_fine = np.uint32(0)
-        for i in range(m):
-            magnitude = bits[i] & np.uint32(0x7FFFFFFF)
-            tile_largest = max(tile_largest, magnitude)
-            tile_changed += np.uint32(magnitude != np.uint32(0))
-            tile_fine += np.uint32((magnitude & np.uint32(0xFFFF)) != np.uint32(0))
-        largest = max(largest, int(tile_largest))
-        changed += int(tile_changed)
-        fine += int(tile_fine)
-        for i in range(m):
-            counts_B[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
-        start += m
-    extremes_3[0] = int(largest)
-    extremes_3[1] = changed
-    extremes_3[2] = fine
+    is_fine[n:] = np.uint8(0)
+    for i in range(n):
+        is_fine[i] = np.uint8((bits[i] & np.uint32(0xFFFF)) != np.uint32(0))
+    words = is_fine.view(np.uint64)
+    n_hits = 0
+    for w in range(words.shape[0]):
+        hits[n_hits] = w
+        n_hits += int(np.int64(words[w] != np.uint64(0)))
+    for h in range(n_hits):
+        first = 8 * hits[h]
+        for i in range(first, first + 8):
+            fine_N[n_fine] = bits[i] & np.uint32(0x7FFFFFFF)
+            n_fine += int(np.int64(is_fine[i]))
+    return n_fine
 
 
 @kernel
-def octave_energies(counts_B: Counts, largest_bits: int, energies_O: Doubles) -> None:
+def _octave_energies(counts_B: Counts, largest_bits: int, energies_O: Doubles) -> None:
     """Estimate the energy by octave of magnitude below the largest, from counts of upper magnitude bits.
 
     A bin belongs to the octave of its lower edge, where deltas of 16-bit formats lie, with the energy of its middle.
@@ -168,3 +131,67 @@ def octave_energies(counts_B: Counts, largest_bits: int, energies_O: Doubles) ->
             octave = int(np.floor(np.log2(largest / edge)))
             octave = min(max(octave, 0), octaves - 1)
             energies_O[octave] += float(counts_B[b]) * middle * middle
+
+
+@kernel
+def summarize_block(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    offset: int,
+    code: int,
+    n: int,
+    counts_B: Counts,
+    cells_C2: Doubles,
+    sketch_S: Floats,
+    energies_O: Doubles,
+    extremes_3: Counts,
+    fine_N: Bits32,
+) -> None:
+    """Summarise the delta of one block of `n` elements.
+
+    Args:
+        counts_B: int64, COARSE_BINS, all zero; set to the counts of upper magnitude bits.
+        cells_C2: float64; delta^2 and base * delta are added by cell, exactly as by `sum_products`.
+        sketch_S: float32 (16,); sums of signed deltas are added.
+        energies_O: float64; set by `_octave_energies`.
+        extremes_3: int64; set to the float32 bits of the largest magnitude, the number of nonzero deltas, and of those
+            with nonzero lower 16 bits. An array, for a kernel that returns several numbers cannot run without numba.
+        fine_N: uint32 (n + 1,); the magnitudes with nonzero lower 16 bits are written to its start.
+    """
+    base = np.empty(_TILE, np.float32)
+    model = np.empty(_TILE, np.float32)
+    delta = np.empty(_TILE, np.float32)
+    signed = np.empty(_TILE, np.float32)
+    products = np.empty(_QUARTER, np.float64)
+    is_fine = np.empty(_TILE, np.uint8)
+    hits = np.empty(_TILE // 8, np.int64)
+    bits = delta.view(np.uint32)
+    largest = 0
+    changed = 0
+    fine = 0
+    start = 0
+    while start < n:
+        m = min(_TILE, n - start)
+        decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
+        base[m:] = np.float32(0.0)
+        delta[m:] = np.float32(0.0)
+        cells_C2[start // CELL_ELEMENTS, 0] += _fold_product(delta, delta, products)
+        cells_C2[start // CELL_ELEMENTS, 1] += _fold_product(base, delta, products)
+        _fold_signed(bits, start, signed, sketch_S)
+        tile_largest = np.uint32(0)
+        tile_changed = np.uint32(0)
+        for i in range(m):
+            magnitude = bits[i] & np.uint32(0x7FFFFFFF)
+            tile_largest = max(tile_largest, magnitude)
+            tile_changed += np.uint32(magnitude != np.uint32(0))
+        largest = max(largest, int(tile_largest))
+        changed += int(tile_changed)
+        for i in range(m):
+            counts_B[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
+        fine = _append_fine(bits, m, is_fine, hits, fine_N, fine)
+        start += m
+    _octave_energies(counts_B, largest, energies_O)
+    extremes_3[0] = int(largest)
+    extremes_3[1] = changed
+    extremes_3[2] = fine

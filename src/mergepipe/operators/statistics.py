@@ -38,17 +38,17 @@ class CutEstimate:
     share_error: float
 
 
-def histogram_cuts(counts_B: NDArray[np.float64], n_elements: int) -> tuple[NDArray[np.float64], NDArray[np.uint32]]:
+def histogram_cuts(counts_B: NDArray[np.number], n_elements: int) -> tuple[NDArray[np.float64], NDArray[np.uint32]]:
     """Return shares of the tensor and the cuts that keep exactly those, from a histogram of the upper magnitude bits.
 
     For each of `HISTOGRAM_SHARES` these are the lower edge of the bin that reaches it, and that of the next bin above.
     """
-    filled_F = np.flatnonzero(counts_B[::-1])
-    from_top_F = np.cumsum(counts_B[::-1][filled_F])
+    filled_F = np.flatnonzero(counts_B)[::-1]
+    from_top_F = np.cumsum(counts_B[filled_F], dtype=np.float64)
     reached = np.searchsorted(from_top_F, np.array(HISTOGRAM_SHARES) * n_elements)
     chosen = np.unique(np.concatenate([reached, reached - 1]))
     chosen = chosen[(chosen >= 0) & (chosen < len(filled_F))]
-    bits_D = ((len(counts_B) - 1 - filled_F[chosen]) << BIN_SHIFT).astype(np.uint32)
+    bits_D = (filled_F[chosen] << BIN_SHIFT).astype(np.uint32)
     return (from_top_F[chosen] + 0.5) / n_elements, bits_D
 
 

@@ -21,10 +21,11 @@ from mergepipe.operators.registry import operator_named
 from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.runs.budget.planned_cost import planned_cost
 from mergepipe.runs.inputs.opened import Inputs, with_parameters
 from mergepipe.runs.inputs.planned import open_planned
 from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.recovery.resume import planned_cost, samples_cost
+from mergepipe.runs.recovery.resume import samples_cost
 from mergepipe.runs.work import merge_work, used_experts
 from mergepipe.snapshots.parts_account import CONTENT_IDS, PLANNING, NumberedReading, PartsAccount, index_of
 from mergepipe.snapshots.parts_bucket import PartsBucket, find_job, folder_digests

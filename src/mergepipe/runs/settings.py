@@ -22,9 +22,7 @@ from mergepipe.options import (
     executor_of,
     home_of,
 )
-from mergepipe.planning.budget import parse_speed
 from mergepipe.recipes.parse.problems import Strictness
-from mergepipe.runs.budget.speeds import PriceRequest
 from mergepipe.runs.merge_run import MergeSettings
 from mergepipe.runs.output_place import check_destination
 from mergepipe.runs.publication.hub_ids import parse_base_model_ids
@@ -32,7 +30,6 @@ from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.sidecars import SmallFileChoice
 from mergepipe.snapshots.object_upload import staging_place
 from mergepipe.storage.location import Location
-from mergepipe.storage.prices import Price
 
 
 def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSettings:
@@ -124,12 +121,6 @@ def cluster_request(
     if executor_of(executor, address) is ExecutorName.THREADS:
         return None
     return ClusterRequest(address, options.threads, options.memory_bytes, shard_bytes, options.home)
-
-
-def price_request(options: PlanOptions) -> PriceRequest:
-    """Return what the benefit of a read is divided by."""
-    speed = None if options.storage_speed is None else parse_speed(options.storage_speed)
-    return PriceRequest(Price(options.price), speed, options.request_cost_bytes)
 
 
 def output_place(

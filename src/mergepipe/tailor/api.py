@@ -28,10 +28,11 @@ def inspect(*paths: str | Path) -> InspectReport:
     Raises:
         MergePipeError: a path is no training checkpoint that can be read.
     """
+    from mergepipe.deltastore.unpacked_view import UnpackedView
     from mergepipe.storage.stores import Stores
     from mergepipe.tailor.inspect import inspect_checkpoints
 
-    store = Stores()
+    store = UnpackedView(Stores())
     return inspect_checkpoints(store, [store.pin(absolute(path)) for path in paths])
 
 
@@ -195,11 +196,12 @@ def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], Non
     Raises:
         MergePipeError: one cannot be read, or they are of different models.
     """
+    from mergepipe.deltastore.unpacked_view import UnpackedView
     from mergepipe.storage.stores import Stores
     from mergepipe.tailor.composition.checkpoint_diff import diff_checkpoints
     from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 
-    store = Stores()
+    store = UnpackedView(Stores())
     a, b = (open_training_checkpoint(store, store.pin(absolute(path))) for path in (first, second))
     return diff_checkpoints(store, a, b, on_bytes or (lambda *_: None))
 
@@ -255,13 +257,14 @@ def recipe_text(
         MergePipeError: there are too few checkpoints.
     """
     from mergepipe.core.bounds import shown_number
+    from mergepipe.deltastore.unpacked_view import UnpackedView
     from mergepipe.storage.stores import Stores
     from mergepipe.tailor.composition.request.strategies import Strategy, find_checkpoints, strategy_recipe
 
     if ends < 0:
         raise LimitError.of("option.negative", "--ends", f"{shown_number(ends)} was given", "give a number of layers")
 
-    checkpoints = find_checkpoints(Stores(), absolute(run), at)
+    checkpoints = find_checkpoints(UnpackedView(Stores()), absolute(run), at)
     return strategy_recipe(Strategy(strategy), checkpoints, ends, Location.of(folder))
 
 

@@ -59,9 +59,9 @@ class StoredState:
     pieces: tuple[Piece, ...]
 
     def __post_init__(self) -> None:
-        end = 0
+        end, n_elements = 0, self.n_elements
         for piece in self.pieces:
-            if piece.span.start < end or piece.span.stop > self.n_elements:
+            if piece.span.start < end or piece.span.stop > n_elements:
                 raise ValueError(f"{self.parameter} {self.kind}: {piece.span} overlaps or lies outside")
             if piece.packing is Packing.RAW and piece.nbytes != piece.span.n_elements * self.dtype.itemsize:
                 raise ValueError(f"{self.parameter} {self.kind}: {piece.span} is not {piece.nbytes} bytes")

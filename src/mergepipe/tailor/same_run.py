@@ -9,9 +9,8 @@ from mergepipe.errors import MismatchError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
-from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME, read_json
+from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME, read_config, read_json
 
-CONFIG_NAME = "config.json"
 _SHOWN_KEYS = ("model_type", "architectures")
 
 
@@ -24,7 +23,7 @@ def check_same_run(store: Store, checkpoints: Sequence[TrainingCheckpoint]) -> N
     """
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
     histories = [(checkpoint.path, _history(store, checkpoint.path)) for checkpoint in ordered]
-    described = [(checkpoint.path, _architecture(store, checkpoint.path)) for checkpoint in ordered]
+    described = [(checkpoint.path, read_config(store, checkpoint.path)) for checkpoint in ordered]
     for path, architecture in described:
         _compare_architectures(*described[-1], path, architecture)
     newest_path, newest = histories[-1]
@@ -45,10 +44,6 @@ def _compare_architectures(
         raise MismatchError.of(
             "tailor.architecture", path, f"{key} is {architecture[key]}, that of {newest} is {wanted[key]}"
         )
-
-
-def _architecture(store: Store, folder: Location) -> dict[str, JsonValue]:
-    return read_json(store, folder / CONFIG_NAME) if is_file(store, folder / CONFIG_NAME) else {}
 
 
 def _history(store: Store, folder: Location) -> dict[int, list[JsonValue]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
 from bisect import bisect_right
 from contextlib import ExitStack
 from threading import Lock
@@ -12,6 +10,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.checkpoints.open_files import allow_open_files
 from mergepipe.core.blocks import Span
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import RangeFile, Store
@@ -19,8 +18,6 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
 from mergepipe.tailor.checkpoint import StoredState
-
-_SPARE_DESCRIPTORS = 64
 
 
 class StateReader:
@@ -45,15 +42,22 @@ class StateReader:
                 stack.callback(file.close)
             self._files.clear()
 
-    def read(self, state: StoredState, span: Span) -> NDArray[np.uint8]:
-        """Return the bytes of the elements `span` of `state`.
+    def read(self, state: StoredState, *spans: Span) -> NDArray[np.uint8]:
+        """Return the bytes of elements of `state`, those of one span after those of another.
 
         Raises:
             CorruptError: a piece of it is not there.
         """
-        itemsize = state.dtype.itemsize
-        out = np.empty(span.n_elements * itemsize, np.uint8)
-        done = 0
+        out = np.empty(sum(span.n_elements for span in spans) * state.dtype.itemsize, np.uint8)
+        start = 0
+        for span in spans:
+            stop = start + span.n_elements * state.dtype.itemsize
+            self._read(state, span, out[start:stop])
+            start = stop
+        return out
+
+    def _read(self, state: StoredState, span: Span, out: NDArray[np.uint8]) -> None:
+        itemsize, done = state.dtype.itemsize, 0
         place = bisect_right(state.pieces, span.start, key=lambda piece: piece.span.stop)
         while place < len(state.pieces) and (piece := state.pieces[place]).span.start < span.stop:
             place += 1
@@ -64,19 +68,13 @@ class StateReader:
             done += nbytes
         if done != out.size:
             raise CorruptError.of("tailor.gap", state.parameter, f"{state.kind} is saved in part only")
-        return out
 
     def _open(self, path: Location) -> RangeFile:
+        file = self._files.get(path)
+        if file is not None:
+            return file
         with self._lock:
             if path not in self._files:
-                allow_open_files(len(self._files) + _SPARE_DESCRIPTORS)
+                allow_open_files(len(self._files))
                 self._files[path] = self._store.open(path)
             return self._files[path]
-
-
-def allow_open_files(wanted: int) -> None:
-    """Raise the soft limit on open files towards `wanted`; where that is refused, opening says so."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard >= 0 else wanted, hard))

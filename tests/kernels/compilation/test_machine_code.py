@@ -21,7 +21,8 @@ import pytest
 
 from mergepipe.errors import UnsupportedError
 from mergepipe.kernels.compilation import machine_code
-from mergepipe.kernels.compilation.compiled import KERNELS, Kernel, sources_digest
+from mergepipe.kernels.compilation.compiled import Kernel, sources_digest
+from support.source_code import trees_with
 
 SOURCE = """
 import numpy as np
@@ -286,12 +287,11 @@ def test_link__by_many_threads_at_once_makes_one_linker(monkeypatch: pytest.Monk
 
 def test_kernels__that_other_rooms_call_return_nothing_or_one_number() -> None:
     """Others run through numba, which costs a command that is short more than all else it does."""
-    package = KERNELS.parent
     statements = (
         node
-        for file in package.rglob("*.py")
-        if not file.is_relative_to(KERNELS)
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for place, tree in trees_with("mergepipe.kernels.")
+        if not place.startswith("kernels/")
+        for node in ast.walk(tree)
     )
     imported = {
         (node.module, name.name)

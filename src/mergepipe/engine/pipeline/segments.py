@@ -18,6 +18,7 @@ from mergepipe.checkpoints.contract import (
     Unchanged,
 )
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, Span
+from mergepipe.core.units import size_option
 from mergepipe.core.values import dataclass
 from mergepipe.errors import LimitError
 from mergepipe.recipes.resolve.tasks import MergeTask
@@ -233,7 +234,7 @@ def choose_buffer_sizes(
             "memory.too-small",
             "--memory",
             f"{memory_bytes + reserved_bytes} bytes were allowed, at least {needed + reserved_bytes} are needed",
-            "raise --memory",
+            f"raise --memory to {size_option(needed + reserved_bytes)} or more",
         )
     ideal = max(smallest, min(IDEAL_BUFFER_BYTES, memory_bytes // LARGEST_SHARE_OF_MEMORY))
     scale = ideal / smallest

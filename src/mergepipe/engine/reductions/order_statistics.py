@@ -68,9 +68,9 @@ class RankSearch:
             raise ValueError(f"rank {rank} is not decided")
         return answer
 
-    def histogram(self) -> NDArray[np.float64]:
+    def histogram(self) -> NDArray[np.int64]:
         """Return the counts by upper magnitude bits, after `decide`."""
-        return self._coarse_B.astype(np.float64)
+        return self._coarse_B
 
     def move_counts(self, counts_B: NDArray[np.int64]) -> None:
         """Add a block's coarse histogram, computed elsewhere, and clear it."""
@@ -153,10 +153,11 @@ class RankSearch:
         low = _fine_bin_of_rank(self._fine_RB[rows[index]], int(self._totals_R[rows[index]]), inside)
         self._answers[rank] = (bins[index] << 16) | low
 
-    def decide(self, *, all_coarse: bool = False) -> bool:
+    def decide(self, fine: NDArray[np.uint32] | None = None) -> bool:
         """Answer the ranks that are decided; if any is left, watch the bins it needs and return False.
 
-        `all_coarse` says that no element has low magnitude bits, which makes the coarse counts exact.
+        `fine`, where they are known, are the magnitudes of all elements with nonzero lower 16 bits, rising: with the
+        coarse counts they decide every rank.
         """
         self._coarse_B[0] += self._n_elements - self._coarse_B.sum()  # what was not shown equals the base
         missing: set[int] = set()
@@ -164,8 +165,8 @@ class RankSearch:
         for rank in self.open_ranks:
             bin_index, rank_inside = from_top.bin_of_rank(rank)
             row = -1 if self._row_of_bin_B is None else int(self._row_of_bin_B[bin_index])
-            if all_coarse:
-                self._answers[rank] = bin_index << 16
+            if fine is not None:
+                self._answers[rank] = _rank_in_bin(fine, bin_index, rank_inside)
             elif row < 0 or self._fine_RB is None:
                 missing.add(bin_index)
             else:
@@ -176,6 +177,13 @@ class RankSearch:
     def _low_bits(self, row: int, bin_index: int, rank_inside: int) -> int:
         assert self._fine_RB is not None
         return _fine_bin_of_rank(self._fine_RB[row], int(self._coarse_B[bin_index]), rank_inside)
+
+
+def _rank_in_bin(fine: NDArray[np.uint32], bin_index: int, rank_inside: int) -> int:
+    """Return the bits of the `rank_inside`-th largest element of a bin: below the fine ones lower bits are zero."""
+    edges = np.array([bin_index << 16, (bin_index + 1) << 16], np.uint32)
+    first, stop = np.searchsorted(fine, edges).tolist()
+    return int(fine[stop - rank_inside]) if rank_inside <= stop - first else bin_index << 16
 
 
 class _FromTop:

@@ -8,18 +8,14 @@ from itertools import islice
 
 import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Source, TensorEntry
 from mergepipe.core.blocks import BlockGrid, Span
 from mergepipe.engine.pipeline.segments import Run
-from mergepipe.engine.reductions.tensor_summary import fill_record
+from mergepipe.engine.reductions.tensor_summary import CHANGED, BlockSummaries
 from mergepipe.operators.base import RawBlock, Reduced
 from mergepipe.operators.statistics import (
-    BLOCK_RECORD,
     HASH_BYTES,
-    N_OCTAVES,
-    N_SKETCH,
     TensorStatistics,
     histogram_cuts,
 )
@@ -65,7 +61,8 @@ class ProbeSummary:
         self._weight_B = np.zeros(COARSE_BINS, np.float64)
         self._lock = threading.Lock()
         self._place = ",".join(f"{entry.file}:{entry.offset}" for entry in expert.stored)
-        self._records_B = np.zeros(grid.n_blocks, BLOCK_RECORD)
+        self._energy_B = np.zeros(grid.n_blocks, np.float64)
+        self._summaries = BlockSummaries(grid.n_blocks)
 
     def survey(self, block: RawBlock) -> None:
         """The whole pass is a sample."""
@@ -75,28 +72,25 @@ class ProbeSummary:
 
     def accumulate(self, block: RawBlock) -> None:
         from mergepipe.kernels.reduce import COARSE_BINS
-        from mergepipe.kernels.summary import CELL_ELEMENTS, octave_energies, summarize_block
+        from mergepipe.kernels.summary import CELL_ELEMENTS, summarize_block
 
         index = block.first_element // self._grid.block_elements
-        scale = self._grid.span(index).n_elements / block.n_elements
         counts_B = np.zeros(COARSE_BINS, np.int64)
         cells_C2 = np.zeros((-(-block.n_elements // CELL_ELEMENTS), 2), np.float64)
-        sketch_S: NDArray[np.float32] = np.zeros(N_SKETCH, np.float32)
-        extremes_3 = np.zeros(3, np.int64)
         summarize_block(
             block.raw, block.base_offset, block.base_code, int(block.offsets_E[0]), int(block.codes_E[0]),
-            block.n_elements, counts_B, cells_C2, sketch_S, extremes_3,
+            block.n_elements, counts_B, cells_C2, self._summaries.sketch_BS[index], self._summaries.energies_BO[index],
+            self._summaries.extremes_B3[index], np.empty(block.n_elements + 1, np.uint32),
         )  # fmt: skip
-        largest_bits, changed, _ = extremes_3.tolist()
-        energies_O = np.zeros(N_OCTAVES, np.float64)
-        octave_energies(counts_B, largest_bits, energies_O)
         n_group = sum(self._grid.span(b).n_elements for b in self._group(index))
+        filled_F = np.flatnonzero(counts_B)
         with self._lock:
-            self._weight_B += counts_B * (n_group / block.n_elements)
-        record = self._records_B[index : index + 1]
-        energy = float(cells_C2[:, 0].sum()) * scale
+            self._weight_B[filled_F] += counts_B[filled_F] * (n_group / block.n_elements)
+        scale = self._grid.span(index).n_elements / block.n_elements
+        self._energy_B[index] = float(cells_C2[:, 0].sum()) * scale
         # A sample without a change proves nothing: the block counts as changed, so that it is never taken for free.
-        fill_record(record, energy, largest_bits, max(1, round(changed * scale)), energies_O, sketch_S)
+        changed = int(self._summaries.extremes_B3[index, CHANGED])
+        self._summaries.extremes_B3[index, CHANGED] = max(1, round(changed * scale))
 
     def finish(self) -> bool:
         return True
@@ -109,16 +103,17 @@ class ProbeSummary:
 
     def statistics(self, _: int) -> TensorStatistics:
         """The estimates; the argument is the expert's index, of which there is one."""
+        records_B = self._summaries.records(self._energy_B)
         for index in range(self._grid.n_blocks):
-            record = self._records_B[index : index + 1]
+            record = records_B[index : index + 1]
             if index % self._stride:
                 sampled = index - index % self._stride
-                record[:] = self._records_B[sampled : sampled + 1]
+                record[:] = records_B[sampled : sampled + 1]
                 scale = self._grid.span(index).n_elements / self._grid.span(sampled).n_elements
                 record["norm"] *= np.float32(np.sqrt(scale))
             record["hash"] = np.frombuffer(blake3(f"{self._place}:{index}".encode()).digest(HASH_BYTES), np.uint8)
         shares_D, bits_D = histogram_cuts(self._weight_B, self._grid.n_elements)
-        return TensorStatistics(self._grid, self._records_B, shares_D, bits_D, np.full(3, np.nan))
+        return TensorStatistics(self._grid, records_B, shares_D, bits_D, np.full(3, np.nan))
 
     def _group(self, index: int) -> range:
         """Return the blocks that a sampled block stands for."""

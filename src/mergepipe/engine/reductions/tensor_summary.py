@@ -21,6 +21,7 @@ from mergepipe.operators.statistics import (
     BLOCK_RECORD,
     COMMON_DENSITIES,
     HASH_BYTES,
+    INFINITE_BITS,
     N_OCTAVES,
     N_SKETCH,
     TensorStatistics,
@@ -29,11 +30,89 @@ from mergepipe.operators.statistics import (
     rank_of_density,
 )
 
+FINE_SHARE = 8
+LARGEST, CHANGED, FINE = range(3)  # of `extremes_B3`
+
+
+_of_thread = threading.local()
+
+
+def _scratch(n_elements: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    """Return this thread's histogram, which its user clears, and its room for the fine magnitudes of a block."""
+    from mergepipe.kernels.reduce import COARSE_BINS
+
+    if not hasattr(_of_thread, "counts_B"):
+        _of_thread.counts_B = np.zeros(COARSE_BINS, np.int64)
+    if len(getattr(_of_thread, "fine_N", ())) <= n_elements:
+        _of_thread.fine_N = np.empty(n_elements + 1, np.uint32)
+    return _of_thread.counts_B, _of_thread.fine_N
+
+
+class FineMagnitudes:
+    """The magnitudes of one delta whose lower 16 bits are not zero: few, where models have 16-bit formats.
+
+    They are kept up to an eighth of the tensor, so that cuts need no second look at it. Safe to use from many threads.
+    Memory: half a byte an element.
+    """
+
+    def __init__(self, n_elements: int) -> None:
+        self._left = n_elements // FINE_SHARE
+        self._parts: list[NDArray[np.uint32]] = []
+        self._lock = threading.Lock()
+
+    def add(self, magnitudes: NDArray[np.uint32]) -> None:
+        """Add those of a block; they are copied."""
+        if len(magnitudes):
+            with self._lock:
+                self._left -= len(magnitudes)
+                if self._left < 0:
+                    self._parts.clear()
+                else:
+                    self._parts.append(magnitudes.copy())
+
+    def take_sorted(self) -> NDArray[np.uint32] | None:
+        """Return all that were added, rising, and keep none; None after the first call, and where they are too many."""
+        if self._left < 0:
+            return None
+        self._left = -1
+        magnitudes = np.concatenate(self._parts) if self._parts else np.empty(0, np.uint32)
+        self._parts.clear()
+        magnitudes.sort()
+        return magnitudes
+
+
+class BlockSummaries:
+    """The quantities of each block of one expert's tensor, as they are gathered; see `summarize_block`."""
+
+    def __init__(self, n_blocks: int) -> None:
+        self.extremes_B3 = np.zeros((n_blocks, 3), np.int64)
+        self.energies_BO = np.zeros((n_blocks, N_OCTAVES), np.float64)
+        self.sketch_BS = np.zeros((n_blocks, N_SKETCH), np.float32)
+        self.hash_B = np.zeros((n_blocks, HASH_BYTES), np.uint8)
+
+    def records(self, energy_B: NDArray[np.float64]) -> NDArray[np.void]:
+        """Round on the safe side: the norm up; an undefined delta counts as infinite."""
+        records_B = np.zeros(len(energy_B), BLOCK_RECORD)
+        norm_B = np.sqrt(energy_B)
+        is_finite_B = np.isfinite(norm_B)
+        is_usual_B = is_finite_B & (norm_B > 0)
+        rounded_B = norm_B.astype(np.float32)
+        records_B["norm"] = np.where(is_usual_B, np.nextafter(rounded_B, np.float32(np.inf)), rounded_B)
+        records_B["norm"][~is_finite_B] = np.inf
+        largest_B = np.minimum(self.extremes_B3[:, LARGEST], INFINITE_BITS)
+        records_B["largest"] = largest_B.astype(np.uint32).view(np.float32)
+        records_B["changed"] = self.extremes_B3[:, CHANGED]
+        records_B["octaves"][is_usual_B] = encode_octaves(self.energies_BO[is_usual_B])
+        scaled_BS = self.sketch_BS[is_usual_B] / norm_B[is_usual_B, np.newaxis]
+        records_B["sketch"][is_usual_B] = scaled_BS.astype(np.float16)
+        records_B["hash"] = self.hash_B
+        return records_B
+
 
 class TensorSummary:
     """Gathers `TensorStatistics` per expert; a `Reduction`. Blocks must be shown whole, cut on the grid.
 
-    Memory: per expert 320 KiB, 256 KiB per density while refining, and the statistics themselves.
+    Memory: per expert 320 KiB, half a byte an element, 256 KiB per density while refining, and the statistics.
     """
 
     def __init__(
@@ -53,10 +132,8 @@ class TensorSummary:
         n_cells = -(-grid.n_elements // GRAIN_ELEMENTS)
         self._base_C = np.zeros(n_cells, np.float64)
         self._cells_EC2 = np.zeros((n_experts, n_cells, 2), np.float64)
-        self._records_EB = np.zeros((n_experts, grid.n_blocks), BLOCK_RECORD)
-        self._fine_E = [0] * n_experts
-        self._lock = threading.Lock()
-        self._local = threading.local()
+        self._summaries_E = [BlockSummaries(grid.n_blocks) for _ in range(n_experts)]
+        self._fine_E = [FineMagnitudes(grid.n_elements) for _ in range(n_experts)]
 
     def survey(self, block: RawBlock) -> None:
         """Ignore samples: what one pass cannot decide, a second one decides."""
@@ -77,50 +154,33 @@ class TensorSummary:
                 self._summarize(block, place, int(e), index)
 
     def _summarize(self, block: RawBlock, place: int, e: int, index: int) -> None:
-        from mergepipe.kernels.summary import octave_energies, summarize_block
+        from mergepipe.kernels.summary import summarize_block
 
         span = self._grid.span(index)
         skip = span.start - block.first_element
         code = int(block.codes_E[place])
         offset = int(block.offsets_E[place]) + skip * ITEMSIZE_BY_KERNEL_CODE[code & ~DELTA_FLAG]
-        counts_B = self._scratch()
-        cells_C2 = self._cells_EC2[e, span.start // GRAIN_ELEMENTS :]
-        sketch_S = np.zeros(N_SKETCH, np.float32)
+        counts_B, fine_N = _scratch(span.n_elements)
+        summaries = self._summaries_E[e]
         base_offset = block.base_offset + skip * ITEMSIZE_BY_KERNEL_CODE[block.base_code]
-        extremes_3 = np.zeros(3, np.int64)
+        extremes_3 = summaries.extremes_B3[index]
         summarize_block(
-            block.raw, base_offset, block.base_code, offset, code,
-            span.n_elements, counts_B, cells_C2, sketch_S, extremes_3,
+            block.raw, base_offset, block.base_code, offset, code, span.n_elements,
+            counts_B, self._cells_EC2[e, span.start // GRAIN_ELEMENTS :], summaries.sketch_BS[index],
+            summaries.energies_BO[index], extremes_3, fine_N,
         )  # fmt: skip
-        largest_bits, changed, fine = extremes_3.tolist()
-        energies_O = np.zeros(N_OCTAVES, np.float64)
-        octave_energies(counts_B, largest_bits, energies_O)
-        n_cells = -(-span.n_elements // GRAIN_ELEMENTS)
-        record = self._records_EB[e, index : index + 1]
         stored = block.raw[offset : offset + span.n_elements * ITEMSIZE_BY_KERNEL_CODE[code & ~DELTA_FLAG]]
-        record["hash"] = np.frombuffer(blake3(stored.data).digest(HASH_BYTES), np.uint8)
-        fill_record(record, float(cells_C2[:n_cells, 0].sum()), largest_bits, changed, energies_O, sketch_S)
+        summaries.hash_B[index] = np.frombuffer(blake3(stored.data).digest(HASH_BYTES), np.uint8)
         self._search_E[e].move_counts(counts_B)
-        with self._lock:
-            self._fine_E[e] += fine
-
-    def _scratch(self) -> NDArray[np.int64]:
-        """Return a cleared thread-local histogram."""
-        from mergepipe.kernels.reduce import COARSE_BINS
-
-        if not hasattr(self._local, "counts_B"):
-            self._local.counts_B = np.zeros(COARSE_BINS, np.int64)
-        counts_B: NDArray[np.int64] = self._local.counts_B
-        return counts_B
+        self._fine_E[e].add(fine_N[: extremes_3[FINE]])
 
     def refine(self, block: RawBlock) -> None:
         for place, e in enumerate(block.present_E):
             self._search_E[int(e)].count_fine(block, place)
 
     def finish(self) -> bool:
-        decided = [
-            search.decide(all_coarse=not fine) for search, fine in zip(self._search_E, self._fine_E, strict=True)
-        ]
+        searches = zip(self._search_E, self._fine_E, strict=True)
+        decided = [search.decide(fine.take_sorted()) for search, fine in searches]
         return all(decided)
 
     def result(self) -> Reduced:
@@ -146,20 +206,31 @@ class TensorSummary:
         )
         return TensorStatistics(
             self._grid,
-            self._records_EB[e],
+            self._summaries_E[e].records(self._block_energies(e)),
             densities_D,
             bits_D,
             join_products(self._base_C, self._cells_EC2[e : e + 1])[0],
         )
 
+    def _block_energies(self, e: int) -> NDArray[np.float64]:
+        """Return the energy of an expert's delta by block."""
+        energy_C = self._cells_EC2[e, :, 0]
+        width = self._grid.block_elements // GRAIN_ELEMENTS
+        n_whole = len(energy_C) // width
+        energies_B = np.empty(self._grid.n_blocks, np.float64)
+        energies_B[:n_whole] = energy_C[: n_whole * width].reshape(n_whole, width).sum(axis=1)
+        energies_B[n_whole:] = energy_C[n_whole * width :].sum()
+        return energies_B
+
 
 def merged_cuts(
-    densities_D: NDArray[np.float64], bits_D: NDArray[np.uint32], counts_B: NDArray[np.float64], n_elements: int
+    densities_D: NDArray[np.float64], bits_D: NDArray[np.uint32], counts_B: NDArray[np.number], n_elements: int
 ) -> tuple[NDArray[np.float64], NDArray[np.uint32]]:
     """Merge exact cuts with those of a histogram, by rising share; of one rank the exact cut counts."""
     shares_H, edges_H = histogram_cuts(counts_B, n_elements)
     ranks_D = np.floor(densities_D * n_elements)
-    is_new_H = ~np.isin(np.floor(shares_H * n_elements), ranks_D) & (shares_H < 1)
+    is_known_H = (np.floor(shares_H * n_elements)[:, np.newaxis] == ranks_D).any(axis=1)
+    is_new_H = ~is_known_H & (shares_H < 1)
     shares = np.concatenate([densities_D, shares_H[is_new_H]])
     order = np.argsort(shares, kind="stable")
     return shares[order], np.concatenate([bits_D, edges_H[is_new_H]])[order]
@@ -173,24 +244,3 @@ def _requested_ranks(request: ReductionRequest | None, n_experts: int) -> list[s
             return [{n_kept, n_dropped} for n_kept, n_dropped in zip(kept_E, dropped_E, strict=True)]
         case _:
             return [set() for _ in range(n_experts)]
-
-
-def fill_record(
-    record: NDArray[np.void],
-    energy: float,
-    largest_bits: int,
-    changed: int,
-    energies_O: NDArray[np.float64],
-    sketch_S: NDArray[np.float32],
-) -> None:
-    """Round on the safe side: the norm up; an undefined delta counts as infinite."""
-    norm = np.sqrt(energy)
-    rounded = np.float32(norm)
-    record["norm"] = np.nextafter(rounded, np.float32(np.inf)) if np.isfinite(norm) and norm > 0 else rounded
-    if not np.isfinite(norm):
-        record["norm"] = np.inf
-    record["largest"] = np.uint32(min(largest_bits, 0x7F800000)).view(np.float32)
-    record["changed"] = changed
-    if np.isfinite(norm) and norm > 0:
-        record["octaves"] = encode_octaves(energies_O)
-        record["sketch"] = (sketch_S / norm).astype(np.float16)

@@ -12,9 +12,7 @@ from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.read_cost import range_cost_bytes
 from mergepipe.core.blocks import BlockGrid, DTypeKind
 from mergepipe.core.values import dataclass
-from mergepipe.engine.analysis import run_analysis
 from mergepipe.engine.observer import Observer
-from mergepipe.engine.reductions.probe_summary import sample_runs
 from mergepipe.engine.work import AnalysisWork, EngineOptions
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.planning.budget import BudgetRequest, ShareBudget
@@ -160,6 +158,8 @@ def _cost(
     n_experts: int,
 ) -> list[int]:
     """Sum the bytes that a sampling requests of each expert."""
+    from mergepipe.engine.reductions.probe_summary import sample_runs  # most plans sample nothing
+
     cost_E = [0] * n_experts
     for e, task, _ in pairs:
         source = task.experts[0]
@@ -172,6 +172,8 @@ def _cost(
 
 
 def _sampled(prober: Prober, inputs: Inputs, sampling: _Sampling, block_elements: int) -> list[TensorStatistics]:
+    from mergepipe.engine.analysis import run_analysis  # most plans sample nothing
+
     tasks = tuple(task for _, task, _ in sampling.pairs)
     statistics_by_place: dict[int, TensorStatistics] = {}
     place_of = {id(task): place for place, task in enumerate(tasks)}

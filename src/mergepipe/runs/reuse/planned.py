@@ -47,7 +47,7 @@ class ReusingPlanner:
         """
         budget = self.ranking.budget_bytes
         best = self._charged(budget)
-        if self.ranking.options.target_error is not None or not any(True for _ in self.snapshots):
+        if self.ranking.options.target_error is not None or not self._has_snapshots:
             return replace(best, outlook=self.ranking.outlook(best))
         above = self.ranking.everything_bytes
         for limit in self._trial_budgets():
@@ -66,6 +66,10 @@ class ReusingPlanner:
             best, above = (tried, above) if tried.planned_bytes <= budget else (best, limit)
         return replace(best, budget_bytes=budget, outlook=self.ranking.outlook(best))
 
+    @property
+    def _has_snapshots(self) -> bool:
+        return any(True for _ in self.snapshots)
+
     def _trial_budgets(self) -> list[int]:
         """List the prefix costs above the budget that are tried, in descending order."""
         full = self.ranking.everything_bytes
@@ -75,6 +79,8 @@ class ReusingPlanner:
     def _charged(self, limit_bytes: int) -> Plan:
         """Plan the prefix of a limit, without the cost of blocks it can reuse."""
         plan = self.ranking.plan(limit_bytes)
+        if not self._has_snapshots:
+            return plan
         tasks = self.tasks_of(plan)
         work = MergeWork(
             OutputPlan((), tasks),

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from mergepipe.checkpoints.directory import find_sidecars, list_names, open_checkpoint
+from mergepipe.checkpoints.directory import find_sidecars, list_names
 from mergepipe.core.blocks import DType, DTypeKind, Span
 from mergepipe.core.values import dataclass
-from mergepipe.errors import CorruptError, LimitError, MismatchError, RecipeError
+from mergepipe.deltastore.unpacked_view import UnpackedView
+from mergepipe.errors import LimitError, MismatchError, RecipeError
 from mergepipe.recipes.resolve.adapted_config import with_dtype
 from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, index_json, plan_shards
 from mergepipe.snapshots.staging import check_target
@@ -23,40 +21,38 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.averaging.request import AverageRequest, OptimizerState
 from mergepipe.tailor.averaging.schemes import DEFAULT_ALPHA, normalised, scheme_weights
+from mergepipe.tailor.averaging.self_check import compare
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Piece, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition.compose import ComposeOptions, CompositionReport, Job, OnProgress, publish
 from mergepipe.tailor.composition.composite import AverageRecord
 from mergepipe.tailor.composition.composition_plan import CompositionPlan, PatchCollector, plan_file, unpacked
-from mergepipe.tailor.composition.copy.dtype_cast import cast_bytes, values_of
 from mergepipe.tailor.composition.copy.plan import CopyRange, FilePlan, Literal, Segment, average_states, patch_states
 from mergepipe.tailor.composition.request.assignment import DERIVED_KINDS, Assignment, state_to_copy
-from mergepipe.tailor.composition.self_check import SelfCheck, Thoroughness, compared_spans
+from mergepipe.tailor.composition.self_check import SelfCheck
 from mergepipe.tailor.composition.skeleton_files import list_skeleton
 from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
 from mergepipe.tailor.composition.staleness import choose_steps
-from mergepipe.tailor.composition.state_overlay import CONFIG_NAME, StateOverlay
-from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
-from mergepipe.tailor.formats.trainer_files import weight_state
+from mergepipe.tailor.composition.state_overlay import StateOverlay
+from mergepipe.tailor.formats.trainer_files import CONFIG_NAME
+from mergepipe.tailor.formats.weights_only import WEIGHTS_FORMAT
 from mergepipe.tailor.inspect import differences
 from mergepipe.tailor.same_run import check_same_run
-from mergepipe.tailor.values import StateReader
 
 MOST_CHECKPOINTS = 128
 _SHARD_BYTES = 5_000_000_000
 _MEMBER = Location.parse("member")
-_TOLERANCES = {"F64": 2.0**-20, "F32": 2.0**-20, "BF16": 2.0**-7, "F16": 2.0**-9}
 
 
 def average(request: AverageRequest, out: Path, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
     """Average and publish; see `tailor.api.average`."""
     started = time.perf_counter()
-    store = Stores()
+    store = UnpackedView(Stores())
     averaging = open_averaging(store, request)
     check_target(out, [source.path for source in averaging.sources], force=options.force)
     plan = averaging.plan()
 
     def check(directory: Path, advance: Callable[[], None]) -> SelfCheck:
-        return averaging.check(Location.local(directory), Location.local(out), options.thoroughness, advance)
+        return compare(averaging, Location.local(directory), Location.local(out), options.thoroughness, advance)
 
     job = Job(request.to_yaml(), plan, out, check, averaging.record)
     return publish(store, job, options, on_progress, started)
@@ -65,7 +61,7 @@ def average(request: AverageRequest, out: Path, options: ComposeOptions, on_prog
 def check_average(request: AverageRequest) -> CompositionReport:
     """Report what an average would do; reads structure and step counters only."""
     started = time.perf_counter()
-    averaging = open_averaging(Stores(), request)
+    averaging = open_averaging(UnpackedView(Stores()), request)
     plan = averaging.plan()
     return CompositionReport(plan, None, None, time.perf_counter() - started, averaging.record)
 
@@ -99,7 +95,7 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     opened = [open_source_checkpoint(store, path) for path in request.checkpoints]
     order = sorted(range(count), key=lambda index: opened[index].step)
     sources = tuple(opened[index] for index in order)
-    _check_fit(sources)
+    _check_fit(sources, request.optimizer)
     check_same_run(store, sources)
     if not isinstance(request.weights, str):
         scheme = normalised([request.weights[index] for index in order], "--weights")
@@ -120,13 +116,14 @@ def _check_options(request: AverageRequest) -> None:
             raise RecipeError.of("option.pair", option, message, "leave it out, or give optimizer 'none'")
 
 
-def _check_fit(sources: Sequence[TrainingCheckpoint]) -> None:
-    """Refuse checkpoints that are not different steps of one run, each complete."""
+def _check_fit(sources: Sequence[TrainingCheckpoint], optimizer: OptimizerState) -> None:
+    """Refuse checkpoints that are not different steps of one run, each with all that is averaged."""
     for source in sources:
-        if source.missing:
-            raise MismatchError.of(
-                "tailor.incomplete", source.path, f"lacks {source.missing[0]}", "an average takes complete checkpoints"
-            )
+        is_enough = source.format == WEIGHTS_FORMAT and optimizer is OptimizerState.NONE
+        if source.missing and not is_enough:
+            hint = "an average takes complete checkpoints"
+            hint += "; without --optimizer it takes weights alone" if source.format == WEIGHTS_FORMAT else ""
+            raise MismatchError.of("tailor.incomplete", source.path, f"lacks {source.missing[0]}", hint)
     for older, newer in pairwise(sources):
         if older.step == newer.step:
             raise MismatchError.of(
@@ -169,8 +166,16 @@ class Averaging:
         steps = () if self.request.optimizer is OptimizerState.NONE else choose_steps(self.assignment)
         return CompositionPlan(self.assignment, steps, (), tuple(sorted(files, key=lambda plan: plan.name)))
 
+    def summands(self, name: str, kind: str) -> tuple[StoredState, ...]:
+        """Return the states that a state of the result, a model or a checkpoint, is the average of, oldest first.
+
+        One that is no average is the last of them, or the newest checkpoint's where there are none.
+        """
+        is_model = self.request.optimizer is OptimizerState.NONE
+        return self._values(name, WEIGHT) if is_model else self.averaged(name, kind)
+
     def averaged(self, name: str, kind: str) -> tuple[StoredState, ...]:
-        """Return the states that a state of the result is the average of; none where it stays the newest's."""
+        """Return the states that a state of a checkpoint is the average of; none where it stays the newest's."""
         state = self.newest.states[name, kind]
         is_weight = kind in (FP32, *DERIVED_KINDS)
         if state.dtype.kind is not DTypeKind.FLOAT or not (
@@ -241,78 +246,3 @@ class Averaging:
             patches = average_states(values, self.weights, target) if is_float else patch_states(values[-1], target)
             for _, patch in patches:
                 yield patch.segment
-
-    # --- the comparison with the sources
-
-    def check(
-        self, made: Location, home: Location, thoroughness: Thoroughness, advance: Callable[[], None]
-    ) -> SelfCheck:
-        """Compare what was written with averages in float64, and everything else with the newest checkpoint.
-
-        Raises:
-            CorruptError: `tailor.self-check`.
-        """
-        if thoroughness is Thoroughness.OFF:
-            return SelfCheck(thoroughness, 0, 0, 0)
-        states = self._made(made, home)
-        compared = 0
-        with StateReader(self.store) as reader:
-            for (name, kind), state in states.items():
-                values = (
-                    self._values(name, WEIGHT)
-                    if self.request.optimizer is OptimizerState.NONE
-                    else self.averaged(name, kind)
-                )
-                compared += self._compare(reader, unpacked(self.store, state), values, thoroughness)
-                advance()
-        return SelfCheck(thoroughness, len(states), compared, 0)
-
-    def _made(self, made: Location, home: Location) -> Mapping[tuple[str, str], StoredState]:
-        if self.request.optimizer is OptimizerState.NONE:
-            entries = open_checkpoint(self.store, made).tensors.values()
-            return {(e.name, WEIGHT): weight_state(e, WEIGHT) for t in entries for e in t.stored}
-        opened = open_training_checkpoint(self.store, made, home)
-        if opened.missing or opened.step != self.newest.step:
-            raise CorruptError.of(
-                "tailor.self-check", home.name, f"is at step {opened.step}, lacks {opened.missing[:1]}"
-            )
-        return opened.states
-
-    def _compare(
-        self, reader: StateReader, state: StoredState, values: Sequence[StoredState], thoroughness: Thoroughness
-    ) -> int:
-        compared = 0
-        for span in compared_spans(state, thoroughness):
-            raw = reader.read(state, span)
-            if values and state.dtype.kind is DTypeKind.FLOAT:
-                is_same = _is_average([_floats(reader, v, span) for v in values], self.weights, raw, state)
-            else:
-                newest = unpacked(self.store, self.newest.states[state.parameter, state.kind])
-                is_same = bool(
-                    np.array_equal(
-                        raw, cast_bytes(reader.read(newest, span), newest.dtype, state.dtype, state.parameter)
-                    )
-                )
-            if not is_same:
-                raise CorruptError.of(
-                    "tailor.self-check", state.parameter, f"{state.kind} is not the average in elements "
-                    f"[{span.start}, {span.stop})", "nothing was published; check the sources, then report it",
-                )  # fmt: skip
-            compared += span.n_elements
-        return compared
-
-
-def _floats(reader: StateReader, state: StoredState, span: Span) -> NDArray[np.float64]:
-    return values_of(reader.read(state, span), state.dtype, state.parameter).astype(np.float64)
-
-
-def _is_average(
-    values: Sequence[NDArray[np.float64]], weights: Sequence[float], raw: NDArray[np.uint8], state: StoredState
-) -> bool:
-    """Whether stored elements are the average in float64, as closely as their dtype tells; NaN where that is NaN."""
-    wanted = sum((weight * value for weight, value in zip(weights, values, strict=True)), np.zeros(1))
-    made = values_of(raw, state.dtype, state.parameter).astype(np.float64)
-    scale = np.max(np.abs(values), axis=0)
-    with np.errstate(invalid="ignore"):
-        close = np.abs(made - wanted) <= _TOLERANCES[state.dtype.name] * scale
-    return bool(np.all(close | ~np.isfinite(wanted)))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mergepipe
 from mergepipe.core.values import dataclass
+from mergepipe.deltastore.unpacked_view import UnpackedView
 from mergepipe.errors import ConflictError
 from mergepipe.recipes.parse.references import real_location
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -110,7 +111,7 @@ def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions, out
 def check_recipe(path: Location, options: ComposeOptions) -> CompositionReport:
     """Report what a composition would do; reads structure and step counters only."""
     started = time.perf_counter()
-    store = Stores()
+    store = UnpackedView(Stores())
     opened = open_recipe(store, path, options.state_from)
     return CompositionReport(plan_recipe(store, opened, options, None), None, None, time.perf_counter() - started)
 
@@ -118,7 +119,7 @@ def check_recipe(path: Location, options: ComposeOptions) -> CompositionReport:
 def compose(path: Location, out: Path, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
     """Compose and publish; see `tailor.api.compose`."""
     started = time.perf_counter()
-    store = Stores()
+    store = UnpackedView(Stores())
     opened = open_recipe(store, path, options.state_from)
     check_target(out, [source.path for source in opened.sources.values()], force=options.force)
     plan = plan_recipe(store, opened, options, out)
@@ -142,7 +143,7 @@ class Job:
 
 
 def publish(
-    store: Store, job: Job, options: ComposeOptions, on_progress: OnProgress, started: float
+    store: UnpackedView, job: Job, options: ComposeOptions, on_progress: OnProgress, started: float
 ) -> CompositionReport:
     """Write the planned files, compare them with their sources and publish them, complete or not at all."""
     check_free_space(job.out, job.plan.output_bytes + _MARGIN_BYTES)
@@ -157,7 +158,7 @@ class _Run:
     """Fills a staging directory with a composite."""
 
     def __init__(
-        self, store: Store, job: Job, options: ComposeOptions, on_progress: OnProgress, started: float
+        self, store: UnpackedView, job: Job, options: ComposeOptions, on_progress: OnProgress, started: float
     ) -> None:
         self._store = store
         self._job = job
@@ -185,12 +186,13 @@ class _Run:
         self._on_progress("compose", self._done, self._plan.output_bytes)
 
     def _inputs(self) -> tuple[CompositeInput, ...]:
-        """Record every source with the current state of the files that are read."""
+        """Record every source with the current state of the files read, packed ones with all that they are on."""
         files = {path for plan in self._plan.files for path in plan.source_files} | set(self._plan.linked_files)
+        stored = {path: file for file in files for path in self._store.stored_files(file)}
         assignment = self._plan.assignment
         by_source: dict[int, list[Fingerprint]] = {}
-        for path in sorted(files):
-            index = _owner(path, assignment)
+        for path in sorted(stored):
+            index = _owner(path, stored[path], assignment)
             base = assignment.sources[index].path
             self._versions[path] = self._version(path)
             by_source.setdefault(index, []).append(fingerprint(self._store, base, path))
@@ -245,7 +247,10 @@ def _place(plan: FilePlan, directory: Path) -> Path:
     return path
 
 
-def _owner(path: Location, assignment: Assignment) -> int:
-    """Find the source that a file belongs to: the deepest directory around it, else the skeleton."""
-    around = [(len(s.path.path.parts), i) for i, s in enumerate(assignment.sources) if path.is_relative_to(s.path)]
-    return max(around, default=(0, assignment.skeleton_index))[1]
+def _owner(path: Location, needed_by: Location, assignment: Assignment) -> int:
+    """Find the source that a file belongs to: the deepest directory around it, or around the file that needs it."""
+    for place in (path, needed_by):
+        around = [(len(s.path.path.parts), i) for i, s in enumerate(assignment.sources) if place.is_relative_to(s.path)]
+        if around:
+            return max(around)[1]
+    return assignment.skeleton_index

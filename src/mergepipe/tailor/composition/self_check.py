@@ -23,7 +23,7 @@ from mergepipe.tailor.values import StateReader
 
 _SAMPLE_ELEMENTS = 32
 _BLOCK_ELEMENTS = 1 << 20
-_READERS = 8
+READERS = 8
 
 
 class Thoroughness(StrEnum):
@@ -61,7 +61,7 @@ def check_composite(
     if thoroughness is Thoroughness.OFF:
         return SelfCheck(thoroughness, 0, 0, 0)
     n_elements = copies = 0
-    with StateReader(store) as reader, ThreadPoolExecutor(_READERS, "mergepipe-tailor-check") as pool:
+    with StateReader(store) as reader, ThreadPoolExecutor(READERS, "mergepipe-tailor-check") as pool:
         check = _Check(store, reader, made, assignment, thoroughness)
         for compared, is_copy in pool.map(check.state, made.states.values()):
             on_state()

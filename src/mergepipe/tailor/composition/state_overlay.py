@@ -30,13 +30,13 @@ from mergepipe.tailor.formats.partial import read_partial_manifest
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 from mergepipe.tailor.formats.registry import format_named
 from mergepipe.tailor.formats.trainer_files import (
+    CONFIG_NAME,
     LOSS_SCALER_NAME,
     SCHEDULER_NAME,
     TRAINER_STATE_NAME,
     read_global_step,
 )
 
-CONFIG_NAME = "config.json"
 _STATE_FILES = re.compile(r"trainer_state\.json|scheduler\.pt|scaler\.pt|rng_state(_\d{1,6})?\.pth", re.ASCII)
 _MODEL_FILE = re.compile(r".*mp_rank_\d+_model_states\.pt", re.ASCII)
 _GROUPS = "param_groups"

@@ -31,7 +31,7 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import Copied
+from mergepipe.tailor.formats.contract import Copied, refuse_repartition
 from mergepipe.tailor.formats.foreign import refuse_foreign_states
 from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.formats.scalars import read_scalar
@@ -119,6 +119,17 @@ def dcp_checkpoint(store: Store, folder: Location, described: Iterable[DcpTensor
         steps=steps,
         missing=tuple(missing),
     )
+
+
+def model_keys(described: Iterable[DcpTensor], folder: Location) -> dict[tuple[str, str], str]:
+    """Return the keys of the model's tensors in the state dict: of weights and states of the optimizer, by parameter.
+
+    Raises:
+        UnsupportedError: as `read_dcp`.
+    """
+    optimizer, weights = _classify({tensor.key: tensor for tensor in described}, folder)
+    keys = {(name, WEIGHT): tensor.key for name, tensor in weights.items()}
+    return keys | {name_and_kind: tensor.key for name_and_kind, tensor in optimizer.items()}
 
 
 def unpack_piece(store: Store, piece: Piece, dtype: DType) -> Piece:
@@ -331,6 +342,14 @@ class DcpFormat(Copied):
         from mergepipe.tailor.composition.state_overlay import overlay_dcp_state
 
         return overlay_dcp_state(store, assignment, files)
+
+    def plan_resized(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
+        """See `composition.resized_dcp`."""
+        from mergepipe.tailor.composition.resized_dcp import plan_resized_dcp
+
+        if world_size != assignment.skeleton.world_size:
+            refuse_repartition(assignment.skeleton)
+        return plan_resized_dcp(store, assignment)
 
     def plan_linked(self, store: Store, assignment: Assignment, out: Location | None) -> CompositionPlan:
         """See `composition.linked_dcp`."""

@@ -27,11 +27,11 @@ from mergepipe.tailor.checkpoint import (
 )
 from mergepipe.tailor.composition.parameter_order import defined_order, trainer_order
 from mergepipe.tailor.formats.contract import Copied, refuse_repartition
-from mergepipe.tailor.formats.deepspeed import LATEST_NAME
 from mergepipe.tailor.formats.foreign import refuse_foreign_states
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 from mergepipe.tailor.formats.scalars import read_scalar
 from mergepipe.tailor.formats.trainer_files import (
+    CONFIG_NAME,
     TRAINER_STATE_NAME,
     read_global_step,
     read_json,
@@ -63,7 +63,7 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
     model = open_checkpoint(store, folder)
     archive = read_torch_zip(store, folder / OPTIMIZER_NAME)
     optimizer = Node(archive.root, OPTIMIZER_NAME)
-    config = read_json(store, folder / "config.json")
+    config = read_json(store, folder / CONFIG_NAME)
     names = _numbering(folder, config, model, optimizer).names
     entries = {entry.name: entry for tensor in model.tensors.values() for entry in tensor.stored}
     states = {(t.name, WEIGHT): weight_state(t, WEIGHT) for t in entries.values()}
@@ -115,7 +115,7 @@ def parameter_groups(store: Store, folder: Location) -> tuple[tuple[str, ...], .
         MergePipeError: see `read_hf_checkpoint`.
     """
     optimizer = Node(read_torch_zip(store, folder / OPTIMIZER_NAME).root, OPTIMIZER_NAME)
-    numbering = _numbering(folder, read_json(store, folder / "config.json"), open_checkpoint(store, folder), optimizer)
+    numbering = _numbering(folder, read_json(store, folder / CONFIG_NAME), open_checkpoint(store, folder), optimizer)
     return numbering.decayed, numbering.plain
 
 
@@ -210,17 +210,11 @@ class HfFormat(Copied):
     records_step: ClassVar[bool] = True
 
     def recognise(self, store: Store, path: Location) -> bool:
-        """Recognise the format by the Trainer's state, unless DeepSpeed keeps the optimizer's."""
-        is_of_deepspeed = is_file(store, path / LATEST_NAME) and not is_file(store, path / OPTIMIZER_NAME)
-        return is_file(store, path / TRAINER_STATE_NAME) and not is_of_deepspeed
+        """Recognise the format by its two files."""
+        return is_file(store, path / TRAINER_STATE_NAME) and is_file(store, path / OPTIMIZER_NAME)
 
     def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
         """See `read_hf_checkpoint`."""
-        if not is_file(store, path / OPTIMIZER_NAME):
-            raise UnsupportedError.of(
-                "tailor.hf.optimizer", path, f"neither {OPTIMIZER_NAME} nor a DeepSpeed directory is here",
-                "a checkpoint saved with save_only_model cannot be resumed",
-            )  # fmt: skip
         return read_hf_checkpoint(store, path)
 
     def resumes_partial(self, framework: Framework) -> bool:

@@ -10,6 +10,7 @@ from mergepipe.tailor.formats.fsdp import FsdpFormat
 from mergepipe.tailor.formats.hf_optimizer import HfFormat
 from mergepipe.tailor.formats.partial import PartialKind
 from mergepipe.tailor.formats.universal import UniversalFormat
+from mergepipe.tailor.formats.weights_only import WeightsFormat
 
 TRAINING_FORMATS: tuple[TrainingFormat, ...] = (
     DcpFormat(),
@@ -17,6 +18,7 @@ TRAINING_FORMATS: tuple[TrainingFormat, ...] = (
     FsdpFormat(),
     HfFormat(),
     ZeroFormat(),
+    WeightsFormat(),
 )
 
 CHECKPOINT_KINDS: tuple[CheckpointKind, ...] = (PartialKind(TRAINING_FORMATS), ForeignKind(), *TRAINING_FORMATS)

@@ -8,11 +8,12 @@ from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object
 from mergepipe.core.blocks import Span
 from mergepipe.errors import CorruptError
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import TRAINER_JSON_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Piece, StoredState
 
+CONFIG_NAME = "config.json"
 TRAINER_STATE_NAME = "trainer_state.json"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
@@ -23,6 +24,11 @@ LOSS_SCALER_NAME = "loss_scaler.pt"
 def read_json(store: Store, path: Location) -> dict[str, JsonValue]:
     """Read a JSON object of the checkpoint directory, strictly."""
     return parse_object(store.read_small(path, TRAINER_JSON_BYTES), where=path, code="tailor.json")
+
+
+def read_config(store: Store, folder: Location) -> dict[str, JsonValue]:
+    """Read the model's configuration; empty where there is none."""
+    return read_json(store, folder / CONFIG_NAME) if is_file(store, folder / CONFIG_NAME) else {}
 
 
 def read_global_step(store: Store, folder: Location) -> int:

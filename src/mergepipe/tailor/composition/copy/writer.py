@@ -16,6 +16,8 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from mergepipe.checkpoints.open_files import allow_open_files
+from mergepipe.core.units import size_option
 from mergepipe.core.values import dataclass
 from mergepipe.errors import LimitError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInput, RawBlock
@@ -29,7 +31,6 @@ from mergepipe.storage.ranges import read_exact
 from mergepipe.tailor.composition.copy.chunks import Chunk, Part, average_rooms, buffer_bytes_for, cut_chunks
 from mergepipe.tailor.composition.copy.dtype_cast import cast_bytes
 from mergepipe.tailor.composition.copy.plan import AverageRange, CastRange, Checksum, CopyRange, FilePlan, Fill
-from mergepipe.tailor.values import allow_open_files
 
 Bytes = NDArray[np.uint8]
 Advance = Callable[[int], None]
@@ -38,7 +39,6 @@ FEWEST_BYTES = 16 << 20
 _LARGEST_CHUNK_BYTES = 4 << 20
 _MOST_BUFFERS = 32
 _FILES_AHEAD = 3
-_SPARE_DESCRIPTORS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Copier:
             raise LimitError.of(
                 "memory.too-small", "--memory",
                 f"{memory_bytes} bytes of buffers were allowed, composing needs at least {FEWEST_BYTES}",
-                "raise --memory",
+                f"raise --memory to {size_option(FEWEST_BYTES)} or more",
             )  # fmt: skip
         room = memory_bytes - CHUNK_BYTES
         self._chunk_bytes = min(_LARGEST_CHUNK_BYTES, room // 4 // PAGE_BYTES * PAGE_BYTES - 2 * PAGE_BYTES)
@@ -146,7 +146,7 @@ class _Sources:
     def of(self, index: int) -> Mapping[Location, RangeFile]:
         """Return the open files of the plan with this index."""
         for path in sorted(self._paths[index] - self._open.keys()):
-            allow_open_files(len(self._open) + _SPARE_DESCRIPTORS)
+            allow_open_files(len(self._open))
             self._open[path] = self._store.open(path, direct=True)
         return {path: self._open[path] for path in self._paths[index]}
 

@@ -19,6 +19,7 @@ from mergepipe.tailor.composition.request.recipe import (
     Take,
 )
 from mergepipe.tailor.composition.request.restack import fits_in_place, resized
+from mergepipe.tailor.formats.weights_only import WEIGHTS_FORMAT
 from mergepipe.tailor.inspect import differences
 from mergepipe.tailor.selection import Selector, select_parameters
 from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, ModelUnits, Unit, at_layer, layer
@@ -361,7 +362,7 @@ def _mismatch(stored: StoredState, wanted: StoredState) -> str:
 
 def _stage_differences(skeleton: TrainingCheckpoint, source: TrainingCheckpoint) -> Iterator[str]:
     """Return why a partial checkpoint is not of the skeleton's run, as far as recorded."""
-    if skeleton.stage != source.stage:
+    if skeleton.stage != source.stage and source.format != WEIGHTS_FORMAT:
         yield f"{skeleton.path} and {source.path}: ZeRO stage {skeleton.stage} and {source.stage}"
     both = [name for name in source.parameters if name in skeleton.parameters]
     unknown = [name for name in source.parameters if name not in skeleton.parameters]

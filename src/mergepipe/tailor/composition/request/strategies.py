@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -13,9 +12,8 @@ from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.composition.request.save_log import unit_selectors
 from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
+from mergepipe.tailor.formats.weights_only import step_of_name
 from mergepipe.tailor.saving.unit_choice import Filter, PaperFilter, PaperParity, Parity, Schedule, scheduled_units
-
-_NUMBERED = re.compile(r".*?(\d{1,12})", re.ASCII)
 
 
 class Strategy(StrEnum):
@@ -53,9 +51,9 @@ def find_checkpoints(store: Store, run: Location, at: int | None) -> list[Traini
     """
     numbered = []
     for entry in store.list(run) if is_folder(store, run) else ():
-        match = _NUMBERED.fullmatch(entry.name)
-        if match and entry.kind is FileKind.FOLDER and (at is None or int(match[1]) <= at):
-            numbered.append((int(match[1]), run / entry.name))
+        step = step_of_name(entry.name)
+        if step is not None and entry.kind is FileKind.FOLDER and (at is None or step <= at):
+            numbered.append((step, run / entry.name))
     checkpoints: list[TrainingCheckpoint] = []
     for _, path in sorted(numbered, reverse=True):
         try:

@@ -1,0 +1,61 @@
+"""Sum what a plan charges for reading the experts of some tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence, Set
+
+import numpy as np
+
+from mergepipe.checkpoints.contract import Readable, TensorEntry, Unchanged
+from mergepipe.checkpoints.read_cost import block_cost_bytes, block_costs_bytes
+from mergepipe.core.blocks import BlockGrid, Span
+from mergepipe.engine.pipeline.segments import at_level
+from mergepipe.planning.plan import Access, Plan, PlannedTensor
+from mergepipe.recipes.resolve.tasks import MergeTask
+
+
+def planned_cost(plan: Plan, tasks: Sequence[MergeTask]) -> int:
+    """Sum the planned cost of reading the experts of some tasks, block by block."""
+    planned = {tensor.name: tensor for tensor in plan.tensors}
+    return sum(_tensor_cost(plan, planned[task.name], task) for task in tasks if task.name in planned)
+
+
+def _tensor_cost(plan: Plan, planned: PlannedTensor, task: MergeTask) -> int:
+    grid = BlockGrid(planned.n_elements, plan.block_elements)
+    reused = {block for start, stop, _ in planned.reused for block in range(start, stop)}
+    cost = 0
+    for source, access in zip(task.experts, planned.access, strict=True):
+        if isinstance(source, TensorEntry):
+            cost += _entry_cost(source, access.blocks, reused, grid)
+        elif not isinstance(source, Unchanged):
+            cost += _encoded_cost(source, access, reused, grid)
+    return cost
+
+
+def _entry_cost(entry: TensorEntry, runs: Sequence[tuple[int, int]], reused: Set[int], grid: BlockGrid) -> int:
+    blocks_B = np.concatenate([np.zeros(0, np.int64), *(np.arange(start, stop) for start, stop in runs)])
+    if reused:
+        blocks_B = blocks_B[~np.isin(blocks_B, list(reused))]
+    first_B = blocks_B * grid.block_elements
+    n_B = np.minimum(grid.block_elements, grid.n_elements - first_B)
+    offset, itemsize, granularity = (
+        np.asarray(number, np.int64) for number in (entry.offset, entry.dtype.itemsize, entry.granularity_bytes)
+    )
+    return int(block_costs_bytes(offset, itemsize, first_B, n_B, granularity).sum())
+
+
+def _encoded_cost(source: Readable, access: Access, reused: Set[int], grid: BlockGrid) -> int:
+    levels = {block: level for start, stop, level in access.levels for block in range(start, stop)}
+    spans = defaultdict[int, list[Span]](list)
+    for start, stop in access.blocks:
+        for block in range(start, stop):
+            if block not in reused:
+                spans[levels.get(block, 0)].append(grid.span(block))
+    return sum(_source_cost(at_level(source, level), spans_of_level) for level, spans_of_level in spans.items())
+
+
+def _source_cost(source: Readable, spans: Sequence[Span]) -> int:
+    if isinstance(source, TensorEntry):
+        return sum(block_cost_bytes(source, span) for span in spans)
+    return sum(source.cost_bytes(span) for span in (spans[:1] if source.is_unit else spans))

@@ -1,0 +1,27 @@
+"""The package's own source, for tests that look at all of it: parsing only the modules that matter keeps them quick."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import mergepipe
+
+PACKAGE = Path(mergepipe.__file__).parent
+
+
+@cache
+def source_texts() -> dict[str, str]:
+    """Return the text of every module, by its place in the package."""
+    return {
+        path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def trees_with(*texts: str) -> Iterator[tuple[str, ast.Module]]:
+    """Yield the place and the syntax tree of every module whose text holds one of `texts`."""
+    for place, code in source_texts().items():
+        if any(text in code for text in texts):
+            yield place, ast.parse(code)
