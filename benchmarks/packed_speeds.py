@@ -1,7 +1,9 @@
 """Command that measures the speed of packed experts: packing, unpacking and full merges, with raw merges beside them.
 
 Every action is repeated in turn with all others, on one and on two threads; the least processor time and the least time
-by the clock are shown. Files stay in the page cache, so that times are those of the processor.
+by the clock are shown. Files stay in the page cache, so that times are those of the processor. All is done with a
+family of a third of the layers as well: what both sizes take tells fixed seconds and those for each byte apart.
+Removing what was written is not part of the times.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from mergepipe.options import MergeOptions
 from support.families import family_paths, write_family
 
 MERGED = ("linear", "ties")
+SMALLER = 3
+"""The smaller family has this part of the layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +40,12 @@ class Speed:
     seconds: float
 
 
-def measure(family: PackedFamily, work: Path, threads: Sequence[int], repeats: int) -> list[Speed]:
+def measure(families: Sequence[PackedFamily], work: Path, threads: Sequence[int], repeats: int) -> list[Speed]:
     """Repeat all actions in turn, after one round that compiles or loads the loops."""
-    nbytes, one = family.raw_bytes, family.raw_bytes // len(family.raw)
-    actions: dict[tuple[str, int, int], Callable[[], None]] = {}
+    actions: dict[tuple[str, int, int], Callable[[], Path]] = {}
     for n in threads:
-        actions["pack", n, nbytes] = partial(_pack, family, work / "packed", n)
-        actions["unpack", n, one] = partial(_unpack, family, work / "unpacked", n)
-        for operator in MERGED:
-            for form, experts in (("raw", family.raw), ("packed", family.packed)):
-                actions[f"{operator}, {form}", n, nbytes] = partial(_merge, operator, family.base, experts, work, n)
+        for family in families:
+            actions |= _actions(family, work, n)
     least: dict[tuple[str, int, int], tuple[float, float]] = {}
     for round_number in range(repeats + 1):
         for key, action in actions.items():
@@ -57,21 +57,37 @@ def measure(family: PackedFamily, work: Path, threads: Sequence[int], repeats: i
     return [Speed(*key, *times) for key, times in least.items()]
 
 
-def _times(action: Callable[[], None]) -> tuple[float, float]:
-    """Processor time of all threads, and time by the clock."""
+def _actions(family: PackedFamily, work: Path, threads: int) -> dict[tuple[str, int, int], Callable[[], Path]]:
+    """All actions with a family by name, threads and bytes; each returns what it wrote."""
+    nbytes, one = family.raw_bytes, family.raw_bytes // len(family.raw)
+    actions: dict[tuple[str, int, int], Callable[[], Path]] = {
+        ("pack", threads, nbytes): partial(_pack, family, work / "packed", threads),
+        ("unpack", threads, one): partial(_unpack, family, work / "unpacked", threads),
+    }
+    for operator in MERGED:
+        for form, experts in (("raw", family.raw), ("packed", family.packed)):
+            merge = partial(_merge, operator, family.base, experts, work, threads)
+            actions[f"{operator}, {form}", threads, nbytes] = merge
+    return actions
+
+
+def _times(action: Callable[[], Path]) -> tuple[float, float]:
+    """Processor time of all threads, and time by the clock; what was written is removed afterwards."""
     cpu, clock = time.process_time(), time.perf_counter()
-    action()
-    return time.process_time() - cpu, time.perf_counter() - clock
+    out = action()
+    times = time.process_time() - cpu, time.perf_counter() - clock
+    shutil.rmtree(out)
+    return times
 
 
-def _pack(family: PackedFamily, out: Path, threads: int) -> None:
+def _pack(family: PackedFamily, out: Path, threads: int) -> Path:
     session.pack(family.base, family.raw, out, threads=threads)
-    shutil.rmtree(out)
+    return out
 
 
-def _unpack(family: PackedFamily, out: Path, threads: int) -> None:
+def _unpack(family: PackedFamily, out: Path, threads: int) -> Path:
     session.unpack(family.packed[0], out, threads=threads)
-    shutil.rmtree(out)
+    return out
 
 
 def check_unpacking(family: PackedFamily, out: Path) -> None:
@@ -86,29 +102,45 @@ def check_unpacking(family: PackedFamily, out: Path) -> None:
     shutil.rmtree(out)
 
 
-def _merge(operator: str, base: Path, experts: Sequence[Path], work: Path, threads: int) -> None:
+def _merge(operator: str, base: Path, experts: Sequence[Path], work: Path, threads: int) -> Path:
     recipe, out = work / "recipe.yml", work / "merged"
     recipe.write_text(OPERATORS[operator].recipe(base, experts, "bfloat16"))
     session.merge(recipe, out, options=MergeOptions(catalog=False, reuse=False, threads=threads))
-    shutil.rmtree(out)
+    return out
 
 
 def table(speeds: Sequence[Speed]) -> str:
-    """Markdown: times, and GB of experts for each processor second; of packed merges also beyond the raw merge."""
+    """Markdown, a row for each action with the larger family.
+
+    Times; GB of experts for each processor second, in all and without the fixed seconds; the latter of packed merges
+    also beyond the raw merge.
+    """
     lines = [
-        "| action | threads | CPU s | s | GB/CPU s | GB/s | beyond raw, GB/CPU s |",
-        "|---" * 7 + "|",
+        "| action | threads | CPU s | s | GB/CPU s | GB/s | fixed CPU s | GB/CPU s beyond fixed | beyond raw |",
+        "|---" * 9 + "|",
     ]
-    raw = {(s.action.removesuffix(", raw"), s.threads): s.cpu_seconds for s in speeds if s.action.endswith(", raw")}
-    for s in speeds:
-        beyond = raw.get((s.action.removesuffix(", packed"), s.threads)) if s.action.endswith(", packed") else None
-        rate = "" if beyond is None else f"{s.nbytes / 1e9 / max(s.cpu_seconds - beyond, 1e-9):.2f}"
-        gb = s.nbytes / 1e9
+    by_action = {(s.action, s.threads): _sorted_sizes(speeds, s) for s in speeds}
+    for (action, threads), (small, large) in by_action.items():
+        slope = _seconds_a_gb(small, large)
+        raw = by_action.get((action.replace(", packed", ", raw"), threads)) if action.endswith(", packed") else None
+        beyond = "" if raw is None else f"{1 / max(slope - _seconds_a_gb(*raw), 1e-9):.2f}"
+        gb = large.nbytes / 1e9
         lines.append(
-            f"| {s.action} | {s.threads} | {s.cpu_seconds:.2f} | {s.seconds:.2f} | {gb / s.cpu_seconds:.2f} "
-            f"| {gb / s.seconds:.2f} | {rate} |"
+            f"| {action} | {threads} | {large.cpu_seconds:.2f} | {large.seconds:.2f} | {gb / large.cpu_seconds:.2f} "
+            f"| {gb / large.seconds:.2f} | {large.cpu_seconds - slope * gb:.2f} | {1 / slope:.2f} | {beyond} |"
         )
     return "\n".join(lines)
+
+
+def _sorted_sizes(speeds: Sequence[Speed], like: Speed) -> tuple[Speed, Speed]:
+    """The same action with the smaller and the larger family."""
+    same = [s for s in speeds if (s.action, s.threads) == (like.action, like.threads)]
+    return min(same, key=lambda s: s.nbytes), max(same, key=lambda s: s.nbytes)
+
+
+def _seconds_a_gb(small: Speed, large: Speed) -> float:
+    """Processor seconds that each further GB of experts takes."""
+    return max((large.cpu_seconds - small.cpu_seconds) / ((large.nbytes - small.nbytes) / 1e9), 1e-9)
 
 
 def _say(line: str) -> None:
@@ -124,12 +156,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
-    made = family_paths(options.work / "family", options.experts)
-    if not made.base.exists():
-        made = write_family(options.work / "family", MADE[options.shape], options.experts, threads=2)
-    family = packed_family(made, options.work / "stores", max(options.threads))
-    check_unpacking(family, options.work / "unpacked")
-    print(table(measure(family, options.work, options.threads, options.repeats)))
+    shape, families = MADE[options.shape], []
+    for layers in (max(shape.layers // SMALLER, 1), shape.layers):
+        root = options.work / f"family-{layers}"
+        made = family_paths(root, options.experts)
+        if not made.base.exists():
+            made = write_family(root, replace(shape, layers=layers), options.experts, threads=2)
+        families.append(packed_family(made, options.work / f"stores-{layers}", max(options.threads)))
+    check_unpacking(families[-1], options.work / "unpacked")
+    print(table(measure(families, options.work, options.threads, options.repeats)))
     return 0
 
 

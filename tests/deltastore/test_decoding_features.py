@@ -20,6 +20,12 @@ from mergepipe.deltastore.band_sample import choose_bands
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.decode import decode_band_deltas, decode_band_values
 from mergepipe.deltastore.codec.encode import encode_bands
+from mergepipe.deltastore.codec.entropy.code_vector_decoder import (
+    BODY_ROW,
+    N_STARTS,
+    decode_codes_vector,
+    fill_starts,
+)
 from mergepipe.deltastore.codec.entropy.rans import (
     LANES,
     MAX_CONTEXTS,
@@ -27,15 +33,21 @@ from mergepipe.deltastore.codec.entropy.rans import (
     TOTAL,
     decode_symbols,
     fill_decode_table,
-    fill_start_table,
     scale_counts,
 )
-from mergepipe.deltastore.codec.entropy.rans_vector_decoder import decode_head_symbols_vector, has_vector_decoder
+from mergepipe.deltastore.codec.entropy.rans_vector_decoder import has_vector_decoder
 from mergepipe.deltastore.codec.levels import PIECES_OF, Level, Piece
 from mergepipe.deltastore.codec.residuals.bit_unpacking import HAS_PDEP
 from mergepipe.deltastore.codec.scratch import KEPT_BYTES, scratch
 from mergepipe.deltastore.codec.tiles.decode import VECTOR_RESIDUALS, VECTOR_SYMBOLS
-from mergepipe.deltastore.codec.tiles.element_codes import FIRST_BODY_CODE, FIRST_CELL_CODE, LAST_CELL_CODE, TILE
+from mergepipe.deltastore.codec.tiles.element_codes import (
+    BODY_SYMBOLS,
+    FIRST_BODY_CODE,
+    FIRST_CELL_CODE,
+    HEAD_SYMBOLS,
+    LAST_CELL_CODE,
+    TILE,
+)
 from mergepipe.deltastore.codec.tiles.stream_elements import (
     ALL_ROOM,
     HAS_COMPRESSION,
@@ -126,26 +138,35 @@ def test_decode_band_values__pieces_that_end_early_or_late_are_refused(piece: Pi
 
 
 @pytest.mark.skipif(not has_vector_decoder(), reason="needs AVX-512")
-@given(seed=st.integers(0, 2**32 - 1), n_contexts=st.integers(1, MAX_CONTEXTS))
-def test_decode_head_symbols_vector__decodes_whatever_words_as_the_table_does(seed: int, n_contexts: int) -> None:
+@given(seed=st.integers(0, 2**32 - 1), n_contexts=st.integers(1, MAX_CONTEXTS), has_body=st.booleans())
+def test_decode_codes_vector__decodes_whatever_words_as_tables_do(seed: int, n_contexts: int, has_body: bool) -> None:
     rng = np.random.default_rng(seed)
-    counts_CS = rng.integers(0, 100, (n_contexts, 5)) * (rng.random((n_contexts, 5)) < 0.6)
-    frequencies_CS = scale_counts(counts_CS)
     n = int(rng.integers(1, 20)) * LANES
-    rows_N = rng.integers(0, n_contexts, n).astype(np.uint8)
-    rows_N[rng.random(n) < 0.1] = SKIPPED
-    table, starts = np.zeros((SKIPPED + 1) * TOTAL, np.uint32), np.zeros(5 * MAX_CONTEXTS, np.uint32)
-    fill_decode_table(frequencies_CS.reshape(-1), 5, table)
-    for context, row_S in enumerate(frequencies_CS):
-        fill_start_table(row_S.astype(np.uint32), context, starts)
-    words = rng.integers(0, 256, 2 * n + 2).astype(np.uint8)
-    states = rng.integers(0, 1 << 31, LANES).astype(np.uint32)
-    found = []
-    for decode_with, entries in ((decode_symbols, table), (decode_head_symbols_vector, starts)):
-        left, symbols_N = states.copy(), np.zeros(n, np.uint8)
-        taken = decode_with(words, 0, left, rows_N, n, entries, symbols_N)
-        found.append((taken, left.tobytes(), symbols_N.tobytes()))
-    assert found[0] == found[1]
+    contexts_N = rng.integers(0, n_contexts, n).astype(np.uint8)
+    contexts_N[rng.random(n) < 0.1] = SKIPPED
+    words_SW = rng.integers(0, 256, (2, 2 * n + 64)).astype(np.uint8)
+    states = rng.integers(0, 1 << 31, 2 * LANES).astype(np.uint32)
+    starts, left, symbols, ends = np.full(N_STARTS, TOTAL, np.uint16), states.copy(), [], []
+    stage_contexts_N = contexts_N
+    for stage, n_symbols in enumerate((HEAD_SYMBOLS, BODY_SYMBOLS)[: 1 + has_body]):
+        counts_CS = rng.integers(0, 100, (n_contexts, n_symbols)) * (rng.random((n_contexts, n_symbols)) < 0.6)
+        frequencies_CS, table = scale_counts(counts_CS), np.zeros((SKIPPED + 1) * TOTAL, np.uint32)
+        fill_decode_table(frequencies_CS.reshape(-1), n_symbols, table)
+        for context, row_S in enumerate(frequencies_CS):
+            fill_starts(row_S.astype(np.uint32), context, stage * BODY_ROW, starts)
+        symbols.append(np.zeros(n, np.uint8))
+        own = left[stage * LANES : (stage + 1) * LANES]
+        ends.append(2 * decode_symbols(words_SW[stage], 0, own, stage_contexts_N, n, table, symbols[-1]))
+        stage_contexts_N = np.where(symbols[0] == 0, contexts_N, SKIPPED).astype(np.uint8)
+    codes_N, positions = np.zeros(n, np.uint8), np.array([0, words_SW.shape[1]], np.uint64)
+    decode_codes_vector(words_SW.reshape(-1), positions, states, contexts_N, n, starts, has_body, codes_N)
+    expected_N = symbols[0]
+    if has_body:
+        expected_N = np.where(symbols[0] > 0, symbols[0], symbols[1] + FIRST_BODY_CODE)
+        expected_N[contexts_N == SKIPPED] = 0
+    assert np.array_equal(codes_N, expected_N)
+    assert np.array_equal(states, left)
+    assert (positions[: 1 + has_body] - np.array([0, words_SW.shape[1]], np.uint64)[: 1 + has_body]).tolist() == ends
 
 
 WAYS = [(collect_scalar, place_scalar), *([(collect_vector, place_vector)] if HAS_COMPRESSION else [])]

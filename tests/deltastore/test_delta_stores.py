@@ -168,7 +168,7 @@ def test_pack__replace_removes_the_original_and_unpack_brings_it_back(odd: Packe
 
 def test_pack__replace_removes_nothing_where_the_store_on_disk_is_damaged(odd: Packed, tmp_path: Path) -> None:
     original = tree(odd.expert)
-    path = odd.store / PIECE_NAMES[Piece.HEAD]
+    path = odd.store / PIECE_NAMES[Piece.WHOLE]
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

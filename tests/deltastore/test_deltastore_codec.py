@@ -91,7 +91,9 @@ def test_encode_block__any_bits_of_any_dtype_come_back(seed: int, n: int, dtype:
     assert np.array_equal(decoded(block, base, dtype, bands), expert)
 
 
-@given(seed=seeds, n=st.integers(4096, 20_000), step=st.floats(-7, 0), changed=st.floats(0, 1), odd=st.floats(0, 0.02))
+@given(
+    seed=seeds, n=st.integers(16_384, 30_000), step=st.floats(-7, 0), changed=st.floats(0, 1), odd=st.floats(0, 0.02)
+)
 def test_encode_block__experts_near_their_base_come_back(
     seed: int, n: int, step: float, changed: float, odd: float
 ) -> None:
@@ -120,7 +122,7 @@ def test_encode_block__nan_payloads_and_infinities_come_back(bits: int) -> None:
 
 
 def test_encode_block__a_zero_of_the_other_sign_is_an_exception_and_comes_back() -> None:
-    base, expert = (part.copy() for part in bf16_pair(2, 8192, 1e-4))
+    base, expert = (part.copy() for part in bf16_pair(2, 16_384, 1e-4))
     base.view(np.uint16)[[5, 6, 7]] = 0x0000, 0x8000, 0x3C00
     expert.view(np.uint16)[[5, 6, 7]] = 0x8000, 0x0000, 0x8000
     bands = bands_of(base, expert)
@@ -151,7 +153,7 @@ def test_encode_block__other_floats_shrink_too(dtype: DType, share: float) -> No
 
 @given(seed=seeds, step=st.floats(-5, -2), changed=st.floats(0.3, 1))
 def test_decode_deltas__the_head_is_exact_above_its_cut_and_zero_below(seed: int, step: float, changed: float) -> None:
-    base, expert = bf16_pair(seed, 8192, 10.0**step, changed)
+    base, expert = bf16_pair(seed, 16_384, 10.0**step, changed)
     bands = bands_of(base, expert)
     block = encode_block(base, expert, BF16, bands)
     assume(block.codec is Codec.BANDS)
@@ -167,7 +169,7 @@ def test_decode_deltas__the_head_is_exact_above_its_cut_and_zero_below(seed: int
 
 @given(seed=seeds, step=st.floats(-5, -2), changed=st.floats(0.3, 1))
 def test_encode_block__records_the_error_that_each_level_leaves(seed: int, step: float, changed: float) -> None:
-    base, expert = bf16_pair(seed, 8192, 10.0**step, changed)
+    base, expert = bf16_pair(seed, 16_384, 10.0**step, changed)
     bands = bands_of(base, expert)
     block = encode_block(base, expert, BF16, bands)
     assume(block.codec is Codec.BANDS)
@@ -192,13 +194,13 @@ def test_encode_block__records_the_error_of_blocks_without_levels() -> None:
 
 @given(seed=seeds)
 def test_encode_block__counts_what_is_in_the_bands(seed: int) -> None:
-    base, expert = bf16_pair(seed, 6000, 1e-4)
+    base, expert = bf16_pair(seed, 16_384, 1e-4)
     bands = bands_of(base, expert)
     block = encode_block(base, expert, BF16, bands)
     magnitudes_N = np.abs(deltas_of(base, expert))
     assert block.counts == tuple(int((magnitudes_N >= np.float32(cut)).sum()) for cut in bands.cuts)
     for count, density in zip(block.counts, (0.05, 0.2, 0.5), strict=True):
-        assert count >= int(density * 6000)
+        assert count >= int(density * 16_384)
 
 
 def test_encode_block__keeps_exceptions_anywhere_in_a_block() -> None:
@@ -348,12 +350,12 @@ def test_decode_block__damaged_pieces_are_refused_or_give_other_values_never_mor
 @pytest.mark.parametrize("dtype", [F32, DTYPES["U8"]])
 @pytest.mark.parametrize("level", [Level.HEAD, Level.BODY_EXACT, Level.LOSSLESS])
 def test_decode_deltas__refuses_bands_of_other_dtypes_before_anything_is_written(dtype: DType, level: Level) -> None:
-    base, expert = bf16_pair(0, 8192, 1e-4)
+    base, expert = bf16_pair(0, 16_384, 1e-4)
     bands = bands_of(base, expert)
     block = encode_block(base, expert, BF16, bands)
     assert block.codec is Codec.BANDS
     context = BlockContext(base, dtype, bands, "test")
-    room_N = np.full(16384, 7, np.float32)
+    room_N = np.full(32_768, 7, np.float32)
     n = len(base) // dtype.itemsize
     with pytest.raises(CorruptError, match=f"which {dtype.name} does not support"):
         decode_deltas(block.codec, level, block.pieces, context, room_N[:n])

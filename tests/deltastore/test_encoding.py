@@ -73,8 +73,8 @@ def block_digest(block: EncodedBlock) -> str:
 @pytest.mark.parametrize(
     ("n", "spread", "digest"),
     [
-        (4096, 3, "75c8d4b164c3627a"),
-        (5001, 40, "17de7f122b76a350"),
+        (16_385, 3, "22b394f6fddec580"),
+        (20_001, 40, "1105f3d9c114110b"),
         (70_001, 9, "a0df1d0efe2e2d2e"),
         (262_144, 2, "301686f28b68e76f"),
     ],
@@ -89,14 +89,14 @@ def test_encode_block__writes_the_bytes_that_it_has_always_written(n: int, sprea
 @pytest.mark.parametrize(
     ("dtype", "digest"),
     [
-        (F16, "fbae6df68bbfc87c"),
-        (F32, "51c031f9b6e5c632"),
-        (DTYPES["I64"], "a909a21f2cb8490f"),
-        (DTYPES["U8"], "92c508b4b67dcada"),
+        (F16, "53b7710dc4a351ae"),
+        (F32, "94416f48e2424b2d"),
+        (DTYPES["I64"], "eadef8f018fffc06"),
+        (DTYPES["U8"], "fdfd0c93a92b4c06"),
     ],
 )
 def test_encode_block__writes_the_bytes_of_other_dtypes_that_it_has_always_written(dtype: DType, digest: str) -> None:
-    base, expert = lasting_pair(20_000, 7, 5)
+    base, expert = lasting_pair(280_000 if dtype.itemsize == 8 else 70_000, 7, 5)
     if dtype is F32:
         base, expert = ((part.view(np.uint16).astype(np.uint32) << 16).view(np.uint8) for part in (base, expert))
     block = encode_block(base, expert, dtype, None)

@@ -241,7 +241,7 @@ def test_open__a_header_that_claims_plain_blocks_or_a_base_is_refused(
 
 
 def test_encode_standalone__writes_the_bytes_that_it_has_always_written() -> None:
-    mixed = (np.arange(9000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(40)
+    mixed = (np.arange(70_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(40)
     expert = ((mixed & np.uint64(0x83FF)) | np.uint64(0x3800)).astype(np.uint16)
     expert[::97] = 0x0001
-    assert blake3(encode_standalone(as_bytes(expert), BF16).tobytes()).hexdigest(8) == "a2ef10d2d0380505"
+    assert blake3(encode_standalone(as_bytes(expert), BF16).tobytes()).hexdigest(8) == "42e54550cbb45768"

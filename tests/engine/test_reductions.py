@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, BlockGrid, Span
-from mergepipe.engine.reductions import bracketed_ranks
-from mergepipe.engine.reductions.block_reductions import InnerProductSums, MagnitudeCuts
+from mergepipe.engine.reductions import block_reductions, bracketed_ranks
+from mergepipe.engine.reductions.block_reductions import InnerProductSums, MagnitudeCuts, ScoreRanks
 from mergepipe.engine.reductions.order_statistics import NOTHING_KEPT_BITS, RankSearch
 from mergepipe.engine.reductions.tensor_summary import FINE_SHARE, FineMagnitudes, TensorSummary
-from mergepipe.operators.base import InnerProducts, MagnitudeCut
+from mergepipe.operators.base import InnerProducts, MagnitudeCut, RawBlock
 from mergepipe.testing.in_memory import StoredTensor, run_reduction
 from mergepipe.testing.tensors import Family, make_family
 from support.strategies import FLOATS, families
@@ -180,6 +180,51 @@ def test_tensor_summary__answers_as_the_reduction_it_stands_in_for(data: st.Data
     assert products is not None
     assert sums is not None
     np.testing.assert_array_equal(products, sums)
+
+
+class StoredScore:
+    """A score that is the stored value of the base."""
+
+    def __call__(self, block: RawBlock, skip: int, scores_N: NDArray[np.float32]) -> None:
+        start = block.base_offset + skip * F32.itemsize
+        scores_N[:] = block.raw[start : start + scores_N.nbytes].view(np.float32)
+
+
+@pytest.mark.parametrize(("first_scale", "most_looks"), [(1.0, 1), (1e-6, 3), (1e6, 3), (0.0, 3)])
+@pytest.mark.parametrize("share", [None, 0.3, 0.9])
+@pytest.mark.parametrize("kind", ["all different", "few", "mostly zero"])
+def test_score_ranks__equal_a_sort_whether_or_not_the_first_block_misleads(
+    monkeypatch: pytest.MonkeyPatch, first_scale: float, most_looks: int, share: float | None, kind: str
+) -> None:
+    monkeypatch.setattr(block_reductions, "BRACKET_ELEMENTS", 1)
+    rng, n, first = np.random.default_rng(len(kind)), 60_000, 6_000
+    scores_N = np.abs(rng.standard_normal(n)).astype(np.float32)
+    if kind == "few":
+        scores_N = np.rint(scores_N * 4)
+    if kind == "mostly zero":
+        scores_N *= rng.random(n) < 0.4
+    scores_N[:first] *= np.float32(first_scale)
+    scores_N[-3:] = np.inf, np.nan, np.nan
+    none = np.zeros(0, np.int64)
+    raw = scores_N.view(np.uint8)
+    spans = [(0, first), (first, 30_000), (30_000, n)]
+    blocks = [RawBlock(raw, 4 * a, 1, none, none, none, none, a, b - a, raw, 0, 1) for a, b in spans]
+    ranks = (1, 15_000, n // 2, n // 2 + 5_000) if share is None else ()
+    reduction, n_looks = ScoreRanks(StoredScore(), n, ranks, share), 1
+    for block in blocks:
+        reduction.accumulate(block)
+    while not reduction.finish():
+        n_looks += 1
+        for block in blocks:
+            reduction.refine(block)
+    n_nonzero = int(np.count_nonzero(scores_N))
+    result = reduction.result()
+    assert result.score_bits is not None
+    wanted = np.sort(scores_N.view(np.uint32))[[n - rank for rank in ranks or (int(n_nonzero * (share or 0)),)]]
+    np.testing.assert_array_equal(result.score_bits, wanted)
+    assert share is None or int(result.sums[0][0, 0]) == n_nonzero
+    assert n_looks <= most_looks
+    assert n_looks == most_looks or first_scale != 1e6 or kind != "all different"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.2])

@@ -37,18 +37,17 @@ LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
     (merge._add_scaled, (FLOATS, 1, ONE, FLOATS), 1),  # linear
     (merge._add_agreeing, (FLOATS, 1, ONE, FLOATS, FLOATS, FLOATS), 1),
     (merge._normalize_agreeing, (FLOATS, FLOATS, FLOATS, 1, True, ONE, ONE), 3),
-    (merge.variance_tile, (FLOATS_2N, 2, 2, 1, FLOATS, DOUBLES_2N), 11),  # sce
+    (merge.variance_tile, (FLOATS_2N, 2, 2, 1, FLOATS, DOUBLES_2N), 8),  # sce
+    (reduce.collect_between, (FLOATS, WORDS, COUNTS), 3),
     (overlap.merge_overlapping, (BYTES, 0, 3, COUNTS, COUNTS, ONE, FLOATS, BYTES, 0, 3, 1), 27),  # ram
-    (transcendental.exp_tile, (DOUBLES, 1, DOUBLES_2N), 3),  # arcee_fusion
-    (transcendental.log_tile, (DOUBLES, 1, DOUBLES_2N), 2),
-    (select._divergence, (DOUBLES, DOUBLES, 1, 1.0, 1.0, DOUBLES_2N, DOUBLES), 7),
+    (transcendental.exp_tile, (DOUBLES, 1, DOUBLES), 1),  # arcee_fusion
+    (transcendental.log_tile, (DOUBLES, 1, DOUBLES), 1),
+    (select._divergence, (DOUBLES, DOUBLES, 1, 1.0, 1.0, DOUBLES), 6),
     (
         ranked._drop_in_row,  # della
         (WORDS, WORDS, WORDS, 17, ROWS_3N, np.zeros((16, 4), np.uint32), BOUNDS, BOUNDS[0], BYTES),
         11,
     ),
-    (ranked.mark_nonzero, (FLOATS, 1, BYTES), 1),
-    (ranked.clear_unmarked, (FLOATS, 1, BYTES), 1),
     (reduce.count_nonzero, (FLOATS,), 1),
     (reduce.count_from_edges, (BYTES, 0, 1, 0, 1, 1, HALVES, COUNTS), 14),
     (reduce.count_fine_bits, (WORDS, 1, HALVES, np.zeros((2, N), np.uint8), *FINE), 4),

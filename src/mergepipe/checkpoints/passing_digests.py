@@ -17,7 +17,7 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
 
-WAITING_BYTES = 64 << 20
+WAITING_BYTES = 256 << 20
 MOST_READ_AGAIN_FRACTION = 1 / 8
 
 

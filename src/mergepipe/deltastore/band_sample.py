@@ -12,6 +12,7 @@ from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BAND_DENSITIES
+from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.kernels.codec import decode_tile
 from mergepipe.kernels.compilation.compiled import Floats
 from mergepipe.kernels.merge import take_delta
@@ -39,10 +40,13 @@ def sample_spans(n_elements: int) -> tuple[Span, ...]:
 
 def bands_of(base: Sample, expert: Sample) -> Bands:
     """Choose the bands of a tensor from samples of it and of its base, which has the same dtype."""
-    deltas = [
-        _deltas(stretch, other, expert.dtype) for stretch, other in zip(base.stretches, expert.stretches, strict=True)
-    ]
-    return choose_bands(np.concatenate(deltas), is_sample=expert.n_elements > READ_WHOLE_ELEMENTS)
+    deltas = scratch("band-sample", sum(map(len, expert.stretches)) // expert.dtype.itemsize, np.float32)
+    start = 0
+    for stretch, other in zip(base.stretches, expert.stretches, strict=True):
+        stop = start + len(stretch) // expert.dtype.itemsize
+        _fill_deltas(stretch, other, expert.dtype, deltas[start:stop])
+        start = stop
+    return choose_bands(deltas, is_sample=expert.n_elements > READ_WHOLE_ELEMENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,11 @@ def choose_bands(deltas: Floats, *, is_sample: bool) -> Bands:
     values.
     """
     magnitudes = np.abs(deltas)
-    magnitudes = np.sort(magnitudes[np.isfinite(magnitudes)])[::-1]
+    is_finite = np.isfinite(magnitudes)
+    if not is_finite.all():
+        magnitudes = magnitudes[is_finite]
+    magnitudes.sort()  # at 16 lanes a time faster than a partition
+    magnitudes = magnitudes[::-1]
     second, third = (_cut_at(magnitudes, density, is_sample=is_sample) for density in BAND_DENSITIES)
     first = second + _power_of_two(_SECOND_BAND_WIDTH * second)
     if second > third and _power_of_two(second - third) < second:
@@ -113,10 +121,9 @@ def _byte_range(entry: TensorEntry, span: Span) -> tuple[int, int]:
     return start, start + span.n_elements * entry.dtype.itemsize
 
 
-def _deltas(base: RawBytes, expert: RawBytes, dtype: DType) -> Floats:
-    n = len(base) // dtype.itemsize
-    base_values, expert_values, deltas = (np.empty(n, np.float32) for _ in range(3))
+def _fill_deltas(base: RawBytes, expert: RawBytes, dtype: DType, deltas: Floats) -> None:
+    n = len(deltas)
+    base_values, expert_values = (scratch(f"band-{name}", n, np.float32) for name in ("base", "expert"))
     decode_tile(base, 0, dtype.kernel_code, n, base_values)
     decode_tile(expert, 0, dtype.kernel_code, n, expert_values)
     take_delta(expert_values, base_values, n, deltas)
-    return deltas

@@ -328,7 +328,9 @@ class PackedFetch:
             stored, found_digest = base.stored[start:stop], base.digest(start, stop)
         else:
             start = entry.offset + block_span.start * itemsize
-            stored = read_exact(self._files[entry.file], start, start + block_span.n_elements * itemsize, Purpose.BASE)
+            file, stop = self._files[entry.file], start + block_span.n_elements * itemsize
+            room = scratch("base-block", _room_bytes(file, start, stop), np.uint8)
+            stored = read_exact(file, start, stop, Purpose.BASE, room)
             found_digest = digest(stored)
         if found_digest != self._index.rows["base"][self._tensor.first_row + block].tobytes():
             raise MismatchError.of(

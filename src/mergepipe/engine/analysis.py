@@ -60,9 +60,15 @@ def run_analysis(
         work.tasks, files, pool, sizes.raw_bytes, _NoSink(), options.threads, lambda: observer.on_progress(None),
         ReadSettings.of(files, store, pool.limit), lambda: abort_requests(store),
     )  # fmt: skip
+    looked_at_twice = [task for task in work.tasks if not _has_few_fine_deltas(task)]
     is_sparing = not are_dear(files, store)
-    limits = HoldLimits.sparing(pool.limit, sizes, work.tasks) if is_sparing else HoldLimits.of(pool.limit)
+    limits = HoldLimits.sparing(pool.limit, sizes, looked_at_twice) if is_sparing else HoldLimits.of(pool.limit)
     pipeline.run(_jobs(work, plan_jobs(work.tasks, sizes, runs_of, cut_of), limits, observer))
+
+
+def _has_few_fine_deltas(task: MergeTask) -> bool:
+    """Whether one look at a tensor is expected to suffice (see `FineMagnitudes`): all models have one 16-bit format."""
+    return task.base.dtype.itemsize <= 2 and all(source.dtype == task.base.dtype for source in task.experts)
 
 
 def _jobs(work: AnalysisWork, shapes: Iterator[JobShape], limits: HoldLimits, observer: Observer) -> Iterator[Job]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,10 @@ from pathlib import Path
 from blake3 import blake3
 
 from mergepipe.checkpoints.content_id import PassingContentId
-from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
+from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
-from mergepipe.checkpoints.range_reads import read_elements
-from mergepipe.core.blocks import BlockGrid, Span
+from mergepipe.checkpoints.range_reads import read_span
+from mergepipe.core.blocks import BlockGrid, Span, element_count
 from mergepipe.core.values import dataclass
 from mergepipe.deltastore.chain import open_packed
 from mergepipe.deltastore.checkpoint import OpenedStore, open_store, read_store
@@ -29,6 +29,7 @@ from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
 from mergepipe.errors import CorruptError
 from mergepipe.reports import Damage, Progress, ProgressCallback, UnpackReport, VerifyReport
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
+from mergepipe.storage.buffers import aligned_buffer
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -36,6 +37,9 @@ from mergepipe.storage.output import OutputFile, make_folders
 from mergepipe.storage.stores import Stores
 
 BlockSink = Callable[[RawBytes], None]
+
+_ROOM_BYTES = 8 * BLOCK_ELEMENTS
+"""Room for a block of the largest elements; smaller ones leave the rest untouched."""
 
 
 def unpack_store(
@@ -137,7 +141,7 @@ def _checks(reader: _Reader, files: Mapping[Location, RangeFile], store: Store) 
         yield _Check(HEADERS_NAME, "", 0, partial(read_original_header, store, reader.opened, number))
     for entry in header.tensors:
         name = header.files[entry.file].name
-        yield _Check(name, entry.name, entry.nbytes, partial(reader.read, files, entry, lambda _: None))
+        yield _Check(name, entry.name, entry.nbytes, partial(reader.read, files, [entry], lambda _: None))
     for file in header.kept:
         parts = _kept_parts(reader.opened, file.name, file.size_bytes, file.blake3, store)
         yield _Check(file.name, "", 0, partial(deque, parts, 0))
@@ -160,7 +164,7 @@ class _Counter:
 
 
 class _Reader:
-    """Reads a store in order, decoding ahead in several threads. Memory: `2 * threads` blocks."""
+    """Reads a store in order, decoding ahead in several threads. Memory: `2 * threads + 1` blocks."""
 
     def __init__(self, opened: OpenedStore, checkpoint: Checkpoint, threads: int) -> None:
         self.opened = opened
@@ -180,26 +184,50 @@ class _Reader:
         if content_id != claimed:
             raise corrupt(self.opened.root / HEADER_NAME, f"content_id is {claimed}, that of its tensors {content_id}")
 
-    def read(self, files: Mapping[Location, RangeFile], entry: PackedEntry, sink: BlockSink) -> None:
-        """Pass the blocks of one tensor to `sink` in order, each checked against the original's digest."""
-        tensor = self._checkpoint.tensors[entry.name]
-        pending: deque[Future[RawBytes]] = deque()
-        with ThreadPoolExecutor(self._threads) as pool:
-            for block, span in enumerate(BlockGrid(tensor.n_elements, BLOCK_ELEMENTS).spans()):
-                pending.append(pool.submit(self._block, files, tensor, span, entry.first_row + block))
-                if len(pending) > 2 * self._threads:
-                    sink(pending.popleft().result())
-            while pending:
-                sink(pending.popleft().result())
+    def read(self, files: Mapping[Location, RangeFile], entries: Iterable[PackedEntry], sink: BlockSink) -> None:
+        """Pass the blocks of tensors to `sink` in order, each checked against the original's digest.
 
-    def _block(self, files: Mapping[Location, RangeFile], tensor: Readable, span: Span, row: int) -> RawBytes:
-        content = read_elements(tensor, span, files, Purpose.EXPERT)
+        A block is valid until `sink` returns.
+        """
+        pending: deque[tuple[RawBytes, Future[RawBytes]]] = deque()
+        rooms = [aligned_buffer(_ROOM_BYTES) for _ in range(2 * self._threads + 1)]  # fresh ones cost page faults
+        with ThreadPoolExecutor(self._threads) as pool:
+            for entry, block, span in _blocks_of(entries):
+                if not rooms:
+                    rooms.append(_pass_on(*pending.popleft(), sink))
+                tensor, room = self._checkpoint.tensors[entry.name], rooms.pop()
+                content = room[: span.n_elements * tensor.dtype.itemsize]
+                row = entry.first_row + block
+                pending.append((room, pool.submit(self._block, files, tensor, span, row, content)))
+            while pending:
+                _pass_on(*pending.popleft(), sink)
+
+    def _block(
+        self, files: Mapping[Location, RangeFile], tensor: Readable, span: Span, row: int, content: RawBytes
+    ) -> RawBytes:
+        if isinstance(tensor, TensorEntry):
+            content[:] = read_span(tensor, span, files, Purpose.EXPERT)
+        else:
+            tensor.opened(files)(span, content, Purpose.EXPERT)
         if digest(content) != self.opened.index.rows["expert"][row].tobytes():
             raise corrupt(
                 self.opened.root, f"tensor {tensor.name!r} from element {span.start} on is not what was packed"
             )
         self._identity.show(tensor.name, span.start * tensor.dtype.itemsize, content)
         return content
+
+
+def _blocks_of(entries: Iterable[PackedEntry]) -> Iterator[tuple[PackedEntry, int, Span]]:
+    """The blocks of tensors in order, with their numbers."""
+    for entry in entries:
+        for block, span in enumerate(BlockGrid(element_count(entry.shape), BLOCK_ELEMENTS).spans()):
+            yield entry, block, span
+
+
+def _pass_on(room: RawBytes, block: Future[RawBytes], sink: BlockSink) -> RawBytes:
+    """Wait for a block and pass it on; return its room."""
+    sink(block.result())
+    return room
 
 
 def _write_weights(
@@ -216,9 +244,7 @@ def _write_weights(
                 output.append(content)
                 progress.add(len(content))
 
-            for entry in header.tensors:
-                if entry.file == number:
-                    reader.read(files, entry, take)
+            reader.read(files, [entry for entry in header.tensors if entry.file == number], take)
             output.close()
 
 

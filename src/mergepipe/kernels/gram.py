@@ -39,6 +39,18 @@ def fold(values: Doubles, n: int) -> float:
         width *= 2
     for i in range(n, width):
         values[i] = 0.0
+    while width >= 8:  # three levels at once
+        width //= 8
+        second, third, fourth = values[width:], values[2 * width :], values[3 * width :]
+        fifth, sixth, seventh, eighth = (
+            values[4 * width :],
+            values[5 * width :],
+            values[6 * width :],
+            values[7 * width :],
+        )
+        for i in range(width):
+            even = (values[i] + fifth[i]) + (third[i] + seventh[i])
+            values[i] = even + ((second[i] + sixth[i]) + (fourth[i] + eighth[i]))
     while width > 1:
         width //= 2
         for i in range(width):

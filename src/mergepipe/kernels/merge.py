@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mergepipe.kernels.codec import IS_DELTA, TILE_ELEMENTS, decode_tile, encode_tile, itemsize_of
 from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel
 from mergepipe.kernels.philox import GROUP_ELEMENTS, fill_random_words
 
-KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_BAND, KEEP_NEAR, KEEP_VARIED = 0, 1, 2, 3, 4, 5
+KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_BAND, KEEP_NEAR, KEEP_VARIED, KEEP_MARKED = 0, 1, 2, 3, 4, 5, 6
 NO_START = -1
 NEAREST = np.float32(1e-6)
 
 _TILE = TILE_ELEMENTS
 _PIECE = 512
+MARK_ELEMENTS, MARK_BYTES = 128, 16  # one bit each
+_LANES = 16
 
 
 @kernel
@@ -73,6 +76,37 @@ def keep_band(delta: Floats, n: int, lower_bits: np.uint32, upper_bits: np.uint3
 
 
 @kernel
+def mark_nonzero(values: Floats, n: int, marks: Bytes) -> None:
+    """Set one bit for each of `n` values that is not zero. Values past `n`, up to a multiple of 128, are cleared.
+
+    Bit `k` of byte `j` of 16 stands for element `16 * k + j` of 128: whole vectors are marked at a time.
+    """
+    bits = values.view(np.uint32)
+    for start in range(0, n, MARK_ELEMENTS):
+        group, marked = marks[start // 8 : start // 8 + MARK_BYTES], bits[start : start + MARK_ELEMENTS]
+        for i in range(n - start, MARK_ELEMENTS):
+            marked[i] = np.uint32(0)
+        for j in range(_LANES):
+            byte = np.uint32(0)
+            for k in range(8):
+                byte |= np.uint32(marked[_LANES * k + j] != np.uint32(0)) << np.uint32(k)
+            group[j] = np.uint8(byte)
+
+
+@kernel
+def keep_marked(values: Floats, n: int, marks: Bytes) -> None:
+    """Clear those of `n` values that `mark_nonzero` set no bit for, and those past `n` up to a multiple of 128."""
+    bits = values.view(np.uint32)
+    for start in range(0, n, MARK_ELEMENTS):
+        group, marked = marks[start // 8 : start // 8 + MARK_BYTES], bits[start : start + MARK_ELEMENTS]
+        for j in range(_LANES):
+            byte = np.uint32(group[j])
+            for k in range(8):
+                i = _LANES * k + j
+                marked[i] = marked[i] if byte & np.uint32(1 << k) else np.uint32(0)
+
+
+@kernel
 def _scale(delta: Floats, n: int, scale: np.float32) -> None:
     """Multiply by `scale`."""
     if scale != np.float32(1.0):
@@ -100,40 +134,40 @@ def variance_tile(
 
     `moments_2N` (float64, two rows of a tile) is overwritten.
     """
-    n_zeros = float(n_experts - n_deltas)
-    if n_deltas == 2 and n_experts & (n_experts - 1) == 0:
-        _variance_of_two(deltas_EN[0], deltas_EN[1], n, n_zeros, 1.0 / n_experts, variances)
+    if n_deltas == n_experts == 2:
+        _variance_of_two(deltas_EN[0], deltas_EN[1], n, variances)
         return
+    n_zeros = float(n_experts - n_deltas)
     mean, square = moments_2N[0], moments_2N[1]
     for start in range(0, n, _PIECE):  # float64 of a whole tile would not stay in the L1 cache
         m = min(_PIECE, n - start)
         mean[:m] = 0.0
         for e in range(n_deltas):
-            delta = deltas_EN[e]
+            delta = deltas_EN[e, start : start + m]
             for i in range(m):
-                mean[i] += np.float64(delta[start + i])
+                mean[i] += np.float64(delta[i])
         _divide(mean, m, n_experts)
         for i in range(m):
             square[i] = n_zeros * mean[i] * mean[i]
         for e in range(n_deltas):
-            delta = deltas_EN[e]
+            delta = deltas_EN[e, start : start + m]
             for i in range(m):
-                deviation = np.float64(delta[start + i]) - mean[i]
+                deviation = np.float64(delta[i]) - mean[i]
                 square[i] += deviation * deviation
         _divide(square, m, n_experts)
+        piece = variances[start : start + m]
         for i in range(m):
-            variances[start + i] = np.float32(square[i])
+            piece[i] = np.float32(square[i])
 
 
 @kernel
-def _variance_of_two(first: Floats, second: Floats, n: int, n_zeros: float, factor: float, variances: Floats) -> None:
-    """Compute as `variance_tile` where `factor` is an exact inverse, without storing what lies between."""
+def _variance_of_two(first: Floats, second: Floats, n: int, variances: Floats) -> None:
+    """Compute as `variance_tile` where no expert is absent, without storing what lies between."""
     for i in range(n):
         x, y = np.float64(first[i]), np.float64(second[i])
-        mean = (0.0 + x + y) * factor
+        mean = (x + y) * 0.5
         deviation_x, deviation_y = x - mean, y - mean
-        square = n_zeros * mean * mean + deviation_x * deviation_x + deviation_y * deviation_y
-        variances[i] = np.float32(square * factor)
+        variances[i] = np.float32((deviation_x * deviation_x + deviation_y * deviation_y) * 0.5)
 
 
 @kernel
@@ -245,6 +279,8 @@ def merge_block(
     keys_E: Bits64,
     cuts_E: Bits64,
     scales_E: Floats,
+    marks_MB: NDArray[np.uint8],
+    mark_rows_E: Counts,
     n_experts: int,
     first_element: int,
     consensus: bool,
@@ -261,8 +297,9 @@ def merge_block(
 
     Without `consensus`: `anchor_scale * M_0 + sum_e coefficients_E[e] * K(delta_e)`. `K` keeps all elements, those
     whose magnitude bits reach `lower_E[e]` (and not `upper_E[e]`, for a band), those whose random word is below
-    `cuts_E[e]`, or those whose variance over `n_experts` experts reaches `lower_E[0]`; kept deltas are scaled by
-    `scales_E[e]`, except with KEEP_NEAR, where that is the largest step. With `consensus`:
+    `cuts_E[e]`, those marked in row `mark_rows_E[e]` of `marks_MB` (then `first_element` is a multiple of 128), or
+    those whose variance over `n_experts` experts reaches `lower_E[0]`; kept deltas are scaled by `scales_E[e]`, except
+    with KEEP_NEAR, where that is the largest step. With `consensus`:
     `anchor_scale * M_0 + delta_scale * D`, where `D` is the sum of the kept deltas times their coefficients that share
     the sign of `sum_e votes_E[e] * K(delta_e)`, divided by the sum of those coefficients (at least `least_divisor`) if
     `normalize`. With a `start_code` other than `NO_START`, the sum without consensus starts from the values stored at
@@ -302,6 +339,9 @@ def merge_block(
                 _keep_random(delta, m, keys_E[e], first_element + start, cuts_E[e], scales_E[e], words)
             elif keep == KEEP_BAND:
                 keep_band(delta, m, lower_E[e], upper_E[e])
+                _scale(delta, m, scales_E[e])
+            elif keep == KEEP_MARKED:
+                keep_marked(delta, m, marks_MB[mark_rows_E[e], (first_element + start) // 8 :])
                 _scale(delta, m, scales_E[e])
             elif keep == KEEP_NEAR:
                 _keep_near(delta, m, scales_E[e])
@@ -344,6 +384,7 @@ def merge_rows(
 ) -> None:
     """Merge like `merge_block` without consensus, with coefficients, anchor scale and magnitude cut of each row."""
     none = np.empty(0, np.uint64)
+    no_marks = np.empty((0, 0), np.uint8)
     ones_E = np.ones(offsets_E.shape[0], np.float32)
     start = 0
     while start < n:
@@ -370,6 +411,8 @@ def merge_rows(
             none,
             none,
             ones_E,
+            no_marks,
+            offsets_E,
             offsets_E.shape[0],
             first_element + start,
             False,

@@ -12,7 +12,7 @@ import numpy as np
 from mergepipe.kernels.atoms import atom_of, atom_stop
 from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, itemsize_of
 from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel
-from mergepipe.kernels.merge import decode_against
+from mergepipe.kernels.merge import MARK_ELEMENTS, decode_against, mark_nonzero
 from mergepipe.kernels.philox import GROUP_ELEMENTS, fill_random_words
 from mergepipe.kernels.select import fold_magnitudes
 
@@ -26,8 +26,7 @@ _FINEST_SHIFT = 8
 _PADDING = 80  # of work rows: a distance of 4096 bytes makes loads wait for stores
 _MAX_COUNTED = 256  # rows with more undecided elements are sorted
 _DIGIT_BITS = 11
-_MARK_BYTES = 64
-_MARKED = 8 * _MARK_BYTES
+_STEP_ELEMENTS = 16384  # decoded at once
 
 
 @kernel
@@ -52,9 +51,16 @@ def drop_ranked(
     The element of rank `r` (from 0, by magnitude, ties by position) of `L` survives with probability
     `lowest + spread * r / (L - 1)`; in a row of one with `lowest + spread / 2`. At most 1, and more than 0.
     """
+    _drop_in_rows(values_N, first_element, row_elements, key, _last_words(row_elements, lowest, spread))
+
+
+@kernel
+def _drop_in_rows(
+    values_N: Floats, first_element: int, row_elements: int, key: np.uint64 | int, last_R: Bits32
+) -> None:
+    """Clear like `drop_ranked`, given the last word with which each rank survives."""
     n = values_N.shape[0]
     bits_N = values_N.view(np.uint32)
-    last_R = _last_words(row_elements, lowest, spread)
     batch = row_elements * max(1, _BATCH_ELEMENTS // row_elements)
     words = np.empty(batch + 2 * GROUP_ELEMENTS, np.uint32)
     scratch = np.empty((3, row_elements + _PADDING), np.uint32)
@@ -262,49 +268,46 @@ def _sort_by_magnitude(order_N: Bits64) -> None:
 
 
 @kernel
-def mark_bytes(row_elements: int) -> int:
-    """Return the bytes of one row's marks."""
-    return (row_elements + _MARKED - 1) // _MARKED * _MARK_BYTES
+def add_survivors(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    offset: int,
+    code: int,
+    first_element: int,
+    n: int,
+    row_elements: int,
+    common: int,
+    key: np.uint64 | int,
+    lowest: float,
+    spread: float,
+    sums_A2: Doubles,
+    marks: Bytes,
+) -> None:
+    """Add by atom the sum of the |delta| of whole rows, and of those that survive `drop_ranked`, which are marked.
 
-
-@kernel
-def mark_nonzero(values_N: Floats, row_elements: int, marks: Bytes) -> None:
-    """Set one bit for each element of whole rows that is not zero.
-
-    Bit `k` of byte `j` of 64 stands for element `64 * k + j` of 512: whole vectors are marked at a time.
+    Nothing is marked without `marks`, those of the whole tensor: then rows are multiples of 128 elements.
     """
-    bits_N = values_N.view(np.uint32)
-    row_bytes = mark_bytes(row_elements)
-    for row in range(values_N.shape[0] // row_elements):
-        for start in range(0, row_elements, _MARKED):
-            place = row * row_bytes + start // _MARKED * _MARK_BYTES
-            group = marks[place : place + _MARK_BYTES]
-            group[:] = np.uint8(0)
-            for k in range(8):
-                first = start + k * _MARK_BYTES
-                bits = bits_N[row * row_elements + first : row * row_elements + min(row_elements, first + _MARK_BYTES)]
-                for j in range(bits.shape[0]):
-                    group[j] |= np.uint8(bits[j] != np.uint32(0)) << np.uint8(k)
+    step = row_elements * max(1, _STEP_ELEMENTS // row_elements)
+    values_N = np.empty(step + MARK_ELEMENTS, np.float32)
+    last_R = _last_words(row_elements, lowest, spread)
+    base_bytes, bytes_ = itemsize_of(base_code), itemsize_of(code)
+    for start in range(0, n, step):
+        m, element = min(step, n - start), first_element + start
+        values = values_N[:m]
+        decode_deltas(raw, base_offset + start * base_bytes, base_code, offset + start * bytes_, code, m, values)
+        _add_magnitudes(values, element, row_elements, common, sums_A2[:, 0])
+        if lowest + spread <= 0.0:
+            values[:] = np.float32(0.0)
+        elif lowest < 1.0:
+            _drop_in_rows(values, element, row_elements, key, last_R)
+        _add_magnitudes(values, element, row_elements, common, sums_A2[:, 1])
+        if marks.shape[0]:
+            mark_nonzero(values_N, m, marks[element // 8 :])
 
 
 @kernel
-def clear_unmarked(values_N: Floats, row_elements: int, marks: Bytes) -> None:
-    """Clear the elements of whole rows that `mark_nonzero` set no bit for."""
-    bits_N = values_N.view(np.uint32)
-    row_bytes = mark_bytes(row_elements)
-    for row in range(values_N.shape[0] // row_elements):
-        for start in range(0, row_elements, _MARKED):
-            place = row * row_bytes + start // _MARKED * _MARK_BYTES
-            group = marks[place : place + _MARK_BYTES]
-            for k in range(8):
-                first = start + k * _MARK_BYTES
-                bits = bits_N[row * row_elements + first : row * row_elements + min(row_elements, first + _MARK_BYTES)]
-                for j in range(bits.shape[0]):
-                    bits[j] = bits[j] if group[j] & np.uint8(1 << k) else np.uint32(0)
-
-
-@kernel
-def add_magnitudes(values_N: Floats, first_element: int, row_elements: int, common: int, sums_A: Doubles) -> None:
+def _add_magnitudes(values_N: Floats, first_element: int, row_elements: int, common: int, sums_A: Doubles) -> None:
     """Add the sums of `|values|` by atom."""
     n = values_N.shape[0]
     products = np.empty(_TILE, np.float64)

@@ -54,6 +54,46 @@ def count_nonzero(values_N: Floats) -> int:
 
 
 @kernel
+def collect_between(scores_N: Floats, edges_W: Bits32, counts_W: Counts) -> int:
+    """Move the scores between the first and second edge, the third and fourth, and so on, to the start of `scores_N`.
+
+    Edges and scores are float32 bit patterns, edges rise. Add to `counts_W[w]` the number of scores that reach edge
+    `w`; return that of the scores moved. The others are overwritten.
+    """
+    bits_N = scores_N.view(np.uint32)
+    magnitudes = np.empty(_TILE, np.uint32)
+    is_inside = np.zeros(_TILE, np.uint8)
+    words, places = is_inside.view(np.uint64), np.empty(_TILE // 8 + 1, np.int64)
+    n_inside = 0
+    for start in range(0, len(bits_N), _TILE):
+        m = min(_TILE, len(bits_N) - start)
+        bits = bits_N[start : start + m]
+        for i in range(m):
+            magnitudes[i] = bits[i] & np.uint32(0x7FFFFFFF)
+        is_inside[:] = np.uint8(0)
+        for w in range(0, edges_W.shape[0], 2):
+            low, high = edges_W[w], edges_W[w + 1]
+            span = np.uint32(high - low)
+            reach_low, reach_high = np.uint32(0), np.uint32(0)
+            for i in range(m):
+                reach_low = np.uint32(reach_low + np.uint32(magnitudes[i] >= low))
+                reach_high = np.uint32(reach_high + np.uint32(magnitudes[i] >= high))
+            for i in range(m):
+                is_inside[i] |= np.uint8(np.uint32(magnitudes[i] - low) < span)
+            counts_W[w] += np.int64(reach_low)
+            counts_W[w + 1] += np.int64(reach_high)
+        n_places = 0  # without branches, which would be guessed wrong too often
+        for w in range((m + 7) // 8):
+            places[n_places] = 8 * w
+            n_places += int(words[w] != np.uint64(0))
+        for p in range(n_places):
+            for i in range(places[p], places[p] + 8):
+                bits_N[n_inside] = magnitudes[i]
+                n_inside += int(is_inside[i])
+    return n_inside
+
+
+@kernel
 def count_from_edges(
     raw: Bytes,
     base_offset: int,

@@ -8,7 +8,7 @@ from mergepipe.kernels.atoms import atom_of, atom_stop
 from mergepipe.kernels.codec import TILE_ELEMENTS
 from mergepipe.kernels.compilation.compiled import Bits32, Bytes, Counts, Doubles, Floats, kernel
 from mergepipe.kernels.gram import decode_frame, fold, fold_product
-from mergepipe.kernels.merge import keep_band, keep_varied, variance_tile
+from mergepipe.kernels.merge import keep_band, keep_varied, mark_nonzero, variance_tile
 from mergepipe.kernels.transcendental import exp_tile, log_tile
 
 SMOOTHING = 1e-8  # added to a softmax share before the logarithm
@@ -56,13 +56,18 @@ def add_selected_energies(
     row_elements: int,
     common: int,
     sums_AK: Doubles,
+    marks: Bytes,
 ) -> None:
-    """Add each expert's delta^2 over the elements whose variance reaches a cut (all if the cut is 0), by atom."""
+    """Add each expert's delta^2 over the elements whose variance reaches a cut (all if the cut is 0), by atom.
+
+    With `marks`, those of the whole tensor, and a cut, these elements are marked; atoms begin at multiples of 128.
+    """
     n_present = offsets_E.shape[0]
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
     products = np.empty(_TILE, np.float64)
     moments_2N = np.empty((2, _TILE), np.float64)
+    variance_bits_N = model.view(np.uint32)
     start = 0
     while start < n:
         element = first_element + start
@@ -70,6 +75,10 @@ def add_selected_energies(
         atom = atom_of(element, row_elements, common)
         decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
         keep_varied(frame_FN[1:], n_present, n_experts, m, variance_bits, model, moments_2N)
+        if marks.shape[0] and n_present:
+            for i in range(m):
+                model[i] = model[i] if variance_bits_N[i] >= variance_bits else np.float32(0.0)
+            mark_nonzero(model, m, marks[element // 8 :])
         for e in range(n_present):
             sums_AK[atom, present_E[e]] += fold_product(frame_FN[e + 1], frame_FN[e + 1], m, products)
         start += m
@@ -199,8 +208,8 @@ def add_divergences(
     kept = row_elements if row_elements <= MOST_KEPT and not has_totals else _TILE
     powers_2N = np.empty((2, max(kept, _TILE)), np.float64)
     base, other = powers_2N[0], powers_2N[1]
+    exponents = np.empty(_TILE, np.float64)
     folded = np.empty(_TILE, np.float64)
-    scratch = np.empty((2, _TILE), np.float64)
     start = 0
     while start < n:
         row = (first_element + start) // row_elements
@@ -218,19 +227,20 @@ def add_divergences(
             at = start - row_start if at_once else 0
             decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
             for i in range(m):
-                base[at + i] = np.float64(frame_FN[0, i])
+                exponents[i] = np.float64(frame_FN[0, i])
+            of_base, of_model = base[at : at + m], other[at : at + m]
+            exp_tile(exponents, m, of_base)
             for i in range(m):
-                other[at + i] = base[at + i] + (np.float64(frame_FN[1, i]) if n_present else 0.0)
-            exp_tile(base[at : at + m], m, scratch)
-            exp_tile(other[at : at + m], m, scratch)
+                exponents[i] = np.float64(frame_FN[0, i]) + (np.float64(frame_FN[1, i]) if n_present else 0.0)
+            exp_tile(exponents, m, of_model)
             if has_totals:
-                sums_A[atom] += _divergence(other, base, m, totals_R2[row, 1], totals_R2[row, 0], scratch, folded)
+                sums_A[atom] += _divergence(of_model, of_base, m, totals_R2[row, 1], totals_R2[row, 0], folded)
             else:
                 for i in range(m):
-                    folded[i] = base[at + i]
+                    folded[i] = of_base[i]
                 totals_A2[atom, 0] += fold(folded, m)
                 for i in range(m):
-                    folded[i] = other[at + i]
+                    folded[i] = of_model[i]
                 totals_A2[atom, 1] += fold(folded, m)
             start += m
         last_atom = atom_of(first_element + stop - 1, row_elements, common)
@@ -245,23 +255,21 @@ def add_divergences(
                 m = min(_TILE, row_elements - at, atom_stop(element, row_elements) - element)
                 p, q = other[at : at + m], base[at : at + m]
                 atom = atom_of(element, row_elements, common)
-                sums_A[atom] += _divergence(p, q, m, total_other, total_base, scratch, folded)
+                sums_A[atom] += _divergence(p, q, m, total_other, total_base, folded)
                 at += m
             is_done_R[row] = np.uint8(1)
 
 
 @kernel
-def _divergence(
-    p: Doubles, q: Doubles, n: int, total_p: float, total_q: float, scratch: Doubles, folded: Doubles
-) -> float:
-    """Sum `p log(p / q)` of smoothed shares; `p`, `q` and the work arrays are overwritten."""
+def _divergence(p: Doubles, q: Doubles, n: int, total_p: float, total_q: float, folded: Doubles) -> float:
+    """Sum `p log(p / q)` of smoothed shares; `p`, `q` and the work array are overwritten."""
     for i in range(n):
         p[i] = p[i] / total_p + SMOOTHING
     for i in range(n):
         q[i] = p[i] / (q[i] / total_q + SMOOTHING)
-    log_tile(q, n, scratch)
+    log_tile(q, n, folded)
     for i in range(n):
-        folded[i] = q[i] * p[i]  # apart: folding writes beyond `n`
+        folded[i] *= p[i]
     return fold(folded, n)
 
 

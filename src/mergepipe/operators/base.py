@@ -139,14 +139,15 @@ class SurvivorMeasure(Protocol):
         """Return the number of sums."""
         ...
 
-    def mark_bytes(self, n_elements: int) -> int:
-        """Return the bytes of one expert's marks."""
+    @property
+    def mark_rows(self) -> int:
+        """Return how many rows of marks there are: one for each expert or one for all; 0 where none can be made."""
         ...
 
     def __call__(
-        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_EB: NDArray[np.uint8]
+        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
     ) -> None:
-        """Add the block's sums as `Measure` does, and set its marks; without any bytes of them, none."""
+        """Add the block's sums as `Measure` does, and set its marks; without any rows of them, none."""
         ...
 
 
@@ -214,7 +215,7 @@ class Reduced:
     `sums`: answers to `RowSums`, `SurvivorSums` and `SoftmaxDivergence`, each rows by sums (float64), and the count of
     `ScoreShare`, in the order of the requests.
     `score_bits` (uint32): the answer to the last `ScoreCut` or `ScoreShare`, one entry per rank.
-    `marks_EB` (uint8): the marks of the last `SurvivorSums`, unless they are too large.
+    `marks_MB` (uint8): the marks of the last `SurvivorSums`, unless they are too large.
     """
 
     threshold_bits_E: NDArray[np.uint32] | None = None
@@ -223,7 +224,7 @@ class Reduced:
     gram_GFF: NDArray[np.float64] | None = None
     sums: tuple[NDArray[np.float64], ...] = ()
     score_bits: NDArray[np.uint32] | None = None
-    marks_EB: NDArray[np.uint8] | None = None
+    marks_MB: NDArray[np.uint8] | None = None
 
     def joined(self, later: Reduced) -> Reduced:
         """Both together: what `later` knows stands in the place of what was known before, sums are added at the end."""
@@ -234,7 +235,7 @@ class Reduced:
             self.gram_GFF if later.gram_GFF is None else later.gram_GFF,
             (*self.sums, *later.sums),
             self.score_bits if later.score_bits is None else later.score_bits,
-            self.marks_EB if later.marks_EB is None else later.marks_EB,
+            self.marks_MB if later.marks_MB is None else later.marks_MB,
         )
 
 

@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 from mergepipe.core.values import dataclass
 from mergepipe.operators.base import RawBlock
 
+NO_MARKS = np.empty(0, np.uint8)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptMagnitudes:
@@ -48,7 +50,7 @@ class Variance:
 
 @dataclass(frozen=True, slots=True)
 class SelectedEnergies:
-    """Per expert the sum of delta^2 over the elements whose variance reaches a cut."""
+    """Per expert the sum of delta^2 over the elements whose variance reaches a cut, which are marked."""
 
     n_experts: int
     variance_bits: int
@@ -57,14 +59,20 @@ class SelectedEnergies:
     def n_sums(self) -> int:
         return self.n_experts
 
-    def __call__(self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64]) -> None:
+    @property
+    def mark_rows(self) -> int:
+        return int(self.variance_bits > 0)
+
+    def __call__(
+        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
+    ) -> None:
         from mergepipe.kernels.atoms import common_multiple
         from mergepipe.kernels.select import add_selected_energies
 
         add_selected_energies(
             block.raw, block.base_offset, block.base_code, block.present_E, block.offsets_E, block.codes_E,
             block.first_element, block.n_elements, self.n_experts, np.uint32(self.variance_bits), row_elements,
-            common_multiple(row_elements), sums_AK,
+            common_multiple(row_elements), sums_AK, marks_MB[0] if len(marks_MB) else NO_MARKS,
         )  # fmt: skip
 
 

@@ -43,11 +43,11 @@ def histogram_cuts(counts_B: NDArray[np.number], n_elements: int) -> tuple[NDArr
 
     For each of `HISTOGRAM_SHARES` these are the lower edge of the bin that reaches it, and that of the next bin above.
     """
-    filled_F = np.flatnonzero(counts_B)[::-1]
+    filled_F = np.flatnonzero(counts_B != 0)[::-1]
     from_top_F = np.cumsum(counts_B[filled_F], dtype=np.float64)
-    reached = np.searchsorted(from_top_F, np.array(HISTOGRAM_SHARES) * n_elements)
-    chosen = np.unique(np.concatenate([reached, reached - 1]))
-    chosen = chosen[(chosen >= 0) & (chosen < len(filled_F))]
+    reached = np.searchsorted(from_top_F, np.array(HISTOGRAM_SHARES) * n_elements).tolist()
+    wanted = {*reached, *(place - 1 for place in reached)}  # numpy's own `unique` would import its masked arrays
+    chosen = np.array(sorted(place for place in wanted if 0 <= place < len(filled_F)), np.int64)
     bits_D = (filled_F[chosen] << BIN_SHIFT).astype(np.uint32)
     return (from_top_F[chosen] + 0.5) / n_elements, bits_D
 

@@ -11,6 +11,7 @@ from mergepipe.storage.location import Location
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mergepipe.deltastore.unpacked_view import UnpackedView
     from mergepipe.tailor.averaging.request import AverageRequest
     from mergepipe.tailor.composition.checkpoint_diff import DiffReport
     from mergepipe.tailor.composition.compose import CompositionReport, OnProgress
@@ -28,11 +29,9 @@ def inspect(*paths: str | Path) -> InspectReport:
     Raises:
         MergePipeError: a path is no training checkpoint that can be read.
     """
-    from mergepipe.deltastore.unpacked_view import UnpackedView
-    from mergepipe.storage.stores import Stores
     from mergepipe.tailor.inspect import inspect_checkpoints
 
-    store = UnpackedView(Stores())
+    store = _store()
     return inspect_checkpoints(store, [store.pin(absolute(path)) for path in paths])
 
 
@@ -168,7 +167,6 @@ def _average_request(
     Raises:
         MergePipeError: it is wrong.
     """
-    from mergepipe.storage.stores import Stores
     from mergepipe.tailor.averaging.request import load_average
 
     layouts = {"--world-size": world_size is not None, "--link": link}
@@ -177,7 +175,7 @@ def _average_request(
     if refused:
         message = "a universal checkpoint is loaded at any number of ranks, from files of its own"
         raise RecipeError.of("option.pair", refused[0], message, "leave it out, or --export")
-    request = load_average(Location.of(recipe), Stores())
+    request = load_average(Location.of(recipe), _store())
     refused = [option for option, is_given in composing.items() if is_given and request is not None]
     if refused:
         raise RecipeError.of("option.invalid", refused[0], "the recipe averages checkpoints", "leave it out")
@@ -196,12 +194,10 @@ def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], Non
     Raises:
         MergePipeError: one cannot be read, or they are of different models.
     """
-    from mergepipe.deltastore.unpacked_view import UnpackedView
-    from mergepipe.storage.stores import Stores
     from mergepipe.tailor.composition.checkpoint_diff import diff_checkpoints
     from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 
-    store = UnpackedView(Stores())
+    store = _store()
     a, b = (open_training_checkpoint(store, store.pin(absolute(path))) for path in (first, second))
     return diff_checkpoints(store, a, b, on_bytes or (lambda *_: None))
 
@@ -257,14 +253,12 @@ def recipe_text(
         MergePipeError: there are too few checkpoints.
     """
     from mergepipe.core.bounds import shown_number
-    from mergepipe.deltastore.unpacked_view import UnpackedView
-    from mergepipe.storage.stores import Stores
     from mergepipe.tailor.composition.request.strategies import Strategy, find_checkpoints, strategy_recipe
 
     if ends < 0:
         raise LimitError.of("option.negative", "--ends", f"{shown_number(ends)} was given", "give a number of layers")
 
-    checkpoints = find_checkpoints(UnpackedView(Stores()), absolute(run), at)
+    checkpoints = find_checkpoints(_store(), absolute(run), at)
     return strategy_recipe(Strategy(strategy), checkpoints, ends, Location.of(folder))
 
 
@@ -279,11 +273,10 @@ def recipe_from_log(
         MergePipeError: the log is not one, or something it needs was never saved or is gone.
     """
     from mergepipe.errors import NotFoundError
-    from mergepipe.storage.stores import Stores
     from mergepipe.tailor.composition.request.save_log import composition_from_log_file
     from mergepipe.tailor.composition.request.strategies import find_checkpoints
 
-    store = Stores()
+    store = _store()
     try:
         units = tuple(find_checkpoints(store, absolute(run), at)[0].units.parameters)
     except NotFoundError:  # the log itself says what is missing
@@ -295,6 +288,14 @@ def recipe_from_log(
 def absolute(path: str | Path) -> Location:
     """A location that does not depend on the working directory; links are kept."""
     return Location.of(path).normal()
+
+
+def _store() -> UnpackedView:
+    """Make the store that sources are read from, packed ones as their originals."""
+    from mergepipe.deltastore.unpacked_view import UnpackedView
+    from mergepipe.storage.stores import Stores
+
+    return UnpackedView(Stores())
 
 
 def _ranks(world_size: int | None) -> int | None:

@@ -28,7 +28,14 @@ from mergepipe.deltastore.codec.generic.standalone import (
     encode_standalone,
     estimate_standalone,
 )
-from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, RECORDED_LEVELS, Codec, Level, Piece
+from mergepipe.deltastore.codec.levels import (
+    BANDED_FROM_ELEMENTS,
+    BYTES_TRIED_BELOW,
+    RECORDED_LEVELS,
+    Codec,
+    Level,
+    Piece,
+)
 from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.deltastore.codec.tiles.element_codes import BF16_MANTISSA_BITS, F16_MANTISSA_BITS
 from mergepipe.kernels.codec import decode_all, decode_tile, encode_all
@@ -151,7 +158,7 @@ def _candidates(
         banded = encode_bands(base.view(np.uint16), expert.view(np.uint16), bands, contexts, mantissa_bits)
         if banded is not None:
             candidates.append(EncodedBlock(Codec.BANDS, banded.pieces, banded.errors, banded.counts))
-    if not candidates or candidates[0].nbytes >= len(expert):
+    if not candidates or candidates[0].nbytes >= len(expert) or len(expert) < BYTES_TRIED_BELOW * dtype.itemsize:
         candidates.append(EncodedBlock(Codec.BYTES, {Piece.WHOLE: encode_bytewise(base, expert, dtype)}))
     return candidates
 

@@ -12,6 +12,8 @@ from mergepipe.core.blocks import BF16, F16, F32, DType
 BLOCK_ELEMENTS = 256 * 1024
 BANDED_FROM_ELEMENTS = 4096
 """Smaller blocks are not encoded in bands: the tables would cost more than they save."""
+BYTES_TRIED_BELOW = 1 << 14
+"""Smaller blocks are encoded without levels where that is smaller: their tables are a noticeable part of them."""
 BANDED_DTYPES = (BF16, F16)
 """Dtypes that bands support, beside the same dtype."""
 CONVERTED_DTYPES = (BF16, F16, F32)

@@ -9,9 +9,16 @@ from enum import IntEnum
 
 import numpy as np
 
-from mergepipe.deltastore.codec.entropy.rans import LANES, MAX_CONTEXTS, TOTAL, fill_decode_row, fill_start_table
+from mergepipe.deltastore.codec.entropy.code_vector_decoder import BODY_ROW, fill_starts
+from mergepipe.deltastore.codec.entropy.rans import LANES, MAX_CONTEXTS, TOTAL, Bits16, fill_decode_row
 from mergepipe.deltastore.codec.residuals.streams import CHUNK_ELEMENTS
-from mergepipe.deltastore.codec.tiles.element_codes import EDGE_CLASSES, MAX_CELL_BITS, N_CODES, WIDTHS_PER_CLASS
+from mergepipe.deltastore.codec.tiles.element_codes import (
+    BODY_SYMBOLS,
+    EDGE_CLASSES,
+    MAX_CELL_BITS,
+    N_CODES,
+    WIDTHS_PER_CLASS,
+)
 from mergepipe.kernels.compilation.compiled import Bits32, Bytes, Counts, Floats, kernel
 
 NO_WIDTH_INDEX = 255
@@ -127,9 +134,9 @@ def read_centroids(stored: Bytes, cursor: Counts, n_contexts: int, first: int, s
 
 @kernel
 def read_frequencies(
-    stored: Bytes, cursor: Counts, n_contexts: int, n_symbols: int, with_start_table: bool, table: Bits32
+    stored: Bytes, cursor: Counts, n_contexts: int, n_symbols: int, is_vector: bool, table: Bits32, starts: Bits16
 ) -> None:
-    """Read the frequencies of one stage into a decoding table: of all slots, or of the starts of symbols."""
+    """Read the frequencies of one stage: into `starts` for the vector decoder, else into a table of all slots."""
     if not has_bytes(cursor, n_contexts * n_symbols * 2):
         return
     row = np.empty(n_symbols, np.uint32)
@@ -142,8 +149,8 @@ def read_frequencies(
         if total != 0 and total != TOTAL:
             set_fault(cursor, _FREQUENCIES, total, TOTAL)
             return
-        if with_start_table:
-            fill_start_table(row, c, table)
+        if is_vector:
+            fill_starts(row, c, BODY_ROW if n_symbols == BODY_SYMBOLS else 0, starts)
         else:
             fill_decode_row(row, table[c * TOTAL : (c + 1) * TOTAL])
 

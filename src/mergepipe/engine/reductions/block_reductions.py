@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import GRAIN_ELEMENTS
-from mergepipe.engine.reductions.bracketed_ranks import BracketedRanks
+from mergepipe.engine.reductions.bracketed_ranks import BRACKET_ELEMENTS, BracketedRanks
+from mergepipe.engine.reductions.bracketed_scores import BracketedScores
 from mergepipe.engine.reductions.order_statistics import RankSearch
 from mergepipe.operators.base import (
     ColumnGram,
@@ -84,11 +85,11 @@ def make_reduction(request: ReductionRequest, n_elements: int, n_experts: int) -
         case RowSums(measure, row_elements):
             return MeasureSums(measure, n_elements, row_elements)
         case SurvivorSums(measure, row_elements):
-            return MarkedSums(measure, n_elements, n_experts, row_elements)
+            return MarkedSums(measure, n_elements, row_elements)
         case ScoreCut(score, ranks):
-            return ScoreCuts(score, ranks, n_elements)
+            return ScoreRanks(score, n_elements, ranks)
         case ScoreShare(score, share):
-            return ScoreShares(score, share, n_elements)
+            return ScoreRanks(score, n_elements, share=share)
         case SoftmaxDivergence(row_elements):
             return SoftmaxDivergences(n_elements, row_elements)
 
@@ -255,102 +256,117 @@ class MeasureSums(OnePass):
 class MarkedSums(OnePass):
     """Sums of a measure by row, and the marks of what survives it.
 
-    Memory: as `MeasureSums`, and the marks: about a bit for each element and expert, 128 MiB at most, else none.
+    Memory: as `MeasureSums`, and the marks: a bit for each element and row of marks, 128 MiB at most, else none.
     """
 
-    def __init__(self, measure: SurvivorMeasure, n_elements: int, n_experts: int, row_elements: int) -> None:
+    def __init__(self, measure: SurvivorMeasure, n_elements: int, row_elements: int) -> None:
         from mergepipe.kernels.atoms import count_atoms
+        from mergepipe.kernels.merge import MARK_BYTES, MARK_ELEMENTS
 
         self._measure, self._n_elements, self._row_elements = measure, n_elements, row_elements
         self._sums_AK = np.zeros((count_atoms(n_elements, row_elements), measure.n_sums), np.float64)
-        expert_bytes = measure.mark_bytes(n_elements)
-        is_small = n_experts * expert_bytes <= MOST_MARK_BYTES and expert_bytes <= n_elements // 4
-        self._marks_EB = np.zeros((n_experts, expert_bytes if is_small else 0), np.uint8)
+        row_bytes = -(-n_elements // MARK_ELEMENTS) * MARK_BYTES
+        is_small = measure.mark_rows * row_bytes <= MOST_MARK_BYTES
+        self._mark_elements = MARK_ELEMENTS
+        self._marks_MB = np.zeros((measure.mark_rows if is_small else 0, row_bytes), np.uint8)
 
     def accumulate(self, block: RawBlock) -> None:
-        self._measure(block, self._row_elements, self._sums_AK, self._marks_EB)
+        if len(self._marks_MB) and block.first_element % self._mark_elements:
+            raise ValueError(
+                f"a block starts at element {block.first_element}, inside a group of {self._mark_elements} marks"
+            )
+        self._measure(block, self._row_elements, self._sums_AK, self._marks_MB)
 
     def result(self) -> Reduced:
         from mergepipe.kernels.atoms import join_atoms
 
         sums = join_atoms(self._sums_AK, self._n_elements, self._row_elements)
-        return Reduced(sums=(sums,), marks_EB=self._marks_EB if self._marks_EB.size else None)
+        return Reduced(sums=(sums,), marks_MB=self._marks_MB if self._marks_MB.size else None)
 
 
-class ScoreCuts:
-    """The exact scores of some ranks. Memory: see `RankSearch`, and 256 KiB a thread."""
+class ScoreRanks:
+    """The exact scores of some ranks; or of the last of a share of those that are not zero, and the number of these.
 
-    def __init__(self, score: Score, ranks: Sequence[int], n_elements: int) -> None:
-        self._score, self._ranks = score, tuple(ranks)
-        self._search = RankSearch(set(ranks), n_elements)
-
-    def _each(self, block: RawBlock, steps: Sequence[Callable[[NDArray[np.float32]], None]]) -> None:
-        if not self._search.is_open:
-            return
-        for scores_N in scores_of(self._score, block):
-            for step in steps:
-                step(scores_N)
-
-    def survey(self, block: RawBlock) -> None:
-        self._each(block, [self._search.count_coarse_scores])
-
-    def narrow(self) -> None:
-        self._search.narrow()
-
-    def accumulate(self, block: RawBlock) -> None:
-        self._each(block, [self._search.count_coarse_scores, self._search.count_fine_scores])
-
-    def refine(self, block: RawBlock) -> None:
-        self._each(block, [self._search.count_fine_scores])
-
-    def finish(self) -> bool:
-        return self._search.decide()
-
-    def result(self) -> Reduced:
-        bits = [self._search.threshold_bits(rank) for rank in self._ranks]
-        return Reduced(score_bits=np.array(bits, np.uint32))
-
-
-class ScoreShares(OnePass):
-    """The number of scores that are not zero, and the exact score of the last of a share of these.
-
-    The first look counts, the second one refines. Memory: as `ScoreCuts`.
+    The first look at a large tensor is into brackets. Where one misses, or a sample was shown, histograms are counted.
+    Memory: see `RankSearch` and `BracketedScores`, and 512 KiB a thread.
     """
 
-    def __init__(self, score: Score, share: float, n_elements: int) -> None:
-        self._score, self._share = score, share
-        self._search = RankSearch((), n_elements)
-        self._n_nonzero, self._rank = 0, -1
+    def __init__(self, score: Score, n_elements: int, ranks: Sequence[int] = (), share: float | None = None) -> None:
+        self._score, self._n_elements, self._share = score, n_elements, share
+        self._ranks = tuple(ranks)
+        self._search = RankSearch(set(ranks), n_elements)
+        self._brackets = BracketedScores() if n_elements >= BRACKET_ELEMENTS else None
+        self._has_missed = False
+        self._n_nonzero = 0
         self._lock = threading.Lock()
 
-    def accumulate(self, block: RawBlock) -> None:
-        from mergepipe.kernels.reduce import count_nonzero
+    def survey(self, block: RawBlock) -> None:
+        if self._share is None:
+            for scores_N in scores_of(self._score, block):
+                self._search.count_coarse_scores(scores_N)
 
+    def narrow(self) -> None:
+        if self._share is None:
+            self._brackets = None
+            self._search.narrow()
+
+    def accumulate(self, block: RawBlock) -> None:
+        if self._share is None and not self._search.is_open:
+            return
         for scores_N in scores_of(self._score, block):
-            self._search.count_coarse_scores(scores_N)
-            n_nonzero = int(count_nonzero(scores_N))
-            with self._lock:
-                self._n_nonzero += n_nonzero
+            if self._share is not None:
+                self._count_nonzero(scores_N)
+            if self._brackets is not None:
+                self._look_into_brackets(self._brackets, scores_N)
+            else:
+                self._search.count_coarse_scores(scores_N)
+                self._search.count_fine_scores(scores_N)
 
     def refine(self, block: RawBlock) -> None:
         for scores_N in scores_of(self._score, block):
-            self._search.count_fine_scores(scores_N)
+            if self._has_missed:
+                self._search.count_coarse_scores(scores_N)
+            else:
+                self._search.count_fine_scores(scores_N)
 
     def finish(self) -> bool:
-        if self._rank < 0:
-            self._rank = int(self._n_nonzero * self._share)
-            self._search.seek(self._rank)
+        if self._share is not None and not self._ranks:
+            self._ranks = (int(self._n_nonzero * self._share),)
+            self._search.seek(self._ranks[0])
+        if self._brackets is not None and self._search.is_open:
+            answers = self._brackets.answers(self._search.open_ranks)
+            self._brackets, self._has_missed = None, answers is None
+            for rank, bits in (answers or {}).items():
+                self._search.answer(rank, bits)
+            return answers is not None
+        self._has_missed = False
         return self._search.decide()
 
     def result(self) -> Reduced:
-        bits = np.array([self._search.threshold_bits(self._rank)], np.uint32)
-        return Reduced(sums=(np.array([[self._n_nonzero]], np.float64),), score_bits=bits)
+        bits = np.array([self._search.threshold_bits(rank) for rank in self._ranks], np.uint32)
+        counts = () if self._share is None else (np.array([[self._n_nonzero]], np.float64),)
+        return Reduced(sums=counts, score_bits=bits)
+
+    def _look_into_brackets(self, brackets: BracketedScores, scores_N: NDArray[np.float32]) -> None:
+        with self._lock:
+            if not brackets.is_placed:
+                ranks = self._search.open_ranks
+                brackets.place(scores_N, [rank / self._n_elements for rank in ranks], self._share)
+        brackets.accumulate(scores_N)
+
+    def _count_nonzero(self, scores_N: NDArray[np.float32]) -> None:
+        from mergepipe.kernels.reduce import count_nonzero
+
+        n_nonzero = int(count_nonzero(scores_N))
+        with self._lock:
+            self._n_nonzero += n_nonzero
 
 
 def scores_of(score: Score, block: RawBlock) -> Iterator[NDArray[np.float32]]:
-    """Yield the scores of a block in pieces."""
+    """Yield the scores of a block in pieces, each in the place of the one before."""
+    room_N = np.empty(min(SCORED_ELEMENTS, block.n_elements), np.float32)
     for skip in range(0, block.n_elements, SCORED_ELEMENTS):
-        scores_N = np.empty(min(SCORED_ELEMENTS, block.n_elements - skip), np.float32)
+        scores_N = room_N[: block.n_elements - skip]
         score(block, skip, scores_N)
         yield scores_N
 

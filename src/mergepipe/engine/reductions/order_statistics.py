@@ -144,6 +144,10 @@ class RankSearch:
             self._row_of_bin_B[self._bin_R] = np.arange(len(bins))
             self._fine_RB = np.zeros((len(bins), FINE_BINS), np.int32)
 
+    def answer(self, rank: int, bits: int) -> None:
+        """Answer a rank that was found otherwise."""
+        self._answers[rank] = bits
+
     def decide_inside(self, rank: int, bins: range, rank_inside: int) -> None:
         """Answer a rank that is the `rank_inside`-th largest element of some bins, watched from the start."""
         assert self._fine_RB is not None

@@ -83,7 +83,7 @@ class ProbeSummary:
             self._summaries.extremes_B3[index], np.empty(block.n_elements + 1, np.uint32),
         )  # fmt: skip
         n_group = sum(self._grid.span(b).n_elements for b in self._group(index))
-        filled_F = np.flatnonzero(counts_B)
+        filled_F = np.flatnonzero(counts_B != 0)
         with self._lock:
             self._weight_B[filled_F] += counts_B[filled_F] * (n_group / block.n_elements)
         scale = self._grid.span(index).n_elements / block.n_elements

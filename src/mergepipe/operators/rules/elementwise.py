@@ -13,6 +13,7 @@ from mergepipe.core.values import dataclass
 from mergepipe.operators.base import RawBlock
 
 T = TypeVar("T", bound=np.generic)
+_NO_MARKS = np.empty((0, 0), np.uint8)
 
 
 class Keep(IntEnum):
@@ -24,6 +25,7 @@ class Keep(IntEnum):
     BAND = 3
     NEAR = 4
     VARIED = 5
+    MARKED = 6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +67,7 @@ class ElementwiseRule:
     stream_keys_E: NDArray[np.uint64] | None = None
     cuts_E: NDArray[np.uint64] | None = None
     scales_E: NDArray[np.float32] | None = None
+    marks_MB: NDArray[np.uint8] | None = None  # a row for each expert, or one for all; see `kernels.merge.mark_nonzero`
     consensus: bool = False
     normalize: bool = False
     least_divisor: float = 0.0
@@ -85,6 +88,20 @@ class ElementwiseRule:
     def copies_base(self) -> bool:
         """True for a plain copy: no expert takes part and the scale is one."""
         return self.anchor_scale == 1.0 and not len(self.coefficients_E)
+
+    def _keep_in(self, first_element: int) -> Keep:
+        """Return how a block is selected: by marks, where there are any and it begins with a group of them.
+
+        Raises:
+            ValueError: it does not, and only marks say what is kept.
+        """
+        from mergepipe.kernels.merge import MARK_ELEMENTS
+
+        if self.marks_MB is not None and first_element % MARK_ELEMENTS == 0:
+            return Keep.MARKED
+        if self.keep is Keep.MARKED:
+            raise ValueError(f"a block starts at element {first_element}, inside a group of {MARK_ELEMENTS} marks")
+        return self.keep
 
     def __call__(self, block: RawBlock) -> None:
         """Merge one block into `block.out`."""
@@ -108,12 +125,14 @@ class ElementwiseRule:
             block.codes_E[skipped:],
             coefficients_E,
             coefficients_E if self.votes_E is None else self.votes_E[chosen],
-            int(self.keep),
+            int(self._keep_in(block.first_element)),
             _pick(self.threshold_bits_E, chosen, np.uint32),
             _pick(self.upper_bits_E, chosen, np.uint32),
             _pick(self.stream_keys_E, chosen, np.uint64),
             _pick(self.cuts_E, chosen, np.uint64),
             np.ones(len(chosen), np.float32) if self.scales_E is None else self.scales_E[chosen],
+            _NO_MARKS if self.marks_MB is None else self.marks_MB,
+            chosen if self.marks_MB is None else np.minimum(chosen, len(self.marks_MB) - 1),
             len(self.coefficients_E),
             block.first_element,
             self.consensus,

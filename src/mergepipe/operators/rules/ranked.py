@@ -14,6 +14,7 @@ from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
+    BlockFunction,
     Operator,
     OperatorInput,
     Plain,
@@ -23,6 +24,7 @@ from mergepipe.operators.base import (
     SurvivorSums,
 )
 from mergepipe.operators.influence import Influence, Products
+from mergepipe.operators.measures import NO_MARKS
 from mergepipe.operators.rules.elementwise import ElementwiseRule, Keep
 from mergepipe.operators.rules.linear import fixed_coefficients
 from mergepipe.operators.rules.sparse import (
@@ -87,27 +89,14 @@ class Survival:
         elif lowest < 1.0:
             drop_ranked(values_N, block.first_element, self.row_elements, self.stream_keys_E[e], lowest, spread)
 
-    def mark_bytes(self, n_elements: int) -> int:
-        """Return the bytes of one expert's marks."""
-        from mergepipe.kernels.ranked import mark_bytes
+    def check_rows(self, block: RawBlock) -> None:
+        """Refuse a block that cuts a row in which something is dropped.
 
-        return n_elements // self.row_elements * int(mark_bytes(self.row_elements))
-
-    def mark(self, part: RawBlock, place: int, values_N: NDArray[np.float32], marks_EB: NDArray[np.uint8]) -> None:
-        """Mark what `drop` left."""
-        from mergepipe.kernels.ranked import mark_nonzero
-
-        mark_nonzero(values_N, self.row_elements, self._marks_of(part, place, marks_EB))
-
-    def clear(self, part: RawBlock, place: int, values_N: NDArray[np.float32], marks_EB: NDArray[np.uint8]) -> None:
-        """Clear what `drop` would, by its marks."""
-        from mergepipe.kernels.ranked import clear_unmarked
-
-        clear_unmarked(values_N, self.row_elements, self._marks_of(part, place, marks_EB))
-
-    def _marks_of(self, part: RawBlock, place: int, marks_EB: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        first, nbytes = self.mark_bytes(part.first_element), self.mark_bytes(part.n_elements)
-        return marks_EB[part.present_E[place], first : first + nbytes]
+        Raises:
+            ValueError: it starts inside a row.
+        """
+        if block.first_element % self.row_elements and bool((self.lowest_E < 1.0).any()):
+            raise ValueError(f"a block starts at element {block.first_element}, inside a row of {self.row_elements}")
 
     def parts(self, block: RawBlock) -> Iterator[RawBlock]:
         """The block in pieces, of whole rows where anything is dropped, about `SCRATCH_ELEMENTS` long.
@@ -115,8 +104,7 @@ class Survival:
         Raises:
             ValueError: the block cuts a row in which something is dropped.
         """
-        if block.first_element % self.row_elements and bool((self.lowest_E < 1.0).any()):
-            raise ValueError(f"a block starts at element {block.first_element}, inside a row of {self.row_elements}")
+        self.check_rows(block)
         step = self.row_elements * max(1, SCRATCH_ELEMENTS // self.row_elements)
         for skip in range(0, block.n_elements, step):
             yield part_of(block, skip, min(step, block.n_elements - skip))
@@ -141,14 +129,10 @@ def _itemsize(code: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedRule:
-    """Drops, writes what is left as deltas beside the base, and merges those. Memory: 4 bytes an expert and element.
-
-    With `marks_EB` (see `Reduced`) they say what is dropped.
-    """
+    """Drops, writes what is left as deltas beside the base, and merges those. Memory: 4 bytes an expert and element."""
 
     survival: Survival
     rule: ElementwiseRule
-    marks_EB: NDArray[np.uint8] | None = None
     copies_base: bool = False
 
     def __call__(self, block: RawBlock) -> None:
@@ -165,10 +149,7 @@ class RankedRule:
         deltas_EN = scratch[base_bytes:].view(np.float32).reshape(n_present, n)
         for place in range(n_present):
             self.survival.decode(part, place, deltas_EN[place])
-            if self.marks_EB is None:
-                self.survival.drop(part, place, deltas_EN[place])
-            else:
-                self.survival.clear(part, place, deltas_EN[place], self.marks_EB)
+            self.survival.drop(part, place, deltas_EN[place])
         self.rule(
             replace(
                 part,
@@ -190,25 +171,27 @@ class SurvivingMagnitudes:
     def n_sums(self) -> int:
         return 2 * len(self.survival.lowest_E)
 
-    def mark_bytes(self, n_elements: int) -> int:
-        return self.survival.mark_bytes(n_elements)
+    @property
+    def mark_rows(self) -> int:
+        from mergepipe.kernels.merge import MARK_ELEMENTS
+
+        return 0 if self.survival.row_elements % MARK_ELEMENTS else len(self.survival.lowest_E)
 
     def __call__(
-        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_EB: NDArray[np.uint8]
+        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
     ) -> None:
         from mergepipe.kernels.atoms import common_multiple
-        from mergepipe.kernels.ranked import add_magnitudes
+        from mergepipe.kernels.ranked import add_survivors
 
-        common = common_multiple(row_elements)
-        for part in self.survival.parts(block):
-            values_N = np.empty(part.n_elements, np.float32)
-            for place, e in enumerate(part.present_E):
-                self.survival.decode(part, place, values_N)
-                add_magnitudes(values_N, part.first_element, row_elements, common, sums_AK[:, 2 * int(e)])
-                self.survival.drop(part, place, values_N)
-                add_magnitudes(values_N, part.first_element, row_elements, common, sums_AK[:, 2 * int(e) + 1])
-                if marks_EB.shape[1]:
-                    self.survival.mark(part, place, values_N, marks_EB)
+        self.survival.check_rows(block)
+        survival = self.survival
+        for place, e in enumerate(block.present_E):
+            add_survivors(
+                block.raw, block.base_offset, block.base_code, int(block.offsets_E[place]),
+                int(block.codes_E[place]), block.first_element, block.n_elements, row_elements,
+                common_multiple(row_elements), survival.stream_keys_E[e], float(survival.lowest_E[e]),
+                float(survival.spread_E[e]), sums_AK[:, 2 * e : 2 * e + 2], marks_MB[e] if len(marks_MB) else NO_MARKS,
+            )  # fmt: skip
 
 
 class _Ranked(Plain):
@@ -250,10 +233,10 @@ class Della(_Ranked):
         """Return DARE's influence, but large elements are kept more often: the sign election is not worked out."""
         return Influence(consensus_coefficients(inputs), dropped_energy(inputs))
 
-    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> RankedRule:
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        keep = Keep.LARGE if reduced.marks_MB is None else Keep.MARKED
         scales_E = scales_of_sums(inputs, reduced)
-        rule = consensus_rule(inputs, keep=Keep.LARGE, scales_E=scales_E)
-        return RankedRule(survival_of(inputs), rule, reduced.marks_EB)
+        return _dropping(inputs, consensus_rule(inputs, keep=keep, scales_E=scales_E, marks_MB=reduced.marks_MB))
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +257,18 @@ class DellaLinear(_Ranked):
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
         return Influence(fixed_coefficients(inputs).astype(np.float64), dropped_energy(inputs))
 
-    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> RankedRule:
-        rule = ElementwiseRule(fixed_coefficients(inputs), keep=Keep.LARGE, scales_E=scales_of_sums(inputs, reduced))
-        return RankedRule(survival_of(inputs), rule, reduced.marks_EB)
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        keep = Keep.LARGE if reduced.marks_MB is None else Keep.MARKED
+        scales_E = scales_of_sums(inputs, reduced)
+        coefficients_E = fixed_coefficients(inputs)
+        return _dropping(
+            inputs, ElementwiseRule(coefficients_E, keep=keep, scales_E=scales_E, marks_MB=reduced.marks_MB)
+        )
+
+
+def _dropping(inputs: OperatorInput, rule: ElementwiseRule) -> BlockFunction:
+    """Have a rule drop by rank, if it is not told by marks what survives."""
+    return RankedRule(survival_of(inputs), rule) if rule.marks_MB is None else rule
 
 
 def survival_of(inputs: OperatorInput) -> Survival:

@@ -22,6 +22,7 @@ from mergepipe.operators.base import (
     ScoreCut,
     ScoreShare,
     SoftmaxDivergence,
+    SurvivorSums,
 )
 from mergepipe.operators.influence import Influence, Products, equal_influence, equal_shares
 from mergepipe.operators.measures import Importance, Overlaps, SelectedEnergies, Variance
@@ -77,7 +78,7 @@ class Sce(Plain):
         if selects and self._kept(inputs, reduced) == 0:
             return None
         if len(reduced.sums) < 1 + selects:
-            return RowSums(SelectedEnergies(n_experts, _first_bits(reduced)), whole)
+            return SurvivorSums(SelectedEnergies(n_experts, _first_bits(reduced)), whole)
         return None
 
     @staticmethod
@@ -94,6 +95,7 @@ class Sce(Plain):
             votes_E=np.ones(n_experts, np.float32),
             keep=Keep.VARIED,
             threshold_bits_E=np.full(n_experts, _first_bits(reduced), np.uint32),
+            marks_MB=reduced.marks_MB,
             consensus=True,
             normalize=True,
             least_divisor=SMALLEST_DIVISOR,

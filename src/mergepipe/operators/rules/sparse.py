@@ -261,6 +261,7 @@ def consensus_rule(
     stream_keys_E: NDArray[np.uint64] | None = None,
     cuts_E: NDArray[np.uint64] | None = None,
     scales_E: NDArray[np.float32] | None = None,
+    marks_MB: NDArray[np.uint8] | None = None,
 ) -> ElementwiseRule:
     """Combine what is kept as TIES does: elect the sign of the weighted sum, merge what agrees."""
     return ElementwiseRule(
@@ -271,6 +272,7 @@ def consensus_rule(
         stream_keys_E=stream_keys_E,
         cuts_E=cuts_E,
         scales_E=scales_E,
+        marks_MB=marks_MB,
         consensus=True,
         normalize=bool(inputs.globals["normalize"]),
         delta_scale=float(inputs.globals["lambda"]),

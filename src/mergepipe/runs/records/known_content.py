@@ -105,7 +105,7 @@ class DigestTap:
     """Takes the digests of checkpoints' files from what an analysis of `tasks` reads of them.
 
     Only files of plain tensors, all but an eighth of whose bytes the tasks read, take part. Memory: an eighth of
-    `memory_bytes`, at most 64 MiB.
+    `memory_bytes`, at most 256 MiB.
     """
 
     def __init__(

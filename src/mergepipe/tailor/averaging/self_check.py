@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from mergepipe.tailor.averaging.request import OptimizerState
 from mergepipe.tailor.checkpoint import WEIGHT, StoredState
 from mergepipe.tailor.composition.composition_plan import unpacked
 from mergepipe.tailor.composition.copy.dtype_cast import cast_bytes, values_of
-from mergepipe.tailor.composition.self_check import READERS, SelfCheck, Thoroughness, compared_spans
+from mergepipe.tailor.composition.self_check import READERS, SelfCheck, Thoroughness, compared_batches
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.formats.trainer_files import weight_state
 from mergepipe.tailor.values import StateReader
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from mergepipe.tailor.averaging.average import Averaging
 
 _TOLERANCES = {"F64": 2.0**-20, "F32": 2.0**-20, "BF16": 2.0**-7, "F16": 2.0**-9}
-
-Spans = Sequence[Span]
 
 
 def compare(
@@ -74,7 +72,8 @@ class _Check:
         """Compare one state with its sources; return how many elements were compared."""
         made = unpacked(self.averaging.store, made)
         summands = self.averaging.summands(*key)
-        for spans in self._batches(made):
+        n_elements = 0
+        for spans in compared_batches(made, self.thoroughness):
             raw = self.reader.read(made, *spans)
             if summands and made.dtype.kind is DTypeKind.FLOAT:
                 is_same = self._is_average(summands, spans, raw, made)
@@ -84,18 +83,11 @@ class _Check:
                 is_same = (stored == raw).reshape(-1, made.dtype.itemsize).all(axis=1)
             if not is_same.all():
                 raise _differs(made, spans, int(np.argmin(is_same)))
-        return sum(span.n_elements for span in compared_spans(made, self.thoroughness))
-
-    def _batches(self, made: StoredState) -> Iterator[Spans]:
-        """Yield spans to be compared at once: all samples, as few bytes as they are, or a block."""
-        spans = list(compared_spans(made, self.thoroughness))
-        if self.thoroughness is Thoroughness.FULL:
-            yield from ([span] for span in spans)
-        elif spans:
-            yield spans
+            n_elements += len(is_same)
+        return n_elements
 
     def _is_average(
-        self, summands: Sequence[StoredState], spans: Spans, raw: NDArray[np.uint8], made: StoredState
+        self, summands: Sequence[StoredState], spans: Sequence[Span], raw: NDArray[np.uint8], made: StoredState
     ) -> NDArray[np.bool_]:
         """Tell by element whether it is the average in float64, as closely as its dtype tells, or it is not finite."""
         values = values_of(raw, made.dtype, made.parameter).astype(np.float64)
@@ -110,7 +102,7 @@ class _Check:
         return is_same
 
 
-def _differs(made: StoredState, spans: Spans, place: int) -> MergePipeError:
+def _differs(made: StoredState, spans: Sequence[Span], place: int) -> MergePipeError:
     """Make the error for the element at `place` of all that was compared."""
     ends = np.cumsum([span.n_elements for span in spans])
     span = spans[int(np.searchsorted(ends, place, side="right"))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 
@@ -99,15 +99,19 @@ class _Check:
     def _compare(self, stored: StoredState, target: StoredState) -> int:
         """Compare `target` with `stored` cast to its dtype; return how many elements were compared."""
         count = 0
-        for span in compared_spans(target, self.thoroughness):
-            wanted = cast_bytes(self.reader.read(stored, span), stored.dtype, target.dtype, stored.parameter)
-            if not _same(wanted, self.reader.read(target, span), target):
+        for spans in compared_batches(target, self.thoroughness):
+            if not self._is_same(stored, target, spans):
+                span = next((span for span in spans if not self._is_same(stored, target, [span])), spans[0])
                 raise _failed(
                     self.made, f"{target.kind} of {target.parameter} differs from {stored.kind} of its source in "
                     f"elements [{span.start}, {span.stop})",
                 )  # fmt: skip
-            count += span.n_elements
+            count += sum(span.n_elements for span in spans)
         return count
+
+    def _is_same(self, stored: StoredState, target: StoredState, spans: Sequence[Span]) -> bool:
+        wanted = cast_bytes(self.reader.read(stored, *spans), stored.dtype, target.dtype, stored.parameter)
+        return _same(wanted, self.reader.read(target, *spans), target)
 
 
 def _failed(made: TrainingCheckpoint, message: str) -> MergePipeError:
@@ -137,8 +141,16 @@ def _same(a: NDArray[np.uint8], b: NDArray[np.uint8], state: StoredState) -> boo
     return bool(np.all((x == y) | (np.isnan(x) & np.isnan(y)))) and bool(np.isnan(x).any())
 
 
-def compared_spans(state: StoredState, thoroughness: Thoroughness) -> Iterator[Span]:
-    """Yield the elements of a state that are compared."""
+def compared_batches(state: StoredState, thoroughness: Thoroughness) -> Iterator[Sequence[Span]]:
+    """Yield the elements of a state that are compared, in what is read at once: all samples, or a block."""
+    spans = list(_compared_spans(state, thoroughness))
+    if thoroughness is Thoroughness.FULL:
+        yield from ([span] for span in spans)
+    elif spans:
+        yield spans
+
+
+def _compared_spans(state: StoredState, thoroughness: Thoroughness) -> Iterator[Span]:
     for piece in state.pieces:
         start, stop = piece.span.start, piece.span.stop
         if thoroughness is Thoroughness.FULL:

@@ -158,19 +158,6 @@ def fill_decode_row(frequencies: Bits32, row: Bits32) -> None:
 
 
 @kernel
-def fill_start_table(frequencies: Bits32, context: int, starts: Bits32) -> None:
-    """Fill the column of one context in a table by symbol and context (16): start << 20, frequency << 8, symbol."""
-    start = np.uint32(0)
-    for s in range(len(frequencies)):
-        starts[s * MAX_CONTEXTS + context] = (start << np.uint32(20)) | (frequencies[s] << np.uint32(8)) | np.uint32(s)
-        start += frequencies[s]
-    if start == np.uint32(0):
-        starts[context] = np.uint32(TOTAL << 8)
-        for s in range(1, len(frequencies)):
-            starts[s * MAX_CONTEXTS + context] = np.uint32(TOTAL << 20)
-
-
-@kernel
 def fill_skipped_row(table: Bits32) -> None:
     """Fill the row of `SKIPPED`, which keeps states unchanged."""
     for offset in range(TOTAL):

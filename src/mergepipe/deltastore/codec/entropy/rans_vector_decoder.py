@@ -18,21 +18,18 @@ from mergepipe.deltastore.codec.entropy.llvm_vectors import (
     I64,
     array_pointers,
     broadcast,
-    call_intrinsic,
     constant_vector,
     core,
     has_features,
     load_vector,
     store_vector,
 )
-from mergepipe.deltastore.codec.entropy.rans import LANES, LOWEST_STATE, PRECISION_BITS, SKIPPED, TOTAL
-from mergepipe.deltastore.codec.tiles.element_codes import HEAD_SYMBOLS
+from mergepipe.deltastore.codec.entropy.rans import LANES, LOWEST_STATE, PRECISION_BITS, TOTAL
 from mergepipe.kernels.compilation.compiled import Bits32, Bytes, intrinsic, kernel
 
 _WIDTH = 16
 _VECTORS = LANES // _WIDTH
 _NEEDED = ("avx512bw", "avx512vl", "avx512vbmi2")
-_PERMUTE = "llvm.x86.avx512.permvar.si.512"
 
 _V8, _V16, _V32, _V64 = (ir.VectorType(scalar, _WIDTH) for scalar in (I8, I16, I32, I64))
 _MASK = ir.VectorType(I1, _WIDTH)
@@ -81,64 +78,39 @@ def _find_in_table(builder: Any, table: Any, context: Any, slot: Any) -> tuple[A
     return entry, builder.and_(builder.lshr(entry, _constant(8)), _constant(0xFFF))
 
 
-def _find_by_starts(builder: Any, starts: Any, context: Any, slot: Any) -> tuple[Any, Any]:
-    """LLVM: as `_find_in_table`, from the starts of symbols: the last symbol that starts at or before the slot."""
-    upper_bound = builder.or_(builder.shl(slot, _constant(20)), _constant(0xFFFFF))
-    entry = call_intrinsic(builder, _PERMUTE, _V32, starts[0], context)
-    for entries in starts[1:]:
-        candidate = call_intrinsic(builder, _PERMUTE, _V32, entries, context)
-        entry = builder.select(builder.icmp_unsigned(">=", upper_bound, candidate), candidate, entry)
-    entry = builder.select(builder.icmp_unsigned("<", context, _constant(SKIPPED)), entry, _constant(TOTAL << 8))
-    offset = builder.sub(slot, builder.lshr(entry, _constant(20)))
-    return builder.or_(builder.shl(entry, _constant(12)), builder.and_(entry, _constant(0xFF))), offset
+def _rounds(
+    _typing: Any, stored: Any, first: Any, states: Any, contexts: Any, n: Any, table: Any, symbols: Any
+) -> tuple[Any, Callable[..., Any]]:
+    """LLVM: decode `n` elements; returns the words taken. `states` become what is left."""
+    signature = core.types.int64(stored, first, states, contexts, n, table, symbols)
 
-
-def _make_rounds(prepare: Callable[[Any, Any], Any], find: Any) -> Callable[..., Any]:
-    """Make the intrinsic that decodes rounds of 64 elements; `find` looks slots up in what `prepare` loads."""
-
-    def rounds(
-        _typing: Any, stored: Any, first: Any, states: Any, contexts: Any, n: Any, table: Any, symbols: Any
-    ) -> tuple[Any, Callable[..., Any]]:
-        """Decode `n` elements; returns the words taken. `states` become what is left."""
-        signature = core.types.int64(stored, first, states, contexts, n, table, symbols)
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            if find is _find_by_starts and not has_vector_decoder():
-                return I64(0)
-            stored_pointer, first, states_pointer, contexts_pointer, n, table_pointer, symbols_pointer = array_pointers(
-                context, builder, signature, arguments
-            )
-            words = builder.bitcast(builder.gep(stored_pointer, [first]), I16.as_pointer())
-            prepared = prepare(builder, table_pointer)
-            lanes = [I64(vector * _WIDTH) for vector in range(_VECTORS)]
-            alloca = core.cgutils.alloca_once_value
-            state_variables = [alloca(builder, load_vector(builder, states_pointer, lane, _V32)) for lane in lanes]
-            position_variable = alloca(builder, I64(0))
-            with core.cgutils.for_range_slice(builder, I64(0), n, I64(LANES), I64) as (start, _):
-                for lane, state_variable in zip(lanes, state_variables, strict=True):
-                    element, state = builder.add(start, lane), builder.load(state_variable)
-                    context_vector = builder.zext(load_vector(builder, contexts_pointer, element, _V8), _V32)
-                    slot = builder.and_(state, _constant(TOTAL - 1))
-                    entry, offset = find(builder, prepared, context_vector, slot)
-                    store_vector(builder, builder.trunc(entry, _V8), symbols_pointer, element)
-                    quotient = builder.lshr(state, _constant(PRECISION_BITS))
-                    next_state = builder.add(builder.mul(builder.lshr(entry, _constant(20)), quotient), offset)
-                    builder.store(_refill(builder, words, next_state, position_variable), state_variable)
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        stored_pointer, first, states_pointer, contexts_pointer, n, table_pointer, symbols_pointer = array_pointers(
+            context, builder, signature, arguments
+        )
+        words = builder.bitcast(builder.gep(stored_pointer, [first]), I16.as_pointer())
+        lanes = [I64(vector * _WIDTH) for vector in range(_VECTORS)]
+        alloca = core.cgutils.alloca_once_value
+        state_variables = [alloca(builder, load_vector(builder, states_pointer, lane, _V32)) for lane in lanes]
+        position_variable = alloca(builder, I64(0))
+        with core.cgutils.for_range_slice(builder, I64(0), n, I64(LANES), I64) as (start, _):
             for lane, state_variable in zip(lanes, state_variables, strict=True):
-                store_vector(builder, builder.load(state_variable), states_pointer, lane)
-            return builder.load(position_variable)
+                element, state = builder.add(start, lane), builder.load(state_variable)
+                context_vector = builder.zext(load_vector(builder, contexts_pointer, element, _V8), _V32)
+                slot = builder.and_(state, _constant(TOTAL - 1))
+                entry, offset = _find_in_table(builder, table_pointer, context_vector, slot)
+                store_vector(builder, builder.trunc(entry, _V8), symbols_pointer, element)
+                quotient = builder.lshr(state, _constant(PRECISION_BITS))
+                next_state = builder.add(builder.mul(builder.lshr(entry, _constant(20)), quotient), offset)
+                builder.store(_refill(builder, words, next_state, position_variable), state_variable)
+        for lane, state_variable in zip(lanes, state_variables, strict=True):
+            store_vector(builder, builder.load(state_variable), states_pointer, lane)
+        return builder.load(position_variable)
 
-        return signature, generate
-
-    return rounds
+    return signature, generate
 
 
-def _load_starts(builder: Any, table: Any) -> list[Any]:
-    return [load_vector(builder, table, I64(symbol * _WIDTH), _V32) for symbol in range(HEAD_SYMBOLS)]
-
-
-_decode_rounds: Any = intrinsic(_make_rounds(lambda _, table: table, _find_in_table))
-_decode_head_rounds: Any = intrinsic(_make_rounds(_load_starts, _find_by_starts))
+_decode_rounds: Any = intrinsic(_rounds)
 
 
 @kernel
@@ -147,14 +119,3 @@ def decode_symbols_vector(
 ) -> int:
     """Decode symbols like `rans.decode_symbols`, 16 states at a time."""
     return int(_decode_rounds(stored, first, states, contexts, n, table, symbols))
-
-
-@kernel
-def decode_head_symbols_vector(
-    stored: Bytes, first: int, states: Bits32, contexts: Bytes, n: int, starts: Bits32, symbols: Bytes
-) -> int:
-    """Decode `HEAD_SYMBOLS` symbols like `decode_symbols_vector`, by a table of `rans.fill_start_table`.
-
-    Only where `has_vector_decoder()`.
-    """
-    return int(_decode_head_rounds(stored, first, states, contexts, n, starts, symbols))

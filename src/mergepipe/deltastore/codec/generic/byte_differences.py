@@ -72,3 +72,10 @@ def count_bytes(plane: Bytes, counts: NDArray[np.int64]) -> None:
         partial_counts[(np.uint64(i) & np.uint64(3)) * np.uint64(_SYMBOLS) + np.uint64(plane[i])] += np.uint32(1)
     for i in range(4 * _SYMBOLS):
         counts[i % _SYMBOLS] += np.int64(partial_counts[i])
+
+
+@kernel
+def count_pairs(first: Bytes, second: Bytes, counts: NDArray[np.uint32]) -> None:
+    """Add the number of occurrences of each pair of bytes to `counts`, a row of 256 for each first byte."""
+    for i in range(len(first)):
+        counts[(np.uint64(first[i]) << np.uint64(8)) | np.uint64(second[i])] += np.uint32(1)

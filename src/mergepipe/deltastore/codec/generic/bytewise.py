@@ -16,7 +16,7 @@ from mergepipe.deltastore.codec.generic.byte_differences import (
     insert_plane,
     unfold_differences,
 )
-from mergepipe.deltastore.codec.generic.byte_planes import decode_plane, encode_plane, plane_room
+from mergepipe.deltastore.codec.generic.byte_planes import decode_plane, encode_plane, encode_plane_beside, plane_room
 from mergepipe.deltastore.codec.generic.byte_reader import ByteReader, concatenate_bytes
 from mergepipe.deltastore.codec.scratch import scratch
 
@@ -28,6 +28,10 @@ def encode_bytewise(base: NDArray[np.uint8], expert: NDArray[np.uint8], dtype: D
     folded = np.empty(len(expert) // dtype.itemsize, UNSIGNED[dtype.itemsize])
     is_float = int(dtype.kind is DTypeKind.FLOAT)
     fold_differences(words_of(base, dtype), words_of(expert, dtype), 8 * dtype.itemsize, is_float, folded)
+    if dtype.itemsize == 1:
+        plane = plane_room(len(folded))
+        plane[: len(folded)] = folded
+        return encode_plane_beside(plane, len(folded), base)
     return concatenate_bytes(*(encode_byte(folded, byte) for byte in range(dtype.itemsize)))
 
 
@@ -42,7 +46,7 @@ def decode_bytewise(content: NDArray[np.uint8], base: NDArray[np.uint8], dtype: 
     folded = scratch("bytewise", n, UNSIGNED[dtype.itemsize])
     folded[:] = 0
     for byte in range(dtype.itemsize):
-        plane = decode_plane(reader, n, where)
+        plane = decode_plane(reader, n, where, base if dtype.itemsize == 1 else None)
         if plane is not None:
             insert_plane(plane, byte, folded)
     reader.end()

@@ -9,16 +9,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mergepipe.deltastore.codec.entropy.code_vector_decoder import N_STARTS, decode_codes_vector
 from mergepipe.deltastore.codec.entropy.rans import (
     LANES,
     LOWEST_STATE,
     MAX_CONTEXTS,
+    TOTAL,
     Bits16,
     decode_symbols,
     fill_skipped_row,
     padded_length,
 )
-from mergepipe.deltastore.codec.entropy.rans_vector_decoder import decode_head_symbols_vector, decode_symbols_vector
 from mergepipe.deltastore.codec.generic.byte_lookup import look_up
 from mergepipe.deltastore.codec.levels import Piece
 from mergepipe.deltastore.codec.piece_headers import (
@@ -74,12 +75,17 @@ _padded = kernel(padded_length)
 VECTOR_SYMBOLS, VECTOR_RESIDUALS = 1, 2
 
 
-class Stage(NamedTuple):
-    """Decoder state of one stage of symbols: byte offset of the next word, and where the words must end."""
+class Stages(NamedTuple):
+    """Decoder state of both stages of symbols: byte offsets of the next words, and where the words must end.
 
-    table: Bits32
+    Symbols are found in `starts` by the vector decoder, else in a table of each stage.
+    """
+
+    head_table: Bits32
+    body_table: Bits32
+    starts: Bits16
     states: Bits32
-    position: Bits64
+    positions: Bits64
     ends: Bits64
 
 
@@ -134,16 +140,17 @@ class TileArrays(NamedTuple):
 
 @kernel
 def _read_stage(
-    stored: Bytes, cursor: Counts, n_contexts: int, n_symbols: int, with_start_table: bool, n_padded: int, table: Bits32
-) -> Stage:
-    """Read frequencies and states of one stage, up to its words."""
-    states, position, ends = np.zeros(LANES, np.uint32), np.zeros(1, np.uint64), np.zeros(1, np.uint64)
-    read_frequencies(stored, cursor, n_contexts, n_symbols, with_start_table, table)
-    fill_skipped_row(table)
-    n_words = read_states(stored, cursor, n_padded, states)
-    position[0] = np.uint64(cursor[POSITION])
-    ends[0] = position[0] + np.uint64(2 * n_words)
-    return Stage(table, states, position, ends)
+    stored: Bytes, cursor: Counts, stage: int, n_contexts: int, is_vector: bool, n_padded: int, stages: Stages
+) -> None:
+    """Read frequencies and states of one stage (0 or 1), up to its words."""
+    table = stages.body_table if stage else stages.head_table
+    n_symbols = BODY_SYMBOLS if stage else HEAD_SYMBOLS
+    read_frequencies(stored, cursor, n_contexts, n_symbols, is_vector, table, stages.starts)
+    if not is_vector:
+        fill_skipped_row(table)
+    n_words = read_states(stored, cursor, n_padded, stages.states[stage * LANES : (stage + 1) * LANES])
+    stages.positions[stage] = np.uint64(cursor[POSITION])
+    stages.ends[stage] = stages.positions[stage] + np.uint64(2 * n_words)
 
 
 @kernel
@@ -212,18 +219,12 @@ def _make_tile_arrays() -> TileArrays:
 
 
 @kernel
-def _decode_stage(
-    stored: Bytes, stage: Stage, with_start_table: bool, contexts: Bytes, features: int, symbols: Bytes
-) -> None:
-    """Decode the symbols of one tile (padded)."""
-    first, n = int(stage.position[0]), len(contexts)
-    if with_start_table:
-        n_words = decode_head_symbols_vector(stored, first, stage.states, contexts, n, stage.table, symbols)
-    elif features & VECTOR_SYMBOLS:
-        n_words = decode_symbols_vector(stored, first, stage.states, contexts, n, stage.table, symbols)
-    else:
-        n_words = decode_symbols(stored, first, stage.states, contexts, n, stage.table, symbols)
-    stage.position[0] += np.uint64(2 * n_words)
+def _decode_stage(stored: Bytes, stages: Stages, stage: int, contexts: Bytes, symbols: Bytes) -> None:
+    """Decode the symbols of one stage of a tile (padded), on any machine."""
+    first, table = int(stages.positions[stage]), stages.body_table if stage else stages.head_table
+    states = stages.states[stage * LANES : (stage + 1) * LANES]
+    n_words = decode_symbols(stored, first, states, contexts, len(contexts), table, symbols)
+    stages.positions[stage] += np.uint64(2 * n_words)
 
 
 @kernel
@@ -286,20 +287,23 @@ def _decode_cells(
 
 @kernel
 def _decode_codes(
-    stored: Bytes, head: Stage, body: Stage, has_body: bool, tables: BlockTables, base: Bits16, mantissa_bits: int,
-    n: int, features: int, codes: Bytes, arrays: TileArrays,
+    stored: Bytes, stages: Stages, has_body: bool, tables: BlockTables, base: Bits16, mantissa_bits: int, n: int,
+    features: int, codes: Bytes, arrays: TileArrays,
 ) -> None:  # fmt: skip
     """Decode the codes of a tile of `n` elements, with code 0 as padding."""
     m = len(codes)
     contexts, symbols = arrays.contexts[:m], arrays.symbols[:m]
     fill_contexts(base, mantissa_bits, n, tables.contexts, contexts)
-    if not has_body:
-        _decode_stage(stored, head, bool(features & VECTOR_SYMBOLS), contexts, features, codes)
+    if features & VECTOR_SYMBOLS:
+        decode_codes_vector(stored, stages.positions, stages.states, contexts, m, stages.starts, has_body, codes)
         return
-    _decode_stage(stored, head, bool(features & VECTOR_SYMBOLS), contexts, features, symbols)
+    if not has_body:
+        _decode_stage(stored, stages, 0, contexts, codes)
+        return
+    _decode_stage(stored, stages, 0, contexts, symbols)
     body_contexts, body_symbols = arrays.body_contexts[:m], arrays.body_symbols[:m]
     fill_body_contexts(contexts, symbols, m, body_contexts)
-    _decode_stage(stored, body, False, body_contexts, features, body_symbols)
+    _decode_stage(stored, stages, 1, body_contexts, body_symbols)
     join_codes(symbols, body_symbols, n, codes)
     for i in range(n, m):
         codes[i] = np.uint8(0)
@@ -324,8 +328,8 @@ def _decode_streams(
 
 @kernel
 def _decode_all_tiles(
-    stored: Bytes, head: Stage, body: Stage, streams: ResidualStreams, requested_P: Bytes, tables: BlockTables,
-    base: Bits16, mantissa_bits: int, features: int, codes: Bytes, values: Bits16, deltas: Floats,
+    stored: Bytes, stages: Stages, streams: ResidualStreams, requested_P: Bytes, tables: BlockTables, base: Bits16,
+    mantissa_bits: int, features: int, codes: Bytes, values: Bits16, deltas: Floats,
 ) -> None:  # fmt: skip
     """Decode tile by tile: codes, then the elements of each stream side by side, which are put back in their places."""
     arrays, n, is_values = _make_tile_arrays(), len(base), len(values) > 0
@@ -339,7 +343,7 @@ def _decode_all_tiles(
                 arrays.base[i] = tile_base[i]
             tile_base = arrays.base[:m]
         _decode_codes(
-            stored, head, body, has_body, tables, tile_base, mantissa_bits, stop - tile, features, tile_codes, arrays
+            stored, stages, has_body, tables, tile_base, mantissa_bits, stop - tile, features, tile_codes, arrays
         )
         _decode_streams(
             stored, streams, requested_P, tables, tile_base, mantissa_bits, is_values, features, tile_codes, arrays
@@ -357,15 +361,14 @@ def _decode_all_tiles(
 
 
 @kernel
-def _check_ends(cursors_PF: Counts, head: Stage, body: Stage, has_body: bool, streams: ResidualStreams) -> None:
+def _check_ends(cursors_PF: Counts, stages: Stages, has_body: bool, streams: ResidualStreams) -> None:
     """Record a fault unless all words and residuals are consumed and the states are back at the lowest state."""
-    for number in range(2 if has_body else 1):
-        stage = body if number else head
-        is_end = stage.position[0] == stage.ends[0]
-        for lane in range(LANES):
-            is_end &= stage.states[lane] == np.uint32(LOWEST_STATE)
+    for stage in range(2 if has_body else 1):
+        is_end = stages.positions[stage] == stages.ends[stage]
+        for lane in range(stage * LANES, (stage + 1) * LANES):
+            is_end &= stages.states[lane] == np.uint32(LOWEST_STATE)
         if not is_end:
-            set_fault(cursors_PF[BODY if number else HEAD], _FAULT_SYMBOLS_END, 0, 0)
+            set_fault(cursors_PF[BODY if stage else HEAD], _FAULT_SYMBOLS_END, 0, 0)
     for stream in range(3):
         cursor = cursors_PF[HEAD_FINE if stream == 0 else BODY_FINE if stream == 1 else REST]
         if np.int64((streams.position[stream] + np.uint64(7)) >> np.uint64(3)) != cursor[END]:
@@ -407,14 +410,20 @@ def decode_tiles(
     if n_contexts == 0:
         return
     read_centroids(stored, cursors_PF[HEAD], n_contexts, 1, FIRST_BODY_CODE, centroids)
-    head = _read_stage(
-        stored, cursors_PF[HEAD], n_contexts, HEAD_SYMBOLS, bool(features & VECTOR_SYMBOLS), _padded(n), table
+    is_vector = bool(features & VECTOR_SYMBOLS)
+    stages = Stages(
+        table,
+        body_table,
+        np.full(N_STARTS, TOTAL, np.uint16),
+        np.zeros(2 * LANES, np.uint32),
+        np.zeros(2, np.uint64),
+        np.zeros(2, np.uint64),
     )
-    body = head
+    _read_stage(stored, cursors_PF[HEAD], 0, n_contexts, is_vector, _padded(n), stages)
     if has_body:
         read_cell_bits(stored, cursors_PF[BODY], n_contexts, cell_bits)
         read_centroids(stored, cursors_PF[BODY], n_contexts, FIRST_BODY_CODE, FIRST_CELL_CODE, centroids)
-        body = _read_stage(stored, cursors_PF[BODY], n_contexts, BODY_SYMBOLS, False, _padded(n), body_table)
+        _read_stage(stored, cursors_PF[BODY], 1, n_contexts, is_vector, _padded(n), stages)
     streams = _read_residual_streams(stored, cursors_PF, requested_P, n, cell_bits)
     if cursors_PF[:, FAULT].any():
         return
@@ -423,9 +432,9 @@ def decode_tiles(
     top = top_edge_exponent(int(lows[0]), int(cuts.view(np.int32)[0]), mantissa_bits)
     tables = BlockTables(contexts, widths, centroids, _exact_codes(requested_P), cuts, limit, top)
     _decode_all_tiles(
-        stored, head, body, streams, requested_P, tables, base, mantissa_bits, features, codes, values, deltas
+        stored, stages, streams, requested_P, tables, base, mantissa_bits, features, codes, values, deltas
     )
-    _check_ends(cursors_PF, head, body, has_body, streams)
+    _check_ends(cursors_PF, stages, has_body, streams)
     if cursors_PF[:, FAULT].any():
         return
     _replace_exceptions(stored, streams, base, mantissa_bits, codes, tables.exact_codes, limit, values, deltas)

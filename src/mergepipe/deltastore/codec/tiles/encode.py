@@ -251,6 +251,19 @@ def _cut_residuals(
 
 
 @kernel
+def _append_positions(is_exception: Bytes, first: int, n: int, exceptions: Bits32, n_exceptions: int) -> int:
+    """Append the positions of the marked elements of a tile, which are few; return how many there are in all."""
+    words = is_exception.view(np.uint64)
+    for word in range((n + 7) // 8):
+        if words[word]:
+            for i in range(8 * word, min(8 * word + 8, n)):
+                if is_exception[i]:
+                    exceptions[n_exceptions] = np.uint32(first + i)
+                    n_exceptions += 1
+    return n_exceptions
+
+
+@kernel
 def encode_tiles(
     base: Bits16, expert: Bits16, mantissa_bits: int, contexts: Bytes, first_low: int, cuts: Integers,
     limit: np.float32, cell_bits_C: Bytes, widths: Bytes, codes: Bytes, residuals: Bits16, residual_widths: Bytes,
@@ -285,10 +298,7 @@ def encode_tiles(
             residuals[tile:stop],
         )  # fmt: skip
         if has_exceptions:
-            for i in range(m):
-                if is_exception[i]:
-                    exceptions[n_exceptions] = np.uint32(tile + i)
-                    n_exceptions += 1
+            n_exceptions = _append_positions(is_exception, tile, m, exceptions, n_exceptions)
         _tile_middles(tile_base, mantissa_bits, tile_codes, cell_bits, limit, deltas, middles)
         sum_tile(deltas, middles, tile_contexts, tile_codes, keys, pairs, sums, errors)
     return n_exceptions if largest < np.int32(_INFINITY) else -1
