@@ -8,14 +8,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.directory import list_names, open_checkpoint
 from mergepipe.checkpoints.formats.inert_values import PickledTensor
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.core.values import dataclass
 from mergepipe.errors import MismatchError, UnsupportedError
-from mergepipe.storage.contract import Store, is_file
+from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import (
     WEIGHT,
@@ -210,8 +210,8 @@ class HfFormat(Copied):
     records_step: ClassVar[bool] = True
 
     def recognise(self, store: Store, path: Location) -> bool:
-        """Recognise the format by its two files."""
-        return is_file(store, path / TRAINER_STATE_NAME) and is_file(store, path / OPTIMIZER_NAME)
+        """Recognise the format by its two names, whatever stands there: what is no file is refused when it is read."""
+        return {TRAINER_STATE_NAME, OPTIMIZER_NAME} <= list_names(store, path)
 
     def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
         """See `read_hf_checkpoint`."""

@@ -14,6 +14,7 @@ from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import WEIGHT, Framework, TrainingCheckpoint
 from mergepipe.tailor.formats.contract import Copied
+from mergepipe.tailor.formats.hf_optimizer import OPTIMIZER_NAME
 from mergepipe.tailor.formats.trainer_files import (
     TRAINER_STATE_NAME,
     read_config,
@@ -44,8 +45,9 @@ class WeightsFormat(Copied):
     records_step: ClassVar[bool] = False
 
     def recognise(self, store: Store, path: Location) -> bool:
-        """Recognise the usual names of weights; formats that keep more beside them are asked first."""
-        return bool(_WEIGHT_NAMES & list_names(store, path))
+        """Recognise the usual names of weights without an optimizer's; formats that keep more are asked first."""
+        names = list_names(store, path)
+        return bool(_WEIGHT_NAMES & names) and OPTIMIZER_NAME not in names
 
     def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
         """Open the weights; of tensors, nothing is read.
