@@ -272,7 +272,7 @@ def _measured(results: Results, kind: str) -> tuple[list[str], list[int]]:
 
 
 def _page(results: Results) -> Page:
-    body: list[str | Table | Figure] = [_about(results), _family_table(results), _how_to_read(results)]
+    body: list[str | Table | Figure] = [_told(results), _about(results), _family_table(results), _how_to_read(results)]
     for kind in _kinds(results):
         label = _KINDS[kind]
         body += [f"## {label[0].upper()}{label[1:]}", _gain_table(results, kind), _figure(results, kind)]
@@ -281,17 +281,18 @@ def _page(results: Results) -> Page:
 
 
 def _meaning(results: Results) -> str:
+    return f"**{_ranking(results)}** {_packed_sizes(results)}"
+
+
+def _told(results: Results) -> str:
+    """Say what each merge at the told share keeps, and whether the packed one meets its target."""
     told = []
     for kind in _kinds(results):
         for operator in _measured(results, kind)[0]:
             kept = {form: _kept(results, kind, operator, form, _TOLD_SHARE) for form in _FORMS}
             forms = ", ".join(f"{value} {_FORMS[form]}" for form, value in kept.items() if value is not None)
-            told.append(f"{operator} of {_KINDS[kind]}: {forms}{_verdict(results, kind, operator, kept['packed'])}")
-    return (
-        f"**{_ranking(results)}** Of what the full merge of four fine-tunes of SmolLM2-135M gains over it in nats a"
-        f" token, a merge of {_TOLD_SHARE} % of the bytes keeps, with 95 % intervals over held-out windows:"
-        f" {'; '.join(told)}. {_packed_sizes(results)}"
-    )
+            told.append(f"- {operator} of {_KINDS[kind]}: {forms}{_verdict(results, kind, operator, kept['packed'])}.")
+    return f"Gain kept at {_TOLD_SHARE} % of the bytes:\n\n" + "\n".join(told)
 
 
 def _packed_sizes(results: Results) -> str:
@@ -304,25 +305,19 @@ def _packed_sizes(results: Results) -> str:
 
 
 def _ranking(results: Results) -> str:
-    """Say, of the merges at the told share, which form loses least how often, and what whole blocks keep."""
+    """Say what each form keeps of the full merge's gain at the told share, over all merges that gain."""
     cases = []
     for kind in _kinds(results):
         for operator in _measured(results, kind)[0]:
             kept = {form: _kept(results, kind, operator, form, _TOLD_SHARE) for form in _FORMS}
-            cases.append({form: value for form, value in kept.items() if value is not None})
+            cases.append({form: value for form, value in kept.items() if value is not None and value.gain > 0})
     cases = [case for case in cases if len(case) == len(_FORMS)]
-    n_best = sum(case["packed"].lost == min(value.lost for value in case.values()) for case in cases)
-    blocks = [case["norm"].share for case in cases if case["norm"].gain > 0]
-    dropped = ""
-    if blocks:
-        n_random = sum(case["random"].lost < case["norm"].lost for case in cases)
-        dropped = (
-            f" Whole blocks by norm keep {_range(blocks)} of the gain: the rest is what dropping them costs; blocks at"
-            f" random lose less than those by norm in {n_random} of {len(cases)} cases."
-        )
+    if not cases:
+        return f"No merge at {_TOLD_SHARE} % of the bytes can be compared: the full ones gain nothing."
+    packed, norm, random = (_range([case[form].share for case in cases]) for form in ("packed", "norm", "random"))
     return (
-        f"At {_TOLD_SHARE} % of the bytes packed experts lose less than whole blocks, by norm or at random, in {n_best}"
-        f" of {len(cases)} cases.{dropped}"
+        f"At {_TOLD_SHARE} % of the bytes, merges of packed experts keep {packed} of what the full merge gains; whole"
+        f" blocks keep {norm} chosen by norm and {random} chosen at random: what is dropped is lost."
     )
 
 

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.merge import BenchmarkError
 from benchmarks.reproduce.drawing import to_json
 from benchmarks.reproduce.pages import Page, Table
 from benchmarks.reproduce.papers import comparison
@@ -46,17 +47,25 @@ def command(name: str, results: Results) -> str:
 
 
 def write_pages(parts: Mapping[str, Part], folder: Path, docs: Path, plots_python: Path) -> None:
-    """Write every page and figure that there are results of; `plots_python` has matplotlib."""
+    """Write every page and figure that there are results of; `plots_python` has matplotlib.
+
+    Raises:
+        BenchmarkError: there is no such Python; nothing is written.
+    """
+    if not plots_python.exists():
+        raise BenchmarkError(f"{plots_python}: no Python with matplotlib is there; `make pages` installs it")
     for name, text in markdown_files(parts, folder).items():
         (docs / name).write_text(text)
     papers = docs.parent / "papers.md"
     if papers.exists():
         papers.write_text(papers_text(papers.read_text(), parts, folder))
     figures = [figure for _, page in stored_pages(parts, folder).values() for figure in page.figures]
-    for drawing in docs.glob("*.svg"):
-        drawing.unlink()
     command = [str(plots_python), "-m", "benchmarks.reproduce.drawing", str(docs)]
     subprocess.run(command, input=json.dumps([to_json(figure) for figure in figures]), text=True, check=True)
+    drawn = {f"{figure.name}.svg" for figure in figures}
+    for drawing in docs.glob("*.svg"):
+        if drawing.name not in drawn:
+            drawing.unlink()
 
 
 def _index(parts: Mapping[str, Part], pages: Mapping[str, tuple[Results, Page]]) -> str:
