@@ -137,7 +137,7 @@ class MergeOptions(_CommonOptions):
         plan: how a budget is spent; for merges with a `budget` or a `target_error`.
         shard_bytes: largest output file, in bytes of tensor data; default 5 GB, on a cluster also less, so that all of
             its nodes have files to make.
-        statistics: let a full merge gather on its way what `analyze` would; it takes about a third more time.
+        statistics: let a full merge gather on its way what `analyze` would; it takes up to a fifth more time.
         resume: resume an interrupted run of the same merge to the same output; by default where there is one.
         reuse: copy blocks that come out the same from earlier snapshots: no expert is read for them.
         keep_sums: keep the float32 sums of additive merges beside the snapshot, 4 bytes a parameter: a later

@@ -64,7 +64,7 @@ Statistics = Annotated[
     bool,
     typer.Option(
         "--statistics",
-        help="Let a full merge record the statistics that `analyze` would, for about a third more time.",
+        help="Let a full merge record the statistics that `analyze` would, for up to a fifth more time.",
         rich_help_panel=WORK_PANEL,
     ),
 ]
