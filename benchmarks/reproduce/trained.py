@@ -317,7 +317,7 @@ def _ranking(results: Results) -> str:
     packed, norm, random = (_range([case[form].share for case in cases]) for form in ("packed", "norm", "random"))
     return (
         f"At {_TOLD_SHARE} % of the bytes, merges of packed experts keep {packed} of what the full merge gains; whole"
-        f" blocks keep {norm} chosen by norm and {random} chosen at random: what is dropped is lost."
+        f" blocks keep {norm} chosen by norm and {random} chosen at random: the rest is what dropping them costs."
     )
 
 
