@@ -284,14 +284,20 @@ def _meaning(results: Results) -> str:
     return f"**{_ranking(results)}** {_packed_sizes(results)}"
 
 
-def _told(results: Results) -> str:
-    """Say what each merge at the told share keeps, and whether the packed one meets its target."""
-    told = []
+def _told_merges(results: Results) -> Iterator[tuple[str, str, dict[str, _Kept]]]:
+    """Yield the kind and operator of every merge, with what each form that was measured keeps at the told share."""
     for kind in _kinds(results):
         for operator in _measured(results, kind)[0]:
             kept = {form: _kept(results, kind, operator, form, _TOLD_SHARE) for form in _FORMS}
-            forms = ", ".join(f"{value} {_FORMS[form]}" for form, value in kept.items() if value is not None)
-            told.append(f"- {operator} of {_KINDS[kind]}: {forms}{_verdict(results, kind, operator, kept['packed'])}.")
+            yield kind, operator, {form: value for form, value in kept.items() if value is not None}
+
+
+def _told(results: Results) -> str:
+    """Say what each merge at the told share keeps, and whether the packed one meets its target."""
+    told = []
+    for kind, operator, kept in _told_merges(results):
+        forms = ", ".join(f"{value} {_FORMS[form]}" for form, value in kept.items())
+        told.append(f"- {operator} of {_KINDS[kind]}: {forms}{_verdict(results, kind, operator, kept.get('packed'))}.")
     return f"Gain kept at {_TOLD_SHARE} % of the bytes:\n\n" + "\n".join(told)
 
 
@@ -306,12 +312,8 @@ def _packed_sizes(results: Results) -> str:
 
 def _ranking(results: Results) -> str:
     """Say what each form keeps of the full merge's gain at the told share, over all merges that gain."""
-    cases = []
-    for kind in _kinds(results):
-        for operator in _measured(results, kind)[0]:
-            kept = {form: _kept(results, kind, operator, form, _TOLD_SHARE) for form in _FORMS}
-            cases.append({form: value for form, value in kept.items() if value is not None and value.gain > 0})
-    cases = [case for case in cases if len(case) == len(_FORMS)]
+    merges = [kept for _, _, kept in _told_merges(results) if len(kept) == len(_FORMS)]
+    cases = [kept for kept in merges if all(value.gain > 0 for value in kept.values())]
     if not cases:
         return f"No merge at {_TOLD_SHARE} % of the bytes can be compared: the full ones gain nothing."
     packed, norm, random = (_range([case[form].share for case in cases]) for form in ("packed", "norm", "random"))
