@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME, OVERLAY_TABLE_NAME
+from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.core.values import dataclass
 from mergepipe.engine.work import EngineOptions
@@ -44,8 +45,6 @@ from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.limits import MANIFEST_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
-
-CONFIG_NAME = "config.json"
 
 
 @dataclass(frozen=True, slots=True)

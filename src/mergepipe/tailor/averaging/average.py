@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from mergepipe.checkpoints.directory import find_sidecars, list_names
+from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
 from mergepipe.core.blocks import DType, DTypeKind, Span
 from mergepipe.core.values import dataclass
 from mergepipe.deltastore.unpacked_view import UnpackedView
@@ -33,7 +34,6 @@ from mergepipe.tailor.composition.skeleton_files import list_skeleton
 from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
 from mergepipe.tailor.composition.staleness import choose_steps
 from mergepipe.tailor.composition.state_overlay import StateOverlay
-from mergepipe.tailor.formats.trainer_files import CONFIG_NAME
 from mergepipe.tailor.formats.weights_only import WEIGHTS_FORMAT
 from mergepipe.tailor.inspect import differences
 from mergepipe.tailor.same_run import check_same_run

@@ -11,6 +11,7 @@ from mergepipe.checkpoints.contained_files import stat_regular
 from mergepipe.checkpoints.formats.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip, walk_tensors
+from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
 from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
 from mergepipe.recipes.resolve.adapted_config import states_layers, with_layers
@@ -30,7 +31,6 @@ from mergepipe.tailor.formats.partial import read_partial_manifest
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 from mergepipe.tailor.formats.registry import format_named
 from mergepipe.tailor.formats.trainer_files import (
-    CONFIG_NAME,
     LOSS_SCALER_NAME,
     SCHEDULER_NAME,
     TRAINER_STATE_NAME,

@@ -12,6 +12,7 @@ from mergepipe.checkpoints.directory import list_names, open_checkpoint
 from mergepipe.checkpoints.formats.inert_values import PickledTensor
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
+from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
 from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.core.values import dataclass
 from mergepipe.errors import MismatchError, UnsupportedError
@@ -31,7 +32,6 @@ from mergepipe.tailor.formats.foreign import refuse_foreign_states
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 from mergepipe.tailor.formats.scalars import read_scalar
 from mergepipe.tailor.formats.trainer_files import (
-    CONFIG_NAME,
     TRAINER_STATE_NAME,
     read_global_step,
     read_json,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object
+from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
 from mergepipe.core.blocks import Span
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import Store, is_file
@@ -13,7 +14,6 @@ from mergepipe.storage.limits import TRAINER_JSON_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Piece, StoredState
 
-CONFIG_NAME = "config.json"
 TRAINER_STATE_NAME = "trainer_state.json"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
