@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from mergepipe.core.escaping import json_line, markdown_code, markdown_text, printable, printable_lines, yaml_document
 from mergepipe.core.escaping import yaml_scalar as scalar
-from support import places
+from support.source_code import trees_with
 
-SRC = places.SRC / "mergepipe"
 HOSTILE = 'a\u202eb\u2028c\x1b[31md\ne\x85f`g|h<i>&"j\\k\x00l\u2066m\x9bn\r\to*p[bold]q#r\U000e0001s'
 PASSED_ON = {
     f"checkpoints/{name}.py" for name in ("formats/config_json", "formats/strict_json", "tokenizers/token_files")
@@ -91,10 +90,8 @@ def test_json_line__is_strict_json() -> None:
 
 def test_sources__write_no_json_with_nan() -> None:
     lax, n_calls = [], 0
-    for path in sorted(SRC.rglob("*.py")):
-        name = path.relative_to(SRC).as_posix()
-        code = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(code)) if "json" in code else ():
+    for name, tree in trees_with("json"):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in {"json.dumps", "json.dump"}:
                 n_calls += 1
                 strict = any(each.arg == "allow_nan" and ast.unparse(each.value) == "False" for each in node.keywords)

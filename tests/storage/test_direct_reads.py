@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-import mergepipe
+from support.source_code import source_texts
 
-SOURCE = Path(mergepipe.__file__).parent
 PATH_METHODS = frozenset({
     "exists", "is_dir", "is_file", "is_symlink", "iterdir", "lstat", "read_bytes", "read_text", "readlink", "resolve",
     "stat",
@@ -119,11 +117,10 @@ def test_direct_reads__are_seen() -> None:
 
 def test_package__touches_files_above_storage_only_where_it_is_listed() -> None:
     found: dict[str, set[str]] = {}
-    for path in sorted(SOURCE.rglob("*.py")):
-        module = path.relative_to(SOURCE)
-        if module.parts[0] not in ("storage", "testing"):
-            for name in direct_reads(path.read_text(encoding="utf-8")):
-                found.setdefault(module.as_posix(), set()).add(name)
+    for module, code in source_texts().items():
+        if not module.startswith(("storage/", "testing/")):
+            for name in direct_reads(code):
+                found.setdefault(module, set()).add(name)
     assert {module: " ".join(sorted(names)) for module, names in found.items()} == {
         module: names for module, (names, _) in ALLOWED.items()
     }

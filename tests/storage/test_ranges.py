@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import mergepipe
 from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
@@ -37,9 +36,9 @@ from mergepipe.tailor.values import StateReader
 from support.faults import replaced
 from support.fetching import AlignedFile
 from support.safetensors_bytes import file_bytes, record
+from support.source_code import trees_with
 from support.stores import InMemoryStore
 
-SOURCE = Path(mergepipe.__file__).parent
 N_ELEMENTS = 4096
 ENTRY = TensorEntry("t", F32, (N_ELEMENTS,), Location.local(Path("model.safetensors")), 0, 4 * N_ELEMENTS)
 
@@ -184,10 +183,9 @@ SHORT_READS = {
 
 def test_package__reads_ranges_through_one_module() -> None:
     found: dict[str, set[str]] = {}
-    for path in sorted(SOURCE.rglob("*.py")):
-        code = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(code)) if any(name in code for name in ("read_into", "pread")) else ():
+    for module, tree in trees_with("read_into", "pread"):
+        for node in ast.walk(tree):
             is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
             if is_call and node.func.attr in ("read_into", "pread", "preadv"):  # type: ignore[attr-defined]
-                found.setdefault(path.relative_to(SOURCE).as_posix(), set()).add(node.func.attr)  # type: ignore[attr-defined]
+                found.setdefault(module, set()).add(node.func.attr)  # type: ignore[attr-defined]
     assert found == SHORT_READS
