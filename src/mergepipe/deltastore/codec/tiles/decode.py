@@ -65,7 +65,7 @@ from mergepipe.deltastore.codec.tiles.element_codes import (
     top_edge_exponent,
 )
 from mergepipe.deltastore.codec.tiles.stream_elements import ALL_ROOM, STREAM_ROOM, collect, place
-from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts, Floats, kernel
+from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts, Floats, kernel, template
 
 HEAD, HEAD_FINE, BODY, BODY_FINE, REST = (int(piece) for piece in list(Piece)[:5])
 _FAULT_SYMBOLS_END, _FAULT_RESIDUALS_END = int(Fault.SYMBOLS_END), int(Fault.RESIDUALS_END)
@@ -227,7 +227,7 @@ def _decode_stage(stored: Bytes, stages: Stages, stage: int, contexts: Bytes, sy
     stages.positions[stage] += np.uint64(2 * n_words)
 
 
-@kernel
+@template
 def _unpack_residuals(
     stored: Bytes, streams: ResidualStreams, stream: int, features: int, widths: Bytes, arrays: TileArrays
 ) -> None:
@@ -245,7 +245,7 @@ def _unpack_residuals(
         streams.position[stream] = unpack_stream(stored, streams.position[stream], masks, residuals)
 
 
-@kernel
+@template
 def _decode_bands(
     stored: Bytes, streams: ResidualStreams, stream: int, tables: BlockTables, mantissa_bits: int, is_values: bool,
     features: int, n: int, arrays: TileArrays,
@@ -266,7 +266,7 @@ def _decode_bands(
         band_deltas(base, mantissa_bits, codes, arrays.residuals, edges, arrays.deltas[first : first + n])
 
 
-@kernel
+@template
 def _decode_cells(
     stored: Bytes, streams: ResidualStreams, tables: BlockTables, mantissa_bits: int, is_values: bool,
     has_residuals: bool, features: int, n: int, arrays: TileArrays,
@@ -285,7 +285,7 @@ def _decode_cells(
         cell_deltas(base, mantissa_bits, codes, arrays.residuals, widths, tables.limit, deltas)
 
 
-@kernel
+@template
 def _decode_codes(
     stored: Bytes, stages: Stages, has_body: bool, tables: BlockTables, base: Bits16, mantissa_bits: int, n: int,
     features: int, codes: Bytes, arrays: TileArrays,
@@ -309,7 +309,7 @@ def _decode_codes(
         codes[i] = np.uint8(0)
 
 
-@kernel
+@template
 def _decode_streams(
     stored: Bytes, streams: ResidualStreams, requested_P: Bytes, tables: BlockTables, base: Bits16, mantissa_bits: int,
     is_values: bool, features: int, codes: Bytes, arrays: TileArrays,
