@@ -39,7 +39,7 @@ from mergepipe.tailor.composition.copy.plan import (
 from mergepipe.tailor.composition.request.assignment import DERIVED_KINDS, Assignment, state_to_copy
 from mergepipe.tailor.composition.self_check import SelfCheck
 from mergepipe.tailor.composition.skeleton_files import list_skeleton
-from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
+from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoints
 from mergepipe.tailor.composition.staleness import choose_steps
 from mergepipe.tailor.composition.state_overlay import StateOverlay
 from mergepipe.tailor.formats.weights_only import WEIGHTS_FORMAT
@@ -103,7 +103,7 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
             f"{len(request.weights)} weights for {count} checkpoints",
             "give one each",
         )
-    opened = [open_source_checkpoint(store, path) for path in request.checkpoints]
+    opened = open_source_checkpoints(store, request.checkpoints)
     order = sorted(range(count), key=lambda index: opened[index].step)
     sources = tuple(opened[index] for index in order)
     _check_fit(sources, request.optimizer)
