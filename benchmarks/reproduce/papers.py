@@ -138,7 +138,7 @@ def _resuming(results: Results) -> str:
         " models on other text do not compare; the differences from the first row do."
     )
     ours_by = {ALONE: "SmolLM2-135M, ours", ZERO3: "SmolLM2-135M under ZeRO-3, two ranks, ours"}
-    ours = (f"{ours_by[variant]} ({len(variant.entries(results))} seeds)" for variant in measured)
+    ours = (f"{ours_by[variant]} (seeds: {len(variant.entries(results))})" for variant in measured)
     header = ("resumed from", "Llama-3.1-8B, theirs", "Qwen2.5-7B, theirs", *ours)
     return f"### Losses after resuming\n\n{text}\n\n{Table(header, tuple(rows)).markdown()}"
 
