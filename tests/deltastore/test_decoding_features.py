@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,9 @@ def test_decode_band_blocks__equal_the_blocks_decoded_alone(features: int) -> No
     values, deltas = np.zeros(2 * n + last, np.uint16), np.zeros(2 * n + last, np.float32)
     decode_band_blocks(whole, Level.LOSSLESS, bands, str, values, deltas[:0], features)
     assert np.array_equal(values, np.concatenate([expert for _, expert, _ in blocks]))
-    decode_band_blocks(whole, Level.BODY, bands, str, values[:0], deltas, features)
+    coarse = replace(whole, cursors_BPF=cursors_BPF.copy())
+    coarse.cursors_BPF[:, [Piece.HEAD_FINE, Piece.BODY_FINE, Piece.REST]] = 0
+    decode_band_blocks(coarse, Level.BODY, bands, str, values[:0], deltas, features)
     alone = [deltas_of(dict(pieces), Level.BODY, base, bands, features) for base, _, pieces in blocks]
     assert deltas.tobytes() == b"".join(alone)
     cursors_BPF[1, Piece.REST, END] -= 1
