@@ -134,11 +134,12 @@ def _resuming(results: Results) -> str:
         rows.append((strategy, *theirs, *ours))
     text = (
         "Last losses in training / on held-out text. Theirs: hundreds of steps of models of 7 and 8 billion"
-        " parameters under ZeRO-3; ours: [SmolLM2-135M](benchmarks/resuming.md), means of three seeds. Losses of other"
+        " parameters under ZeRO-3; ours: [SmolLM2-135M](benchmarks/resuming.md), means over seeds. Losses of other"
         " models on other text do not compare; the differences from the first row do."
     )
-    ours_by = {ALONE: "SmolLM2-135M, ours", ZERO3: "under ZeRO-3, two ranks, ours"}
-    header = ("resumed from", "Llama-3.1-8B, theirs", "Qwen2.5-7B, theirs", *(ours_by[variant] for variant in measured))
+    ours_by = {ALONE: "SmolLM2-135M, ours", ZERO3: "SmolLM2-135M under ZeRO-3, two ranks, ours"}
+    ours = (f"{ours_by[variant]} (seeds: {len(variant.entries(results))})" for variant in measured)
+    header = ("resumed from", "Llama-3.1-8B, theirs", "Qwen2.5-7B, theirs", *ours)
     return f"### Losses after resuming\n\n{text}\n\n{Table(header, tuple(rows)).markdown()}"
 
 
