@@ -53,7 +53,7 @@ LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
     (reduce.count_from_edges, (BYTES, 0, 1, 0, 1, 1, HALVES, COUNTS), 14),
     (reduce.count_fine_bits, (WORDS, 1, HALVES, np.zeros((2, N), np.uint8), *FINE), 4),
 ]
-PACKING = {"bytes_equal": 1, "fill_contexts": 1, "encode_tiles": 5, "pack_residuals": 3, "decode_tiles": 18}
+PACKING = {"bytes_equal": 1, "fill_contexts": 1, "encode_pieces": 20, "decode_tiles": 18}
 """Loops of the kernels that encode a block and decode it to verify it."""
 
 COUNTED_ON = "znver5"
@@ -61,7 +61,7 @@ INSTRUCTIONS = {
     "decode_tile": 375, "encode_tile": 406, "take_delta": 60, "_add_scaled": 53, "_keep_large": 34, "keep_band": 42,
     "_keep_random": 53, "_add_agreeing": 26, "_normalize_agreeing": 98, "variance_tile": 339, "collect_between": 136,
     "count_from_edges": 514, "count_fine_bits": 170, "exp_tile": 224, "log_tile": 201, "_divergence": 394,
-    "_drop_in_row": 754, "bytes_equal": 35, "fill_contexts": 404, "encode_tiles": 558, "pack_residuals": 238,
+    "_drop_in_row": 754, "bytes_equal": 35, "fill_contexts": 404, "encode_pieces": 2441,
     "decode_tiles": 1968,
 }  # fmt: skip
 """Instructions of all vector loops of a kernel: a new one may replace some, and then these change."""
