@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,14 @@ from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.band_sample import choose_bands
 from mergepipe.deltastore.codec.bands import Bands
-from mergepipe.deltastore.codec.decode import decode_band_deltas, decode_band_values
+from mergepipe.deltastore.codec.decode import (
+    BAND_PIECES,
+    BandBlocks,
+    decode_band_blocks,
+    decode_band_deltas,
+    decode_band_values,
+    padding_bytes,
+)
 from mergepipe.deltastore.codec.encode import encode_bands
 from mergepipe.deltastore.codec.entropy.code_vector_decoder import (
     BODY_ROW,
@@ -37,6 +45,7 @@ from mergepipe.deltastore.codec.entropy.rans import (
 )
 from mergepipe.deltastore.codec.entropy.rans_vector_decoder import has_vector_decoder
 from mergepipe.deltastore.codec.levels import PIECES_OF, Level, Piece
+from mergepipe.deltastore.codec.piece_headers import CURSOR_FIELDS, END, POSITION
 from mergepipe.deltastore.codec.residuals.bit_unpacking import HAS_PDEP
 from mergepipe.deltastore.codec.scratch import KEPT_BYTES, scratch
 from mergepipe.deltastore.codec.tiles.decode import VECTOR_RESIDUALS, VECTOR_SYMBOLS
@@ -101,6 +110,39 @@ def test_decode_band_values__every_way_gives_the_same_bits(seed: int, n: int, st
         assert np.array_equal(values, expert)
     for level in LEVELS:
         assert len({deltas_of(pieces, level, base, bands, features) for features in FEATURE_SETS}) == 1
+
+
+@pytest.mark.parametrize("features", FEATURE_SETS)
+def test_decode_band_blocks__equal_the_blocks_decoded_alone(features: int) -> None:
+    n, last = 5000, 4111
+    bands = encoded(1, n, 1e-3)[2]
+    blocks = []
+    for seed, length in ((1, n), (2, n), (3, last)):
+        base, expert, _, _ = encoded(seed, length, 1e-3)
+        block = encode_bands(base, expert, bands)
+        assert block is not None
+        blocks.append((base, expert, block.pieces))
+    cursors_BPF = np.zeros((3, len(BAND_PIECES), CURSOR_FIELDS), np.int64)
+    contents, end = [], 7
+    for piece in BAND_PIECES:
+        for cursors_PF, (_, _, pieces) in zip(cursors_BPF, blocks, strict=True):
+            cursors_PF[piece, POSITION], cursors_PF[piece, END] = end, end + len(pieces[piece])
+            contents.append(pieces[piece])
+            end += len(pieces[piece])
+    stored = np.concatenate([np.zeros(7, np.uint8), *contents, np.zeros(padding_bytes(n), np.uint8)])
+    whole = BandBlocks(stored, cursors_BPF, np.concatenate([base for base, _, _ in blocks]), n)
+    values, deltas = np.zeros(2 * n + last, np.uint16), np.zeros(2 * n + last, np.float32)
+    decode_band_blocks(whole, Level.LOSSLESS, bands, str, values, deltas[:0], features)
+    assert np.array_equal(values, np.concatenate([expert for _, expert, _ in blocks]))
+    coarse = replace(whole, cursors_BPF=cursors_BPF.copy())
+    coarse.cursors_BPF[:, [Piece.HEAD_FINE, Piece.BODY_FINE, Piece.REST]] = 0
+    decode_band_blocks(coarse, Level.BODY, bands, str, values[:0], deltas, features)
+    alone = [deltas_of(dict(pieces), Level.BODY, base, bands, features) for base, _, pieces in blocks]
+    assert deltas.tobytes() == b"".join(alone)
+    cursors_BPF[1, Piece.REST, END] -= 1
+    with pytest.raises(CorruptError) as refused:
+        decode_band_blocks(whole, Level.LOSSLESS, bands, lambda block: f"block {block}", values, deltas[:0], features)
+    assert str(refused.value).startswith("block 1: ")
 
 
 def test_decode_band_values__reads_and_writes_arrays_of_any_alignment() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.api import pack, unpack
+from mergepipe.api import pack, unpack, verify
 from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, IndexedEntry, LeveledTensor, NeedsBase
 from mergepipe.checkpoints.directory import open_checkpoint
@@ -297,6 +297,32 @@ def test_packed_tensor__one_block_costs_its_own_pages(big: Packed) -> None:
     one = tensor.cost_bytes(tensor.block_span(1))
     assert one <= 0.25 * 2 * BLOCK_ELEMENTS
     assert tensor.level_cost_bytes(tensor.block_span(1), Level.HEAD_EXACT) < one
+
+
+def test_verify__finds_damage_that_unpacking_need_not_notice(big: Packed, tmp_path: Path) -> None:
+    store = tmp_path / "expert"
+    shutil.copytree(big.store, store)
+    head = store / PIECE_NAMES[Piece.HEAD]
+    content = bytearray(head.read_bytes())
+    content[1 + content[0]] ^= 1  # of the first centroid, which only approximations use
+    head.write_bytes(content)
+    unpack(store, tmp_path / "back", base=big.base)
+    assert tree(tmp_path / "back") == {"expert.safetensors": big.expert.read_bytes()}
+    damages = verify(store, base=big.base).damages
+    assert [damage.tensor for damage in damages] == [BIG]
+    assert "the head piece of block 0 is damaged" in damages[0].message
+
+
+def test_unpack__says_which_piece_is_damaged(big: Packed, tmp_path: Path) -> None:
+    store = tmp_path / "expert"
+    shutil.copytree(big.store, store)
+    rest = store / PIECE_NAMES[Piece.REST]
+    content = bytearray(rest.read_bytes())
+    content[-100] ^= 1
+    rest.write_bytes(content)
+    with pytest.raises(CorruptError, match="the rest piece of block 1 is damaged"):
+        unpack(store, tmp_path / "back", base=big.base)
+    assert not (tmp_path / "back").exists()
 
 
 def test_packed_tensor__refuses_another_base_of_the_same_form(big: Packed, tmp_path: Path) -> None:

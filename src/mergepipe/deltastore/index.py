@@ -132,8 +132,8 @@ class StoreIndex:
         for i, (start, stop) in enumerate(pairwise(offsets)):
             if start == stop:
                 continue
-            found = blake3(stored[start - offsets[0] : stop - offsets[0]]).digest(CHECK_BYTES)
-            if found != checks[CHECK_BYTES * i : CHECK_BYTES * (i + 1)]:
+            actual = blake3(stored[start - offsets[0] : stop - offsets[0]]).digest(CHECK_BYTES)
+            if actual != checks[CHECK_BYTES * i : CHECK_BYTES * (i + 1)]:
                 name = piece.name.lower().replace("_", "-")
                 raise corrupt(where(first + i), f"the {name} piece of block {first + i} is damaged")
 

@@ -62,6 +62,7 @@ class StoreIndexReader:
         self._read = read
         self._lock = threading.Lock()
         self._index: StoreIndex | None = None
+        self._paths = {piece: root / name for piece, name in PIECE_NAMES.items()}
         self.granularity_bytes = PAGE_BYTES if store is None else store.terms(root).granularity_bytes
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -103,11 +104,11 @@ class StoreIndexReader:
     def files(self) -> frozenset[Location]:
         """The files that hold pieces."""
         own_names = (tensor.own_file for tensor in self._header.tensors if tensor.own_file)
-        return frozenset(self._root / name for name in (*PIECE_NAMES.values(), *own_names))
+        return frozenset({*self._paths.values(), *(self._root / name for name in own_names)})
 
     def path_of(self, piece: Piece) -> Location:
         """The file that holds the pieces of a kind, but for tensors with a file of their own."""
-        return self._root / PIECE_NAMES[piece]
+        return self._paths[piece]
 
     def of_tensor(self, entry: PackedEntry) -> tuple[TensorIndex, int]:
         """The index that locates the pieces of a tensor, and the tensor's first row in it."""

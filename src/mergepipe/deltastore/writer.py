@@ -21,6 +21,7 @@ from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import write_durably
 from mergepipe.storage.regular import read_head
+from mergepipe.storage.system_calls import start_writing_back
 
 CHUNK_BYTES = 1 << 20
 GROWING_FILES = (*PIECE_NAMES.values(), HEADERS_NAME, INDEX_NAME)
@@ -110,8 +111,9 @@ class StoreWriter:
             file.close()
 
     def _write(self, name: str, content: RawBytes) -> None:
-        self._files[name].append(content)
-        self._ledger.charge(str(self._directory / name), Purpose.OUTPUT, len(content))
+        file = self._files[name]
+        file.append(content)
+        self._ledger.charge(file.charged_name, Purpose.OUTPUT, len(content))
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -127,6 +129,7 @@ class _GrowingFile:
 
     def __init__(self, path: Path, start_bytes: int | None, chunk_bytes: int) -> None:
         self._path = path
+        self.charged_name = str(path)
         self._chunk = np.empty(chunk_bytes, np.uint8)
         self._filled = 0
         self._written = start_bytes or 0
@@ -159,6 +162,7 @@ class _GrowingFile:
                 unwritten = unwritten[os.write(self._descriptor, unwritten) :]
         except OSError as error:
             raise os_error(error, self._path, f"writing at byte {self._written}") from error
+        start_writing_back(self._descriptor, self._written, self._filled)  # so that little is left when it is synced
         self._written += self._filled
         self._filled = 0
         self._is_synced = False

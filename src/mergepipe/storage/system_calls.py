@@ -6,9 +6,13 @@ Each function looks at every call whether the platform has it, so that a test ca
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import sys
+from functools import cache
+
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
@@ -26,6 +30,18 @@ def stop_read_ahead(descriptor: int) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     elif hasattr(fcntl, "F_RDAHEAD"):  # macOS
         fcntl.fcntl(descriptor, fcntl.F_RDAHEAD, 0)
+
+
+def start_writing_back(descriptor: int, first: int, nbytes: int) -> None:
+    """Let the system begin to write bytes of an open file to its disk, where it can be told; failures show in fsync."""
+    function = getattr(_c_library(), "sync_file_range", None)  # Linux
+    if function is not None:
+        function(descriptor, ctypes.c_int64(first), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
+
+
+@cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def switch_direct(descriptor: int, *, wanted: bool) -> bool:

@@ -97,12 +97,12 @@ def decode_band_blocks(
         return
     table, body_table = (scratch(name, (SKIPPED + 1) * TOTAL, np.uint32) for name in ("table", "body-table"))
     decoded_values, decoded_deltas = _contiguous("values", values), _contiguous("deltas", deltas)
-    base = _contiguous("base", blocks.base)
+    base, cursors_BPF = _contiguous("base", blocks.base), blocks.cursors_BPF.copy()
     if base is not blocks.base:
         base[:] = blocks.base
     decode_tiles(
         blocks.stored,
-        blocks.cursors_BPF,
+        cursors_BPF,
         _REQUESTED_P[level],
         base,
         blocks.block_elements,
@@ -116,7 +116,7 @@ def decode_band_blocks(
         decoded_values,
         decoded_deltas,
     )
-    _check_faults(blocks.cursors_BPF, where)
+    _check_faults(cursors_BPF, where)
     if decoded_values is not values:
         values[:] = decoded_values
     if decoded_deltas is not deltas:
@@ -132,10 +132,12 @@ def _contiguous(name: str, array: NDArray[Element]) -> NDArray[Element]:
 
 
 def _check_faults(cursors_BPF: Counts, where: Callable[[int], str]) -> None:
-    for block, piece in np.argwhere(cursors_BPF[:, :, FAULT]):
+    faults_BP = cursors_BPF[:, :, FAULT]
+    if faults_BP.any():
+        block, piece = np.argwhere(faults_BP)[0].tolist()
         cursor = cursors_BPF[block, piece]
         message = MESSAGES[Fault(int(cursor[FAULT]))]
-        raise corrupt(where(int(block)), message.format(found=int(cursor[FOUND]), needed=int(cursor[NEEDED])))
+        raise corrupt(where(block), message.format(found=int(cursor[FOUND]), needed=int(cursor[NEEDED])))
 
 
 def _one_block(pieces: Pieces, level: Level, base: Bits16, where: str) -> BandBlocks:

@@ -12,28 +12,26 @@ from numpy.typing import NDArray
 
 from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.bands import Bands
+from mergepipe.deltastore.codec.decode import BAND_PIECES
 from mergepipe.deltastore.codec.entropy.contexts import Contexts
 from mergepipe.deltastore.codec.entropy.rans import Bits16, padded_length
-from mergepipe.deltastore.codec.entropy.symbol_stages import encode_stages
-from mergepipe.deltastore.codec.error_sums import ERROR_SUMS, SUMS_SHAPE
-from mergepipe.deltastore.codec.generic.byte_reader import concatenate_bytes
-from mergepipe.deltastore.codec.levels import Piece
-from mergepipe.deltastore.codec.residuals.bit_packing import pack_streams, residual_piece
-from mergepipe.deltastore.codec.residuals.streams import EXCEPTION_BITS, STREAM_CODES, Exceptions
-from mergepipe.deltastore.codec.residuals.widths import N_SAMPLE_COUNTS, choose_widths
+from mergepipe.deltastore.codec.levels import RECORDED_LEVELS, Piece
 from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.deltastore.codec.tiles.element_codes import (
     BF16_MANTISSA_BITS,
     F16_MANTISSA_BITS,
-    FIRST_BODY_CODE,
-    FIRST_CELL_CODE,
-    N_WIDTHS,
     TILE,
-    WIDTHS_PER_CLASS,
     are_finite,
 )
-from mergepipe.deltastore.codec.tiles.encode import count_sample, encode_tiles
-from mergepipe.kernels.compilation.compiled import Bytes, Counts, Doubles
+from mergepipe.deltastore.codec.tiles.encode_block import (
+    COUNTS_SHAPE,
+    N_LOOKED_UP,
+    choose_tables,
+    count_bits,
+    encode_pieces,
+    work_bytes,
+)
+from mergepipe.kernels.compilation.compiled import Bytes
 
 T = TypeVar("T", bound=np.generic)
 
@@ -41,7 +39,6 @@ _SAMPLED_FROM = 64 * 1024
 _SAMPLE_STRIDE = 8
 _ESTIMATE_STRIDE = 16
 _FAR_FACTOR = 8.0
-_N_LOOKED_UP = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,28 +73,6 @@ class BaseContexts:
         return cls(contexts, by_element)
 
 
-@dataclass(frozen=True, slots=True)
-class _WidthTables:
-    """Widths of residuals in bits: of cells by context, of bands by `width_index`."""
-
-    cell_bits: Bytes
-    widths: Bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _EncodedElements:
-    """A block as codes. Arrays by element (`codes` padded) are in `scratch`; sums are by context (C) and code (K)."""
-
-    codes: Bytes
-    residuals: Bits16
-    residual_widths: Bytes
-    exceptions: NDArray[np.uint32]
-    cell_error: float
-    counts_CK: Counts
-    sums_CK: Doubles
-    squares_CK: Doubles
-
-
 def encode_bands(
     base: Bits16,
     expert: Bits16,
@@ -113,25 +88,24 @@ def encode_bands(
     if not _are_supported(base, expert, mantissa_bits):
         return None
     base_contexts = BaseContexts.of(base, mantissa_bits) if prepared is None else prepared
-    tables = _choose_tables(base, expert, base_contexts, bands)
-    elements = _encode_elements(base, expert, base_contexts, bands, tables)
-    if elements is None:
+    work = scratch("encode-work", work_bytes(len(base)), np.uint8)
+    ends, counts = np.empty(len(BAND_PIECES) + 1, np.int64), np.empty(3, np.int64)
+    errors = np.empty(len(RECORDED_LEVELS))
+    is_finite = encode_pieces(
+        base, expert, mantissa_bits, base_contexts.by_element, base_contexts.contexts.lows, bands.bits,
+        _sample_stride(base), work, ends, errors, counts,
+    )  # fmt: skip
+    if not is_finite:
         return None
-    n_contexts = base_contexts.contexts.count
-    centroids = (elements.sums_CK / np.maximum(elements.counts_CK, 1)).astype(np.float32)
-    head, body = encode_stages(base_contexts.by_element, elements.codes, elements.counts_CK[:n_contexts])
-    packed = pack_streams(elements.codes[: len(base)], elements.residuals, elements.residual_widths)
-    residual_pieces = [_residual_piece(expert, elements, packed[stream], stream, tables) for stream in range(3)]
+    first, *stops = ends.tolist()
+    stored = work[first : stops[-1]].copy()
+    starts = [first, *stops[:-1]]
     pieces = {
-        Piece.HEAD: concatenate_bytes(base_contexts.contexts.stored, centroids[:n_contexts, 1:FIRST_BODY_CODE], *head),
-        Piece.HEAD_FINE: residual_pieces[0],
-        Piece.BODY: concatenate_bytes(
-            tables.cell_bits[:n_contexts], centroids[:n_contexts, FIRST_BODY_CODE:FIRST_CELL_CODE], *body
-        ),
-        Piece.BODY_FINE: residual_pieces[1],
-        Piece.REST: residual_pieces[2],
+        piece: stored[start - first : stop - first]
+        for piece, start, stop in zip(BAND_PIECES, starts, stops, strict=True)
     }
-    return BandedBlock(pieces, _errors(elements), _counts(elements))
+    above_first, above_second, above_third = counts.tolist()
+    return BandedBlock(pieces, tuple(errors.tolist()), (above_first, above_second, above_third))
 
 
 def estimate_bands(base: Bits16, expert: Bits16, bands: Bands, base_contexts: BaseContexts) -> float | None:
@@ -145,17 +119,28 @@ def estimate_bands(base: Bits16, expert: Bits16, bands: Bands, base_contexts: Ba
     base, expert = _contiguous(base, "encode-base"), _contiguous(expert, "encode-expert")
     if not _are_supported(base, expert, contexts.mantissa_bits):
         return None
-    tables = _choose_tables(base, expert, base_contexts, bands)
+    cell_bits, widths = np.empty(N_LOOKED_UP, np.uint8), np.empty(N_LOOKED_UP, np.uint8)
+    choose_tables(
+        base, expert, contexts.mantissa_bits, base_contexts.by_element, contexts.lows, bands.bits,
+        _sample_stride(base), cell_bits, widths,
+    )  # fmt: skip
     stride = _ESTIMATE_STRIDE if len(base) >= _SAMPLED_FROM else 1
     base_S, expert_S = _sample_tiles(base, stride), _sample_tiles(expert, stride)
     contexts_S = _sample_tiles(base_contexts.by_element[: len(base)], stride)
-    elements = _encode_elements(base_S, expert_S, BaseContexts(contexts, contexts_S), bands, tables)
-    if elements is None:
+    work, counts_CK = scratch("encode-work", work_bytes(len(base_S)), np.uint8), np.empty(COUNTS_SHAPE, np.int64)
+    residual_bits = count_bits(
+        base_S, expert_S, contexts.mantissa_bits, contexts_S, contexts.lows, bands.bits, cell_bits, widths, work,
+        counts_CK,
+    )  # fmt: skip
+    if residual_bits < 0:
         return None
-    counts_CK = elements.counts_CK
     shares_CK = np.maximum(counts_CK, 1) / np.maximum(counts_CK.sum(axis=1, keepdims=True), 1)
-    residual_bits = int(elements.residual_widths.sum(dtype=np.int64)) + EXCEPTION_BITS * len(elements.exceptions)
     return float(residual_bits - (counts_CK * np.log2(shares_CK)).sum()) / 8 * (len(base) / len(base_S))
+
+
+def _sample_stride(base: Bits16) -> int:
+    """The distance, in tiles, of those that widths are chosen from."""
+    return _SAMPLE_STRIDE if len(base) >= _SAMPLED_FROM else 1
 
 
 def _sample_tiles(by_element: NDArray[T], stride: int) -> NDArray[T]:
@@ -183,88 +168,3 @@ def _contiguous(array: Bits16, name: str) -> Bits16:
     copied = scratch(name, len(array), np.uint16)
     copied[:] = array
     return copied
-
-
-def _choose_tables(base: Bits16, expert: Bits16, base_contexts: BaseContexts, bands: Bands) -> _WidthTables:
-    """Choose the widths of residuals from a sample of the block."""
-    counts = np.zeros(N_SAMPLE_COUNTS, np.uint32)
-    stride = _SAMPLE_STRIDE if len(base) >= _SAMPLED_FROM else 1
-    contexts = base_contexts.contexts
-    count_sample(
-        base,
-        expert,
-        contexts.mantissa_bits,
-        base_contexts.by_element,
-        int(contexts.lows[0]),
-        bands.bits,
-        stride,
-        counts,
-    )
-    cell_bits, widths = np.empty(_N_LOOKED_UP, np.uint8), np.empty(_N_LOOKED_UP, np.uint8)
-    choose_widths(counts, base_contexts.contexts.count, cell_bits, widths)
-    return _WidthTables(cell_bits, widths)
-
-
-def _encode_elements(
-    base: Bits16, expert: Bits16, base_contexts: BaseContexts, bands: Bands, tables: _WidthTables
-) -> _EncodedElements | None:
-    n = len(base)
-    codes = scratch("encode-codes", len(base_contexts.by_element), np.uint8)
-    residual_widths = scratch("encode-widths", n, np.uint8)
-    residuals, exceptions = scratch("encode-residuals", n, np.uint16), scratch("encode-exceptions", n, np.uint32)
-    codes[n:] = 0
-    sums, errors = np.zeros(SUMS_SHAPE), np.zeros(ERROR_SUMS)
-    n_exceptions = encode_tiles(
-        base, expert, base_contexts.contexts.mantissa_bits, base_contexts.by_element,
-        int(base_contexts.contexts.lows[0]), bands.bits, bands.limit,
-        tables.cell_bits, tables.widths, codes, residuals, residual_widths, exceptions, sums.reshape(-1), errors,
-    )  # fmt: skip
-    if n_exceptions < 0:
-        return None
-    sums_CKP = sums.sum(axis=0)
-    cell_error = float((errors[0] + errors[1]) + (errors[2] + errors[3]))
-    counts_CK = sums_CKP[..., 2].astype(np.int64)
-    return _EncodedElements(
-        codes,
-        residuals,
-        residual_widths,
-        exceptions[:n_exceptions],
-        cell_error,
-        counts_CK,
-        sums_CKP[..., 0],
-        sums_CKP[..., 1],
-    )
-
-
-def _residual_piece(
-    expert: Bits16, elements: _EncodedElements, packed: Bytes, stream: int, tables: _WidthTables
-) -> NDArray[np.uint8]:
-    first, last = STREAM_CODES[stream]
-    codes_W = elements.codes[elements.exceptions]
-    positions = elements.exceptions[(codes_W >= first) & (codes_W <= last)]
-    widths = np.empty(0, np.uint8)
-    if last < FIRST_CELL_CODE:
-        widths = tables.widths[:N_WIDTHS].reshape(-1, WIDTHS_PER_CLASS)[:, first - 1 : last].reshape(-1)
-    return residual_piece(packed, widths, Exceptions(positions, expert[positions]), len(expert))
-
-
-def _counts(elements: _EncodedElements) -> tuple[int, int, int]:
-    counts_K = elements.counts_CK.sum(axis=0)
-    first, second, third = (int(counts_K[code : code + 2].sum()) for code in (1, 3, 5))
-    return first, first + second, first + second + third
-
-
-def _errors(elements: _EncodedElements) -> tuple[float, ...]:
-    squares_K = elements.squares_CK.sum(axis=0)
-    spread_CK = elements.squares_CK - elements.sums_CK**2 / np.maximum(elements.counts_CK, 1)
-    spread_K = np.maximum(spread_CK, 0).sum(axis=0)
-    head, body, rest = (slice(first, last + 1) for first, last in STREAM_CODES)
-    unread = float(squares_K[body].sum() + squares_K[rest].sum())
-    rough_head, rough_body = float(spread_K[head].sum()), float(spread_K[body].sum())
-    return (
-        float(squares_K.sum()),
-        rough_head + unread,
-        unread,
-        rough_head + rough_body + elements.cell_error,
-        elements.cell_error,
-    )

@@ -23,14 +23,15 @@ from mergepipe.deltastore.codec.entropy.rans import MAX_CONTEXTS, Bits16
 from mergepipe.deltastore.codec.tiles.element_codes import N_CODES
 from mergepipe.kernels.compilation.compiled import Bytes, Doubles, Floats, intrinsic, kernel
 
-_N_KEYS = MAX_CONTEXTS * N_CODES
+N_KEYS = MAX_CONTEXTS * N_CODES
 _CODE_BITS = N_CODES.bit_length() - 1
 _LANES = 4
 _PAIR = ir.VectorType(ir.DoubleType(), 2)
 _FLOATS, _DOUBLES = (ir.VectorType(scalar, _LANES) for scalar in (ir.FloatType(), ir.DoubleType()))
 
-_SLOT = 4
-SUMS_SHAPE = (2, MAX_CONTEXTS, N_CODES, _SLOT)
+SLOT = 4
+N_SUMS = 2 * N_KEYS * SLOT
+SUMS_SHAPE = (2, MAX_CONTEXTS, N_CODES, SLOT)
 """By parity of the element (equal neighbours would otherwise depend on each other), context and code: sums of the
 deltas, of their squares, of ones, and padding."""
 ERROR_SUMS = 4
@@ -51,9 +52,9 @@ def _add_one(builder: Any, arrays: list[Any], element: Any, parity: int) -> None
     """LLVM: add one element to its sums."""
     keys, pairs, sums = arrays
     key = builder.zext(builder.load(builder.gep(keys, [element])), I64)
-    index = builder.shl(builder.add(key, I64(parity * _N_KEYS)), I64(2))
+    index = builder.shl(builder.add(key, I64(parity * N_KEYS)), I64(2))
     pair, one = load_vector(builder, pairs, builder.shl(element, I64(1)), _PAIR), ir.Constant(_PAIR, [1.0, 0.0])
-    summands = builder.shuffle_vector(pair, one, ir.Constant(ir.VectorType(I32, _SLOT), list(range(_SLOT))))
+    summands = builder.shuffle_vector(pair, one, ir.Constant(ir.VectorType(I32, SLOT), list(range(SLOT))))
     store_vector(builder, builder.fadd(load_vector(builder, sums, index, _DOUBLES), summands), sums, index)
 
 
@@ -105,7 +106,7 @@ def sum_tile(
     _fill_pairs(deltas, contexts, codes, keys, pairs)
     _add_fours(n_vectorised, keys, pairs, deltas, estimates, sums, errors)
     for i in range(n_vectorised, n):
-        index = ((i % 2) * _N_KEYS + np.int64(keys[i])) * _SLOT
+        index = ((i % 2) * N_KEYS + np.int64(keys[i])) * SLOT
         sums[index] += pairs[2 * i]
         sums[index + 1] += pairs[2 * i + 1]
         sums[index + 2] += 1.0

@@ -50,7 +50,8 @@ def _scale_row(counts: Counts, frequencies: Bits16) -> None:
 
 
 @kernel
-def _scale_rows(counts: Counts, n_symbols: int, frequencies: Bits16) -> None:
+def scale_rows(counts: Counts, n_symbols: int, frequencies: Bits16) -> None:
+    """Scale counts by context and symbol like `scale_counts`."""
     for first in range(0, len(counts), n_symbols):
         _scale_row(counts[first : first + n_symbols], frequencies[first : first + n_symbols])
 
@@ -62,7 +63,7 @@ def scale_counts(counts_CS: Counts) -> Bits16:
     """
     frequencies_CS = np.empty(counts_CS.shape, np.uint16)
     own_CS = np.ascontiguousarray(counts_CS)
-    _scale_rows(own_CS.reshape(-1), own_CS.shape[1], frequencies_CS.reshape(-1))
+    scale_rows(own_CS.reshape(-1), own_CS.shape[1], frequencies_CS.reshape(-1))
     return frequencies_CS
 
 

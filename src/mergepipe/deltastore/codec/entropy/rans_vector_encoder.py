@@ -119,9 +119,17 @@ def _emit_words(builder: Any, state: Any, is_full: Any, words: Any, position_var
 
 
 def _quotient(builder: Any, state: Any, frequency: Any) -> Any:
-    """LLVM: `state // frequency`, which is below 2**20: the float32 quotient is off by at most one, and corrected."""
-    divided = builder.fdiv(builder.sitofp(state, _VFLOAT), builder.sitofp(frequency, _VFLOAT))
-    estimate = builder.fptosi(divided, _V32)
+    """LLVM: `state // frequency`, which is below 2**20: the float32 estimate is off by at most one, and corrected.
+
+    The reciprocal is exact to 14 bits, and to 22 after one step of Newton: a division takes several times as long.
+    """
+    divisor, zero = builder.sitofp(frequency, _VFLOAT), constant_vector(0, _VFLOAT)
+    reciprocal = call_intrinsic(builder, "llvm.x86.avx512.rcp14.ps.512", _VFLOAT, divisor, zero, I16(-1))
+    left_over = call_intrinsic(
+        builder, "llvm.fma.v16f32", _VFLOAT, builder.fneg(divisor), reciprocal, constant_vector(2.0, _VFLOAT)
+    )
+    dividend = builder.sitofp(state, _VFLOAT)
+    estimate = builder.fptosi(builder.fmul(dividend, builder.fmul(reciprocal, left_over)), _V32)
     left = builder.sub(state, builder.mul(estimate, frequency))
     more = builder.zext(builder.icmp_signed(">=", left, frequency), _V32)
     less = builder.zext(builder.icmp_signed("<", left, constant_vector(0, _V32)), _V32)

@@ -19,7 +19,6 @@ from mergepipe.deltastore.codec.entropy.rans import (
     decode_symbols,
     encode_symbols,
     fill_decode_table,
-    scale_counts,
 )
 from mergepipe.deltastore.codec.entropy.rans_vector_decoder import decode_symbols_vector, has_vector_decoder
 from mergepipe.deltastore.codec.entropy.rans_vector_encoder import (
@@ -32,60 +31,45 @@ from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.deltastore.codec.tiles.element_codes import (
     BODY_SYMBOLS,
-    FIRST_BODY_CODE,
     HEAD_SYMBOLS,
     fill_body_contexts,
     split_codes,
 )
-from mergepipe.kernels.compilation.compiled import Bytes, Counts
+from mergepipe.kernels.compilation.compiled import Bits32, Bytes, Counts, kernel
 
 _STATE_WORDS = LANES * 2
 _DECODE_SYMBOLS = decode_symbols_vector if has_vector_decoder() else decode_symbols
 
 
-def encode_stages(contexts: Bytes, codes: Bytes, counts_CK: Counts) -> tuple[tuple[Bits16, ...], tuple[Bits16, ...]]:
-    """Encode both stages of a block from contexts and codes (both padded): frequencies, states and words of each.
-
-    `counts_CK`: how often each code occurs in each context. The words are in `scratch`.
-    """
-    head_counts_CS = counts_CK[:, :HEAD_SYMBOLS].copy()
-    head_counts_CS[:, 0] = counts_CK[:, FIRST_BODY_CODE:].sum(axis=1)
-    body_counts_CS = counts_CK[:, FIRST_BODY_CODE : FIRST_BODY_CODE + BODY_SYMBOLS]
-    head, body = scale_counts(head_counts_CS), scale_counts(body_counts_CS)
-    if HAS_VECTOR_ENCODER:
-        head_coded, body_coded = encode_stages_vector(contexts, codes, head, body)
-    else:
-        head_coded, body_coded = encode_stages_scalar(contexts, codes, head, body)
-    return (head, *head_coded), (body, *body_coded)
-
-
+@kernel
 def encode_stages_vector(
-    contexts: Bytes, codes: Bytes, head_CS: Bits16, body_CS: Bits16
-) -> list[tuple[Bits16, Bits16]]:
-    """Compute states and words of both stages with the instructions of `HAS_VECTOR_ENCODER`."""
-    n = len(contexts)
-    planes, states, ends = (
-        np.zeros(FREQUENCY_PLANES_BYTES, np.uint8),
-        np.empty((2, LANES), np.uint32),
-        np.empty(2, np.int64),
-    )
-    words = scratch("encode-words", 2 * n, np.uint16)
-    fill_frequency_planes(head_CS.reshape(-1), body_CS.reshape(-1), planes)
-    encode_codes_vector(contexts, codes, n, planes, words, states.reshape(-1), ends)
-    stage_words = words[int(ends[0]) : n], words[int(ends[1]) :]
-    return [(stage.view(np.uint16), coded) for stage, coded in zip(states, stage_words, strict=True)]
+    contexts: Bytes, codes: Bytes, n: int, head: Bits16, body: Bits16, words: Bits16, states: Bits32, ends: Counts
+) -> None:
+    """Encode both stages with the instructions of `HAS_VECTOR_ENCODER`."""
+    planes = np.zeros(FREQUENCY_PLANES_BYTES, np.uint8)
+    fill_frequency_planes(head, body, planes)
+    encode_codes_vector(contexts, codes, n, planes, words, states, ends)
 
 
+@kernel
 def encode_stages_scalar(
-    contexts: Bytes, codes: Bytes, head_CS: Bits16, body_CS: Bits16
-) -> list[tuple[Bits16, Bits16]]:
+    contexts: Bytes, codes: Bytes, n: int, head: Bits16, body: Bits16, words: Bits16, states: Bits32, ends: Counts
+) -> None:
     """Encode like `encode_stages_vector`, on any machine."""
-    n = len(contexts)
-    head, body, body_contexts = (scratch(f"encode-{name}", n, np.uint8) for name in ("head", "body", "body-rows"))
-    split_codes(codes, n, head, body)
-    fill_body_contexts(contexts, head, n, body_contexts)
-    coded = encode_words(head, contexts, head_CS), encode_words(body, body_contexts, body_CS)
-    return [(stage[:_STATE_WORDS], stage[_STATE_WORDS:]) for stage in coded]
+    symbols, body_symbols, body_contexts = np.empty(n, np.uint8), np.empty(n, np.uint8), np.empty(n, np.uint8)
+    split_codes(codes, n, symbols, body_symbols)
+    fill_body_contexts(contexts, symbols, n, body_contexts)
+    half = len(words) // 2
+    ends[0] = encode_symbols(symbols, contexts, n, head, HEAD_SYMBOLS, words[:half], states[:LANES])
+    ends[1] = half + encode_symbols(body_symbols, body_contexts, n, body, BODY_SYMBOLS, words[half:], states[LANES:])
+
+
+encode_stages = encode_stages_vector if HAS_VECTOR_ENCODER else encode_stages_scalar
+"""Encode both stages of a block from contexts and codes (both padded to `n`) and frequencies by context and symbol.
+
+`words` has two halves of `n + 1`, which are filled from their ends; `ends` are set to the indices of the first words,
+`states` (two times `LANES`) to the decoder's initial states.
+"""
 
 
 def encode_words(symbols: Bytes, contexts: Bytes, frequencies_CS: Bits16) -> Bits16:

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mergepipe.deltastore.codec.entropy.rans import Bits16
-from mergepipe.deltastore.codec.generic.byte_reader import concatenate_bytes
-from mergepipe.deltastore.codec.residuals.streams import CHUNK_ELEMENTS, Exceptions
-from mergepipe.deltastore.codec.scratch import scratch
+from mergepipe.deltastore.codec.generic.byte_copy import copy_bytes
+from mergepipe.deltastore.codec.residuals.streams import CHUNK_ELEMENTS
 from mergepipe.deltastore.codec.tiles.element_codes import FIRST_BODY_CODE, FIRST_CELL_CODE, N_CODES, TILE
 from mergepipe.deltastore.codec.tiles.stream_elements import ROUND, STREAM_ROOM, collect
 from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts, kernel
@@ -169,25 +168,33 @@ def pack_residuals(codes: Bytes, residuals: Bits16, residual_widths: Bytes, word
         n_bits[stream] = _pack_stream(codes, residuals, residual_widths, first_codes[stream], last, stream_words)
 
 
-def pack_streams(codes: Bytes, residuals: Bits16, residual_widths: Bytes) -> list[Bytes]:
-    """Pack the residuals of the three streams; the returned arrays are views of `scratch` memory."""
-    stream_capacity = len(residuals) * 15 // 64 + 3
-    words, n_bits = scratch("encode-packed", 3 * stream_capacity, np.uint64), np.zeros(3, np.int64)
-    pack_residuals(codes, residuals, residual_widths, words, n_bits)
-    packed = words.view(np.uint8)
-    return [
-        packed[i * stream_capacity * 8 : i * stream_capacity * 8 - (-bits // 8)]
-        for i, bits in enumerate(n_bits.tolist())
-    ]
+@kernel
+def packed_capacity(n: int) -> int:
+    """The words of one stream of a block of `n` elements in `pack_residuals`."""
+    return n * 15 // 64 + 3
 
 
-def residual_piece(packed: Bytes, widths: Bytes, exceptions: Exceptions, n: int) -> Bytes:
-    """Assemble one residual piece of a block of `n` elements.
+@kernel
+def write_residual_piece(packed: Bytes, band_widths: Bytes, exceptions: Bits32, expert: Bits16, out: Bytes) -> int:
+    """Write a residual piece: widths (of bands only, in pairs), exceptions by chunk, packed residuals.
 
-    It consists of the widths (bands only), the exceptions by chunk and the packed residuals.
+    `exceptions` are the positions of those of the stream. Returns the bytes of the piece; it is empty where there is
+    neither a residual nor an exception.
     """
-    if not len(packed) and not len(exceptions.positions):
-        return np.empty(0, np.uint8)
-    packed_widths = (widths[::2] | (widths[1::2] << np.uint8(4))).astype(np.uint8)
-    counts = np.bincount(exceptions.positions // CHUNK_ELEMENTS, minlength=-(-n // CHUNK_ELEMENTS)).astype(np.uint32)
-    return concatenate_bytes(packed_widths, counts, exceptions.positions.astype(np.uint16), exceptions.bits, packed)
+    n, count = len(expert), len(exceptions)
+    if not len(packed) and not count:
+        return 0
+    n_widths = len(band_widths) // 2
+    for i in range(n_widths):
+        out[i] = band_widths[2 * i] | np.uint8(band_widths[2 * i + 1] << np.uint8(4))
+    chunks, positions = np.zeros(-(-n // CHUNK_ELEMENTS), np.uint32), np.empty(2 * count, np.uint16)
+    for e in range(count):
+        position = np.uint64(exceptions[e])
+        chunks[position // np.uint64(CHUNK_ELEMENTS)] += np.uint32(1)
+        positions[e], positions[count + e] = np.uint16(position % np.uint64(CHUNK_ELEMENTS)), expert[position]
+    counted = n_widths + 4 * len(chunks)
+    listed = counted + 4 * count
+    copy_bytes(chunks.view(np.uint8), counted - n_widths, out, n_widths)
+    copy_bytes(positions.view(np.uint8), listed - counted, out, counted)
+    copy_bytes(packed, len(packed), out, listed)
+    return listed + len(packed)

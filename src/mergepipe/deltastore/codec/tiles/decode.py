@@ -58,13 +58,12 @@ from mergepipe.deltastore.codec.tiles.element_codes import (
     LAST_CELL_CODE,
     N_CODES,
     N_EXPONENTS,
-    TILE,
     fill_body_contexts,
     fill_contexts,
     join_codes,
     top_edge_exponent,
 )
-from mergepipe.deltastore.codec.tiles.stream_elements import ALL_ROOM, STREAM_ROOM, collect, place
+from mergepipe.deltastore.codec.tiles.stream_elements import ALL_ROOM, DECODED_TILE, STREAM_ROOM, collect, place
 from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts, Floats, kernel, template
 
 HEAD, HEAD_FINE, BODY, BODY_FINE, REST = (int(piece) for piece in list(Piece)[:5])
@@ -199,11 +198,11 @@ def _fill_exponent_tables(lows: Bytes, cell_bits_C: Bytes, n_contexts: int, cont
 def _make_tile_arrays() -> TileArrays:
     """Allocate the work arrays."""
     return TileArrays(
-        np.empty(TILE, np.uint16),
-        np.empty(TILE, np.uint8),
-        np.empty(TILE, np.uint8),
-        np.empty(TILE, np.uint8),
-        np.empty(TILE, np.uint8),
+        np.empty(DECODED_TILE, np.uint16),
+        np.empty(DECODED_TILE, np.uint8),
+        np.empty(DECODED_TILE, np.uint8),
+        np.empty(DECODED_TILE, np.uint8),
+        np.empty(DECODED_TILE, np.uint8),
         np.empty(STREAM_ROOM, np.uint16),
         np.empty(STREAM_ROOM, np.uint8),
         np.empty(STREAM_ROOM, np.uint8),
@@ -213,8 +212,8 @@ def _make_tile_arrays() -> TileArrays:
         np.empty(STREAM_ROOM, np.float32),
         np.zeros(ALL_ROOM, np.uint16),
         np.zeros(ALL_ROOM, np.float32),
-        np.empty(TILE, np.uint16),
-        np.empty(TILE, np.float32),
+        np.empty(DECODED_TILE, np.uint16),
+        np.empty(DECODED_TILE, np.float32),
     )
 
 
@@ -334,8 +333,8 @@ def _decode_all_tiles(
     """Decode tile by tile: codes, then the elements of each stream side by side, which are put back in their places."""
     arrays, n, is_values = _make_tile_arrays(), len(base), len(values) > 0
     has_body, n_streams = bool(requested_P[BODY]), 3 if requested_P[BODY] else 1
-    for tile in range(0, n, TILE):
-        stop, padded_stop = min(tile + TILE, n), min(tile + TILE, _padded(n))
+    for tile in range(0, n, DECODED_TILE):
+        stop, padded_stop = min(tile + DECODED_TILE, n), min(tile + DECODED_TILE, _padded(n))
         tile_codes, tile_base = codes[tile:padded_stop], base[tile:stop]
         m = len(tile_codes)
         if m > stop - tile:  # the last tile: whole vectors are read and written

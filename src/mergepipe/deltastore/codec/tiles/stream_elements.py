@@ -32,14 +32,15 @@ from mergepipe.deltastore.codec.tiles.element_codes import (
     FIRST_CELL_CODE,
     LAST_CELL_CODE,
     N_CODES,
-    TILE,
 )
 from mergepipe.kernels.compilation.compiled import Bytes, Floats, intrinsic, kernel
 
 Elements = TypeVar("Elements", Bits16, Floats)
+DECODED_TILE = 4096
+"""Elements that are decoded at a time: fewer cost more calls, more do not fit into the first cache."""
 ROUND = 64
 """Elements that are collected at once: tiles are padded to a multiple of this, with code 0, which is in no stream."""
-STREAM_ROOM = TILE + ROUND
+STREAM_ROOM = DECODED_TILE + ROUND
 """Length of an array for the elements of one stream: whole vectors are stored past the last one."""
 ALL_ROOM = 3 * STREAM_ROOM + 1
 """Length of an array for the elements of all streams, and a zero."""
