@@ -245,7 +245,7 @@ bench-codecs: $(CODECS_VENV)/.codecs
 	PYTHONPATH=tests:. $(CODECS_VENV)/bin/python -m benchmarks.packed_codecs --weights $(CODECS_VENV)/weights
 
 # Each part says first what disk and time it needs, and goes on where it was stopped. `make test-peers` adds the peers.
-reproduce: $(VENV)/.test $(PLOTS_VENV)/.plots $(if $(filter resuming,$(or $(PARTS),resuming)),$(TRAIN_VENV)/.train)
+reproduce: $(VENV)/.test $(PLOTS_VENV)/.plots $(if $(filter compose resuming,$(or $(PARTS),resuming)),$(TRAIN_VENV)/.train)
 	PYTHONPATH=src:tests:. $(BIN)/python -m benchmarks.reproduce measure $(PARTS) --size $(or $(SIZE),0.6b) $(ARGUMENTS)
 	@$(MAKE) --no-print-directory pages
 

@@ -1,6 +1,6 @@
 """Command that measures partial saving: bytes and seconds of each save, against full saves and the machine's floor.
 
-Run with the interpreter of requirements/train.txt and PYTHONPATH=src: `python benchmarks/partial_saving.py WORK`.
+Run with the interpreter of requirements/train.txt and PYTHONPATH=src:. `python -m benchmarks.partial_saving WORK`.
 Every strategy trains the same model in a process of its own (two gloo ranks for `--kind zero2`): the Trainer's full
 checkpoints, all units by the writer of partial saves, some of them, and some behind the training step. The floor of
 each is a plain write and fsync of as many bytes as one of its saves has, measured right after it.
@@ -12,8 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +19,8 @@ from importlib import import_module
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+
+from benchmarks import deepspeed_cpu
 
 _FULL = "full"
 _EVERYTHING = "everything"
@@ -82,15 +82,8 @@ def _measure(request: Request, strategy: str, work: Path) -> Measured:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     n_ranks = _N_RANKS[request.kind]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"] if n_ranks > 1 else []
     options = [f"--{key}={value}" for key, value in asdict(request).items()]
-    environment = dict(
-        os.environ, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", DS_BUILD_OPS="0", ACCELERATE_TORCH_DEVICE="cpu"
-    )
-    command = [sys.executable, *torchrun, __file__, str(work), *options, f"--strategy={strategy}"]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if finished.returncode:
-        raise SystemExit(f"{strategy}: training failed\n{finished.stderr[-3000:]}")
+    deepspeed_cpu.run_ranks(n_ranks, "benchmarks.partial_saving", work, *options, f"--strategy={strategy}")
     found = json.loads((work / _RESULT).read_text())
     shutil.rmtree(work)
     floor = _floor_seconds(work.parent, round(mean(found["bytes"])))
@@ -115,15 +108,8 @@ def _train(request: Request, strategy: str, work: Path) -> None:
         sizes, seconds = zip(*rows, strict=True)
         document = {"bytes": sizes, "seconds": seconds, "training": training}
         (work / _RESULT).write_text(json.dumps(document))
-    _leave(request)
-
-
-def _leave(request: Request) -> None:
-    """End the process when all ranks are done, past gloo's destructors, which sometimes abort."""
     if _N_RANKS[request.kind] > 1:
-        import_module("torch.distributed").barrier()
-    sys.stdout.flush()
-    os._exit(0)
+        deepspeed_cpu.leave()
 
 
 def _trainer(request: Request, out: Path, last: int, *, saves_itself: bool) -> Any:
@@ -139,25 +125,10 @@ def _trainer(request: Request, out: Path, last: int, *, saves_itself: bool) -> A
     arguments = transformers.TrainingArguments(
         output_dir=str(out), max_steps=last, save_strategy="steps" if saves_itself else "no", save_steps=request.every,
         per_device_train_batch_size=1, learning_rate=1e-3, report_to=[], disable_tqdm=True,
-        **(_deepspeed() if request.kind == "zero2" else {"use_cpu": True}),
+        **(deepspeed_cpu.trainer_options(2) if request.kind == "zero2" else {"use_cpu": True}),
     )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in rows]
     return transformers.Trainer(model=transformers.LlamaForCausalLM(config), args=arguments, train_dataset=data)
-
-
-def _deepspeed() -> dict[str, Any]:
-    """Options that make the Trainer run DeepSpeed on CPU and gloo; accelerate would else fall back silently."""
-    state: Any = import_module("accelerate.state")
-    state.PartialState._prepare_backend = lambda *_, **__: ("gloo", state.DistributedType.MULTI_CPU)
-    import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
-    config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "zero_optimization": {"stage": 2},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "gradient_clipping": 1.0,
-    }
-    return {"deepspeed": config, "max_grad_norm": 1.0}
 
 
 def _strategy(name: str, model: Any) -> Any:

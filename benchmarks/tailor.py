@@ -31,27 +31,37 @@ _EDGE_LAYERS = 2
 _COPY = 'cp -r "$1" "$2" && sync "$2"/*'  # not durable otherwise, as a composite is
 _HEAD = "| pattern | sources | time s (min-max) | floor s | x floor | CPU s | peak RSS MB | read GB | written GB |"
 
-Layers = Mapping[int, Iterable[int]]  # source -> layers taken from it; the newest source gives the rest
+_OUTER_UNITS = ("embed", "norm", "lm_head")  # after the layers, in the numbers of units
+N_UNITS = LAYERS + len(_OUTER_UNITS)
+
+Units = Mapping[int, Iterable[int]]  # source -> numbers of the units taken from it; the newest gives the rest
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Which layers come from which of `n_sources` checkpoints; `layers` None is a plain copy of one, or an average."""
+    """Which units come from which of `n_sources` checkpoints; `units` None is a plain copy of one, or an average."""
 
     name: str
     n_sources: int
-    layers: Layers | None
+    units: Units | None
     is_average: bool = False
 
     def recipe(self) -> str:
         """The composition as a recipe that lies beside the checkpoints."""
         newest = self.n_sources - 1
         lines = [f"default: {checkpoint_name(newest)}", "take:"]
-        for source, layers in sorted((self.layers or {}).items()):
+        for source, units in sorted((self.units or {}).items()):
             if source != newest:
-                selector = ",".join(map(str, layers))
-                lines.append(f"  - {{from: {checkpoint_name(source)}, units: ['layers {selector}']}}")
+                lines.append(f"  - {{from: {checkpoint_name(source)}, units: {json.dumps(_selectors(units))}}}")
         return "\n".join(lines) + "\n"
+
+
+def _selectors(units: Iterable[int]) -> list[str]:
+    """Name units as recipes do."""
+    numbers = list(units)
+    layers = ",".join(str(number) for number in numbers if number < LAYERS)
+    outer = [_OUTER_UNITS[number - LAYERS] for number in numbers if number >= LAYERS]
+    return [*([f"layers {layers}"] if layers else []), *outer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +83,14 @@ class BenchmarkError(Exception):
 
 
 def patterns(source_counts: Sequence[int], average_counts: Sequence[int] = ()) -> Iterator[Pattern]:
-    """A plain copy, the paper's filter, for each number of sources layers in runs and in turn, and averages."""
+    """A plain copy, the paper's filter, for each number of sources units in runs and in turn, and averages."""
     yield Pattern("cp -r, sync", 1, None)
     yield Pattern("filter", 2, {0: range(_EDGE_LAYERS, LAYERS - _EDGE_LAYERS)})
     for n in source_counts:
-        run = LAYERS // n
-        yield Pattern("consecutive", n, {i: range(i * run, (i + 1) * run) for i in range(n)})
-        yield Pattern("parity" if n == 2 else "in turn", n, {i: range(i, LAYERS, n) for i in range(n)})
+        runs = {i: range(i * N_UNITS // n, (i + 1) * N_UNITS // n) for i in range(n)}
+        yield Pattern("consecutive", n, runs)
+        if n < N_UNITS:
+            yield Pattern("parity" if n == 2 else "in turn", n, {i: range(i, N_UNITS, n) for i in range(n)})
     for n in average_counts:
         yield Pattern("average", n, None, is_average=True)
 
@@ -116,7 +127,7 @@ class Bench:
         if pattern.is_average:
             options = ["-o", str(out), "--optimizer", "average"]
             return [str(self.mergepipe), "tailor", "average", *map(str, sources), *options]
-        if pattern.layers is None:
+        if pattern.units is None:
             return ["bash", "-c", _COPY, "cp", str(sources[0]), str(out)]
         recipe = self.scratch / "recipe.yml"
         recipe.write_text(pattern.recipe())

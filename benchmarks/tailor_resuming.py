@@ -3,7 +3,8 @@
 Run with the interpreter of requirements/train.txt and PYTHONPATH=src: `python -m benchmarks.tailor_resuming WORK`. For
 every seed, one run saves in full and goes on to the end; others save in part, each with its strategy. Composites are
 made of all of them by `mergepipe tailor` and resumed by the Trainer: the same batches, rates and random states. With
-`--base`, a model on disk is fine-tuned, and composites are made of full saves alone, by the paper's strategies.
+`--base`, a model on disk is fine-tuned, and composites are made of full saves alone, by the paper's strategies; with
+`--ranks 2`, by two ranks under DeepSpeed's ZeRO-3.
 """
 
 from __future__ import annotations
@@ -22,62 +23,26 @@ from typing import Any
 
 from benchmarks import tiny_lm
 from benchmarks.local_text import gather
+from benchmarks.tailor_training import Losses, Setting, Task, Text, Trained, Training, be_quiet, train
 from mergepipe.tailor import api
 from mergepipe.tailor.composition.compose import CompositionReport
 from mergepipe.tailor.saving.save_journal import LOG_NAME, read_journal
 
-_SHAPE = tiny_lm.LmShape(vocab=1024, hidden=96, layers=8, kv_heads=2, head_dim=24, intermediate=256, context=64)
 _CHARACTERS = 2_000_000
 _PAPER_FILTER_AGE = 5  # saves between one half of the middle layers and the other
 _WEIGHTS, _OPTIMIZER = "model.safetensors", "optimizer.pt"
 _PARTIAL = ("parity", "filter", "latest-changed, half", "latest-changed, a quarter")
-_BUDGET_FRACTIONS = {"half": 0.5, "a quarter": 0.25}  # of a full save, for latest-changed
 _WINDOWS = ((1, 5), (6, 20), (21, 50), (51, 100))  # steps after resuming, both ends included
-_RECOVERED_NATS, _RECOVERED_STEPS = 0.01, 10
+RECOVERED_NATS = 0.01
+_RECOVERED_STEPS = 10
 RESULT = "resuming.json"
-
-Losses = dict[int, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One experiment: saves every `every` steps, an interruption at step `at`, `after` steps from there on."""
-
-    at: int
-    every: int
-    after: int
-    rate: float
-    schedule: str
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What is trained: a new small model, or the one in `base`; on windows of that many tokens."""
-
-    base: Path | None
-    batch: int
-    window_tokens: int
-    heldout_windows: int
-    warmup_steps: int
-
-    def model(self, seed: int) -> tiny_lm.LmModel:
-        return tiny_lm.new_model(_SHAPE, seed) if self.base is None else tiny_lm.load_model(self.base)
-
 
 NEW = Task(None, batch=8, window_tokens=64, heldout_windows=96, warmup_steps=50)
 
 
-def fine_tuning(base: Path, *, window_tokens: int = 256) -> Task:
+def fine_tuning(base: Path, *, window_tokens: int = 256, ranks: int = 1) -> Task:
     """Return the task of training a model on disk further."""
-    return Task(base, batch=2, window_tokens=window_tokens, heldout_windows=24, warmup_steps=4)
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Token windows to train on and to score with."""
-
-    training: tuple[tuple[int, ...], ...]
-    heldout: tuple[tuple[int, ...], ...]
+    return Task(base, batch=2, window_tokens=window_tokens, heldout_windows=24, warmup_steps=4, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +63,25 @@ class Resumed:
 
     @property
     def recovered_after(self) -> int | None:
-        """Steps until the mean excess of the next `_RECOVERED_STEPS` steps is within `_RECOVERED_NATS`."""
+        """Steps until the mean excess of the next `_RECOVERED_STEPS` steps is within `RECOVERED_NATS`."""
         for step in range(len(self.excess) - _RECOVERED_STEPS + 1):
-            if mean(self.excess[step : step + _RECOVERED_STEPS]) < _RECOVERED_NATS:
+            if mean(self.excess[step : step + _RECOVERED_STEPS]) < RECOVERED_NATS:
                 return step
         return None
+
+    @property
+    def final_excess(self) -> float:
+        """The mean excess of the last `_RECOVERED_STEPS` steps."""
+        return mean(self.excess[-_RECOVERED_STEPS:])
 
 
 def read_text(task: Task, n_windows: int) -> Text:
     """Cut windows, without overlap, out of text of this machine: general text, or the last domain for fine-tuning."""
     if task.base is None:
         (domain,) = gather(0, general_characters=_CHARACTERS)
-        tokenizer = tiny_lm.make_tokenizer([domain.training], _SHAPE.vocab)
     else:
         domain = gather(8, general_characters=1)[-1]
-        tokenizer = tiny_lm.load_tokenizer(task.base)
+    tokenizer = task.tokenizer(domain.training)
 
     def windows(text: str, count: int) -> tuple[tuple[int, ...], ...]:
         ids, size = tiny_lm.tokens_of(tokenizer, text), task.window_tokens
@@ -134,8 +103,7 @@ class Experiment:
         self._text = text
         self._seed = seed
         self._full = work / "full"
-        self._last = setting.at + setting.after
-        self._uninterrupted: Losses = {}
+        self._uninterrupted = Trained({}, {})
 
     def run(self) -> Iterator[Resumed]:
         """Train, compose, resume; yield each result as it is there."""
@@ -145,15 +113,10 @@ class Experiment:
         """Resume the checkpoint itself, and what the paper's strategies would have saved of it and of older ones."""
         at, every = self._setting.at, self._setting.every
         ages = {"paper-parity": every, "paper-filter": _PAPER_FILTER_AGE * every}
-        self._uninterrupted = self._train(
-            self._full, self._last, saved_at=[at, self._last, *(at - age for age in ages.values())]
-        )
-        final = self._checkpoint(self._last)
-        loss = _final(self._uninterrupted, self._last)
-        yield Resumed(
-            "not interrupted", self._seed, (), None, self._heldout(self._checkpoint(at)), self._heldout(final), (), loss
-        )
-        shutil.rmtree(final)
+        last = self._setting.last
+        self._uninterrupted = self._train(self._full, last, saved_at=(at, *(at - age for age in ages.values())))
+        losses, heldout = self._uninterrupted.losses, self._uninterrupted.heldout
+        yield Resumed("not interrupted", self._seed, (), None, heldout[at], heldout[last], (), _final(losses, last))
         for age in ages.values():
             yield self._scored(f"whole checkpoint, {age} steps before", age)
         yield self._resumed("the checkpoint itself", (), self._checkpoint(at))
@@ -177,8 +140,8 @@ class Experiment:
 
     def _trained(self) -> Iterator[Resumed]:
         at, every = self._setting.at, self._setting.every
-        steps = [at, at - every, at - 2 * every, at - 4 * every]
-        self._uninterrupted = self._train(self._full, self._last, saved_at=steps)
+        steps = (at, at - every, at - 2 * every, at - 4 * every)
+        self._uninterrupted = self._train(self._full, self._setting.last, saved_at=steps)
         for age in (0, every, 2 * every, 4 * every):
             if age:  # what going back would lose; it is not resumed: its losses are those of the uninterrupted run
                 yield self._scored(f"whole checkpoint, {age} steps before", age)
@@ -233,48 +196,23 @@ class Experiment:
         return self._work / f"parity-{age}" / f"checkpoint-{self._setting.at}"
 
     def _scored(self, name: str, age: int) -> Resumed:
-        heldout = self._heldout(self._checkpoint(self._setting.at - age))
+        heldout = self._uninterrupted.heldout[self._setting.at - age]
         return Resumed(name, self._seed, (), None, heldout, None, ())
 
     def _resumed(
         self, name: str, ages: tuple[int, ...], checkpoint: Path, *, saved_fraction: float | None = None
     ) -> Resumed:
-        at, out = self._setting.at, self._work / "resumed"
-        found = self._train(out, self._last, saved_at=[self._last], resume=checkpoint)
-        excess = tuple(found[step] - self._uninterrupted[step] for step in range(at + 1, self._last + 1))
-        after = self._heldout(out / f"checkpoint-{self._last}")
-        shutil.rmtree(out)
-        final = _final(found, self._last)
-        return Resumed(name, self._seed, ages, saved_fraction, self._heldout(checkpoint), after, excess, final)
-
-    def _heldout(self, checkpoint: Path) -> float:
-        model, windows = tiny_lm.load_model(checkpoint), {"heldout": self._text.heldout}
-        return mean(tiny_lm.window_losses(model, windows, bf16=self._task.base is not None)["heldout"])
+        at, last, before = self._setting.at, self._setting.last, self._uninterrupted.losses
+        trained = self._train(self._work / "resumed", last, resume=checkpoint)
+        excess = tuple(trained.losses[step] - before[step] for step in range(at + 1, last + 1))
+        heldout, final = trained.heldout, _final(trained.losses, last)
+        return Resumed(name, self._seed, ages, saved_fraction, heldout[at], heldout[last], excess, final)
 
     def _train(
-        self, out: Path, last: int, *, saved_at: Sequence[int] = (), strategy: str = "", resume: Path | None = None
-    ) -> Losses:
-        """Train under the Trainer up to step `last`; return the loss of every step."""
-        transformers: Any = import_module("transformers")
-        model = self._task.model(self._seed)
-        torch: Any = import_module("torch")
-        rows = [{"input_ids": t, "labels": t} for t in torch.tensor(self._text.training)]
-        arguments = transformers.TrainingArguments(
-            output_dir=str(out), max_steps=self._last, save_strategy="no", per_device_train_batch_size=self._task.batch,
-            learning_rate=self._setting.rate, lr_scheduler_type=self._setting.schedule,
-            warmup_steps=self._task.warmup_steps, bf16=self._task.base is not None,
-            weight_decay=0.1, logging_steps=1, seed=self._seed, report_to=[], disable_tqdm=True, use_cpu=True,
-        )  # fmt: skip
-        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.add_callback(_steering(transformers.TrainerCallback, saved_at, last))
-        if strategy:
-            train: Any = import_module("mergepipe.tailor.saving")
-            trainer.add_callback(
-                train.PartialCheckpointCallback(self._setting.every, _strategy(train, strategy, model))
-            )
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-        return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+        self, out: Path, last: int, *, saved_at: tuple[int, ...] = (), strategy: str = "", resume: Path | None = None
+    ) -> Trained:
+        request = Training(self._setting, self._task, self._text, self._seed, out, last, saved_at, strategy, resume)
+        return train(request)
 
 
 def _final(losses: Losses, last: int) -> float:
@@ -283,27 +221,6 @@ def _final(losses: Losses, last: int) -> float:
 
 def _ages(report: CompositionReport) -> tuple[int, ...]:
     return tuple(max(age for _, _, age in unit.sources) for unit in report.plan.staleness)
-
-
-def _steering(base: Any, saved_at: Sequence[int], last: int) -> Any:
-    """A callback that saves at some steps and stops after one."""
-
-    def on_step_end(_: Any, __: Any, state: Any, control: Any, **___: Any) -> Any:
-        control.should_save |= state.global_step in saved_at
-        control.should_training_stop |= state.global_step >= last
-        return control
-
-    return type("Steering", (base,), {"on_step_end": on_step_end})()
-
-
-def _strategy(train: Any, name: str, model: Any) -> Any:
-    if name == "parity":
-        return train.Parity()
-    if name == "filter":
-        return train.Filter(edge_layers=2, every=5)
-    n_elements = sum(parameter.numel() for parameter in model.parameters())
-    fraction = _BUDGET_FRACTIONS[name.partition(", ")[2]]
-    return train.LatestChanged(budget_bytes=int(fraction * 12 * n_elements))
 
 
 def _forget_moments(path: Path) -> None:
@@ -394,27 +311,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--schedule", default="constant_with_warmup", help="the Trainer's name of it")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--base", type=Path, help="a Hugging Face directory to fine-tune, at a rate such as 2e-5")
+    parser.add_argument("--window-tokens", type=int, default=256, help="of each of the two windows of a step of --base")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="2: --base is trained under ZeRO-3")
     given = parser.parse_args(arguments)
     n_needed = 4 if given.base is None else _PAPER_FILTER_AGE
     if given.at % given.every or given.at <= n_needed * given.every:
         parser.error(f"--at {given.at}: give a multiple of --every, beyond {n_needed * given.every}")
     setting = Setting(given.at, given.every, given.after, given.rate, given.schedule)
     tiny_lm.use_threads(1)
-    _be_quiet()
+    be_quiet()
     started = time.process_time()
-    task = NEW if given.base is None else fine_tuning(given.base)
+    task = NEW
+    if given.base is not None:
+        task = fine_tuning(given.base, window_tokens=given.window_tokens, ranks=given.ranks)
     found = run_all(given.work, setting, task, given.seeds, _tell)
-    document: Mapping[str, object] = {"setting": asdict(setting), "results": [asdict(each) for each in found]}
+    document: Mapping[str, object] = {
+        "setting": asdict(setting),
+        "step_tokens": task.batch * task.window_tokens,
+        "results": [asdict(each) for each in found],
+    }
     (given.work / RESULT).write_text(json.dumps(document, indent=1))
     print_table(setting, found)
     print(f"{time.process_time() - started:.0f} s of processor time", file=sys.stderr)
-
-
-def _be_quiet() -> None:
-    """Keep progress bars and the notice about tied embeddings off the terminal."""
-    logging: Any = import_module("transformers.utils.logging")
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
 
 
 def _tell(each: Resumed) -> None:

@@ -1,124 +1,297 @@
-"""Part `compose`: training checkpoints composed of 2 to 32 others, with LLMTailor's times beside ours."""
+"""Part `compose`: checkpoints composed of 2 to 35 others, and averaged, beside loading one; LLMTailor's times too."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from benchmarks.floor import DEFAULT
+from benchmarks.cold import make_cold
+from benchmarks.floor import DEFAULT, measure_floor
+from benchmarks.merge import BenchmarkError
 from benchmarks.reproduce.pages import Figure, Page, Series, Table
 from benchmarks.reproduce.parts import Needs, Part
-from benchmarks.reproduce.results import Results
+from benchmarks.reproduce.results import Entry, Results
+from benchmarks.reproduce.resuming import training_python
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.workplace import Workplace
-from benchmarks.tailor import Bench, Pattern, make_tree, patterns
+from benchmarks.tailor import N_UNITS, Bench, Pattern, files_of, make_tree, patterns
+from benchmarks.tailor_tree import checkpoint_name
 
 _RANKS = 4
-_CHECKPOINT_GB = {"toy": 0.02, "demo": 0.1, "small": 0.1, "0.6b": 0.5, "1.7b": 1.0, "8b": 2.0}
-_SOURCES = {"toy": (2,), "8b": (2, 8)}
-_ALL_SOURCES = (2, 8, 16, 32)
-
-
-def _sources(size: Size) -> Sequence[int]:
-    return _SOURCES.get(size.name, _ALL_SOURCES)
+_ALL_SOURCES = (2, 8, 18, N_UNITS)
+_AVERAGED = 10
+_TREES: Mapping[str, Mapping[float, Sequence[int]]] = MappingProxyType(
+    {  # by size: GB of a checkpoint, and how many are there to compose from
+        "toy": {0.02: (2,)},
+        "demo": {0.1: (2, 8)},
+        "small": {0.1: _ALL_SOURCES},
+        "0.6b": {0.5: _ALL_SOURCES},
+        "1.7b": {0.5: _ALL_SOURCES, 2.0: (2, 8, 18)},
+        "8b": {0.5: _ALL_SOURCES, 2.0: (2, 8, 18), 8.0: (2,), 16.0: (2,)},
+    }
+)
+_ENGINE_GB = 2.0  # DeepSpeed's engine takes about three times a checkpoint's bytes of memory
+_READ, _TORCH, _DEEPSPEED = "plain read", "torch.load", "DeepSpeed"
+_NOT_COMPOSED = ("cp -r, sync", "average")
+_BASELINES = {
+    _READ: "reads the files past the page cache, and does nothing with them",
+    _TORCH: "loads file after file in one process",
+    _DEEPSPEED: f"is `load_checkpoint` of an engine of {_RANKS} ranks, of a checkpoint that it saved",
+}
 
 
 def _needs(size: Size) -> Needs:
-    total_bytes = int((max(_sources(size)) + 2) * _CHECKPOINT_GB[size.name] * 1e9)
-    return Needs(total_bytes, total_bytes / 1e9 / 6 + len(_sources(size)) * size.repeats)
+    trees = _TREES[size.name]
+    disk_bytes = max((max(counts) + 2) * gb * 1e9 for gb, counts in trees.items())
+    written_gb = sum((max(counts) + 2) * gb for gb, counts in trees.items())
+    return Needs(int(disk_bytes), written_gb / 6 + len(trees) * len(_ALL_SOURCES) * size.repeats)
 
 
 def _measure(place: Workplace, size: Size, results: Results) -> None:
-    scratch = place.folder / "checkpoints"
-    for pattern in patterns(_sources(size)):
-        for repeat in range(size.repeats):
-            call = partial(_compose, scratch, _CHECKPOINT_GB[size.name], max(_sources(size)), pattern)
-            results.measure(f"{pattern.name}/{pattern.n_sources}/{repeat}", call)
-    shutil.rmtree(scratch, ignore_errors=True)
+    for gb, counts in _TREES[size.name].items():
+        tree = _Tree(place.folder / f"checkpoints-{gb:g}", gb, max(counts))
+        for name, measured in _runs_of(tree, counts, has_frameworks=not size.is_toy):
+            for repeat in range(size.repeats):
+                results.measure(f"{gb:g}/{name}/{repeat}", measured)
+        shutil.rmtree(tree.scratch, ignore_errors=True)
 
 
-def _compose(scratch: Path, size_gb: float, n_checkpoints: int, pattern: Pattern) -> dict[str, Any]:
-    if not (scratch / "made").exists():
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        make_tree(scratch, size_gb, n_checkpoints, _RANKS)
-        (scratch / "made").touch()
-    return asdict(Bench(scratch, Path(sys.executable).parent / "mergepipe", (DEFAULT,)).run(pattern))
+def _runs_of(
+    tree: _Tree, counts: Sequence[int], *, has_frameworks: bool
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Name what is measured on one tree: loading one, then every pattern."""
+    baselines: dict[str, Callable[[], dict[str, Any]]] = {_READ: tree.read}
+    if has_frameworks:
+        baselines[_TORCH] = tree.load_by_torch
+    if has_frameworks and tree.size_gb <= _ENGINE_GB:
+        baselines[_DEEPSPEED] = tree.load_by_deepspeed
+    yield from baselines.items()
+    averaged = _AVERAGED if max(counts) >= _AVERAGED else 2
+    for pattern in patterns(counts, [averaged]):
+        yield f"{pattern.name}/{pattern.n_sources}", partial(tree.compose, pattern)
 
 
-def _runs(results: Results) -> dict[tuple[str, int], list[Any]]:
-    runs: dict[tuple[str, int], list[Any]] = {}
-    for entry in results.entries.values():
-        runs.setdefault((entry["pattern"], entry["n_sources"]), []).append(entry)
-    return runs
+class _Tree:
+    """Checkpoints of one size in `scratch`, which are written when the first is needed."""
+
+    def __init__(self, scratch: Path, size_gb: float, n_checkpoints: int) -> None:
+        self.scratch = scratch
+        self.size_gb = size_gb
+        self._n_checkpoints = n_checkpoints
+
+    def compose(self, pattern: Pattern) -> dict[str, Any]:
+        self._make()
+        bench = Bench(self.scratch, Path(sys.executable).parent / "mergepipe", (DEFAULT,))
+        return self._entry(**asdict(bench.run(pattern)))
+
+    def read(self) -> dict[str, Any]:
+        newest, before = files_of(self._newest()), time.process_time()
+        floor = measure_floor(newest, self.scratch / "floor", 0, DEFAULT)
+        return self._entry(baseline=_READ, seconds=floor.seconds, cpu_seconds=time.process_time() - before)
+
+    def load_by_torch(self) -> dict[str, Any]:
+        newest = self._newest()
+        make_cold([newest])
+        return self._entry(baseline=_TORCH, **self._framework("torch", newest))
+
+    def load_by_deepspeed(self) -> dict[str, Any]:
+        self._make()
+        saved = self.scratch / "saved"
+        if not (saved / "latest").exists():  # which DeepSpeed writes last
+            shutil.rmtree(saved, ignore_errors=True)
+            self._framework("deepspeed-save", saved)
+        make_cold([saved])
+        return self._entry(baseline=_DEEPSPEED, **self._framework("deepspeed", saved))
+
+    def _entry(self, **measured: Any) -> dict[str, Any]:
+        return {"size_gb": self.size_gb, **measured}
+
+    def _newest(self) -> Path:
+        self._make()
+        return self.scratch / checkpoint_name(self._n_checkpoints - 1)
+
+    def _make(self) -> None:
+        if not (self.scratch / "made").exists():
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            self.scratch.mkdir(parents=True)
+            make_tree(self.scratch, self.size_gb, self._n_checkpoints, _RANKS)
+            (self.scratch / "made").touch()
+
+    def _framework(self, way: str, directory: Path) -> dict[str, Any]:
+        result = self.scratch / "loaded.json"
+        result.write_text("{}")
+        options = (f"--result={result}", f"--size-gb={self.size_gb}", f"--ranks={_RANKS}")
+        command = [training_python(), "-m", "benchmarks.load_one", way, directory, *options]
+        if subprocess.run([*map(str, command)], check=False).returncode:
+            raise BenchmarkError(f"{way} of {directory} failed; what it printed is above")
+        loaded: dict[str, Any] = json.loads(result.read_text())
+        return loaded
 
 
-def _middle(entries: Sequence[Any], field: str) -> float:
+Composed = dict[tuple[str, int], list[Entry]]
+
+
+class ComposeTimes:
+    """The stored runs of checkpoints of one size."""
+
+    def __init__(self, results: Results, size_gb: float) -> None:
+        self.size_gb = size_gb
+        self.clock = results.clock
+        self.loads: dict[str, list[Entry]] = {}
+        self.composed: Composed = {}
+        for entry in (entry for entry in results.entries.values() if entry["size_gb"] == size_gb):
+            if "baseline" in entry:
+                self.loads.setdefault(entry["baseline"], []).append(entry)
+            else:
+                self.composed.setdefault((entry["pattern"], entry["n_sources"]), []).append(entry)
+
+    def time(self, pattern: str, n_sources: int) -> float | None:
+        """Return the middle time by the clock of the results."""
+        entries = self.composed.get((pattern, n_sources))
+        return None if entries is None else _middle(entries, self.clock)
+
+    def loading(self, way: str = _DEEPSPEED) -> float | None:
+        """Return the middle time of loading one checkpoint, where it was measured."""
+        entries = self.loads.get(way)
+        return None if entries is None else _middle(entries, self.clock)
+
+    def over_loading(self, seconds: float | None) -> str:
+        """Tell a time over that of DeepSpeed's load; nothing where that was not measured."""
+        loading = self.loading()
+        return "" if seconds is None or loading is None else f"{seconds / loading:.2f}"
+
+    @property
+    def sources(self) -> list[int]:
+        return sorted({n for name, n in self.composed if name == "consecutive"})
+
+    @property
+    def most_read(self) -> float:
+        """The most bytes that a composition read, over those that it wrote."""
+        composed = (entries for (name, _), entries in self.composed.items() if name not in _NOT_COMPOSED)
+        return max(_middle(entries, "read_bytes") for entries in composed) / self.output_bytes
+
+    @property
+    def output_bytes(self) -> float:
+        return _middle(next(iter(self.composed.values())), "written_bytes")
+
+
+def compose_times(results: Results) -> list[ComposeTimes]:
+    """Return the runs by size of checkpoint, smallest first."""
+    return [ComposeTimes(results, gb) for gb in sorted({entry["size_gb"] for entry in results.entries.values()})]
+
+
+def _middle(entries: Sequence[Entry], field: str) -> float:
     return float(sorted(entry[field] for entry in entries)[len(entries) // 2])
 
 
 def _page(results: Results) -> Page:
-    runs = _runs(results)
-    composed = {key: entries for key, entries in runs.items() if not key[0].startswith("cp")}
-    times = {key: _middle(entries, results.clock) for key, entries in composed.items()}
-    many = max(n for _, n in composed)
-    in_turn = times["in turn" if many > 2 else "parity", many] / times["consecutive", many]
-    growth = times["consecutive", many] / times["consecutive", 2]
-    read = max(_middle(entries, "read_bytes") for entries in composed.values()) / _output_bytes(runs)
-    meaning = (
-        f"**Composing reads and writes one checkpoint, however many the layers come from.** At most it read {read:.2f}"
-        f" times the bytes of one. From {many} sources it takes {growth:.2f} times the {results.clock_name} of 2;"
-        f" layers in turn take {in_turn:.2f} times those of layers in runs, where LLMTailor's parity takes 3.1 times as"
-        f" long as its two runs."
+    times = compose_times(results)
+    tables = [piece for of_size in times for piece in (_text(of_size), _table(results, of_size))]
+    body = (_about(results), *tables, _figure(results, times[0]))
+    return Page("Composing training checkpoints", _meaning(results, times), body)
+
+
+def _meaning(results: Results, times: Sequence[ComposeTimes]) -> str:
+    of_most = max(times, key=lambda of_size: max(of_size.sources))
+    many, pair = max(of_most.sources), of_most.time("consecutive", 2)
+    most = of_most.time("consecutive", many)
+    composed = [
+        (of_size, key) for of_size in times for key in of_size.composed if key[0] not in ("cp -r, sync", "average")
+    ]
+    read = max(_middle(of_size.composed[key], "read_bytes") / of_size.output_bytes for of_size, key in composed)
+    growth = (
+        ""
+        if pair is None or most is None
+        else f" From {many} sources it takes {most / pair:.2f} times the {results.clock_name} of 2."
     )
-    return Page(
-        "Composing training checkpoints",
-        meaning,
-        (_text(_output_bytes(runs)), _table(results, runs), _figure(results, composed)),
+    largest = times[-1]
+    over = largest.over_loading(largest.time("parity", 2))
+    beside = (
+        f" Parity of two checkpoints of {largest.size_gb:g} GB takes {over} times the {results.clock_name} in which"
+        f" DeepSpeed loads one; LLMTailor's takes 61 times its own load (112.5 GB), 292 times (17.3 GB)."
+        if over
+        else ""
     )
-
-
-def _output_bytes(runs: dict[tuple[str, int], list[Any]]) -> float:
-    return _middle(next(iter(runs.values())), "written_bytes")
-
-
-def _text(checkpoint_bytes: float) -> str:
     return (
-        f"ZeRO-3 checkpoints of Llama-3-8B's shapes scaled down to {checkpoint_bytes / 1e9:.2f} GB, {_RANKS} ranks;"
-        " what is read beyond that is structure, which does not grow with the weights. The floor reads one checkpoint"
-        " while as many bytes are written. LLMTailor, Llama-3.1-8B of 112.5 GB: loading one 16.8 s; composing from 2"
-        " sources 332.4 s, parity 1027.5 s, 8 sources 279.2 s, 35 sources 264.3 s."
+        "**Composing reads and writes one checkpoint, however many the layers come from.** At most it read"
+        f" {read:.2f} times the bytes of one.{growth}{beside}"
     )
 
 
-def _table(results: Results, runs: dict[tuple[str, int], list[Any]]) -> Table:
+def _about(results: Results) -> str:
+    loads = {entry.get("baseline") for entry in results.entries.values()}
+    told = "; ".join(f"*{name}* {what}" for name, what in _BASELINES.items() if name in loads)
+    return (
+        "ZeRO-3 checkpoints of Llama-3-8B's shapes, every width scaled down, which keeps its 35 units: 32 layers,"
+        f" embeddings, norm and head; {_RANKS} ranks. *consecutive* takes units in runs, *parity* and *in turn* one by"
+        " one, *filter* all but the outer four layers from the older, *average* means weights and moments of all. What"
+        " is read beyond one checkpoint is structure, which does not grow with the weights. The floor reads what has to"
+        f" be read while one checkpoint is written. Loading one: {told}; imports and the building of an engine are not"
+        " counted, while composing counts the whole process; processor seconds are those of all ranks. *x load*: over"
+        " DeepSpeed's."
+        f" {_not_run(results.size['name'])}"
+    )
+
+
+def _not_run(size_name: str) -> str:
+    """Tell which of the papers' numbers of sources, and which sizes, are left out here."""
+    trees = _TREES[size_name]
+    gone = [f"{gb:g} GB" for gb in _TREES["8b"] if gb not in trees and gb > max(trees)]
+    fewer = [f"{gb:g} GB from more than {max(counts)}" for gb, counts in trees.items() if max(counts) < N_UNITS]
+    left_out = [*([f"checkpoints of {', '.join(gone)} (larger sizes of `make reproduce`)"] if gone else []), *fewer]
+    return f"Not run, for the disk: {'; '.join(left_out)}." if left_out else ""
+
+
+def _text(times: ComposeTimes) -> str:
+    without = (
+        ""
+        if times.loading() is not None or not times.loads
+        else (
+            " DeepSpeed's engine of that size does not fit the machine's memory." if times.size_gb > _ENGINE_GB else ""
+        )
+    )
+    return f"**Checkpoints of {times.output_bytes / 1e9:.2f} GB.**{without}"
+
+
+def _table(results: Results, times: ComposeTimes) -> Table:
     rows = []
-    for (pattern, n_sources), entries in runs.items():
-        floor = _middle(entries, "floor_seconds")
-        over = "" if results.is_busy else f"{_middle(entries, 'seconds') / floor:.2f}"
+    for name, loads in times.loads.items():
+        seconds, cpu = (f"{_middle(loads, field):.2f}" for field in ("seconds", "cpu_seconds"))
+        over = times.over_loading(times.loading(name))
+        rows.append((f"load one: {name}", "1", seconds, cpu, "", over, "", "", ""))
+    for (pattern, n_sources), entries in times.composed.items():
+        over = "" if results.is_busy else f"{_middle(entries, 'seconds') / _middle(entries, 'floor_seconds'):.2f}"
         rows.append(
             (
                 pattern, str(n_sources), f"{_middle(entries, 'seconds'):.2f}", f"{_middle(entries, 'cpu_seconds'):.2f}",
-                over, f"{_middle(entries, 'read_bytes') / 1e9:.3f}",
+                over, times.over_loading(times.time(pattern, n_sources)), f"{_middle(entries, 'read_bytes') / 1e9:.3f}",
                 f"{_middle(entries, 'written_bytes') / 1e9:.3f}", f"{_middle(entries, 'peak_rss_bytes') / 2**20:.0f}",
             )
         )  # fmt: skip
-    header = ("pattern", "sources", "s", "CPU s", "x floor", "kernel read GB", "written GB", "RSS MiB")
+    header = ("pattern", "sources", "s", "CPU s", "x floor", "x load", "kernel read GB", "written GB", "RSS MiB")
     return Table(header, tuple(rows))
 
 
-def _figure(results: Results, composed: dict[tuple[str, int], list[Any]]) -> Figure:
+def _figure(results: Results, times: ComposeTimes) -> Figure:
     series = []
-    for label, names in (("runs of layers", ("consecutive",)), ("layers in turn", ("parity", "in turn"))):
-        points = {n: _middle(e, results.clock) for (name, n), e in composed.items() if name in names}
-        series.append(Series(label, tuple(map(float, points)), tuple(points.values())))
-    title = "Time to compose one checkpoint"
+    for label, names in (("runs of units", ("consecutive",)), ("units in turn", ("parity", "in turn"))):
+        points = {n: times.time(name, n) for name, n in times.composed if name in names}
+        values = {n: seconds for n, seconds in points.items() if seconds is not None}
+        series.append(Series(label, tuple(map(float, values)), tuple(values.values())))
+    title = f"Time to compose one checkpoint of {times.size_gb:g} GB"
     return Figure("compose", title, "source checkpoints", results.clock_name, tuple(series))
 
 
-PART = Part("compose", "training checkpoints composed of 2 to 32 others (LLMTailor)", _needs, _measure, _page)
+PART = Part(
+    "compose", "checkpoints composed of 2 to 35 others, and averaged, beside loading one (LLMTailor)", _needs, _measure,
+    _page,
+)  # fmt: skip

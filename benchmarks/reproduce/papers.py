@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 
+from benchmarks.reproduce.compose import ComposeTimes, compose_times
 from benchmarks.reproduce.family_recipes import PAPER_OPERATORS
 from benchmarks.reproduce.overheads import overheads_table
 from benchmarks.reproduce.pages import Table, percent
 from benchmarks.reproduce.results import Results
-from benchmarks.reproduce.resuming import stored_runs
+from benchmarks.reproduce.resuming import ALONE, VARIANTS, ZERO3, stored_runs
+from benchmarks.tailor_resuming import Resumed
 
 _SCALING = {
     # K: naive seconds, theirs under the budget; AVG, TIES, DARE (Llama-3.1-8B, 3,462 MB)
@@ -44,13 +46,24 @@ _RESUMED = {
     "paper-filter": ("1.59 / 1.59", "1.60 / 1.62"),
 }
 
+_LOAD_1B, _LOAD_8B = 0.80, 16.8
+_COMPOSED = {
+    # pattern and sources: seconds to compose and load, and to load one, of the 1B and of the 8B model
+    ("consecutive", 2): ((117.0, _LOAD_1B), (332.4, _LOAD_8B)),
+    ("parity", 2): ((233.6, _LOAD_1B), (1027.5, _LOAD_8B)),
+    ("consecutive", 8): ((60.4, _LOAD_1B), (279.2, _LOAD_8B)),
+    ("consecutive", 18): ((62.5, _LOAD_1B), (None, _LOAD_8B)),
+    ("consecutive", 35): ((None, _LOAD_1B), (264.3, _LOAD_8B)),
+}
+
 
 def comparison(results: Mapping[str, Results]) -> str:
     """Write a section for each table of the papers that there are results of."""
     sections: Mapping[str, Callable[[Results], str]] = {
-        "scaling": _scaling, "sweep": _fidelity, "overheads": _overheads, "resuming": _resuming,
+        "scaling": _scaling, "sweep": _fidelity, "overheads": _overheads, "resuming": _resuming, "compose": _composing,
     }  # fmt: skip
-    return "\n\n".join(section(results[name]) for name, section in sections.items() if name in results)
+    texts = (section(results[name]) for name, section in sections.items() if name in results)
+    return "\n\n".join(text for text in texts if text)
 
 
 def _scaling(results: Results) -> str:
@@ -114,17 +127,46 @@ def _overheads(results: Results) -> str:
 
 
 def _resuming(results: Results) -> str:
-    runs = stored_runs(results)
+    measured = {variant: runs for variant in VARIANTS if (runs := stored_runs(results, variant))}
     rows = []
     for strategy, theirs in _RESUMED.items():
-        of_strategy = [run for run in runs if run.name.startswith(strategy)]
-        final = mean(run.final_loss for run in of_strategy if run.final_loss is not None)
-        heldout = mean(run.heldout_after for run in of_strategy if run.heldout_after is not None)
-        rows.append((strategy, *theirs, f"{final:.3f} / {heldout:.3f}"))
+        ours = (_last_losses([run for run in runs if run.name.startswith(strategy)]) for runs in measured.values())
+        rows.append((strategy, *theirs, *ours))
     text = (
         "Last losses in training / on held-out text. Theirs: hundreds of steps of models of 7 and 8 billion"
-        f" parameters; ours: [SmolLM2-135M](benchmarks/resuming.md), seeds: {len(results.entries)}. Losses of other"
+        " parameters under ZeRO-3; ours: [SmolLM2-135M](benchmarks/resuming.md), means of three seeds. Losses of other"
         " models on other text do not compare; the differences from the first row do."
     )
-    header = ("resumed from", "Llama-3.1-8B, theirs", "Qwen2.5-7B, theirs", "SmolLM2-135M, ours")
+    ours_by = {ALONE: "SmolLM2-135M, ours", ZERO3: "under ZeRO-3, two ranks, ours"}
+    header = ("resumed from", "Llama-3.1-8B, theirs", "Qwen2.5-7B, theirs", *(ours_by[variant] for variant in measured))
     return f"### Losses after resuming\n\n{text}\n\n{Table(header, tuple(rows)).markdown()}"
+
+
+def _last_losses(runs: Sequence[Resumed]) -> str:
+    final = mean(run.final_loss for run in runs if run.final_loss is not None)
+    heldout = mean(run.heldout_after for run in runs if run.heldout_after is not None)
+    return f"{final:.3f} / {heldout:.3f}"
+
+
+def _composing(results: Results) -> str:
+    times = [of_size for of_size in compose_times(results) if of_size.loading() is not None]
+    rows = []
+    for (pattern, n_sources), theirs in _COMPOSED.items():
+        ours = (of_size.over_loading(of_size.time(pattern, n_sources)) for of_size in times)
+        rows.append((f"{pattern}, {n_sources} sources", *(_over(*pair) for pair in theirs), *ours))
+    loads = "; ".join(_load(of_size, results.clock_name) for of_size in times)
+    text = (
+        "Time over that of DeepSpeed's load of one checkpoint of the same size, with seconds in parentheses. Theirs:"
+        " composing and loading, 0.80 s (17.3 GB) and 16.8 s (112.5 GB) for loading one; their 18 and 35 sources are"
+        f" one for each unit. Ours: composing by itself ([composing](benchmarks/compose.md)); loading one: {loads}."
+    )
+    header = ("composed", "1B, 17.3 GB, theirs", "8B, 112.5 GB, theirs", *(f"{t.size_gb:g} GB, ours" for t in times))
+    return f"### Time to compose\n\n{text}\n\n{Table(header, tuple(rows)).markdown()}" if times else ""
+
+
+def _over(seconds: float | None, load_seconds: float) -> str:
+    return "" if seconds is None else f"{seconds / load_seconds:.0f} ({seconds:.0f} s)"
+
+
+def _load(times: ComposeTimes, clock_name: str) -> str:
+    return f"{times.loading():.2f} {clock_name} ({times.size_gb:g} GB)"

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,47 @@ from benchmarks import tiny_lm
 from benchmarks.merge import BenchmarkError
 from benchmarks.reproduce.pages import Page, Table
 from benchmarks.reproduce.parts import Needs, Part
-from benchmarks.reproduce.results import Results
+from benchmarks.reproduce.results import Entry, Results
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.smollm import make_base
 from benchmarks.reproduce.workplace import Workplace
-from benchmarks.tailor_resuming import RESULT, Resumed, Setting, table_of
+from benchmarks.tailor_resuming import RECOVERED_NATS, RESULT, Resumed, table_of
+from benchmarks.tailor_training import Setting
 
-_SETTING = Setting(at=20, every=2, after=20, rate=2e-5, schedule="linear")
 _DEFAULT_PYTHON = Path(".venv-train/bin/python")
 _CHECKPOINT_BYTES = 1_620_000_000  # weights and two moments in float32
+_CHECKPOINTS = 4  # those of three steps, and a composite
+_SETTING = Setting(at=20, every=2, after=20, rate=2e-5, schedule="linear")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to train: `where` it ran, said on the page, and `prefix`, before the seed in the names of its entries."""
+
+    prefix: str
+    where: str
+    about: str
+    ranks: int
+    window_tokens: int
+
+    def options(self) -> list[str]:
+        """Return the options of the command that runs a seed."""
+        setting = [f"--{name}={value}" for name, value in asdict(_SETTING).items()]
+        return [*setting, f"--ranks={self.ranks}", f"--window-tokens={self.window_tokens}"]
+
+    def entries(self, results: Results) -> list[Entry]:
+        """Return the stored entries of its seeds."""
+        return [entry for key, entry in results.entries.items() if key.startswith(self.prefix)]
+
+
+ALONE = Variant("alone/", "By one process", "**One process.**", 1, 256)
+ZERO3 = Variant(
+    "zero3/", "By two ranks under ZeRO-3",
+    "**Two ranks under DeepSpeed's ZeRO-3**, in bfloat16 with masters and moments in float32, cut between the ranks;"
+    " composed from and into the ranks' own files, and resumed by two ranks again.",
+    2, 128,
+)  # fmt: skip
+VARIANTS = (ALONE, ZERO3)
 
 
 def training_python() -> Path:
@@ -39,14 +72,15 @@ def training_python() -> Path:
 
 
 def _needs(size: Size) -> Needs:
-    return Needs(0, 1) if size.is_toy else Needs(7 * _CHECKPOINT_BYTES, 2 + 8 * size.repeats)
+    return Needs(0, 3) if size.is_toy else Needs(_CHECKPOINTS * _CHECKPOINT_BYTES, 2 + 15 * size.repeats)
 
 
 def _measure(place: Workplace, size: Size, results: Results) -> None:
     place = place.within("resuming")
     make = _make_toy if size.is_toy else make_base
-    for seed in range(1, size.repeats + 1):
-        results.measure(str(seed), partial(_resume, place, make, seed))
+    for variant in VARIANTS:
+        for seed in range(1, size.repeats + 1):
+            results.measure(f"{variant.prefix}{seed}", partial(_resume, place, make, variant, seed))
 
 
 def _make_toy(out: Path, work: Path) -> None:
@@ -58,12 +92,11 @@ def _make_toy(out: Path, work: Path) -> None:
         (work / "toy").rename(out)
 
 
-def _resume(place: Workplace, make: Callable[[Path, Path], None], seed: int) -> dict[str, Any]:
+def _resume(place: Workplace, make: Callable[[Path, Path], None], variant: Variant, seed: int) -> dict[str, Any]:
     python, base, work = training_python(), place.folder / "base", place.folder / f"work-{seed}"
     make(base, place.within("packages").folder)
     shutil.rmtree(work, ignore_errors=True)
-    options = [f"--{name}={getattr(_SETTING, name)}" for name in ("at", "every", "after", "rate", "schedule")]
-    command = [python, "-m", "benchmarks.tailor_resuming", work, "--base", base, *options, "--seeds", str(seed)]
+    command = [python, "-m", "benchmarks.tailor_resuming", work, "--base", base, "--seeds", seed, *variant.options()]
     if subprocess.run([*map(str, command)], check=False).returncode:
         raise BenchmarkError(f"resuming seed {seed} failed; what it printed is above")
     found: dict[str, Any] = json.loads((work / RESULT).read_text())
@@ -71,40 +104,58 @@ def _resume(place: Workplace, make: Callable[[Path, Path], None], seed: int) -> 
     return found
 
 
-def stored_runs(results: Results) -> list[Resumed]:
-    """Return the runs of all seeds."""
-    stored = (run for entry in results.entries.values() for run in entry["results"])
+def stored_runs(results: Results, variant: Variant) -> list[Resumed]:
+    """Return the runs of all seeds of a variant."""
+    stored = (run for entry in variant.entries(results) for run in entry["results"])
     return [Resumed(**{**run, "ages": tuple(run["ages"]), "excess": tuple(run["excess"])}) for run in stored]
 
 
 def _page(results: Results) -> Page:
-    runs, setting = stored_runs(results), Setting(**next(iter(results.entries.values()))["setting"])
+    variants = [variant for variant in VARIANTS if variant.entries(results)]
+    told = " ".join(f"{variant.where}: {_cost(stored_runs(results, variant))}." for variant in variants)
+    meaning = f"**What resuming from a composite costs at a fine-tuning rate.** {told}"
+    tables = [piece for variant in variants for piece in (_about(results, variant), _table(results, variant))]
+    columns = (
+        "Composites are made of full saves as a run with a save every so many steps by the paper's strategies would"
+        ' have them; each is resumed to the end on the same batches. The columns "steps" are its losses above those'
+        " of the run that was not interrupted, in nats; *recovered*: the step after which ten steps are within"
+        f" {RECOVERED_NATS} on average; *last losses*: the mean of the last ten. Of several seeds: means with the"
+        " lowest and highest."
+    )
+    return Page("Resuming a fine-tune from composites", meaning, (columns, *tables))
+
+
+def _about(results: Results, variant: Variant) -> str:
+    entries = variant.entries(results)
+    setting, step_tokens = Setting(**entries[0]["setting"]), entries[0]["step_tokens"]
+    return (
+        f"{variant.about} SmolLM2-135M-Instruct, dequantized (see [fine-tunes of a public language model](trained.md)),"
+        f" is fine-tuned by the Trainer with AdamW at a peak rate of {setting.rate:g}, falling to nothing over"
+        f" {setting.last} steps of {step_tokens} tokens, with a save every {setting.every} steps, and interrupted at"
+        f" step {setting.at}. Seeds: {len(entries)}."
+    )
+
+
+def _table(results: Results, variant: Variant) -> Table:
+    runs, setting = stored_runs(results, variant), Setting(**variant.entries(results)[0]["setting"])
     header, rows = table_of(setting, runs)
     kept = [number for number, _ in enumerate(header) if any(row[number] for row in rows)]
-    table = Table(tuple(header[n] for n in kept), tuple(tuple(row[n] for n in kept) for row in rows))
-    about = (
-        f"SmolLM2-135M-Instruct, dequantized (see [fine-tunes of a public language model](trained.md)), is fine-tuned"
-        f" by the Trainer with AdamW at a peak rate of {setting.rate:g}, falling to nothing over"
-        f" {setting.at + setting.after} steps of 512 tokens, and interrupted at step {setting.at}. Composites are made"
-        f" of full saves as a run with a save every {setting.every} steps by the paper's strategies would have them;"
-        f" each is resumed to the end on the same batches. The columns \"steps\" are its losses above those of the run"
-        f" that was not interrupted, in nats; *recovered*: the step after which ten steps are within 0.01 on average;"
-        f" *last losses*: the mean of the last ten. Seeds: {len(results.entries)}"
-        f"{', means with the lowest and highest' if len(results.entries) > 1 else ''}."
-    )  # fmt: skip
-    return Page("Resuming a fine-tune from composites", _meaning(runs), (about, table))
+    return Table(tuple(header[n] for n in kept), tuple(tuple(row[n] for n in kept) for row in rows))
 
 
-def _meaning(runs: list[Resumed]) -> str:
+def _cost(runs: list[Resumed]) -> str:
+    """Tell of every composite whether its last losses are back at those of the run that was not interrupted."""
     told = []
     for name in dict.fromkeys(run.name for run in runs if run.ages):
-        of_name = [run for run in runs if run.name == name]
-        worst = max(sum(run.excess[-10:]) / 10 for run in of_name)
-        if all(run.recovered_after is not None for run in of_name):
-            told.append(f"{name}: back within 0.01 nats, at most {worst:+.4f} at the end")
-        else:
-            told.append(f"{name}: **not back within 0.01 nats**, {worst:+.4f} at the end")
-    return f"**What resuming from a composite costs at a fine-tuning rate.** {'; '.join(told)}."
+        ends = {run.seed: run.final_excess for run in runs if run.name == name}
+        late = [seed for seed, excess in ends.items() if excess >= RECOVERED_NATS]
+        back = (
+            f"**not back within {RECOVERED_NATS} nats in {len(late)} of {len(ends)} seeds**"
+            if late
+            else (f"back within {RECOVERED_NATS} nats")
+        )
+        told.append(f"{name}: {back}, at most {max(ends.values()):+.4f} at the end")
+    return "; ".join(told)
 
 
 PART = Part(

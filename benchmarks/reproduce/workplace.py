@@ -103,18 +103,19 @@ class Workplace:
         """
         out = self.folder / "out"
         files = weight_files(inputs)
-        seconds, cpu_seconds, floors = [], [], []
-        for _ in range(repeats):
+        seconds, cpu_seconds, floors, judged = [], [], [], {}
+        for left in reversed(range(repeats)):
             shutil.rmtree(out, ignore_errors=True)
             what = ("--plan", recipe, out) if from_plan else (recipe, out, "--no-reuse")
             report, cost = self.ours("merge", *what, *options, cold=files)
             seconds.append(cost.wall_seconds)
             cpu_seconds.append(cost.cpu_seconds)
+            manifest_bytes = (out / "mergepipe.json").stat().st_size
+            if judge is not None and not left:
+                judged = judge(out)
+            shutil.rmtree(out, ignore_errors=True)  # before the floor, which writes as much: there is room for one
             if floor_bytes is not None:
                 floors.append(self.floor(files, report["output_bytes"], floor_bytes(report)))
-        manifest_bytes = (out / "mergepipe.json").stat().st_size
-        judged = {} if judge is None else judge(out)
-        shutil.rmtree(out, ignore_errors=True)
         counts = ("expert_bytes", "base_bytes", "metadata_bytes", "analysis_bytes", "output_bytes", "planned_bytes")
         return {
             **{name: report.get(name) for name in counts},

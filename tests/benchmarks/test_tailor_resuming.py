@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.tailor_resuming import Resumed, Setting, print_table
+from benchmarks.tailor_resuming import Resumed, print_table
+from benchmarks.tailor_training import Setting
 
 pytestmark = pytest.mark.transformers
 

@@ -30,7 +30,7 @@ from support.fault_server import Answer, Request
 from support.hub_server import HubServer, hub_server
 from support.remote_stores import set_environment
 from support.s3_server import s3_server
-from support.training_trees import decoder_shapes, known_states, write_hf
+from support.training_trees import decoder_shapes, known_states, write_dcp, write_hf
 
 SHAPE = FamilyShape(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=True)
 RECIPE = """merge_method: linear
@@ -288,11 +288,37 @@ def test_push__of_an_average_to_a_bucket_can_be_verified(
         assert (verified.is_sound, verified.sid) == (True, report.sid)
 
 
-def test_push__of_a_checkpoint_to_resume_from_says_what_to_do(average: Path) -> None:
+def test_push__of_checkpoints_to_resume_from_takes_all_their_files(
+    average: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An average and a composite: found as they were written, without a path of this machine."""
+    recipe = tmp_path / "recipes" / "today" / "mixed.yml"
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text("default: ../../checkpoint-200\ntake: [{from: ../today/../../checkpoint-100, units: [embed]}]\n")
+    tailor.compose(recipe, tmp_path / "mixed")
+    with s3_server() as server:
+        server.make_bucket("bucket")
+        set_environment(monkeypatch, server.url)
+        for path in (average.parent / "resumable", tmp_path / "mixed"):
+            report = mergepipe.push(path, f"s3://bucket/{path.name}")
+            held, wanted = objects_below(f"s3://bucket/{path.name}"), files_below(path)
+            assert {**held, MANIFEST_NAME: b""} == {**wanted, MANIFEST_NAME: b""}
+            record = json.loads(held[MANIFEST_NAME])
+            assert (str(tmp_path) in str(record), "../.." in record["recipe"]) == (False, False)
+            assert "../checkpoint-100" in record["recipe"]
+            verified = mergepipe.verify(f"s3://bucket/{path.name}", options=RunOptions(catalog=False, threads=2))
+            assert (verified.is_sound, verified.sid) == (True, report.sid)
+
+
+def test_push__of_a_linked_composite_says_what_to_do(tmp_path: Path) -> None:
+    for step in (100, 200):
+        write_dcp(tmp_path / f"step-{step}", known_states(decoder_shapes(), seed=step, step=step), 1)
+    (tmp_path / "mixed.yml").write_text("default: step-200\ntake: [{from: step-100, units: [embed]}]\n")
+    tailor.compose(tmp_path / "mixed.yml", tmp_path / "linked", link=True)
     with pytest.raises(UnsupportedError) as caught:
-        mergepipe.push(average.parent / "resumable", "s3://bucket/never")
+        mergepipe.push(tmp_path / "linked", "s3://bucket/never")
     (problem,) = caught.value.problems
-    assert (problem.code, "`mergepipe tailor average`" in problem.hint) == ("push.composite", True)
+    assert (problem.code, "without --link" in problem.hint) == ("push.linked", True)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])

@@ -36,6 +36,7 @@ KINDS = (
     "hf",
     "dcp",
     "dcp-tied",
+    "dcp-flat",
     "hf-zero2",
     "hf-zero3",
     "accelerate-full",
@@ -365,11 +366,29 @@ def loop_model(kind: str) -> tuple[Any, Any, Any]:
     return inner, wrapped, torch.optim.AdamW(parameter_groups(inner), lr=1e-2)
 
 
-def dcp_state(model: Any, optimizer: Any) -> dict[str, Any]:
+def dcp_state(model: Any, optimizer: Any, kind: str = "") -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    weights, states = get_state_dict(model, optimizer)
+    weights, states = get_state_dict(model, optimizer, options=dcp_options(kind))
     return {"model": weights, "optim": states}
+
+
+def dcp_options(kind: str) -> Any:
+    """The options of `dcp-flat` keep those of the optimizer by parameter, as torchtitan does."""
+    state_dict: Any = import_module("torch.distributed.checkpoint.state_dict")
+    return state_dict.StateDictOptions(flatten_optimizer_state_dict=kind.endswith("-flat"))
+
+
+def load_dcp(kind: str, folder: Path) -> tuple[Any, Any]:
+    """The model and its optimizer as loaded."""
+    dcp: Any = import_module("torch.distributed.checkpoint")
+    state_dict: Any = import_module("torch.distributed.checkpoint.state_dict")
+    model, optimizer = fsdp_model(kind)
+    state = dcp_state(model, optimizer, kind)
+    dcp.load(state, checkpoint_id=str(folder))
+    loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optim"]}
+    state_dict.set_state_dict(model, optimizer, **loaded, options=dcp_options(kind))
+    return model, optimizer
 
 
 def train_dcp(kind: str, out: Path, rank: int) -> None:
@@ -381,17 +400,11 @@ def train_dcp(kind: str, out: Path, rank: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step in SAVED_STEPS:
-            dcp.save(dcp_state(model, optimizer), checkpoint_id=str(out / f"step-{step}"))
+            dcp.save(dcp_state(model, optimizer, kind), checkpoint_id=str(out / f"step-{step}"))
 
 
 def dump_dcp(kind: str, out: Path, step: int, rank: int) -> None:
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
-    dcp: Any = import_module("torch.distributed.checkpoint")
-    model, optimizer = fsdp_model(kind)
-    state = dcp_state(model, optimizer)
-    dcp.load(state, checkpoint_id=str(out / f"step-{step}"))
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    model, optimizer = load_dcp(kind, out / f"step-{step}")
     arrays = {}
     for name, parameter in model.named_parameters():
         arrays[f"weight/{name}"] = parameter.full_tensor()

@@ -53,13 +53,7 @@ def resume_deepspeed(kind: str, out: Path, step: int, rank: int) -> None:
 
 
 def resume_dcp(kind: str, out: Path, step: int, rank: int) -> None:
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
-    dcp: Any = import_module("torch.distributed.checkpoint")
-    model, optimizer = frameworks.fsdp_model(kind)
-    state = frameworks.dcp_state(model, optimizer)
-    dcp.load(state, checkpoint_id=str(out / f"step-{step}"))
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    model, optimizer = frameworks.load_dcp(kind, out / f"step-{step}")
     arrays = {}
     for name, parameter in model.named_parameters():
         arrays[f"weight/{name}"] = parameter.full_tensor().clone()

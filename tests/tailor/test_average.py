@@ -22,11 +22,16 @@ from mergepipe.core.blocks import BF16, F32, Span
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.tailor.averaging.average import Averaging, open_averaging
+from mergepipe.tailor.averaging.request import AverageRequest, OptimizerState
 from mergepipe.tailor.averaging.schemes import SCHEMES, scheme_weights
+from mergepipe.tailor.averaging.self_check import AverageCheck, _made_states
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Piece, StoredState
+from mergepipe.tailor.composition.composition_plan import unpacked
 from mergepipe.tailor.composition.copy import writer
-from mergepipe.tailor.composition.copy.plan import AverageRange, FilePlan, average_states
+from mergepipe.tailor.composition.copy.plan import AverageRange, ElementRange, FilePlan, average_states, joined
 from mergepipe.tailor.composition.copy.writer import Copier
+from mergepipe.tailor.composition.self_check import Thoroughness
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from support.stores import MetadataStore
 from support.training_trees import STATES, KnownStates, decoder_shapes, known_states, write_hf
@@ -179,6 +184,60 @@ def test_average_states__covers_every_element_once(cuts: list[list[int]], n_elem
         assert all(part.offset % 4 == 0 for part in patch.segment.parts)
         covered += patch.segment.n_elements
     assert covered == n_elements
+
+
+@given(st.sets(st.integers(1, 99), min_size=1), st.sampled_from([(0, 400), (4, 404), (4, 400)]))
+def test_joined__puts_cut_averages_together_where_all_files_go_on(cuts: set[int], starts: tuple[int, int]) -> None:
+    """The second range begins where the first ends, in both files or in one only."""
+    files = [Location.local(Path(name)) for name in ("one", "two")]
+    parts = tuple(ElementRange(file, start, F32) for file, start in zip(files, starts, strict=True))
+    whole = AverageRange(parts, (0.5, 0.5), 100, BF16)
+    pieces = [whole.cut(start, stop - start) for start, stop in pairwise((0, *sorted(cuts), 100))]
+    assert list(joined(pieces)) == [whole]
+    moved = AverageRange((parts[0], ElementRange(files[1], starts[1] + 4, F32)), (0.5, 0.5), 100, BF16)
+    assert list(joined([whole.cut(0, 50), moved.cut(50, 50)])) == [whole.cut(0, 50), moved.cut(50, 50)]
+
+
+def test_average__reads_a_flat_group_at_once(tmp_path: Path) -> None:
+    """Parameters that follow one another in every checkpoint are one range; the last rank has padding between them."""
+    paths, _ = run_of(tmp_path, "zero3")
+    request = AverageRequest(tuple(map(Location.local, paths)), optimizer=OptimizerState.AVERAGE)
+    averaging = open_averaging(LocalStore(), request)
+    counts = [sum(isinstance(s, AverageRange) for s in plan.segments) for plan in averaging.plan().files]
+    n_flat_states = 3 * len(averaging.newest.flat_groups)
+    assert min(n for n in counts if n) == n_flat_states < len(averaging.newest.states) // 4
+
+
+@pytest.mark.parametrize("kind", ["zero3", "dcp"])
+@pytest.mark.parametrize("optimizer", list(OptimizerState))
+def test_self_check__finds_the_same_with_samples_read_ahead(
+    tmp_path: Path, kind: str, optimizer: OptimizerState
+) -> None:
+    paths, _ = run_of(tmp_path, kind)
+    tailor.average(paths, tmp_path / "out", optimizer=optimizer.value, self_check="off")
+    averaging = open_averaging(LocalStore(), AverageRequest(tuple(map(Location.local, paths)), optimizer=optimizer))
+    out = Location.local(tmp_path / "out")
+    with AverageCheck(averaging, Thoroughness.SAMPLED) as ahead, AverageCheck(averaging, Thoroughness.SAMPLED) as late:
+        ahead.read_ahead()
+        seen: list[None] = []
+        checked = ahead.compare(out, out, lambda: seen.append(None))
+        assert (checked.elements > 0, len(seen)) == (True, checked.states)
+        assert late.compare(out, out, lambda: None) == checked
+        ahead.read_ahead()
+        (file, offset) = _place_of_a_value(averaging, out)
+        content = bytearray(file.read_bytes())
+        content[offset + 3] ^= 0x40  # the exponent
+        file.write_bytes(content)
+        for check in (ahead, late):
+            with pytest.raises(CorruptError, match="is not the average in elements"):
+                check.compare(out, out, lambda: None)
+
+
+def _place_of_a_value(averaging: Averaging, out: Location) -> tuple[Path, int]:
+    """The place of the first element of a weight of the result."""
+    state = next(s for s in _made_states(averaging, out, out).values() if s.dtype == F32 and s.n_elements > 1)
+    piece = unpacked(averaging.store, state).pieces[0]
+    return piece.file.local_path, piece.offset
 
 
 def _state(number: int, cuts: Sequence[int], n_elements: int) -> StoredState:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from composing import FORMATS, FULL, SHARED_STEPS, Pair, make_pair, stored_values, wrong_values
 
+from mergepipe.checkpoints.formats.inert_values import Record
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.checkpoints.formats.zip_directory import Window
 from mergepipe.errors import MergePipeError, UnsupportedError
@@ -108,7 +111,12 @@ def options_in_one_place(known: KnownStates) -> dict[str, object]:
 
 
 def options_by_parameter(known: KnownStates) -> dict[str, object]:
-    return {f"optim.param_groups.{name}.lr": 0.1 for name in known.shapes}
+    """What `flatten_optimizer_state_dict` makes of the options of groups: those of each parameter."""
+    return {f"optim.param_groups.{name}.lr": number for number, name in enumerate(known.shapes)}
+
+
+def notes_by_parameter(known: KnownStates) -> dict[str, object]:
+    return {f"notes.{name}": 0.1 for name in known.shapes}
 
 
 def test_compose__stacks_what_dcp_keeps_beside_tensors(tmp_path: Path) -> None:
@@ -123,25 +131,56 @@ def test_compose__stacks_what_dcp_keeps_beside_tensors(tmp_path: Path) -> None:
     store, out = MetadataStore(), Location.local(pair.out)
     made = open_training_checkpoint(store, out)
     assert made.units.tied == tied
-    root = Node(read_dcp_metadata(store, out), "").fields("Metadata")
-    assert len(root.get("state_dict_metadata").mapping()) == 4 * len(made.parameters) + len(tied) + 3
+    values = plain_values(store, out)
+    assert len(values.keys) == 4 * len(made.parameters) + len(tied) + 3
+    assert values.of["step"] == pair.new.step
+    deeper = decoder_shapes(5, tied=True)
+    for group, is_norm in ((0, False), (1, True)):
+        assert values.of[f"optim.param_groups.{group}.params"] == [n for n in deeper if ("norm" in n) == is_norm]
+
+
+def test_compose__gives_options_of_parameters_to_every_place_of_a_layer(tmp_path: Path) -> None:
+    def write(folder: Path, known: KnownStates) -> None:
+        write_dcp(folder, known, 2, plain=options_by_parameter(known))
+
+    pair = make_pair(tmp_path, write)
+    pair.compose(slices(DEEPER))
+    assert_restacked(pair, DEEPER)
+    options = options_by_parameter(pair.new)
+    layers = [index for _, index in origins_of(DEEPER)]
+    wanted = {
+        f"optim.param_groups.{name}.lr": options[
+            f"optim.param_groups.{at_layer(name, layers[int(name.split('.')[2])]) if '.layers.' in name else name}.lr"
+        ]
+        for name in decoder_shapes(5)
+    }
+    assert plain_values(MetadataStore(), Location.local(pair.out)).of == wanted
+
+
+class PlainValues(NamedTuple):
+    """The keys that a DCP directory describes, and the values of those that are no tensors of the model."""
+
+    keys: frozenset[object]
+    of: Mapping[str, object]
+
+
+def plain_values(store: MetadataStore, folder: Location) -> PlainValues:
+    root = Node(read_dcp_metadata(store, folder), "").fields("Metadata")
+    described = root.get("state_dict_metadata").mapping()
     values = {}
     for index, node in root.get("storage_data").items():
         key, place = Node(index, "").fields("MetadataIndex").get("fqn").text(), node.fields("_StorageInfo")
-        if key == "step" or key.endswith(".params"):
-            file = out / place.get("relative_path").text()
+        if isinstance(entry := described[key], Record) and entry.kind.name == "BytesStorageMetadata":
+            file = folder / place.get("relative_path").text()
             window = Window(file, place.get("offset").integer(), place.get("length").integer())
             values[key] = read_torch_zip(store, file, window).root
-    assert values["step"] == pair.new.step
-    deeper = decoder_shapes(5, tied=True)
-    for group, is_norm in ((0, False), (1, True)):
-        assert values[f"optim.param_groups.{group}.params"] == [n for n in deeper if ("norm" in n) == is_norm]
+    return PlainValues(frozenset(described), values)
 
 
-@pytest.mark.parametrize("kind", ["dcp-by-parameter", "zero2-regrouped", "zero3-regrouped"])
+@pytest.mark.parametrize("kind", ["dcp-notes", "zero2-regrouped", "zero3-regrouped"])
 def test_compose__refuses_other_numbers_of_layers_by_name(tmp_path: Path, kind: str) -> None:
     def write(folder: Path, known: KnownStates) -> None:
-        write_dcp(folder, known, 2, plain=options_by_parameter(known))
+        write_dcp(folder, known, 2, plain=notes_by_parameter(known))
 
     pair = make_pair(tmp_path, FORMATS.get(kind, write))
     with pytest.raises(UnsupportedError) as caught:

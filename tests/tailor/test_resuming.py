@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", HERE.parents[1] / ".venv-train" / "bin" / "python"))
-TORCH_KINDS = ("dcp", "dcp-tied", "accelerate-full", "accelerate-sharded", "fsdp2", "fsdp2-tied", "plain")
+TORCH_KINDS = ("dcp", "dcp-tied", "dcp-flat", "accelerate-full", "accelerate-sharded", "fsdp2", "fsdp2-tied", "plain")
 KINDS = (
     "zero1-bf16",
     "zero2",
@@ -40,7 +40,7 @@ KINDS = (
     "hf",
     "hf-zero2",
     "hf-zero3",
-    *TORCH_KINDS[:4],
+    *TORCH_KINDS[:5],
 )
 OLD, NEW = 2, 4
 PARTIAL_KINDS = ("hf", "hf-zero1", "hf-zero2", "hf-zero3", "fsdp2", "fsdp2-tied", "plain", "hf-fp16", "hf-zero2-fp16")
@@ -215,7 +215,9 @@ def test_composite__resumes_at_another_number_of_ranks(tmp_path: Path, kind: str
 
 
 @needs_frameworks
-@pytest.mark.parametrize("kind", ["hf", "zero2", "zero2-tied", "zero3", "zero3-bf16", "hf-zero2", "hf-zero3", "dcp"])
+@pytest.mark.parametrize(
+    "kind", ["hf", "zero2", "zero2-tied", "zero3", "zero3-bf16", "hf-zero2", "hf-zero3", "dcp", "dcp-flat"]
+)
 def test_composite__of_stacked_layers_resumes_with_the_values_of_its_sources(tmp_path: Path, kind: str) -> None:
     """Five layers of a model of three, one of them three times."""
     out = tmp_path / "run"

@@ -6,7 +6,8 @@ Format: "Index row" in docs/internals/formats/delta-store.md.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 from blake3 import blake3
@@ -116,14 +117,25 @@ class StoreIndex:
         """The total length of some pieces of the rows `[first, stop)`."""
         return sum(high - low for low, high in (self.piece_range(piece, first, stop) for piece in pieces))
 
-    def check_piece(self, piece: Piece, row: int, content: RawBytes, where: str) -> None:
-        """Check the bytes of a piece against their checksum.
+    def check_pieces(
+        self, piece: Piece, first: int, offsets: Sequence[int], content: RawBytes, where: Callable[[int], str]
+    ) -> None:
+        """Check the pieces of rows from `first` on, which lie side by side in `content`, against their checksums.
+
+        `offsets` is where they begin in their file, and where the last ends; `where` tells errors where a row is.
 
         Raises:
             CorruptError: they do not match.
         """
-        if len(content) and digest(content, CHECK_BYTES) != self.rows["checks"][row, piece].tobytes():
-            raise corrupt(where, f"the {piece.name.lower().replace('_', '-')} piece of block {row} is damaged")
+        checks = self.rows["checks"][first : first + len(offsets) - 1, piece].tobytes()
+        stored = content.data
+        for i, (start, stop) in enumerate(pairwise(offsets)):
+            if start == stop:
+                continue
+            checksum = blake3(stored[start - offsets[0] : stop - offsets[0]]).digest(CHECK_BYTES)
+            if checksum != checks[CHECK_BYTES * i : CHECK_BYTES * (i + 1)]:
+                name = piece.name.lower().replace("_", "-")
+                raise corrupt(where(first + i), f"the {name} piece of block {first + i} is damaged")
 
     def errors(self, level: Level, first: int, stop: int) -> NDArray[np.float64]:
         """Squared errors of the blocks at `level`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
+from functools import partial
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +17,8 @@ from mergepipe.checkpoints.read_cost import range_cost_bytes
 from mergepipe.core.blocks import DELTA_FLAG, DTYPES, F32, BlockGrid, DType, Span, element_count
 from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.bands import Bands
-from mergepipe.deltastore.codec.block import BlockContext, RawBytes, decode_block, decode_deltas
+from mergepipe.deltastore.codec.block import MANTISSA_BITS, BlockContext, RawBytes, decode_block, decode_deltas
+from mergepipe.deltastore.codec.decode import BAND_PIECES, BandBlocks, decode_band_blocks, padding_bytes
 from mergepipe.deltastore.codec.levels import (
     BAND_DENSITIES,
     BLOCK_ELEMENTS,
@@ -26,10 +29,12 @@ from mergepipe.deltastore.codec.levels import (
     Level,
     Piece,
 )
+from mergepipe.deltastore.codec.piece_headers import CURSOR_FIELDS, END, POSITION
 from mergepipe.deltastore.codec.scratch import scratch
-from mergepipe.deltastore.index import StoreIndex, digest
+from mergepipe.deltastore.index import DIGEST_BYTES, StoreIndex
 from mergepipe.deltastore.index_reader import TensorIndex
 from mergepipe.errors import MismatchError
+from mergepipe.kernels.compilation.compiled import Counts
 from mergepipe.storage.buffers import PAGE_BYTES, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
@@ -40,6 +45,7 @@ from mergepipe.storage.ranges import read_exact, request_bytes
 GROUP_BLOCKS = 16
 """Blocks whose pieces are read at once: at most 16 MiB of pieces and of decoded elements."""
 _BYTE = DTYPES["U8"]
+_NO_DELTAS, _NO_VALUES = np.empty(0, np.float32), np.empty(0, np.uint16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,17 +260,32 @@ def block_groups(span: Span) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Blocks `[first, stop)` that were read together: offsets and bytes of their pieces."""
+    """Blocks `[first, stop)` whose pieces were read together into `room`: offsets in files, where `room` has the first.
+
+    `room` goes on for `padding_bytes` after the last piece.
+    """
 
     first: int
     stop: int
     offsets: Mapping[Piece, list[int]]
-    contents: Mapping[Piece, RawBytes]
+    places: Mapping[Piece, int]
+    room: RawBytes
 
-    def content(self, piece: Piece, block: int) -> RawBytes:
-        """The bytes of a piece of one block, empty if it has none."""
-        offsets, at = self.offsets[piece], block - self.first
-        return self.contents[piece][offsets[at] - offsets[0] : offsets[at + 1] - offsets[0]]
+    def content(self, piece: Piece, first: int, stop: int) -> RawBytes:
+        """The bytes of a piece of blocks `[first, stop)`, side by side; empty if they have none."""
+        offsets = self.offsets[piece]
+        shift = self.places[piece] - offsets[0]
+        return self.room[offsets[first - self.first] + shift : offsets[stop - self.first] + shift]
+
+    def cursors(self, first: int, stop: int) -> Counts:
+        """Cursors on the pieces of blocks `[first, stop)` of BANDS, see `BandBlocks`."""
+        cursors_BPF = np.zeros((stop - first, len(BAND_PIECES), CURSOR_FIELDS), np.int64)
+        for piece in BAND_PIECES:
+            if piece in self.offsets:
+                offsets_B = np.array(self.offsets[piece][first - self.first : stop - self.first + 1])
+                offsets_B += self.places[piece] - self.offsets[piece][0]
+                cursors_BPF[:, piece, POSITION], cursors_BPF[:, piece, END] = offsets_B[:-1], offsets_B[1:]
+        return cursors_BPF
 
 
 class PackedFetch:
@@ -280,23 +301,48 @@ class PackedFetch:
 
     def __call__(self, span: Span, out: RawBytes, purpose: Purpose) -> None:
         """Write the elements of `span`; the base's bytes are read from its file, charged to the base."""
-        self._fetch(span, None, out, purpose)
+        self._fetch(span, None, out, purpose, is_checked=True)
 
     def with_base(self, span: Span, base: BaseBytes, out: RawBytes, purpose: Purpose) -> None:
         """Write the elements of `span`; `base` holds the base's bytes of it.
 
         Blocks that `span` contains in part are completed from the base's file.
         """
-        self._fetch(span, base, out, purpose)
+        self._fetch(span, base, out, purpose, is_checked=True)
 
-    def _fetch(self, span: Span, base: BaseBytes | None, out: RawBytes, purpose: Purpose) -> None:
+    def unchecked(self, span: Span, out: RawBytes, purpose: Purpose) -> None:
+        """Write the elements of `span` without comparing digests, for callers that compare those of the result.
+
+        Raises:
+            CorruptError: the pieces are not a valid encoding.
+        """
+        self._fetch(span, None, out, purpose, is_checked=False)
+
+    def _fetch(self, span: Span, base: BaseBytes | None, out: RawBytes, purpose: Purpose, *, is_checked: bool) -> None:
         for first, stop in block_groups(span):
             group = self._read_group(first, stop, purpose)
             with self._turns:
-                for block in range(first, stop):
-                    block_span = self._tensor.block_span(block)
-                    block_base = self._base_of(block, block_span, span, base)
-                    self._decode(block, block_base, group, _Target(span, block_span, out))
+                for piece, offsets in group.offsets.items() if is_checked else ():
+                    content = group.content(piece, first, stop)
+                    self._index.check_pieces(piece, self._tensor.first_row + first, offsets, content, self._where_row)
+                for blocks in self._runs(group, span):
+                    run_base = self._base_of(*blocks, span, base, is_checked=is_checked)
+                    self._decode(*blocks, run_base, group, span, out)
+
+    def _runs(self, group: _Group, span: Span) -> Iterator[tuple[int, int]]:
+        """Split a group into blocks `[first, stop)` that are decoded together: whole ones in bands, others alone."""
+        for is_run, blocks in groupby(range(group.first, group.stop), partial(self._is_in_run, span)):
+            numbers = tuple(blocks)
+            if is_run:
+                yield numbers[0], numbers[-1] + 1
+            else:
+                yield from ((block, block + 1) for block in numbers)
+
+    def _is_in_run(self, span: Span, block: int) -> bool:
+        tensor, own = self._tensor, self._tensor.block_span(block)
+        is_whole = span.start <= own.start and own.stop <= span.stop
+        is_banded = tensor.bands is not None and self._index.codec(tensor.first_row + block) is Codec.BANDS
+        return is_whole and is_banded and tensor.level is not Level.NOTHING
 
     def _read_group(self, first: int, stop: int, purpose: Purpose) -> _Group:
         """Read the pieces of some blocks, one request per piece, into a scratch array of this thread."""
@@ -305,51 +351,88 @@ class PackedFetch:
         some = [piece for piece in pieces if offsets[piece][0] < offsets[piece][-1]]
         files = {piece: self._files[self._tensor.index_reader.path_of(piece)] for piece in some}
         sizes = {piece: _room_bytes(file, offsets[piece][0], offsets[piece][-1]) for piece, file in files.items()}
-        room = scratch("read", sum(sizes.values()), np.uint8)
-        contents = dict.fromkeys(pieces, room[:0])
-        at = 0
+        room = scratch("read", sum(sizes.values()) + padding_bytes(BLOCK_ELEMENTS), np.uint8)
+        places, at = dict.fromkeys(pieces, 0), 0
         for piece, file in files.items():
             begin, end = offsets[piece][0], offsets[piece][-1]
-            contents[piece] = read_exact(file, begin, end, purpose, room[at : at + sizes[piece]])
+            read_exact(file, begin, end, purpose, room[at : at + sizes[piece]])
+            places[piece] = at + begin % file.alignment
             at += sizes[piece]
-        return _Group(first, stop, offsets, contents)
+        return _Group(first, stop, offsets, places, room)
 
-    def _base_of(self, block: int, block_span: Span, span: Span, base: BaseBytes | None) -> RawBytes | None:
-        """Return the base's bytes of a block after checking their digest; None without a base.
+    def _base_of(
+        self, first: int, stop: int, span: Span, base: BaseBytes | None, *, is_checked: bool
+    ) -> RawBytes | None:
+        """Return the base's bytes of blocks `[first, stop)` after checking their digests; None without a base.
 
         Raises:
             MismatchError: it is not the base that the store was packed with.
         """
-        if self._tensor.base is None:
+        entry = self._tensor.base
+        if entry is None:
             return None
-        entry, itemsize = self._tensor.base, self._tensor.base.dtype.itemsize
-        if base is not None and span.start <= block_span.start and block_span.stop <= span.stop:
-            start, stop = (block_span.start - span.start) * itemsize, (block_span.stop - span.start) * itemsize
-            stored, found_digest = base.stored[start:stop], base.digest(start, stop)
+        itemsize = entry.dtype.itemsize
+        start, end = self._tensor.block_span(first).start, self._tensor.block_span(stop - 1).stop
+        if base is not None and span.start <= start and end <= span.stop:
+            offset = (start - span.start) * itemsize
         else:
-            start = entry.offset + block_span.start * itemsize
-            file, stop = self._files[entry.file], start + block_span.n_elements * itemsize
-            room = scratch("base-block", _room_bytes(file, start, stop), np.uint8)
-            stored = read_exact(file, start, stop, Purpose.BASE, room)
-            found_digest = digest(stored)
-        if found_digest != self._index.rows["base"][self._tensor.first_row + block].tobytes():
-            raise MismatchError.of(
-                "store.base", self._where(block), f"the base {entry.file} is not the one the store was packed with",
-                "give the base that it was packed with",
-            )  # fmt: skip
-        return stored
+            offset, file, place = 0, self._files[entry.file], entry.offset + start * itemsize
+            place_end = place + (end - start) * itemsize
+            room = scratch("base-blocks", _room_bytes(file, place, place_end), np.uint8)
+            base = BaseBytes(read_exact(file, place, place_end, Purpose.BASE, room))
+        nbytes = (end - start) * itemsize
+        if is_checked:
+            self._check_base(first, stop, base, offset, offset + nbytes)
+        return base.stored[offset : offset + nbytes]
+
+    def _check_base(self, first: int, stop: int, base: BaseBytes, offset: int, end: int) -> None:
+        """Compare the digests of blocks of the base, the first of which is at `offset`."""
+        tensor = self._tensor
+        if tensor.base is None:
+            return
+        digests = self._index.rows["base"][tensor.first_row + first : tensor.first_row + stop].tobytes()
+        block_bytes = BLOCK_ELEMENTS * tensor.base.dtype.itemsize
+        for i, at in enumerate(range(offset, end, block_bytes)):
+            digest = digests[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)]
+            if base.digest(at, min(at + block_bytes, end)) != digest:
+                raise MismatchError.of(
+                    "store.base", self._where(first + i),
+                    f"the base {tensor.base.file} is not the one the store was packed with",
+                    "give the base that it was packed with",
+                )  # fmt: skip
 
     def _where(self, block: int) -> str:
         return f"{self._tensor.root}: tensor {self._tensor.name!r}, block {block}"
 
-    def _decode(self, block: int, base: RawBytes | None, group: _Group, target: _Target) -> None:
-        tensor, row, where = self._tensor, self._tensor.first_row + block, self._where(block)
-        pieces = {piece: group.content(piece, block) for piece in PIECES_OF[tensor.level]}
-        for piece, content in pieces.items():
-            self._index.check_piece(piece, row, content, where)
+    def _where_row(self, row: int) -> str:
+        return self._where(row - self._tensor.first_row)
+
+    def _decode(self, first: int, stop: int, base: RawBytes | None, group: _Group, span: Span, out: RawBytes) -> None:
+        """Decode a run of blocks into their places in the buffer of `span`."""
+        tensor = self._tensor
+        if not self._is_in_run(span, first) or base is None or tensor.bands is None:
+            self._decode_alone(first, base, group, _Target(span, tensor.block_span(first), out))
+            return
+        start, end = tensor.block_span(first).start - span.start, tensor.block_span(stop - 1).stop - span.start
+        base_bits = base.view(np.uint16)
+        blocks = BandBlocks(group.room, group.cursors(first, stop), base_bits, BLOCK_ELEMENTS)
+        values, deltas = _NO_VALUES, _NO_DELTAS
+        if tensor.is_delta:
+            deltas = out[4 * start : 4 * end].view(np.float32)
+        else:
+            values = out[2 * start : 2 * end].view(np.uint16)
+        mantissa_bits = MANTISSA_BITS[tensor.stored_dtype]
+        decode_band_blocks(
+            blocks, tensor.level, tensor.bands, lambda b: self._where(first + b), values, deltas,
+            mantissa_bits=mantissa_bits,
+        )  # fmt: skip
+
+    def _decode_alone(self, block: int, base: RawBytes | None, group: _Group, target: _Target) -> None:
+        tensor, where = self._tensor, self._where(block)
+        pieces = {piece: group.content(piece, block, block + 1) for piece in group.offsets}
         base_dtype = None if tensor.base is None else tensor.base.dtype
         context = BlockContext(base, tensor.stored_dtype, tensor.bands, where, base_dtype)
-        codec = self._index.codec(row)
+        codec = self._index.codec(tensor.first_row + block)
         if tensor.is_delta:
             target.write(lambda view: decode_deltas(codec, tensor.level, pieces, context, view.view(np.float32)))
         else:

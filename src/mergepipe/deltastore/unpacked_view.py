@@ -29,6 +29,11 @@ class UnpackedView:
         self._folders: dict[Location, OriginalFolder | None] = {}
         self._originals: OriginalFiles | None = None
 
+    @property
+    def has_packed(self) -> bool:
+        """Whether a packed expert was opened."""
+        return self._originals is not None
+
     def stored_files(self, location: Location) -> tuple[Location, ...]:
         """Return the files that a file's bytes come from: itself, or those of its store and of all that it is on."""
         folder = self._holder(location)

@@ -1,4 +1,4 @@
-"""Push a snapshot, an average or a packed expert to a bucket or to the Hub: visible there whole or not at all."""
+"""Push a snapshot, a composite or a packed expert to a bucket or to the Hub: visible there whole or not at all."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ from mergepipe.storage.stores import Stores
 _LAST_NAMES = ("config.json", INDEX_NAME)
 _LOCAL_NAMES = (KEYS_NAME, ACCUMULATORS_RECORD_NAME, ACCUMULATORS_BLOCKS_NAME)
 """Files that serve later merges beside the snapshot, and nobody else."""
+_COMPARED_BYTES = 16 << 20
+_PATH_KEYS = ("default", "from", "state_from", "model", "base_model", "checkpoints", "files_from")
 _WEIGHTS = (".safetensors", ".bin", INDEX_NAME)
 
 
@@ -62,11 +64,11 @@ class _Push:
 def push_snapshot(
     path: Path, destination: Location, request: PushRequest, *, started: float, on_progress: ProgressCallback | None
 ) -> PushReport:
-    """Push the snapshot, average or packed expert at `path`; what a killed push has uploaded is not uploaded again.
+    """Push the snapshot, composite or packed expert at `path`; what a killed push has uploaded is not uploaded again.
 
     Raises:
         NotFoundError, CorruptError: a file of the snapshot is gone, or is not what was written.
-        UnsupportedError: `push.overlay`, `push.composite`.
+        UnsupportedError: `push.overlay`, `push.linked`.
         OutputError: `output.store`, `output.exists`, `output.not-ours`.
         ConflictError: `output.busy`, `output.appeared`, `hub.moved`.
         StorageError: the store refuses, or cannot be reached.
@@ -79,7 +81,7 @@ def push_snapshot(
     if is_store(store, folder):
         push = _read_pack(store, path)
     else:
-        push = _read_average(store, path) if is_composite(store, folder) else _read_snapshot(store, path)
+        push = _read_composite(store, path) if is_composite(store, folder) else _read_snapshot(store, path)
     output, done = push.output, 0
 
     def advance(nbytes: int) -> None:
@@ -120,41 +122,45 @@ def _read_pack(store: Store, path: Path) -> _Push:
     return _Push(portable_store(store, opened), opened.header.content_id, message)
 
 
-def _read_average(store: Store, path: Path) -> _Push:
-    """Read the record of an averaged model, look for its weights, and compare all other files with their digests."""
+def _read_composite(store: Store, path: Path) -> _Push:
+    """Read the record of an average or a composite, look for its large files, and compare all others with it."""
     folder = Location.local(path)
     record = read_composite(store, folder)
-    if record.content.get("kind") != "averaged-model":
-        message = "is a training checkpoint, which no model's folder or repository holds"
-        hint = "make a model with `mergepipe tailor average`, or upload the files with the tool of the store"
-        raise UnsupportedError.of("push.composite", path, message, hint)
+    match record.content.get("checkpoint"):
+        case {"linked": True}:
+            hint = "compose it without --link, and push that"
+            raise UnsupportedError.of("push.linked", path, "points into its sources, which are not pushed", hint)
     for file in record.files:
         size_bytes = store.size_bytes(folder / file.name)
-        is_other = file.name.endswith(_WEIGHTS) or damage_of(store, folder, file) is None
+        is_other = file.size_bytes > _COMPARED_BYTES or damage_of(store, folder, file) is None
         if size_bytes != file.size_bytes or not is_other:
-            raise CorruptError.of("push.damaged", folder / file.name, "is not what was written", "average again")
+            raise CorruptError.of("push.damaged", folder / file.name, "is not what was written", "make it again")
     files = sorted(record.files, key=lambda file: (file.name in _LAST_NAMES, file.name))
     objects = {file.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for file in files}
     copy = _without_local_paths(record.content)
     copy["sid"] = composite_sid(copy)
     raw = (json.dumps(copy, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-    message = f"Average of checkpoints (mergepipe {copy['version']})"
+    title = "Composite" if copy["kind"] == "composite" else "Average"
+    message = f"{title} of checkpoints (mergepipe {copy['version']})"
     return _Push(OutputContent(MANIFEST_NAME, raw, objects), composite_sid(copy), message)
 
 
 def _without_local_paths(content: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return a record in which absolute paths, in its recipe too, keep their last names only."""
+    """Return a record in which local paths keep their last names only: absolute ones, and all of its recipe."""
     recipe = parse_yaml(Location.parse("recipe"), str(content["recipe"])).root
     changed = {key: _with_last_names(value) for key, value in content.items()}
-    return {**changed, "recipe": yaml_document(_with_last_names(recipe), width=120)}
+    return {**changed, "recipe": yaml_document(_with_last_names(recipe, in_recipe=True), width=120)}
 
 
-def _with_last_names(value: JsonValue) -> JsonValue:
+def _with_last_names(value: JsonValue, key: str = "", *, in_recipe: bool = False) -> JsonValue:
     if isinstance(value, dict):
-        return {key: _with_last_names(item) for key, item in value.items()}
+        return {name: _with_last_names(item, name, in_recipe=in_recipe) for name, item in value.items()}
     if isinstance(value, list):
-        return [_with_last_names(item) for item in value]
-    return f"../{PurePosixPath(value).name}" if isinstance(value, str) and value.startswith("/") else value
+        return [_with_last_names(item, key, in_recipe=in_recipe) for item in value]
+    if not isinstance(value, str) or "://" in value:
+        return value
+    is_path = value.startswith("/") or (in_recipe and key in _PATH_KEYS)
+    return f"../{PurePosixPath(value).name}" if is_path else value
 
 
 def _read_snapshot(store: Store, path: Path) -> _Push:

@@ -26,6 +26,7 @@ from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, PackedEntry
 from mergepipe.deltastore.index import digest
 from mergepipe.deltastore.original_headers import original_checkpoint, read_original_header
 from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
+from mergepipe.deltastore.tensor import PackedFetch
 from mergepipe.errors import CorruptError
 from mergepipe.reports import Damage, Progress, ProgressCallback, UnpackReport, VerifyReport
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
@@ -39,7 +40,7 @@ from mergepipe.storage.stores import Stores
 BlockSink = Callable[[RawBytes], None]
 
 _ROOM_BYTES = 8 * BLOCK_ELEMENTS
-"""Room for a block of the largest elements; smaller ones leave the rest untouched."""
+"""Room for a block of the largest elements, or for several of smaller ones."""
 
 
 def unpack_store(
@@ -164,7 +165,7 @@ class _Counter:
 
 
 class _Reader:
-    """Reads a store in order, decoding ahead in several threads. Memory: `2 * threads + 1` blocks."""
+    """Reads a store in order, decoding ahead in several threads. Memory: `2 * threads + 1` rooms."""
 
     def __init__(self, opened: OpenedStore, checkpoint: Checkpoint, threads: int) -> None:
         self.opened = opened
@@ -192,36 +193,55 @@ class _Reader:
         pending: deque[tuple[RawBytes, Future[RawBytes]]] = deque()
         rooms = [aligned_buffer(_ROOM_BYTES) for _ in range(2 * self._threads + 1)]  # fresh ones cost page faults
         with ThreadPoolExecutor(self._threads) as pool:
-            for entry, block, span in _blocks_of(entries):
+            for entry, block, span in _runs_of(entries):
                 if not rooms:
                     rooms.append(_pass_on(*pending.popleft(), sink))
                 tensor, room = self._checkpoint.tensors[entry.name], rooms.pop()
                 content = room[: span.n_elements * tensor.dtype.itemsize]
                 row = entry.first_row + block
-                pending.append((room, pool.submit(self._block, files, tensor, span, row, content)))
+                pending.append((room, pool.submit(self._blocks, files, tensor, span, row, content)))
             while pending:
                 _pass_on(*pending.popleft(), sink)
 
-    def _block(
+    def _blocks(
         self, files: Mapping[Location, RangeFile], tensor: Readable, span: Span, row: int, content: RawBytes
     ) -> RawBytes:
+        """Read blocks from `row` on. Digests of what they are made from are compared only to tell what is damaged."""
         if isinstance(tensor, TensorEntry):
             content[:] = read_span(tensor, span, files, Purpose.EXPERT)
+            self._check(tensor, span, row, content)
         else:
-            tensor.opened(files)(span, content, Purpose.EXPERT)
-        if digest(content) != self.opened.index.rows["expert"][row].tobytes():
-            raise corrupt(
-                self.opened.root, f"tensor {tensor.name!r} from element {span.start} on is not what was packed"
-            )
+            fetch = tensor.opened(files)
+            try:
+                (fetch.unchecked if isinstance(fetch, PackedFetch) else fetch)(span, content, Purpose.EXPERT)
+                self._check(tensor, span, row, content)
+            except CorruptError:
+                fetch(span, content, Purpose.EXPERT)
+                self._check(tensor, span, row, content)
         self._identity.show(tensor.name, span.start * tensor.dtype.itemsize, content)
         return content
 
+    def _check(self, tensor: Readable, span: Span, row: int, content: RawBytes) -> None:
+        """Compare blocks with the digests of the original's.
 
-def _blocks_of(entries: Iterable[PackedEntry]) -> Iterator[tuple[PackedEntry, int, Span]]:
-    """The blocks of tensors in order, with their numbers."""
+        Raises:
+            CorruptError: they are not what was packed.
+        """
+        block_bytes = BLOCK_ELEMENTS * tensor.dtype.itemsize
+        for block, start in enumerate(range(0, len(content), block_bytes)):
+            if digest(content[start : start + block_bytes]) != self.opened.index.rows["expert"][row + block].tobytes():
+                element = span.start + block * BLOCK_ELEMENTS
+                raise corrupt(
+                    self.opened.root, f"tensor {tensor.name!r} from element {element} on is not what was packed"
+                )
+
+
+def _runs_of(entries: Iterable[PackedEntry]) -> Iterator[tuple[PackedEntry, int, Span]]:
+    """The blocks of tensors in order, as many at a time as a room holds, with the number of the first."""
     for entry in entries:
-        for block, span in enumerate(BlockGrid(element_count(entry.shape), BLOCK_ELEMENTS).spans()):
-            yield entry, block, span
+        n_elements, step = element_count(entry.shape), _ROOM_BYTES // (BLOCK_ELEMENTS * entry.dtype.itemsize)
+        for run, span in enumerate(BlockGrid(n_elements, step * BLOCK_ELEMENTS).spans()):
+            yield entry, run * step, span
 
 
 def _pass_on(room: RawBytes, block: Future[RawBytes], sink: BlockSink) -> RawBytes:

@@ -37,6 +37,10 @@ class StateReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; nothing may be read any more."""
         with ExitStack() as stack:
             for file in self._files.values():
                 stack.callback(file.close)

@@ -5,11 +5,13 @@ Format: "BANDS" and "Levels" in docs/internals/formats/delta-store.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.entropy.rans import SKIPPED, TOTAL, Bits16, padded_length
 from mergepipe.deltastore.codec.entropy.rans_vector_decoder import has_vector_decoder
@@ -28,6 +30,8 @@ _FEATURES = (VECTOR_SYMBOLS if has_vector_decoder() else 0) | (VECTOR_RESIDUALS 
 _NOTHING = np.empty(0, np.uint8)
 _NO_DELTAS, _NO_VALUES = np.empty(0, np.float32), np.empty(0, np.uint16)
 Pieces = Mapping[Piece, NDArray[np.uint8]]
+Element = TypeVar("Element", bound=np.generic)
+_REQUESTED_P = {level: np.array([piece in PIECES_OF[level] for piece in BAND_PIECES], np.uint8) for level in Level}
 
 
 def decode_band_values(
@@ -39,10 +43,8 @@ def decode_band_values(
     Raises:
         CorruptError: the pieces are not a valid encoding.
     """
-    values = out if _is_contiguous(out) else scratch("values", len(out), np.uint16)
-    _decode(pieces, Level.LOSSLESS, base, bands, where, values, _NO_DELTAS, features, mantissa_bits)
-    if values is not out:
-        out[:] = values
+    blocks = _one_block(pieces, Level.LOSSLESS, base, where)
+    decode_band_blocks(blocks, Level.LOSSLESS, bands, lambda _: where, out, _NO_DELTAS, features, mantissa_bits)
 
 
 def decode_band_deltas(
@@ -54,67 +56,100 @@ def decode_band_deltas(
     Raises:
         CorruptError: the pieces that `level` reads are not a valid encoding.
     """
-    deltas = out if _is_contiguous(out) else scratch("deltas", len(out), np.float32)
-    _decode(pieces, level, base, bands, where, _NO_VALUES, deltas, features, mantissa_bits)
-    if deltas is not out:
-        out[:] = deltas
+    blocks = _one_block(pieces, level, base, where)
+    decode_band_blocks(blocks, level, bands, lambda _: where, _NO_VALUES, out, features, mantissa_bits)
 
 
-def _is_contiguous(array: NDArray[np.generic]) -> bool:
-    """Whether the array can be passed to the kernels, which are compiled for one array layout."""
-    return array.flags.aligned and array.flags.writeable and array.flags.c_contiguous
+@dataclass(frozen=True, slots=True)
+class BandBlocks:
+    """Pieces and base of consecutive blocks of BANDS; all but the last have `block_elements` elements.
+
+    The pieces of block b lie in `stored`, from POSITION to END of `cursors_BPF[b]`; after the last, `stored` has
+    `padding_bytes`.
+    """
+
+    stored: Bytes
+    cursors_BPF: Counts
+    base: Bits16
+    block_elements: int
 
 
-def _decode(
-    pieces: Pieces, level: Level, base: Bits16, bands: Bands, where: str, values: Bits16, deltas: Floats, features: int,
-    mantissa_bits: int,
+def padding_bytes(block_elements: int) -> int:
+    """Bytes that must be readable after the last piece, for corrupt ones."""
+    return 2 * padded_length(block_elements) + SPARE_BYTES
+
+
+def decode_band_blocks(
+    blocks: BandBlocks, level: Level, bands: Bands, where: Callable[[int], str], values: Bits16, deltas: Floats,
+    features: int = _FEATURES, mantissa_bits: int = BF16_MANTISSA_BITS,
 ) -> None:  # fmt: skip
-    n = len(base)
+    """Decode consecutive blocks in one call, like `decode_band_values`, or `decode_band_deltas` without `values`.
+
+    `where` tells errors where the block of a number is.
+
+    Raises:
+        CorruptError: the pieces that `level` reads are not a valid encoding.
+    """
+    n = len(blocks.base)
     if len(values) + len(deltas) != n:  # compiled code does not check bounds
         raise ValueError(f"{n} elements of the base, room for {len(values)} values and {len(deltas)} deltas")
     if not n:
         return
-    base_bits = base
-    if not _is_contiguous(base):
-        base_bits = scratch("base", n, np.uint16)
-        base_bits[:] = base
-    requested_P = np.array([piece in PIECES_OF[level] for piece in BAND_PIECES], np.uint8)
-    stored, cursors_PF = _concatenate_pieces(pieces, level, n, where)
     table, body_table = (scratch(name, (SKIPPED + 1) * TOTAL, np.uint32) for name in ("table", "body-table"))
-    codes = scratch("codes", padded_length(n), np.uint8)
-    cuts = np.array(bands.cuts, np.float32)
+    decoded_values, decoded_deltas = _contiguous("values", values), _contiguous("deltas", deltas)
+    base = _contiguous("base", blocks.base)
+    if base is not blocks.base:
+        base[:] = blocks.base
     decode_tiles(
-        stored,
-        cursors_PF,
-        requested_P,
-        base_bits,
+        blocks.stored,
+        blocks.cursors_BPF,
+        _REQUESTED_P[level],
+        base,
+        blocks.block_elements,
         mantissa_bits,
-        cuts,
+        np.array(bands.cuts, np.float32),
         bands.limit,
         features,
         table,
         body_table,
-        codes,
-        values,
-        deltas,
+        scratch("codes", padded_length(min(n, blocks.block_elements)), np.uint8),
+        decoded_values,
+        decoded_deltas,
     )
-    for cursor in cursors_PF:
-        if cursor[FAULT]:
-            message = MESSAGES[Fault(int(cursor[FAULT]))]
-            raise corrupt(where, message.format(found=int(cursor[FOUND]), needed=int(cursor[NEEDED])))
+    _check_faults(blocks.cursors_BPF, where)
+    if decoded_values is not values:
+        values[:] = decoded_values
+    if decoded_deltas is not deltas:
+        deltas[:] = decoded_deltas
 
 
-def _concatenate_pieces(pieces: Pieces, level: Level, n: int, where: str) -> tuple[Bytes, Counts]:
-    """Concatenate the pieces, with readable padding after them for corrupt ones; return cursors on the pieces."""
+def _contiguous(name: str, array: NDArray[Element]) -> NDArray[Element]:
+    """Return the array, or scratch of its size if it cannot be passed to the kernels: they take one array layout."""
+    flags = array.flags
+    if flags.aligned and flags.writeable and flags.c_contiguous:
+        return array
+    return scratch(name, len(array), array.dtype.type)
+
+
+def _check_faults(cursors_BPF: Counts, where: Callable[[int], str]) -> None:
+    for block, piece in np.argwhere(cursors_BPF[:, :, FAULT]):
+        cursor = cursors_BPF[block, piece]
+        message = MESSAGES[Fault(int(cursor[FAULT]))]
+        raise corrupt(where(int(block)), message.format(found=int(cursor[FOUND]), needed=int(cursor[NEEDED])))
+
+
+def _one_block(pieces: Pieces, level: Level, base: Bits16, where: str) -> BandBlocks:
+    """Concatenate the pieces of one block, with readable padding after them."""
+    n = len(base)
     cursors_PF = np.zeros((len(BAND_PIECES), CURSOR_FIELDS), np.int64)
     contents = [pieces[piece] if piece in PIECES_OF[level] else _NOTHING for piece in BAND_PIECES]
     total = sum(map(len, contents))
     if total > len(contents) * (2 * n + SPARE_BYTES):
         raise corrupt(where, f"{total} bytes are stored for a block of {2 * n}")
-    stored = scratch("pieces", total + 2 * padded_length(n) + SPARE_BYTES, np.uint8)
+    stored = scratch("pieces", total + padding_bytes(n), np.uint8)
     position = 0
     for cursor, content in zip(cursors_PF, contents, strict=True):
         stored[position : position + len(content)] = content
         cursor[POSITION], cursor[END] = position, position + len(content)
         position += len(content)
-    return stored, cursors_PF
+    return BandBlocks(stored, cursors_PF[None], base, max(n, 1))

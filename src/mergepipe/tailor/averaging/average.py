@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,16 +22,24 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.averaging.request import AverageRequest, OptimizerState
 from mergepipe.tailor.averaging.schemes import DEFAULT_ALPHA, normalised, scheme_weights
-from mergepipe.tailor.averaging.self_check import compare
+from mergepipe.tailor.averaging.self_check import AverageCheck
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Piece, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition.compose import ComposeOptions, CompositionReport, Job, OnProgress, publish
 from mergepipe.tailor.composition.composite import AverageRecord
 from mergepipe.tailor.composition.composition_plan import CompositionPlan, PatchCollector, plan_file, unpacked
-from mergepipe.tailor.composition.copy.plan import CopyRange, FilePlan, Literal, Segment, average_states, patch_states
+from mergepipe.tailor.composition.copy.plan import (
+    CopyRange,
+    FilePlan,
+    Literal,
+    Segment,
+    average_states,
+    joined,
+    patch_states,
+)
 from mergepipe.tailor.composition.request.assignment import DERIVED_KINDS, Assignment, state_to_copy
 from mergepipe.tailor.composition.self_check import SelfCheck
 from mergepipe.tailor.composition.skeleton_files import list_skeleton
-from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
+from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoints
 from mergepipe.tailor.composition.staleness import choose_steps
 from mergepipe.tailor.composition.state_overlay import StateOverlay
 from mergepipe.tailor.formats.weights_only import WEIGHTS_FORMAT
@@ -50,12 +58,15 @@ def average(request: AverageRequest, out: Path, options: ComposeOptions, on_prog
     averaging = open_averaging(store, request)
     check_target(out, [source.path for source in averaging.sources], force=options.force)
     plan = averaging.plan()
+    with AverageCheck(averaging, options.thoroughness) as check:
+        if not store.has_packed:  # whose blocks are decoded for the average itself, in its order
+            check.read_ahead()
 
-    def check(directory: Path, advance: Callable[[], None]) -> SelfCheck:
-        return compare(averaging, Location.local(directory), Location.local(out), options.thoroughness, advance)
+        def compare(directory: Path, advance: Callable[[], None]) -> SelfCheck:
+            return check.compare(Location.local(directory), Location.local(out), advance)
 
-    job = Job(request.to_yaml(), plan, out, check, averaging.record)
-    return publish(store, job, options, on_progress, started)
+        job = Job(request.to_yaml(), plan, out, compare, averaging.record)
+        return publish(store, job, options, on_progress, started)
 
 
 def check_average(request: AverageRequest) -> CompositionReport:
@@ -92,7 +103,7 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
             f"{len(request.weights)} weights for {count} checkpoints",
             "give one each",
         )
-    opened = [open_source_checkpoint(store, path) for path in request.checkpoints]
+    opened = open_source_checkpoints(store, request.checkpoints)
     order = sorted(range(count), key=lambda index: opened[index].step)
     sources = tuple(opened[index] for index in order)
     _check_fit(sources, request.optimizer)
@@ -166,6 +177,12 @@ class Averaging:
         steps = () if self.request.optimizer is OptimizerState.NONE else choose_steps(self.assignment)
         return CompositionPlan(self.assignment, steps, (), tuple(sorted(files, key=lambda plan: plan.name)))
 
+    def planned_states(self) -> Mapping[tuple[str, str], StoredState]:
+        """Return the states of the result, cut as they will be; their places are others."""
+        if self.request.optimizer is not OptimizerState.NONE:
+            return self.newest.states
+        return {(spec.name, WEIGHT): _whole_state(spec) for spec in self._specs()}
+
     def summands(self, name: str, kind: str) -> tuple[StoredState, ...]:
         """Return the states that a state of the result, a model or a checkpoint, is the average of, oldest first.
 
@@ -212,7 +229,7 @@ class Averaging:
         """Plan safetensors with averaged weights, and copies of configuration and tokenizer."""
         shards = plan_shards(self._specs(), _SHARD_BYTES)
         for shard in shards:
-            yield FilePlan(shard.name, tuple(self._shard(shard)))
+            yield FilePlan(shard.name, tuple(joined(self._shard(shard))))
         if len(shards) > 1:
             yield FilePlan(INDEX_NAME, (Literal(index_json(shards)),))
         lender = self.request.files_from or self.newest.path
@@ -239,10 +256,15 @@ class Averaging:
     def _shard(self, shard: ShardLayout) -> Iterator[Segment]:
         yield Literal(shard.header)
         for spec in shard.tensors:
-            place = Piece(_MEMBER, 0, spec.nbytes, Span(0, spec.nbytes // spec.dtype.itemsize))
-            target = StoredState(spec.name, WEIGHT, spec.dtype, spec.shape, (place,) if spec.nbytes else ())
+            target = _whole_state(spec)
             values = self._values(spec.name, WEIGHT)
             is_float = spec.dtype.kind is DTypeKind.FLOAT
             patches = average_states(values, self.weights, target) if is_float else patch_states(values[-1], target)
             for _, patch in patches:
                 yield patch.segment
+
+
+def _whole_state(spec: TensorSpec) -> StoredState:
+    """Make the state of a model's tensor: all of it in one piece."""
+    place = Piece(_MEMBER, 0, spec.nbytes, Span(0, spec.nbytes // spec.dtype.itemsize))
+    return StoredState(spec.name, WEIGHT, spec.dtype, spec.shape, (place,) if spec.nbytes else ())

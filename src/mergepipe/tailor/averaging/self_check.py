@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.core.blocks import DTypeKind, Span
+from mergepipe.core.blocks import DType, DTypeKind, Span
 from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.storage.location import Location
@@ -27,27 +27,103 @@ if TYPE_CHECKING:
     from mergepipe.tailor.averaging.average import Averaging
 
 _TOLERANCES = {"F64": 2.0**-20, "F32": 2.0**-20, "BF16": 2.0**-7, "F16": 2.0**-9}
+_MOST_AHEAD = 1 << 20  # elements, each with its tolerance: 16 MiB
 
 
-def compare(
-    averaging: Averaging, made: Location, home: Location, thoroughness: Thoroughness, advance: Callable[[], None]
-) -> SelfCheck:
-    """Compare what was written with averages in float64, and everything else with the newest checkpoint.
+class AverageCheck:
+    """Compares a finished average with its sources, samples of which may be read ahead. A context manager."""
 
-    Raises:
-        CorruptError: `tailor.self-check`.
-    """
-    if thoroughness is Thoroughness.OFF:
-        return SelfCheck(thoroughness, 0, 0, 0)
-    states = _made_states(averaging, made, home)
-    n_threads = READERS if thoroughness is Thoroughness.SAMPLED else 1  # whole blocks of all sources are large
-    n_elements = 0
-    with StateReader(averaging.store) as reader, ThreadPoolExecutor(n_threads, "mergepipe-tailor-check") as pool:
-        check = _Check(averaging, reader, thoroughness)
-        for compared in pool.map(check.state, states, states.values()):
+    def __init__(self, averaging: Averaging, thoroughness: Thoroughness) -> None:
+        self._averaging = averaging
+        self._thoroughness = thoroughness
+        self._reader = StateReader(averaging.store)
+        n_threads = READERS if thoroughness is Thoroughness.SAMPLED else 1  # whole blocks of all sources are large
+        self._pool = ThreadPoolExecutor(n_threads, "mergepipe-tailor-check")
+        self._ahead: dict[tuple[str, str], Future[_Wanted]] = {}
+
+    def __enter__(self) -> AverageCheck:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._reader.close()
+
+    def read_ahead(self) -> None:
+        """Begin to read the samples of the sources, of at most `_MOST_AHEAD` elements; the output need not be there."""
+        if self._thoroughness is not Thoroughness.SAMPLED:
+            return
+        n_elements = 0
+        for key, planned in self._averaging.planned_states().items():
+            for spans in compared_batches(planned, self._thoroughness):
+                n_elements += sum(span.n_elements for span in spans)
+                if n_elements > _MOST_AHEAD:
+                    return
+                self._ahead[key] = self._pool.submit(self._wanted, key, spans, planned.dtype)
+
+    def compare(self, made: Location, home: Location, advance: Callable[[], None]) -> SelfCheck:
+        """Compare what was written with averages in float64, and everything else with the newest checkpoint.
+
+        Raises:
+            CorruptError: `tailor.self-check`.
+        """
+        if self._thoroughness is Thoroughness.OFF:
+            return SelfCheck(self._thoroughness, 0, 0, 0)
+        states = _made_states(self._averaging, made, home)
+        n_elements = 0
+        for compared in self._pool.map(self._state, states, states.values()):
             n_elements += compared
             advance()
-    return SelfCheck(thoroughness, len(states), n_elements, 0)
+        return SelfCheck(self._thoroughness, len(states), n_elements, 0)
+
+    def _state(self, key: tuple[str, str], made: StoredState) -> int:
+        """Compare one state with its sources, from any thread; return how many elements were compared."""
+        made = unpacked(self._averaging.store, made)
+        ahead = self._ahead.pop(key, None)
+        n_elements = 0
+        for spans in compared_batches(made, self._thoroughness):
+            wanted = None if ahead is None else ahead.result()
+            if wanted is None or (wanted.spans, wanted.dtype) != (spans, made.dtype):
+                wanted = self._wanted(key, spans, made.dtype)
+            is_same = wanted.agrees(self._reader.read(made, *spans), made.parameter)
+            if not is_same.all():
+                raise _differs(made, spans, int(np.argmin(is_same)))
+            n_elements += len(is_same)
+        return n_elements
+
+    def _wanted(self, key: tuple[str, str], spans: Sequence[Span], dtype: DType) -> _Wanted:
+        """Read what elements of a state of the result must be, as values of `dtype`."""
+        summands = self._averaging.summands(*key)
+        if not summands or dtype.kind is not DTypeKind.FLOAT:
+            state = summands[-1] if summands else unpacked(self._averaging.store, self._averaging.newest.states[key])
+            stored = cast_bytes(self._reader.read(state, *spans), state.dtype, dtype, state.parameter)
+            return _Wanted(spans, dtype, stored.reshape(-1, dtype.itemsize), None)
+        n_elements = sum(span.n_elements for span in spans)
+        averages, largest = np.zeros(n_elements), np.zeros(n_elements)
+        with np.errstate(invalid="ignore"):
+            for weight, state in zip(self._averaging.weights, summands, strict=True):
+                summand = values_of(self._reader.read(state, *spans), state.dtype, state.parameter).astype(np.float64)
+                averages += weight * summand
+                np.maximum(largest, np.abs(summand), out=largest)
+        return _Wanted(spans, dtype, averages, _TOLERANCES[dtype.name] * largest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the elements in `spans` must be: averages in float64 and how far off they may be, or bytes a row."""
+
+    spans: Sequence[Span]
+    dtype: DType
+    values: NDArray[np.float64] | NDArray[np.uint8]
+    distances: NDArray[np.float64] | None
+
+    def agrees(self, raw: NDArray[np.uint8], parameter: str) -> NDArray[np.bool_]:
+        """Tell by element whether it is what it must be, as closely as its dtype tells, or that is not finite."""
+        if self.distances is None:
+            return np.asarray((raw.reshape(self.values.shape) == self.values).all(axis=1))
+        made = values_of(raw, self.dtype, parameter).astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            close = np.abs(made - self.values) <= self.distances
+        return np.asarray(close | ~np.isfinite(self.values))
 
 
 def _made_states(averaging: Averaging, made: Location, home: Location) -> Mapping[tuple[str, str], StoredState]:
@@ -58,48 +134,6 @@ def _made_states(averaging: Averaging, made: Location, home: Location) -> Mappin
     if opened.missing or opened.step != averaging.newest.step:
         raise CorruptError.of("tailor.self-check", home.name, f"is at step {opened.step}, lacks {opened.missing[:1]}")
     return opened.states
-
-
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """Compares single states, from any thread."""
-
-    averaging: Averaging
-    reader: StateReader
-    thoroughness: Thoroughness
-
-    def state(self, key: tuple[str, str], made: StoredState) -> int:
-        """Compare one state with its sources; return how many elements were compared."""
-        made = unpacked(self.averaging.store, made)
-        summands = self.averaging.summands(*key)
-        n_elements = 0
-        for spans in compared_batches(made, self.thoroughness):
-            raw = self.reader.read(made, *spans)
-            if summands and made.dtype.kind is DTypeKind.FLOAT:
-                is_same = self._is_average(summands, spans, raw, made)
-            else:
-                newest = summands[-1] if summands else unpacked(self.averaging.store, self.averaging.newest.states[key])
-                stored = cast_bytes(self.reader.read(newest, *spans), newest.dtype, made.dtype, made.parameter)
-                is_same = (stored == raw).reshape(-1, made.dtype.itemsize).all(axis=1)
-            if not is_same.all():
-                raise _differs(made, spans, int(np.argmin(is_same)))
-            n_elements += len(is_same)
-        return n_elements
-
-    def _is_average(
-        self, summands: Sequence[StoredState], spans: Sequence[Span], raw: NDArray[np.uint8], made: StoredState
-    ) -> NDArray[np.bool_]:
-        """Tell by element whether it is the average in float64, as closely as its dtype tells, or it is not finite."""
-        values = values_of(raw, made.dtype, made.parameter).astype(np.float64)
-        wanted, largest = np.zeros(values.shape), np.zeros(values.shape)
-        with np.errstate(invalid="ignore"):
-            for weight, state in zip(self.averaging.weights, summands, strict=True):
-                summand = values_of(self.reader.read(state, *spans), state.dtype, state.parameter).astype(np.float64)
-                wanted += weight * summand
-                np.maximum(largest, np.abs(summand), out=largest)
-            close = np.abs(values - wanted) <= _TOLERANCES[made.dtype.name] * largest
-        is_same: NDArray[np.bool_] = close | ~np.isfinite(wanted)
-        return is_same
 
 
 def _differs(made: StoredState, spans: Sequence[Span], place: int) -> MergePipeError:

@@ -29,17 +29,19 @@ from mergepipe.tailor.formats.dcp_metadata import read_dcp_metadata
 from mergepipe.tailor.formats.pickle_node import Node
 
 _PARAMETER_LIST = re.compile(r"(?:.*\.)?param_groups\.\d+\.params", re.ASCII)
+_PARAMETER_OPTION = re.compile(r"(?:.*\.)?param_groups\.(?P<parameter>.+)\.[^.]+", re.ASCII)  # flattened options
 
 
 def plan_resized_dcp(store: Store, assignment: Assignment) -> CompositionPlan:
     """Plan a DCP checkpoint of the restacked model, in the chunks of its sources.
 
     Raises:
-        UnsupportedError: a source is partial, or the optimizer's options are kept by parameter.
+        UnsupportedError: a source is partial, or keeps something else by parameter.
     """
     if assignment.state_index is not None or any(source.is_partial for source in assignment.sources):
         partial = next((source for source in assignment.sources if source.is_partial), assignment.state)
-        raise _refusal(partial.path, "is partial", "take complete checkpoints")
+        hint = "compose a complete checkpoint of it first, and stack the layers of that"
+        raise _refusal(partial.path, "is partial", hint)
     steps = choose_steps(assignment)
     writer = _Writer(store, assignment)
     plans = [*writer.data_files(), FilePlan(METADATA_NAME, (Literal(writer.metadata()),))]
@@ -138,16 +140,26 @@ class _Writer:
             self._store_item(key, item, (CopyRange(item.file, item.offset, item.nbytes, is_skeleton=False),))
 
     def _keep(self, key: str) -> None:
-        """Copy what is no tensor of the model from the skeleton; lists of parameters name the result's."""
+        """Copy what is no tensor of the model from the skeleton: options of a parameter to every place that it has."""
         skeleton, layers = self._assignment.skeleton, self._assignment.layers or ()
-        for name, before in restacked_names(tuple(skeleton.parameters), skeleton.units, layers):
-            if name != before and before in key:
-                message = f"holds {key} for each parameter"
-                raise _refusal(skeleton.path, message, "save it without flatten_optimizer_state_dict")
-        self._describe(key, self._skeleton.described[key], key, "", "")
+        pairs = restacked_names(tuple(skeleton.parameters), skeleton.units, layers)
+        option = _PARAMETER_OPTION.fullmatch(key)
+        if option is not None and option["parameter"] in skeleton.parameters:
+            for name, before in pairs:
+                if before == option["parameter"]:
+                    self._copy_value(key, before, name)
+            return
+        if any(name != before and before in key for name, before in pairs):
+            raise _refusal(skeleton.path, f"holds {key} for each parameter", "save it without")
+        self._copy_value(key, "", "")
+
+    def _copy_value(self, key: str, before: str, name: str) -> None:
+        """Copy the skeleton's items of a key, under the key of the parameter's name; lists name the result's."""
+        copied = _renamed(key, before, name)
+        self._describe(copied, self._skeleton.described[key], key, before, name)
         for item in self._skeleton.items.get(key, ()):
             kept: tuple[Segment, ...] = (CopyRange(item.file, item.offset, item.nbytes, is_skeleton=True),)
-            self._store_item(key, item, self._listed(item) if _PARAMETER_LIST.fullmatch(key) else kept)
+            self._store_item(copied, item, self._listed(item) if _PARAMETER_LIST.fullmatch(key) else kept)
 
     def _listed(self, item: _Item) -> tuple[Segment, ...]:
         """Write a group's list of parameters anew."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from mergepipe.errors import UnsupportedError
+
+_build_lock = Lock()  # models are built under settings of the process
 
 
 def ask_transformers(folder: Path, model_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -28,7 +31,7 @@ def ask_transformers(folder: Path, model_type: str) -> tuple[tuple[str, ...], tu
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         kind = getattr(transformers, config.architectures[0])
-        with torch.device("meta"):
+        with _build_lock, torch.device("meta"):
             model = kind(config)
     except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
         raise UnsupportedError.of(

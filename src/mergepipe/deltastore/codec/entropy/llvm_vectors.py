@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 
+from mergepipe.kernels.compilation.compiled import intrinsic
 from mergepipe.kernels.compilation.machine_code import load_llvm
 
 
@@ -79,6 +81,15 @@ def call_intrinsic(builder: Any, name: str, result: Any, *arguments: Any) -> Any
     """Call one of LLVM's intrinsic functions."""
     signature = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(core.cgutils.get_or_insert_function(builder.module, signature, name), arguments)
+
+
+def _shift_left_intrinsic(_typing: Any, value: Any, bits: Any) -> tuple[Any, Callable[..., Any]]:
+    """LLVM: `shift_left`."""
+    return value(value, bits), lambda _context, builder, _signature, arguments: builder.shl(*arguments)
+
+
+shift_left: Any = intrinsic(_shift_left_intrinsic)
+"""Shift an integer left by fewer bits than it has, in its own type, where numba's operator widens it to 64 bits."""
 
 
 def _scalar_bytes(scalar: Any) -> int:

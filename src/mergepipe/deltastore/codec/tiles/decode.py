@@ -65,7 +65,7 @@ from mergepipe.deltastore.codec.tiles.element_codes import (
     top_edge_exponent,
 )
 from mergepipe.deltastore.codec.tiles.stream_elements import ALL_ROOM, STREAM_ROOM, collect, place
-from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts, Floats, kernel
+from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts, Floats, kernel, template
 
 HEAD, HEAD_FINE, BODY, BODY_FINE, REST = (int(piece) for piece in list(Piece)[:5])
 _FAULT_SYMBOLS_END, _FAULT_RESIDUALS_END = int(Fault.SYMBOLS_END), int(Fault.RESIDUALS_END)
@@ -227,7 +227,7 @@ def _decode_stage(stored: Bytes, stages: Stages, stage: int, contexts: Bytes, sy
     stages.positions[stage] += np.uint64(2 * n_words)
 
 
-@kernel
+@template
 def _unpack_residuals(
     stored: Bytes, streams: ResidualStreams, stream: int, features: int, widths: Bytes, arrays: TileArrays
 ) -> None:
@@ -245,7 +245,7 @@ def _unpack_residuals(
         streams.position[stream] = unpack_stream(stored, streams.position[stream], masks, residuals)
 
 
-@kernel
+@template
 def _decode_bands(
     stored: Bytes, streams: ResidualStreams, stream: int, tables: BlockTables, mantissa_bits: int, is_values: bool,
     features: int, n: int, arrays: TileArrays,
@@ -266,7 +266,7 @@ def _decode_bands(
         band_deltas(base, mantissa_bits, codes, arrays.residuals, edges, arrays.deltas[first : first + n])
 
 
-@kernel
+@template
 def _decode_cells(
     stored: Bytes, streams: ResidualStreams, tables: BlockTables, mantissa_bits: int, is_values: bool,
     has_residuals: bool, features: int, n: int, arrays: TileArrays,
@@ -285,7 +285,7 @@ def _decode_cells(
         cell_deltas(base, mantissa_bits, codes, arrays.residuals, widths, tables.limit, deltas)
 
 
-@kernel
+@template
 def _decode_codes(
     stored: Bytes, stages: Stages, has_body: bool, tables: BlockTables, base: Bits16, mantissa_bits: int, n: int,
     features: int, codes: Bytes, arrays: TileArrays,
@@ -309,7 +309,7 @@ def _decode_codes(
         codes[i] = np.uint8(0)
 
 
-@kernel
+@template
 def _decode_streams(
     stored: Bytes, streams: ResidualStreams, requested_P: Bytes, tables: BlockTables, base: Bits16, mantissa_bits: int,
     is_values: bool, features: int, codes: Bytes, arrays: TileArrays,
@@ -393,16 +393,11 @@ def _replace_exceptions(
 
 
 @kernel
-def decode_tiles(
+def _decode_block(
     stored: Bytes, cursors_PF: Counts, requested_P: Bytes, base: Bits16, mantissa_bits: int, cuts: Floats,
     limit: np.float32, features: int, table: Bits32, body_table: Bits32, codes: Bytes, values: Bits16, deltas: Floats,
 ) -> None:  # fmt: skip
-    """Decode the requested pieces into `values`, or into `deltas` if that is not empty.
-
-    Pieces are in `stored` (from POSITION to END of `cursors_PF`; others have no bytes), which is readable for as many
-    bytes as the base has, and `SPARE_BYTES`, after the last. Faults are recorded in the cursors. `codes` is as long as
-    the base, padded; tables have `rans.TOTAL` entries for each context. No content makes it access anything outside.
-    """
+    """Decode the requested pieces of one block; see `decode_tiles`."""
     n, has_body = len(base), bool(requested_P[BODY])
     lows, cell_bits = np.zeros(MAX_CONTEXTS, np.uint8), np.zeros(MAX_CONTEXTS, np.uint8)
     centroids = np.zeros((MAX_CONTEXTS + 1) * N_CODES, np.float32)
@@ -438,3 +433,24 @@ def decode_tiles(
     if cursors_PF[:, FAULT].any():
         return
     _replace_exceptions(stored, streams, base, mantissa_bits, codes, tables.exact_codes, limit, values, deltas)
+
+
+@kernel
+def decode_tiles(
+    stored: Bytes, cursors_BPF: Counts, requested_P: Bytes, base: Bits16, block_elements: int, mantissa_bits: int,
+    cuts: Floats, limit: np.float32, features: int, table: Bits32, body_table: Bits32, codes: Bytes, values: Bits16,
+    deltas: Floats,
+) -> None:  # fmt: skip
+    """Decode the requested pieces of consecutive blocks into `values`, or into `deltas` if that is not empty.
+
+    Every block but the last has `block_elements`. Pieces are in `stored` (from POSITION to END of `cursors_BPF`; others
+    have no bytes), which is readable for as many bytes as the base has in a block, and `SPARE_BYTES`, after the last.
+    Faults are recorded in the cursors. `codes` is as long as a block, padded; tables have `rans.TOTAL` entries for each
+    context. No content makes it access anything outside.
+    """
+    for b in range(len(cursors_BPF)):
+        start, stop = b * block_elements, min((b + 1) * block_elements, len(base))
+        _decode_block(
+            stored, cursors_BPF[b], requested_P, base[start:stop], mantissa_bits, cuts, limit, features, table,
+            body_table, codes[: _padded(stop - start)], values[start:stop], deltas[start:stop],
+        )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mergepipe.deltastore.codec.entropy.llvm_vectors import shift_left
 from mergepipe.deltastore.codec.entropy.rans import Bits16
 from mergepipe.deltastore.codec.piece_headers import exception_positions, n_chunks_in, read_u16
 from mergepipe.deltastore.codec.tiles.element_codes import (
@@ -59,7 +60,7 @@ def band_edges(
 def residual_masks(widths: Bytes, masks: Bits16) -> None:
     """Write masks with as many low ones as residuals have bits; masks beyond the widths are 0."""
     for i in range(len(widths)):
-        masks[i] = np.uint16(np.uint16(np.uint16(1) << np.uint16(widths[i])) - np.uint16(1))
+        masks[i] = np.uint16(shift_left(np.uint16(1), np.uint16(widths[i])) - np.uint16(1))
     for i in range(len(widths), len(masks)):
         masks[i] = np.uint16(0)
 
@@ -88,7 +89,7 @@ def _band_value(
 def _cell_value(base_bits: np.int32, code: np.uint8, residual: np.uint16, width: np.uint8) -> np.int32:
     """The bits of the value that a cell's residual leads to."""
     cell = np.int32(np.int32(code) - np.int32(FIRST_CELL_CODE + ZERO_CELL))
-    step = np.int32(np.int32(cell << np.int32(width)) + np.int32(residual))
+    step = np.int32(shift_left(cell, np.int32(width)) + np.int32(residual))
     return _value_at(np.int32(ordinal_of(base_bits) + step), base_bits)
 
 
@@ -185,7 +186,7 @@ def cell_deltas(
 def cell_middles(widths: Bytes, residuals: Bits16) -> None:
     """Write the residuals of the middles of cells."""
     for i in range(len(widths)):
-        residuals[i] = np.uint16(np.uint16(np.uint16(1) << np.uint16(widths[i])) >> np.uint16(1))
+        residuals[i] = np.uint16(shift_left(np.uint16(1), np.uint16(widths[i])) >> np.uint16(1))
 
 
 @kernel

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mergepipe.deltastore.codec.entropy.rans import SKIPPED, Bits16
 from mergepipe.deltastore.codec.generic.byte_lookup import look_up
-from mergepipe.kernels.compilation.compiled import Bytes, Counts, Floats, kernel, template
+from mergepipe.kernels.compilation.compiled import Bytes, Counts, kernel, template
 
 Integers = NDArray[np.int32]
 
@@ -156,14 +156,6 @@ def fill_contexts(base: Bits16, mantissa_bits: int, n: int, context_of: Bytes, c
     look_up(context_of, contexts, n, contexts)
     for i in range(n, len(contexts)):
         contexts[i] = SKIPPED
-
-
-@template
-def widen(stored: Bits16, mantissa_bits: int, values: Floats) -> None:
-    """Write the float32 values of floats of 16 bits."""
-    shift, scale = value_shift(mantissa_bits), value_scale(mantissa_bits)
-    for i in range(len(stored)):
-        values[i] = float_value(np.int32(stored[i]), shift, scale)
 
 
 @kernel

@@ -238,8 +238,11 @@ def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
         yield waiting
 
 
-def _together(first: Segment | None, second: Segment) -> CopyRange | None:
-    """Join two ranges if the second follows the first in the same file; else None."""
+def _together(first: Segment | None, second: Segment) -> Segment | None:
+    """Join two ranges if the second follows the first in the same files; else None."""
+    if isinstance(first, AverageRange) and isinstance(second, AverageRange):
+        is_next = first.cut(first.n_elements, second.n_elements) == second
+        return replace(first, n_elements=first.n_elements + second.n_elements) if is_next else None
     if not isinstance(first, CopyRange) or not isinstance(second, CopyRange):
         return None
     follows = first.file == second.file and first.offset + first.nbytes == second.offset

@@ -37,7 +37,9 @@ Advance = Callable[[int], None]
 
 FEWEST_BYTES = 16 << 20
 _LARGEST_CHUNK_BYTES = 4 << 20
-_MOST_BUFFERS = 32
+_LARGEST_SUMMAND_BYTES = 1 << 20  # of a chunk in which many files are averaged, from each
+_POOL_BYTES = 32 * _LARGEST_CHUNK_BYTES
+_FEWEST_BUFFERS = 10  # some more than are read at once
 _FILES_AHEAD = 3
 
 
@@ -64,10 +66,7 @@ class Copier:
                 f"{memory_bytes} bytes of buffers were allowed, composing needs at least {FEWEST_BYTES}",
                 f"raise --memory to {size_option(FEWEST_BYTES)} or more",
             )  # fmt: skip
-        room = memory_bytes - CHUNK_BYTES
-        self._chunk_bytes = min(_LARGEST_CHUNK_BYTES, room // 4 // PAGE_BYTES * PAGE_BYTES - 2 * PAGE_BYTES)
-        buffer_bytes = buffer_bytes_for(self._chunk_bytes)
-        self._pool = BufferPool(buffer_bytes, min(room, _MOST_BUFFERS * buffer_bytes))
+        self._room_bytes = memory_bytes - CHUNK_BYTES
         self._store = store
         self._on_advance = on_advance
 
@@ -89,8 +88,10 @@ class Copier:
             ThreadPoolExecutor(self._readers(jobs), "mergepipe-tailor-read") as readers,
             ThreadPoolExecutor(1, "mergepipe-tailor-write") as writer,
         ):
-            flow = _Flow(self._pool, readers, writer, sources, targets)
-            steps = _steps([plan for plan, _ in jobs], self._chunk_bytes)
+            chunk_bytes = _chunk_bytes([plan for plan, _ in jobs], self._room_bytes)
+            pool = BufferPool(buffer_bytes_for(chunk_bytes), min(self._room_bytes, _POOL_BYTES))
+            flow = _Flow(pool, readers, writer, sources, targets)
+            steps = _steps([plan for plan, _ in jobs], chunk_bytes)
             for index, steps_of_file in groupby(flow.run(steps), key=lambda pair: pair[0].index):
                 plan = jobs[index][0]
                 renewal = ChecksumRenewal(plan.checksums)
@@ -104,6 +105,15 @@ class Copier:
         """The number of reading threads: what the source's store that serves most at once serves."""
         files = {path for plan, _ in jobs for path in plan.source_files}
         return max((self._store.terms(path).most_requests for path in files), default=1)
+
+
+def _chunk_bytes(plans: Sequence[FilePlan], room_bytes: int) -> int:
+    """Choose the size of chunks: that of one request, or of one to each file that is averaged and their average."""
+    segments = (segment for plan in plans for segment in plan.segments)
+    widest = max((len(s.parts) + 1 for s in segments if isinstance(s, AverageRange)), default=0)
+    many_bytes = min(widest * _LARGEST_SUMMAND_BYTES, min(room_bytes, _POOL_BYTES) // _FEWEST_BUFFERS)
+    wanted_bytes = max(_LARGEST_CHUNK_BYTES, many_bytes // PAGE_BYTES * PAGE_BYTES)
+    return min(wanted_bytes, room_bytes // 4 // PAGE_BYTES * PAGE_BYTES - 2 * PAGE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,111 @@
+"""Command that loads one checkpoint as a framework does, and tells the seconds without those of imports.
+
+Run with the interpreter of requirements/train.txt and PYTHONPATH=src:. `python -m benchmarks.load_one WAY DIRECTORY`:
+
+    torch           torch.load of every file in turn, in one process
+    deepspeed-save  ranks that write a ZeRO-3 checkpoint of --size-gb, as `benchmarks.tailor_tree` writes without them
+    deepspeed       ranks with an engine of that size, which loads it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from benchmarks import deepspeed_cpu
+from benchmarks.tailor_tree import scaled_shapes
+
+WAYS = ("torch", "deepspeed-save", "deepspeed")
+_TAG = "global_step100"
+_STAGE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What loading took; the processor seconds are those of all ranks."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+def _timed(call: Callable[[], object]) -> Loaded:
+    wall, cpu = time.perf_counter(), time.process_time()
+    call()
+    return Loaded(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def _torch_load(directory: Path) -> None:
+    torch: Any = import_module("torch")
+    for path in sorted(directory.rglob("*.pt")):
+        torch.load(path, map_location="cpu", weights_only=False)  # as DeepSpeed does
+
+
+def _engine(size_bytes: int) -> Any:
+    """Return a ZeRO-3 engine whose parameters have `scaled_shapes`; its loss is the sum of their squares."""
+    torch: Any = import_module("torch")
+    deepspeed: Any = import_module("deepspeed")
+    module = type("Weight", (torch.nn.Module,), {"forward": lambda weight: weight.weight.float().square().sum()})
+    model = type("Model", (torch.nn.Module,), {"forward": lambda model: sum(part() for part in model.children())})()
+    for name, shape in scaled_shapes(size_bytes).items():
+        part = module()
+        part.weight = torch.nn.Parameter(torch.randn(shape))
+        model.add_module(name.replace(".", "_"), part)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    config = {**deepspeed_cpu.engine_config(_STAGE, bf16=True), "train_micro_batch_size_per_gpu": 1}
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def _rank(options: argparse.Namespace) -> None:
+    distributed: Any = import_module("torch.distributed")
+    torch: Any = import_module("torch")
+    engine = _engine(int(options.size_gb * 1e9))
+    if options.way == "deepspeed-save":
+        engine.backward(engine())
+        engine.step()  # the moments are there after the first
+        engine.save_checkpoint(str(options.directory), tag=_TAG)
+        deepspeed_cpu.leave()
+
+    def load() -> None:
+        distributed.barrier()
+        engine.load_checkpoint(str(options.directory), tag=_TAG)
+        distributed.barrier()
+
+    loaded = _timed(load)
+    cpu_seconds = torch.tensor(loaded.cpu_seconds)
+    distributed.all_reduce(cpu_seconds)
+    if distributed.get_rank() == 0:
+        _tell(Loaded(loaded.seconds, float(cpu_seconds)), options.result)
+    deepspeed_cpu.leave()
+
+
+def _tell(loaded: Loaded, result: Path) -> None:
+    result.write_text(json.dumps(asdict(loaded)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("way", choices=WAYS)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--result", type=Path, help="a JSON file to write")
+    parser.add_argument("--size-gb", type=float, default=1.0, help="bytes of the checkpoint")
+    parser.add_argument("--ranks", type=int, default=4)
+    options = parser.parse_args()
+    if options.way == "torch":
+        import_module("deepspeed.runtime.zero.config")  # whose classes the files name
+        _tell(_timed(lambda: _torch_load(options.directory)), options.result)
+    elif "RANK" in os.environ:
+        _rank(options)
+    else:
+        arguments = (options.way, options.directory, f"--size-gb={options.size_gb}", f"--result={options.result}")
+        deepspeed_cpu.run_ranks(options.ranks, "benchmarks.load_one", *arguments)
+
+
+if __name__ == "__main__":
+    main()

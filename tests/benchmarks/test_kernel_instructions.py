@@ -1,0 +1,53 @@
+"""The vector loops of kernels have no more instructions than were counted: slower kernels show here, not in seconds.
+
+LLVM chooses instructions by the processor that it compiles for. These are compiled for one processor, whatever this
+machine is, in a process of their own that finds nothing compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import llvmlite
+import pytest
+from llvmlite.binding import get_host_cpu_features
+
+TESTS = Path(__file__).parents[1]
+COUNTED_FOR = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe,+popcnt"}
+COUNTED_WITH = "0.50"  # llvmlite, which carries LLVM
+INSTRUCTIONS = {
+    "decode_tile": 375, "encode_tile": 406, "take_delta": 60, "_keep_large": 34, "keep_band": 42, "_keep_random": 164,
+    "_add_scaled": 53, "_add_agreeing": 26, "_normalize_agreeing": 98, "variance_tile": 269, "collect_between": 136,
+    "merge_overlapping": 973, "exp_tile": 224, "log_tile": 201, "_divergence": 366, "_drop_in_row": 362,
+    "count_nonzero": 34, "count_from_edges": 514, "count_fine_bits": 170, "bytes_equal": 35, "fill_contexts": 78,
+    "encode_pieces": 2721, "decode_tiles": 2644,
+}  # fmt: skip
+"""Instructions of all vector loops of a kernel: a new one may replace some, and then these change."""
+
+pytestmark = [
+    pytest.mark.slow,  # `make test-benchmarks`, which CI runs too
+    pytest.mark.skipif(not llvmlite.__version__.startswith(COUNTED_WITH + "."), reason="another LLVM was counted with"),
+    pytest.mark.skipif(not get_host_cpu_features().get("avx2", False), reason="what packs a block runs with AVX2"),
+]
+
+
+def test_vector_loops__have_no_more_instructions_than_were_counted(tmp_path: Path) -> None:
+    program = subprocess.run(
+        [sys.executable, "-m", "support.vector_code"],
+        env={**os.environ, **COUNTED_FOR, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": path_of_tests()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert program.returncode == 0, program.stderr
+    instructions = json.loads(program.stdout)
+    assert instructions.keys() == INSTRUCTIONS.keys()
+    assert {name: n for name, n in instructions.items() if n > INSTRUCTIONS[name]} == {}
+
+
+def path_of_tests() -> str:
+    return os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])

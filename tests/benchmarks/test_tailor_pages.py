@@ -1,0 +1,69 @@
+"""Pages of benchmarks.reproduce about training checkpoints: resuming from composites, composing beside loading one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.reproduce import compose, papers, resuming
+from benchmarks.reproduce.results import Results
+from benchmarks.tailor_resuming import Resumed
+from benchmarks.tailor_training import Setting
+
+SETTING = asdict(Setting(at=20, every=2, after=20, rate=2e-5, schedule="linear"))
+
+
+def stored(size: str, entries: Mapping[str, Any], others: float = 0.0) -> Results:
+    counted = {key: {"load": 0.0, "others": others, **entry} for key, entry in entries.items()}
+    content = {"machine": {"cores": 2}, "entries": counted, "date": "", "commit": "", "size": {"name": size, "ks": [2]}}
+    return Results(Path("part.json"), {**content, "is_complete": True})
+
+
+def seed_entry(seed: int, final_excess: float) -> dict[str, Any]:
+    runs = [Resumed("not interrupted", seed, (), None, 2.5, 2.4, (), 2.25)]
+    for strategy, excess in (("paper-parity", 0.0), ("paper-filter", final_excess)):
+        losses = (0.0,) * 10 + (excess,) * 10
+        runs.append(Resumed(strategy, seed, (0, 2), None, 2.5, 2.4 + excess, losses, 2.25 + excess))
+    return {"setting": SETTING, "step_tokens": 256, "results": [asdict(run) for run in runs]}
+
+
+def test_resuming_page__names_composites_that_are_not_back_at_the_end() -> None:
+    entries = {f"{way}/{seed}": seed_entry(seed, 0.001) for way in ("alone", "zero3") for seed in (1, 2)}
+    results = stored("0.6b", {**entries, "zero3/2": seed_entry(2, 0.02)})
+    text = resuming.PART.page(results).markdown(results, "again")
+    alone, ranks = text.splitlines()[2].split(" By two ranks under ZeRO-3: ")
+    assert "paper-filter: back within 0.01 nats, at most +0.0010 at the end" in alone
+    assert "paper-parity: back within 0.01 nats, at most +0.0000 at the end" in ranks
+    assert "paper-filter: **not back within 0.01 nats in 1 of 2 seeds**, at most +0.0200 at the end" in ranks
+    assert text.count("256 tokens") == 2
+    beside = papers.comparison({"resuming": results})
+    assert "| paper-filter | 1.59 / 1.59 | 1.60 / 1.62 | 2.251 / 2.401 | 2.260 / 2.410 |" in beside
+
+
+def composed(pattern: str, n_sources: int, seconds: float) -> dict[str, Any]:
+    times = {"seconds": seconds, "floor_seconds": 2.0, "cpu_seconds": seconds / 2}
+    nbytes = {"peak_rss_bytes": 2**20, "read_bytes": 11 * 10**8, "written_bytes": 10**9}
+    return {"size_gb": 1.0, "pattern": pattern, "n_sources": n_sources, **times, **nbytes}
+
+
+@pytest.mark.parametrize(("others", "over"), [(0.0, "3.00"), (2.0, "6.00")])
+def test_compose_page__puts_times_over_that_of_loading_one(others: float, over: str) -> None:
+    loaded = {"size_gb": 1.0, "baseline": "DeepSpeed", "seconds": 1.0, "cpu_seconds": 0.25}
+    entries = {
+        "1/DeepSpeed/0": loaded,
+        "1/consecutive/2/0": composed("consecutive", 2, 2.0),
+        "1/parity/2/0": composed("parity", 2, 3.0),
+        "1/consecutive/35/0": composed("consecutive", 35, 5.0),
+    }
+    results = stored("0.6b", entries, others)
+    text = compose.PART.page(results).markdown(results, "again")
+    assert "At most it read 1.10 times the bytes of one. From 35 sources it takes 2.50 times" in text
+    assert f"Parity of two checkpoints of 1 GB takes {over} times" in text
+    row = next(line for line in text.splitlines() if line.startswith("| parity |"))
+    assert row.split(" | ")[5] == over
+    assert "2 GB" in next(line for line in text.splitlines() if "Not run, for the disk" in line)
+    theirs = papers.comparison({"compose": results})
+    assert f"| parity, 2 sources | 292 (234 s) | 61 (1028 s) | {over} |" in theirs
