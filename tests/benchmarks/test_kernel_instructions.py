@@ -13,12 +13,13 @@ import sys
 from pathlib import Path
 
 import llvmlite
+import numba
 import pytest
 from llvmlite.binding import get_host_cpu_features
 
 TESTS = Path(__file__).parents[1]
 COUNTED_FOR = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe,+popcnt"}
-COUNTED_WITH = "0.50"  # llvmlite, which carries LLVM
+COUNTED_WITH = ("0.68.1", "0.50.0")  # numba; llvmlite, which carries LLVM
 INSTRUCTIONS = {
     "decode_tile": 375, "encode_tile": 406, "take_delta": 60, "_keep_large": 34, "keep_band": 42, "_keep_random": 164,
     "_add_scaled": 53, "_add_agreeing": 26, "_normalize_agreeing": 98, "variance_tile": 269, "collect_between": 136,
@@ -30,15 +31,18 @@ INSTRUCTIONS = {
 
 pytestmark = [
     pytest.mark.slow,  # `make test-benchmarks`, which CI runs too
-    pytest.mark.skipif(not llvmlite.__version__.startswith(COUNTED_WITH + "."), reason="another LLVM was counted with"),
+    pytest.mark.skipif(
+        (numba.__version__, llvmlite.__version__) != COUNTED_WITH, reason="another numba or LLVM was counted with"
+    ),
     pytest.mark.skipif(not get_host_cpu_features().get("avx2", False), reason="what packs a block runs with AVX2"),
 ]
 
 
 def test_vector_loops__have_no_more_instructions_than_were_counted(tmp_path: Path) -> None:
+    settings = {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": path_of_tests(), "PYTHONHASHSEED": "0"}
     program = subprocess.run(
         [sys.executable, "-m", "support.vector_code"],
-        env={**os.environ, **COUNTED_FOR, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": path_of_tests()},
+        env={**os.environ, **COUNTED_FOR, **settings},
         capture_output=True,
         text=True,
         check=False,

@@ -51,7 +51,7 @@ LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
     (reduce.count_from_edges, (BYTES, 0, 1, 0, 1, 1, HALVES, COUNTS), 14),
     (reduce.count_fine_bits, (WORDS, 1, HALVES, np.zeros((2, N), np.uint8), *FINE), 4),
 ]
-PACKING = {"bytes_equal": 1, "fill_contexts": 1, "encode_pieces": 20, "decode_tiles": 18}
+PACKING = {"bytes_equal": 1, "fill_contexts": 1, "encode_pieces": 18, "decode_tiles": 18}
 """Loops of the kernels that encode a block and decode it to verify it."""
 
 
