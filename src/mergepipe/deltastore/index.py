@@ -128,11 +128,10 @@ class StoreIndex:
             CorruptError: they do not match.
         """
         checks = self.rows["checks"][first : first + len(offsets) - 1, piece].tobytes()
-        stored = content.data
         for i, (start, stop) in enumerate(pairwise(offsets)):
             if start == stop:
                 continue
-            actual = blake3(stored[start - offsets[0] : stop - offsets[0]]).digest(CHECK_BYTES)
+            actual = digest(content[start - offsets[0] : stop - offsets[0]], CHECK_BYTES)
             if actual != checks[CHECK_BYTES * i : CHECK_BYTES * (i + 1)]:
                 name = piece.name.lower().replace("_", "-")
                 raise corrupt(where(first + i), f"the {name} piece of block {first + i} is damaged")

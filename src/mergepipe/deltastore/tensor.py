@@ -382,22 +382,20 @@ class PackedFetch:
             base = BaseBytes(read_exact(file, place, place_end, Purpose.BASE, room))
         nbytes = (end - start) * itemsize
         if is_checked:
-            self._check_base(first, stop, base, offset, offset + nbytes)
+            self._check_base(entry, first, stop, base, offset, offset + nbytes)
         return base.stored[offset : offset + nbytes]
 
-    def _check_base(self, first: int, stop: int, base: BaseBytes, offset: int, end: int) -> None:
-        """Compare the digests of blocks of the base, the first of which is at `offset`."""
-        tensor = self._tensor
-        if tensor.base is None:
-            return
-        digests = self._index.rows["base"][tensor.first_row + first : tensor.first_row + stop].tobytes()
-        block_bytes = BLOCK_ELEMENTS * tensor.base.dtype.itemsize
+    def _check_base(self, entry: TensorEntry, first: int, stop: int, base: BaseBytes, offset: int, end: int) -> None:
+        """Compare the digests of blocks of the base's tensor, the first of which is at `offset`."""
+        first_row = self._tensor.first_row
+        digests = self._index.rows["base"][first_row + first : first_row + stop].tobytes()
+        block_bytes = BLOCK_ELEMENTS * entry.dtype.itemsize
         for i, at in enumerate(range(offset, end, block_bytes)):
             digest = digests[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)]
             if base.digest(at, min(at + block_bytes, end)) != digest:
                 raise MismatchError.of(
                     "store.base", self._where(first + i),
-                    f"the base {tensor.base.file} is not the one the store was packed with",
+                    f"the base {entry.file} is not the one the store was packed with",
                     "give the base that it was packed with",
                 )  # fmt: skip
 

@@ -6,7 +6,6 @@ Format: "BANDS" and "Levels" in docs/internals/formats/delta-store.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,7 @@ from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import PIECES_OF, Level, Piece
 from mergepipe.deltastore.codec.piece_headers import CURSOR_FIELDS, END, FAULT, FOUND, MESSAGES, NEEDED, POSITION, Fault
 from mergepipe.deltastore.codec.residuals.bit_unpacking import HAS_PDEP
-from mergepipe.deltastore.codec.scratch import scratch
+from mergepipe.deltastore.codec.scratch import copied_to_layout, in_layout, scratch
 from mergepipe.deltastore.codec.tiles.decode import VECTOR_RESIDUALS, VECTOR_SYMBOLS, decode_tiles
 from mergepipe.deltastore.codec.tiles.element_codes import BF16_MANTISSA_BITS
 from mergepipe.kernels.compilation.compiled import Bytes, Counts, Floats
@@ -30,7 +29,6 @@ _FEATURES = (VECTOR_SYMBOLS if has_vector_decoder() else 0) | (VECTOR_RESIDUALS 
 _NOTHING = np.empty(0, np.uint8)
 _NO_DELTAS, _NO_VALUES = np.empty(0, np.float32), np.empty(0, np.uint16)
 Pieces = Mapping[Piece, NDArray[np.uint8]]
-Element = TypeVar("Element", bound=np.generic)
 _REQUESTED_P = {level: np.array([piece in PIECES_OF[level] for piece in BAND_PIECES], np.uint8) for level in Level}
 
 
@@ -96,10 +94,8 @@ def decode_band_blocks(
     if not n:
         return
     table, body_table = (scratch(name, (SKIPPED + 1) * TOTAL, np.uint32) for name in ("table", "body-table"))
-    decoded_values, decoded_deltas = _contiguous("values", values), _contiguous("deltas", deltas)
-    base, cursors_BPF = _contiguous("base", blocks.base), blocks.cursors_BPF.copy()
-    if base is not blocks.base:
-        base[:] = blocks.base
+    decoded_values, decoded_deltas = in_layout("values", values), in_layout("deltas", deltas)
+    base, cursors_BPF = copied_to_layout("base", blocks.base), blocks.cursors_BPF.copy()
     decode_tiles(
         blocks.stored,
         cursors_BPF,
@@ -121,14 +117,6 @@ def decode_band_blocks(
         values[:] = decoded_values
     if decoded_deltas is not deltas:
         deltas[:] = decoded_deltas
-
-
-def _contiguous(name: str, array: NDArray[Element]) -> NDArray[Element]:
-    """Return the array, or scratch of its size if it cannot be passed to the kernels: they take one array layout."""
-    flags = array.flags
-    if flags.aligned and flags.writeable and flags.c_contiguous:
-        return array
-    return scratch(name, len(array), array.dtype.type)
 
 
 def _check_faults(cursors_BPF: Counts, where: Callable[[int], str]) -> None:

@@ -16,7 +16,7 @@ from mergepipe.deltastore.codec.decode import BAND_PIECES
 from mergepipe.deltastore.codec.entropy.contexts import Contexts
 from mergepipe.deltastore.codec.entropy.rans import Bits16, padded_length
 from mergepipe.deltastore.codec.levels import RECORDED_LEVELS, Piece
-from mergepipe.deltastore.codec.scratch import scratch
+from mergepipe.deltastore.codec.scratch import copied_to_layout, scratch
 from mergepipe.deltastore.codec.tiles.element_codes import (
     BF16_MANTISSA_BITS,
     F16_MANTISSA_BITS,
@@ -66,7 +66,7 @@ class BaseContexts:
 
         `by_element` is in `scratch`: valid until the same thread calls this for another block.
         """
-        base = _contiguous(base, "encode-base")
+        base = copied_to_layout("encode-base", base)
         contexts = Contexts.of(base, mantissa_bits)
         by_element = scratch("encode-contexts", padded_length(len(base)), np.uint8)
         contexts.fill_rows(base, by_element)
@@ -84,7 +84,7 @@ def encode_bands(
 
     `prepared` are the contexts of `base`, if the caller has them.
     """
-    base, expert = _contiguous(base, "encode-base"), _contiguous(expert, "encode-expert")
+    base, expert = copied_to_layout("encode-base", base), copied_to_layout("encode-expert", expert)
     if not _are_supported(base, expert, mantissa_bits):
         return None
     base_contexts = BaseContexts.of(base, mantissa_bits) if prepared is None else prepared
@@ -116,7 +116,7 @@ def estimate_bands(base: Bits16, expert: Bits16, bands: Bands, base_contexts: Ba
     contexts = base_contexts.contexts
     if not _are_far_apart(contexts, bands):
         return None
-    base, expert = _contiguous(base, "encode-base"), _contiguous(expert, "encode-expert")
+    base, expert = copied_to_layout("encode-base", base), copied_to_layout("encode-expert", expert)
     if not _are_supported(base, expert, contexts.mantissa_bits):
         return None
     cell_bits, widths = np.empty(N_LOOKED_UP, np.uint8), np.empty(N_LOOKED_UP, np.uint8)
@@ -158,13 +158,3 @@ def _are_far_apart(contexts: Contexts, bands: Bands) -> bool:
 def _are_supported(base: Bits16, expert: Bits16, mantissa_bits: int) -> bool:
     """Whether `float_value` reads both as they are: fp16 must be finite."""
     return mantissa_bits != F16_MANTISSA_BITS or (are_finite(base, mantissa_bits) and are_finite(expert, mantissa_bits))
-
-
-def _contiguous(array: Bits16, name: str) -> Bits16:
-    """Return the array, or a copy in `scratch`, in the one layout that kernels are compiled for."""
-    flags = array.flags
-    if flags.aligned and flags.writeable and flags.c_contiguous:
-        return array
-    copied = scratch(name, len(array), np.uint16)
-    copied[:] = array
-    return copied

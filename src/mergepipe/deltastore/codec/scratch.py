@@ -38,3 +38,19 @@ def scratch(name: str, n: int, dtype: type[T]) -> NDArray[T]:
         if nbytes <= KEPT_BYTES:
             _BUFFERS.by_name[name] = buffer
     return buffer[:nbytes].view(element_type)
+
+
+def in_layout(name: str, array: NDArray[T]) -> NDArray[T]:
+    """Return the array, or `scratch` of its size if kernels do not take it: they are compiled for one array layout."""
+    flags = array.flags
+    if flags.aligned and flags.writeable and flags.c_contiguous:
+        return array
+    return scratch(name, len(array), array.dtype.type)
+
+
+def copied_to_layout(name: str, array: NDArray[T]) -> NDArray[T]:
+    """Return the array, or a copy of it in `scratch` if kernels do not take it."""
+    taken = in_layout(name, array)
+    if taken is not array:
+        taken[:] = array
+    return taken
