@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import threading
 import time
@@ -34,11 +35,18 @@ class ProcessCost:
 
 
 def measure(
-    command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None, cwd: Path | None = None
+    command: Sequence[str],
+    *,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    memory_bytes: int | None = None,
 ) -> ProcessCost:
     """Run `command` to its end, its output going to `log`.
 
-    The kernel lets a child inherit its parent's peak memory at fork: keep the calling process small.
+    `memory_bytes` is the most private memory that it may ask for (mapped files do not count): where there is no more,
+    its allocations fail, before the machine comes to a halt. The kernel lets a child inherit its parent's peak memory
+    at fork: keep the calling process small.
     """
     with log.open("wb") as output:
         start = time.perf_counter()
@@ -50,6 +58,8 @@ def measure(
             env=None if environment is None else {**os.environ, **environment},
             cwd=cwd,
         )
+        if memory_bytes is not None:
+            resource.prlimit(process.pid, resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
         sampler = _AnonymousPeak(process.pid)
         sampler.start()
         try:
@@ -75,6 +85,12 @@ def measure(
         requested_read_bytes=io["rchar"],
         requested_write_bytes=io["wchar"],
     )
+
+
+def available_memory_bytes(meminfo: str) -> int:
+    """Return the memory that programs may still take without swapping, from the text of /proc/meminfo."""
+    lines = (line.split() for line in meminfo.splitlines())
+    return next(int(line[1]) * 1024 for line in lines if line[0] == "MemAvailable:")
 
 
 def _io_counters(pid: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,38 @@ def judge_against(full: Path, base: Path) -> Callable[[Path], dict[str, Any]]:
         return errors
 
     return judge
+
+
+@dataclass(frozen=True, slots=True)
+class PaperMerge:
+    """A merge of the first `k` experts by one of the papers' operators, measured in full and under their budget."""
+
+    place: Workplace
+    family: FamilyPaths
+    operator: str
+    k: int
+
+    def in_full(self) -> dict[str, Any]:
+        """Merge everything; the output stays for `under_the_budget` to be compared with."""
+        recipe = self._recipe()
+        return self.place.merge(
+            recipe, inputs_of(self.family, self.k), "--no-catalog", floor_bytes=_bytes_read,
+            judge=keep_full(self.place, recipe),
+        )  # fmt: skip
+
+    def under_the_budget(self, model_bytes: int, repeats: int) -> dict[str, Any]:
+        """Merge `repeats` times what the papers' share of `model_bytes` allows, with analyzed experts."""
+        recipe = self._recipe()
+        full = full_merge(self.place, recipe)
+        home = analyzed_home(self.place, self.family, len(self.family.experts))
+        return self.place.merge(
+            recipe, inputs_of(self.family, self.k), "--budget", f"{int(PAPER_BUDGET_SHARE * model_bytes)}B",
+            "--home", home, repeats=repeats, floor_bytes=_bytes_read, judge=judge_against(full, self.family.base),
+        )  # fmt: skip
+
+    def _recipe(self) -> Path:
+        return write_recipe(self.place, self.family, self.operator, self.k)
+
+
+def _bytes_read(report: dict[str, Any]) -> int:
+    return int(report["base_bytes"] + report["expert_bytes"])

@@ -98,8 +98,7 @@ class _Work:
         experts = [self._packed / expert.name for expert in self._family.experts]
         recipe = self._place.folder / "packed.yml"
         recipe.write_text(OPERATORS[_OPERATOR].recipe(self._family.base, experts, "bfloat16"))
-        files = [*weight_files([self._family.base]), *(f for e in experts for f in e.iterdir() if f.is_file())]
-        return self._timed(recipe, files, rate, "--no-catalog")
+        return self._timed(recipe, weight_files([self._family.base, *experts]), rate, "--no-catalog")
 
     @property
     def _packed(self) -> Path:

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.reproduce import compose, memory, overheads, payoff, published, resuming, scaling, sweep, trained
+from benchmarks.reproduce import (
+    compose,
+    memory,
+    models,
+    overheads,
+    payoff,
+    published,
+    resuming,
+    scaling,
+    sweep,
+    trained,
+)
 from benchmarks.reproduce.parts import Part
 
 PARTS: Mapping[str, Part] = {
     part.name: part
     for part in (
         scaling.PART,
+        models.PART,
         memory.PART,
         sweep.PART,
         overheads.PART,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks import peer_mergekit
 from benchmarks.merge import PEER_VENV, Tool, mergekit, naive
@@ -13,12 +12,7 @@ from benchmarks.recipes import cases
 from benchmarks.reproduce.family_recipes import (
     PAPER_BUDGET_SHARE,
     PAPER_OPERATORS,
-    analyzed_home,
-    full_merge,
-    inputs_of,
-    judge_against,
-    keep_full,
-    write_recipe,
+    PaperMerge,
 )
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb, percent
 from benchmarks.reproduce.parts import Needs, Part
@@ -39,15 +33,11 @@ def _needs(size: Size) -> Needs:
 
 def _measure(place: Workplace, size: Size, results: Results) -> None:
     family = place.family(size)
-    budget = int(PAPER_BUDGET_SHARE * size.model_bytes)
     for operator in PAPER_OPERATORS:
         for k in size.ks:
-            recipe = write_recipe(place, family, operator, k)
-            results.measure(f"{operator}/{k}/full", partial(_in_full, place, family, k, recipe))
-            results.measure(
-                f"{operator}/{k}/budget",
-                partial(_budgeted, place, family, k, recipe, budget, size.repeats),
-            )
+            merge = PaperMerge(place, family, operator, k)
+            results.measure(f"{operator}/{k}/full", merge.in_full)
+            results.measure(f"{operator}/{k}/budget", partial(merge.under_the_budget, size.model_bytes, size.repeats))
     for tool in () if size.is_toy else _peers(Path(sys.prefix)):
         for operator in PAPER_OPERATORS:
             for k in (k for k in size.ks if k in _PEER_KS):
@@ -60,24 +50,6 @@ def _peers(venv: Path) -> list[Tool]:
     folders = (PEER_VENV, venv.parent / PEER_VENV)
     beside = next((folder for folder in folders if peer_mergekit.is_installed(folder)), None)
     return [] if beside is None else [naive(beside.absolute()), mergekit(beside.absolute())]
-
-
-def _in_full(place: Workplace, family: FamilyPaths, k: int, recipe: Path) -> dict[str, Any]:
-    inputs = inputs_of(family, k)
-    return place.merge(
-        recipe, inputs, "--no-catalog", floor_bytes=lambda r: r["base_bytes"] + r["expert_bytes"],
-        judge=keep_full(place, recipe),
-    )  # fmt: skip
-
-
-def _budgeted(place: Workplace, family: FamilyPaths, k: int, recipe: Path, budget: int, repeats: int) -> dict[str, Any]:
-    full = full_merge(place, recipe)
-    home = analyzed_home(place, family, len(family.experts))
-    return place.merge(
-        recipe, inputs_of(family, k), "--budget", f"{budget}B", "--home", home,
-        repeats=repeats, floor_bytes=lambda r: r["base_bytes"] + r["expert_bytes"],
-        judge=judge_against(full, family.base),
-    )  # fmt: skip
 
 
 def _page(results: Results) -> Page:
@@ -102,7 +74,7 @@ def _page(results: Results) -> Page:
     )
     names = list(PAPER_OPERATORS.items())
     body: list[str | Table | Figure] = ["## Under the fixed budget"]
-    body += [f"{_budget_text()}", _budget_table(results, ks), _time_figure(results, ks), _error_figure(results, ks)]
+    body += [BUDGET_TEXT, _budget_table(results, ks), _time_figure(results, ks), _error_figure(results, ks)]
     body += ["## In full, and other programs", _full_table(results, ks), _full_figure(results, ks)]
     body.append(
         f"The papers' own budgeted time grows 9 times from K = 2 to 20 at constant reads (AVG 41 to 338 s on"
@@ -111,55 +83,58 @@ def _page(results: Results) -> Page:
     return Page("Scaling in the number of experts", meaning, tuple(body))
 
 
-def _budget_text() -> str:
-    return (
-        "Bytes are what the process requested; *kernel read* is what the kernel counted for the whole process, with"
-        " headers and the catalog. The floor reads as many bytes and writes as many, past the page cache. Error:"
-        " `‖M_A - M_full‖ / ‖M_full - M_0‖`; *relative l2* and *P95* are the papers' measures, over all weights and the"
-        " 95th percentile over blocks of 256 Ki elements."
-    )
+BUDGET_TEXT = (
+    "Bytes are what the process requested; *kernel read* is what the kernel counted for the whole process, with"
+    " headers and the catalog. The floor reads as many bytes and writes as many, past the page cache. Error:"
+    " `‖M_A - M_full‖ / ‖M_full - M_0‖`; *relative l2* and *P95* are the papers' measures, over all weights and the"
+    " 95th percentile over blocks of 256 Ki elements."
+)
+BUDGET_HEADER = (
+    "operator", "K", "expert GB", "base GB", "output GB", "kernel read GB", "s", "CPU s", "x floor", "RSS MiB",
+    "error", "relative l2", "P95",
+)  # fmt: skip
+FULL_HEADER = ("operator", "K", "program", "kernel read GB", "s", "CPU s", "x floor", "RSS MiB")
+
+
+def budget_cells(results: Results, operator: str, k: int, entry: Entry) -> tuple[str, ...]:
+    """Return the row of one merge under the budget, by the columns of `BUDGET_HEADER`."""
+    read = (gb(entry[f"{name}_bytes"]) for name in ("expert", "base", "output", "kernel_read"))
+    errors = (f"{entry['error']:.3f}", f"{entry['relative_l2']:.2e}", f"{entry['p95_block']:.2e}")
+    return (PAPER_OPERATORS[operator], str(k), *read, *_cost_cells(results, entry), *errors)
+
+
+def full_cells(results: Results, operator: str, k: int, program: str, entry: Entry) -> tuple[str, ...]:
+    """Return the row of one merge in full by a program, by the columns of `FULL_HEADER`."""
+    named = (PAPER_OPERATORS[operator], str(k), program)
+    if "out_of_memory_bytes" in entry:
+        return (*named, "", "out of memory", "", "", f"> {entry['out_of_memory_bytes'] / 2**20:.0f}")
+    return (*named, gb(entry["kernel_read_bytes"]), *_cost_cells(results, entry))
+
+
+def _cost_cells(results: Results, entry: Entry) -> tuple[str, ...]:
+    rss = f"{entry['peak_rss_bytes'] / 2**20:.0f}" if "peak_rss_bytes" in entry else ""
+    return (f"{entry['seconds']:.2f}", f"{entry['cpu_seconds']:.2f}", results.over_floor(entry), rss)
 
 
 def _budget_table(results: Results, ks: list[int]) -> Table:
-    rows = []
-    for operator, name in PAPER_OPERATORS.items():
-        for k in ks:
-            entry = results[f"{operator}/{k}/budget"]
-            rows.append(
-                (
-                    name, str(k), gb(entry["expert_bytes"]), gb(entry["base_bytes"]), gb(entry["output_bytes"]),
-                    gb(entry["kernel_read_bytes"]), f"{entry['seconds']:.2f}", f"{entry['cpu_seconds']:.2f}",
-                    results.over_floor(entry), _rss(entry),
-                    f"{entry['error']:.3f}", f"{entry['relative_l2']:.2e}", f"{entry['p95_block']:.2e}",
-                )
-            )  # fmt: skip
-    header = (
-        "operator", "K", "expert GB", "base GB", "output GB", "kernel read GB", "s", "CPU s", "x floor", "RSS MiB",
-        "error", "relative l2", "P95",
-    )  # fmt: skip
-    return Table(header, tuple(rows))
-
-
-def _rss(entry: Entry) -> str:
-    return f"{entry['peak_rss_bytes'] / 2**20:.0f}" if "peak_rss_bytes" in entry else ""
+    rows = [
+        budget_cells(results, operator, k, results[f"{operator}/{k}/budget"])
+        for operator in PAPER_OPERATORS
+        for k in ks
+    ]
+    return Table(BUDGET_HEADER, tuple(rows))
 
 
 def _full_table(results: Results, ks: list[int]) -> Table:
-    rows = []
-    for operator, name in PAPER_OPERATORS.items():
-        for k in ks:
-            for tool, label in (("full", "mergepipe"), ("naive torch", "naive torch"), ("mergekit", "mergekit")):
-                key = f"{operator}/{k}/{tool}"
-                if key in results:
-                    entry = results[key]
-                    rows.append(
-                        (
-                            name, str(k), label, gb(entry["kernel_read_bytes"]), f"{entry['seconds']:.2f}",
-                            f"{entry['cpu_seconds']:.2f}", results.over_floor(entry),
-                            _rss(entry),
-                        )
-                    )  # fmt: skip
-    return Table(("operator", "K", "program", "kernel read GB", "s", "CPU s", "x floor", "RSS MiB"), tuple(rows))
+    programs = (("full", "mergepipe"), ("naive torch", "naive torch"), ("mergekit", "mergekit"))
+    rows = [
+        full_cells(results, operator, k, program, results[f"{operator}/{k}/{tool}"])
+        for operator in PAPER_OPERATORS
+        for k in ks
+        for tool, program in programs
+        if f"{operator}/{k}/{tool}" in results
+    ]
+    return Table(FULL_HEADER, tuple(rows))
 
 
 def _series(results: Results, ks: list[int], kind: str, value: str) -> tuple[Series, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from benchmarks.cold import make_cold
 from benchmarks.floor import DEFAULT as FLOOR_SETTING
 from benchmarks.make_family import FamilyRequest, ensure_family
 from benchmarks.merge import BenchmarkError, Tool, measure_floor
-from benchmarks.process import ProcessCost, measure
+from benchmarks.process import ProcessCost, available_memory_bytes, measure
 from benchmarks.recipes import Case
 from benchmarks.reproduce.sizes import Size
 from support.families import FamilyPaths
@@ -42,7 +43,7 @@ class Workplace:
             NoRoomError: it does.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        present_bytes = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+        present_bytes = sum(file.stat().st_size for file in _files(self.folder))
         free_bytes = shutil.disk_usage(self.folder).free
         if needed_bytes + _SLACK_BYTES > free_bytes + present_bytes:
             message = f"{self.folder}: {needed_bytes / 1e9:.1f} GB are needed, {free_bytes / 1e9:.1f} GB are free"
@@ -133,15 +134,23 @@ class Workplace:
         return measure_floor(self.folder, files, [str(FLOOR_SETTING)], *sizes).seconds
 
     def peer(self, tool: Tool, case: Case) -> dict[str, Any]:
-        """Run another program once on a case; return its bytes and times, and the floor of all inputs."""
+        """Run another program once on a case; return its bytes and times, and the floor of all inputs.
+
+        Where the machine has not the memory for it, that is the result: the bytes that it could have.
+        """
         recipe, out, log = (self.folder / name for name in ("peer.yml", "out", "log.txt"))
         recipe.write_text(case.recipe)
         shutil.rmtree(out, ignore_errors=True)
         make_cold(case.input_files())
-        cost = measure(tool.command(case, recipe, out), log=log, environment=tool.environment)
+        available_bytes = available_memory_bytes(Path("/proc/meminfo").read_text())
+        command = tool.command(case, recipe, out)
+        cost = measure(command, log=log, environment=tool.environment, memory_bytes=available_bytes)
         shutil.rmtree(out, ignore_errors=True)
+        printed = log.read_text(errors="replace")
+        if lacked_memory(cost.exit_code, printed):
+            return {"out_of_memory_bytes": available_bytes, "peak_rss_bytes": cost.peak_rss_bytes}
         if cost.exit_code:
-            raise BenchmarkError(f"{tool.name}: exit code {cost.exit_code}\n{log.read_text(errors='replace')[-2000:]}")
+            raise BenchmarkError(f"{tool.name}: exit code {cost.exit_code}\n{printed[-2000:]}")
         files = case.input_files()
         total = sum(file.stat().st_size for file in files)
         floors = [self.floor(files, files[0].stat().st_size, total)]
@@ -151,6 +160,12 @@ class Workplace:
             "peak_rss_bytes": cost.peak_rss_bytes,
             **_times([cost.wall_seconds], [cost.cpu_seconds], floors),
         }
+
+
+def lacked_memory(exit_code: int, printed: str) -> bool:
+    """Whether a program ended for want of memory: killed by the kernel, or refused by Python, C++ or torch."""
+    refusals = ("MemoryError", "std::bad_alloc", "not enough memory", "annot allocate memory")
+    return exit_code == -signal.SIGKILL or (exit_code != 0 and any(refusal in printed for refusal in refusals))
 
 
 def _times(seconds: Sequence[float], cpu_seconds: Sequence[float], floors: Sequence[float]) -> dict[str, Any]:
@@ -165,5 +180,9 @@ def _times(seconds: Sequence[float], cpu_seconds: Sequence[float], floors: Seque
 
 
 def weight_files(models: Sequence[Path]) -> list[Path]:
-    """Return the weight files of model directories, in their order."""
-    return [file for model in models for file in sorted(model.glob("*.safetensors"))]
+    """Return the weight files of model directories, in their order; of a packed expert all files."""
+    return [file for model in models for file in sorted(model.glob("*.safetensors")) or _files(model)]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())

@@ -6,15 +6,21 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from benchmarks.merge import BenchmarkError, Tool
+from benchmarks.process import available_memory_bytes
+from benchmarks.recipes import Case
+from benchmarks.reproduce import models, workplace
 from benchmarks.reproduce.other_programs import Clocks, busy_seconds, processors_of_others
 from benchmarks.reproduce.pages import Figure, Page, Series, Table
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.registry import PARTS
 from benchmarks.reproduce.results import Results, ResultsError
+from benchmarks.reproduce.scaling import full_cells
 from benchmarks.reproduce.sizes import SIZES
-from benchmarks.reproduce.workplace import NoRoomError, Workplace
+from benchmarks.reproduce.workplace import NoRoomError, Workplace, lacked_memory
 from benchmarks.reproduce.writing import markdown_files, papers_text, stored_pages
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -105,8 +111,7 @@ def test_page__text_table_and_figure_become_markdown(tmp_path: Path) -> None:
     assert figure.digest != other.digest
 
 
-def results_of(others: list[float], cores: int) -> Results:
-    entries = {str(number): {"load": 6.0, "others": used} for number, used in enumerate(others)}
+def results_with(entries: dict[str, dict[str, Any]], cores: int = 2) -> Results:
     content = {
         "machine": {"cores": cores},
         "entries": entries,
@@ -116,6 +121,10 @@ def results_of(others: list[float], cores: int) -> Results:
         "is_complete": True,
     }
     return Results(Path("part.json"), content)
+
+
+def results_of(others: list[float], cores: int) -> Results:
+    return results_with({str(number): {"load": 6.0, "others": used} for number, used in enumerate(others)}, cores)
 
 
 def test_is_busy__by_what_other_programs_used_whatever_the_load() -> None:
@@ -142,6 +151,53 @@ def test_clocks__count_what_a_child_used() -> None:
     assert after.ours > before.ours
     assert after.busy > before.busy
     assert after.wall > before.wall
+
+
+def test_available_memory__is_what_programs_may_still_take() -> None:
+    assert available_memory_bytes("MemTotal: 9 kB\nMemFree: 5 kB\nMemAvailable:   7 kB\n") == 7168
+
+
+def test_peer__for_which_the_memory_is_too_small_has_that_as_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, case = Workplace(tmp_path), Case("linear", (), "")
+
+    def program(text: str) -> Tool:
+        return Tool("program", lambda *_: (sys.executable, "-c", text), {}, ())
+
+    monkeypatch.setattr(workplace, "available_memory_bytes", lambda _: 1 << 29)
+    entry = place.peer(program("held = bytearray(1 << 31)"), case)
+    assert entry["out_of_memory_bytes"] == 1 << 29
+    row = full_cells(results_of([0.0], cores=2), "linear", 20, "program", entry)
+    assert row == ("AVG", "20", "program", "", "out of memory", "", "", "> 512")
+    with pytest.raises(BenchmarkError, match=r"exit code 1\n(?s:.*)another reason"):
+        place.peer(program("raise ValueError('another reason')"), case)
+
+
+def test_lacked_memory__is_told_from_other_failures() -> None:
+    assert lacked_memory(-9, "")
+    assert lacked_memory(1, "RuntimeError: [enforce fail] can't allocate memory: (Cannot allocate memory)")
+    assert lacked_memory(-6, "terminate called after throwing an instance of 'std::bad_alloc'")
+    assert not lacked_memory(0, "warning: MemoryError was caught")
+    assert not lacked_memory(1, "FileNotFoundError: no such file")
+
+
+def test_models_page__tells_what_is_measured_so_far() -> None:
+    entry = {
+        "model_bytes": 16_000_000_000, "stored_expert_bytes": 2_000_000_000, "is_packed": True, "expert_bytes": 1,
+        "base_bytes": 1, "output_bytes": 1, "kernel_read_bytes": 1, "seconds": 20.0, "cpu_seconds": 10.0,
+        "floor_seconds": 10.0, "peak_rss_bytes": 2**30,
+    }  # fmt: skip
+    entries = {"8b/ties/2/full": {**entry, "load": 0.1, "others": 0.0}}
+    first = results_with(entries)
+    text = models.PART.page(first).markdown(first, "again")
+    assert "2.000 GB each (12.5 %)" in text
+    assert "experts take this many times" not in text
+    for k, seconds in ((2, 20.0), (4, 21.0)):
+        judged = {"error": 0.25, "relative_l2": 1e-3, "p95_block": 2e-3, "seconds": seconds}
+        entries[f"8b/ties/{k}/budget"] = {**entries["8b/ties/2/full"], **judged}
+    meaning = models.PART.page(results_with(entries)).meaning
+    assert "4 experts take this many times the seconds of 2: 1.05 for TIES" in meaning
 
 
 def test_stored_pages__are_of_results_measured_to_the_end_but_for_parts_that_tell_beginnings(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -41,6 +41,7 @@ __all__ = [
     "family_bytes",
     "family_paths",
     "write_family",
+    "write_models",
 ]
 
 MIN_DELTA_STD = 3e-5
@@ -133,16 +134,37 @@ def write_family(
         raise ValueError(f"experts: {experts} is negative")
     layout = _layout(shape, dtype, shard_bytes)
     paths = family_paths(root, experts)
-    _refuse_existing(paths)
-    _refuse_full_disk(root, (1 + experts) * layout.nbytes)
-    _write_model(_Model(layout, paths, 0, seed))
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(_write_model, [_Model(layout, paths, i, seed) for i in range(1, experts + 1)]))
+    _write_models(root, [_Model(layout, paths, number, seed) for number in range(1 + experts)], threads)
     return paths
 
 
-def _refuse_existing(paths: FamilyPaths) -> None:
-    for directory in paths.models:
+def write_models(
+    root: Path, shape: FamilyShape, numbers: Sequence[int], seed: int = 0, dtype: DType = BF16, *, threads: int = 2
+) -> tuple[Path, ...]:
+    """Write some models of a family, the same bytes as `write_family` writes: 0 is the base, which experts begin with.
+
+    Raises:
+        StorageError: the disk has not the room.
+        OutputError: one of the model directories exists.
+    """
+    layout, paths = _layout(shape, dtype, None), family_paths(root, max(numbers))
+    models = [_Model(layout, paths, number, seed) for number in sorted(numbers)]
+    _write_models(root, models, threads)
+    return tuple(model.directory for model in models)
+
+
+def _write_models(root: Path, models: Sequence[_Model], threads: int) -> None:
+    _refuse_existing(models)
+    _refuse_full_disk(root, sum(model.layout.nbytes for model in models))
+    base = [model for model in models if model.number == 0]
+    for model in base:
+        _write_model(model)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(_write_model, models[len(base) :]))
+
+
+def _refuse_existing(models: Sequence[_Model]) -> None:
+    for directory in (model.directory for model in models):
         if directory.exists():
             raise OutputError.of("family.exists", directory, "exists already", "remove it or choose another root")
 
@@ -213,12 +235,16 @@ class _Model:
     number: int
     seed: int
 
+    @property
+    def directory(self) -> Path:
+        return self.paths.models[self.number]
+
     def is_frozen(self, tensor: FamilyTensor) -> bool:
         return self.number > 0 and self.number % 2 == 0 and tensor.is_embedding
 
 
 def _write_model(model: _Model) -> None:
-    directory = model.paths.models[model.number]
+    directory = model.directory
     directory.mkdir(parents=True)
     for shard in model.layout.shards:
         with (directory / shard.name).open("xb") as file:

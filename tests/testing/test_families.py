@@ -27,6 +27,7 @@ from support.families import (
     delta_std,
     family_bytes,
     write_family,
+    write_models,
 )
 
 
@@ -62,6 +63,16 @@ def test_write_family__same_arguments_same_bytes_whatever_the_threads(tmp_path: 
     first = write_family(tmp_path / "a", TINY, 3, seed=7, threads=1)
     second = write_family(tmp_path / "b", TINY, 3, seed=7, threads=3)
     assert [contents(m) for m in first.models] == [contents(m) for m in second.models]
+
+
+def test_write_models__one_after_the_other_gives_the_family(tmp_path: Path) -> None:
+    whole = write_family(tmp_path / "whole", TINY, 3, seed=7)
+    written = [*write_models(tmp_path / "parts", TINY, [0, 2], seed=7)]
+    written += write_models(tmp_path / "parts", TINY, [3], seed=7)
+    assert [model.name for model in written] == ["base", "expert-2", "expert-3"]
+    assert [contents(m) for m in written] == [contents(whole.models[number]) for number in (0, 2, 3)]
+    with pytest.raises(OutputError, match=r"expert-3"):
+        write_models(tmp_path / "parts", TINY, [1, 3], seed=7)
 
 
 def test_write_family__another_seed_gives_other_weights(tmp_path: Path) -> None:

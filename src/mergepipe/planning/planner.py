@@ -52,7 +52,7 @@ from mergepipe.planning.selection.select import Selection, full_costs, select_it
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.prices import Duration, three_digits
 
-_SELECTIONS_AT_ONCE = 16  # whose expected errors are computed together: a byte of memory for each block and selection
+_SELECTIONS_AT_ONCE = 32  # whose expected errors are computed together: a byte of memory for each block and selection
 
 
 def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanningChoices) -> Plan:
@@ -252,14 +252,29 @@ class Ranking:
         return self.full_cost_bytes + sum(self.problem.probe_bytes)
 
     def select(self, budget_bytes: int) -> Selection:
-        """Select within the budget, indices included; a smaller one if that is expected to lose less."""
-        return self.select_in_order(self._wanted_bytes(budget_bytes))
+        """Select within the budget, indices included; a smaller one if that is expected to lose less.
 
-    def _wanted_bytes(self, budget_bytes: int) -> int:
+        The errors that an outlook tells are estimated on the way, where they cost little more.
+        """
+        larger_bytes = self._half_more_bytes(budget_bytes)
+        outlook = [nbytes for nbytes in self._compared_budgets() if nbytes <= larger_bytes]
+        return self.select_in_order(self._wanted_bytes(budget_bytes, beside=outlook))
+
+    def _wanted_bytes(self, budget_bytes: int, beside: Sequence[int] = ()) -> int:
         wanted_bytes = budget_bytes if self.enough_bytes is None else min(budget_bytes, self.enough_bytes)
         if not self._compares_budgets:
             return wanted_bytes
-        return least_error_budget(wanted_bytes, self._compared_budgets(), self._errors_at)
+
+        def errors_of(budgets: Sequence[int]) -> list[float]:
+            return self._errors_at([*budgets, *beside])[: len(budgets)]
+
+        return least_error_budget(wanted_bytes, self._compared_budgets(), errors_of)
+
+    def _half_more_bytes(self, spent_bytes: int) -> int:
+        """Return the budget whose error an outlook tells beside one that spends `spent_bytes`."""
+        half_more_bytes = spent_bytes + max(1, spent_bytes // 2)
+        larger = (nbytes for nbytes in self._compared_budgets() if nbytes >= half_more_bytes)
+        return min(next(larger, self.full_cost_bytes), self.full_cost_bytes)
 
     def _compared_budgets(self) -> tuple[int, ...]:
         compared = compared_budgets(self.full_cost_bytes, self.least_useful_bytes() or 0)
@@ -308,10 +323,7 @@ class Ranking:
         """Estimate what a plan of this ranking loses, and what half as much again would leave; None if not known."""
         if not self._is_informed():
             return None
-        spent_bytes = plan.planned_bytes + plan.saved_bytes
-        half_more_bytes = spent_bytes + max(1, spent_bytes // 2)
-        larger = (nbytes for nbytes in self._compared_budgets() if nbytes >= half_more_bytes)
-        larger_bytes = min(next(larger, self.full_cost_bytes), self.full_cost_bytes)
+        larger_bytes = self._half_more_bytes(plan.planned_bytes + plan.saved_bytes)
         is_everything = larger_bytes == self.full_cost_bytes  # and nothing is sampled for it
         selected = replace(self, enough_bytes=None)  # beyond a target error too
         return Outlook(

@@ -30,6 +30,7 @@ from mergepipe.planning.selection.select import Selection
 
 SAMPLE_ELEMENTS = 4096
 _QUANTILES = 512
+_TAIL_POINTS = 1 << 15
 _SHARES_KEPT = 8192  # one for each expert's tensor, where ties at cuts differ: 32 MiB
 _VOTES_KEPT = 4  # for tensors with equal shares: 3 MiB each of 20 experts
 _LEAST_SHARE = 1e-30  # avoids quantiles of an empty share
@@ -56,10 +57,6 @@ class ElementSample:
     sign_EN: NDArray[np.float64]
     noise_EN: NDArray[np.float64]
 
-    def n_kept(self, share: float) -> int:
-        """Count the elements that are kept of an expert."""
-        return int(np.searchsorted(self.even_N, share))
-
 
 @lru_cache(maxsize=4)
 def element_sample(n_experts: int) -> ElementSample:
@@ -78,11 +75,22 @@ def element_sample(n_experts: int) -> ElementSample:
 @lru_cache(maxsize=_SHARES_KEPT)
 def tail_magnitudes(share: float) -> NDArray[np.float64]:
     """Compute quantiles of |x| among the largest `share` of a normal sample, scaled to a mean square of 1."""
-    normal = NormalDist()
     middle = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
-    above_Q = max(share, _LEAST_SHARE) * (1 - middle) / 2
-    magnitude_Q = np.array([-normal.inv_cdf(above) for above in above_Q.tolist()])
+    log_above_N, magnitude_N = _normal_tail()
+    magnitude_Q = np.interp(np.log(max(share, _LEAST_SHARE) * (1 - middle) / 2), log_above_N, magnitude_N)
     return np.asarray(magnitude_Q / np.sqrt(np.mean(np.square(magnitude_Q))), np.float64)
+
+
+@lru_cache(maxsize=1)
+def _normal_tail() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the logarithms of probabilities from that of an empty share to a half, and the values that exceed them.
+
+    Between them a straight line is within 1e-6 of the value.
+    """
+    normal, least = NormalDist(), np.log(_LEAST_SHARE / (4 * _QUANTILES))
+    log_above_N = np.linspace(least, np.log(0.5), _TAIL_POINTS)
+    magnitude_N = np.array([-normal.inv_cdf(above) for above in np.exp(log_above_N).tolist()])
+    return log_above_N, magnitude_N
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,13 +133,17 @@ class _Votes:
     whose result is its value, `alone_E` is the number and `alone_square_E` the sum of squares.
     """
 
-    value_EN: NDArray[np.float64]
+    sign_E1: NDArray[np.float64]
     up_EN: NDArray[np.float64]
     down_EN: NDArray[np.float64]
     is_up_EN: NDArray[np.float64]
     is_down_EN: NDArray[np.float64]
     alone_E: NDArray[np.float64]
     alone_square_E: NDArray[np.float64]
+
+    def values(self, elements: slice) -> NDArray[np.float64]:
+        """Return the values themselves; 0 of experts without weight."""
+        return (self.up_EN[:, elements] - self.down_EN[:, elements]) * self.sign_E1
 
     def slices(self) -> list[slice]:
         """Cut the elements into slices for `_PATTERNS_AT_ONCE` patterns."""
@@ -158,32 +170,71 @@ class _Votes:
         return elected_PN
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """The sampled elements that the experts keep (K), one expert's after the other's.
+
+    `is_shared_K` tells which of them other experts keep too, and `at_K` where those are in flat arrays (E, N) of such.
+    """
+
+    sample: ElementSample
+    n_E: NDArray[np.int64]
+    expert_K: NDArray[np.int64]
+    element_K: NDArray[np.int64]
+    is_shared_K: NDArray[np.bool_]
+    at_K: NDArray[np.int64]
+    n_shared: int
+
+    @classmethod
+    def of(cls, share_E: tuple[float, ...]) -> _Kept:
+        sample = element_sample(len(share_E))
+        n_E = np.searchsorted(sample.even_N, share_E)
+        expert_K = np.repeat(np.arange(len(share_E)), n_E)
+        element_K = np.concatenate([sample.order_EN[e, :n] for e, n in enumerate(n_E.tolist())])
+        is_shared_N = np.bincount(element_K, minlength=SAMPLE_ELEMENTS) > 1
+        n_shared = int(np.count_nonzero(is_shared_N))
+        at_K = expert_K * n_shared + (np.cumsum(is_shared_N) - 1)[element_K]
+        return cls(sample, n_E, expert_K, element_K, is_shared_N[element_K], at_K, n_shared)
+
+    def spread(self, value_K: NDArray[np.float64], where_K: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Return an array (E, N) of shared elements with the values of those in `where_K`, 0 elsewhere."""
+        array_EN = np.zeros((len(self.n_E), self.n_shared))
+        array_EN.reshape(-1)[self.at_K[where_K]] = value_K[where_K]
+        return array_EN
+
+    def magnitudes(self, share_E: tuple[float, ...], tail_E: tuple[float, ...]) -> NDArray[np.float64]:
+        """Return the magnitudes of the kept elements (K), with a mean square of 1."""
+        magnitudes = []
+        for n, share, tail in zip(self.n_E.tolist(), share_E, tail_E, strict=True):
+            quantile_N = np.minimum(self.sample.even_N[:n] / share * _QUANTILES, _QUANTILES - 1).astype(np.int64)
+            magnitudes.append(tail_magnitudes(tail)[quantile_N])
+        return np.concatenate(magnitudes)
+
+
 @lru_cache(maxsize=_VOTES_KEPT)
 def _votes(share_E: tuple[float, ...], tail_E: tuple[float, ...], sign_E: tuple[float, ...]) -> _Votes:
     """Draw the kept values of experts whose weights have the given signs."""
-    sample, value_EN = element_sample(len(share_E)), np.zeros((len(share_E), SAMPLE_ELEMENTS))
-    for e, (share, tail) in enumerate(zip(share_E, tail_E, strict=True)):
-        kept = sample.order_EN[e, : sample.n_kept(share)]
-        quantile = np.minimum(sample.even_N[: len(kept)] / share * _QUANTILES, _QUANTILES - 1).astype(np.int64)
-        value_EN[e, kept] = sample.sign_EN[e, kept] * tail_magnitudes(tail)[quantile]
-    n_keepers_N = np.count_nonzero(value_EN, axis=0)
-    alone_EN = value_EN[:, n_keepers_N == 1]
-    value_EN = value_EN[:, n_keepers_N > 1]
-    signed_EN = value_EN * np.array(sign_E)[:, None]
-    up_EN, down_EN = np.maximum(signed_EN, 0.0), np.maximum(-signed_EN, 0.0)
-    is_up_EN, is_down_EN = np.sign(up_EN), np.sign(down_EN)
-    alone_E = np.count_nonzero(alone_EN, axis=1).astype(np.float64)
-    return _Votes(value_EN, up_EN, down_EN, is_up_EN, is_down_EN, alone_E, np.square(alone_EN).sum(axis=1))
+    kept = _Kept.of(share_E)
+    magnitude_K, one_K = kept.magnitudes(share_E, tail_E), np.ones(len(kept.element_K))
+    signed_K = kept.sample.sign_EN[kept.expert_K, kept.element_K] * np.array(sign_E)[kept.expert_K]
+    up_K, down_K = kept.is_shared_K & (signed_K > 0), kept.is_shared_K & (signed_K < 0)
+    square_K = np.where(kept.is_shared_K, 0.0, np.square(magnitude_K))
+    return _Votes(
+        np.array(sign_E)[:, None],
+        kept.spread(magnitude_K, up_K),
+        kept.spread(magnitude_K, down_K),
+        kept.spread(one_K, up_K),
+        kept.spread(one_K, down_K),
+        np.bincount(kept.expert_K, ~kept.is_shared_K, len(share_E)),
+        np.bincount(kept.expert_K, square_K, len(share_E)),
+    )
 
 
 @lru_cache(maxsize=_VOTES_KEPT)
 def _unit_noise(share_E: tuple[float, ...]) -> NDArray[np.float64]:
     """Draw the signs of errors of kept values (E, N), of the elements that several experts keep; 0 where not kept."""
-    sample, noise_EN = element_sample(len(share_E)), np.zeros((len(share_E), SAMPLE_ELEMENTS))
-    for e, share in enumerate(share_E):
-        kept = sample.order_EN[e, : sample.n_kept(share)]
-        noise_EN[e, kept] = sample.noise_EN[e, kept]
-    return noise_EN[:, np.count_nonzero(noise_EN, axis=0) > 1]
+    kept = _Kept.of(share_E)
+    return kept.spread(kept.sample.noise_EN[kept.expert_K, kept.element_K], kept.is_shared_K)
 
 
 def lost_and_total_energies(
@@ -214,7 +265,7 @@ def lost_and_total_energies(
             lost_PN -= votes.consensus(read_PE[at][losing], experts, elements)
             for row in noisy.tolist():
                 p = start + losing[row]
-                read_EN = votes.value_EN[:, elements] * read_PE[p, :, None]
+                read_EN = votes.values(elements) * read_PE[p, :, None]
                 read_EN += _unit_noise(share_E)[:, elements] * error_PE[p, :, None]
                 read_N = ties_consensus(read_EN, experts.weight_E, normalize=experts.normalize)
                 lost_PN[row] = whole_PN[losing[row]] - read_N

@@ -1,0 +1,216 @@
+"""Part `models`: scaling in K again on larger models, whose experts are packed where the disk is too small for them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from benchmarks.make_family import SHAPES
+from benchmarks.reproduce.family_recipes import PAPER_BUDGET_SHARE, PAPER_OPERATORS, PaperMerge
+from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb, percent
+from benchmarks.reproduce.parts import Needs, Part
+from benchmarks.reproduce.results import Entry, Results
+from benchmarks.reproduce.scaling import BUDGET_HEADER, BUDGET_TEXT, FULL_HEADER, budget_cells, full_cells
+from benchmarks.reproduce.sizes import Size
+from benchmarks.reproduce.workplace import Workplace, weight_files
+from support.families import FamilyPaths, family_bytes, family_paths, write_family, write_models
+
+_PACKED_SHARE = 0.15  # of a raw expert's bytes, generously: families of `make_family` pack to 0.12
+_AT_ONCE = 2  # raw experts that are on the disk while they are packed
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A shape of `make_family`, numbers of experts, and whether each is packed as soon as it is written."""
+
+    shape: str
+    ks: tuple[int, ...]
+    is_packed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return family_bytes(SHAPES[self.shape], 0)
+
+    @property
+    def disk_bytes(self) -> int:
+        """The most that is on the disk: while experts are packed, or beside two outputs."""
+        n_experts = max(self.ks)
+        if not self.is_packed:
+            return (1 + n_experts + 2) * self.nbytes
+        return (1 + 2) * self.nbytes + int(n_experts * _PACKED_SHARE * self.nbytes)
+
+
+_1_7B = _Model("1.7b", (2, 4, 8, 12))
+_8B = _Model("8b", (2, 4, 8), is_packed=True)
+_MODELS: Mapping[str, Sequence[_Model]] = MappingProxyType(
+    {  # by size
+        "toy": (_Model("tiny", (2,)), _Model("demo", (2, 3), is_packed=True)),
+        "demo": (_Model("demo", (2, 4)),),
+        "small": (_Model("small", (2, 4, 8, 12)),),
+        "0.6b": (_Model("0.6b", (2, 4, 8, 12)),),
+        "1.7b": (_1_7B,),
+        "8b": (_1_7B, _8B),
+    }
+)
+
+
+def _needs(size: Size) -> Needs:
+    models = _MODELS[size.name]
+    merged = sum(len(PAPER_OPERATORS) * sum(m.ks) * m.nbytes * (2 + size.repeats) for m in models)
+    written = sum((1 + max(m.ks)) * m.nbytes for m in models)
+    return Needs(max(m.disk_bytes for m in models), merged / 60e9 + written / 9e9)
+
+
+def _measure(place: Workplace, size: Size, results: Results) -> None:
+    for model in _MODELS[size.name]:
+        family = _Family(place.within(model.shape), model)
+        for k in model.ks:
+            for operator in PAPER_OPERATORS:
+                key = f"{model.shape}/{operator}/{k}"
+                results.measure(f"{key}/full", partial(family.in_full, operator, k))
+                results.measure(f"{key}/budget", partial(family.under_the_budget, operator, k, size.repeats))
+        family.place.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """The family of a model in a workplace of its own, written when the first merge needs it."""
+
+    place: Workplace
+    model: _Model
+
+    def in_full(self, operator: str, k: int) -> dict[str, Any]:
+        paths = self._paths()
+        return self._entry(paths, PaperMerge(self.place, paths, operator, k).in_full())
+
+    def under_the_budget(self, operator: str, k: int, repeats: int) -> dict[str, Any]:
+        paths = self._paths()
+        merge = PaperMerge(self.place, paths, operator, k)
+        return self._entry(paths, merge.under_the_budget(self.model.nbytes, repeats))
+
+    def _entry(self, paths: FamilyPaths, measured: Mapping[str, Any]) -> dict[str, Any]:
+        stored_bytes = sum(file.stat().st_size for file in weight_files(paths.experts)) // len(paths.experts)
+        return {
+            "model_bytes": self.model.nbytes,
+            "stored_expert_bytes": stored_bytes,
+            "is_packed": self.model.is_packed,
+            **measured,
+        }
+
+    def _paths(self) -> FamilyPaths:
+        root, n_experts = self.place.folder / "family", max(self.model.ks)
+        raw = family_paths(root, n_experts)
+        packed = FamilyPaths(raw.base, tuple(root / "packed" / expert.name for expert in raw.experts))
+        if not (root / "written").exists():
+            shutil.rmtree(root, ignore_errors=True)
+            self._write(root, n_experts)
+            (root / "written").touch()
+        return packed if self.model.is_packed else raw
+
+    def _write(self, root: Path, n_experts: int) -> None:
+        shape = SHAPES[self.model.shape]
+        if not self.model.is_packed:
+            write_family(root, shape, n_experts)
+            return
+        (base,) = write_models(root, shape, [0])
+        for first in range(1, n_experts + 1, _AT_ONCE):
+            experts = write_models(root, shape, range(first, min(first + _AT_ONCE, n_experts + 1)))
+            self.place.ours("pack", base, *experts, "--out", root / "packed", "--home", self.place.folder / "home-pack")
+            for expert in experts:
+                shutil.rmtree(expert)
+
+
+def _page(results: Results) -> Page:
+    shapes = list(dict.fromkeys(key.split("/")[0] for key in results.entries))
+    told = [_ToldModel(results, shape) for shape in shapes]
+    body: list[str | Table | Figure] = []
+    for model in told:
+        body += [f"## {model.shape}", model.text(), model.budget_table(), "In full:", model.full_table()]
+    body += [BUDGET_TEXT, _error_figure(told)]
+    meaning = (
+        "**A budget in bytes keeps merges of large models as cheap as those of small ones; what it keeps of the result"
+        " is a matter of how many bytes the experts take.**" + "".join(model.meaning() for model in told)
+    )
+    return Page("Scaling in the size of the model", meaning, tuple(body))
+
+
+class _ToldModel:
+    """The stored merges of one model."""
+
+    def __init__(self, results: Results, shape: str) -> None:
+        self.shape = shape
+        self._results = results
+        self._entries: dict[str, dict[tuple[str, int], Entry]] = {"full": {}, "budget": {}}
+        for key, entry in results.entries.items():
+            of_shape, operator, k, kind = key.split("/")
+            if of_shape == shape:
+                self._entries[kind][operator, int(k)] = entry
+
+    def errors(self, operator: str) -> dict[int, float]:
+        """The error under the budget by number of experts."""
+        merges = self._entries["budget"].items()
+        return {k: float(entry["error"]) for (name, k), entry in merges if name == operator}
+
+    def meaning(self) -> str:
+        """Tell how the time grows with the experts, and what a packed expert takes."""
+        clock, merges = self._results.clock, self._entries["budget"]
+        ks = sorted({k for _, k in merges})
+        complete = [name for name in PAPER_OPERATORS if {(name, ks[0]), (name, ks[-1])} <= set(merges)] if ks else []
+        if len(ks) < 2 or not complete:
+            return ""
+        growth = ", ".join(
+            f"{merges[name, ks[-1]][clock] / merges[name, ks[0]][clock]:.2f} for {PAPER_OPERATORS[name]}"
+            for name in complete
+        )
+        errors = self.errors(complete[-1])
+        return (
+            f" {self.shape}: {ks[-1]} experts take this many times the {self._results.clock_name} of {ks[0]}: {growth};"
+            f" error of {PAPER_OPERATORS[complete[-1]]} {errors[ks[0]]:.3f} to {errors[ks[-1]]:.3f}."
+        )
+
+    def text(self) -> str:
+        entry = next(iter(self._entries["full"].values()))
+        model_bytes, stored_bytes = int(entry["model_bytes"]), int(entry["stored_expert_bytes"])
+        budget = f"budget {gb(PAPER_BUDGET_SHARE * model_bytes)} GB, {percent(PAPER_BUDGET_SHARE, 1)} of a raw expert"
+        packed = (
+            f"; experts are packed, and take {gb(stored_bytes)} GB each ({percent(stored_bytes / model_bytes, 1)})"
+            if entry["is_packed"]
+            else ""
+        )
+        return f"A model has {gb(model_bytes)} GB; {budget}{packed}."
+
+    def budget_table(self) -> Table:
+        rows = (budget_cells(self._results, *key, entry) for key, entry in self._sorted("budget"))
+        return Table(BUDGET_HEADER, tuple(rows))
+
+    def full_table(self) -> Table:
+        rows = (full_cells(self._results, *key, "mergepipe", entry) for key, entry in self._sorted("full"))
+        return Table(FULL_HEADER, tuple(rows))
+
+    def _sorted(self, kind: str) -> list[tuple[tuple[str, int], Entry]]:
+        operators = list(PAPER_OPERATORS)
+        return sorted(self._entries[kind].items(), key=lambda item: (operators.index(item[0][0]), item[0][1]))
+
+
+def _error_figure(told: Sequence[_ToldModel]) -> Figure:
+    series = []
+    for model in told:
+        for operator, name in PAPER_OPERATORS.items():
+            errors = dict(sorted(model.errors(operator).items()))
+            label, xs = f"{name}, {model.shape}", tuple(map(float, errors))
+            series.append(Series(label, xs, tuple(errors.values()), dashed=model is not told[0]))
+    return Figure(
+        "models-error", "Error under the fixed budget", "experts K", "error over what the full merge changes",
+        tuple(series),
+    )  # fmt: skip
+
+
+PART = Part(
+    "models", "the same operators and budget on larger models, whose experts are packed to fit", _needs, _measure,
+    _page, tells_beginnings=True,
+)  # fmt: skip
