@@ -45,10 +45,10 @@ def _measure(place: Workplace, size: Size, results: Results) -> None:
     for k in sweep_ks(size):
         for share in _TOY_SHARES if size.is_toy else _SHARES:
             for order in ORDERS if share < 100 else ("norm",):
-                results.measure(f"{k}/{order}/{share}", partial(_point, place, family, k, order, share, size.repeats))
+                results.measure(f"{k}/{order}/{share}", partial(_point, place, family, k, order, share))
 
 
-def _point(place: Workplace, family: FamilyPaths, k: int, order: str, share: int, repeats: int) -> dict[str, Any]:
+def _point(place: Workplace, family: FamilyPaths, k: int, order: str, share: int) -> dict[str, Any]:
     recipe = write_recipe(place, family, _OPERATOR, k)
     full, home = full_merge(place, recipe), analyzed_home(place, family, len(family.experts))
     plan = place.folder / "plan.json"
@@ -63,7 +63,7 @@ def _point(place: Workplace, family: FamilyPaths, k: int, order: str, share: int
         place.ours("plan", recipe, *options, "--out", plan)
     result = place.merge(
         plan, inputs_of(family, k), "--home", home,
-        repeats=repeats, from_plan=True, judge=judge_against(full, family.base),
+        from_plan=True, judge=judge_against(full, family.base),
         floor_bytes=lambda r: r["base_bytes"] + r["expert_bytes"],
     )  # fmt: skip
     return {**result, "accessed_blocks": accessed_share(plan)}
