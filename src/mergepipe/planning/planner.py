@@ -32,8 +32,8 @@ from mergepipe.planning.candidates.pricing import Pricing
 from mergepipe.planning.candidates.scores import amplitudes, score_blocks
 from mergepipe.planning.choices import OnOmit, PlanningChoices, Policy
 from mergepipe.planning.estimates.energy_left import norms_left
+from mergepipe.planning.estimates.expected_errors import expected_energies, expected_error, is_error_complete
 from mergepipe.planning.estimates.omission_bound import NoBound, omission_bound
-from mergepipe.planning.estimates.sign_elections import expected_energies, expected_error, is_error_complete
 from mergepipe.planning.plan import Access, Fallback, OmissionBound, Outlook, Plan, Runs, TimePrice
 from mergepipe.planning.plan_assembly import (
     estimate_fallbacks,

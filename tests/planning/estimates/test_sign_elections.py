@@ -17,7 +17,7 @@ from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
 from mergepipe.planning.budget import ShareBudget
 from mergepipe.planning.candidates.operator_rules import share_with_ties
 from mergepipe.planning.choices import PlanningChoices, Policy
-from mergepipe.planning.estimates import sign_elections
+from mergepipe.planning.estimates import expected_errors
 from mergepipe.planning.estimates.sign_elections import (
     AccessPatterns,
     ElectionExperts,
@@ -183,11 +183,22 @@ def test_expected_error__of_very_many_access_patterns_is_estimated_from_some(mon
     problem = make("ties", 6, 3, sizes={"w": 120 * BLOCK}).problem
     ranking = rank_blocks(problem, ShareBudget(Fraction(1)), Policy.NORM, PlanningChoices())
     errors: dict[int, list[float]] = {}
-    for most in (sign_elections._MOST_PATTERNS, 1 << 6):
-        monkeypatch.setattr(sign_elections, "_MOST_PATTERNS", most)
+    for most in (expected_errors._MOST_PATTERNS, 1 << 6):
+        monkeypatch.setattr(expected_errors, "_MOST_PATTERNS", most)
         fresh = replace(ranking, error_by_prefix={})
         errors[most] = [fresh._error_at(ranking.full_cost_bytes * share // 10) for share in (1, 3, 5, 8, 10)]
     some, every = errors.values()
     assert some == pytest.approx(every, rel=0.1)
     assert some != every
     assert some[-1] == every[-1] == 0
+
+
+def test_outlook__is_estimated_with_the_plan() -> None:
+    problem = make("ties", 6, 3, sizes={"w": 120 * BLOCK, "v": 7 * BLOCK}).problem
+    ranking = rank_blocks(problem, ShareBudget(Fraction(1, 5)), Policy.NORM, PlanningChoices())
+    plan = ranking.plan(ranking.budget_bytes)
+    estimated = dict(ranking.error_by_prefix)
+    outlook = ranking.outlook(plan)
+    assert outlook is not None
+    assert outlook.larger_expected_error < outlook.expected_error
+    assert ranking.error_by_prefix == estimated
