@@ -235,11 +235,7 @@ class Plan(Displayed):
     @property
     def digest(self) -> str:
         """32 hex digits: BLAKE3-128 of the canonical JSON without machine-specific keys. Computed on each call."""
-        content = _without(_content(self), ("recipe_notices",))
-        content["models"] = [_without(_model_content(model), _MACHINE_KEYS) for model in self.models]
-        if self.reuse:
-            content["reuse"] = [_without(_reused_content(reused), _MACHINE_KEYS) for reused in self.reuse]
-        return digest_of(content)
+        return _digest(self, _content(self))
 
     @property
     def limit_bytes(self) -> int | None:
@@ -280,7 +276,8 @@ class Plan(Displayed):
 
     def content(self) -> dict[str, object]:
         """Return the content of `to_json` as plain values."""
-        return {"digest": self.digest, **_content(self)}
+        content = _content(self)
+        return {"digest": _digest(self, content), **content}
 
 
 def expected_error_of(accesses: Iterable[Access]) -> float | None:
@@ -376,6 +373,15 @@ def _content(plan: Plan) -> dict[str, object]:
         "parameters": parameters.rows,
         "tensors": tensors,
     }
+
+
+def _digest(plan: Plan, content: Mapping[str, object]) -> str:
+    """Return the digest of a plan whose `_content` is given."""
+    content = _without(content, ("recipe_notices",))
+    content["models"] = [_without(_model_content(model), _MACHINE_KEYS) for model in plan.models]
+    if plan.reuse:
+        content["reuse"] = [_without(_reused_content(reused), _MACHINE_KEYS) for reused in plan.reuse]
+    return digest_of(content)
 
 
 class _ParameterTable:

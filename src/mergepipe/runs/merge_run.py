@@ -461,6 +461,7 @@ class _Run:
         blocks: SmallFileRecord,
     ) -> Manifest:
         usage = self._store.ledger.usage()
+        plan = None if self._plan is None else self._plan.content()
         return Manifest(
             version=mergepipe.__version__,
             operator=self._inputs.recipe.operator.name,
@@ -474,8 +475,8 @@ class _Run:
                 for d in (*self._inputs.resolution.dropped, *self._inputs.dropped_rows())
             ),
             realized=realized(usage),
-            plan_digest=None if self._plan is None else self._plan.digest,
-            plan=None if self._plan is None else self._plan.content(),
+            plan_digest=None if plan is None else str(plan["digest"]),
+            plan=plan,
             coverage=None if self._plan is None else coverage_of(self._plan),
             run={
                 "seconds": round(time.perf_counter() - self._started, 3),
