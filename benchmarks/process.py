@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import threading
 import time
@@ -44,9 +43,8 @@ def measure(
 ) -> ProcessCost:
     """Run `command` to its end, its output going to `log`.
 
-    `memory_bytes` is the most private memory that it may ask for (mapped files do not count): where there is no more,
-    its allocations fail, before the machine comes to a halt. The kernel lets a child inherit its parent's peak memory
-    at fork: keep the calling process small.
+    It is killed when it holds more than `memory_bytes` of anonymous memory, before the machine comes to a halt. The
+    kernel lets a child inherit its parent's peak memory at fork: keep the calling process small.
     """
     with log.open("wb") as output:
         start = time.perf_counter()
@@ -58,9 +56,7 @@ def measure(
             env=None if environment is None else {**os.environ, **environment},
             cwd=cwd,
         )
-        if memory_bytes is not None:
-            resource.prlimit(process.pid, resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-        sampler = _AnonymousPeak(process.pid)
+        sampler = _AnonymousPeak(process, memory_bytes)
         sampler.start()
         try:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie still shows its I/O counters
@@ -99,17 +95,21 @@ def _io_counters(pid: int) -> dict[str, int]:
 
 
 class _AnonymousPeak(threading.Thread):
-    """Samples the anonymous memory of a process until stopped."""
+    """Samples the anonymous memory of a process until stopped; kills it where it has more than `most_bytes`."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], most_bytes: int | None) -> None:
         super().__init__(daemon=True)
         self.peak_bytes = 0
-        self._status = Path(f"/proc/{pid}/status")
+        self._process = process
+        self._most_bytes = most_bytes
+        self._status = Path(f"/proc/{process.pid}/status")
         self._stopped = threading.Event()
 
     def run(self) -> None:
         while not self._stopped.wait(_SAMPLE_SECONDS):
             self.peak_bytes = max(self.peak_bytes, self._sample())
+            if self._most_bytes is not None and self.peak_bytes > self._most_bytes:
+                self._process.kill()
 
     def stop(self) -> None:
         self._stopped.set()

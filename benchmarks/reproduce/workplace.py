@@ -24,6 +24,7 @@ from support.families import FamilyPaths
 OURS = (sys.executable, "-m", "mergepipe")
 _INSTRUMENTED = (sys.executable, "-m", "benchmarks.reproduce.instrumented")
 _SLACK_BYTES = 200_000_000
+_MEMORY_SHARE = 0.95  # of what is available: a program that takes more is stopped
 
 
 class NoRoomError(Exception):
@@ -136,19 +137,19 @@ class Workplace:
     def peer(self, tool: Tool, case: Case) -> dict[str, Any]:
         """Run another program once on a case; return its bytes and times, and the floor of all inputs.
 
-        Where the machine has not the memory for it, that is the result: the bytes that it could have.
+        Where it needs more memory than the machine has, that is the result: the bytes that it could have.
         """
         recipe, out, log = (self.folder / name for name in ("peer.yml", "out", "log.txt"))
         recipe.write_text(case.recipe)
         shutil.rmtree(out, ignore_errors=True)
         make_cold(case.input_files())
-        available_bytes = available_memory_bytes(Path("/proc/meminfo").read_text())
+        memory_bytes = int(_MEMORY_SHARE * available_memory_bytes(Path("/proc/meminfo").read_text()))
         command = tool.command(case, recipe, out)
-        cost = measure(command, log=log, environment=tool.environment, memory_bytes=available_bytes)
+        cost = measure(command, log=log, environment=tool.environment, memory_bytes=memory_bytes)
         shutil.rmtree(out, ignore_errors=True)
         printed = log.read_text(errors="replace")
-        if lacked_memory(cost.exit_code, printed):
-            return {"out_of_memory_bytes": available_bytes, "peak_rss_bytes": cost.peak_rss_bytes}
+        if cost.exit_code == -signal.SIGKILL or (cost.exit_code and "annot allocate memory" in printed):
+            return {"out_of_memory_bytes": memory_bytes, "peak_rss_bytes": cost.peak_rss_bytes}
         if cost.exit_code:
             raise BenchmarkError(f"{tool.name}: exit code {cost.exit_code}\n{printed[-2000:]}")
         files = case.input_files()
@@ -160,12 +161,6 @@ class Workplace:
             "peak_rss_bytes": cost.peak_rss_bytes,
             **_times([cost.wall_seconds], [cost.cpu_seconds], floors),
         }
-
-
-def lacked_memory(exit_code: int, printed: str) -> bool:
-    """Whether a program ended for want of memory: killed by the kernel, or refused by Python, C++ or torch."""
-    refusals = ("MemoryError", "std::bad_alloc", "not enough memory", "annot allocate memory")
-    return exit_code == -signal.SIGKILL or (exit_code != 0 and any(refusal in printed for refusal in refusals))
 
 
 def _times(seconds: Sequence[float], cpu_seconds: Sequence[float], floors: Sequence[float]) -> dict[str, Any]:
