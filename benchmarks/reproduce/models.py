@@ -132,9 +132,11 @@ def _page(results: Results) -> Page:
     for model in told:
         body += [f"## {model.shape}", model.text(), model.budget_table(), "In full:", model.full_table()]
     body += [BUDGET_TEXT, _error_figure(told)]
+    packed = any(model.is_packed for model in told)
     meaning = (
-        "**A budget in bytes keeps merges of large models as cheap as those of small ones; what it keeps of the result"
-        " is a matter of how many bytes the experts take.**" + "".join(model.meaning() for model in told)
+        "**Larger models behave like small ones: what is read is what the budget says, and time goes with the bytes"
+        f"{'; packed experts make the same budget go further' if packed else ''}.**"
+        + "".join(model.meaning() for model in told)
     )
     return Page("Scaling in the size of the model", meaning, tuple(body))
 
@@ -150,6 +152,10 @@ class _ToldModel:
             of_shape, operator, k, kind = key.split("/")
             if of_shape == shape:
                 self._entries[kind][operator, int(k)] = entry
+
+    @property
+    def is_packed(self) -> bool:
+        return any(entry["is_packed"] for entry in self._entries["full"].values())
 
     def errors(self, operator: str) -> dict[int, float]:
         """The error under the budget by number of experts."""
@@ -179,7 +185,7 @@ class _ToldModel:
         budget = f"budget {gb(PAPER_BUDGET_SHARE * model_bytes)} GB, {percent(PAPER_BUDGET_SHARE, 1)} of a raw expert"
         packed = (
             f"; experts are packed, and take {gb(stored_bytes)} GB each ({percent(stored_bytes / model_bytes, 1)})"
-            if entry["is_packed"]
+            if self.is_packed
             else ""
         )
         return f"A model has {gb(model_bytes)} GB; {budget}{packed}."

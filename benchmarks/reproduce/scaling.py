@@ -64,13 +64,14 @@ def _page(results: Results) -> Page:
     met = all(ratio <= _TARGET_RATIO for ratio in ratios.values())
     errors = [results[f"ties/{k}/budget"]["error"] for k in (first, last)]
     meaning = (
-        f"**A budget in bytes keeps a merge as cheap as it is, however many experts you add; what it keeps of the"
-        f" result gets less.** With {gb(budget)} GB of expert reads ({percent(PAPER_BUDGET_SHARE, 1)} of one expert,"
+        f"**A budget in bytes keeps what a merge reads as it is, however many experts you add; knowing them takes some"
+        f" time, and what the budget keeps of the result gets less.** With"
+        f" {gb(budget)} GB of expert reads ({percent(PAPER_BUDGET_SHARE, 1)} of one expert,"
         f" the papers' share), a merge of {last} experts takes this many times the"
         f" {results.clock_name} of one of {first}: {times}"
         f" (target {_TARGET_RATIO}: {'met' if met else 'not met'}). The error of TIES grows from {errors[0]:.3f} to"
         f" {errors[1]:.3f} of what the full merge changes: a budget of this size is a time limit, not a way to merge"
-        f" {last} experts well."
+        f" {last} experts well.{_others_text(results, last)}"
     )
     names = list(PAPER_OPERATORS.items())
     body: list[str | Table | Figure] = ["## Under the fixed budget"]
@@ -87,6 +88,19 @@ def _page(results: Results) -> Page:
         f" Llama-3.1-8B); the reads of {', '.join(name for _, name in names)} are constant in both."
     )
     return Page("Scaling in the number of experts", meaning, tuple(body))
+
+
+def _others_text(results: Results, k: int) -> str:
+    """Tell how TIES of `k` experts in full compares with other programs, where they were measured."""
+    ours, told = results[f"ties/{k}/full"], []
+    for tool in ("mergekit", "naive torch"):
+        other = results.entries.get(f"ties/{k}/{tool}")
+        if other is not None and "out_of_memory_bytes" in other:
+            told.append(f"{tool} needs more than {other['out_of_memory_bytes'] / 2**30:.0f} GiB")
+        elif other is not None:
+            told.append(f"{tool} takes {other[results.clock] / ours[results.clock]:.0f} times as long")
+    seconds = f"{ours[results.clock]:.0f} {results.clock_name} and {ours['peak_rss_bytes'] / 2**30:.1f} GiB"
+    return f" In full, TIES of {k} experts takes {seconds}; {', '.join(told)}." if told else ""
 
 
 def _growth_text(results: Results, ks: list[int]) -> str:
