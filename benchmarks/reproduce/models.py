@@ -46,7 +46,7 @@ class _Model:
 
 
 _1_7B = _Model("1.7b", (2, 4, 8, 12))
-_8B = _Model("8b", (2, 4, 8), is_packed=True)
+_8B = _Model("8b", (2, 4), is_packed=True)
 _MODELS: Mapping[str, Sequence[_Model]] = MappingProxyType(
     {  # by size
         "toy": (_Model("tiny", (2,)), _Model("demo", (2, 3), is_packed=True)),
