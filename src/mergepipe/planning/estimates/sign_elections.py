@@ -214,8 +214,8 @@ def _votes(share_E: tuple[float, ...], tail_E: tuple[float, ...], sign_E: tuple[
         kept.spread(magnitude_K, down_K),
         kept.spread(one_K, up_K),
         kept.spread(one_K, down_K),
-        np.bincount(kept.expert_K, ~kept.is_shared_K, len(share_E)),
-        np.bincount(kept.expert_K, square_K, len(share_E)),
+        np.asarray(np.bincount(kept.expert_K, ~kept.is_shared_K, len(share_E)), np.float64),
+        np.asarray(np.bincount(kept.expert_K, square_K, len(share_E)), np.float64),
     )
 
 
