@@ -163,21 +163,25 @@ class _ToldModel:
         return {k: float(entry["error"]) for (name, k), entry in merges if name == operator}
 
     def meaning(self) -> str:
-        """Tell how the time grows with the experts, and what a packed expert takes."""
-        clock, merges = self._results.clock, self._entries["budget"]
-        ks = sorted({k for _, k in merges})
-        complete = [name for name in PAPER_OPERATORS if {(name, ks[0]), (name, ks[-1])} <= set(merges)] if ks else []
-        if len(ks) < 2 or not complete:
+        """Tell how time and error grow with the experts, as far as they are measured."""
+        told = [self._growth(operator) for operator in PAPER_OPERATORS]
+        return f" {self.shape}: {'; '.join(filter(None, told))}." if any(told) else ""
+
+    def _growth(self, operator: str) -> str:
+        times, errors = self._times(operator), self.errors(operator)
+        name = PAPER_OPERATORS[operator]
+        if not times:
             return ""
-        growth = ", ".join(
-            f"{merges[name, ks[-1]][clock] / merges[name, ks[0]][clock]:.2f} for {PAPER_OPERATORS[name]}"
-            for name in complete
-        )
-        errors = self.errors(complete[-1])
-        return (
-            f" {self.shape}: {ks[-1]} experts take this many times the {self._results.clock_name} of {ks[0]}: {growth};"
-            f" error of {PAPER_OPERATORS[complete[-1]]} {errors[ks[0]]:.3f} to {errors[ks[-1]]:.3f}."
-        )
+        first, last = min(times), max(times)
+        if first == last:
+            return f"{name} of {last} experts has an error of {errors[last]:.3f}"
+        time = f"{times[last] / times[first]:.2f} times the {self._results.clock_name} of {first}"
+        return f"{name} of {last} experts takes {time}, errors {errors[first]:.3f} and {errors[last]:.3f}"
+
+    def _times(self, operator: str) -> dict[int, float]:
+        """The time under the budget by number of experts."""
+        merges = self._entries["budget"].items()
+        return {k: float(entry[self._results.clock]) for (name, k), entry in merges if name == operator}
 
     def text(self) -> str:
         entry = next(iter(self._entries["full"].values()))
