@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +22,7 @@ from benchmarks.reproduce.workplace import Workplace, weight_files
 from support.families import FamilyPaths, family_bytes, family_paths, write_family, write_models
 
 _PACKED_SHARE = 0.15  # of a raw expert's bytes, generously: families of `make_family` pack to 0.12
+_TOLD_OTHERS = 0.3
 _AT_ONCE = 2  # raw experts that are on the disk while they are packed
 
 
@@ -192,7 +194,9 @@ class _ToldModel:
             if self.is_packed
             else ""
         )
-        return f"A model has {gb(model_bytes)} GB; {budget}{packed}."
+        others = median(entry["others"] for entries in self._entries.values() for entry in entries.values())
+        busy = f" Other programs used {others:.1f} processors meanwhile." if others > _TOLD_OTHERS else ""
+        return f"A model has {gb(model_bytes)} GB; {budget}{packed}.{busy}"
 
     def budget_table(self) -> Table:
         rows = (budget_cells(self._results, *key, entry) for key, entry in self._sorted("budget"))

@@ -98,10 +98,13 @@ class Results:
 
         Of results without what others used, the load average is all there is, to which the benchmark adds its own.
         """
-        cores = int(self.machine["cores"])
         if self.others:
-            return median(self.others) > _BUSY_SHARE * cores
-        return bool(self.entries) and median(self.loads) > cores / 2
+            return median(self.others) > self._most_others
+        return bool(self.entries) and median(self.loads) > int(self.machine["cores"]) / 2
+
+    @property
+    def _most_others(self) -> float:
+        return _BUSY_SHARE * int(self.machine["cores"])
 
     @property
     def clock(self) -> str:
@@ -113,8 +116,10 @@ class Results:
         return "processor seconds" if self.is_busy else "seconds"
 
     def over_floor(self, entry: Entry) -> str:
-        """Tell the seconds of an entry over those of its floor; nothing where the machine was busy."""
-        return "" if self.is_busy else f"{entry['seconds'] / entry['floor_seconds']:.2f}"
+        """Tell the seconds of an entry over those of its floor; nothing where the machine was busy, then or mostly."""
+        if self.is_busy or entry.get("others", 0.0) > self._most_others:
+            return ""
+        return f"{entry['seconds'] / entry['floor_seconds']:.2f}"
 
     def __getitem__(self, key: str) -> Entry:
         return self.entries[key]
