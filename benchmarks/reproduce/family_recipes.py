@@ -94,7 +94,7 @@ class PaperMerge:
         """Merge everything; the output stays for `under_the_budget` to be compared with."""
         recipe = self._recipe()
         return self.place.merge(
-            recipe, inputs_of(self.family, self.k), "--no-catalog", floor_bytes=_bytes_read,
+            recipe, inputs_of(self.family, self.k), "--no-catalog", has_floor=True,
             judge=keep_full(self.place, recipe),
         )  # fmt: skip
 
@@ -105,12 +105,8 @@ class PaperMerge:
         home = analyzed_home(self.place, self.family, len(self.family.experts))
         return self.place.merge(
             recipe, inputs_of(self.family, self.k), "--budget", f"{int(PAPER_BUDGET_SHARE * model_bytes)}B",
-            "--home", home, repeats=repeats, floor_bytes=_bytes_read, judge=judge_against(full, self.family.base),
+            "--home", home, repeats=repeats, has_floor=True, judge=judge_against(full, self.family.base),
         )  # fmt: skip
 
     def _recipe(self) -> Path:
         return write_recipe(self.place, self.family, self.operator, self.k)
-
-
-def _bytes_read(report: dict[str, Any]) -> int:
-    return int(report["base_bytes"] + report["expert_bytes"])

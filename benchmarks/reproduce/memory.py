@@ -38,7 +38,7 @@ def _measure(place: Workplace, size: Size, results: Results) -> None:
 def _capped(place: Workplace, family: FamilyPaths, recipe: Path, cap_mib: int) -> dict[str, Any]:
     return place.merge(
         recipe, inputs_of(family, _K), "--no-catalog", "--memory", f"{cap_mib}MiB",
-        floor_bytes=lambda r: r["base_bytes"] + r["expert_bytes"],
+        has_floor=True,
     )  # fmt: skip
 
 

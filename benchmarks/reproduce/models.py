@@ -21,8 +21,7 @@ from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.workplace import Workplace, weight_files
 from support.families import FamilyPaths, family_bytes, family_paths, write_family, write_models
 
-_PACKED_SHARE = 0.15  # of a raw expert's bytes, generously: families of `make_family` pack to 0.12
-_TOLD_OTHERS = 0.3
+_PACKED_SHARE = 0.25  # of a raw expert's bytes, generously: those of 8B take 0.233
 _AT_ONCE = 2  # raw experts that are on the disk while they are packed
 
 
@@ -161,8 +160,11 @@ class _ToldModel:
 
     def errors(self, operator: str) -> dict[int, float]:
         """The error under the budget by number of experts."""
+        return self._under_the_budget(operator, "error")
+
+    def _under_the_budget(self, operator: str, field: str) -> dict[int, float]:
         merges = self._entries["budget"].items()
-        return {k: float(entry["error"]) for (name, k), entry in merges if name == operator}
+        return {k: float(entry[field]) for (name, k), entry in merges if name == operator}
 
     def meaning(self) -> str:
         """Tell how time and error grow with the experts, as far as they are measured."""
@@ -170,7 +172,7 @@ class _ToldModel:
         return f" {self.shape}: {'; '.join(filter(None, told))}." if any(told) else ""
 
     def _growth(self, operator: str) -> str:
-        times, errors = self._times(operator), self.errors(operator)
+        times, errors = self._under_the_budget(operator, self._results.clock), self.errors(operator)
         name = PAPER_OPERATORS[operator]
         if not times:
             return ""
@@ -179,11 +181,6 @@ class _ToldModel:
             return f"{name} of {last} experts has an error of {errors[last]:.3f}"
         time = f"{times[last] / times[first]:.2f} times the {self._results.clock_name} of {first}"
         return f"{name} of {last} experts takes {time}, errors {errors[first]:.3f} and {errors[last]:.3f}"
-
-    def _times(self, operator: str) -> dict[int, float]:
-        """The time under the budget by number of experts."""
-        merges = self._entries["budget"].items()
-        return {k: float(entry[self._results.clock]) for (name, k), entry in merges if name == operator}
 
     def text(self) -> str:
         entry = next(iter(self._entries["full"].values()))
@@ -195,7 +192,7 @@ class _ToldModel:
             else ""
         )
         others = median(entry["others"] for entries in self._entries.values() for entry in entries.values())
-        busy = f" Other programs used {others:.1f} processors meanwhile." if others > _TOLD_OTHERS else ""
+        busy = f" Other programs used {others:.1f} processors meanwhile." if others > self._results.most_others else ""
         return f"A model has {gb(model_bytes)} GB; {budget}{packed}.{busy}"
 
     def budget_table(self) -> Table:

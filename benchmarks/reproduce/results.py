@@ -99,11 +99,12 @@ class Results:
         Of results without what others used, the load average is all there is, to which the benchmark adds its own.
         """
         if self.others:
-            return median(self.others) > self._most_others
+            return median(self.others) > self.most_others
         return bool(self.entries) and median(self.loads) > int(self.machine["cores"]) / 2
 
     @property
-    def _most_others(self) -> float:
+    def most_others(self) -> float:
+        """The processors that other programs may use while seconds by the clock are told."""
         return _BUSY_SHARE * int(self.machine["cores"])
 
     @property
@@ -117,7 +118,7 @@ class Results:
 
     def over_floor(self, entry: Entry) -> str:
         """Tell the seconds of an entry over those of its floor; nothing where the machine was busy, then or mostly."""
-        if self.is_busy or entry.get("others", 0.0) > self._most_others:
+        if self.is_busy or entry.get("others", 0.0) > self.most_others:
             return ""
         return f"{entry['seconds'] / entry['floor_seconds']:.2f}"
 

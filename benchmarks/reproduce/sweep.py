@@ -64,7 +64,7 @@ def _point(place: Workplace, family: FamilyPaths, k: int, order: str, share: int
     result = place.merge(
         plan, inputs_of(family, k), "--home", home,
         from_plan=True, judge=judge_against(full, family.base),
-        floor_bytes=lambda r: r["base_bytes"] + r["expert_bytes"],
+        has_floor=True,
     )  # fmt: skip
     return {**result, "accessed_blocks": accessed_share(plan)}
 

@@ -95,13 +95,13 @@ class Workplace:
         *options: object,
         from_plan: bool = False,
         repeats: int = 1,
-        floor_bytes: Callable[[dict[str, Any]], int] | None = None,
+        has_floor: bool = False,
         judge: Callable[[Path], dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
         """Merge `recipe`, or a stored plan, on cold `inputs` `repeats` times; return bytes, and all times with medians.
 
-        `floor_bytes` names, from the report, how much of the inputs the floor reads; no floor without it. `judge` gets
-        the last output, may move it, and adds to the result.
+        With `has_floor` the floor of as many bytes of the inputs is measured after each. `judge` gets the last output,
+        may move it, and adds to the result.
         """
         out = self.folder / "out"
         files = weight_files(inputs)
@@ -116,8 +116,8 @@ class Workplace:
             if judge is not None and not left:
                 judged = judge(out)
             shutil.rmtree(out, ignore_errors=True)  # before the floor, which writes as much: there is room for one
-            if floor_bytes is not None:
-                floors.append(self.floor(files, report["output_bytes"], floor_bytes(report)))
+            if has_floor:
+                floors.append(self.floor(files, report["output_bytes"], report["base_bytes"] + report["expert_bytes"]))
         counts = ("expert_bytes", "base_bytes", "metadata_bytes", "analysis_bytes", "output_bytes", "planned_bytes")
         return {
             **{name: report.get(name) for name in counts},

@@ -256,24 +256,25 @@ class Ranking:
 
         The errors that an outlook tells are estimated on the way, where they cost little more.
         """
-        larger_bytes = self._half_more_bytes(budget_bytes)
-        outlook = [nbytes for nbytes in self._compared_budgets() if nbytes <= larger_bytes]
-        return self.select_in_order(self._wanted_bytes(budget_bytes, beside=outlook))
+        return self.select_in_order(self._wanted_bytes(budget_bytes, tells_outlook=True))
 
-    def _wanted_bytes(self, budget_bytes: int, beside: Sequence[int] = ()) -> int:
+    def _wanted_bytes(self, budget_bytes: int, *, tells_outlook: bool = False) -> int:
         wanted_bytes = budget_bytes if self.enough_bytes is None else min(budget_bytes, self.enough_bytes)
         if not self._compares_budgets:
             return wanted_bytes
+        compared = self._compared_budgets()
+        larger_bytes = self._half_more_bytes(wanted_bytes, compared) if tells_outlook else 0
+        beside = [nbytes for nbytes in compared if nbytes <= larger_bytes]
 
         def errors_of(budgets: Sequence[int]) -> list[float]:
             return self._errors_at([*budgets, *beside])[: len(budgets)]
 
-        return least_error_budget(wanted_bytes, self._compared_budgets(), errors_of)
+        return least_error_budget(wanted_bytes, compared, errors_of)
 
-    def _half_more_bytes(self, spent_bytes: int) -> int:
+    def _half_more_bytes(self, spent_bytes: int, compared: Sequence[int]) -> int:
         """Return the budget whose error an outlook tells beside one that spends `spent_bytes`."""
         half_more_bytes = spent_bytes + max(1, spent_bytes // 2)
-        larger = (nbytes for nbytes in self._compared_budgets() if nbytes >= half_more_bytes)
+        larger = (nbytes for nbytes in compared if nbytes >= half_more_bytes)
         return min(next(larger, self.full_cost_bytes), self.full_cost_bytes)
 
     def _compared_budgets(self) -> tuple[int, ...]:
@@ -323,7 +324,7 @@ class Ranking:
         """Estimate what a plan of this ranking loses, and what half as much again would leave; None if not known."""
         if not self._is_informed():
             return None
-        larger_bytes = self._half_more_bytes(plan.planned_bytes + plan.saved_bytes)
+        larger_bytes = self._half_more_bytes(plan.planned_bytes + plan.saved_bytes, self._compared_budgets())
         is_everything = larger_bytes == self.full_cost_bytes  # and nothing is sampled for it
         selected = replace(self, enough_bytes=None)  # beyond a target error too
         return Outlook(
