@@ -145,7 +145,7 @@ class ComposeTimes:
 
     def __init__(self, results: Results, size_gb: float) -> None:
         self.size_gb = size_gb
-        self.clock = results.clock
+        self.clock, self.clock_name = results.clock, results.clock_name
         self.loads: dict[str, list[Entry]] = {}
         self.composed: Composed = {}
         for entry in (entry for entry in results.entries.values() if entry["size_gb"] == size_gb):
@@ -197,33 +197,37 @@ def _page(results: Results) -> Page:
     times = compose_times(results)
     tables = [piece for of_size in times for piece in (_text(of_size), _table(results, of_size))]
     body = (_about(results), *tables, _figure(results, times[0]))
-    return Page("Composing training checkpoints", _meaning(results, times), body)
+    return Page("Composing training checkpoints", _meaning(times), body)
 
 
-def _meaning(results: Results, times: Sequence[ComposeTimes]) -> str:
-    of_most = max(times, key=lambda of_size: max(of_size.sources))
-    many, pair = max(of_most.sources), of_most.time("consecutive", 2)
-    most = of_most.time("consecutive", many)
-    composed = [
-        (of_size, key) for of_size in times for key in of_size.composed if key[0] not in ("cp -r, sync", "average")
-    ]
-    read = max(_middle(of_size.composed[key], "read_bytes") / of_size.output_bytes for of_size, key in composed)
-    growth = (
-        ""
-        if pair is None or most is None
-        else f" From {many} sources it takes {most / pair:.2f} times the {results.clock_name} of 2."
-    )
-    largest = times[-1]
-    over = largest.over_loading(largest.time("parity", 2))
-    beside = (
-        f" Parity of two checkpoints of {largest.size_gb:g} GB takes {over} times the {results.clock_name} in which"
-        f" DeepSpeed loads one; LLMTailor's takes 61 times its own load (112.5 GB), 292 times (17.3 GB)."
-        if over
-        else ""
-    )
+def _meaning(times: Sequence[ComposeTimes]) -> str:
+    read = max(of_size.most_read for of_size in times)
+    growths = [told for of_size in times if (told := _growth(of_size))]
+    growth = f" From {'; from '.join(growths)}." if growths else ""
     return (
         "**Composing reads and writes one checkpoint, however many the layers come from.** At most it read"
-        f" {read:.2f} times the bytes of one.{growth}{beside}"
+        f" {read:.2f} times the bytes of one.{growth}"
+        f"{_beside_loading([of_size for of_size in times if of_size.loading() is not None])}"
+    )
+
+
+def _growth(times: ComposeTimes) -> str:
+    """Tell the time from the most sources over that from two, where more than two were there."""
+    many = max(times.sources)
+    pair, most = times.time("consecutive", 2), times.time("consecutive", many)
+    if many == 2 or pair is None or most is None:
+        return ""
+    return f"{many} sources it takes {most / pair:.2f} times the {times.clock_name} of 2 ({times.size_gb:g} GB each)"
+
+
+def _beside_loading(times: Sequence[ComposeTimes]) -> str:
+    """Tell parity of two of the largest checkpoints that DeepSpeed loaded beside that load."""
+    over = times[-1].over_loading(times[-1].time("parity", 2)) if times else ""
+    if not over:
+        return ""
+    return (
+        f" Parity of two checkpoints of {times[-1].size_gb:g} GB takes {over} times the {times[-1].clock_name} in which"
+        f" DeepSpeed loads one; LLMTailor's takes 61 times its own load (112.5 GB), 292 times (17.3 GB)."
     )
 
 

@@ -43,10 +43,10 @@ def test_resuming_page__names_composites_that_are_not_back_at_the_end() -> None:
     assert "| paper-filter | 1.59 / 1.59 | 1.60 / 1.62 | 2.251 / 2.401 | 2.260 / 2.410 |" in beside
 
 
-def composed(pattern: str, n_sources: int, seconds: float) -> dict[str, Any]:
+def composed(pattern: str, n_sources: int, seconds: float, size_gb: float = 1.0) -> dict[str, Any]:
     times = {"seconds": seconds, "floor_seconds": 2.0, "cpu_seconds": seconds / 2}
     nbytes = {"peak_rss_bytes": 2**20, "read_bytes": 11 * 10**8, "written_bytes": 10**9}
-    return {"size_gb": 1.0, "pattern": pattern, "n_sources": n_sources, **times, **nbytes}
+    return {"size_gb": size_gb, "pattern": pattern, "n_sources": n_sources, **times, **nbytes}
 
 
 @pytest.mark.parametrize(("others", "over"), [(0.0, "3.00"), (2.0, "6.00")])
@@ -67,3 +67,19 @@ def test_compose_page__puts_times_over_that_of_loading_one(others: float, over: 
     assert "2 GB" in next(line for line in text.splitlines() if "Not run, for the disk" in line)
     theirs = papers.comparison({"compose": results})
     assert f"| parity, 2 sources | 292 (234 s) | 61 (1028 s) | {over} |" in theirs
+
+
+def test_compose_page__tells_what_the_largest_checkpoints_have_that_were_measured_so() -> None:
+    entries = {
+        "1/DeepSpeed/0": {"size_gb": 1.0, "baseline": "DeepSpeed", "seconds": 1.0, "cpu_seconds": 0.25},
+        **{f"1/consecutive/{n}/0": composed("consecutive", n, 1.0 + n) for n in (2, 35)},
+        "1/parity/2/0": composed("parity", 2, 3.0),
+        **{f"2/consecutive/{n}/0": composed("consecutive", n, 10.0 + n, 2.0) for n in (2, 18)},
+        **{f"8/{name}/2/0": composed(name, 2, 20.0, 8.0) for name in ("consecutive", "parity")},
+    }
+    results = stored("8b", entries)
+    text = compose.PART.page(results).markdown(results, "again")
+    growth = "From 35 sources it takes 12.00 times the seconds of 2 (1 GB each); from 18 sources it takes 2.33 times"
+    assert growth in text
+    assert "Parity of two checkpoints of 1 GB takes 3.00 times the seconds in which DeepSpeed loads one" in text
+    assert "DeepSpeed's engine of that size" not in text
