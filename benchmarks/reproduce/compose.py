@@ -207,7 +207,7 @@ def _meaning(times: Sequence[ComposeTimes]) -> str:
     return (
         "**Composing reads and writes one checkpoint, however many the layers come from.** At most it read"
         f" {read:.2f} times the bytes of one.{growth}"
-        f"{_beside_loading([of_size for of_size in times if of_size.loading() is not None])}"
+        f"{_beside_loading([of_size for of_size in times if of_size.loading() is not None])}{_beside_torch(times[-1])}"
     )
 
 
@@ -229,6 +229,15 @@ def _beside_loading(times: Sequence[ComposeTimes]) -> str:
         f" Parity of two checkpoints of {times[-1].size_gb:g} GB takes {over} times the {times[-1].clock_name} in which"
         f" DeepSpeed loads one; LLMTailor's takes 61 times its own load (112.5 GB), 292 times (17.3 GB)."
     )
+
+
+def _beside_torch(times: ComposeTimes) -> str:
+    """Tell parity of two of the largest checkpoints beside `torch.load` of one, where no engine of them fits."""
+    parity, load = times.time("parity", 2), times.loading(_TORCH)
+    if parity is None or load is None or times.loading() is not None:
+        return ""
+    over = f"{parity / load:.2f} times the {times.clock_name} of `torch.load` of one"
+    return f" Of {times.size_gb:g} GB each, it takes {over}."
 
 
 def _about(results: Results) -> str:

@@ -77,9 +77,10 @@ def test_compose_page__tells_what_the_largest_checkpoints_have_that_were_measure
         **{f"2/consecutive/{n}/0": composed("consecutive", n, 10.0 + n, 2.0) for n in (2, 18)},
         **{f"8/{name}/2/0": composed(name, 2, 20.0, 8.0) for name in ("consecutive", "parity")},
     }
+    entries["8/torch.load/0"] = {"size_gb": 8.0, "baseline": "torch.load", "seconds": 40.0, "cpu_seconds": 40.0}
     results = stored("8b", entries)
     text = compose.PART.page(results).markdown(results, "again")
     growth = "From 35 sources it takes 12.00 times the seconds of 2 (1 GB each); from 18 sources it takes 2.33 times"
     assert growth in text
     assert "Parity of two checkpoints of 1 GB takes 3.00 times the seconds in which DeepSpeed loads one" in text
-    assert "DeepSpeed's engine of that size" not in text
+    assert "Of 8 GB each, it takes 0.50 times the seconds of `torch.load` of one." in text

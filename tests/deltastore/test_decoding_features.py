@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ from mergepipe.deltastore.codec.decode import (
     padding_bytes,
 )
 from mergepipe.deltastore.codec.encode import encode_bands
+from mergepipe.deltastore.codec.entropy.code_scalar_decoder import decode_codes_scalar
 from mergepipe.deltastore.codec.entropy.code_vector_decoder import (
     BODY_ROW,
     N_STARTS,
@@ -59,10 +61,13 @@ from mergepipe.deltastore.codec.tiles.element_codes import (
 )
 from mergepipe.deltastore.codec.tiles.stream_elements import (
     ALL_ROOM,
+    DECODED_TILE,
     HAS_COMPRESSION,
     ROUND,
     STREAM_ROOM,
     collect_scalar,
+    collect_streams_scalar,
+    collect_streams_vector,
     collect_vector,
     place_scalar,
     place_vector,
@@ -179,16 +184,16 @@ def test_decode_band_values__pieces_that_end_early_or_late_are_refused(piece: Pi
         assert refused.value.code == "store.content"
 
 
-@pytest.mark.skipif(not has_vector_decoder(), reason="needs AVX-512")
 @given(seed=st.integers(0, 2**32 - 1), n_contexts=st.integers(1, MAX_CONTEXTS), has_body=st.booleans())
-def test_decode_codes_vector__decodes_whatever_words_as_tables_do(seed: int, n_contexts: int, has_body: bool) -> None:
+def test_decode_codes__decodes_whatever_words_as_each_stage_alone(seed: int, n_contexts: int, has_body: bool) -> None:
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 20)) * LANES
     contexts_N = rng.integers(0, n_contexts, n).astype(np.uint8)
     contexts_N[rng.random(n) < 0.1] = SKIPPED
     words_SW = rng.integers(0, 256, (2, 2 * n + 64)).astype(np.uint8)
     states = rng.integers(0, 1 << 31, 2 * LANES).astype(np.uint32)
-    starts, left, symbols, ends = np.full(N_STARTS, TOTAL, np.uint16), states.copy(), [], []
+    starts, left, tables = np.full(N_STARTS, TOTAL, np.uint16), states.copy(), []
+    symbols, ends = [], []
     stage_contexts_N = contexts_N
     for stage, n_symbols in enumerate((HEAD_SYMBOLS, BODY_SYMBOLS)[: 1 + has_body]):
         counts_CS = rng.integers(0, 100, (n_contexts, n_symbols)) * (rng.random((n_contexts, n_symbols)) < 0.6)
@@ -196,19 +201,27 @@ def test_decode_codes_vector__decodes_whatever_words_as_tables_do(seed: int, n_c
         fill_decode_table(frequencies_CS.reshape(-1), n_symbols, table)
         for context, row_S in enumerate(frequencies_CS):
             fill_starts(row_S.astype(np.uint32), context, stage * BODY_ROW, starts)
+        tables.append(table)
         symbols.append(np.zeros(n, np.uint8))
         own = left[stage * LANES : (stage + 1) * LANES]
         ends.append(2 * decode_symbols(words_SW[stage], 0, own, stage_contexts_N, n, table, symbols[-1]))
         stage_contexts_N = np.where(symbols[0] == 0, contexts_N, SKIPPED).astype(np.uint8)
-    codes_N, positions = np.zeros(n, np.uint8), np.array([0, words_SW.shape[1]], np.uint64)
-    decode_codes_vector(words_SW.reshape(-1), positions, states, contexts_N, n, starts, has_body, codes_N)
     expected_N = symbols[0]
     if has_body:
         expected_N = np.where(symbols[0] > 0, symbols[0], symbols[1] + FIRST_BODY_CODE)
         expected_N[contexts_N == SKIPPED] = 0
-    assert np.array_equal(codes_N, expected_N)
-    assert np.array_equal(states, left)
-    assert (positions[: 1 + has_body] - np.array([0, words_SW.shape[1]], np.uint64)[: 1 + has_body]).tolist() == ends
+    first = np.array([0, words_SW.shape[1]], np.uint64)
+    ways: list[tuple[Any, Sequence[Any]]] = []
+    if has_vector_decoder():
+        ways.append((decode_codes_vector, (starts, has_body)))
+    if has_body:
+        ways.append((decode_codes_scalar, tables))
+    for decode_codes, found_in in ways:
+        codes_N, positions, own = np.zeros(n, np.uint8), first.copy(), states.copy()
+        decode_codes(words_SW.reshape(-1), positions, own, contexts_N, n, *found_in, codes_N)
+        assert np.array_equal(np.where(contexts_N == SKIPPED, 0, codes_N), expected_N)
+        assert np.array_equal(own, left)
+        assert (positions - first)[: 1 + has_body].tolist() == ends
 
 
 WAYS = [(collect_scalar, place_scalar), *([(collect_vector, place_vector)] if HAS_COMPRESSION else [])]
@@ -234,6 +247,24 @@ def test_place__puts_what_was_collected_back_and_zeros_elsewhere(collect: Any, p
             placed_N = np.ones(n, kind)
             place(codes_N, n, collected.astype(kind), placed_N, n_streams)
             assert np.array_equal(placed_N, np.where(is_placed_N, values_N, 0).astype(kind))
+
+
+@pytest.mark.parametrize("collect", [collect_streams_scalar, *([collect_streams_vector] if HAS_COMPRESSION else [])])
+@pytest.mark.parametrize(("n", "n_streams"), [(ROUND, 3), (TILE, 1), (DECODED_TILE, 3)])
+def test_collect_streams__has_the_codes_and_base_of_each_stream_in_order(collect: Any, n: int, n_streams: int) -> None:
+    rng = np.random.default_rng(n)
+    codes_N = rng.integers(0, LAST_CELL_CODE + 1 if n_streams == 3 else FIRST_BODY_CODE, n).astype(np.uint8)
+    base_N = rng.integers(1, 1 << 16, n).astype(np.uint16)
+    stream_codes, stream_base = np.zeros(ALL_ROOM, np.uint8), np.zeros(ALL_ROOM, np.uint16)
+    counts = np.full(3, -1, np.int64)
+    collect(codes_N, n, base_N, n_streams, stream_codes, stream_base, counts)
+    bounds = (1, FIRST_BODY_CODE, FIRST_CELL_CODE, LAST_CELL_CODE + 1)
+    for stream, (first, stop) in enumerate(itertools.pairwise(bounds[: n_streams + 1])):
+        is_in_N, at = (codes_N >= first) & (codes_N < stop), stream * STREAM_ROOM
+        assert counts[stream] == is_in_N.sum()
+        assert np.array_equal(stream_codes[at : at + counts[stream]], codes_N[is_in_N])
+        assert np.array_equal(stream_base[at : at + counts[stream]], base_N[is_in_N])
+    assert (counts[n_streams:] == -1).all()
 
 
 def test_scratch__is_a_thread_s_own_and_kept_up_to_a_limit() -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mergepipe.deltastore.codec.entropy.code_scalar_decoder import decode_codes_scalar
 from mergepipe.deltastore.codec.entropy.code_vector_decoder import N_STARTS, decode_codes_vector
 from mergepipe.deltastore.codec.entropy.rans import (
     LANES,
@@ -55,15 +56,12 @@ from mergepipe.deltastore.codec.tiles.element_codes import (
     FIRST_BODY_CODE,
     FIRST_CELL_CODE,
     HEAD_SYMBOLS,
-    LAST_CELL_CODE,
     N_CODES,
     N_EXPONENTS,
-    fill_body_contexts,
     fill_contexts,
-    join_codes,
     top_edge_exponent,
 )
-from mergepipe.deltastore.codec.tiles.stream_elements import ALL_ROOM, DECODED_TILE, STREAM_ROOM, collect, place
+from mergepipe.deltastore.codec.tiles.stream_elements import ALL_ROOM, DECODED_TILE, STREAM_ROOM, collect_streams, place
 from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts, Floats, kernel, template
 
 HEAD, HEAD_FINE, BODY, BODY_FINE, REST = (int(piece) for piece in list(Piece)[:5])
@@ -121,11 +119,9 @@ class TileArrays(NamedTuple):
 
     base: Bits16
     contexts: Bytes
-    body_contexts: Bytes
-    symbols: Bytes
-    body_symbols: Bytes
     stream_base: Bits16
     stream_codes: Bytes
+    stream_counts: Counts
     stream_bytes: Bytes
     widths: Bytes
     masks: Bits16
@@ -200,11 +196,9 @@ def _make_tile_arrays() -> TileArrays:
     return TileArrays(
         np.empty(DECODED_TILE, np.uint16),
         np.empty(DECODED_TILE, np.uint8),
-        np.empty(DECODED_TILE, np.uint8),
-        np.empty(DECODED_TILE, np.uint8),
-        np.empty(DECODED_TILE, np.uint8),
-        np.empty(STREAM_ROOM, np.uint16),
-        np.empty(STREAM_ROOM, np.uint8),
+        np.empty(ALL_ROOM, np.uint16),
+        np.empty(ALL_ROOM, np.uint8),
+        np.empty(3, np.int64),
         np.empty(STREAM_ROOM, np.uint8),
         np.empty(STREAM_ROOM, np.uint8),
         np.empty(STREAM_ROOM, np.uint16),
@@ -218,12 +212,11 @@ def _make_tile_arrays() -> TileArrays:
 
 
 @kernel
-def _decode_stage(stored: Bytes, stages: Stages, stage: int, contexts: Bytes, symbols: Bytes) -> None:
-    """Decode the symbols of one stage of a tile (padded), on any machine."""
-    first, table = int(stages.positions[stage]), stages.body_table if stage else stages.head_table
-    states = stages.states[stage * LANES : (stage + 1) * LANES]
-    n_words = decode_symbols(stored, first, states, contexts, len(contexts), table, symbols)
-    stages.positions[stage] += np.uint64(2 * n_words)
+def _decode_head(stored: Bytes, stages: Stages, contexts: Bytes, symbols: Bytes) -> None:
+    """Decode the symbols of the head stage of a tile (padded) alone, on any machine."""
+    first, states = int(stages.positions[0]), stages.states[:LANES]
+    n_words = decode_symbols(stored, first, states, contexts, len(contexts), stages.head_table, symbols)
+    stages.positions[0] += np.uint64(2 * n_words)
 
 
 @template
@@ -250,7 +243,8 @@ def _decode_bands(
     features: int, n: int, arrays: TileArrays,
 ) -> None:  # fmt: skip
     """Decode the `n` collected elements of a stream of bands."""
-    base, codes, first = arrays.stream_base[:n], arrays.stream_codes[:n], stream * STREAM_ROOM
+    first = stream * STREAM_ROOM
+    base, codes = arrays.stream_base[first : first + n], arrays.stream_codes[first : first + n]
     if not tables.exact_codes[1 if stream == 0 else FIRST_BODY_CODE]:
         fill_contexts(base, mantissa_bits, n, tables.contexts, arrays.stream_bytes[:n])
         centroid_deltas(arrays.stream_bytes, codes, tables.centroids, arrays.deltas[first : first + n])
@@ -271,7 +265,8 @@ def _decode_cells(
     has_residuals: bool, features: int, n: int, arrays: TileArrays,
 ) -> None:  # fmt: skip
     """Decode the `n` collected elements in cells; without residuals, to the middles of their cells."""
-    base, codes, widths, first = arrays.stream_base[:n], arrays.stream_codes[:n], arrays.widths[:n], 2 * STREAM_ROOM
+    first, widths = 2 * STREAM_ROOM, arrays.widths[:n]
+    base, codes = arrays.stream_base[first : first + n], arrays.stream_codes[first : first + n]
     fill_contexts(base, mantissa_bits, n, tables.cell_bits, widths)
     if has_residuals:
         _unpack_residuals(stored, streams, 2, features, widths, arrays)
@@ -291,19 +286,17 @@ def _decode_codes(
 ) -> None:  # fmt: skip
     """Decode the codes of a tile of `n` elements, with code 0 as padding."""
     m = len(codes)
-    contexts, symbols = arrays.contexts[:m], arrays.symbols[:m]
+    contexts = arrays.contexts[:m]
     fill_contexts(base, mantissa_bits, n, tables.contexts, contexts)
     if features & VECTOR_SYMBOLS:
         decode_codes_vector(stored, stages.positions, stages.states, contexts, m, stages.starts, has_body, codes)
         return
-    if not has_body:
-        _decode_stage(stored, stages, 0, contexts, codes)
-        return
-    _decode_stage(stored, stages, 0, contexts, symbols)
-    body_contexts, body_symbols = arrays.body_contexts[:m], arrays.body_symbols[:m]
-    fill_body_contexts(contexts, symbols, m, body_contexts)
-    _decode_stage(stored, stages, 1, body_contexts, body_symbols)
-    join_codes(symbols, body_symbols, n, codes)
+    if has_body:
+        decode_codes_scalar(
+            stored, stages.positions, stages.states, contexts, m, stages.head_table, stages.body_table, codes
+        )
+    else:
+        _decode_head(stored, stages, contexts, codes)
     for i in range(n, m):
         codes[i] = np.uint8(0)
 
@@ -314,10 +307,10 @@ def _decode_streams(
     is_values: bool, features: int, codes: Bytes, arrays: TileArrays,
 ) -> None:  # fmt: skip
     """Decode the elements of the requested streams of a tile, from its codes, to values or deltas by stream."""
-    for stream in range(3 if requested_P[BODY] else 1):
-        first = 1 if stream == 0 else FIRST_BODY_CODE if stream == 1 else FIRST_CELL_CODE
-        last = FIRST_BODY_CODE - 1 if stream == 0 else FIRST_CELL_CODE - 1 if stream == 1 else LAST_CELL_CODE
-        n = collect(codes, len(codes), first, last, codes, base, arrays.stream_codes, arrays.stream_base)
+    n_streams = 3 if requested_P[BODY] else 1
+    collect_streams(codes, len(codes), base, n_streams, arrays.stream_codes, arrays.stream_base, arrays.stream_counts)
+    for stream in range(n_streams):
+        n = arrays.stream_counts[stream]
         if stream < 2:
             _decode_bands(stored, streams, stream, tables, mantissa_bits, is_values, features, n, arrays)
         else:

@@ -172,7 +172,8 @@ def are_finite(stored: Bits16, mantissa_bits: int) -> bool:
 def fill_body_contexts(contexts: Bytes, head_symbols: Bytes, n: int, body_contexts: Bytes) -> None:
     """Write the contexts of the body stage: elements in the head stage's bands are skipped."""
     for i in range(n):
-        body_contexts[i] = contexts[i] if head_symbols[i] == np.uint8(0) else np.uint8(SKIPPED)
+        context = contexts[i]  # read in any case, so that the loop becomes vector code
+        body_contexts[i] = context if head_symbols[i] == np.uint8(0) else np.uint8(SKIPPED)
 
 
 @kernel
@@ -182,11 +183,3 @@ def split_codes(codes: Bytes, n: int, head_symbols: Bytes, body_symbols: Bytes) 
         is_head = codes[i] < np.uint8(FIRST_BODY_CODE)
         head_symbols[i] = codes[i] if is_head else np.uint8(0)
         body_symbols[i] = np.uint8(0) if is_head else np.uint8(codes[i] - np.uint8(FIRST_BODY_CODE))
-
-
-@kernel
-def join_codes(head_symbols: Bytes, body_symbols: Bytes, n: int, codes: Bytes) -> None:
-    """Combine the symbols of both stages to codes."""
-    for i in range(n):
-        head = head_symbols[i]
-        codes[i] = head if head != np.uint8(0) else np.uint8(body_symbols[i] + np.uint8(FIRST_BODY_CODE))

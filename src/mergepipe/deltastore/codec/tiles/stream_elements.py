@@ -33,7 +33,7 @@ from mergepipe.deltastore.codec.tiles.element_codes import (
     LAST_CELL_CODE,
     N_CODES,
 )
-from mergepipe.kernels.compilation.compiled import Bytes, Floats, intrinsic, kernel
+from mergepipe.kernels.compilation.compiled import Bits64, Bytes, Counts, Floats, intrinsic, kernel
 
 Elements = TypeVar("Elements", Bits16, Floats)
 DECODED_TILE = 4096
@@ -155,11 +155,12 @@ def collect_scalar(
     codes: Bytes, n: int, first: int, last: int, octets: Bytes, halves: Bits16, octets_out: Bytes, halves_out: Bits16
 ) -> int:
     """Collect like `collect`, on any machine."""
-    count = 0
+    count, lowest, most = np.uint64(0), np.uint8(first), np.uint8(last - first)
     for i in range(n):
-        octets_out[count], halves_out[count] = octets[i], halves[i]
-        count += int((codes[i] >= np.uint8(first)) & (codes[i] <= np.uint8(last)))
-    return count
+        code, octet, half = codes[i], octets[i], halves[i]
+        octets_out[count], halves_out[count] = octet, half  # overwritten by the next unless it is counted
+        count += np.uint64(np.uint8(code - lowest) <= most)
+    return int(count)
 
 
 @kernel
@@ -171,10 +172,12 @@ def collect_vector(
 
 
 @kernel
-def place_scalar(codes: Bytes, n: int, elements: Elements, placed: Elements, n_streams: int) -> None:
-    """Place like `place`, on any machine."""
-    # One word holds the positions of all streams, and that of the zero at the end: tables of codes instead of branches.
-    shifts, steps = np.full(N_CODES, 3 * _POSITION_BITS, np.uint64), np.zeros(N_CODES, np.uint64)
+def _first_positions(n_streams: int, shifts: Bits64, steps: Bits64) -> np.uint64:
+    """Fill what a code shifts and adds to a word that holds the positions of all streams; return the word at first.
+
+    Tables of codes instead of branches. Codes of no stream, or of streams left out, stay at the last position.
+    """
+    shifts[:], steps[:] = np.uint64(3 * _POSITION_BITS), np.uint64(0)
     positions = np.uint64(3 * STREAM_ROOM) << np.uint64(3 * _POSITION_BITS)
     for stream in range(n_streams):
         first = 1 if stream == 0 else FIRST_BODY_CODE if stream == 1 else FIRST_CELL_CODE
@@ -182,9 +185,46 @@ def place_scalar(codes: Bytes, n: int, elements: Elements, placed: Elements, n_s
         shift = np.uint64(stream * _POSITION_BITS)
         shifts[first:stop], steps[first:stop] = shift, np.uint64(1) << shift
         positions |= np.uint64(stream * STREAM_ROOM) << shift
+    return np.uint64(positions)
+
+
+@kernel
+def collect_streams_scalar(
+    codes: Bytes, n: int, base: Bits16, n_streams: int, stream_codes: Bytes, stream_base: Bits16, counts: Counts
+) -> None:
+    """Collect like `collect_streams`, on any machine."""
+    shifts, steps = np.empty(N_CODES, np.uint64), np.empty(N_CODES, np.uint64)
+    positions, mask = _first_positions(n_streams, shifts, steps), np.uint64((1 << _POSITION_BITS) - 1)
+    for i in range(n):
+        code, base_bits = codes[i], base[i]
+        at = (positions >> shifts[np.uint64(code)]) & mask
+        stream_codes[at], stream_base[at] = code, base_bits
+        positions += steps[np.uint64(code)]
+    for stream in range(n_streams):
+        position = (positions >> np.uint64(stream * _POSITION_BITS)) & mask
+        counts[stream] = np.int64(position) - stream * STREAM_ROOM
+
+
+@kernel
+def collect_streams_vector(
+    codes: Bytes, n: int, base: Bits16, n_streams: int, stream_codes: Bytes, stream_base: Bits16, counts: Counts
+) -> None:
+    """Collect like `collect_streams`, on machines with AVX-512 VBMI2."""
+    for stream in range(n_streams):
+        first = 1 if stream == 0 else FIRST_BODY_CODE if stream == 1 else FIRST_CELL_CODE
+        last = FIRST_BODY_CODE - 1 if stream == 0 else FIRST_CELL_CODE - 1 if stream == 1 else LAST_CELL_CODE
+        room = stream_codes[stream * STREAM_ROOM :], stream_base[stream * STREAM_ROOM :]
+        counts[stream] = _collect(codes, n, first, last, codes, base, room[0], room[1])
+
+
+@kernel
+def place_scalar(codes: Bytes, n: int, elements: Elements, placed: Elements, n_streams: int) -> None:
+    """Place like `place`, on any machine."""
+    shifts, steps = np.empty(N_CODES, np.uint64), np.empty(N_CODES, np.uint64)
+    positions, mask = _first_positions(n_streams, shifts, steps), np.uint64((1 << _POSITION_BITS) - 1)
     for i in range(n):
         code = np.uint64(codes[i])
-        placed[i] = elements[(positions >> shifts[code]) & np.uint64((1 << _POSITION_BITS) - 1)]
+        placed[i] = elements[(positions >> shifts[code]) & mask]
         positions += steps[code]
 
 
@@ -202,6 +242,12 @@ collect = collect_vector if HAS_COMPRESSION else collect_scalar
 
 `n` is a multiple of `ROUND`. Returns their number. The outputs have `STREAM_ROOM` elements; those after the last are
 undefined.
+"""
+collect_streams = collect_streams_vector if HAS_COMPRESSION else collect_streams_scalar
+"""Copy codes and base of the first `n_streams` (1 or 3) streams of a tile, side by side by stream, and count them.
+
+`n` is a multiple of `ROUND`; the outputs (`ALL_ROOM`) have those of stream s from `s * STREAM_ROOM` on. Elements after
+the last of each are undefined.
 """
 place = place_vector if HAS_COMPRESSION else place_scalar
 """Write the elements of the first `n_streams` (1 or 3) streams to the places of their codes, 0 to all others.
