@@ -213,8 +213,9 @@ def collect_streams_vector(
     for stream in range(n_streams):
         first = 1 if stream == 0 else FIRST_BODY_CODE if stream == 1 else FIRST_CELL_CODE
         last = FIRST_BODY_CODE - 1 if stream == 0 else FIRST_CELL_CODE - 1 if stream == 1 else LAST_CELL_CODE
-        room = stream_codes[stream * STREAM_ROOM :], stream_base[stream * STREAM_ROOM :]
-        counts[stream] = _collect(codes, n, first, last, codes, base, room[0], room[1])
+        at, stop = stream * STREAM_ROOM, (stream + 1) * STREAM_ROOM
+        own_codes, own_base = stream_codes[at:stop], stream_base[at:stop]
+        counts[stream] = collect_vector(codes, n, first, last, codes, base, own_codes, own_base)
 
 
 @kernel
