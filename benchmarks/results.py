@@ -136,15 +136,22 @@ class Machine:
 
 def this_machine() -> Machine:
     """Describe this machine, without its name."""
-    models = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(
-        cpu=models[0] if models else platform.machine(),
+        cpu=_processor(),
         cores=len(os.sched_getaffinity(0)),
         memory_gib=round(memory_bytes / 2**30, 1),
         kernel=platform.release(),
         python=platform.python_version(),
     )
+
+
+def _processor() -> str:
+    """The processor's name, and whether it lacks the instructions that packed experts are decoded with elsewhere."""
+    fields = (line.partition(":") for line in _lines("/proc/cpuinfo"))
+    told = {name.strip(): value.strip() for name, _, value in fields}
+    name = told.get("model name", platform.machine())
+    return name if "avx512_vbmi2" in told.get("flags", "").split() else f"{name} without AVX-512 VBMI2"
 
 
 def _lines(path: str) -> list[str]:

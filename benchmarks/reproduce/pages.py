@@ -91,8 +91,8 @@ def _provenance(results: Results, command: str) -> str:
     beginning = "" if results.is_complete else " **Not measured to its end**: the same command goes on."
     numbers = f"results/{results.path.name}"
     return (
-        f"Measured {results.date} at commit {results.commit}, size `{results.size['name']}`, on the machine of the"
-        f" [index](index.md); {busy} on {results.machine['cores']} processors."
+        f"Measured {results.date} at commit {results.commit}, size `{results.size['name']}`, on"
+        f" {results.machine['cpu']} ([machines](index.md)); {busy} on {results.machine['cores']} processors."
         f"{warning if results.is_busy else ''}{beginning} Again: `{command}`. Numbers: [{numbers}]({numbers})."
     )
 

@@ -80,7 +80,7 @@ def _index(parts: Mapping[str, Part], pages: Mapping[str, tuple[Results, Page]])
         " that they leave out. Each page begins with what it means for you. [Papers](../papers.md) has the papers'"
         " figures beside ours; [more benchmarks](../internals/benchmarks.md) are those of single mechanisms.",
         Table(("page", "what", "size", "measured"), tuple(rows)).markdown(),
-        "Machine: " + "; ".join(machines) + ".",
+        "Machines: " + "; ".join(machines) + ". A page names its own.",
         "`make reproduce PARTS=\"scaling sweep\" SIZE=0.6b` measures parts and writes their pages; `python -m"
         " benchmarks.reproduce list --size 0.6b` says what disk and time each needs. A run that was stopped goes on"
         " where it was, refuses to begin without the disk, and deletes its families. A page says how many"

@@ -113,7 +113,7 @@ def test_page__text_table_and_figure_become_markdown(tmp_path: Path) -> None:
 
 def results_with(entries: dict[str, dict[str, Any]], cores: int = 2) -> Results:
     content = {
-        "machine": {"cores": cores},
+        "machine": {"cpu": "a processor", "cores": cores},
         "entries": entries,
         "date": "",
         "commit": "",

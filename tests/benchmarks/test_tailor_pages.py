@@ -18,7 +18,13 @@ SETTING = asdict(Setting(at=20, every=2, after=20, rate=2e-5, schedule="linear")
 
 def stored(size: str, entries: Mapping[str, Any], others: float = 0.0) -> Results:
     counted = {key: {"load": 0.0, "others": others, **entry} for key, entry in entries.items()}
-    content = {"machine": {"cores": 2}, "entries": counted, "date": "", "commit": "", "size": {"name": size, "ks": [2]}}
+    content = {
+        "machine": {"cpu": "a processor", "cores": 2},
+        "entries": counted,
+        "date": "",
+        "commit": "",
+        "size": {"name": size, "ks": [2]},
+    }
     return Results(Path("part.json"), {**content, "is_complete": True})
 
 
