@@ -1,4 +1,4 @@
-"""A small Qwen3-style language model: making, training, saving and scoring it; the only importer of torch here."""
+"""A small Qwen3-style language model: making, training, saving and scoring it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -273,14 +273,23 @@ def _train_step(
 ) -> float:
     import torch
 
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-    loss.backward()
+    with _bf16_products(wanted=bf16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return float(loss.detach())
+
+
+def _bf16_products(*, wanted: bool) -> AbstractContextManager[object]:
+    if not wanted:
+        return nullcontext()
+    from benchmarks.bf16_products import bf16_products
+
+    return bf16_products()
 
 
 def losses(model: LmModel, windows_by_domain: Mapping[str, Windows]) -> dict[str, float]:
@@ -296,7 +305,8 @@ def window_losses(
     import torch
 
     model.train(mode=False)
-    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16)
+    with torch.inference_mode(), _bf16_products(wanted=bf16), autocast:
         return {name: _window_losses(model, windows) for name, windows in windows_by_domain.items()}
 
 
