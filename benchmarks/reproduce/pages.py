@@ -92,7 +92,7 @@ def _provenance(results: Results, command: str) -> str:
     numbers = f"results/{results.path.name}"
     return (
         f"Measured {results.date} at commit {results.commit}, size `{results.size['name']}`, on"
-        f" {results.machine['cpu']} ([machines](index.md)); {busy} on {results.machine['cores']} processors."
+        f" {results.processors} ([machines](index.md)); {busy} on {results.machine['cores']} processors."
         f"{warning if results.is_busy else ''}{beginning} Again: `{command}`. Numbers: [{numbers}]({numbers})."
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -70,6 +71,15 @@ class Results:
         return machine
 
     @property
+    def processors(self) -> str:
+        """The processor of the first run, and the others that measured entries."""
+        first, others = (
+            str(self.machine["cpu"]),
+            Counter(entry["cpu"] for entry in self.entries.values() if "cpu" in entry),
+        )
+        return "; ".join([first, *(f"{count} of {len(self.entries)} on {cpu}" for cpu, count in others.items())])
+
+    @property
     def commit(self) -> str:
         return str(self._content["commit"])
 
@@ -129,12 +139,17 @@ class Results:
         return key in self.entries
 
     def measure(self, key: str, call: Callable[[], Entry]) -> Entry:
-        """Return the stored entry of `key`, else what `call` measures, with the load before and what others used."""
+        """Return the stored entry of `key`, else what `call` measures, with the load before and what others used.
+
+        An entry names its processor where that is not the first run's.
+        """
         if key not in self.entries:
             load, before = os.getloadavg()[0], Clocks.read()
             measured = call()
             others = processors_of_others(before, Clocks.read())
             entry = {**measured, "load": round(load, 1), "others": round(others, 2)}
+            if (cpu := this_machine().cpu) != self.machine["cpu"]:
+                entry["cpu"] = cpu
             self._content["entries"][key] = json.loads(json.dumps(entry))
             self._content["date"] = datetime.now(UTC).date().isoformat()
             self._write()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from benchmarks.reproduce.scaling import full_cells
 from benchmarks.reproduce.sizes import SIZES
 from benchmarks.reproduce.workplace import NoRoomError, Workplace
 from benchmarks.reproduce.writing import markdown_files, papers_text, stored_pages
+from benchmarks.results import this_machine
 
 DOCS = Path(__file__).parents[2] / "docs"
 STORED = DOCS / "benchmarks/results"
@@ -70,6 +72,18 @@ def test_results__measure_once_and_resume(tmp_path: Path) -> None:
     assert resumed.measure("a/1", measured)["value"] == 7
     assert calls == [1]
     assert (resumed.machine, resumed.commit) == (first.machine, first.commit)
+
+
+def test_results__that_go_on_elsewhere_name_both_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Results.open(tmp_path, "part", TOY)
+    first.measure("a", lambda: {"value": 7})
+    elsewhere = replace(this_machine(), cpu="another processor")
+    monkeypatch.setattr("benchmarks.reproduce.results.this_machine", lambda: elsewhere)
+    resumed = Results.open(tmp_path, "part", TOY)
+    resumed.measure("b", lambda: {"value": 7})
+    assert ("cpu" in resumed["a"], resumed["b"]["cpu"]) == (False, "another processor")
+    text = Page("Title", "**Meaning.**", ()).markdown(resumed, "make it")
+    assert f"{first.machine['cpu']}; 1 of 2 on another processor ([machines]" in text
 
 
 def test_results__of_another_size_are_replaced_only_if_asked(tmp_path: Path) -> None:
