@@ -56,4 +56,4 @@ def _use_of(inputs: Inputs, model: int, text: str) -> ModelUse:
     used = [task.base.nbytes for task in tasks if task.base_model == model]
     for task in tasks:
         used += [s.nbytes for m, s in zip(task.expert_models, task.experts, strict=True) if m == model and s.stored]
-    return ModelUse(inputs.role(model), text, len(used), sum(used))
+    return ModelUse(inputs.roles[model], text, len(used), sum(used))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -23,12 +22,12 @@ from mergepipe.planning.plan import (
     expected_error_of,
     format_runs,
 )
-from mergepipe.planning.plan_json import parse_plan
 from mergepipe.planning.selection.policy_order import layer_of
 from mergepipe.recipes.resolve.tasks import Action
 from mergepipe.reports import BlockUse, Decision, ExpertShare, Explanation, LayerShare, TensorUse
 from mergepipe.runs.budget.verdict import verdict_of
 from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value
+from mergepipe.runs.stored_plan import plan_of
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
@@ -85,10 +84,7 @@ def explain_subject(subject_text: str, pattern: str | None, home: Path) -> Expla
 
 def _snapshot(store: Store, path: Path) -> _Subject:
     manifest = read_manifest_value(store, Location.local(path))
-    plan = None
-    if manifest.plan is not None:
-        plan = parse_plan(json.dumps(manifest.plan, allow_nan=False).encode(), f"{path / MANIFEST_NAME}: plan")
-    return _Subject(path, plan, manifest)
+    return _Subject(path, plan_of(manifest, f"{path / MANIFEST_NAME}: plan"), manifest)
 
 
 def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pattern: str | None) -> Explanation:

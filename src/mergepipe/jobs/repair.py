@@ -21,9 +21,10 @@ from mergepipe.runs.rebuild import RebuiltTensor, open_recorded, rebuild_keys, r
 from mergepipe.runs.reuse.keys import KEYS_NAME
 from mergepipe.runs.sidecars import plan_small_files, sidecar_contents
 from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.runs.stored_plan import plan_of
 from mergepipe.snapshots.block_digests import BlockTable, block_digest
 from mergepipe.snapshots.layout import PlacedFile, SnapshotLayout, small_digest
-from mergepipe.snapshots.manifest import Manifest
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.overlay.reader import refuse_overlay
 from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, header_of, index_json
 from mergepipe.snapshots.staging import Staging, check_free_space
@@ -137,7 +138,8 @@ def _small_files(store: Store, examination: Examination) -> dict[str, bytes]:
         return {}
     inputs = open_recorded(manifest, store)
     bare = replace(manifest, sidecars=())
-    contents = sidecar_contents(plan_small_files(inputs, store), inputs, store, bare)
+    plan = plan_of(manifest, f"{examination.path / MANIFEST_NAME}: plan")
+    contents = sidecar_contents(plan_small_files(inputs, store), inputs, store, bare, plan)
     contents[INDEX_NAME] = index_json(_shards(manifest))
     if KEYS_NAME in wanted:
         contents[KEYS_NAME] = rebuild_keys(manifest, inputs, store)

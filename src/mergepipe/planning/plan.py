@@ -298,6 +298,8 @@ def energy_of(accesses: Iterable[Access]) -> tuple[float, float] | None:
 
 
 def _check_shared(runs: SharedRuns, kind: str) -> None:
+    if not runs:
+        return
     if any(not (0 <= start < stop and source >= 0) for start, stop, source in runs):
         raise ValueError(f"not a run of {kind} blocks")
     if any(a[1] > b[0] or (a[1] == b[0] and a[2] == b[2]) for a, b in pairwise(runs)):
@@ -317,11 +319,13 @@ def _check_reused(tensor: PlannedTensor, n_blocks: int, n_snapshots: int) -> Non
 def _check_runs(tensor: PlannedTensor, n_blocks: int) -> None:
     """Check that runs lie in the grid and are disjoint, and that the serving expert reads every shared block."""
     for expert, access in enumerate(tensor.access):
-        if any(runs and runs[-1][1] > n_blocks for runs in (access.blocks, access.free, access.shared)):
-            raise ValueError(f"{tensor.name}: a run of blocks ends past the last of {n_blocks} blocks")
-        flat = tuple(chain.from_iterable(access.runs)) if access.free or access.shared else ()
-        if not all(map(le, flat, flat[1:])):
-            raise ValueError(f"{tensor.name}: a block of expert {expert} is planned twice")
+        for runs in (access.blocks, access.free, access.shared):
+            if runs and runs[-1][1] > n_blocks:
+                raise ValueError(f"{tensor.name}: a run of blocks ends past the last of {n_blocks} blocks")
+        if access.free or access.shared:
+            flat = tuple(chain.from_iterable(access.runs))
+            if not all(map(le, flat, flat[1:])):
+                raise ValueError(f"{tensor.name}: a block of expert {expert} is planned twice")
         for start, stop, _ in access.levels:
             if not any(a <= start and stop <= b for a, b in access.blocks):
                 raise ValueError(f"{tensor.name}: blocks {start} to {stop - 1} have a level, and are not read")

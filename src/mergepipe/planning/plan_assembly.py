@@ -58,6 +58,8 @@ def planned_tensors(
 
 def _among_participants(access: Access, slot_E: NDArray[np.int16]) -> Access:
     """Rewrite the serving experts of shared runs to their index among the tensor's experts."""
+    if not access.shared:
+        return access
     shared = tuple((start, stop, int(slot_E[source])) for start, stop, source in access.shared)
     return replace(access, shared=shared)
 

@@ -393,7 +393,7 @@ class _Run:
         reference = partial(self._reference, out=staging.out)
         unfinished = self._manifest(staging.path, result, ids, progress, record_of(BLOCKS_NAME, blocks))
         small_files = self._settings.small_files.of(
-            sidecar_contents(self._planned, self._inputs, self._store, unfinished), self._inputs
+            sidecar_contents(self._planned, self._inputs, self._store, unfinished, self._plan), self._inputs
         )
         contents = {**small_files, **result.small}
         if len(self._output.shards) > 1:

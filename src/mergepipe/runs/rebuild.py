@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -16,7 +15,6 @@ from mergepipe.engine.executors.threads import ThreadExecutor
 from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_output
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem
 from mergepipe.planning.plan import Plan
-from mergepipe.planning.plan_json import parse_plan
 from mergepipe.recipes.parse.problems import LENIENT
 from mergepipe.recipes.parse.recipe_files import reload_recipes
 from mergepipe.recipes.parse.references import reference_text, referenced_paths
@@ -24,6 +22,7 @@ from mergepipe.runs.inputs.opened import Inputs, Stage, open_recipes, with_param
 from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.reuse.keys import SourceNames, block_keys
+from mergepipe.runs.stored_plan import plan_of
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.manifest import InputRecord, Manifest
 from mergepipe.snapshots.shards import TensorDigest
@@ -49,10 +48,8 @@ def recorded_plan(manifest: Manifest) -> Plan | None:
     Raises:
         CorruptError, UnsupportedError: as `parse_plan`.
     """
-    if manifest.plan is None:
-        return None
-    plan = parse_plan(json.dumps(manifest.plan, allow_nan=False).encode(), "the manifest's plan")
-    if not plan.reuse:
+    plan = plan_of(manifest, "the manifest's plan")
+    if plan is None or not plan.reuse:
         return plan
     limit = max(plan.budget_bytes, plan.full_cost_bytes)  # nothing is free now, whatever was saved then
     tensors = tuple(replace(tensor, reused=()) for tensor in plan.tensors)

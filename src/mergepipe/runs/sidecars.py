@@ -25,6 +25,7 @@ from mergepipe.storage.traffic import concurrent_map
 
 if TYPE_CHECKING:
     from mergepipe.checkpoints.contract import Checkpoint
+    from mergepipe.planning.plan import Plan
     from mergepipe.recipes.resolve.vocabulary_alignment import Alignment
     from mergepipe.runs.inputs.opened import Inputs
     from mergepipe.storage.contract import Store
@@ -107,12 +108,14 @@ def plan_small_files(inputs: Inputs, store: Store, choice: SmallFileChoice = EVE
     return PlannedFiles(contents, cards, left_out_files(store, inputs.base, contents))
 
 
-def sidecar_contents(planned: PlannedFiles, inputs: Inputs, store: Store, manifest: Manifest) -> dict[str, bytes]:
-    """Add the files made from the manifest to the planned small files; the manifest and the index are not in it."""
+def sidecar_contents(
+    planned: PlannedFiles, inputs: Inputs, store: Store, manifest: Manifest, plan: Plan | None
+) -> dict[str, bytes]:
+    """Add the files made from the manifest and its plan to the planned small files; not the manifest and the index."""
     from mergepipe.runs.publication.model_card import model_card, origins_of  # nothing that only checks needs templates
 
     origins = origins_of(inputs, store, manifest, planned.cards)
-    made = {CARD_NAME: model_card(manifest, origins), MERGEKIT_CONFIG_NAME: origins.recipe.encode()}
+    made = {CARD_NAME: model_card(manifest, plan, origins), MERGEKIT_CONFIG_NAME: origins.recipe.encode()}
     return {**planned.contents, **made}
 
 

@@ -1,4 +1,4 @@
-"""Keep the plan of an unfinished merge where it grows, for the run that resumes it and for workers elsewhere."""
+"""Read plans that are kept: in a manifest, and where an unfinished merge grows, for who resumes it or works for it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mergepipe.errors import MergePipeError
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.runs.inputs.opened import Inputs
+from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage import owned
 from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.local import os_error
@@ -19,6 +20,17 @@ from mergepipe.storage.location import Location
 
 STORED_PLAN_NAME = "plan"
 _KEY, _PLAN = "key", "plan"
+
+
+def plan_of(manifest: Manifest, where: str) -> Plan | None:
+    """Decode the plan in a manifest; None for a full merge.
+
+    Raises:
+        CorruptError, UnsupportedError: as `parse_plan`, which names `where`.
+    """
+    if manifest.plan is None:
+        return None
+    return parse_plan(json.dumps(manifest.plan, allow_nan=False).encode(), where)
 
 
 def plan_key(inputs: Inputs, request: str) -> str:

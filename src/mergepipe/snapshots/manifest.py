@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from blake3 import blake3
 
@@ -169,7 +169,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Encode as readable JSON with a stable order of keys."""
-        content = {"format": MANIFEST_FORMAT, "sid": self.sid, **asdict(self)}
+        content = {"format": MANIFEST_FORMAT, "sid": self.sid, **asdict(replace(self, plan=None)), "plan": self.plan}
         for file in (file for source in content["inputs"] for file in source["files"]):
             if file["sha256"] is None:
                 del file["sha256"]

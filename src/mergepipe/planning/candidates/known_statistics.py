@@ -58,6 +58,7 @@ def match_statistics(
     """Find the tensors with statistics on the plan's grid (`known_ET`), and the reason for each other one."""
     known_ET = np.zeros((columns.n_experts, len(columns.tasks)), np.bool_)
     reasons: dict[tuple[int, int], str] = {}
+    grids = [BlockGrid(task.base.n_elements, problem.block_elements) for task in columns.tasks]
     for e, of_expert in enumerate(problem.statistics):
         for t, task in enumerate(columns.tasks):
             statistics = of_expert.get(task.name)
@@ -66,7 +67,7 @@ def match_statistics(
             if statistics is None:
                 if task.base.n_elements:  # else there is nothing to know
                     reasons[e, t] = REASON_MISSING
-            elif statistics.grid != BlockGrid(task.base.n_elements, problem.block_elements):
+            elif statistics.grid != grids[t]:
                 reasons[e, t] = REASON_OTHER_SIZE
             else:
                 known_ET[e, t] = True

@@ -83,13 +83,13 @@ class Inputs:
 
     def leaves(self) -> Iterator[tuple[str, ModelInput, Checkpoint]]:
         """Yield role, model and checkpoint of every input that is read; its own inputs stand for an intermediate."""
-        models = self.recipe.inputs()
-        for index, (model, checkpoint) in enumerate(zip(models, self.checkpoints, strict=True)):
+        named = zip(self.roles, self.recipe.inputs(), self.checkpoints, strict=True)
+        for index, (role, model, checkpoint) in enumerate(named):
             made = self.intermediates.get(index)
             if made is None:
-                yield self.role(index), model, checkpoint
+                yield role, model, checkpoint
             else:
-                yield from ((self.role(index), leaf, source) for _, leaf, source in made.inputs.leaves())
+                yield from ((role, leaf, source) for _, leaf, source in made.inputs.leaves())
 
     @property
     def leaf_models(self) -> list[ModelInput]:
@@ -122,9 +122,11 @@ class Inputs:
                         models[model].text, task.name, f"{counted(n_beyond, 'row')} beyond the output's last one"
                     )
 
-    def role(self, model: int) -> str:
-        """`expert` for a model that is one anywhere, else `base`."""
-        return "expert" if model in self.expert_models else "base"
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """By model: `expert` for one that is an expert anywhere, else `base`."""
+        experts = self.expert_models
+        return tuple("expert" if model in experts else "base" for model in range(len(self.checkpoints)))
 
     def pair_name(self, task: MergeTask, slot: int) -> str | None:
         """Return the catalog's tensor name for this task and expert; None if the two are not a catalogued pair.

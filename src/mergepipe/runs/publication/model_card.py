@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from mergepipe.core.escaping import printable
 from mergepipe.core.values import dataclass
-from mergepipe.planning.plan_json import parse_plan
+from mergepipe.planning.plan import Plan
 from mergepipe.recipes.parse.written_paths import with_renamed
 from mergepipe.runs.budget.verdict import verdict_of
 from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.runs.publication.card_lines import body_lines, metadata_lines
 from mergepipe.runs.publication.hub_ids import hub_names, without_revision
 from mergepipe.runs.publication.input_cards import InputCard
-from mergepipe.snapshots.manifest import BASE_MODEL_IDS_KEY, CARD_NAME, Manifest
+from mergepipe.snapshots.manifest import BASE_MODEL_IDS_KEY, Manifest
 from mergepipe.storage.contract import Store
 
 TAGS = ("merge", "mergepipe")
@@ -64,11 +62,9 @@ def origins_of(inputs: Inputs, store: Store, manifest: Manifest, cards: Sequence
     )
 
 
-def model_card(manifest: Manifest, origins: Origins) -> bytes:
-    """Write a model card in the Hub's form: metadata, inputs, recipe, budget, digests."""
-    verdict = None
-    if manifest.plan is not None:
-        verdict = verdict_of(parse_plan(json.dumps(manifest.plan, allow_nan=False).encode(), Path(CARD_NAME)))
+def model_card(manifest: Manifest, plan: Plan | None, origins: Origins) -> bytes:
+    """Write a model card in the Hub's form: metadata, inputs, recipe, budget, digests. `plan` is the manifest's."""
+    verdict = None if plan is None else verdict_of(plan)
     tags = tuple(dict.fromkeys((*origins.card.tags, *TAGS)))
     lines = (*metadata_lines(manifest, origins, tags), *body_lines(manifest, origins, verdict))
     return "".join(f"{printable(line)}\n" for line in lines).encode()

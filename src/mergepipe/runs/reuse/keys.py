@@ -134,9 +134,10 @@ class SourceNames:
 
     def name(self, source: Source) -> tuple[str | int, ...] | None:
         """Name of the file, offset and code; None for what is not one byte range of a known file."""
-        if not isinstance(source, TensorEntry) or source.file not in self.names:
+        if not isinstance(source, TensorEntry):
             return None
-        return (*self.names[source.file], source.offset, source.kernel_code)
+        file = self.names.get(source.file)
+        return None if file is None else (*file, source.offset, source.kernel_code)
 
 
 @dataclass(frozen=True, slots=True)
