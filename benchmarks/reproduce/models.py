@@ -39,11 +39,12 @@ class _Model:
 
     @property
     def disk_bytes(self) -> int:
-        """The most that is on the disk: while experts are packed, or beside two outputs."""
+        """The most that is on the disk, or asked for: while experts are packed, or beside two outputs."""
         n_experts = max(self.ks)
         if not self.is_packed:
             return (1 + n_experts + 2) * self.nbytes
-        return (1 + 2) * self.nbytes + int(n_experts * _PACKED_SHARE * self.nbytes)
+        room = self.nbytes  # packing asks for as much as the expert takes raw
+        return (1 + _AT_ONCE) * self.nbytes + int((n_experts - _AT_ONCE) * _PACKED_SHARE * self.nbytes) + room
 
 
 _1_7B = _Model("1.7b", (2, 4, 8, 12))
