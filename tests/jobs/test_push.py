@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from mergepipe.errors import (
     StorageError,
     UnsupportedError,
 )
+from mergepipe.jobs.push import _without_local_paths
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.manifest_json import manifest_of_json
@@ -328,3 +330,21 @@ def test_push__of_a_damaged_average_is_refused(average: Path, name: str) -> None
     with pytest.raises(CorruptError) as caught:
         mergepipe.push(average, "s3://bucket/never")
     assert caught.value.code == "push.damaged"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "default: private/first\ntake:\n- {from: private/second, units: [embed]}\nstate_from: private/third\n",
+        "slices:\n- sources: [{model: private/first, layer_range: [0, 2]}]\npre_weights:\n"
+        "- {name: embed, model: private/second}\nbase_model: private/third\nmerge_method: passthrough\n",
+        "default: {model: {path: private/first, revision: main}}\ntake:\n"
+        "- {from: {path: private/second}, units: [embed]}\nstate_from: private/third\n",
+        "average: {checkpoints: [private/first, private/second], files_from: private/third}\n",
+    ],
+)
+def test_push__of_a_recipe_leaves_last_names_of_relative_paths(recipe: str) -> None:
+    """Whatever the form of the recipe, its checkpoints' folders are not told."""
+    pushed = _without_local_paths({"recipe": recipe})["recipe"]
+    assert "private" not in str(pushed)
+    assert re.findall(r"\.\./(\w+)", str(pushed)) == ["first", "second", "third"]

@@ -18,6 +18,7 @@ from mergepipe.deltastore.header import HEADER_NAME, is_own_name, is_store
 from mergepipe.deltastore.pack.portable import portable_store
 from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, StorageError, UnsupportedError
 from mergepipe.jobs.verify_composite import composite_sid, damage_of, is_composite, read_composite
+from mergepipe.recipes.parse import references
 from mergepipe.recipes.parse.yaml_source import parse_yaml
 from mergepipe.reports import Progress, ProgressCallback, PushReport
 from mergepipe.runs.reuse.accumulators import ACCUMULATORS_BLOCKS_NAME, ACCUMULATORS_RECORD_NAME
@@ -34,12 +35,14 @@ from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.hub_commit import HubRepository
 from mergepipe.storage.stores import Stores
+from mergepipe.tailor.averaging import request as averaging_request
+from mergepipe.tailor.composition.request import recipe as composition_recipe
 
 _LAST_NAMES = ("config.json", INDEX_NAME)
 _LOCAL_NAMES = (KEYS_NAME, ACCUMULATORS_RECORD_NAME, ACCUMULATORS_BLOCKS_NAME)
 """Files that serve later merges beside the snapshot, and nobody else."""
 _COMPARED_BYTES = 16 << 20
-_PATH_KEYS = ("default", "from", "state_from", "model", "base_model", "checkpoints", "files_from")
+_PATH_KEYS = frozenset((*references.PATH_KEYS, *composition_recipe.PATH_KEYS, *averaging_request.PATH_KEYS))
 _WEIGHTS = (".safetensors", ".bin", INDEX_NAME)
 
 
