@@ -180,8 +180,11 @@ class _ToldModel:
         first, last = min(times), max(times)
         if first == last:
             return f"{name} of {last} experts has an error of {errors[last]:.3f}"
+        told = f"errors {errors[first]:.3f} and {errors[last]:.3f}"
+        if len({self._entries["budget"][operator, k].get("cpu") for k in (first, last)}) > 1:
+            return f"{name} of {first} and {last} experts has {told}"
         time = f"{times[last] / times[first]:.2f} times the {self._results.clock_name} of {first}"
-        return f"{name} of {last} experts takes {time}, errors {errors[first]:.3f} and {errors[last]:.3f}"
+        return f"{name} of {last} experts takes {time}, {told}"
 
     def text(self) -> str:
         entry = next(iter(self._entries["full"].values()))
@@ -194,7 +197,9 @@ class _ToldModel:
         )
         others = median(entry["others"] for entries in self._entries.values() for entry in entries.values())
         busy = f" Other programs used {others:.1f} processors meanwhile." if others > self._results.most_others else ""
-        return f"A model has {gb(model_bytes)} GB; {budget}{packed}.{busy}"
+        cpus = {entry["cpu"] for entries in self._entries.values() for entry in entries.values() if "cpu" in entry}
+        elsewhere = f" Times with * are those of {' and '.join(sorted(cpus))}." if cpus else ""
+        return f"A model has {gb(model_bytes)} GB; {budget}{packed}.{busy}{elsewhere}"
 
     def budget_table(self) -> Table:
         rows = (budget_cells(self._results, *key, entry) for key, entry in self._sorted("budget"))

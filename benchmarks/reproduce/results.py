@@ -132,6 +132,11 @@ class Results:
             return ""
         return f"{entry['seconds'] / entry['floor_seconds']:.2f}"
 
+    @staticmethod
+    def told_seconds(entry: Entry, clock: str) -> str:
+        """Tell the seconds of an entry by a clock; those of another processor than the first run's with a star."""
+        return f"{entry[clock]:.2f}{'*' if 'cpu' in entry else ''}"
+
     def __getitem__(self, key: str) -> Entry:
         return self.entries[key]
 

@@ -147,7 +147,8 @@ def full_cells(results: Results, operator: str, k: int, program: str, entry: Ent
 
 def _cost_cells(results: Results, entry: Entry) -> tuple[str, ...]:
     rss = f"{entry['peak_rss_bytes'] / 2**20:.0f}" if "peak_rss_bytes" in entry else ""
-    return (f"{entry['seconds']:.2f}", f"{entry['cpu_seconds']:.2f}", results.over_floor(entry), rss)
+    seconds = (results.told_seconds(entry, clock) for clock in ("seconds", "cpu_seconds"))
+    return (*seconds, results.over_floor(entry), rss)
 
 
 def _budget_table(results: Results, ks: list[int]) -> Table:

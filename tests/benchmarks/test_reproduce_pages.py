@@ -194,7 +194,7 @@ def test_models_page__tells_what_is_measured_so_far() -> None:
         "base_bytes": 1, "output_bytes": 1, "kernel_read_bytes": 1, "seconds": 20.0, "cpu_seconds": 10.0,
         "floor_seconds": 10.0, "peak_rss_bytes": 2**30,
     }  # fmt: skip
-    entries = {"8b/ties/2/full": {**entry, "load": 0.1, "others": 0.0}}
+    entries: dict[str, dict[str, Any]] = {"8b/ties/2/full": {**entry, "load": 0.1, "others": 0.0}}
     first = results_with(entries)
     text = models.PART.page(first).markdown(first, "again")
     assert "2.000 GB each (12.5 %)" in text
@@ -204,6 +204,12 @@ def test_models_page__tells_what_is_measured_so_far() -> None:
         entries[f"8b/ties/{k}/budget"] = {**entries["8b/ties/2/full"], **judged}
     meaning = models.PART.page(results_with(entries)).meaning
     assert "8b: TIES of 4 experts takes 1.05 times the seconds of 2, errors 0.250 and 0.250." in meaning
+    entries["8b/ties/4/budget"]["cpu"] = "a slower one"
+    page = models.PART.page(results_with(entries))
+    assert "8b: TIES of 2 and 4 experts has errors 0.250 and 0.250." in page.meaning
+    text = page.markdown(results_with(entries), "again")
+    assert "| 21.00* | 10.00* |" in text
+    assert "Times with * are those of a slower one." in text
 
 
 def test_stored_pages__are_of_results_measured_to_the_end_but_for_parts_that_tell_beginnings(tmp_path: Path) -> None:
