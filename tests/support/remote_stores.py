@@ -21,7 +21,8 @@ from mergepipe.storage.traffic import CONNECTIONS
 from support.fault_server import BucketServer
 
 KINDS: Final = ("s3", "gs", "az", "http")
-STALL_SECONDS: Final = 0.15
+PATIENT_SECONDS: Final = 60.0  # no test waits as long, and no machine is as busy
+STALL_SECONDS: Final = 1.0
 _OTHER_VARIABLES: Final = (
     "AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_SKIP_SIGNATURE", "http_proxy",
     "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY",
@@ -86,7 +87,7 @@ def transfers(
     )
 
 
-def remote_store(kind: str, requests: Transfers | None = None) -> PinnedStore:
-    """A store of a kind; a server that is silent for `STALL_SECONDS` has stalled."""
+def remote_store(kind: str, requests: Transfers | None = None, stall_seconds: float = PATIENT_SECONDS) -> PinnedStore:
+    """A store of a kind; a server that is silent for `stall_seconds` has stalled."""
     store = WebStore if kind == "http" else ObjectStore
-    return store(requests or transfers(), HttpClient(stall_seconds=STALL_SECONDS, connect_seconds=2.0))
+    return store(requests or transfers(), HttpClient(stall_seconds=stall_seconds, connect_seconds=PATIENT_SECONDS))
