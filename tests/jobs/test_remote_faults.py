@@ -38,7 +38,7 @@ from support.fault_server import (
     with_headers,
 )
 from support.hub_server import hub_server
-from support.remote_stores import set_environment
+from support.remote_stores import PATIENT_SECONDS, STALL_SECONDS, set_environment
 
 KINDS = ("s3", "http", "hub")
 RECIPE = """\
@@ -73,7 +73,7 @@ class Case:
 CASES = {
     "cut": Case([cut(100)]),
     "cut again and again": Case([cut(10)] * 4),
-    "stall": Case([stall(50, 2.0)]),
+    "stall": Case([stall(50, PATIENT_SECONDS)]),
     "500": Case([status(500)]),
     "503 with Retry-After": Case([status(503, Retry_After="0")] * 2),
     "429": Case([status(429)]),
@@ -164,7 +164,7 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
             hub.commit(f"org/{model.name}", {path.name: path.read_bytes() for path in model.iterdir()})
         monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
         set_environment(monkeypatch, bucket.url)
-        monkeypatch.setattr(HttpClient.__init__, "__defaults__", (0.3, 2.0))
+        monkeypatch.setattr(HttpClient.__init__, "__defaults__", (PATIENT_SECONDS, PATIENT_SECONDS))
         quick = partial(RetryPolicy, first_wait_seconds=0.001, longest_wait_seconds=0.01)
         monkeypatch.setattr(transfers, "RetryPolicy", quick)
         yield Remote(folder, family, bucket, hub.cdn, hub.url)
@@ -178,10 +178,14 @@ def check_case(remote: Remote, name: str, kind: str, budget: str | None, out: Pa
     server.sent_by_path.clear()
     server.faults = [no_fault] * AFTER_READS + case.faults
     report, code = None, ""
-    try:
-        report = remote.merge(kind, out / "faulty", budget)
-    except MergePipeError as error:
-        code = error.code
+    with pytest.MonkeyPatch.context() as patched:
+        if name == "stall":
+            patched.setattr(HttpClient.__init__, "__defaults__", (STALL_SECONDS, PATIENT_SECONDS))
+        try:
+            report = remote.merge(kind, out / "faulty", budget)
+        except MergePipeError as error:
+            code = error.code
+    server.stop_silence()
     assert len(server.faults) < len(case.faults)
     expected = case.codes_of(kind) or {""}
     assert code in (expected if budget is None else expected | {"budget.exceeded"})
@@ -261,14 +265,14 @@ def test_budget__is_kept_by_what_the_server_counts(kind: str, remote: Remote, tm
 def test_merge__that_is_interrupted_waits_for_no_silent_server(
     kind: str, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HttpClient.__init__, "__defaults__", (60.0, 2.0))
+    monkeypatch.setattr(HttpClient.__init__, "__defaults__", (PATIENT_SECONDS, PATIENT_SECONDS))
     server, silent = remote.server(kind), threading.Event()
 
     def fall_silent(request: Request, answer: Answer) -> Answer:
         if silent.is_set() or request.range is None or request.range[0] == 0:
             return answer  # headers are read from the start, before there is progress to report
         silent.set()
-        return stall(0, 20.0)(request, answer)
+        return stall(0, PATIENT_SECONDS)(request, answer)
 
     def interrupt(_progress: mergepipe.Progress) -> None:
         if silent.is_set():

@@ -209,7 +209,7 @@ def _fuzz_apart(target: Target, seed: int, n_inputs: int, deadline: float, limit
             return _answer(answers)
     end = "hung" if status is None else f"exit status {status}"
     failure = Failure(target.name, f"the process ended: {end}", shared.last, "")
-    return Tally(target.name, shared.begun - 1, 0, time.monotonic() - started, failures=(failure,))
+    return Tally(target.name, max(0, shared.begun - 1), 0, time.monotonic() - started, failures=(failure,))
 
 
 def _answer(answers: BinaryIO) -> Tally:

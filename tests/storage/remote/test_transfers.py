@@ -18,7 +18,7 @@ from mergepipe.storage.remote.transfers import REQUEST_BYTES, REQUEST_COST_BYTES
 from mergepipe.storage.remote.web import WebStore
 from mergepipe.storage.traffic import RemoteSettings, RequestCounts
 from support.fault_server import Answer, BucketServer, Link, Request, status
-from support.remote_stores import Waits, remote_store, root_of, set_environment, transfers
+from support.remote_stores import PATIENT_SECONDS, Waits, remote_store, root_of, set_environment, transfers
 
 WHERE = Location.parse("s3://bucket/file")
 N_PARTS = 3
@@ -207,6 +207,16 @@ def test_connections__bound_what_is_in_flight_from_all_threads(kind: str, server
     store = remote_store(kind, transfers(connections=3))
     file = store.open(root_of(kind, server) / "file")
     server.most_at_once = 0
+    full = threading.Event()
+
+    def wait_until_full(_request: Request, answer: Answer) -> Answer:
+        """Answer nothing before as many requests are in flight as may be."""
+        if server.most_at_once == 3:
+            full.set()
+        full.wait(PATIENT_SECONDS)
+        return answer
+
+    server.faults = [wait_until_full] * 8
     parts = [bytearray(50_000) for _ in range(8)]
     threads = [
         threading.Thread(target=file.read_into, args=(i * 50_000, memoryview(part), Purpose.EXPERT))
