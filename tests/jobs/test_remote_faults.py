@@ -58,6 +58,12 @@ def whole_file(_request: Request, answer: Answer) -> Answer:
     return Answer(200, bytes(answer.body) * 2, {"ETag": answer.headers.get("ETag", "")})
 
 
+def other_bytes(_request: Request, answer: Answer) -> Answer:
+    """Bytes of another file of the same size, whose server says the same of it."""
+    answer.body = bytes(len(answer.body))
+    return answer
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """Faults of some answers in a row, and the codes of errors in which a merge may end; none: it must succeed."""
@@ -79,12 +85,15 @@ CASES = {
     "429": Case([status(429)]),
     "wrong range": Case([with_headers(Content_Range="bytes 1-2/*")], frozenset({"storage.wrong-range"})),
     "200 for a range": Case([whole_file], frozenset({"storage.no-ranges", "input.changed"})),
-    "another ETag": Case([with_headers(ETag='"other"')], frozenset({"input.changed"}), frozenset()),
+    "another ETag": Case([with_headers(ETag='"other"')], frozenset({"input.changed"})),
     "expired location": Case([status(403)], frozenset({"storage.permission"}), frozenset()),
     "gone": Case([status(404)], frozenset({"storage.not-found"}), frozenset()),
     "never again": Case([status(503)] * 1000, frozenset({"storage.unavailable"})),
 }  # fmt: skip
-IN_SHORT = [("s3", "expired location", "60%"), ("http", "cut", None), ("hub", "expired location", "60%")]
+IN_SHORT = [
+    ("s3", "expired location", "60%"), ("http", "cut", None), ("hub", "expired location", "60%"),
+    ("hub", "another ETag", "60%"),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -212,6 +221,15 @@ def test_merge__survives_faults_or_says_why(
     name: str, kind: str, budget: str | None, remote: Remote, tmp_path: Path
 ) -> None:
     check_case(remote, name, kind, budget, tmp_path)
+
+
+def test_merge__of_whole_files_of_the_hub_is_held_to_their_digests(remote: Remote, tmp_path: Path) -> None:
+    remote.hub.faults = [*([no_fault] * AFTER_READS), other_bytes]
+    with pytest.raises(MergePipeError) as caught:
+        remote.merge("hub", tmp_path / "out", None)
+    assert caught.value.code == "input.changed"
+    assert remote.hub.faults == []
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", KINDS)

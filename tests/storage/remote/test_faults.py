@@ -217,6 +217,19 @@ def test_web_servers__that_refuse_to_be_asked_are_no_missing_files(
             assert caught.value.code == expected
 
 
+def test_web_servers__that_name_no_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Versionless(BucketServer):
+        def answer(self, request: Request) -> Answer:
+            return with_headers(ETag=None, Last_Modified=None)(request, super().answer(request))
+
+    with Versionless({"bucket/m/config.json": b"{}"}) as server:
+        set_environment(monkeypatch, server.url)
+        with pytest.raises(StorageError) as caught:
+            remote_store("http").open(root_of("http", server) / "m/config.json")
+    assert caught.value.code == "storage.answer"
+    assert "names no version" in str(caught.value)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_hosts__that_do_not_answer_are_given_up_soon(kind: str, server: BucketServer) -> None:
     store, root = remote_store(kind, requests := transfers()), root_of(kind, server)

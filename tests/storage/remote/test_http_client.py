@@ -105,6 +105,16 @@ def test_versions__without_tags_are_told_by_date_and_size(server: FaultServer, c
     assert failure_kind(client, address, Pin(len(CONTENT) - 1)) is FailureKind.CHANGED
 
 
+def test_versions__that_answers_do_not_name_are_no_version_of_a_file_whose_version_is_known(
+    server: FaultServer, client: HttpClient
+) -> None:
+    address = Address(f"{server.url}/file")
+    pin = client.head(address).pin
+    server.faults = [with_headers(ETag=None), with_headers(ETag=None, Last_Modified=None)]
+    assert read(client, address, pin) == CONTENT[10:510]  # by its date
+    assert failure_kind(client, address, pin) is FailureKind.CHANGED
+
+
 def test_versions__with_weak_tags_are_compared_in_answers(server: FaultServer, client: HttpClient) -> None:
     address, pin = Address(f"{server.url}/file"), Pin(len(CONTENT), 'W/"one"')
     server.faults = [with_headers(ETag='W/"one"'), with_headers(ETag='W/"two"')]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -18,6 +19,7 @@ from mergepipe.storage.ranges import read_exact
 from mergepipe.storage.remote import hub_api
 from mergepipe.storage.remote.hub import CACHED_TERMS, HubStore, open_store
 from mergepipe.storage.remote.hub_api import expires_at
+from mergepipe.storage.remote.hub_listing import WaitingRoom
 from mergepipe.storage.remote.hub_settings import HubSettings
 from mergepipe.storage.remote.retry import RetryPolicy
 from mergepipe.storage.remote.transfers import REQUEST_COST_BYTES, Transfers
@@ -196,6 +198,63 @@ def test_read__resumes_a_cut_body_and_charges_both_attempts(hub: HubServer, stor
     assert read(store, FILE, 0, 100) == WEIGHTS[:100]
     assert store.ledger.usage()[Purpose.EXPERT] == 100 + 93
     assert hub.content_bytes == 100
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [no_fault, with_headers(ETag='"other"')],
+        [cut(3), with_headers(ETag='"other"')],
+        [no_fault, status(403), with_headers(ETag='"other"')],
+        [no_fault, with_headers(ETag=None, Last_Modified="Thu, 01 Jan 1970 00:00:00 GMT")],
+        [no_fault, with_headers(ETag=None, Last_Modified=None)],
+    ],
+)
+def test_read__refuses_ranges_of_another_version_than_the_first(
+    hub: HubServer, store: HubStore, faults: list[Fault]
+) -> None:
+    hub.cdn.faults = list(faults)
+    file = store.open(FILE)
+    error = refused(lambda: [read_exact(file, at, at + 10, Purpose.EXPERT) for at in (0, 10)])
+    assert (type(error), error.code, hub.cdn.faults) == (ConflictError, "input.changed", [])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0), (1, 0, 3, 2)])
+def test_read__of_a_whole_file_in_any_order_is_held_to_its_digest(
+    hub: HubServer, store: HubStore, order: tuple[int, ...]
+) -> None:
+    part = len(WEIGHTS) // 4
+    for name, server in (("model.safetensors", hub.cdn), ("config.json", hub)):
+        step = part if server is hub.cdn else 2
+        hub.fault, hub.cdn.faults = no_fault, []
+        file = store.open(MODEL / name)
+        pieces = [read_exact(file, step * at, step * (at + 1), Purpose.EXPERT).tobytes() for at in range(4)]
+        assert b"".join(pieces) == FILES[name]
+        hub.fault, hub.cdn.faults = changed_body, [no_fault, changed_body, no_fault, no_fault]
+        file = store.open(MODEL / name)
+        for at in order[:3]:
+            read_exact(file, step * at, step * (at + 1), Purpose.EXPERT)
+        error = refused(lambda: read_exact(file, step * order[3], step * (order[3] + 1), Purpose.EXPERT))  # noqa: B023
+        assert (type(error), error.code) == (ConflictError, "input.changed")
+
+
+def test_read__of_a_whole_file_waits_for_the_piece_whose_turn_it_is(
+    hub: HubServer, store: HubStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many threads read at once and there is no room for pieces before their turn: the file is checked all the same."""
+    monkeypatch.setattr(WaitingRoom, "take", lambda _room, nbytes: nbytes <= 0)
+    file, part = store.open(FILE), len(WEIGHTS) // 8
+    all_ask = Barrier(8)
+
+    def wait_for_all(_request: Request, answer: Answer) -> Answer:
+        all_ask.wait(60)
+        return replace(answer, body=bytes(len(answer.body)))
+
+    hub.cdn.faults = [wait_for_all] * 8
+    with ThreadPoolExecutor(8) as threads:
+        pieces = [threads.submit(read_exact, file, part * i, part * (i + 1), Purpose.BASE) for i in reversed(range(8))]
+    errors = [piece.exception() for piece in pieces]
+    assert [error.code for error in errors if isinstance(error, MergePipeError)] == ["input.changed"]
 
 
 def test_token__goes_to_the_hub_and_to_no_other_host(hub: HubServer, tmp_path: Path) -> None:

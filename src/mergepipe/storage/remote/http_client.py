@@ -16,7 +16,7 @@ import ssl
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead, RemoteDisconnected
@@ -65,15 +65,21 @@ class Pin:
         """The value of `If-Match`, empty where the server compares none: weak tags never match there."""
         return "" if not self.etag or self.etag.startswith("W/") else f'"{bare_etag(self.etag)}"'
 
+    @property
+    def names_version(self) -> bool:
+        """Whether anything but the size tells the version."""
+        return bool(self.etag or self.last_modified)
+
     def difference(self, other: Pin) -> str:
-        """Say how `other` shows another version than this one; empty where it does not."""
+        """Say how `other` shows another version than this one, or none at all; empty where it shows the same."""
         if self.size_bytes != other.size_bytes:
             return f"it had {self.size_bytes} bytes, now {other.size_bytes}"
         if self.etag and other.etag:
             return "" if bare_etag(self.etag) == bare_etag(other.etag) else "its ETag is another one"
-        if self.last_modified and other.last_modified and self.last_modified != other.last_modified:
-            return f"last modified {self.last_modified}, now {other.last_modified}"
-        return ""
+        if self.last_modified and other.last_modified:
+            is_same = self.last_modified == other.last_modified
+            return "" if is_same else f"last modified {self.last_modified}, now {other.last_modified}"
+        return "an answer names no version (ETag), as the first did" if self.names_version else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +132,17 @@ class HttpClient:
         is_folder = urlsplit(answer.address.url).path.endswith("/")
         return HeadAnswer(answer.pin(0 if is_folder else answer.length()), answer.address, is_folder)
 
-    def read_range(self, address: Address, offset: int, buffer: memoryview, pin: Pin) -> None:
+    def read_range(
+        self,
+        address: Address,
+        offset: int,
+        buffer: memoryview,
+        pin: Pin,
+        difference: Callable[[Pin], str] | None = None,
+    ) -> None:
         """Fill `buffer` with the bytes of a file at `offset`, all of which lie inside the file that `pin` names.
+
+        The version that the answer names is held against the pin, or given to `difference`, before a byte is taken.
 
         Raises:
             RequestFailed: it failed; `received_bytes` of `buffer` are right.
@@ -138,7 +153,9 @@ class HttpClient:
             headers["If-Match"] = pin.if_match
         answer = self._request("GET", Address(address.url, headers))
         try:
-            answer.check_range(offset, last, pin)
+            changed = (difference or pin.difference)(answer.check_range(offset, last, pin.size_bytes))
+            if changed:
+                raise RequestFailed(Failure(FailureKind.CHANGED, changed))
             answer.receive(buffer)
         finally:
             answer.discard()
@@ -305,29 +322,25 @@ class _Answer:
             return ""
         return f" ({match[1].decode()})" if match else ""
 
-    def check_range(self, first: int, last: int, pin: Pin) -> None:
-        """Refuse an answer that is not the bytes `first` to `last` of the pinned version."""
+    def check_range(self, first: int, last: int, size_bytes: int) -> Pin:
+        """Refuse an answer that is not the bytes `first` to `last` of a file; return the version that it names."""
         self.check_status(200, 206)
         if self._response.status == 200:
-            is_whole = first == 0 and last + 1 == pin.size_bytes
+            is_whole = first == 0 and last + 1 == size_bytes
             if not is_whole:
                 raise RequestFailed(Failure(FailureKind.NOT_PARTIAL, f"200 for bytes {first}-{last}"))
-            self._refuse_change(pin, self.pin(self.length()))
-            return
+            return self.pin(self.length())
         text = self._response.getheader("Content-Range", "")
         match = _CONTENT_RANGE.fullmatch(text)
         if match is None:
             raise RequestFailed(Failure(FailureKind.WRONG_RANGE, "its Content-Range is missing or malformed"))
-        self._refuse_change(pin, self.pin(pin.size_bytes if match[3] == "*" else int(match[3])))
+        answered = self.pin(size_bytes if match[3] == "*" else int(match[3]))
         length = self._response.getheader("Content-Length", str(last - first + 1))
-        if (int(match[1]), int(match[2])) != (first, last) or length != str(last - first + 1):
+        is_asked_range = (int(match[1]), int(match[2])) == (first, last) and length == str(last - first + 1)
+        if answered.size_bytes == size_bytes and not is_asked_range:
             detail = f"bytes {first}-{last} asked for, {match[1]}-{match[2]} sent, {length} bytes long"
             raise RequestFailed(Failure(FailureKind.WRONG_RANGE, detail))
-
-    def _refuse_change(self, pin: Pin, answered: Pin) -> None:
-        difference = pin.difference(answered)
-        if difference:
-            raise RequestFailed(Failure(FailureKind.CHANGED, difference))
+        return answered
 
     def receive(self, buffer: memoryview) -> None:
         """Fill `buffer` from the body."""

@@ -15,7 +15,7 @@ from mergepipe.errors import MergePipeError
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import Address, Exchange, HttpClient, Pin, bare_etag
 from mergepipe.storage.remote.hub_errors import changed, no_answer, refusal
-from mergepipe.storage.remote.hub_listing import HubFile, ModelListing, parse_model_info
+from mergepipe.storage.remote.hub_listing import HubFile, ModelListing, WaitingRoom, WholeFileCheck, parse_model_info
 from mergepipe.storage.remote.hub_settings import HubSettings
 from mergepipe.storage.remote.retry import RequestFailed
 from mergepipe.storage.remote.transfers import Transfers
@@ -35,6 +35,7 @@ class HubApi:
         self._headers = {"Authorization": f"Bearer {settings.token}"} if settings.token else {}
         self._transfers = transfers
         self._client = client
+        self.waiting_room = WaitingRoom()
 
     def model_info(self, location: Location, revision: str) -> ModelListing:
         """Ask for the commit of a revision, and all its files with sizes and digests.
@@ -102,7 +103,9 @@ class HubSource:
         self._api = api
         self._client = client
         self._clock = clock
+        self.whole = WholeFileCheck(location, file, api.waiting_room)
         self._pin = Pin(file.size_bytes)
+        self._pin_lock = threading.Lock()
         self._address: Address | None = None
         self._used = threading.local()
         self._lock = threading.Lock()
@@ -124,7 +127,17 @@ class HubSource:
         """Make one request for the bytes at `offset` that fill `buffer`. Raises RequestFailed."""
         address = self._address or self.resolve()
         self._used.address = address
-        self._client.read_range(address, offset, buffer, self._pin)
+        self._client.read_range(address, offset, buffer, Pin(self.file.size_bytes), self._difference)
+
+    def _difference(self, answered: Pin) -> str:
+        """Say how an answer is of another version than the first was, wherever addresses that were found anew lead.
+
+        The server that holds the bytes has ETags of its own, so that the first answer tells which one is the file's.
+        """
+        with self._pin_lock:
+            if not self._pin.names_version and self._pin.size_bytes == answered.size_bytes:
+                self._pin = answered
+            return self._pin.difference(answered)
 
     def renew(self) -> bool:
         """Find the address anew, unless another thread did since this one used it. Raises as `HubApi.resolve` does."""

@@ -43,7 +43,8 @@ class RemoteFile:
             return 0
         if not self._source.has_address:
             self._transfers.ask(self.location, self._source.resolve)
-        self._transfers.read(self._source, offset, buffer[:nbytes], purpose)
+        with self._source.whole.reading(offset, buffer[:nbytes]):
+            self._transfers.read(self._source, offset, buffer[:nbytes], purpose)
         return nbytes
 
     def close(self) -> None:

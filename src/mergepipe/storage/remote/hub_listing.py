@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from heapq import heappop, heappush
 from pathlib import PurePosixPath
 from types import MappingProxyType
+from typing import Final, Protocol
 
 from mergepipe.core.values import dataclass
 from mergepipe.storage.contract import Entry, FileKind, FileStatus
@@ -16,6 +20,15 @@ from mergepipe.storage.remote.hub_errors import changed, no_answer
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 SHA256, GIT = "sha256", "git"
+WAITING_BYTES: Final = 64 << 20
+
+
+class Hasher(Protocol):
+    """A digest of hashlib that is being computed."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +50,114 @@ class HubFile:
         Raises:
             ConflictError: `input.changed`, it is other content.
         """
-        kind = self.version.partition(":")[0]
-        if kind not in (SHA256, GIT):
-            return
-        digest = hashlib.sha256(content).hexdigest() if kind == SHA256 else git_blob_id(content)
+        hasher = self.hasher()
+        if hasher is not None:
+            hasher.update(content)
+            self.check_digest(location, hasher.hexdigest())
+
+    def check_digest(self, location: Location, digest: str) -> None:
+        """Hold the digest of what was read against the file's. Raises as `check` does."""
         if digest != self.content_id:
-            raise changed(location, f"its {kind} digest", self.content_id, digest)
+            raise changed(location, f"its {self.version.partition(':')[0]} digest", self.content_id, digest)
+
+    def hasher(self) -> Hasher | None:
+        """What computes the digest that the version tells; None where it tells none."""
+        match self.version.partition(":")[0]:
+            case "sha256":
+                return hashlib.sha256()
+            case "git":
+                return hashlib.sha1(b"blob %d\0" % self.size_bytes, usedforsecurity=False)
+        return None
+
+
+class WaitingRoom:
+    """Bounds the bytes that all `WholeFileCheck`s of a store hold together."""
+
+    def __init__(self, nbytes: int = WAITING_BYTES) -> None:
+        self._left_bytes = nbytes
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        """Claim room, or give it back where `nbytes` is negative; False where there is too little."""
+        with self._lock:
+            fits = nbytes <= self._left_bytes
+            self._left_bytes -= nbytes if fits else 0
+            return fits
+
+
+class WholeFileCheck:
+    """Holds a file that is read in pieces against its digest, when the last of its bytes has been read.
+
+    Pieces may come in any order, from many threads, and more than once. Those that come before their turn are copied
+    into the room. Where there is none left, they wait for the piece whose turn it is, if that is being read; else the
+    file is not checked, because nothing is ever read for the check alone.
+    """
+
+    def __init__(self, location: Location, file: HubFile, room: WaitingRoom) -> None:
+        self._location = location
+        self._file = file
+        self._room = room
+        self._moved = threading.Condition()
+        self._being_read: list[range] = []
+        self._waiting: list[tuple[int, bytes]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._hasher = self._file.hasher()
+        self._position = 0
+
+    @contextmanager
+    def reading(self, offset: int, buffer: memoryview) -> Iterator[None]:
+        """Look at what is read into `buffer` while the context lasts.
+
+        Raises:
+            ConflictError: `input.changed`, it completes a file that is not the pinned one.
+        """
+        piece, digest = range(offset, offset + len(buffer)), None
+        with self._moved:
+            self._being_read.append(piece)
+        try:
+            yield
+            with self._moved:
+                digest = self._take(offset, buffer)
+        finally:
+            with self._moved:
+                self._being_read.remove(piece)
+                self._moved.notify_all()
+        if digest is not None:
+            self._file.check_digest(self._location, digest)
+
+    def _take(self, offset: int, content: memoryview) -> str | None:
+        """Hash a piece, or keep it until its turn; return the digest of a file that it completes."""
+        while self._hasher is not None and offset > self._position:
+            if self._room.take(len(content)):
+                heappush(self._waiting, (offset, bytes(content)))
+                return None
+            if not any(self._position in piece for piece in self._being_read):
+                self._give_up()
+                return None
+            self._moved.wait()
+        self._hash(offset, content)
+        while self._waiting and self._waiting[0][0] <= self._position:
+            start, piece = heappop(self._waiting)
+            self._hash(start, memoryview(piece))
+            self._room.take(-len(piece))
+        if self._hasher is None or self._position < self._file.size_bytes:
+            return None
+        digest = self._hasher.hexdigest()
+        self._begin()
+        return digest
+
+    def _hash(self, offset: int, content: memoryview) -> None:
+        unseen = content[self._position - offset :]
+        if self._hasher is not None and len(unseen):
+            self._hasher.update(unseen)
+            self._position += len(unseen)
+
+    def _give_up(self) -> None:
+        self._hasher = None
+        self._room.take(-sum(len(piece) for _, piece in self._waiting))
+        self._waiting.clear()
 
 
 @dataclass(frozen=True, slots=True)

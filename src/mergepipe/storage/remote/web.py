@@ -6,7 +6,8 @@ they are named. A location that the server does not know as a file, or redirects
 `list` names anything in it.
 
 Redirects are followed when a file is looked up, and its ranges then come from where they led; an address that has
-expired is looked up again. A server without `ETag` is held to size and `Last-Modified` in every answer.
+expired is looked up again. A server without `ETag` is held to size and `Last-Modified` in every answer; one that states
+neither is refused.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ KNOWN_NAMES: Final = (
 """What `list` asks for: weights, their index, settings, tokenizers, adapters, and the files of ours."""
 
 _MISSING: Final = frozenset({404, 410})
+_NO_VERSION: Final = "its server names no version of the file (ETag or Last-Modified): two could be mixed unseen"
 _UNCLEAR: Final = frozenset({403, 405, 501})  # also said of folders, and of missing files where listing is forbidden
 
 
@@ -137,13 +139,16 @@ class WebStore(PinnedStore):
 
     def _head(self, location: Location) -> HeadAnswer | Failure | None:
         try:
-            return self._http.head(_address(location))
+            answer = self._http.head(_address(location))
         except RequestFailed as error:
             if error.failure.status in _MISSING:
                 return None
             if error.failure.status in _UNCLEAR:
                 return error.failure
             raise
+        if not (answer.is_folder or answer.pin.names_version):
+            raise RequestFailed(Failure(FailureKind.UNUSABLE, _NO_VERSION))
+        return answer
 
 
 class _WebSource:
