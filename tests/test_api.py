@@ -206,7 +206,7 @@ def test_options__have_these_fields() -> None:
     ]  # fmt: skip
     assert field_names(options.MergeOptions) == [
         *common, "plan", "shard_bytes", "statistics", "resume", "reuse", "keep_sums", "overlay", "pack",
-        "allow_dropped", "strict", "lenient", "card", "tokenizer", "mergekit_config", "executor",
+        "allow_dropped", "strict", "lenient", "clamp_shares", "card", "tokenizer", "mergekit_config", "executor",
             "address", "paths", "base_model_ids",
     ]  # fmt: skip
 
@@ -231,7 +231,7 @@ def test_reports__keep_their_fields() -> None:
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [
         "recipe", "operator", "models", "merged_tensors", "copied", "dropped", "base_bytes", "expert_bytes",
-        "output_bytes", "disk_bytes", "shards", "notices", "recipe_notices",
+        "output_bytes", "disk_bytes", "shards", "recipe_notices",
     ]  # fmt: skip
 
 

@@ -64,8 +64,7 @@ class CheckReport(Displayed):
     output_bytes: int
     disk_bytes: int
     shards: int
-    notices: tuple[str, ...] = ()  # what the user should know of the inputs
-    recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe
+    recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe, or another one than it asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ class MergeReport(Displayed):
     reused_by: str = ""  # what had to be equal for that
     sum_bytes: int = 0  # of the sums that this run kept, read back to round them
     verdict: BudgetVerdict | None = None  # of a merge under a budget
-    recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe
+    recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe, or another one than it asks for
     traffic: Traffic = field(default_factory=Traffic)  # requests for remote files, and their bytes by host
     left_out: tuple[LeftOutFile, ...] = ()  # files of the base's directory that are not copied, with the reasons
 
@@ -553,7 +552,7 @@ class SweepReport(Displayed):
     full_norm: float
     points: tuple[SweepPoint, ...]
     experts: tuple[str, ...] = ()
-    recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe
+    recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe, or another one than it asks for
 
 
 # --- snapshots ---

@@ -106,6 +106,20 @@ def test_notices_of_the_recipe__are_told_once_and_refused_if_strict(work: Workpl
     assert run(work.recipe, work.out, "--quiet", "--force").err == ""
 
 
+def test_densities_above_1__keep_everything_with_a_warning_that_quiet_leaves(work: Workplace, run: Runner) -> None:
+    text = work.write_recipe("ties").read_text()
+    work.recipe.write_text(text + "parameters: {density: 1}\n")
+    assert run(work.recipe, work.out, "--quiet").err == ""
+    whole = (work.out / "model.safetensors").read_bytes()
+    work.recipe.write_text(text + "parameters: {density: 40}\n")
+    ran = run(work.recipe, work.out, "--quiet", "--force")
+    assert (ran.exit_code, ran.out) == (0, "")
+    (line,) = ran.error_lines
+    assert line.startswith("warning: recipe.yml:9 parameters.density: density is 40, taken as 1;")
+    assert (work.out / "model.safetensors").read_bytes() == whole
+    assert run(work.recipe, work.out, "--force").err.count("warning: recipe.yml:9") == 1
+
+
 @pytest.mark.parametrize("flag", [["--no-safe-serialization"], ["--lora-merge-dtype", "float16"]])
 def test_flags__that_cannot_be_honoured_are_refused_by_name(work: Workplace, run: Runner, flag: list[str]) -> None:
     ran = run(work.recipe, work.out, *flag)
@@ -115,8 +129,9 @@ def test_flags__that_cannot_be_honoured_are_refused_by_name(work: Workplace, run
 
 
 def test_shard_size__counts_as_mergekit_does_and_takes_sizes() -> None:
-    assert [shard_bytes_of(text) for text in ("5B", "30k", "2M", "5GB", "1GiB", "1000")] == [
-        5 * 10**9, 30_000, 2_000_000, 5 * 10**9, 1 << 30, 1000,
+    assert [shard_bytes_of(text) for text in ("5B", "30k", "2M", "5GB", "1GiB", "2000000")] == [
+        5 * 10**9, 30_000, 2_000_000, 5 * 10**9, 1 << 30, 2_000_000,
     ]  # fmt: skip
-    with pytest.raises(RecipeError):
-        shard_bytes_of("much")
+    for text in ("much", "5"):
+        with pytest.raises(RecipeError):
+            shard_bytes_of(text)

@@ -16,14 +16,14 @@ models:
   - model: family/expert-1
     parameters:
       weight: 0.6
-      density: [{filter: no_such_part, value: 0.1}, {value: 1.5}]
-  - model: family/expert-2
+      density: [{filter: no_such_part, value: 0.1}, {value: 0.5}]
+  - model: family/expert-2@v2
     revision: main
     parameters: {weight: [0.4]}
 parameters: {int8_mask: true}
 dtype: torch.bfloat16
 """
-CODES = ["recipe.ignored-parameter", "recipe.clamped", "recipe.ignored-key", "recipe.filter.matches-nothing"]
+CODES = ["recipe.ignored-parameter", "recipe.ignored-key", "recipe.ignored-revision", "recipe.filter.matches-nothing"]
 INT8_MASK = "recipe.yml:11 parameters.int8_mask: int8_mask has no effect here; in mergekit masks are stored in 8 bits"
 
 
@@ -86,6 +86,39 @@ def test_strict__refuses_all_notices_at_once(
     assert ran.exit_code == 2
     assert [line.rpartition("[")[2].rstrip("]") for line in ran.error_lines] == CODES
     assert not work.out.exists()
+
+
+def test_quiet__leaves_the_warnings_that_say_that_the_result_is_another(work: Workplace, run: Runner) -> None:
+    ran = run("merge", work.recipe, work.out, "--no-catalog", "--quiet")
+    (line,) = ran.error_lines
+    assert (ran.exit_code, ran.out) == (0, "")
+    assert line.startswith("warning: recipe.yml:8 models[1].model: the revision 'v2'")
+    assert line.endswith("[recipe.ignored-revision]")
+    notices = run("check", work.recipe, "--json").json()["recipe_notices"]
+    assert [notice["code"] for notice in notices if notice["changes_result"]] == ["recipe.ignored-revision"]
+    assert run("check", work.recipe).out.count("\nwarning ") == 1
+    quiet = run("sweep", work.recipe, "--budgets", "50%", "--home", work.root / "home", "--quiet")
+    assert (quiet.out, quiet.error_lines) == ("", [line])
+
+
+@pytest.mark.parametrize(
+    ("parameter", "where"),
+    [
+        ("density: 40", "parameters.density"),
+        ("density: [0.2, 40]", "parameters.density[1]"),
+        ("density: [{filter: mlp, value: 40}, 0.2]".replace(", 0.2", ", {value: 0.2}"), "parameters.density[0].value"),
+    ],
+)
+def test_shares_above_1__are_refused_as_percentages(work: Workplace, run: Runner, parameter: str, where: str) -> None:
+    text = work.write_recipe("ties").read_text()
+    work.recipe.write_text(f"{text}parameters: {{{parameter}}}\n")
+    ran = run("merge", work.recipe, work.out, "--quiet")
+    assert (ran.exit_code, len(ran.error_lines), work.out.exists()) == (2, 1, False)
+    assert f"recipe.yml:9 {where}: density is 40, must be in [0, 1]; did you mean 0.4?" in ran.err
+    lenient = run("merge", work.recipe, work.out, "--quiet", "--lenient")
+    assert (lenient.exit_code, lenient.err.count("warning: ")) == (0, 1)
+    assert run("verify", work.out).exit_code == 0
+    assert run("replay", work.out, work.root / "again", "--quiet").exit_code == 0
 
 
 def test_lenient__takes_misspelt_names_and_goes_not_with_strict(work: Workplace, run: Runner) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.cli.sizes import parse_size
-from mergepipe.core.sizes import MAX_SIZE_BYTES
+from mergepipe.core.sizes import LEAST_BARE_BYTES, MAX_SIZE_BYTES
 from mergepipe.errors import RecipeError
 
 
@@ -15,7 +15,7 @@ from mergepipe.errors import RecipeError
     ("text", "expected"),
     [
         ("0", 0),
-        ("123", 123),
+        ("1048576", 1 << 20),
         ("123B", 123),
         ("1kB", 1000),
         ("1KB", 1000),
@@ -61,14 +61,18 @@ def test_parse_size__refuses_what_no_file_can_hold(text: str) -> None:
         parse_size(text, "--shard-size")
 
 
-@given(size=st.integers(0, MAX_SIZE_BYTES))
+@pytest.mark.parametrize(("text", "meant"), [("5", "5GB"), ("1.5", "1.5GB"), (" 64 ", "64GB"), ("30000", "30000MB")])
+def test_parse_size__refuses_few_bytes_without_a_unit(text: str, meant: str) -> None:
+    with pytest.raises(RecipeError, match=rf" without a unit would be [0-9]+ bytes; did you mean {meant}\?"):
+        parse_size(text, "--shard-size")
+
+
+@given(size=st.integers(LEAST_BARE_BYTES, MAX_SIZE_BYTES) | st.just(0))
 def test_parse_size__bare_numbers_are_bytes(size: int) -> None:
     assert parse_size(str(size), "--memory") == parse_size(f"{size}B", "--memory") == size
 
 
-@given(
-    count=st.integers(0, 999), unit=st.sampled_from(["", "k", "M", "G", "T", "P"]), spaces=st.sampled_from(["", " "])
-)
+@given(count=st.integers(0, 999), unit=st.sampled_from(["k", "M", "G", "T", "P"]), spaces=st.sampled_from(["", " "]))
 def test_parse_size__case_and_the_letter_b_do_not_matter(count: int, unit: str, spaces: str) -> None:
     plain = parse_size(f"{count}{spaces}{unit}", "--memory")
     assert (

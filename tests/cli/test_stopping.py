@@ -162,7 +162,7 @@ def run_on_terminal(work: Workplace, how: str) -> tuple[int, str]:
     terminal, stream = os.openpty()
     termios.tcsetwinsize(stream, (40, 80))
     process = start_python(
-        INTERRUPT_AT_RECORD, how, "merge", work.recipe, work.out, "--shard-size", 30_000,
+        INTERRUPT_AT_RECORD, how, "merge", work.recipe, work.out, "--shard-size", "30kB",
         stdin=stream, stdout=stream, stderr=stream,
     )  # fmt: skip
     os.close(stream)

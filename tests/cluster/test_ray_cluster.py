@@ -171,7 +171,7 @@ def test_merge__interrupted_leaves_nothing_visible_and_is_resumed(
     address: str, family: DiskFamily, place: Path, tmp_path: Path
 ) -> None:
     recipe, out = write_recipe(tmp_path / "r.yml", family, "ties"), tmp_path / "out"
-    command = ["merge", recipe, out, "--executor", "ray", "--address", address, "--shard-size", str(SHARD_BYTES)]
+    command = ["merge", recipe, out, "--executor", "ray", "--address", address, "--shard-size", f"{SHARD_BYTES}B"]
     code = (
         "import sys; from mergepipe.cli import main; from mergepipe.jobs import merge_on_ray as m\n"
         f"m._TASK = '{TASKS}:make_slowly'; sys.exit(main())"

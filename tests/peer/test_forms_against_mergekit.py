@@ -26,6 +26,7 @@ pytestmark = pytest.mark.peer
 
 COMPARED = [form for form in FORMS if form.is_compared]
 RANK = 4
+OPTIONS = MergeOptions(catalog=False, clamp_shares=True)
 
 
 def write_adapter(folder: Path, base: Path) -> None:
@@ -71,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("form", COMPARED, ids=lambda form: form.name)
 def test_merge__of_a_published_form_is_mergekits(folder: Path, form: Form, tmp_path: Path) -> None:
-    report = mergepipe.merge(folder / f"{form.name}.yml", tmp_path / "out", options=MergeOptions(catalog=False))
+    report = mergepipe.merge(folder / f"{form.name}.yml", tmp_path / "out", options=OPTIONS)
     ours, theirs = load_file(tmp_path / "out" / "model.safetensors"), load_merged(folder / f"{form.name}-mergekit")
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in ours.items()} == {
         name: (tensor.dtype, tensor.shape) for name, tensor in theirs.items()

@@ -1,4 +1,4 @@
-"""Recipes in published forms are taken as mergekit takes them; what has no effect is told, each once."""
+"""Recipes in published forms are taken as mergekit takes them, by `mergepipe-yaml`; what has no effect is told once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mergepipe.recipes.parse.recipe_files import load_recipes, reload_recipe
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from support.published_forms import DELTAS, FORMS, LINEAR, MODELS, STOCK, TIES, Form
+from support.published_forms import CLAMPED, DELTAS, FORMS, LINEAR, MODELS, STOCK, TIES, Form
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(folder: Path, text: str, **strictness: bool) -> Recipe:
     path = folder / "recipe.yml"
     path.write_bytes(text.encode())
-    (recipe,) = load_recipes(Location.of(path), LocalStore(), Strictness(**strictness))
+    (recipe,) = load_recipes(Location.of(path), LocalStore(), Strictness(**{"clamps": True, **strictness}))
     return recipe
 
 
@@ -84,6 +84,15 @@ def test_notices__name_line_and_key_what_is_ignored_and_what_it_means_elsewhere(
 ) -> None:
     (notice,) = load(folder, text).notices
     assert str(notice) == expected
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if CLAMPED in form.notices], ids=lambda form: form.name)
+def test_load_recipes__refuses_what_is_no_share_unless_it_clamps(folder: Path, form: Form) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(folder, form.recipe, clamps=False)
+    assert {problem.code for problem in caught.value.problems} == {"recipe.parameter.range"}
+    assert all("as mergekit does" in problem.hint for problem in caught.value.problems)
+    assert all(notice.changes_result for notice in load(folder, form.recipe).notices)
 
 
 @pytest.mark.parametrize(

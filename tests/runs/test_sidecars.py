@@ -97,7 +97,7 @@ def test_merge__tokens_that_are_left_out_are_noticed(tmp_path: Path) -> None:
     write_models(tmp_path)
     (tmp_path / "recipe.yml").write_text(LINEAR + "tokenizer_source: one\n")
     report = mergepipe.merge(tmp_path / "recipe.yml", tmp_path / "out")
-    assert [notice for notice in report.notices if NEW_TOKEN in notice] == [
+    assert [notice.text for notice in report.recipe_notices if NEW_TOKEN in notice.text] == [
         f"1 token of 'two' not in the output's tokenizer, embeddings left out: '{NEW_TOKEN}'"
     ]
 

@@ -101,7 +101,11 @@ Strict: TypeAlias = Annotated[
     bool, typer.Option("--strict", help="Refuse a recipe with anything in it that has no effect.")
 ]
 Lenient: TypeAlias = Annotated[
-    bool, typer.Option("--lenient", help="Take misspelt names for such without effect, as mergekit does.")
+    bool,
+    typer.Option(
+        "--lenient",
+        help="Take misspelt names for such without effect, and shares beyond 0 to 1 as the nearest, as mergekit does.",
+    ),
 ]
 Force: TypeAlias = Annotated[bool, typer.Option("--force", help="Replace OUT, if mergepipe made it.")]
 Resume: TypeAlias = Annotated[
@@ -124,7 +128,12 @@ NoReuse: TypeAlias = Annotated[
 ]
 Quiet: TypeAlias = Annotated[
     bool,
-    typer.Option("--quiet", "-q", help="No progress, no report; errors only.", rich_help_panel=PRINT_PANEL),
+    typer.Option(
+        "--quiet",
+        "-q",
+        help="No progress, no report: errors, and warnings that the result is not what the recipe says.",
+        rich_help_panel=PRINT_PANEL,
+    ),
 ]
 AsJson: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print one JSON object, and no progress.", rich_help_panel=PRINT_PANEL)

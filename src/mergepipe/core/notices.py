@@ -16,6 +16,8 @@ class Notice:
     """One part of a recipe that is ignored or changed: `message` says how, `elsewhere` what it would mean elsewhere.
 
     `key` is its place (`models[1].parameters.lambda`) in `line` of `file`; `other_lines` say the same thing again.
+    `changes_result`: the result is another than what is written there asks for. Such a notice is a warning, which
+    `--quiet` does not silence; any other only says that something has no effect.
     """
 
     code: str
@@ -25,6 +27,12 @@ class Notice:
     message: str
     elsewhere: str = ""
     other_lines: tuple[int, ...] = ()
+    changes_result: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The word that it is shown with."""
+        return "warning" if self.changes_result else "notice"
 
     @property
     def where(self) -> str:
@@ -41,12 +49,13 @@ class Notice:
         return f"{self.where}: {self.text}" if self.where else self.text
 
 
-def notice_at(code: str, where: str, message: str, elsewhere: str = "") -> Notice:
+def notice_at(code: str, where: str, message: str, elsewhere: str = "", *, changes_result: bool = False) -> Notice:
     """Make a notice at a position as error messages write it: `recipe.yml:7 models[1].parameters.lambda`."""
     position = _POSITION.fullmatch(where)
     if position is None:
-        return Notice(code, where, 0, "", message, elsewhere)
-    return Notice(code, position["file"], int(position["line"]), position["key"] or "", message, elsewhere)
+        return Notice(code, where, 0, "", message, elsewhere, changes_result=changes_result)
+    file, line, key = position["file"], int(position["line"]), position["key"] or ""
+    return Notice(code, file, line, key, message, elsewhere, changes_result=changes_result)
 
 
 def told_once(notices: Iterable[Notice]) -> tuple[Notice, ...]:

@@ -6,6 +6,7 @@ import re
 from fractions import Fraction
 
 MAX_SIZE_BYTES = 2**63 - 1
+LEAST_BARE_BYTES = 1 << 20  # that a number without a unit may mean
 
 SIZE_UNITS = {"B": 1}
 SIZE_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("kMGTP", 1)}

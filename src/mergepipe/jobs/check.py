@@ -40,8 +40,7 @@ def check_recipe(
         output_bytes=resolution.output_bytes,
         disk_bytes=output.total_bytes + sum(map(len, planned_sidecars(inputs, store).values())),
         shards=len(output.shards),
-        notices=inputs.notices,
-        recipe_notices=inputs.recipe_notices,
+        recipe_notices=inputs.notices,
     )
 
 

@@ -186,7 +186,7 @@ def make_plan(
     plan = replace(
         plan,
         vocabulary=vocabulary_of(inputs),
-        recipe_notices=inputs.recipe_notices,
+        recipe_notices=inputs.notices,
     )
     if request.everything:
         plan = _of_everything(plan, inputs.resolution.tasks)

@@ -140,7 +140,7 @@ class _Sweep:
             full_norm=reference.full_norm,
             points=points,
             experts=tuple(inputs.recipe.inputs()[model].text for model in inputs.expert_models),
-            recipe_notices=inputs.recipe_notices,
+            recipe_notices=inputs.notices,
         )
 
     def _plan(self, inputs: Inputs, request: PlanRequest) -> Plan:

@@ -6,13 +6,12 @@ import math
 from decimal import Decimal
 from fractions import Fraction
 
-from mergepipe.core.sizes import MAX_SIZE_BYTES, SIZE_UNITS, split_quantity, unit_bytes
+from mergepipe.core.sizes import LEAST_BARE_BYTES, MAX_SIZE_BYTES, SIZE_UNITS, split_quantity, unit_bytes
 from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError, did_you_mean
 
 _SPEED_EXAMPLES = "write it as 200MB/s or 1.5GiB/s"
 _EXAMPLES = "write it as 25%, 0.25, 4GiB or 500MB"
-LEAST_BARE_BYTES = 1 << 20
 _REPEATED_REQUEST_BYTES = 8 << 20  # a request for more is split
 
 

@@ -160,7 +160,8 @@ def _parameters_of(row: JsonFields) -> _Parameters:
 def _notice_of(fields: JsonFields) -> Notice:
     texts = [fields.text(name) for name in ("code", "file", "key", "message", "elsewhere")]
     code, file, key, message, elsewhere = texts
-    notice = Notice(code, file, fields.size("line"), key, message, elsewhere, fields.sizes("other_lines"))
+    lines, changes_result = fields.sizes("other_lines"), fields.flag("changes_result")
+    notice = Notice(code, file, fields.size("line"), key, message, elsewhere, lines, changes_result)
     fields.done()
     return notice
 

@@ -190,7 +190,6 @@ def publish_merge(
     planned = plan_small_files(inputs, store, settings.small_files)
     sidecar_bytes = sum(map(len, planned.contents.values())) + SIDECAR_MARGIN_BYTES
     check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes)
-    link.notices.extend(inputs.notices)
     packs = _pack_request(inputs, output, out, settings.pack)
     if packs.outs:
         settings = replace(settings, reuse=False, resume=settings.resume.without_continuing)
@@ -493,7 +492,7 @@ class _Run:
 
     def _recipe_facts(self) -> dict[str, str]:
         """Return for the manifest what has no effect in the recipe, a line each, and what was stated beside it."""
-        notices = self._inputs.recipe_notices
+        notices = self._inputs.notices
         facts = {NOTICES_KEY: "\n".join(map(str, notices))} if notices else {}
         stated = self._settings.base_model_ids.of_merge
         return {**facts, BASE_MODEL_IDS_KEY: " ".join(stated)} if stated else facts
@@ -559,7 +558,7 @@ class _Run:
             notices=(*self._link.notices, *store_notices(self._store), *self._budget_notices()),
             traffic=traffic(self._store, by_purpose),
             verdict=None if self._plan is None else verdict_of(self._plan),
-            recipe_notices=self._inputs.recipe_notices,
+            recipe_notices=self._inputs.notices,
             left_out=manifest.left_out,
             peak_rss_bytes=peak_memory_bytes(),
         )

@@ -71,8 +71,9 @@ def test_check__tells_tokens_that_the_output_lacks(tmp_path: Path, text: str) ->
     recipe = tmp_path / "recipe.yml"
     models = "models: [{model: other, parameters: {weight: 1}}]\nbase_model: base\nmerge_method: task_arithmetic\n"
     recipe.write_text(models + text)
-    (notice,) = check(recipe).notices
-    assert notice.startswith("1 token of 'other' not in the output's tokenizer")
+    *_, notice = check(recipe).recipe_notices
+    assert (notice.code, notice.changes_result) == ("model.tokens", True)
+    assert notice.text.startswith("1 token of 'other' not in the output's tokenizer")
 
 
 @pytest.mark.parametrize(

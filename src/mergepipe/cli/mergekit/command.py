@@ -12,7 +12,7 @@ import typer
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import Debug, Force, Lenient, Strict
 from mergepipe.cli.outcomes import tell_if_published
-from mergepipe.cli.printing import print_merge_report
+from mergepipe.cli.printing import print_merge_report, print_warnings
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import WIDEST_HELP, SectionedCommand, with_option_groups
 from mergepipe.cli.sizes import parse_size
@@ -67,7 +67,7 @@ class HonouredFlags:
         int,
         _done("-v", count=True, help="Print the report of the merge as well.", show_default=False),
     ] = 0
-    quiet: Annotated[bool, _done("--quiet/--no-quiet", help="No progress and no notices; errors only.")] = False
+    quiet: Annotated[bool, _done("--quiet/--no-quiet", help="No progress, no notices: errors and warnings.")] = False
     write_model_card: Annotated[bool, _done("--write-model-card/--no-write-model-card", help="Write README.md.")] = True
     copy_tokenizer: Annotated[
         bool,
@@ -292,6 +292,7 @@ def merge_as_mergekit(
         mergekit_config=True,
         strict=strict,
         lenient=lenient,
+        clamp_shares=True,
     )
     if not honoured.quiet:
         _print_notices(noticed.notices())
@@ -301,17 +302,18 @@ def merge_as_mergekit(
         report = api.merge(
             config, out, force=force, seed=honoured.random_seed or 0, options=options, on_progress=on_progress
         )
-    if honoured.verbose:
+    if honoured.verbose or honoured.quiet:
         print_merge_report(report, as_json=False, quiet=honoured.quiet)
-    elif not honoured.quiet:
-        _print_notices(map(str, (*report.recipe_notices, *report.notices)))
+    else:
+        _print_notices((*(notice for notice in report.recipe_notices if not notice.changes_result), *report.notices))
+        print_warnings(report.recipe_notices)
 
 
-def _print_notices(notices: Iterable[str]) -> None:
+def _print_notices(notices: Iterable[object]) -> None:
     """Tell on standard error what holds otherwise than it may seem."""
     if sys.stderr is not None:
         for notice in notices:
-            print(f"notice: {printable(notice)}", file=sys.stderr)
+            print(f"notice: {printable(str(notice))}", file=sys.stderr)
 
 
 def shard_bytes_of(text: str) -> int:

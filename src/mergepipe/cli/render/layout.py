@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mergepipe.cli.render.terminal import available_columns
 from mergepipe.core.escaping import printable
+from mergepipe.core.notices import Notice
 
 Fact = tuple[str, str]
 NARROWEST_CELL = 12
@@ -24,6 +25,12 @@ def facts_text(facts: Sequence[Fact]) -> str:
         lines.append(f"{label:<{width}}{_GAP}{first}")
         lines.extend(f"{'':<{width}}{_GAP}{line}" for line in rest)
     return "\n".join(lines)
+
+
+def notice_facts(notices: Iterable[Notice]) -> list[Fact]:
+    """One fact a notice, warnings first."""
+    ranked = sorted(notices, key=lambda notice: not notice.changes_result)
+    return [(notice.kind, str(notice)) for notice in ranked]
 
 
 def columns_text(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:

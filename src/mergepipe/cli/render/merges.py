@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from mergepipe.cli.render.layout import Fact, facts_text
+from mergepipe.cli.render.layout import Fact, facts_text, notice_facts
 from mergepipe.cli.render.packing import packing_facts
 from mergepipe.cli.render.verdicts import coverage_facts, verdict_facts
 from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
@@ -53,7 +53,8 @@ def merge_table(report: MergeReport) -> str:
             ("tensors", counts),
             ("snapshot", report.sid),
             *packing_facts(report.packed, report.not_packed),
-            *(("notice", str(notice)) for notice in (*report.recipe_notices, *report.notices)),
+            *notice_facts(report.recipe_notices),
+            *(("notice", notice) for notice in report.notices),
             *(("not copied", line) for line in grouped_names((file.reason, file.name) for file in report.left_out)),
             ("output", str(report.out)),
         ]
@@ -145,7 +146,7 @@ def check_table(report: CheckReport, free_bytes: int) -> str:
         ("tensors", counts),
         *(("copied", line) for line in grouped_names((reason, name) for name, reason in report.copied)),
         *(("dropped", line) for line in grouped_names((f"{d.model}, {d.reason}", d.tensor) for d in report.dropped)),
-        *(("notice", str(notice)) for notice in (*report.recipe_notices, *report.notices)),
+        *notice_facts(report.recipe_notices),
     ]
     return facts_text(facts)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from mergepipe.cli.render.layout import Fact, columns_text, facts_text, listed, number_text, share_text
+from mergepipe.cli.render.layout import Fact, columns_text, facts_text, listed, notice_facts, number_text, share_text
 from mergepipe.cli.render.levels import error_table, error_text, grouped_layers, layers_range, levels_text, price_facts
 from mergepipe.cli.render.verdicts import verdict_facts
 from mergepipe.core.escaping import printable
@@ -67,7 +67,7 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
     tail = [
         *_choices("fallback", plan.fallbacks),
         *_choices("adjusted", plan.adjustments),
-        *(("notice", str(notice)) for notice in plan.recipe_notices),
+        *notice_facts(plan.recipe_notices),
         *(("advice", advice) for advice in analysis_advice(plan)),
         ("digest", plan.digest),
         *([("stored", str(stored))] if stored is not None else []),

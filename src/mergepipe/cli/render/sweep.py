@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mergepipe.cli.render.layout import columns_text, facts_text, number_text, share_text
+from mergepipe.cli.render.layout import columns_text, facts_text, notice_facts, number_text, share_text
 from mergepipe.cli.render.levels import levels_text
 from mergepipe.core.units import format_bytes, format_seconds
 from mergepipe.reports import SweepPoint, SweepReport
@@ -53,7 +53,7 @@ def sweep_table(report: SweepReport) -> str:
         ("error", "distance to the full merge, as a share of what the full merge changes"),
         ("beside", "the same distance as a share of the full merge's norm: it flatters"),
         ("note", rounding_note(report)),
-        *(("notice", str(notice)) for notice in report.recipe_notices),
+        *notice_facts(report.recipe_notices),
     ]  # fmt: skip
     is_graded = any(point.expected_error is not None for point in report.points)
     graded = ["expected", "blocks read"] if is_graded else []

@@ -56,8 +56,12 @@ class DocumentReader:
         self.refuse("recipe.wrong-kind", key_path, f"needs {needed}, found {describe(value)}", hint)
 
     def notice(self, code: str, key_path: KeyPath, message: str, elsewhere: str = "") -> None:
-        """Report that something has no effect, or another one than it seems to have."""
+        """Report that something has no effect."""
         self.findings.add_notice(code, self.source.where(*key_path), message, elsewhere)
+
+    def warning(self, code: str, key_path: KeyPath, message: str, elsewhere: str = "") -> None:
+        """Report that something has another effect than it asks for."""
+        self.findings.add_notice(code, self.source.where(*key_path), message, elsewhere, changes_result=True)
 
     def misspelt(self, code: str, key_path: KeyPath, message: str, hint: str) -> None:
         """Report a name that is nearly a real one: an error, unless the recipe is read leniently."""

@@ -13,6 +13,7 @@ from mergepipe.recipes.parse.problems import near_miss
 from mergepipe.recipes.parse.yaml_source import KeyPath, Value, shortened
 
 FLOAT32_MAX = 3.4028234663852886e38
+SMALLEST_PERCENTAGE = 2  # that a share is taken to be written as
 _WITHOUT_MEANING = (None, False, "false", "False")  # of a parameter that has no effect
 CASE_KEYS = ("value", "filter")
 TRUE_TEXTS = ("true", "yes", "on", "y", "t", "1")
@@ -41,7 +42,7 @@ def read_parameters(
         elif scope is Scope.MODEL and spec.scope is Scope.GLOBAL:
             message = f"{name} holds for the whole merge: under a model it has no effect"
             place = "of the slice or at the top level" if "slices" in key_path else "at the top level"
-            reader.notice("recipe.parameter.scope", at, message, f"under the parameters {place} it is: {spec.help}")
+            reader.warning("recipe.parameter.scope", at, message, f"under the parameters {place} it is: {spec.help}")
         else:
             checked[name] = _setting(reader, value, at, operator, spec)
     return checked
@@ -202,7 +203,7 @@ def _number(reader: DocumentReader, value: Value, key_path: KeyPath, spec: Param
         value = quoted_number(value) if quoted_number(value) is not None else value
     if isinstance(value, bool):
         message = f"{describe(value)} is taken as {int(value)}"
-        reader.notice("recipe.parameter.flag-for-number", key_path, message, "mergekit takes it so; write the number")
+        reader.warning("recipe.parameter.flag-for-number", key_path, message, "mergekit takes it so; write the number")
         value = int(value)
     if not isinstance(value, int | float):
         reader.refuse("recipe.parameter.type", key_path, f"needs a number, found {describe(value)}")
@@ -217,14 +218,23 @@ def _number(reader: DocumentReader, value: Value, key_path: KeyPath, spec: Param
         reader.refuse("recipe.parameter.range", key_path, f"{spec.name} is {describe(value)}, beyond float32")
         return REFUSED
     too_low = value <= spec.low if spec.low_open else value < spec.low
-    if (too_low or value > spec.high) and spec.clamps:
+    if not too_low and value <= spec.high:
+        return float(value)
+    if spec.clamps and (reader.findings.strictness.clamps or reader.findings.strictness.lenient):
         message = f"{spec.name} is {value:g}, taken as {spec.clamped(float(value)):g}"
-        reader.notice("recipe.clamped", key_path, message, f"it is in {spec.range_text()}")
-    elif too_low or value > spec.high:
-        message = f"{spec.name} is {value:g}, must be in {spec.range_text()}"
-        reader.refuse("recipe.parameter.range", key_path, message)
-        return REFUSED
-    return float(value)
+        reader.warning("recipe.clamped", key_path, message, f"it is in {spec.range_text()}")
+        return float(value)
+    message = f"{spec.name} is {value:g}, must be in {spec.range_text()}"
+    reader.refuse("recipe.parameter.range", key_path, message, _meant_instead(value, spec))
+    return REFUSED
+
+
+def _meant_instead(value: float, spec: ParameterSpec) -> str:
+    """Return what a number beyond a parameter's range may have been meant for: of a share, the percentage."""
+    is_percentage = SMALLEST_PERCENTAGE <= value <= 100 and spec.low <= value / 100 <= spec.high <= 1
+    meant = f"did you mean {value / 100:g}?" if is_percentage else ""
+    as_mergekit = f"--lenient takes it as {spec.clamped(value):g}, as mergekit does" if spec.clamps else ""
+    return "; ".join(filter(None, (meant, as_mergekit)))
 
 
 def quoted_number(text: str) -> float | None:

@@ -16,10 +16,14 @@ NEAR_MISS = 0.75  # likeness from which an unknown name is taken for a misspelt 
 
 @dataclass(frozen=True, slots=True)
 class Strictness:
-    """The judgement of recipes: `strict` refuses keys without effect, `lenient` takes even misspelt names for such."""
+    """The judgement of recipes: `strict` refuses keys without effect, `lenient` takes even misspelt names for such.
+
+    `clamps` takes shares beyond their range (`density: 40`) as the nearest end of it; so does `lenient`.
+    """
 
     strict: bool = False
     lenient: bool = False
+    clamps: bool = False
 
 
 USUAL = Strictness()
@@ -33,9 +37,9 @@ class Findings:
     the rest. Notices are collected beside them, at most `MAX_LISTED` different ones.
     """
 
-    def __init__(self, *precedence: type[MergePipeError], lenient: bool = False) -> None:
+    def __init__(self, *precedence: type[MergePipeError], strictness: Strictness = USUAL) -> None:
         self._precedence = precedence
-        self._lenient = lenient
+        self.strictness = strictness
         self._kept: dict[type[MergePipeError], list[Problem]] = defaultdict(list)
         self._count = 0
         self._notices: list[Notice] = []
@@ -51,14 +55,16 @@ class Findings:
         if len(listed) < MAX_LISTED:
             listed.append(Problem(code, where, message, hint if isinstance(hint, str) else hint()))
 
-    def add_notice(self, code: str, where: str, message: str, elsewhere: str = "") -> None:
-        """Add one notice."""
-        self._notices.append(notice_at(code, where, message, elsewhere))
+    def add_notice(
+        self, code: str, where: str, message: str, elsewhere: str = "", *, changes_result: bool = False
+    ) -> None:
+        """Add one notice, a warning if what it says changes the result."""
+        self._notices.append(notice_at(code, where, message, elsewhere, changes_result=changes_result))
 
     def add_misspelt(self, code: str, where: str, message: str, hint: str) -> None:
-        """Add a name that is a near miss of a real one: a problem, a notice where misspelt names are tolerated."""
-        if self._lenient:
-            self.add_notice(code, where, f"{message} and has no effect", hint)
+        """Add a name that is a near miss of a real one: a problem, a warning where misspelt names are tolerated."""
+        if self.strictness.lenient:
+            self.add_notice(code, where, f"{message} and has no effect", hint, changes_result=True)
         else:
             self.add(RecipeError, code, where, message, hint)
 

@@ -73,7 +73,7 @@ def reload_recipe(text: str, store: Store, model_paths: Mapping[str, str]) -> Re
 def _load(
     sources: Sequence[YamlSource], store: Store, model_paths: Mapping[str, str], strictness: Strictness
 ) -> tuple[Recipe, ...]:
-    findings = Findings(RecipeError, NotFoundError, lenient=strictness.lenient)
+    findings = Findings(RecipeError, NotFoundError, strictness=strictness)
     for source in sources:
         for key_path, message in source.repeated_keys:
             findings.add_notice("recipe.yaml.duplicate-key", source.where(*key_path), message)

@@ -111,7 +111,7 @@ def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Location:
             if name.ignored_revision:
                 message = f"the revision '{shortened(name.ignored_revision)}' of a local path has no effect"
                 elsewhere = "it names a version of a model on the Hub; a local folder is read as it is"
-                reader.notice("recipe.ignored-revision", key_path, message, elsewhere)
+                reader.warning("recipe.ignored-revision", key_path, message, elsewhere)
             path = name.remote or _absolute(name.path, folder)
             if not _is_there(reader, name, text, path, key_path):
                 return path

@@ -96,7 +96,7 @@ def _note_base_alone(reader: DocumentReader, operator: OperatorSpec, group: Grou
     is_alone = all(group.is_origin(model, operator) for model in group.models)
     if is_alone and group.base is not None and group.base.adapter is None:
         message = f"'{shortened(group.base.text)}' is the base and the only model: it is copied"
-        reader.notice("recipe.models.base-alone", group.at, message, "list the models that are merged into it")
+        reader.warning("recipe.models.base-alone", group.at, message, "list the models that are merged into it")
 
 
 def _check_required_of_models(reader: DocumentReader, operator: OperatorSpec, group: Group, name: str) -> None:

@@ -97,7 +97,7 @@ class Pairing:
             what = f"{rows} of the base's {base_rows} embedding rows"
             message = f"'{model.text}' has {what}: the base's own stand in for the others"
             meaning = "mergekit refuses such models; `tokenizer_source` in the recipe matches rows by token"
-            self._findings.add_notice("recipe.rows.missing", model.where, message, meaning)
+            self._findings.add_notice("recipe.rows.missing", model.where, message, meaning, changes_result=True)
 
     def note_missing(self) -> set[int]:
         """Report tensors without a partner; return the models that share no tensor with their base."""

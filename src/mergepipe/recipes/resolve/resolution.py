@@ -50,7 +50,7 @@ def resolve(
     if len(inputs) != len(checkpoints):
         raise ValueError(f"the recipe has {len(inputs)} models, {len(checkpoints)} were opened")
     precedence = (NotFoundError, CorruptError, MismatchError, UnsupportedError, RecipeError)
-    findings = Findings(*precedence, lenient=strictness.lenient)
+    findings = Findings(*precedence, strictness=strictness)
     models = [
         OpenModel(
             input_, renamed_to_match(checkpoints[0], checkpoint) if index else checkpoint.tensors, checkpoint.kind
@@ -206,7 +206,7 @@ def _report_mixed_dtypes(recipe: Recipe, tasks: Sequence[MergeTask], findings: F
         before, after = stored_dtype(widened[0].base).recipe_name, widened[0].dtype.recipe_name
         message = f"no dtype is stated: {len(widened)} tensors, e.g. '{widened[0].name}', become {after}"
         meaning = f"they are {before} in the base and not in every other model; `dtype: auto` keeps the base's"
-        findings.add_notice("recipe.dtype.mixed", recipe.path.name, message, meaning)
+        findings.add_notice("recipe.dtype.mixed", recipe.path.name, message, meaning, changes_result=True)
 
 
 def _report_idle_filters(recipe: Recipe, outputs: Sequence[OutputTensor], findings: Findings) -> None:

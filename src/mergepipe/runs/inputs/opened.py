@@ -63,8 +63,8 @@ class Inputs:
     """A recipe with its opened checkpoints, in the order of `recipe.inputs()`, and its resolution into merge tasks.
 
     `checkpoints` are as stored; with an `alignment` of vocabularies the resolution is of the aligned ones.
-    `intermediates` are those of the models that other documents make, by their place. `notices` are what the user
-    should know of the inputs before they are merged, `recipe_notices` what has no effect in the recipe.
+    `intermediates` are those of the models that other documents make, by their place. `notices` are what has
+    no effect in the recipe, or another one than it asks for.
     """
 
     recipe: Recipe
@@ -72,8 +72,7 @@ class Inputs:
     resolution: Resolution
     alignment: Alignment | None = None
     intermediates: Mapping[int, Intermediate] = field(default_factory=dict)
-    notices: tuple[str, ...] = ()
-    recipe_notices: tuple[Notice, ...] = ()
+    notices: tuple[Notice, ...] = ()
 
     @property
     def recipe_text(self) -> str:
@@ -211,15 +210,15 @@ def _opened(
     aligned = checkpoints if alignment is None else alignment.checkpoints
     resolution = resolve(recipe, aligned, tuple(allow_dropped), strictness)
     parts = [intermediate.inputs for intermediate in intermediates.values()]
-    notices = [notice for inputs in parts for notice in inputs.notices]
-    notices += _vocabulary_notices(recipe, checkpoints, resolution, alignment, store)
-    earlier = [notice for inputs in parts for notice in inputs.recipe_notices]
-    recipe_notices = told_once(dict.fromkeys((*recipe.notices, *earlier, *resolution.notices)))
+    earlier = [notice for inputs in parts for notice in inputs.notices]
+    of_tokens = [
+        notice_at("model.tokens", recipe.path.name, text, changes_result=True)
+        for text in _vocabulary_notices(recipe, checkpoints, resolution, alignment, store)
+    ]
+    notices = told_once(dict.fromkeys((*recipe.notices, *earlier, *resolution.notices, *of_tokens)))
     if strictness.strict:
-        refuse_notices((*recipe_notices, *(notice_at("model.tokens", recipe.path.name, text) for text in notices)))
-    return Inputs(
-        recipe, checkpoints, resolution, alignment, intermediates, tuple(dict.fromkeys(notices)), recipe_notices
-    )
+        refuse_notices(notices)
+    return Inputs(recipe, checkpoints, resolution, alignment, intermediates, notices)
 
 
 def _vocabulary_notices(

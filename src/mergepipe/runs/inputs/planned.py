@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.errors import ConflictError, NotFoundError, Problem
@@ -34,7 +35,7 @@ def open_planned(plan: Plan, store: Store, link: CatalogLink) -> Inputs:
         problems.append(Problem("plan.input-changed", "tokenizer", message, "make the plan again"))
     if problems:
         raise ConflictError(*problems)
-    return inputs
+    return replace(inputs, notices=plan.recipe_notices)  # of the recipe as it was written
 
 
 def vocabulary_of(inputs: Inputs) -> str | None:

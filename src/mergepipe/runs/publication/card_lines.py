@@ -121,7 +121,7 @@ def _recipe_lines(manifest: Manifest, recipe: str) -> Iterator[str]:
     yield "## Recipe"
     yield ""
     if "recipe_notices" in manifest.run:
-        yield "What has no effect in it:"
+        yield "What has no effect in it, or another one than it asks for:"
         yield ""
         yield from (f"- {markdown_text(notice)}" for notice in str(manifest.run["recipe_notices"]).splitlines())
         yield ""
