@@ -90,7 +90,8 @@ class WholeFileCheck:
 
     Pieces may come in any order, from many threads, and more than once. Those that come before their turn are copied
     into the room. Where there is none left, they wait for the piece whose turn it is, if that is being read; else the
-    file is not checked, because nothing is ever read for the check alone.
+    file is not checked, because nothing is ever read for the check alone. A check proves the version that was read;
+    that later ranges are of the same version is told by their ETag.
     """
 
     def __init__(self, location: Location, file: HubFile, room: WaitingRoom) -> None:
