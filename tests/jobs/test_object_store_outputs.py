@@ -330,6 +330,18 @@ def test_gc__leaves_a_living_upload(out: str, bench: Bench) -> None:
         assert set(objects_below(out)) == {"config.json", MARKER_NAME}
 
 
+def test_gc__believes_no_marker_that_was_changed(out: str, bench: Bench) -> None:
+    """One that names another record would make a published output an unfinished one."""
+    folder = BucketFolder(Location.parse(out))
+    with ObjectUpload(folder) as upload:
+        upload.send("config.json", b"{}", "digest")
+        marker = folder.read(MARKER_NAME, 1 << 16) or b""
+        upload.commit(b"manifest", {"config.json": 2})
+    folder.create(MARKER_NAME, marker.replace(b'"mergepipe.json"', b'"mergepipe.jsom"'))
+    mergepipe.gc([out], home=bench.folder / "home")
+    assert {MANIFEST_NAME, "config.json"} <= objects_below(out).keys()
+
+
 # --- refusals ---
 
 

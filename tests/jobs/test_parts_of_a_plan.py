@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,15 @@ from hypothesis import strategies as st
 
 import mergepipe
 from mergepipe.engine.make_part import make_part
-from mergepipe.errors import ConflictError, LimitError, NotFoundError, OutputError, RecipeError, UnsupportedError
+from mergepipe.errors import (
+    ConflictError,
+    CorruptError,
+    LimitError,
+    NotFoundError,
+    OutputError,
+    RecipeError,
+    UnsupportedError,
+)
 from mergepipe.jobs import parts as parts_job
 from mergepipe.jobs.gc import ABANDONED_SECONDS
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
@@ -251,13 +260,47 @@ def test_run_part__stale_worker_of_a_removed_output_fails(
 def test_run_part__other_bytes_of_a_shard_are_refused(cases: Cases, tmp_path: Path) -> None:
     case, out = cases(("linear", None, False)), tmp_path / "out"
     run_part(case.plan, out, 1, 2)
-    place = parts_directory(out, case.plan.digest)
-    for path in place.glob("shard-*"):
+    place = job_place(out, case.plan)
+    for path in place.path.glob("shard-*"):
         path.unlink()
-    record = next(iter(sorted(place.glob("done-*.json"))))
-    record.write_bytes(with_other_digests(record.read_bytes()))
+    name = next(name for name in place.names() if name.startswith("done-"))
+    place.replace(name, with_other_digests(place.read(name) or b""))
     with pytest.raises(ConflictError, match="another worker made other bytes"):
         run_part(case.plan, out, 1, 2)
+
+
+@pytest.mark.parametrize("key", [("dare_ties", None, False), ("dare_ties", "70%", True)])
+def test_run_part__damage_of_any_record_is_refused(
+    cases: Cases, tmp_path: Path, key: tuple[str, str | None, bool]
+) -> None:
+    """One changed byte, a digit for another digit where there is one, between a part and the end."""
+    case, made, random = cases(key), tmp_path / "made", Random(15)
+    run_part(case.plan, made / "out", 1, 2)
+    names = [path.name for path in sorted(parts_directory(made / "out", case.plan.digest).iterdir())]
+    records = [name for name in names if not name.startswith("shard-")]
+    assert {"job.json", "index-1" if key[2] else "content-ids.json"} < set(records)
+    for name in records:
+        for attempt in range(4):
+            copy = tmp_path / f"{name}-{attempt}"
+            shutil.copytree(made, copy)
+            out = copy / "out"
+            place = parts_directory(out, case.plan.digest)
+            damage(place / name, random, in_digits=attempt < 2)
+            with pytest.raises(CorruptError) as refused:
+                run_part(case.plan, out, 2, 2)
+            (problem,) = refused.value.problems
+            assert (problem.code, problem.where) == ("parts.record", str(place / name))
+            assert not out.exists()
+            shutil.rmtree(copy)
+
+
+def damage(path: Path, random: Random, *, in_digits: bool) -> None:
+    """Change one byte of a file, by choice a digit for another one."""
+    content = bytearray(path.read_bytes())
+    digits = [at for at, byte in enumerate(content) if byte in b"0123456789"]
+    at = random.choice(digits) if in_digits and digits else random.randrange(len(content))
+    content[at] = content[at] ^ 1 if content[at] in b"0123456789" else content[at] ^ (1 << random.randrange(8))
+    path.write_bytes(content)
 
 
 def with_other_digests(record: bytes) -> bytes:

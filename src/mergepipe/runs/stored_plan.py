@@ -17,6 +17,7 @@ from mergepipe.storage import owned
 from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.local import os_error
 from mergepipe.storage.location import Location
+from mergepipe.storage.sealed_lines import payload_of, sealed
 
 STORED_PLAN_NAME = "plan"
 _KEY, _PLAN = "key", "plan"
@@ -65,14 +66,14 @@ def plan_in_record(raw: bytes | None, key: str | None, where: Location) -> Plan 
 
 
 def store_plan(directory: Path, key: str, plan: Plan) -> None:
-    """Write the plan durably into the staging directory of its output.
+    """Write the plan durably into the staging directory of its output, sealed: its digest covers no paths.
 
     Raises:
         StorageError: it cannot be written there.
     """
     place = directory / STORED_PLAN_NAME
     try:
-        owned.replace_file(place, plan_record(plan, key))
+        owned.replace_file(place, sealed(plan_record(plan, key)))
     except OSError as error:
         raise os_error(error, place, "writing it") from error
 
@@ -81,5 +82,5 @@ def stored_plan(directory: Path, key: str) -> Plan | None:
     """Read the plan of an unfinished merge; None if there is none, it is damaged, or it answers another request."""
     place = directory / STORED_PLAN_NAME
     with contextlib.suppress(OSError, MergePipeError):
-        return plan_in_record(owned.read_file(place, PLAN_BYTES), key, Location.local(place))
+        return plan_in_record(payload_of(owned.read_file(place, PLAN_BYTES)), key, Location.local(place))
     return None

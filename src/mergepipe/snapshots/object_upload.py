@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from mergepipe.checkpoints.formats.weight_files import STORE_HEADER_NAME
-from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.canonical_json import canonical_json, digest_of
 from mergepipe.core.outcome import note_committed
 from mergepipe.core.values import dataclass
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, StorageError, UnsupportedError
@@ -27,6 +27,7 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.owned import PARTS_MARK
 from mergepipe.storage.owner import Owner, is_alive, this_process
 from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
+from mergepipe.storage.sealed_lines import payload_of, sealed
 
 if TYPE_CHECKING:
     from mergepipe.storage.remote.client import ObjectFacts
@@ -49,11 +50,11 @@ class _Marker:
     owner: Owner
     record_name: str = MANIFEST_NAME
 
-    def to_json(self) -> bytes:
+    def to_record(self) -> bytes:
         content = {
             "format": _MARKER_FORMAT, "upload": self.upload, "record": self.record_name, **asdict(self.owner)
         }  # fmt: skip
-        return json.dumps(content, allow_nan=False).encode()
+        return sealed(canonical_json(content))
 
     def may_be_alive(self, silent_seconds: float, silence_seconds: float = SILENCE_SECONDS) -> bool:
         """Whether the process may still write; of another machine, none is trusted to be dead before long."""
@@ -122,7 +123,7 @@ class ObjectUpload:
         self._check_conditions()
         _active.add(self._marker.upload)
         try:
-            if self._folder.create(MARKER_NAME, self._marker.to_json()):
+            if self._folder.create(MARKER_NAME, self._marker.to_record()):
                 self._check_empty()
             else:
                 _take_over(self._folder, self._marker, self.silence_seconds)
@@ -237,7 +238,7 @@ class ObjectUpload:
 
     def _check_ours(self) -> None:
         content = self._folder.read(MARKER_NAME, OWNER_BYTES)
-        if content != self._marker.to_json():
+        if content != self._marker.to_record():
             raise self._appeared("another process took the prefix over")
 
     def _leave(self, error: BaseException) -> None:
@@ -359,7 +360,7 @@ def _take_over(folder: BucketFolder, marker: _Marker, silence_seconds: float = S
         raise OutputError.of("output.not-ours", folder.location, message, "choose another prefix, or remove it")
     if earlier.may_be_alive(_silent_seconds(_within_one(folder)), silence_seconds):
         raise _busy(folder, str(earlier.owner))
-    if not folder.exchange(MARKER_NAME, marker.to_json(), facts):
+    if not folder.exchange(MARKER_NAME, marker.to_record(), facts):
         raise _busy(folder, "another process")
 
 
@@ -378,9 +379,9 @@ def _busy(folder: BucketFolder, who: str) -> MergePipeError:
 
 
 def _read_marker(folder: BucketFolder) -> _Marker | None:
-    """The marker of a prefix; None where there is none of this format."""
+    """The marker of a prefix; None where there is none of this format, or it was changed."""
     try:
-        content = json.loads(folder.read(MARKER_NAME, OWNER_BYTES) or b"")
+        content = json.loads(payload_of(folder.read(MARKER_NAME, OWNER_BYTES) or b"") or b"")
     except (ValueError, RecursionError):
         return None
     match content:

@@ -20,7 +20,7 @@ from mergepipe.core.values import dataclass
 from mergepipe.errors import ConflictError, MergePipeError, OutputError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload, is_uploading, no_conditions, written_names
-from mergepipe.snapshots.parts_place import JOB_NAME, PartsJob, PartsPlace, content_of, gone
+from mergepipe.snapshots.parts_place import JOB_NAME, PartsJob, PartsPlace, content_of, gone, unsealed_record
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage.limits import JOURNAL_BYTES
@@ -28,6 +28,7 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.owned import PARTS_MARK
 from mergepipe.storage.owner import SILENCE_SECONDS
 from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
+from mergepipe.storage.sealed_lines import sealed
 
 if TYPE_CHECKING:
     from mergepipe.storage.remote.client import ObjectFacts
@@ -74,11 +75,11 @@ class PartsBucket(PartsPlace):
         if self.exists:
             return
         self._check_unused()
-        content = self.job.to_json()
-        if not self._records.create(JOB_NAME, content):
+        raw = sealed(self.job.to_json(), JOB_NAME)
+        if not self._records.create(JOB_NAME, raw):
             return
         try:
-            if self._records.create(JOB_NAME, content):
+            if self._records.create(JOB_NAME, raw):
                 raise no_conditions(self._output.location)
             self._check_unused()  # of two that begin something else at once, each sees the other
         except MergePipeError:
@@ -102,16 +103,16 @@ class PartsBucket(PartsPlace):
 
     # --- records ---
 
-    def create(self, name: str, content: bytes) -> bool:
+    def write_new(self, name: str, raw: bytes) -> bool:
         nonce = uuid.uuid4().hex  # tells whose it is when the store's answer was lost and the request repeated
-        return self._create(self._records, name, content, nonce) or self._digest_of(self._records, name) == nonce
+        return self._create(self._records, name, raw, nonce) or self._digest_of(self._records, name) == nonce
 
-    def replace(self, name: str, content: bytes) -> None:
+    def write_over(self, name: str, raw: bytes) -> None:
         self._check_there()
-        self._records.overwrite(name, content)
+        self._records.overwrite(name, raw)
         self._check_kept(self._records, name)
 
-    def read(self, name: str, limit_bytes: int = JOURNAL_BYTES) -> bytes | None:
+    def read_raw(self, name: str, limit_bytes: int) -> bytes | None:
         return self._records.read(name, limit_bytes)
 
     def names(self) -> tuple[str, ...]:
@@ -239,8 +240,8 @@ def find_job(output: BucketFolder, plan_digest: str) -> PartsJob | None:
         CorruptError: `parts.record`.
     """
     records = parts_folder(output, plan_digest)
-    raw = records.read(JOB_NAME, JOURNAL_BYTES)
-    return None if raw is None else PartsJob.parse(raw, records.location / JOB_NAME)
+    raw, where = records.read(JOB_NAME, JOURNAL_BYTES), records.location / JOB_NAME
+    return None if raw is None else PartsJob.parse(unsealed_record(raw, JOB_NAME, where), where)
 
 
 def find_parts(folder: BucketFolder, abandoned_seconds: float) -> Iterator[LeftParts]:

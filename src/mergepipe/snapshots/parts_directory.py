@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from mergepipe.errors import MergePipeError
-from mergepipe.snapshots.parts_place import JOB_NAME, PartsJob, PartsPlace, content_of, gone
+from mergepipe.snapshots.parts_place import JOB_NAME, PartsJob, PartsPlace, content_of, gone, unsealed_record
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
 from mergepipe.storage import owned
@@ -61,24 +61,23 @@ class PartsDirectory(PartsPlace):
             owned.make_folders(self._path.parent)
             with contextlib.suppress(FileExistsError):
                 owned.make_folder(self._path)
-            with contextlib.suppress(FileExistsError):
-                owned.create_whole(self._path / JOB_NAME, self.job.to_json())
+            self.create(JOB_NAME, self.job.to_json())
 
     # --- records ---
 
-    def create(self, name: str, content: bytes) -> bool:
+    def write_new(self, name: str, raw: bytes) -> bool:
         with _typed(self._path):
             try:
-                owned.create_whole(self._path / name, content)
+                owned.create_whole(self._path / name, raw)
             except FileExistsError:
                 return False
             return True
 
-    def replace(self, name: str, content: bytes) -> None:
+    def write_over(self, name: str, raw: bytes) -> None:
         with _typed(self._path):
-            owned.replace_file(self._path / name, content)
+            owned.replace_file(self._path / name, raw)
 
-    def read(self, name: str, limit_bytes: int = JOURNAL_BYTES) -> bytes | None:
+    def read_raw(self, name: str, limit_bytes: int) -> bytes | None:
         with _typed(self._path):
             try:
                 return owned.read_file(self._path / name, limit_bytes)
@@ -164,12 +163,13 @@ def read_job(directory: Path) -> PartsJob | None:
     Raises:
         CorruptError: `parts.record`.
     """
+    path = directory / JOB_NAME
     try:
-        return PartsJob.parse(owned.read_file(directory / JOB_NAME, JOURNAL_BYTES), directory / JOB_NAME)
+        return PartsJob.parse(unsealed_record(owned.read_file(path, JOURNAL_BYTES), JOB_NAME, path), path)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise os_error(error, directory / JOB_NAME, "reading it") from error
+        raise os_error(error, path, "reading it") from error
 
 
 def _size_of(path: Path) -> int | None:

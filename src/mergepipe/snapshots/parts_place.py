@@ -2,7 +2,9 @@
 
 A place holds `job.json`, and for each shard i its file and `done-<i>.json` with the digests of its tensors. What is
 read for it is recorded before it is read, see `PartsAccount`. Every record appears whole and under a name that was not
-there: that, and nothing else, coordinates workers. `PartsDirectory` keeps it in a directory, `PartsBucket` in a bucket.
+there: that, and nothing else, coordinates workers. Every record is sealed, under its name, by a checksum in front: the
+output follows from records, so that none is believed that was changed. `PartsDirectory` keeps a place in a directory,
+`PartsBucket` in a bucket.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from mergepipe.snapshots.block_digests import DIGEST_BYTES, root_of
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage.limits import JOURNAL_BYTES
 from mergepipe.storage.location import Location
+from mergepipe.storage.sealed_lines import payload_of, sealed
 
 PARTS_FORMAT: Final = "mergepipe-parts/1"
 JOB_NAME: Final = "job.json"
@@ -39,7 +42,7 @@ class PartsJob:
     shards: tuple[tuple[str, int], ...]
 
     def to_json(self) -> bytes:
-        """Encode for `job.json`. Law: `PartsJob.parse(job.to_json()) == job`."""
+        """Encode for `job.json`, before it is sealed. Law: `PartsJob.parse(job.to_json()) == job`."""
         return canonical_json({
             "format": PARTS_FORMAT, "out": self.out, "version": self.version, "plan": self.plan_digest,
             "shards": [{"name": name, "bytes": nbytes} for name, nbytes in self.shards],
@@ -85,16 +88,16 @@ class PartsPlace(ABC):
         """
 
     @abstractmethod
-    def create(self, name: str, content: bytes) -> bool:
-        """Write a record under a name that is not there; whether nobody was first."""
+    def write_new(self, name: str, raw: bytes) -> bool:
+        """Write a file under a name that is not there; whether nobody was first."""
 
     @abstractmethod
-    def replace(self, name: str, content: bytes) -> None:
-        """Replace a record of this process."""
+    def write_over(self, name: str, raw: bytes) -> None:
+        """Replace a file of this process."""
 
     @abstractmethod
-    def read(self, name: str, limit_bytes: int = JOURNAL_BYTES) -> bytes | None:
-        """Read a record; None if there is none."""
+    def read_raw(self, name: str, limit_bytes: int) -> bytes | None:
+        """Read a file; None if there is none."""
 
     @abstractmethod
     def names(self) -> tuple[str, ...]:
@@ -137,6 +140,23 @@ class PartsPlace(ABC):
         """Remove the place after the output was published: for workers it is gone in one step."""
 
     # --- what all places share ---
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a record under a name that is not there; whether nobody was first."""
+        return self.write_new(name, sealed(content, name))
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Replace a record of this process."""
+        self.write_over(name, sealed(content, name))
+
+    def read(self, name: str, limit_bytes: int = JOURNAL_BYTES) -> bytes | None:
+        """Read a record; None if there is none.
+
+        Raises:
+            CorruptError: `parts.record`, it is not what was written.
+        """
+        raw = self.read_raw(name, limit_bytes)
+        return None if raw is None else unsealed_record(raw, name, self.path / name)
 
     def open(self) -> None:
         """Make the place, or check that it is for the same job.
@@ -225,6 +245,18 @@ def gone(place: Path | Location) -> MergePipeError:
     """Return the error of a place that was removed while it was used."""
     message = "was finished or removed by somebody else meanwhile: nothing was changed"
     return ConflictError.of("parts.gone", place, message, "look whether the output is there")
+
+
+def unsealed_record(raw: bytes, name: str, where: object) -> bytes:
+    """Return the content of a record from the bytes of its file.
+
+    Raises:
+        CorruptError: `parts.record`, it is not what was written under this name.
+    """
+    content = payload_of(raw, name)
+    if content is None:
+        raise CorruptError.of("parts.record", where, "its checksum does not fit: it was changed", _CODES.hint)
+    return content
 
 
 def parsed_record(raw: bytes, where: object) -> JsonFields:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from mergepipe.core.canonical_json import canonical_json, digest_of
+from mergepipe.core.canonical_json import canonical_json
 from mergepipe.core.values import dataclass
 from mergepipe.deltastore.header import INDEX_NAME
 from mergepipe.deltastore.index import ROW_BYTES
@@ -19,6 +19,7 @@ from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.limits import PACK_PROGRESS_BYTES
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import replace_durably, sync_directory
+from mergepipe.storage.sealed_lines import payload_of, sealed
 
 PROGRESS_NAME = "pack.progress"
 _FORMAT = "mergepipe-pack-progress/1"
@@ -46,8 +47,7 @@ def note_progress(directory: Path, progress: PackProgress, ledger: Ledger) -> No
     """
     content = {"format": _FORMAT, "content": _inode_of(directory), **asdict(progress)}
     sync_directory(directory / CONTENT_NAME)
-    record = canonical_json({**content, "digest": digest_of(content)})
-    replace_durably(directory / PROGRESS_NAME, record, ledger)
+    replace_durably(directory / PROGRESS_NAME, sealed(canonical_json(content)), ledger)
     sync_directory(directory.parent)
 
 
@@ -85,9 +85,8 @@ def find_progress(directory: Path, key: str) -> PackProgress | None:
 
 def _read(directory: Path) -> PackProgress | None:
     try:
-        document = json.loads(owned.read_file(directory / PROGRESS_NAME, PACK_PROGRESS_BYTES))
-        claimed = document.pop("digest")
-        if digest_of(document) != claimed or document["format"] != _FORMAT:
+        document = json.loads(payload_of(owned.read_file(directory / PROGRESS_NAME, PACK_PROGRESS_BYTES)) or b"")
+        if document["format"] != _FORMAT:
             return None
         return None if document["content"] != _inode_of(directory) else _progress(document)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, MergePipeError):
