@@ -89,6 +89,7 @@ def test_diff__tells_what_differs(work: Workplace, run: Runner) -> None:
     lines = run("diff", work.out, work.root / "other").out
     assert "-    parameters: {weight: 0.6}" in lines
     assert "||a - b||" in lines
+    assert run("diff", work.out, work.root / "other", "--fast", "--quiet").out == ""
     found = run("diff", work.out, work.root / "other", "--fast", "--json").json()
     assert found["tensors"]
     assert {each["norm"] for each in found["tensors"]} == {None}

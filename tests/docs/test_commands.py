@@ -46,3 +46,23 @@ def test_pages__name_error_codes_that_exist() -> None:
     ]
     assert len(named) > 8
     assert [(page, name) for page, name in named if name not in codes] == []
+
+
+def test_pages__and_help_agree_on_where_outputs_may_be() -> None:
+    commands = build_command().commands
+    for name in ("merge", "run", "replay", "pack"):
+        texts = [param.help or "" for param in commands[name].params if param.name == "out"]
+        assert [text for text in texts if "prefix of a bucket" in text] == texts != []
+    packed = (ROOT / "docs/guide/packed-experts.md").read_text(encoding="utf-8")
+    assert "writes to this machine only" not in packed
+    assert "Packing straight into a bucket" not in packed
+
+
+def test_reference__writes_what_may_be_left_out_in_one_pair_of_brackets() -> None:
+    assert "[[" not in (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
+
+
+def test_help__of_plan_says_that_samples_are_read() -> None:
+    plan = build_command().commands["plan"]
+    assert "a sample is read" in plan.help
+    assert "Reads no tensor data" not in plan.help

@@ -65,7 +65,7 @@ def _paragraphs(command: Any) -> list[str]:
 
 def _argument_name(argument: Any) -> str:
     name = str(argument.metavar or argument.name).upper().rstrip(".") + ("..." if argument.nargs == -1 else "")
-    return name if argument.required else f"[{name}]"
+    return name if argument.required or name.startswith("[") else f"[{name}]"
 
 
 def _argument(argument: Any) -> str:

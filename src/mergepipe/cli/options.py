@@ -38,7 +38,8 @@ PackPath: TypeAlias = Annotated[
     str | None,
     typer.Option("--pack", metavar="DIR", help="Pack the experts into DIR/NAME on the way, as `pack` would."),
 ]
-OutPath: TypeAlias = Annotated[str, typer.Argument(metavar="OUT", help="The directory to create.")]
+OUT_HELP = "The directory to create, or a prefix of a bucket: s3://bucket/prefix, gs://, az://."
+OutPath: TypeAlias = Annotated[str, typer.Argument(metavar="OUT", help=OUT_HELP)]
 ShardSize: TypeAlias = Annotated[
     str | None,
     typer.Option("--shard-size", metavar="SIZE", help="Largest output file, e.g. 5GB.  [default: 5GB]"),
@@ -98,7 +99,7 @@ AllowDropped: TypeAlias = Annotated[
     ),
 ]
 Strict: TypeAlias = Annotated[
-    bool, typer.Option("--strict", help="Refuse a recipe with anything in it that has no effect.")
+    bool, typer.Option("--strict", help="Refuse a recipe with a notice, and a plan that reads nothing of an expert.")
 ]
 Lenient: TypeAlias = Annotated[
     bool,
@@ -239,7 +240,7 @@ NoProbe: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--no-probe",
-        help="Do not sample experts of which nothing is known; plan them by whole tensors.",
+        help="Do not sample experts of which nothing is known; spread the budget evenly over them.",
         rich_help_panel=BUDGET_PANEL,
     ),
 ]

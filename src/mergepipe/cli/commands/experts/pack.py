@@ -45,7 +45,13 @@ Chain = Annotated[
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse a base that is hardly an expert's, or one of several.")]
 PackOut = Annotated[
-    str, typer.Option("--out", "-o", metavar="DIR", help="Where the stores go: DIR/NAME for an expert named NAME.")
+    str,
+    typer.Option(
+        "--out",
+        "-o",
+        metavar="DIR",
+        help="Where the stores go: DIR/NAME for an expert named NAME. A folder, or a prefix of a bucket.",
+    ),
 ]
 Replace = Annotated[
     bool, typer.Option("--replace", help="Remove each expert's files once its store was read back and compared.")

@@ -12,6 +12,7 @@ from mergepipe.cli.guard import Session
 from mergepipe.cli.options import (
     BUDGET_HELP,
     BUDGET_PANEL,
+    OUT_HELP,
     WORK_PANEL,
     AllowDropped,
     ClusterFlags,
@@ -46,7 +47,7 @@ RecipeOrOut = Annotated[
     str,
     typer.Argument(metavar="RECIPE", help="The recipe, a YAML file. Paths in it are relative to it. Not with --plan."),
 ]
-MergeOut = Annotated[str | None, typer.Argument(metavar="OUT", help="The directory to create.", show_default=False)]
+MergeOut = Annotated[str | None, typer.Argument(metavar="OUT", help=OUT_HELP, show_default=False)]
 StoredPlan = Annotated[
     str | None,
     typer.Option("--plan", metavar="PLAN", help="Merge as this stored plan says, instead of a recipe: see `plan`."),
@@ -130,7 +131,7 @@ def merge(
     cluster: ClusterFlags,
     printing: ReportFlags,
 ) -> None:
-    """Merge the models of RECIPE into the directory OUT.
+    """Merge the models of RECIPE into OUT.
 
     OUT appears when it is complete, or not at all. An interrupted run is resumed.
     With --plan, a stored plan takes the place of RECIPE and of the options that it has decided.

@@ -78,7 +78,7 @@ def run(
     shard_size: ShardSize = None,
     printing: ReportFlags,
 ) -> None:
-    """Merge as PLAN says into the directory OUT.
+    """Merge as PLAN says into OUT.
 
     Refused if an input is not what it was when the plan was made. OUT appears when it is complete, or not at all.
     An interrupted run is resumed.

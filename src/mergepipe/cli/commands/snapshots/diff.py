@@ -46,4 +46,4 @@ def diff(
         report = api.diff(a, b, reads_tensors=not fast, home=home, on_progress=on_progress)
     from mergepipe.cli.render.snapshots import diff_table
 
-    print_report(report, diff_table, as_json=printing.as_json)
+    print_report(report, diff_table, as_json=printing.as_json, quiet=printing.quiet)

@@ -42,7 +42,7 @@ def push(
     home: Home = None,
     printing: ReportFlags,
 ) -> None:
-    """Publish a snapshot on the Hub or in a bucket.
+    """Publish a snapshot, a packed expert or a composed checkpoint on the Hub or in a bucket.
 
     It is visible there whole or not at all: one commit, or a manifest that is written last. Paths of this machine are
     left out. After an interruption the same command uploads only what is missing.
