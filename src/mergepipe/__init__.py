@@ -18,7 +18,7 @@ Planning under a budget
 Merging on many machines
     run_part, parts_status
 Packing experts
-    pack, list_packed, unpack, extract_lora
+    pack, unpack, extract_lora
 Reading models
     load_file, LoadedTensors
 Looking after snapshots
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
         gc,
         import_statistics,
         lineage,
-        list_packed,
         list_snapshots,
         load_file,
         materialise,
@@ -82,7 +81,6 @@ if TYPE_CHECKING:
         ExtractLoraReport,
         GcReport,
         ImportedStatistics,
-        LibraryReport,
         MaterialiseReport,
         MergeReport,
         PackReport,
@@ -108,7 +106,6 @@ __all__ = [
     "ExtractLoraReport",
     "GcReport",
     "ImportedStatistics",
-    "LibraryReport",
     "LineageNode",
     "LoadedTensors",
     "MaterialiseReport",
@@ -141,7 +138,6 @@ __all__ = [
     "gc",
     "import_statistics",
     "lineage",
-    "list_packed",
     "list_snapshots",
     "load_file",
     "materialise",

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
         ExtractLoraReport,
         GcReport,
         ImportedStatistics,
-        LibraryReport,
         MaterialiseReport,
         MergeReport,
         PackReport,
@@ -460,7 +459,6 @@ def pack(
     out: str | Path,
     *,
     replace: bool = False,
-    library: bool = False,
     chain: int | None = None,
     strict: bool = False,
     threads: int | None = None,
@@ -482,10 +480,8 @@ def pack(
 
     Args:
         base: full weights, or several candidates; a packed expert, too. None packs the models on their own (exponents
-            coded, sign and mantissa as they are), or with `library` takes its bases.
+            coded, sign and mantissa as they are).
         experts: full weights in safetensors files, fine-tuned from `base`.
-        library: store tensors that are equal to those of other stores in `out` once; with no base, theirs are the
-            candidates. `out` is a folder of this machine.
         chain: `experts` are checkpoints of one run in order: pack each relative to the one before as packed, and every
             `chain`-th relative to what the chain begins on. So many stores at most are decoded to restore one.
         strict: refuse a base that is hardly an expert's, or that was not told from another candidate.
@@ -509,10 +505,10 @@ def pack(
     models = [base] if isinstance(base, str | Path) else base
     bases = None if models is None else [Location.of(model) for model in models]
     paths = [Location.of(expert) for expert in experts]
-    place = Location.local(folder_of_packs(out)) if library else place_of_packs(out)
+    place = place_of_packs(out)
     if chain is None:
         return pack_experts(
-            bases, paths, place, home_of(home), replaces=replace, library=library, strict=strict, threads=n_threads,
+            bases, paths, place, home_of(home), replaces=replace, strict=strict, threads=n_threads,
             on_progress=on_progress,
         )  # fmt: skip
     if bases is None or len(bases) != 1 or not place.is_local:
@@ -520,7 +516,7 @@ def pack(
         raise RecipeError.of("option.pair", "--chain", message, "name what the first checkpoint is packed on")
     return pack_chain(
         bases[0], paths, place, home_of(home), length=positive("--chain", chain, MOST_DEPTH), replaces=replace,
-        library=library, strict=strict, threads=n_threads, on_progress=on_progress,
+        strict=strict, threads=n_threads, on_progress=on_progress,
     )  # fmt: skip
 
 
@@ -552,20 +548,6 @@ def unpack(
 
     place = None if base is None else Location.of(base)
     return unpack_store(Location.of(path), Path(out), base=place, threads=n_threads, on_progress=on_progress)
-
-
-def list_packed(folder: str | Path) -> LibraryReport:
-    """List the packed experts in a folder: sizes, what they share, norms of their deltas, and their bases.
-
-    Reads headers and indices. An expert that cannot be read is among the report's problems.
-
-    Raises:
-        NotFoundError: there is no such folder, or no packed expert in it.
-        StorageError: the folder cannot be read.
-    """
-    from mergepipe.jobs.library import list_library
-
-    return list_library(Location.of(folder))
 
 
 def load_file(
@@ -707,8 +689,7 @@ def verify(
 ) -> VerifyReport:
     """Read a whole snapshot and compare every block, digest and file with its manifest; damage is in the report.
 
-    A packed expert is decoded, and every block compared with the digest of the original; of a folder of packed experts
-    each one.
+    A packed expert is decoded, and every block compared with the digest of the original.
 
     Args:
         snapshot: its directory, where it is in a bucket or repository, its sid, or first digits of it.
@@ -729,11 +710,6 @@ def verify(
         from mergepipe.jobs.unpack import verify_pack
 
         return verify_pack(pack, base=place, threads=threads, started=started, on_progress=on_progress)
-    if _is_library(snapshot):
-        from mergepipe.jobs.library import verify_library
-
-        library = Location.of(snapshot)
-        return verify_library(library, base=place, threads=threads, started=started, on_progress=on_progress)
     if base is not None:
         raise RecipeError.of("option.pair", "--base", f"{snapshot} is no packed expert", "leave it out")
     from mergepipe.jobs.verify import verify_snapshot
@@ -908,17 +884,6 @@ def _pack_location(snapshot: str | Path) -> Location | None:
 
     location, store = Location.of(snapshot), Stores()
     return location if is_store(store, location) else None
-
-
-def _is_library(folder: str | Path) -> bool:
-    """Whether a folder holds packed experts, and is no snapshot itself."""
-    from mergepipe.deltastore.library import member_places
-    from mergepipe.snapshots.manifest import MANIFEST_NAME
-    from mergepipe.storage.contract import is_file
-    from mergepipe.storage.stores import Stores
-
-    location, store = Location.of(folder), Stores()
-    return not is_file(store, location / MANIFEST_NAME) and bool(member_places(store, location))
 
 
 def _snapshot_location(snapshot: str | Path, home: str | Path | None) -> Location:

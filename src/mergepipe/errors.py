@@ -51,7 +51,6 @@ KEYWORD_OF_OPTION = {
     "--home": "home",
     "--keep-sums": "keep_sums=True",
     "--lenient": "lenient=True",
-    "--library": "library=True",
     "--link": "link=True",
     "--memory": "memory_bytes",
     "--min-density": "min_density",

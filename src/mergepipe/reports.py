@@ -286,46 +286,6 @@ class PackedExpert:
 
 
 @dataclass(frozen=True, slots=True)
-class LibraryMember:
-    """A packed expert of a library. `shared_bytes` of its store are in files that other members have too.
-
-    `delta_norm` is that of its differences from the base, as far as they are finite.
-    """
-
-    store: Location
-    base: str
-    tensor_bytes: int
-    store_bytes: int
-    shared_bytes: int
-    delta_norm: float
-
-    @property
-    def saved_bytes(self) -> int:
-        """What the pack saves beside the expert as it was, without what it shares."""
-        return self.tensor_bytes - self.store_bytes
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class LibraryReport(Displayed):
-    """The packed experts in a folder. `stored_bytes` counts shared files once; `problems` are unreadable members."""
-
-    folder: Location
-    members: tuple[LibraryMember, ...]
-    stored_bytes: int
-    problems: tuple[str, ...] = ()
-
-    @property
-    def tensor_bytes(self) -> int:
-        """The bytes of the experts' tensors as they were."""
-        return sum(member.tensor_bytes for member in self.members)
-
-    @property
-    def packed_bytes(self) -> int:
-        """The bytes of all stores, shared files counted for each."""
-        return sum(member.store_bytes for member in self.members)
-
-
-@dataclass(frozen=True, slots=True)
 class NotPacked:
     """An expert that a merge or an analysis could not pack on the way, and why."""
 

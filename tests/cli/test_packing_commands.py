@@ -40,22 +40,6 @@ def test_pack__as_json_names_every_expert(work: Workplace, run: Runner) -> None:
     assert all(sum(expert["blocks"].values()) > 0 for expert in experts)
 
 
-def test_pack__into_a_library_finds_the_base_and_ls_lists_the_members(work: Workplace, run: Runner) -> None:
-    library, experts = work.root / "library", work.family.experts
-    first = run("pack", experts[0], "--base", experts[1], "--base", work.family.base, "--library", "-o", library)
-    assert first.exit_code == 0
-    assert f"{library / 'expert-1'}: {work.family.base}, deltas of" in " ".join(first.out.split())
-    assert run("pack", experts[1], "--library", "-o", library, "--quiet").exit_code == 0
-    listed = run("ls", library)
-    assert [line.split()[0] for line in listed.out.splitlines()[1:3]] == ["expert-1", "expert-2"]
-    assert "by sharing" in listed.out
-    assert {member["base"] for member in run("ls", library, "--json").json()["members"]} == {str(work.family.base)}
-    assert run("verify", library).exit_code == 0
-    (library / "expert-1" / "mergepipe-store.json").write_text("{")
-    assert "problem" in run("ls", library).out
-    assert run("verify", library).exit_code == 4
-
-
 def test_pack__of_one_model_alone_needs_no_base(work: Workplace, run: Runner) -> None:
     assert run("pack", work.family.base, "-o", work.root / "stores").exit_code == 0
     assert run("unpack", work.root / "stores" / "base", "-o", work.root / "again").exit_code == 0
@@ -63,9 +47,6 @@ def test_pack__of_one_model_alone_needs_no_base(work: Workplace, run: Runner) ->
     assert (work.root / "again" / weights).read_bytes() == (work.family.base / weights).read_bytes()
     expert = work.family.experts[0]
     assert run("pack", work.family.base, expert, "-o", work.root / "stores").exit_code == 0
-    assert run("verify", work.root / "stores", "--base", work.family.base).exit_code == 0  # the other one has none
-    alone = run("pack", work.family.base, "--library", "-o", work.root / "library")
-    assert (alone.exit_code, "pack.base-missing" in alone.err) == (2, True)
 
 
 def test_pack__on_a_base_that_is_packed_on_its_own_comes_back(work: Workplace, run: Runner) -> None:

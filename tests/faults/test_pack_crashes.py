@@ -6,8 +6,6 @@ import contextlib
 import errno
 import os
 import shutil
-import signal
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,12 +15,11 @@ import pytest
 import mergepipe
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.pack import builder as store_building
-from mergepipe.deltastore.pack import own_files
 from mergepipe.deltastore.pack import progress as pack_progress
 from mergepipe.deltastore.pack.builder import StoreBuilder
 from mergepipe.errors import MergePipeError, StorageError
 from mergepipe.reports import PackReport, Progress
-from support.crashes import Death, count_operations, run_forked, run_killed
+from support.crashes import Death, count_operations, run_killed
 from support.faults import Fault, open_descriptors, replaced, system_error, worker_threads
 from support.safetensors_bytes import file_bytes
 
@@ -36,7 +33,6 @@ class PackCase:
 
     root: Path
     wanted: dict[str, bytes]
-    is_library: bool = False
 
     @property
     def out(self) -> Path:
@@ -45,7 +41,7 @@ class PackCase:
     def run(self) -> PackReport:
         """Pack, or go on with what is there."""
         experts = [self.root / "expert-1", self.root / "expert-2"]
-        return mergepipe.pack(self.root / "base", experts, self.out, threads=2, library=self.is_library)
+        return mergepipe.pack(self.root / "base", experts, self.out, threads=2)
 
     def clear(self) -> None:
         """Remove what was made."""
@@ -78,20 +74,6 @@ def make_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackCase:
     return finished(PackCase(tmp_path, {}))
 
 
-@pytest.fixture(name="library")
-def make_library_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackCase:
-    """A library of two experts that share their largest tensor."""
-    monkeypatch.setattr(store_building, "NOTE_BLOCKS", 1)
-    monkeypatch.setattr(own_files, "OWN_FILE_BYTES", 4096)
-    rng = np.random.default_rng(0)
-    base = [(rng.integers(0, 1 << 8, n) + 0x3F00).astype(np.uint16) for n in SIZES]
-    write_model(tmp_path / "base", base)
-    moved = [each + rng.integers(0, 3, len(each)).astype(np.uint16) for each in base]
-    write_model(tmp_path / "expert-1", moved)
-    write_model(tmp_path / "expert-2", [*(each + np.uint16(1) for each in base[:-1]), moved[-1]])
-    return finished(PackCase(tmp_path, {}, is_library=True))
-
-
 def finished(case: PackCase) -> PackCase:
     """The case with what it gives when nothing interferes; that is removed again."""
     case.run()
@@ -117,19 +99,7 @@ def crash_everywhere(case: PackCase, *, step: int, death: Death) -> tuple[int, i
         left = {path.name for path in case.out.glob(".*")}
         assert left <= {f".{name}.mergepipe-staging" for name in published}  # killed while it was removed
         assert {name: raw for name, raw in tree(case.out).items() if name[0] != "."} == case.wanted
-        if case.is_library:
-            check_library(case)
     return crashes, resumed, len(operations)
-
-
-def check_library(case: PackCase) -> None:
-    """What both members have is stored once, and either is whole without the other."""
-    first, second = (case.out / f"expert-{number}" for number in (1, 2))
-    (shared,) = {path.name for path in first.glob("*.tensor-*")} & {path.name for path in second.glob("*.tensor-*")}
-    assert (first / shared).samefile(second / shared)
-    shutil.rmtree(first)
-    assert mergepipe.verify(second).is_sound
-    assert tree(second) == expected(case, "expert-2")
 
 
 def expected(case: PackCase, name: str) -> dict[str, bytes]:
@@ -141,37 +111,6 @@ def test_pack__killed_at_any_operation_goes_on(case: PackCase) -> None:
     print(f"{operations} operations, {crashes} crashes, {resumed} went on")
     assert crashes > 0.7 * operations / FEW
     assert resumed > crashes // 3
-
-
-def test_library__whose_shared_files_a_killed_process_left_in_staging_is_packed_into_again(library: PackCase) -> None:
-    def then_die(move: Callable[..., object]) -> Callable[..., object]:
-        def moved(*args: object) -> object:
-            names = move(*args)
-            if (library.out / "expert-1").exists():  # it is the second one, with a link to the first one's file
-                os.kill(os.getpid(), signal.SIGKILL)
-            return names
-
-        return moved
-
-    with replaced(store_building, "move_to_own_files", then_die):
-        assert run_forked(library.run) == -signal.SIGKILL
-    assert any(path.stat().st_nlink > 1 for path in library.out.rglob(".expert-2*/*/*.tensor-*"))
-    library.run()
-    assert tree(library.out) == library.wanted
-    check_library(library)
-
-
-def test_library__packed_into_by_a_killed_process_stays_whole(library: PackCase) -> None:
-    crashes, _, operations = crash_everywhere(library, step=8 * FEW, death=Death.TORN)
-    assert crashes > 0.7 * operations / (8 * FEW)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("death", list(Death))
-def test_library__packed_into_by_a_process_killed_anywhere_stays_whole(library: PackCase, death: Death) -> None:
-    crashes, resumed, operations = crash_everywhere(library, step=3, death=death)
-    assert crashes > 0.8 * operations / 3
-    assert resumed > crashes // 4
 
 
 @pytest.mark.slow

@@ -50,8 +50,7 @@ merge recipe.yml overlay --overlay
 materialise overlay whole
 pack family/base family/expert-1 -o packed
 unpack packed/expert-1 -o unpacked
-pack family/expert-2 --base family/base --library -o packed
-ls packed
+pack family/expert-2 --base family/base -o packed
 extract-lora family/base family/expert-1 -o adapter --rank 2
 ls
 show merged

@@ -46,16 +46,6 @@ class OpenedStore:
     def index(self) -> StoreIndex:
         return self.index_reader.index
 
-    @property
-    def pinned(self) -> tuple[FileFingerprint, ...]:
-        """The files that must not change while the store is read.
-
-        Those of encoded tensors alone are left out: another member of a library that shares one and comes or goes
-        changes its version, and every piece of it is compared with the index.
-        """
-        shared = {tensor.own_file for tensor in self.header.tensors if tensor.own_file and not tensor.is_plain}
-        return tuple(file for file in self.fingerprints if file.name not in shared)
-
 
 def read_store(store: Store, path: Location) -> OpenedStore:
     """Read and check header and index, both charged as metadata.
@@ -92,7 +82,6 @@ def _read_header(store: Store, path: Location, read_index: Charged) -> OpenedSto
     sizes: dict[str, int | None] = {PIECE_NAMES[piece]: None for piece in Piece}
     sizes[HEADERS_NAME] = sum(file.header_bytes for file in header.files)
     sizes |= {HEADER_NAME: len(raw), INDEX_NAME: n_rows * ROW_BYTES}
-    sizes |= {tensor.own_file: None for tensor in header.tensors if tensor.own_file}
     sizes |= {file.name: file.size_bytes for file in header.kept}
     prints = tuple(_fingerprint(store, path, name, size, header) for name, size in sorted(sizes.items()))
     sizes_bytes = {file.name: file.size_bytes for file in prints}
@@ -114,13 +103,13 @@ def open_store(store: Store, path: Location, base: Checkpoint | None) -> Checkpo
     sidecars = tuple(sorted(file.name for file in opened.header.kept if file.name in SIDECAR_NAMES))
     content_id = opened.header.content_id
     return Checkpoint(
-        path, path, MappingProxyType(tensors), opened.pinned, sidecars,
+        path, path, MappingProxyType(tensors), opened.fingerprints, sidecars,
         content_id=content_id, encoded=opened.index_reader,
     )  # fmt: skip
 
 
 def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint | None) -> Readable:
-    index, first_row = opened.index_reader.of_tensor(entry)
+    index, first_row = opened.index_reader, entry.first_row
     if not entry.has_base:
         kind = PlainTensor if entry.is_plain else StandaloneTensor
         return kind(entry.name, entry.dtype, entry.shape, opened.root, index, first_row)

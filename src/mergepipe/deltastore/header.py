@@ -6,7 +6,6 @@ Format: "Header" in docs/internals/formats/delta-store.md.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import NoReturn, TypeVar
@@ -30,7 +29,6 @@ PIECE_NAMES: dict[Piece, str] = {
     piece: f"mergepipe-store.{piece.name.lower().replace('_', '-')}.bin" for piece in Piece
 }
 OWN_NAMES = frozenset({HEADER_NAME, INDEX_NAME, HEADERS_NAME, *PIECE_NAMES.values()})
-_TENSOR_FILE = re.compile(r"mergepipe-store\.tensor-[0-9a-f]{32}\.bin")
 FORMAT_NAME = "mergepipe-delta-store"
 FORMAT_VERSION = 4
 OLDEST_VERSION = 3
@@ -41,19 +39,9 @@ _SMALLEST_CUT = 2.0**-149
 T = TypeVar("T")
 
 
-def tensor_file_name(content_id: str) -> str:
-    """The name of the file that holds all pieces of one tensor, for the members of a library to share."""
-    return f"mergepipe-store.tensor-{content_id}.bin"
-
-
-def is_tensor_file(name: str) -> bool:
-    """Whether a file of this name holds one tensor, and may be shared by the members of a library."""
-    return _TENSOR_FILE.fullmatch(name) is not None
-
-
 def is_own_name(name: str) -> bool:
     """Whether a file of this name belongs to the store, not to the expert."""
-    return name in OWN_NAMES or is_tensor_file(name)
+    return name in OWN_NAMES
 
 
 def is_store(store: Store, path: Location) -> bool:
@@ -87,7 +75,6 @@ class PackedEntry:
 
     Tensors are ordered by file, then by offset. `base_dtype`: that of the base's tensor that it is encoded relative to;
     None where there is none. `is_plain`: such a tensor whose blocks are all RAW, so that it is one byte range.
-    `own_file`: the name of a file that holds all its pieces, one kind after another; empty where they are with others'.
     """
 
     name: str
@@ -98,7 +85,6 @@ class PackedEntry:
     base_dtype: DType | None
     is_plain: bool
     cuts: tuple[float, float, float] | None
-    own_file: str = ""
 
     @property
     def has_base(self) -> bool:
@@ -146,10 +132,7 @@ class StoreHeader:
 
 def _entry_json(tensor: PackedEntry) -> dict[str, object]:
     base_dtype = None if tensor.base_dtype is None else tensor.base_dtype.name
-    content = {**asdict(tensor), "dtype": tensor.dtype.name, "base_dtype": base_dtype}
-    if not tensor.own_file:
-        del content["own_file"]
-    return content
+    return {**asdict(tensor), "dtype": tensor.dtype.name, "base_dtype": base_dtype}
 
 
 def parse_header(raw: bytes, path: Location) -> StoreHeader:
@@ -284,17 +267,8 @@ def _entry_with(fields: _Fields, base_dtype: DType | None, *, is_plain: bool) ->
         fields.refuse("base_dtype", base_dtype.name)
     return PackedEntry(
         fields.get("name", str), dtype, tuple(shape), fields.get("file", int), fields.get("first_row", int),
-        base_dtype, is_plain, _cuts(fields, dtype, base_dtype), _own_file(fields),
+        base_dtype, is_plain, _cuts(fields, dtype, base_dtype),
     )  # fmt: skip
-
-
-def _own_file(fields: _Fields) -> str:
-    if fields.raw("own_file") is None:
-        return ""
-    name = fields.get("own_file", str)
-    if not is_tensor_file(name):
-        fields.refuse("own_file", name)
-    return name
 
 
 def _cuts(fields: _Fields, dtype: DType, base_dtype: DType | None) -> tuple[float, float, float] | None:

@@ -87,21 +87,6 @@ class StoreIndex:
             raise corrupt(where, "a recorded squared error is negative or not finite")
         return cls.of(rows)
 
-    def without(self, ranges: Sequence[tuple[int, int]]) -> StoreIndex:
-        """The same rows where the pieces of some ranges of rows are not in the common files."""
-        lengths_PR = self.rows["lengths"].T.astype(np.int64)
-        for first, stop in ranges:
-            lengths_PR[:, first:stop] = 0
-        return StoreIndex(self.rows, _offsets(lengths_PR))
-
-    def alone(self, first: int, stop: int) -> StoreIndex:
-        """The rows `[first, stop)` of a tensor whose pieces are in one file, one kind after another."""
-        rows = self.rows[first:stop]
-        offsets_PR = _offsets(rows["lengths"].T.astype(np.int64))
-        ends_P = np.cumsum(offsets_PR[:, -1])
-        offsets_PR[1:] += ends_P[:-1, None]
-        return StoreIndex(rows, offsets_PR)
-
     def codec(self, row: int) -> Codec:
         return Codec(int(self.rows["codec"][row]))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.read_cost import range_cost_bytes
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
-from mergepipe.deltastore.header import INDEX_NAME, PIECE_NAMES, PackedEntry, StoreHeader
+from mergepipe.deltastore.header import INDEX_NAME, PIECE_NAMES, StoreHeader
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
 from mergepipe.deltastore.writer import index_digest
 from mergepipe.storage.buffers import PAGE_BYTES
@@ -87,8 +86,7 @@ class StoreIndexReader:
     @property
     def stored_bytes(self) -> int:
         """The bytes of all pieces of all tensors."""
-        own_names = {tensor.own_file for tensor in self._header.tensors if tensor.own_file}
-        return sum(self._sizes[name] for name in (*PIECE_NAMES.values(), *own_names))
+        return sum(self._sizes[name] for name in PIECE_NAMES.values())
 
     @property
     def least_bytes(self) -> int:
@@ -103,18 +101,11 @@ class StoreIndexReader:
     @property
     def files(self) -> frozenset[Location]:
         """The files that hold pieces."""
-        own_names = (tensor.own_file for tensor in self._header.tensors if tensor.own_file)
-        return frozenset({*self._paths.values(), *(self._root / name for name in own_names)})
+        return frozenset(self._paths.values())
 
     def path_of(self, piece: Piece) -> Location:
-        """The file that holds the pieces of a kind, but for tensors with a file of their own."""
+        """The file that holds the pieces of a kind."""
         return self._paths[piece]
-
-    def of_tensor(self, entry: PackedEntry) -> tuple[TensorIndex, int]:
-        """The index that locates the pieces of a tensor, and the tensor's first row in it."""
-        if not entry.own_file:
-            return self, entry.first_row
-        return OwnFileIndex(self, entry, self._root / entry.own_file), 0
 
     @property
     def content(self) -> bytes:
@@ -159,23 +150,12 @@ class StoreIndexReader:
             raise corrupt(path, "the index is damaged: its digest does not fit the header's")
         index = StoreIndex.parse(content, str(path))
         self._check_lengths(index, path)
-        return self._located(index)
-
-    def _located(self, index: StoreIndex) -> StoreIndex:
-        """Locate the pieces in the common files, and check the sizes of all files."""
-        apart = [tensor for tensor in self._header.tensors if tensor.own_file]
-        for tensor in apart:
-            lengths = index.rows["lengths"][tensor.first_row : tensor.first_row + tensor.n_rows]
-            self._check_size(tensor.own_file, int(lengths.sum(dtype=np.int64)))
-        if apart:
-            index = index.without([(tensor.first_row, tensor.first_row + tensor.n_rows) for tensor in apart])
         for piece in Piece:
-            self._check_size(PIECE_NAMES[piece], index.file_bytes(piece))
+            needed_bytes = index.file_bytes(piece)
+            if self._sizes[PIECE_NAMES[piece]] != needed_bytes:
+                message = f"has {self._sizes[PIECE_NAMES[piece]]} bytes, {needed_bytes} bytes are needed"
+                raise corrupt(self.path_of(piece), message)
         return index
-
-    def _check_size(self, name: str, needed_bytes: int) -> None:
-        if self._sizes[name] != needed_bytes:
-            raise corrupt(self._root / name, f"has {self._sizes[name]} bytes, {needed_bytes} bytes are needed")
 
     def _check_lengths(self, index: StoreIndex, path: Location) -> None:
         """Refuse blocks whose pieces have more bytes than the block, as they are read into memory."""
@@ -188,53 +168,6 @@ class StoreIndexReader:
                 stored = int(stored_R[tensor.first_row + over_B[0]])
                 message = f"tensor {shown(tensor.name)}, block {over_B[0]}: {stored} bytes are stored for a block"
                 raise corrupt(path, f"{message} of {room_B[over_B[0]]}")
-
-
-class TensorIndex(Protocol):
-    """Locates the pieces of a tensor: rows, offsets in files, and the files."""
-
-    granularity_bytes: int
-
-    @property
-    def index(self) -> StoreIndex: ...
-
-    @property
-    def files(self) -> frozenset[Location]: ...
-
-    def path_of(self, piece: Piece) -> Location: ...
-
-
-class OwnFileIndex:
-    """Locates the pieces of one tensor whose pieces are all in one file, `file`."""
-
-    def __init__(self, reader: StoreIndexReader, entry: PackedEntry, file: Location) -> None:
-        self._reader = reader
-        self._entry = entry
-        self._file = file
-        self._index: StoreIndex | None = None
-        self.granularity_bytes = reader.granularity_bytes
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, OwnFileIndex) and (self._reader, self._entry) == (other._reader, other._entry)
-
-    def __hash__(self) -> int:
-        return hash((self._reader, self._file))
-
-    @property
-    def index(self) -> StoreIndex:
-        """The rows of the tensor; the first access reads the store's index."""
-        if self._index is None:
-            first = self._entry.first_row
-            self._index = self._reader.index.alone(first, first + self._entry.n_rows)
-        return self._index
-
-    @property
-    def files(self) -> frozenset[Location]:
-        return frozenset({self._file})
-
-    def path_of(self, _piece: Piece) -> Location:
-        """The file that holds all pieces."""
-        return self._file
 
 
 def _with_index(

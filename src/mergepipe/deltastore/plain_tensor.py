@@ -12,7 +12,7 @@ from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece
-from mergepipe.deltastore.index_reader import TensorIndex
+from mergepipe.deltastore.index_reader import StoreIndexReader
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -27,7 +27,7 @@ class PlainTensor:
     dtype: DType
     shape: tuple[int, ...]
     root: Location
-    index_reader: TensorIndex
+    index_reader: StoreIndexReader
     first_row: int
 
     is_unit = False

@@ -32,7 +32,7 @@ from mergepipe.deltastore.codec.levels import (
 from mergepipe.deltastore.codec.piece_headers import CURSOR_FIELDS, END, POSITION
 from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.deltastore.index import DIGEST_BYTES, StoreIndex
-from mergepipe.deltastore.index_reader import TensorIndex
+from mergepipe.deltastore.index_reader import StoreIndexReader
 from mergepipe.errors import MismatchError
 from mergepipe.kernels.compilation.compiled import Counts
 from mergepipe.storage.buffers import PAGE_BYTES, round_up
@@ -59,7 +59,7 @@ class EncodedTensor:
     stored_dtype: DType
     shape: tuple[int, ...]
     root: Location
-    index_reader: TensorIndex
+    index_reader: StoreIndexReader
     first_row: int
 
     is_unit = False

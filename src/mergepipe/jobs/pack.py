@@ -13,7 +13,6 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
 from mergepipe.deltastore.chain import next_base
 from mergepipe.deltastore.checkpoint import read_store
-from mergepipe.deltastore.library import recorded_bases
 from mergepipe.deltastore.pack.base_match import BaseMatch, doubt_about, match_base
 from mergepipe.deltastore.pack.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, open_builder
 from mergepipe.deltastore.pack.encode_pass import EXPERTS_AT_ONCE, pack_all
@@ -41,15 +40,13 @@ def pack_experts(
     home: Path,
     *,
     replaces: bool,
-    library: bool,
     strict: bool,
     threads: int,
     on_progress: ProgressCallback | None,
 ) -> PackReport:
     """Pack each expert into a store `folder/NAME`, relative to the nearest of `bases`, or on its own; see `api.pack`.
 
-    With `replaces` the originals are removed last. With `library` equal tensors of the stores in `folder` are stored
-    once, and without `bases` theirs are the candidates.
+    With `replaces` the originals are removed last.
 
     Raises:
         RecipeError, UnsupportedError, MismatchError: see `api.pack`.
@@ -57,8 +54,6 @@ def pack_experts(
     """
     started = time.perf_counter()
     store = Stores()
-    if library and not bases:
-        bases = recorded_bases(store, folder)
     if bases is not None and not bases:
         raise RecipeError.of("pack.base-missing", folder, "no base was named", "give one as BASE, or more as --base")
     distinct = {base.normal(): base for base in reversed(bases or ())}  # one named twice would not be told from itself
@@ -68,10 +63,7 @@ def pack_experts(
     chosen: list[Checkpoint | None] = [None] * len(checkpoints)
     if candidates:
         chosen = [candidates[number] for number, _ in choices]
-    jobs = [
-        job_of(store, base, checkpoint, folder, home, is_member=library)
-        for base, checkpoint in zip(chosen, checkpoints, strict=True)
-    ]
+    jobs = [job_of(store, base, checkpoint, folder, home) for base, checkpoint in zip(chosen, checkpoints, strict=True)]
     matches = {job.place: match for job, (_, match) in zip(jobs, choices, strict=False)}
     check_names(jobs)
     _check_bases(jobs, matches, on_progress, strict=strict)
@@ -110,7 +102,6 @@ def pack_chain(
     *,
     length: int,
     replaces: bool,
-    library: bool,
     strict: bool,
     threads: int,
     on_progress: ProgressCallback | None,
@@ -128,8 +119,7 @@ def pack_chain(
     for step in steps:
         bases = [next_base(Stores(), last, length)]
         report = pack_experts(
-            bases, [step], folder, home, replaces=replaces, library=library, strict=strict, threads=threads,
-            on_progress=on_progress,
+            bases, [step], folder, home, replaces=replaces, strict=strict, threads=threads, on_progress=on_progress,
         )  # fmt: skip
         reports.append(report)
         last = Location.of(report.experts[0].store)

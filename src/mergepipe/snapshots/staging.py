@@ -200,8 +200,7 @@ class Staging:
     record of the output and the process, which locks it while it lives. Only `publish` makes anything visible. Leaving
     the context without it removes the directory, unless `keep` was called. What a killed process left is taken over:
     continued where `can_continue` says so of the directory, else removed. Only what carries the record of this very
-    output is: anything else of that name is refused. Files that `may_be_shared`, told by name, may be hard links to
-    files of other outputs, which removing them does not touch.
+    output is: anything else of that name is refused.
     """
 
     _process = 0  # the one that has entered the context and not left it
@@ -212,12 +211,10 @@ class Staging:
         *,
         force: bool,
         can_continue: Callable[[Path], bool] | None = None,
-        may_be_shared: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._out = out.absolute()
         self._force = force
         self._can_continue = can_continue
-        self._may_be_shared = may_be_shared
         self._made_parents: list[Path] = []
         self._directory = staging_directory(self._out)
         self._lock = -1
@@ -248,7 +245,7 @@ class Staging:
             while self._lock < 0:
                 self._lock = self._acquire()
             self._keeps = not self._is_new  # whatever is wrong, what an interrupted run left stays
-            owned.check_tree(self._directory, may_be_shared=self._may_be_shared)
+            owned.check_tree(self._directory)
             write_owner(self._directory, self._out.name)
             _bring_back(self._directory, self._out)
             self.is_continued = self._can_continue is not None and self._can_continue(self._directory)

@@ -332,16 +332,6 @@ def remove_file(path: Path, root: Path | None = None) -> None:
         os.unlink(name, dir_fd=folder)
 
 
-def link_file(old: Path, new: Path, old_root: Path) -> None:
-    """Give a file in the folder `old_root`, which is ours, another name; a link is not followed.
-
-    Raises:
-        FileExistsError: something has the new name.
-    """
-    with _parent(old, old_root) as (folder, name), _parent(new, None) as (new_folder, new_name):
-        os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
-
-
 def is_there(path: Path, root: Path | None = None) -> bool:
     """Whether there is anything of this name, a link too."""
     try:
@@ -418,17 +408,14 @@ def list_folder(path: Path, root: Path | None = None) -> list[tuple[str, os.stat
         os.close(descriptor)
 
 
-def check_tree(path: Path, root: Path | None = None, may_be_shared: Callable[[str], bool] = lambda _: False) -> None:
-    """Refuse a folder that is ours if anything in it is no folder and no regular file with a single name.
-
-    Files that `may_be_shared`, told by name, may have other names too.
-    """
+def check_tree(path: Path, root: Path | None = None) -> None:
+    """Refuse a folder that is ours if anything in it is no folder and no regular file with a single name."""
     for name, status in list_folder(path, root):
         if stat.S_ISDIR(status.st_mode):
-            check_tree(path / name, root, may_be_shared)
+            check_tree(path / name, root)
         elif not (stat.S_ISLNK(status.st_mode) or stat.S_ISREG(status.st_mode)):
             raise _not_ours(path / name, f"is {_kind(status.st_mode)}")
-        elif stat.S_ISLNK(status.st_mode) or (status.st_nlink > 1 and not may_be_shared(name)):
+        elif stat.S_ISLNK(status.st_mode) or status.st_nlink > 1:
             raise _link(path / name)
 
 

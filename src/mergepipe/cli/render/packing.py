@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from mergepipe.cli.render.layout import Fact, columns_text, facts_text
 from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
-from mergepipe.reports import LibraryReport, NotPacked, PackedExpert, PackReport, UnpackReport
+from mergepipe.reports import NotPacked, PackedExpert, PackReport, UnpackReport
 
 _CODEC_WORDS = {
     "same": "equal to the base",
@@ -45,33 +45,6 @@ def _base_of_choice(expert: PackedExpert) -> list[Fact]:
         f"{100 * match.next_delta:.3g} %{sure}"
     )
     return [("base", text)]
-
-
-def library_table(report: LibraryReport) -> str:
-    """A row for each packed expert of a folder, then the sums and what could not be read."""
-    head = ("store", "expert", "packed", "of it", "shared", "delta norm", "base")
-    rows = [
-        (
-            member.store.name,
-            format_bytes(member.tensor_bytes),
-            format_bytes(member.store_bytes),
-            f"{member.store_bytes / max(member.tensor_bytes, 1):.1%}",
-            format_bytes(member.shared_bytes),
-            f"{member.delta_norm:.4g}",
-            member.base,
-        )
-        for member in report.members
-    ]
-    saved = report.tensor_bytes - report.stored_bytes
-    facts: list[Fact] = [
-        ("experts", f"{format_bytes(report.tensor_bytes)} in {format_bytes(report.stored_bytes)}"),
-        (
-            "saved",
-            f"{format_bytes(saved)}, of which {format_bytes(report.packed_bytes - report.stored_bytes)} by sharing",
-        ),
-        *(("problem", problem) for problem in report.problems),
-    ]
-    return f"{columns_text(head, rows, left=1)}\n\n{facts_text(facts)}"
 
 
 def packing_facts(packed: Iterable[PackedExpert], not_packed: Iterable[NotPacked]) -> list[Fact]:

@@ -31,15 +31,12 @@ from mergepipe.deltastore.header import (
     PackedEntry,
     PackedFile,
     StoreHeader,
-    is_tensor_file,
 )
-from mergepipe.deltastore.index import StoreIndex
 from mergepipe.deltastore.ordered_blocks import EARLY_BYTES, OrderedBlocks
 from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
-from mergepipe.deltastore.pack.own_files import large_tensors, move_to_own_files
 from mergepipe.deltastore.pack.portable import portable_store
-from mergepipe.deltastore.pack.progress import PackProgress, find_progress, forget_progress, note_progress
-from mergepipe.deltastore.writer import CHUNK_BYTES, GROWING_FILES, StoreWriter, read_rows
+from mergepipe.deltastore.pack.progress import PackProgress, find_progress, note_progress
+from mergepipe.deltastore.writer import CHUNK_BYTES, GROWING_FILES, StoreWriter
 from mergepipe.errors import StorageError
 from mergepipe.snapshots.object_upload import ObjectUpload
 from mergepipe.snapshots.staging import Staging, kept_note
@@ -85,8 +82,7 @@ class PackJob:
     """One expert to be packed, relative to its base if any: the store grows beside `out`, and is published at `place`.
 
     The two are the same unless `place` is in a bucket. `kept` are its files other than weights; `places` describes its
-    tensors in the order of the store. With `is_member` large tensors get files that they share with equal ones of the
-    other stores beside `out`.
+    tensors in the order of the store.
     """
 
     base: Checkpoint | None
@@ -95,7 +91,6 @@ class PackJob:
     place: Location
     kept: tuple[FileFingerprint, ...]
     places: tuple[Place, ...]
-    is_member: bool = False
     depth: int = 0  # see `StoreHeader`
 
     @classmethod
@@ -106,6 +101,7 @@ class PackJob:
         out: Path,
         place: Location,
         kept_files: tuple[FileFingerprint, ...],
+        depth: int = 0,
     ) -> PackJob:
         numbers = {expert.root / file.name: number for number, file in enumerate(expert.files)}
         places: list[Place] = []
@@ -117,7 +113,7 @@ class PackJob:
             stays_plain = base is not None and matching is None and bool(pieces_of(entry.name, entry.shape))
             places.append(Place(entry, matching, numbers[entry.file], row, stays_plain))
             row += places[-1].n_rows
-        return cls(base, expert, out, place, kept_files, tuple(places))
+        return cls(base, expert, out, place, kept_files, tuple(places), depth)
 
     @property
     def n_rows(self) -> int:
@@ -197,7 +193,7 @@ def open_builder(job: PackJob, store: Store, *, resumes: bool, sharing: int = 1)
         resumable.extend([] if progress is None else [progress])
         return progress is not None
 
-    growing = Staging(job.out, force=False, can_continue=can_continue, may_be_shared=is_tensor_file)
+    growing = Staging(job.out, force=False, can_continue=can_continue)
     with growing as staging, _upload_to(job.place) as upload:
         builder = None
         try:
@@ -250,7 +246,6 @@ class StoreBuilder:
         self._upload = upload
         self._keeps_notes = keeps_notes
         self._noted_rows = self.n_done
-        self._own_files: dict[int, str] = {}
         cuts = () if progress is None else progress.cuts
         self._bands = {
             number: None if tensor_cuts is None else Bands(tensor_cuts) for number, tensor_cuts in enumerate(cuts)
@@ -330,27 +325,11 @@ class StoreBuilder:
             raise ValueError(f"{self.job.out}: {self._blocks.n_written} of {self.job.n_rows} blocks were put")
         if self._upload is not None:  # what is packed is not packed again if the upload fails
             self._note()
-        if self.job.is_member:
-            self._move_to_own_files()
         kept_files = tuple(self._keep(file.name) for file in self.job.kept)
         with open_files(self._store, self._content_id.missing_files, (self.job.expert,)) as files:
             content_id = self._content_id.value(files)
         self._writer.finish(self._header(kept_files, content_id))
         self.job.check_unchanged(self._store)
-
-    def _move_to_own_files(self) -> None:
-        """Give large tensors files of their own, shared with other members of the library."""
-        self._writer.sync()
-        rows_of = [(place.first_row, place.first_row + place.n_rows) for place in self.job.places]
-        content = read_rows(self._staging.path, self.job.n_rows)
-        index = StoreIndex.parse(content, str(self._staging.path))
-        numbers = large_tensors(index, rows_of, [place.entry.nbytes for place in self.job.places])
-        if numbers:
-            forget_progress(self._staging.directory)  # from here on the common files cannot be continued
-            self.is_noted = False
-            rows = {number: rows_of[number] for number in numbers}
-            ledger = self._store.ledger
-            self._own_files = move_to_own_files(self._staging.path, index, rows, self.job.out.parent, ledger)
 
     def read(self) -> OpenedStore:
         """Read header and index of the finished store, before it is published."""
@@ -396,7 +375,6 @@ class StoreBuilder:
             base_dtype=None if place.base is None else place.base.dtype,
             is_plain=place.base is None and self._writer.are_raw(place.first_row, place.first_row + place.n_rows),
             cuts=None if bands is None else bands.cuts,
-            own_file=self._own_files.get(number, ""),
         )
 
     def _header_bytes(self, file: FileFingerprint) -> int:

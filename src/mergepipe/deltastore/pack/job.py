@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from mergepipe.checkpoints.contained_files import is_linked_folder, require_text_path
@@ -43,12 +42,10 @@ def open_base(store: Store, path: Location) -> Checkpoint:
     return base
 
 
-def job_of(
-    store: Store, base: Checkpoint | None, expert: Checkpoint, folder: Location, home: Path, *, is_member: bool = False
-) -> PackJob:
+def job_of(store: Store, base: Checkpoint | None, expert: Checkpoint, folder: Location, home: Path) -> PackJob:
     """The job of packing an expert, relative to `base` if any, under its name in `folder`.
 
-    One in a bucket is staged in `home`. With `is_member` the folder is a library.
+    One in a bucket is staged in `home`.
 
     Raises:
         UnsupportedError: its files are not plain safetensors weights, or one has a name that stores use.
@@ -69,8 +66,7 @@ def job_of(
         check_target(out, inputs, force=None)
     is_chained = base is not None and base.encoded is not None
     depth = read_header(store, base.path).header.depth + 1 if base is not None and is_chained else 0
-    job = PackJob.of(base, expert, out, place, _kept_files(store, expert))
-    return replace(job, is_member=is_member, depth=depth)
+    return PackJob.of(base, expert, out, place, _kept_files(store, expert), depth)
 
 
 def reason_against(expert: Checkpoint) -> str:

@@ -51,20 +51,6 @@ def note_progress(directory: Path, progress: PackProgress, ledger: Ledger) -> No
     sync_directory(directory.parent)
 
 
-def forget_progress(directory: Path) -> None:
-    """Remove the record of progress from a staging directory, durably, before its files are changed.
-
-    Raises:
-        StorageError: the operating system refused.
-    """
-    try:
-        if owned.is_there(directory / PROGRESS_NAME):
-            owned.remove_file(directory / PROGRESS_NAME)
-            owned.sync_folder(directory)
-    except OSError as error:
-        raise os_error(error, directory / PROGRESS_NAME, "removing it") from error
-
-
 def find_progress(directory: Path, key: str) -> PackProgress | None:
     """Find progress to resume in a staging directory, truncated to its durable part; None if there is none.
 

@@ -18,21 +18,13 @@ Models = Annotated[
     list[str],
     typer.Argument(
         metavar="[BASE] EXPERT...",
-        help="The base and models fine-tuned from it; with --base or --library only those; or one model alone.",
+        help="The base and models fine-tuned from it; with --base only those; or one model alone.",
     ),
 ]
 Bases = Annotated[
     list[str] | None,
     typer.Option(
         "--base", metavar="BASE", help="A base that EXPERTs may have: each takes the nearest. May be given again."
-    ),
-]
-Library = Annotated[
-    bool,
-    typer.Option(
-        "--library",
-        help="Store tensors equal to those of other stores in DIR once. All models named are EXPERTs; without --base, "
-        "the bases of DIR's experts are the candidates.",
     ),
 ]
 Chain = Annotated[
@@ -61,7 +53,6 @@ Replace = Annotated[
 EXAMPLES = (
     "mergepipe pack base/ expert-1/ expert-2/ --out packed/",
     "mergepipe pack expert-1/ expert-2/ --base base/ --base other/ --out packed/",
-    "mergepipe pack expert-3/ --library --out packed/",
     "mergepipe pack base/ step-100/ step-200/ step-300/ --chain 8 --out packed/",
     "mergepipe pack base/ expert-1/ --out s3://bucket/packed",
     "mergepipe pack base/ expert-*/ --out packed/ --part 2/4",
@@ -80,7 +71,6 @@ def pack(
     *,
     out: PackOut,
     base: Bases = None,
-    library: Library = False,
     chain: Chain = None,
     strict: Strict = False,
     replace: Replace = False,
@@ -101,13 +91,13 @@ def pack(
 
     if chain is not None and part is not None:
         raise RecipeError.of("option.pair", "--part", "a chain is packed by one machine", "leave it out")
-    has_bases = base or library or len(models) == 1  # one model alone is packed on its own
+    has_bases = base or len(models) == 1  # one model alone is packed on its own
     bases, experts = (base, models) if has_bases else (models[:1], models[1:])
     part_experts = experts_of_part(experts, part)
     with tell_what_is_published(), progress_shown(session, silent=printing.silent) as on_progress:
         report = api.pack(
-            bases, part_experts, out, replace=replace, library=library, chain=chain, strict=strict, threads=threads,
-            home=home, on_progress=on_progress,
+            bases, part_experts, out, replace=replace, chain=chain, strict=strict, threads=threads, home=home,
+            on_progress=on_progress,
         )  # fmt: skip
     from mergepipe.cli.render.packing import pack_table
 
