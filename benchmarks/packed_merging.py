@@ -269,7 +269,6 @@ class BudgetBench:
             recipe,
             "100%" if budget_bytes is None else f"{budget_bytes}B",
             home=self._home(form),
-            reuse=False,
             options=PlanOptions(select="random" if form == "random" else "norm", block_elements=self._block(form)),
         )
         out = self.work / "out"

@@ -120,7 +120,7 @@ def count_requests(work: Path, n_files: int, n_parts: int) -> None:
         write_single(work / name, model)
     lines = ["merge_method: linear", f"base_model: {work / 'base'}", f"models: [{{model: {work / 'expert'}}}]"]
     (work / "recipe.yml").write_text("\n".join([*lines, "parameters: {weight: 0.5}"]))
-    plan = mergepipe.plan(work / "recipe.yml", everything=True, home=work / "home", reuse=False)
+    plan = mergepipe.plan(work / "recipe.yml", everything=True, home=work / "home")
     answer, kinds = WSGIRequestHandler.run_wsgi, Counter[str]()
 
     def counted(handler: WSGIRequestHandler) -> None:
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines = [f"  - {{model: {expert}, parameters: {{weight: 0.05, density: 0.2}}}}" for expert in experts]
         recipe = work / "recipe.yml"
         recipe.write_text("\n".join(["merge_method: ties", f"base_model: {base}", "models:", *lines]))
-        plan = timed("plan --all", lambda: mergepipe.plan(recipe, everything=True, home=work / "home", reuse=False))
+        plan = timed("plan --all", lambda: mergepipe.plan(recipe, everything=True, home=work / "home"))
         print(f"to be read of experts: {plan.planned_bytes / 1e12:.2f} TB")
         print(f"plan file: {len(plan.to_json()) / 1e6:.1f} MB")
         show_parts(plan, chosen.parts)

@@ -88,7 +88,7 @@ CALLS = {
         "probe_fraction densities block_elements pack import_from export_to options on_progress",
     ),
     "import_statistics": ("files", "home"),
-    "plan": ("recipe budget", "target_error everything seed home reuse allow_dropped options"),
+    "plan": ("recipe budget", "target_error everything seed home allow_dropped options"),
     "store_plan": ("plan path", ""),
     "run": ("plan out", "force shard_bytes resume executor address paths base_model_ids options on_progress"),
     "run_part": ("plan out part", "finish force shard_bytes resume paths base_model_ids options on_progress"),
@@ -199,10 +199,10 @@ def test_options__have_these_fields() -> None:
     assert field_names(options.RunOptions) == common
     assert field_names(options.PlanOptions) == [
         "select", "where_omitted", "min_density", "block_elements", "price", "storage_speed",
-        "request_cost_bytes", "probe", "strict", "lenient",
+        "request_cost_bytes", "probe", "continue_", "strict", "lenient",
     ]  # fmt: skip
     assert field_names(options.MergeOptions) == [
-        *common, "plan", "shard_bytes", "statistics", "resume", "reuse", "keep_sums", "overlay", "pack",
+        *common, "plan", "shard_bytes", "resume", "reuse", "keep_sums", "overlay", "pack",
         "allow_dropped", "strict", "lenient", "clamp_shares", "card", "tokenizer", "mergekit_config", "executor",
             "address", "paths", "base_model_ids",
     ]  # fmt: skip

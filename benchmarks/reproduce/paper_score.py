@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     setattr(planner, "_order", _paper_order)  # noqa: B010 - a process of its own, in which nothing else is planned
     setattr(planner, "least_error_budget", _whole_budget)  # noqa: B010
-    plan = mergepipe.plan(chosen.recipe, budget=chosen.budget, home=chosen.home, reuse=False)
+    plan = mergepipe.plan(chosen.recipe, budget=chosen.budget, home=chosen.home)
     chosen.plan.write_bytes(plan.to_json())
 
 

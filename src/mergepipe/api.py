@@ -140,8 +140,8 @@ def merge(
     from mergepipe.jobs.run import run_budgeted
 
     request = plan_request(
-        budget, target_error, options.plan, seed=seed, allow_dropped=options.allow_dropped,
-        reuse=settings.reuse and cluster is None, strict=options.strict, everything=planned_by is None,
+        budget, target_error, options.plan, seed=seed, allow_dropped=options.allow_dropped, strict=options.strict,
+        everything=planned_by is None,
     )  # fmt: skip
     if cluster is not None:
         from mergepipe.jobs.merge_on_ray import run_merge_on_ray
@@ -240,7 +240,6 @@ def plan(
     everything: bool = False,
     seed: int = 0,
     home: str | Path | None = None,
-    reuse: bool = True,
     allow_dropped: Sequence[str] = (),
     options: PlanOptions | None = None,
 ) -> Plan:
@@ -257,7 +256,6 @@ def plan(
         everything: plan the full merge, without a budget: for `run_part`. Nothing is reused.
         seed: seed of the random operators and of the policy `random`.
         home: the catalog's home.
-        reuse: charge nothing for blocks that stand in earlier snapshots, and spend on others what that frees.
         allow_dropped: see `MergeOptions`.
         options: how the budget is spent; default `PlanOptions()`.
 
@@ -267,9 +265,7 @@ def plan(
     from mergepipe.jobs.plan import plan_recipe, plan_request
 
     options = options or PlanOptions()
-    request = plan_request(
-        budget, target_error, options, seed=seed, allow_dropped=allow_dropped, reuse=reuse, everything=everything
-    )
+    request = plan_request(budget, target_error, options, seed=seed, allow_dropped=allow_dropped, everything=everything)
     return plan_recipe(_recipe(recipe), request, home_of(home))
 
 
@@ -424,13 +420,15 @@ def sweep(
 ) -> SweepReport:
     """Merge in full and under each budget, and measure error, bytes and time, with `random` beside `select`.
 
+    Each budget gives the bytes of the merge under it; nothing is recorded.
+
     Args:
         recipe: see `check`.
         budgets, seed: see `plan`.
         work: where outputs lie while they are measured, two at a time; default, where temporary files go.
         allow_dropped: see `MergeOptions`.
         plan: how each budget is spent; default `PlanOptions()`.
-        options: threads, memory, the catalog's home; the full merge fills the catalog on its way.
+        options: threads, memory, the catalog's home.
         on_progress: see `merge`.
 
     Raises:

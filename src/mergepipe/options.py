@@ -94,7 +94,9 @@ class PlanOptions:
             the base's own files.
         request_cost_bytes: gaps of fewer bytes between what is read of a remote expert are read too, and merged, in
             place of another request; by default measured once for each store, else 3 MB.
-        probe: sample experts of which nothing is known, within the budget, and record the estimates.
+        probe: sample experts of which nothing is known, within the budget.
+        continue_: charge nothing for blocks that stand in earlier snapshots, and spend on others what that frees: the
+            plan then depends on what was merged before, and names it.
         strict, lenient: as in `MergeOptions`; for merges those of `MergeOptions` count.
 
     Raises:
@@ -109,6 +111,7 @@ class PlanOptions:
     storage_speed: str | None = None
     request_cost_bytes: int | None = None
     probe: bool = True
+    continue_: bool = False
     strict: bool = False
     lenient: bool = False
 
@@ -137,9 +140,9 @@ class MergeOptions(_CommonOptions):
         plan: how a budget is spent; for merges with a `budget` or a `target_error`.
         shard_bytes: largest output file, in bytes of tensor data; default 5 GB, on a cluster also less, so that all of
             its nodes have files to make.
-        statistics: let a full merge gather on its way what `analyze` would; it takes up to a fifth more time.
         resume: resume an interrupted run of the same merge to the same output; by default where there is one.
-        reuse: copy blocks that come out the same from earlier snapshots: no expert is read for them.
+        reuse: copy blocks that come out the same from earlier snapshots: no expert is read for them. A merge under a
+            budget does so with `continue_` of its plan only.
         keep_sums: keep the float32 sums of additive merges beside the snapshot, 4 bytes a parameter: a later
             merge with experts added at the end reads those alone. Not under a budget.
         overlay: store only blocks that differ from the base, without reuse or resuming; see `materialise`.
@@ -167,7 +170,6 @@ class MergeOptions(_CommonOptions):
 
     plan: PlanOptions = field(default_factory=PlanOptions)
     shard_bytes: int | None = None
-    statistics: bool = False
     resume: bool | None = None
     reuse: bool = True
     keep_sums: bool = False
@@ -192,12 +194,14 @@ class MergeOptions(_CommonOptions):
             positive("--shard-size", self.shard_bytes)
         if executor_of(self.executor, self.address) is ExecutorName.RAY:
             _refuse_on_ray({
-                "--statistics": self.statistics, "--keep-sums": self.keep_sums, "--overlay": self.overlay,
-                "--pack": self.pack is not None,
+                "--keep-sums": self.keep_sums, "--overlay": self.overlay, "--pack": self.pack is not None,
+                "--continue": self.plan.continue_,
             })  # fmt: skip
         choice("--paths", self.paths, PathStyle)
         if self.overlay:
-            _refuse_with_overlay({"--keep-sums": self.keep_sums, "--resume": bool(self.resume)})
+            _refuse_with_overlay({
+                "--keep-sums": self.keep_sums, "--resume": bool(self.resume), "--continue": self.plan.continue_,
+            })  # fmt: skip
         if self.pack is not None and self.resume:
             message = "cannot be combined with --resume, which does not read all of an expert again"
             raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")

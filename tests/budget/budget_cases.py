@@ -60,7 +60,6 @@ class Setting:
             budget,
             seed=seed,
             home=self.home,
-            reuse=False,
             options=PlanOptions(select=select, where_omitted=on_omit, block_elements=block_elements),
         )
 

@@ -44,7 +44,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Runner:
 @pytest.fixture
 def catalog(work: Workplace, run: Runner) -> Path:
     """The file of a catalog that knows one snapshot."""
-    assert run("merge", work.recipe, work.out, "-q", "--statistics").exit_code == 0
+    assert run("analyze", work.family.base, *work.family.experts, "-q").exit_code == 0
+    assert run("merge", work.recipe, work.out, "-q").exit_code == 0
     return work.root / "home" / CATALOG_NAME
 
 

@@ -77,7 +77,7 @@ def test_plan__of_an_election_expects_what_comes(
     family: DiskFamily, tmp_path: Path, name: str, budget: str, policy: str
 ) -> None:
     recipe = write_recipe(tmp_path / "recipe.yml", CASES[name], family, "float32")
-    plan = mergepipe.plan(recipe, budget, home=home_of(family), reuse=False, options=PlanOptions(select=policy))
+    plan = mergepipe.plan(recipe, budget, home=home_of(family), options=PlanOptions(select=policy))
     assert plan.expected_error is not None
     assert not plan.error_is_least
     found = measured(family, recipe, plan, tmp_path)
@@ -87,7 +87,7 @@ def test_plan__of_an_election_expects_what_comes(
 @pytest.mark.parametrize("target", [0.7, 0.4])
 def test_plan__of_ties_for_an_error_keeps_it(family: DiskFamily, tmp_path: Path, target: float) -> None:
     recipe = write_recipe(tmp_path / "recipe.yml", CASES["ties"], family, "float32")
-    plan = mergepipe.plan(recipe, target_error=target, home=home_of(family), reuse=False)
+    plan = mergepipe.plan(recipe, target_error=target, home=home_of(family))
     assert plan.expected_error is not None
     assert 0.8 * target < plan.expected_error <= target
     assert measured(family, recipe, plan, tmp_path) <= 1.05 * target
@@ -97,12 +97,12 @@ def test_plan__of_ties_inside_a_band_says_that_its_error_is_the_least(
     family: DiskFamily, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = write_recipe(tmp_path / "recipe.yml", replace(CASES["ties"], densities=(0.1, 0.2, 0.2, 0.2)), family)
-    plan = mergepipe.plan(recipe, "50%", home=home_of(family), reuse=False)
+    plan = mergepipe.plan(recipe, "50%", home=home_of(family))
     assert plan.expected_error is not None
     assert plan.error_is_least
     assert json.loads(plan.to_json())["error_is_least"] is True
-    assert main(["plan", str(recipe), "--budget", "50%", "--home", str(home_of(family)), "--no-reuse"]) == 0
+    assert main(["plan", str(recipe), "--budget", "50%", "--home", str(home_of(family))]) == 0
     assert "at least" in capsys.readouterr().out
-    aimed = mergepipe.plan(recipe, target_error=0.5, home=home_of(family), reuse=False)
+    aimed = mergepipe.plan(recipe, target_error=0.5, home=home_of(family))
     assert "the error may be larger than 0.5" in {each.decision for each in aimed.fallbacks}
-    assert not mergepipe.plan(recipe, "100%", home=home_of(family), reuse=False).error_is_least
+    assert not mergepipe.plan(recipe, "100%", home=home_of(family)).error_is_least

@@ -65,7 +65,7 @@ def plan_of(family: DiskFamily, budget: str, speed: str | None, case: MergeCase 
     home = family.places[0].parent / "home"
     price = "bytes" if speed is None else "time"
     return mergepipe.plan(
-        recipe_of(family, case), budget, home=home, reuse=False, options=PlanOptions(price=price, storage_speed=speed)
+        recipe_of(family, case), budget, home=home, options=PlanOptions(price=price, storage_speed=speed)
     )
 
 
@@ -111,9 +111,7 @@ def test_speeds__are_measured_once_and_kept_rounded_with_a_date(
 
     monkeypatch.setattr(speeds_module, "measure_reading", counted)
     plans = [
-        mergepipe.plan(
-            recipe_of(family), "50%", home=tmp_path, reuse=False, options=PlanOptions(price="time", probe=False)
-        )
+        mergepipe.plan(recipe_of(family), "50%", home=tmp_path, options=PlanOptions(price="time", probe=False))
         for _ in range(2)
     ]
     assert plans[0] == plans[1]
@@ -124,7 +122,7 @@ def test_speeds__are_measured_once_and_kept_rounded_with_a_date(
     assert price.speeds.storage_bytes_per_second == two_digits(price.speeds.storage_bytes_per_second)
     assert "storage measured on 20" in price.speeds.source
     (tmp_path / speeds_module.SPEEDS_NAME).write_text("{")
-    mergepipe.plan(recipe_of(family), "50%", home=tmp_path, reuse=False, options=PlanOptions(price="time"))
+    mergepipe.plan(recipe_of(family), "50%", home=tmp_path, options=PlanOptions(price="time"))
     assert len(measured) == 2
     mergepipe.merge(
         recipe_of(family),
@@ -143,9 +141,7 @@ def test_speeds__of_a_small_file_are_measured_again_with_a_larger_one(
     tiny = write_family(tmp_path / "tiny", [{"a": encode(np.full(9000, e, np.float32), BF16)} for e in range(4)])
     speeds = []
     for each in (tiny, family, tiny, family):
-        plan = mergepipe.plan(
-            recipe_of(each), "50%", home=tmp_path / "home", reuse=False, options=PlanOptions(price="time")
-        )
+        plan = mergepipe.plan(recipe_of(each), "50%", home=tmp_path / "home", options=PlanOptions(price="time"))
         assert plan.price is not None
         speeds.append(plan.price.speeds.storage_bytes_per_second)
     assert speeds == [1e6, 2e9, 2e9, 2e9]

@@ -311,7 +311,7 @@ def test_plan__mixes_a_store_a_raw_expert_and_an_adapter(tmp_path: Path) -> None
         mergepipe.run(mergepipe.plan(recipe, "100%", home=tmp_path / "home"), tmp_path / "out", force=True)
         digests.append(weights_digest(tmp_path / "out"))
     assert digests[0] == digests[1]
-    plan = mergepipe.plan(recipe, "20%", home=tmp_path / "home", reuse=False)
+    plan = mergepipe.plan(recipe, "20%", home=tmp_path / "home")
     assert plan.tensors[0].access[0].levels
     assert plan.tensors[0].access[2].blocks
     report = mergepipe.run(plan, tmp_path / "some", options=RunOptions(catalog=False))

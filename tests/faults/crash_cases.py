@@ -61,7 +61,6 @@ class CrashJob:
                 shard_bytes=SHARD_BYTES,
                 home=self.home,
                 resume=resume,
-                reuse=self.budget is None,  # else a budget buys more than it did for `wanted`
             ),
         )
 

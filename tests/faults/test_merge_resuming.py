@@ -293,7 +293,7 @@ def test_merge__that_fails_twice_under_a_budget_counts_every_read(tmp_path: Path
     staging = staging_directory(job.out)
     total = mmap.mmap(-1, 4096)
     sums = []
-    plan = mergepipe.plan(job.root / "recipe.yml", "100%", home=job.home, reuse=False)
+    plan = mergepipe.plan(job.root / "recipe.yml", "100%", home=job.home)
     (tmp_path / "plan.json").write_bytes(replace(plan, budget_bytes=3 * plan.budget_bytes).to_json())
 
     def run(*, resume: bool | None = None) -> MergeReport:

@@ -213,7 +213,7 @@ def test_merge__on_ray_accounts_for_the_samples_that_its_plan_took(tmp_path: Pat
 
     assert read_by("ray") == read_by("threads")
     assert weights_digest(tmp_path / "ray") == weights_digest(tmp_path / "threads")
-    plan = mergepipe.plan(recipe, "60%", options=options.plan, home=tmp_path / "home", reuse=False)
+    plan = mergepipe.plan(recipe, "60%", options=options.plan, home=tmp_path / "home")
     mergepipe.run(plan, tmp_path / "planned", options=RunOptions(catalog=False))
     samples = manifest_of(tmp_path / "ray").realized.expert - manifest_of(tmp_path / "planned").realized.expert
     assert 0 < samples <= sum(model.side_bytes for model in plan.models)

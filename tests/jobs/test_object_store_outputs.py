@@ -124,7 +124,7 @@ def test_merge__into_a_bucket_is_the_local_merge(bench: Bench, out: str, method:
 
 
 def test_run__of_a_plan_into_a_bucket_is_the_local_run(bench: Bench, out: str) -> None:
-    plan = mergepipe.plan(bench.recipe(), "50%", home=bench.folder / "home", reuse=False)
+    plan = mergepipe.plan(bench.recipe(), "50%", home=bench.folder / "home")
     options = RunOptions(home=bench.folder / "home", threads=2)
     mergepipe.run(plan, bench.folder / "ran", shard_bytes=SHARD_BYTES, options=options)
     mergepipe.run(plan, out, shard_bytes=SHARD_BYTES, options=options)

@@ -73,7 +73,7 @@ class Bench:
         path = self.folder / f"{method}-{is_packed}.yml"
         path.write_text(RECIPE.format(root=self.folder, method=method, prefix="packed/" if is_packed else ""))
         return mergepipe.plan(
-            path, budget, everything=budget is None, home=self.folder / "plans", reuse=False,
+            path, budget, everything=budget is None, home=self.folder / "plans",
             options=PlanOptions(block_elements=16384, probe=False),
         )  # fmt: skip
 

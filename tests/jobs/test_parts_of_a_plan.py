@@ -109,7 +109,7 @@ def write_recipe(path: Path, family: DiskFamily, operator: str, experts: tuple[P
 
 def plan_of(recipe: Path, budget: str | None, home: Path) -> Plan:
     return mergepipe.plan(
-        recipe, budget, everything=budget is None, home=home, reuse=False, allow_dropped=("*",),
+        recipe, budget, everything=budget is None, home=home, allow_dropped=("*",),
         options=PlanOptions(block_elements=BLOCK_ELEMENTS, probe=False),
     )  # fmt: skip
 
@@ -203,9 +203,9 @@ def test_run_part__refuses_plans_that_reuse_snapshots(family: DiskFamily, tmp_pa
     recipe, home = write_recipe(tmp_path / "r.yml", family, "linear", family.places[1:]), tmp_path / "home"
     options = MergeOptions(home=home, allow_dropped=("*",))
     mergepipe.merge(recipe, tmp_path / "earlier", options=options)
-    plan = mergepipe.plan(recipe, "90%", home=home, allow_dropped=("*",))
+    plan = mergepipe.plan(recipe, "90%", home=home, allow_dropped=("*",), options=PlanOptions(continue_=True))
     assert plan.reuse
-    with pytest.raises(UnsupportedError, match="reuse=False"):
+    with pytest.raises(UnsupportedError, match="continue_=True"):
         run_part(plan, tmp_path / "out", 1, 2)
 
 

@@ -98,7 +98,10 @@ def test_merge__continues_no_sum_of_another_version(bench: Bench, change: str) -
 @pytest.mark.parametrize("change", CHANGES)
 def test_merge__uses_no_statistics_of_another_version(bench: Bench, change: str) -> None:
     ties = RECIPES["ties"]
-    bench.merge(ties, "first", reuse=False)  # leaves cuts in the catalog
+    mergepipe.analyze(
+        bench.folder / "base", [bench.folder / f"expert{i}" for i in (1, 2)], options=RunOptions(home=bench.home)
+    )
+    bench.merge(ties, "first", reuse=False)
     CHANGES[change](bench.only_file("expert1"))
     bench.merge(ties, "second", reuse=False)
     expect_of_scratch(bench, ties, "second")
@@ -211,7 +214,7 @@ def test_records__hold_files_of_any_time(bench: Bench, time: int) -> None:
     assert manifest.inputs[1].files[0].version == version_of(path, path.stat())
     assert bench.merge(SUM, "again").expert_bytes == 0
     assert "version" in str(read_manifest_value(LocalStore(), Location.local(bench.folder / "again")).run["reused_by"])
-    plan = mergepipe.plan(bench.write(SUM), budget="50%", home=bench.home, reuse=False)
+    plan = mergepipe.plan(bench.write(SUM), budget="50%", home=bench.home)
     mergepipe.run(plan, bench.folder / "planned", options=RunOptions(home=bench.home))
     assert keeping.verify(bench.folder / "planned").is_sound
     keeping.replay(bench.folder / "planned", bench.folder / "replayed")

@@ -29,7 +29,9 @@ NAMES = ("linear", "task_arithmetic", "ties", "ties_rescaled", "dare_linear", "s
 
 
 def plan(bench: Bench, recipe: Recipe, budget: str, **options: Any) -> Plan:
-    return call_flat(session.plan, bench.write(recipe), budget, **{"home": bench.home, "seed": 3, **options})
+    return call_flat(
+        session.plan, bench.write(recipe), budget, **{"home": bench.home, "seed": 3, "continue_": True, **options}
+    )
 
 
 def run(bench: Bench, decided: Plan, name: str, home: Path | None = None) -> int:
@@ -71,7 +73,7 @@ def test_plan__that_reuses_gives_what_it_gives_from_scratch(bench: tuple[Bench, 
     if change == "added" and recipe.operator != "slerp":
         changed = replace(recipe, experts=(*recipe.experts, 3), weights=recipe.weights)
     budget = "60%"
-    decided, without = plan(folder, changed, budget), plan(folder, changed, budget, reuse=False)
+    decided, without = plan(folder, changed, budget), plan(folder, changed, budget, continue_=False)
     assert decided.budget_bytes == without.budget_bytes
     assert without.reuse == ()
     assert decided.planned_bytes + decided.saved_bytes >= without.planned_bytes
@@ -103,7 +105,7 @@ def test_plan__without_anything_to_reuse_is_what_it_was(tmp_path: Path) -> None:
     )
     bench.merge(RECIPES["slerp"], "first")
     decided = plan(bench, RECIPES["linear"], "40%")
-    assert decided == plan(bench, RECIPES["linear"], "40%", reuse=False)
+    assert decided == plan(bench, RECIPES["linear"], "40%", continue_=False)
     assert b"reuse" not in decided.to_json()
 
 
@@ -135,7 +137,7 @@ def test_merge__under_a_budget_plans_again_when_what_it_reuses_goes_away(
         return decided
 
     monkeypatch.setattr("mergepipe.jobs.run.make_plan", made_too_early)
-    report = bench.merge(RECIPES["linear"], "second", budget="60%")
+    report = bench.merge(RECIPES["linear"], "second", budget="60%", continue_=True)
     assert report.reused_bytes == 0
     assert report.budget_bytes is not None
     assert 0 < report.expert_bytes + report.analysis_bytes <= report.budget_bytes

@@ -237,13 +237,14 @@ def test_merge__that_reuses_goes_on_where_it_was_stopped(
         loss = "nothing"
     monkeypatch.setattr(resuming, "INTERVAL_BYTES", 10_000)
     changed = with_weight(RECIPES["linear"], in_layer(0.9, 0.6))
+    spent = {"budget": budget, "continue_": budget is not None}
     fault = Fault(2, KeyboardInterrupt())
     with replaced(os, "ftruncate", fault.wrap), pytest.raises(KeyboardInterrupt):
-        bench.merge(changed, "stopped", shard_bytes=30_000, budget=budget)
+        bench.merge(changed, "stopped", shard_bytes=30_000, **spent)
     assert fault.fired
     if loss != "nothing":
         shutil.rmtree(bench.folder / "first")
-    report = bench.merge(changed, "stopped", shard_bytes=30_000, budget=budget)
+    report = bench.merge(changed, "stopped", shard_bytes=30_000, **spent)
     assert any("resumed" in notice for notice in report.notices)
     if budget is None:
         bench.merge(changed, "whole", catalog=False)
@@ -278,16 +279,6 @@ def test_merge__an_earlier_snapshot_that_goes_while_it_is_looked_at_is_passed_ov
 def test_merge__no_reuse_makes_everything_anew(bench: Bench) -> None:
     report = bench.merge(RECIPES["linear"], "again", reuse=False)
     assert (report.reused_bytes, report.expert_bytes > 0) == (0, True)
-
-
-def test_merge__statistics_of_what_is_reused_are_not_gathered(bench: Bench) -> None:
-    home = bench.folder / "other-home"
-    session.rebuild_catalog([bench.folder / "first"], home=home)
-    assert bench.merge(RECIPES["linear"], "again", home=home, statistics=True).expert_bytes == 0
-    partly = with_weight(RECIPES["linear"], in_layer(0.9, 0.6))
-    bench.merge(partly, "partly", home=home, statistics=True)
-    bench.scratch(partly, "partly-scratch")
-    assert bench.digest("partly") == bench.digest("partly-scratch")
 
 
 def test_merge__of_a_stored_delta_is_reused(bench: Bench) -> None:

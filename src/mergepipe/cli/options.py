@@ -123,7 +123,7 @@ NoReuse: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--no-reuse",
-        help="Copy no blocks of earlier snapshots that come out the same.",
+        help="Copy no blocks of earlier snapshots that come out the same. A budget copies none but with --continue.",
         rich_help_panel=WORK_PANEL,
     ),
 ]
@@ -236,6 +236,15 @@ MinDensity: TypeAlias = Annotated[
         rich_help_panel=BUDGET_PANEL,
     ),
 ]
+Continue: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--continue",
+        help="Charge nothing for blocks that stand in earlier snapshots, and read others instead: the result then "
+        "depends on what was merged before.",
+        rich_help_panel=BUDGET_PANEL,
+    ),
+]
 NoProbe: TypeAlias = Annotated[
     bool,
     typer.Option(
@@ -302,6 +311,7 @@ class PlanFlags:
     storage_speed: StorageSpeed = None
     request_cost: RequestCost = None
     no_probe: NoProbe = False
+    continue_: Continue = False
 
     def options(self, *, strict: bool = False, lenient: bool = False) -> PlanOptions:
         """Return these as options of the API, with its defaults for what was not given.
@@ -322,6 +332,7 @@ class PlanFlags:
             storage_speed=self.storage_speed,
             request_cost_bytes=optional_size(self.request_cost, "--request-cost"),
             probe=not self.no_probe,
+            continue_=self.continue_,
             strict=strict,
             lenient=lenient,
         )

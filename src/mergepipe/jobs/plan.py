@@ -79,7 +79,6 @@ def plan_request(
     *,
     seed: int,
     allow_dropped: Sequence[str] = (),
-    reuse: bool = False,
     strict: bool = False,
     everything: bool = False,
 ) -> PlanRequest:
@@ -87,13 +86,15 @@ def plan_request(
 
     Raises:
         RecipeError: `budget.*`, neither a budget nor a target error, or one that cannot be; `option.error`;
-            `option.pair`, a budget or a target error for everything.
+            `option.pair`, a budget, a target error or earlier merges for everything.
     """
     if everything:
+        if options.continue_:
+            raise RecipeError.of("option.pair", "--continue", "--all reads everything", "leave one out")
         if budget is not None or target_error is not None:
             other = "--target-error" if budget is None else "--budget"
             raise RecipeError.of("option.pair", "--all", f"it reads everything, whatever {other} says", "give only one")
-        budget, reuse, options = "100%", False, replace(options, probe=False)
+        budget, options = "100%", replace(options, probe=False)
     if budget is None and target_error is None:
         raise RecipeError.of("budget.missing", "--budget", "no budget is given", "give one, such as 25%")
     density = options.min_density
@@ -109,7 +110,7 @@ def plan_request(
         choices,
         options.block_elements,
         tuple(allow_dropped),
-        reuse,
+        options.continue_,
         _price_request(options),
         Strictness(strict or options.strict, options.lenient),
         options.probe,
@@ -147,13 +148,12 @@ def make_plan(
     facts = link.use(lambda catalog: _lookup_known(catalog, inputs, beside)) or _lookup_known(None, inputs, beside)
     if request.everything:
         facts = replace(facts, statistics=({},) * len(inputs.expert_models))
-    described = zip(models, inputs.checkpoints, facts.content_ids, strict=True)
     block_elements = request.block_elements or _suitable_block(inputs, facts)
     request_bytes = request.pricing.request_bytes(inputs, store, link.home)
     statistics, probe_bytes = facts.statistics, (0,) * len(inputs.expert_models)
     if prober is not None:
         probe = probe_unknown(
-            prober, inputs, facts.statistics, request.budget, block_elements, link, max(request_bytes, default=0),
+            prober, inputs, facts.statistics, request.budget, block_elements, max(request_bytes, default=0),
             request.choices.target_error,
         )  # fmt: skip
         statistics, probe_bytes = probe.statistics, probe.cost_bytes
@@ -163,7 +163,10 @@ def make_plan(
         seed=request.seed,
         block_elements=block_elements,
         resolution=inputs.resolution,
-        models=tuple(PlanningModel(model.text, checkpoint, identity) for model, checkpoint, identity in described),
+        models=tuple(
+            PlanningModel(model.text, checkpoint, facts.content_ids[place] if place in facts.analysed else None)
+            for place, (model, checkpoint) in enumerate(zip(models, inputs.checkpoints, strict=True))
+        ),
         statistics=statistics,
         speeds=speeds,
         unread=find_unread(inputs, request.budget),
@@ -266,22 +269,28 @@ def _suitable_block(inputs: Inputs, facts: _KnownFacts) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _KnownFacts:
-    """Known content ids by model, and statistics by expert and task."""
+    """Content ids by model, statistics by expert and task, and the models that were analyzed.
+
+    Merges record content ids too, so plans take those of analyzed models alone: else they would depend on history.
+    """
 
     content_ids: tuple[str | None, ...]
     statistics: tuple[Mapping[str, TensorStatistics], ...]
+    analysed: frozenset[int]
 
 
 def _lookup_known(catalog: Catalog | None, inputs: Inputs, beside: StatisticsBeside) -> _KnownFacts:
     pairs = PairStatistics(catalog, inputs, (Evidence.EXACT, Evidence.PROBE), beside)
     by_model: dict[int, dict[str, TensorStatistics]] = {model: {} for model in inputs.expert_models}
+    analysed = set[int]()
     for task in inputs.resolution.tasks:
         for slot, model in enumerate(task.expert_models):
             statistics = pairs.of(task, slot)
             if statistics is not None:
                 by_model[model][task.name] = statistics
+                analysed |= {model, task.base_model}
     content_ids = tuple(pairs.content_id(model) for model in range(len(inputs.checkpoints)))
-    return _KnownFacts(content_ids, tuple(by_model.values()))
+    return _KnownFacts(content_ids, tuple(by_model.values()), frozenset(analysed))
 
 
 def plan_recipe(recipe: Location | RecipeText, request: PlanRequest, home: Path) -> Plan:

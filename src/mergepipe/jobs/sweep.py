@@ -14,9 +14,9 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.outcome import private_outputs
 from mergepipe.core.values import dataclass
-from mergepipe.errors import NotFoundError
+from mergepipe.errors import NotFoundError, RecipeError
 from mergepipe.jobs.merge import run_merge
-from mergepipe.jobs.plan import PlanRequest, make_plan
+from mergepipe.jobs.plan import PlanRequest, make_plan, no_tick
 from mergepipe.jobs.run import run_plan
 from mergepipe.planning.budget import BudgetRequest, parse_budget
 from mergepipe.planning.choices import Policy
@@ -24,9 +24,11 @@ from mergepipe.planning.level_counts import blocks_by_level
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SweepPoint, SweepReport
+from mergepipe.runs.budget.probe import Prober
 from mergepipe.runs.inputs.opened import Inputs, open_inputs
 from mergepipe.runs.merge_run import MergeSettings
 from mergepipe.runs.records.catalog_link import CatalogLink
+from mergepipe.runs.recovery.resume import samples_cost
 from mergepipe.snapshots.distances import distance, norm
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
@@ -56,8 +58,11 @@ def sweep_request(budgets: Sequence[str], plan: PlanRequest, home: Path, work: P
     """Return the request for budgets as they are written; each takes the place of the budget of `plan`.
 
     Raises:
-        RecipeError: `budget.*`.
+        RecipeError: `budget.*`; `option.pair`, a sweep that continues earlier merges.
     """
+    if plan.reuse:
+        message = "a sweep measures what budgets give by themselves"
+        raise RecipeError.of("option.pair", "--continue", message, "leave it out")
     return SweepRequest(
         tuple(SweepBudget(text.strip(), parse_budget(text, "--budgets")) for text in budgets), plan, home, work
     )
@@ -78,8 +83,8 @@ def run_sweep(
 ) -> SweepReport:
     """Merge in full once, then under each budget with the policy of the request and with `random`; see `api.sweep`.
 
-    The full merge fills the catalog on its way. At most two outputs lie on the disk at a time, under `request.work`
-    (default: where temporary files go); nothing of them is left behind.
+    Every budget is planned as a merge under it is: from what is on record, else from samples. At most two outputs lie
+    on the disk at a time, under `request.work` (default: where temporary files go); nothing is left behind or recorded.
 
     Raises:
         NotFoundError: `sweep.work`, there is no such directory.
@@ -119,9 +124,8 @@ class _Sweep:
         )
         threads = self._settings.engine.threads
         self._speeds = self._request.pricing.speeds(inputs, self._store, self._home, threads)
-        self._plan(inputs, self._request)  # what cannot be planned is refused before hours are spent
+        everything = self._plan(inputs, self._request).full_cost_bytes  # refuses what cannot be planned
         reference = self._full_merge(inputs)
-        everything = self._plan(inputs, self._request).full_cost_bytes
         policies = list(dict.fromkeys((self._request.policy, Policy.RANDOM)))
         points = tuple(
             self._point(inputs, reference, budget, policy) for budget in self._budgets for policy in policies
@@ -145,16 +149,13 @@ class _Sweep:
 
     def _plan(self, inputs: Inputs, request: PlanRequest) -> Plan:
         with closing(CatalogLink(self._home, required=True)) as link:
-            return make_plan(self._store, inputs, request, link, speeds=self._speeds)
+            prober = Prober(self._store, self._settings.engine, no_tick) if request.probes else None
+            return make_plan(self._store, inputs, request, link, speeds=self._speeds, prober=prober)
 
     def _full_merge(self, inputs: Inputs) -> _Reference:
-        """Merge in full; the catalog keeps the statistics but not the temporary output."""
         out = self._directory / "full"
-        settings = replace(self._settings, home=self._home, gathers=True)  # plans need what it learns
         started = time.perf_counter()
-        report = run_merge(self._recipe, out, settings, started=started, on_progress=self._phase("full merge"))
-        with closing(CatalogLink(self._home, required=True)) as link:
-            link.use(lambda catalog: catalog.forget(out.absolute()))
+        report = run_merge(self._recipe, out, self._settings, started=started, on_progress=self._phase("full merge"))
         full = open_checkpoint(self._store, Location.local(out))
         changed = distance(self._store, full, inputs.base, self._meter("full merge: measure", full, inputs.base))
         size = norm(self._store, full, self._meter("full merge: measure", full))
@@ -174,7 +175,7 @@ class _Sweep:
             policy=policy.value,
             budget_bytes=plan.budget_bytes,
             planned_bytes=plan.planned_bytes,
-            expert_bytes=report.expert_bytes + report.analysis_bytes,
+            expert_bytes=report.expert_bytes + report.analysis_bytes + samples_cost(plan, inputs.checkpoints),
             seconds=report.seconds,
             error=_share(error, reference.changed_norm),
             flattering_error=_share(error, reference.full_norm),

@@ -12,14 +12,12 @@ from functools import partial
 from pathlib import Path
 
 import mergepipe
-from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.outcome import private_outputs, published_but
 from mergepipe.core.values import dataclass
 from mergepipe.engine.executors.contract import Executor
 from mergepipe.engine.executors.threads import ThreadExecutor
-from mergepipe.engine.observer import SILENT, Observer
+from mergepipe.engine.observer import Observer
 from mergepipe.engine.work import EngineOptions, OutputPlan, OverlayBase, plan_output
 from mergepipe.errors import OutputError
 from mergepipe.planning.plan import NOTHING_READ, Plan
@@ -39,7 +37,7 @@ from mergepipe.runs.output_place import (
 )
 from mergepipe.runs.packing.request import ExpertPacker, PackCandidate, PackRequest, refusal_notices, request_packs
 from mergepipe.runs.publication.hub_ids import BaseModelIds, hub_id_of
-from mergepipe.runs.records.catalog_link import CatalogLink, StatisticsRecorder
+from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.records.manifest import (
     file_records,
     own_sum_bytes,
@@ -93,11 +91,11 @@ NO_IDS = BaseModelIds()
 class MergeSettings:
     """Settings of one merge run. `home` is the catalog's directory; None runs without a catalog.
 
-    `gathers` makes a full merge collect the statistics of ANALYZE from what it reads; with `reuse` it copies blocks
-    with equal keys from earlier snapshots. A planned merge reuses exactly what its plan names. With
-    `keeps_accumulators` a full merge stores its float32 sums, to which a later merge adds experts. An `overlay` stores
-    only blocks that differ from the base; it excludes `reuse` and kept sums, and is never resumed. With `pack` the
-    experts are packed there while they are read; such a merge reads everything, so it neither reuses nor resumes.
+    With `reuse` a full merge copies blocks with equal keys from earlier snapshots; a planned merge reuses exactly what
+    its plan names. With `keeps_accumulators` a full merge stores its float32 sums, to which a later merge adds experts.
+    An `overlay` stores only blocks that differ from the base; it excludes `reuse` and kept sums, and is never resumed.
+    With `pack` the experts are packed there while they are read; such a merge reads everything, so it neither reuses
+    nor resumes.
     `strictness` says whether what has no effect in a recipe is refused. With a `plan_key` the plan is kept beside the
     unfinished output, see `stored_plan`. With a `destination` in a bucket the output goes there, and is staged on this
     machine. With `absolute_paths` the snapshot's files name inputs by their absolute paths. `base_model_ids` are ids on
@@ -109,7 +107,6 @@ class MergeSettings:
     force: bool
     shard_bytes: int
     home: Path | None
-    gathers: bool = False
     resume: Resume = Resume.AUTO
     reuse: bool = False
     keeps_accumulators: bool = False
@@ -138,7 +135,7 @@ class IntermediateWriter:
     def __init__(self, out: Path, settings: MergeSettings, store: Store) -> None:
         self._staging = Staging(out.with_name(f"{out.name}.intermediates"), force=False)
         self._settings = replace(
-            settings, home=None, gathers=False, resume=Resume.NEVER, force=False, reuse=False,
+            settings, home=None, resume=Resume.NEVER, force=False, reuse=False,
             keeps_accumulators=False, overlay=False, pack=None, destination=None,
         )  # fmt: skip
         self._store = store
@@ -356,17 +353,13 @@ class _Run:
         packer: ExpertPacker,
     ) -> Manifest:
         """Write all files of the snapshot, reporting what is `durable`; return its manifest, with absolute paths."""
-        recorder = self._recorder()
         checkpoints = tuple(checkpoint for _, _, checkpoint in self._inputs.leaves())
-        observer = Observer(
-            lambda _: self.tick("merge"), recorder.take if recorder else SILENT.on_statistics, packer.tap
-        )
+        observer = Observer(lambda _: self.tick("merge"), tap=packer.tap)
         execution = Execution(
             self._store, self._executor, self._settings.engine.threads, staging.path, self._plan, checkpoints, observer,
         )  # fmt: skip
         work = merge_work(
-            self._inputs, self._output, self._plan, self._settings.seed, self._store, self._link,
-            recorder.expected if recorder else frozenset(),
+            self._inputs, self._output, self._plan, self._settings.seed, self._store, self._link
         )  # fmt: skip
         if self._settings.overlay:
             work = replace(work, overlay=OverlayBase(*base_places(self._output.tasks, checkpoints)))
@@ -374,8 +367,6 @@ class _Run:
         self.tick("publish")
         check_unchanged(self._store, checkpoints)
         result.reuse.check(result.digests)
-        if recorder:
-            recorder.flush()
         if result.overlay is not None:
             self._link.notices.append(overlay_notice(result.overlay))
         return self._write_small_files(staging, result, work.content_ids, progress)
@@ -414,30 +405,6 @@ class _Run:
         if self._settings.absolute_paths:
             return path
         return relative_reference(path, None if self._settings.destination else out)
-
-    def _recorder(self) -> StatisticsRecorder | None:
-        """Return a recorder of the statistics that a full merge computes, if the catalog lacks any."""
-        if self._plan is not None or not self._inputs.expert_models or not self._settings.gathers:
-            return None
-        return self._link.use(self._make_recorder)
-
-    def _make_recorder(self, catalog: Catalog) -> StatisticsRecorder | None:
-        """Build the recorder for pairs of an expert with the recipe's base; other pairs are never looked up."""
-        inputs = self._inputs
-        base_row = catalog.register_model(inputs.base)
-        rows = {model: catalog.register_model(inputs.checkpoints[model]) for model in inputs.expert_models}
-        evidence = {model: catalog.evidence(row, base_row) for model, row in rows.items()}
-        recorder = StatisticsRecorder(self._link, base_row, Evidence.EXACT)
-        for task in self._output.tasks:
-            slots = range(len(task.experts))
-            if not slots or not task.base.n_elements or task.base_model != 0:
-                continue
-            if any(inputs.pair_name(task, slot) is None for slot in slots):
-                continue
-            # Exact statistics in the catalog stay, whatever their block grid.
-            if any(evidence[model].get(task.base.name) is not Evidence.EXACT for model in task.expert_models):
-                recorder.expect(task, [rows[model] for model in task.expert_models])
-        return recorder if recorder.expected else None
 
     def resume_at(self, durable_share: float) -> None:
         """Report that an interrupted run is resumed: what it read and wrote is in the ledger by now."""

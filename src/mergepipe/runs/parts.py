@@ -88,7 +88,7 @@ def open_output(plan: Plan, shard_bytes: int, store: Store) -> PlannedOutput:
     """
     if plan.reuse:
         message = "it reuses blocks of earlier snapshots, which parts do not"
-        raise UnsupportedError.of("parts.reuse", "plan", message, "plan again with --no-reuse")
+        raise UnsupportedError.of("parts.reuse", "plan", message, "plan again without --continue")
     inputs = with_parameters(open_planned(plan, store, CatalogLink(None)), plan)
     return PlannedOutput(plan, inputs, plan_output(inputs.resolution.tasks, shard_bytes))
 

@@ -47,7 +47,6 @@ def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSet
         force=force,
         shard_bytes=DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes,
         home=catalog_home(options),
-        gathers=options.statistics,
         resume=resume.without_continuing if options.overlay else resume,
         reuse=options.reuse and not options.overlay,
         keeps_accumulators=options.keep_sums,
@@ -155,6 +154,10 @@ def check_with_budget(options: MergeOptions, *, planned_by: str | None) -> None:
     if options.keep_sums and planned_by is not None:
         message = "only full merges keep sums and build on them"
         raise RecipeError.of("option.pair", "--keep-sums", message, "merge without --budget")
+    continues = options.plan.continue_
+    if continues and (planned_by is None or not options.reuse):
+        message = "contradicts --no-reuse" if planned_by else "a full merge copies what comes out the same by itself"
+        raise RecipeError.of("option.pair", "--continue", message, "leave one out" if planned_by else "add --budget")
     if options.plan.price != PlanOptions().price and planned_by is None:
         message = "a full merge reads the same at any price"
         raise RecipeError.of("option.pair", "--price", message, "add --budget or --target-error")

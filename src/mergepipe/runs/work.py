@@ -32,9 +32,8 @@ def merge_work(
     seed: int,
     store: Store,
     link: CatalogLink,
-    statistics_of: frozenset[str] = frozenset(),
 ) -> MergeWork:
-    """Build the work of merging `output` by `plan`, or in full without one, gathering the statistics of some tensors.
+    """Build the work of merging `output` by `plan`, or in full without one.
 
     A plan's seed overrides `seed`. What `link` has on record of the experts is not read or reduced again.
 
@@ -52,7 +51,6 @@ def merge_work(
         pin_files(store, paths, checkpoints),
         access=planned_access(plan),
         renormalize=renormalizes(plan),
-        statistics_of=statistics_of,
     )
     return work if plan is not None else replace(work, recorded=_recorded(work, inputs, link))
 
@@ -116,7 +114,7 @@ def _recorded(work: MergeWork, inputs: Inputs, link: CatalogLink) -> Mapping[str
     tasks = [
         task
         for task in work.output.tasks
-        if task.experts and task.base.n_elements and task.name not in work.statistics_of
+        if task.experts and task.base.n_elements
         and work.operator.reduction(operator_input(work, task)) is not None
     ]  # fmt: skip
     return (link.use(lambda catalog: _exact_quantities(catalog, inputs, tasks)) if tasks else None) or {}

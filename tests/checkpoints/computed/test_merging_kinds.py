@@ -100,13 +100,14 @@ def test_merge__a_recipe_can_say_that_weights_are_differences(root: Path) -> Non
     assert mergepipe.verify(root / "marked", deep_fraction=1.0).is_sound
     mergepipe.replay(root / "marked", root / "again")
     assert same_bits(dict(load_file(root / "again" / "model.safetensors")), dict(out))
-    mergepipe.run(mergepipe.plan(recipe, "100%", reuse=False), root / "planned")
+    mergepipe.run(mergepipe.plan(recipe, "100%"), root / "planned")
     assert same_bits(dict(load_file(root / "planned" / "model.safetensors")), dict(out))
 
 
 def test_merge__the_same_files_as_weights_share_no_statistics_with_differences(root: Path) -> None:
     as_weights = marked_recipe(root, str(root / "full"))
-    mergepipe.merge(as_weights, root / "first", options=MergeOptions(statistics=True))
+    mergepipe.analyze(root / "base", [root / "full"])
+    mergepipe.merge(as_weights, root / "first")
     as_differences = marked_recipe(root, {"path": str(root / "full"), "delta": True})
     mergepipe.merge(as_differences, root / "second", budget="100%")
     out = load_file(root / "second" / "model.safetensors")

@@ -44,9 +44,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _merge(family: Path, out: Path, home: Path, budget: str | None, density: str = "0.2", **plan: Any) -> Any:
-    options = MergeOptions(
-        home=home, reuse=False, statistics=False, plan=PlanOptions(block_elements=GRAIN, **plan), threads=2
-    )
+    options = MergeOptions(home=home, reuse=False, plan=PlanOptions(block_elements=GRAIN, **plan), threads=2)
     return mergepipe.merge(family / f"ties-{density}.yml", out, budget=budget, options=options)
 
 
@@ -74,7 +72,7 @@ def test_merge__without_statistics_comes_close_to_the_analysed_plan(family: Path
     assert _error(family, tmp_path / "unprobed", tmp_path / "full") > 1.5 * probed
 
 
-def test_merge__that_probes_says_so_and_remembers(family: Path, tmp_path: Path) -> None:
+def test_merge__that_probes_says_so_and_charges_its_samples_each_time(family: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     first = _merge(family, tmp_path / "first", home, "25%")
     plan = json.loads((tmp_path / "first/mergepipe.json").read_text())["plan"]
@@ -84,7 +82,7 @@ def test_merge__that_probes_says_so_and_remembers(family: Path, tmp_path: Path) 
     assert "once (what 2 merges under this budget save), and" in advice  # 4 models, less than a quarter of 3 read
     _merge(family, tmp_path / "second", home, "25%")
     again = json.loads((tmp_path / "second/mergepipe.json").read_text())["plan"]
-    assert not any(each.get("side_bytes") for each in again["models"])
+    assert again["digest"] == plan["digest"]
 
 
 def test_merge__for_a_target_error_needs_no_preparation(family: Path, tmp_path: Path) -> None:
@@ -129,8 +127,8 @@ def test_merge__of_everything_probes_nothing_and_is_the_full_merge(family: Path,
 
 def test_plan__that_samples_takes_all_that_was_merged_in_full(family: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
-    mergepipe.merge(family / "ties-0.2.yml", tmp_path / "full", options=MergeOptions(home=home, statistics=False))
-    plan = mergepipe.plan(family / "ties-0.2.yml", "30%", home=home)
+    mergepipe.merge(family / "ties-0.2.yml", tmp_path / "full", options=MergeOptions(home=home))
+    plan = mergepipe.plan(family / "ties-0.2.yml", "30%", home=home, options=PlanOptions(continue_=True))
     assert plan.saved_bytes == plan.full_cost_bytes
     assert 0 < plan.planned_bytes == sum(model.side_bytes for model in plan.models)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.contract import TensorEntry, files_of
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.read_cost import range_cost_bytes
@@ -19,7 +17,6 @@ from mergepipe.planning.budget import BudgetRequest, ShareBudget
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.runs.packing.indices import least_full_cost
-from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.storage.contract import Store
 
 MOST_OF_BUDGET = 1 / 8
@@ -52,7 +49,7 @@ class ProbeResult:
 class _Sampling:
     """Pairs of a task and one of its experts to sample, by which share of every `stride`-th block."""
 
-    pairs: tuple[tuple[int, MergeTask, str | None], ...]  # the plan's expert, the task with it alone, its catalog name
+    pairs: tuple[tuple[int, MergeTask], ...]  # the plan's expert, and the task with it alone
     fraction: float
     stride: int
     cost_bytes: tuple[int, ...]
@@ -64,11 +61,13 @@ def probe_unknown(
     recorded: Sequence[StatisticsByTask],
     budget: BudgetRequest,
     block_elements: int,
-    link: CatalogLink,
     request_bytes: int = 0,
     target_error: float | None = None,
 ) -> ProbeResult:
-    """Sample the stored tensors of which nothing is known, for at most an eighth of the budget, and record estimates.
+    """Sample the stored tensors of which nothing is known, for at most an eighth of the budget.
+
+    Which pages are read follows from the tensors' sizes and places. Nothing is recorded: every run reads and charges
+    its own samples, so that the same command gives the same plan.
 
     Where a request is worth `request_bytes`, fewer blocks are sampled: the requests of all samples cost at most an
     eighth of what reading the budget does, as long as each tensor is sampled once.
@@ -87,21 +86,18 @@ def probe_unknown(
     if sampling is None:
         return ProbeResult(tuple(recorded), (0,) * len(recorded))
     estimates = _sampled(prober, inputs, sampling, block_elements)
-    _record(link, inputs, sampling, estimates)
     statistics: list[dict[str, TensorStatistics]] = [dict(of_expert) for of_expert in recorded]
-    for (e, task, _), estimate in zip(sampling.pairs, estimates, strict=True):
+    for (e, task), estimate in zip(sampling.pairs, estimates, strict=True):
         statistics[e][task.name] = estimate
     return ProbeResult(tuple(statistics), sampling.cost_bytes)
 
 
-def _unknown_pairs(
-    inputs: Inputs, recorded: Sequence[StatisticsByTask]
-) -> tuple[tuple[int, MergeTask, str | None], ...]:
+def _unknown_pairs(inputs: Inputs, recorded: Sequence[StatisticsByTask]) -> tuple[tuple[int, MergeTask], ...]:
     """List the stored tensors of experts without statistics, each as a task with that expert alone."""
     expert_of = {model: e for e, model in enumerate(inputs.expert_models)}
     pairs = []
     for task in inputs.resolution.tasks:
-        for slot, (model, source) in enumerate(zip(task.expert_models, task.experts, strict=True)):
+        for model, source in zip(task.expert_models, task.experts, strict=True):
             e = expert_of[model]
             is_stored = isinstance(source, TensorEntry) and isinstance(task.base, TensorEntry)
             is_float = task.base.dtype.kind is source.dtype.kind is DTypeKind.FLOAT
@@ -110,12 +106,12 @@ def _unknown_pairs(
                 alone = replace(
                     task, experts=(source,), expert_models=(model,), parameters=TensorParameters({}, {}, ({},))
                 )
-                pairs.append((e, alone, inputs.pair_name(task, slot)))
+                pairs.append((e, alone))
     return tuple(pairs)
 
 
 def _affordable(
-    pairs: tuple[tuple[int, MergeTask, str | None], ...],
+    pairs: tuple[tuple[int, MergeTask], ...],
     limit_bytes: int,
     most_requests: int | None,
     block_elements: int,
@@ -125,7 +121,7 @@ def _affordable(
 
     At most `most_requests` are made, or as many as one sample of each tensor of an expert and of the base needs.
     """
-    blocks = [BlockGrid(task.base.n_elements, block_elements).n_blocks for _, task, _ in pairs]
+    blocks = [BlockGrid(task.base.n_elements, block_elements).n_blocks for _, task in pairs]
     longest, stride = max(blocks), 1
     if sum(blocks) > MOST_BLOCKS:
         return None
@@ -151,7 +147,7 @@ def _affordable(
 
 
 def _cost(
-    pairs: Sequence[tuple[int, MergeTask, str | None]],
+    pairs: Sequence[tuple[int, MergeTask]],
     fraction: float,
     stride: int,
     block_elements: int,
@@ -161,7 +157,7 @@ def _cost(
     from mergepipe.engine.reductions.probe_summary import sample_runs  # most plans sample nothing
 
     cost_E = [0] * n_experts
-    for e, task, _ in pairs:
+    for e, task in pairs:
         source = task.experts[0]
         if isinstance(source, TensorEntry):
             size = source.dtype.itemsize
@@ -174,7 +170,7 @@ def _cost(
 def _sampled(prober: Prober, inputs: Inputs, sampling: _Sampling, block_elements: int) -> list[TensorStatistics]:
     from mergepipe.engine.analysis import run_analysis  # most plans sample nothing
 
-    tasks = tuple(task for _, task, _ in sampling.pairs)
+    tasks = tuple(task for _, task in sampling.pairs)
     statistics_by_place: dict[int, TensorStatistics] = {}
     place_of = {id(task): place for place, task in enumerate(tasks)}
 
@@ -187,18 +183,3 @@ def _sampled(prober: Prober, inputs: Inputs, sampling: _Sampling, block_elements
     with open_files(prober.store, paths, [checkpoint for _, _, checkpoint in inputs.leaves()]) as files:
         run_analysis(work, files, prober.store, prober.engine, Observer(lambda _: prober.on_tick(), take))
     return [statistics_by_place[place] for place in range(len(tasks))]
-
-
-def _record(link: CatalogLink, inputs: Inputs, sampling: _Sampling, estimates: Sequence[TensorStatistics]) -> None:
-    """Record the estimates of pairs that the catalog has a name for."""
-    by_pair: dict[tuple[int, int], dict[str, TensorStatistics]] = {}
-    for (_, task, name), statistics in zip(sampling.pairs, estimates, strict=True):
-        if name is not None:
-            by_pair.setdefault((task.expert_models[0], task.base_model), {})[name] = statistics
-
-    def put(catalog: Catalog) -> None:
-        for (expert, base), statistics in by_pair.items():
-            row, base_row = (catalog.register_model(inputs.checkpoints[model]) for model in (expert, base))
-            catalog.put_many(row, base_row, statistics, evidence=Evidence.PROBE)
-
-    link.use(put)

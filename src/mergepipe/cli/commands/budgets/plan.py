@@ -15,7 +15,6 @@ from mergepipe.cli.options import (
     Debug,
     Home,
     Lenient,
-    NoReuse,
     PlanFlags,
     RecipePath,
     Seed,
@@ -74,7 +73,6 @@ def plan(
     allow_dropped: AllowDropped = None,
     strict: Strict = False,
     lenient: Lenient = False,
-    no_reuse: NoReuse = False,
     plan_out: PlanOut = None,
     as_json: PlanAsJson = False,
     debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
@@ -94,7 +92,6 @@ def plan(
         everything=everything,
         seed=seed,
         home=home,
-        reuse=not no_reuse,
         allow_dropped=allow_dropped or (),
         options=options,
     )

@@ -61,14 +61,6 @@ Budget = Annotated[
         rich_help_panel=BUDGET_PANEL,
     ),
 ]
-Statistics = Annotated[
-    bool,
-    typer.Option(
-        "--statistics",
-        help="Let a full merge record the statistics that `analyze` would, for up to a fifth more time.",
-        rich_help_panel=WORK_PANEL,
-    ),
-]
 KeepSums = Annotated[
     bool,
     typer.Option(
@@ -83,7 +75,7 @@ Overlay = Annotated[
         "--overlay", help="Store only blocks that differ from the base; `materialise` makes the whole model from them."
     ),
 ]
-_FOR_BUDGETS = ("select", "where_omitted", "min_density", "block_elements", "request_cost", "no_probe")
+_FOR_BUDGETS = ("select", "where_omitted", "min_density", "block_elements", "request_cost", "no_probe", "continue_")
 EXAMPLES = (
     "mergepipe merge recipe.yml merged/",
     "mergepipe merge recipe.yml merged/ --budget 25%",
@@ -100,7 +92,6 @@ class RecipeFlags:
     target_error: TargetError = None
     allow_dropped: AllowDropped = None
     seed: Seed = 0
-    statistics: Statistics = False
     no_reuse: NoReuse = False
     keep_sums: KeepSums = False
     overlay: Overlay = False
@@ -146,7 +137,6 @@ def merge(
         connections=machine.n_connections,
         plan=planning.options(strict=strict, lenient=lenient),
         shard_bytes=optional_size(shard_size, "--shard-size"),
-        statistics=settings.statistics,
         resume=resume,
         reuse=not settings.no_reuse,
         keep_sums=settings.keep_sums,
@@ -205,7 +195,7 @@ def _options_set(flags: RecipeFlags | PlanFlags, names: tuple[str, ...] | None =
     """Return the options of a group that differ from their defaults."""
     defaults = type(flags)()
     return {
-        f"--{field.name.replace('_', '-')}": getattr(flags, field.name)
+        f"--{field.name.rstrip('_').replace('_', '-')}": getattr(flags, field.name)
         for field in fields(flags)
         if (names is None or field.name in names) and getattr(flags, field.name) != getattr(defaults, field.name)
     }

@@ -1,0 +1,136 @@
+"""A budgeted merge follows from recipe, inputs, seed, version, budget and what is on record, not from other merges."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mergepipe
+from mergepipe.errors import RecipeError
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from support.disk_families import write_single
+
+GRAIN = 16_384
+N_EXPERTS = 3
+OPERATORS = {
+    "ties": "parameters: {weight: 1.0, density: 0.2}",
+    "dare_linear": "parameters: {weight: 0.5, density: 0.4}",
+    "task_arithmetic": "parameters: {weight: 0.4}",
+}
+EVENTS = ("full", "other budget", "other recipe", "other operator", "sweep", "explain", "plan", "continue", "same")
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and experts whose tensors moved by very different amounts, and recipes of three operators."""
+    folder = tmp_path_factory.mktemp("family")
+    rng = np.random.default_rng(11)
+    base = {f"layers.{t}.w": rng.standard_normal(6 * GRAIN + 100 * t).astype(np.float32) for t in range(5)}
+    write_single(folder / "base", base)
+    for e in range(N_EXPERTS):
+        moved = {
+            name: (values + rng.lognormal(-6, 1.5) * rng.standard_normal(len(values))).astype(np.float32)
+            for name, values in base.items()
+        }
+        write_single(folder / f"expert-{e}", moved)
+    for operator, parameters in OPERATORS.items():
+        for name, experts in (("", (0, 1, 2)), ("-other", (2, 1))):
+            models = "".join(f"  - model: expert-{e}\n" for e in experts)
+            text = f"merge_method: {operator}\nbase_model: base\nmodels:\n{models}{parameters}\n"
+            (folder / f"{operator}{name}.yml").write_text(text)
+    return folder
+
+
+def merge(recipe: Path, out: Path, home: Path, budget: str | None, **plan: Any) -> Any:
+    options = MergeOptions(home=home, threads=2, plan=PlanOptions(block_elements=GRAIN, **plan))
+    return mergepipe.merge(recipe, out, budget=budget, options=options)
+
+
+def published(out: Path) -> tuple[str, str]:
+    """The digest of the weights and that of the plan."""
+    weights = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+    return weights, json.loads((out / "mergepipe.json").read_text())["plan_digest"]
+
+
+def happen(event: str, family: Path, operator: str, place: Path, number: int) -> None:
+    recipe, out, home = family / f"{operator}.yml", place / f"earlier-{number}", place / "home"
+    match event:
+        case "full":
+            merge(recipe, out, home, None)
+        case "other budget":
+            merge(recipe, out, home, "60%")
+        case "other recipe":
+            merge(family / f"{operator}-other.yml", out, home, "40%")
+        case "other operator":
+            merge(family / "dare_linear-other.yml", out, home, None)
+        case "sweep":
+            mergepipe.sweep(recipe, ["25%", "50%"], work=place, options=RunOptions(home=home, threads=2))
+        case "explain":
+            merge(recipe, out, home, "30%")
+            mergepipe.explain(out, home=home)
+        case "plan":
+            mergepipe.plan(recipe, "35%", home=home, options=PlanOptions(block_elements=GRAIN))
+        case "continue":
+            merge(recipe, out, home, "25%", continue_=True)
+        case "same":
+            merge(recipe, out, home, "25%")
+
+
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_merge__gives_the_same_bytes_and_the_same_plan_after_any_other_merges(
+    operator: str, family: Path, data: st.DataObject
+) -> None:
+    history = data.draw(st.lists(st.sampled_from(EVENTS), min_size=1, max_size=3))
+    budget = data.draw(st.sampled_from(["25%", "50%"]))
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        merge(family / f"{operator}.yml", place / "first", place / "home-of-nothing", budget)
+        for number, event in enumerate(history):
+            happen(event, family, operator, place, number)
+        merge(family / f"{operator}.yml", place / "second", place / "home", budget)
+        assert published(place / "second") == published(place / "first")
+
+
+def test_merge__continues_what_earlier_merges_read_where_that_is_asked_for(family: Path, tmp_path: Path) -> None:
+    recipe, home = family / "task_arithmetic-other.yml", tmp_path / "home"
+    experts = [family / f"expert-{e}" for e in range(N_EXPERTS)]
+    mergepipe.analyze(family / "base", experts, block_elements=GRAIN, options=RunOptions(home=home))
+    first = merge(recipe, tmp_path / "first", home, "40%")
+    again = merge(recipe, tmp_path / "again", home, "40%")
+    further = merge(recipe, tmp_path / "further", home, "40%", continue_=True)
+    assert published(tmp_path / "again") == published(tmp_path / "first")
+    assert again.reused_bytes == 0
+    assert further.reused_bytes > 0
+    manifests = {name: json.loads((tmp_path / name / "mergepipe.json").read_text()) for name in ("again", "further")}
+    assert "reuse" not in manifests["again"]["plan"]
+    sids = {reused["sid"] for reused in manifests["further"]["plan"]["reuse"]}
+    assert sids == set(further.reused_from) <= {first.sid, again.sid}
+    assert further.verdict.expected_error < again.verdict.expected_error
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"plan": PlanOptions(continue_=True)},
+        {"budget": "25%", "reuse": False, "plan": PlanOptions(continue_=True)},
+        {"budget": "25%", "overlay": True, "plan": PlanOptions(continue_=True)},
+    ],
+)
+def test_merge__refuses_to_continue_where_that_has_no_meaning(
+    family: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    budget = options.pop("budget", None)
+    with pytest.raises(RecipeError) as caught:
+        mergepipe.merge(family / "ties.yml", tmp_path / "out", budget=budget, options=MergeOptions(**options))
+    assert caught.value.code == "option.pair"
+    assert not (tmp_path / "out").exists()
