@@ -52,7 +52,6 @@ KEYWORD_OF_OPTION = {
     "--home": "home",
     "--keep-sums": "keep_sums=True",
     "--lenient": "lenient=True",
-    "--link": "link=True",
     "--memory": "memory_bytes",
     "--min-density": "min_density",
     "--no-catalog": "catalog=False",
@@ -86,7 +85,6 @@ KEYWORD_OF_OPTION = {
     "--weights": "weights",
     "--where-omitted": "where_omitted",
     "--work": "work",
-    "--world-size": "world_size",
 }
 """Options that errors name, and the keyword arguments that they are in Python."""
 _OPTION = re.compile(

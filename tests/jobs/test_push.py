@@ -20,7 +20,6 @@ from mergepipe.errors import (
     OutputError,
     RecipeError,
     StorageError,
-    UnsupportedError,
 )
 from mergepipe.jobs.push import _without_local_paths
 from mergepipe.options import MergeOptions, RunOptions
@@ -32,7 +31,7 @@ from support.fault_server import Answer, Request
 from support.hub_server import HubServer, hub_server
 from support.remote_stores import set_environment
 from support.s3_server import s3_server
-from support.training_trees import decoder_shapes, known_states, write_dcp, write_hf
+from support.training_trees import decoder_shapes, known_states, write_hf
 
 SHAPE = FamilyShape(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=True)
 RECIPE = """merge_method: linear
@@ -310,17 +309,6 @@ def test_push__of_checkpoints_to_resume_from_takes_all_their_files(
             assert "../checkpoint-100" in record["recipe"]
             verified = mergepipe.verify(f"s3://bucket/{path.name}", options=RunOptions(catalog=False, threads=2))
             assert (verified.is_sound, verified.sid) == (True, report.sid)
-
-
-def test_push__of_a_linked_composite_says_what_to_do(tmp_path: Path) -> None:
-    for step in (100, 200):
-        write_dcp(tmp_path / f"step-{step}", known_states(decoder_shapes(), seed=step, step=step), 1)
-    (tmp_path / "mixed.yml").write_text("default: step-200\ntake: [{from: step-100, units: [embed]}]\n")
-    tailor.compose(tmp_path / "mixed.yml", tmp_path / "linked", link=True)
-    with pytest.raises(UnsupportedError) as caught:
-        mergepipe.push(tmp_path / "linked", "s3://bucket/never")
-    (problem,) = caught.value.problems
-    assert (problem.code, "without --link" in problem.hint) == ("push.linked", True)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])

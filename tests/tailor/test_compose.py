@@ -79,7 +79,6 @@ from support.training_trees import (
     KnownStates,
     decoder_shapes,
     known_states,
-    write_dcp,
     write_hf,
     write_zero3,
     write_zero12,
@@ -517,54 +516,6 @@ def test_compose__stops_when_the_caller_does(zero2: Pair) -> None:
     with pytest.raises(KeyboardInterrupt):
         compose(Location.local(zero2.recipe(PARITY)), zero2.out, FULL, stop)
     assert (zero2.out.exists(), hidden(zero2.folder), worker_threads(2)) == (False, [], [])
-
-
-# --- linking
-
-
-@pytest.fixture
-def dcp(tmp_path: Path) -> Pair:
-    return make_pair(tmp_path, FORMATS["dcp"])
-
-
-def test_linked_composite__holds_the_values_and_no_tensor_byte(dcp: Pair) -> None:
-    report = dcp.compose(PARITY, replace(FULL, linked=True))
-    assert wrong_values(dcp.out, dcp, [name for name in dcp.old.shapes if from_old(name)]) == []
-    assert sorted(p.name for p in dcp.out.iterdir()) == [".metadata", "mergepipe.json"]
-    assert report.manifest is not None
-    assert (report.manifest.realized[Purpose.BASE], report.manifest.realized[Purpose.EXPERT]) == (0, 0)
-    steps = {
-        n: s.value
-        for s in open_training_checkpoint(MetadataStore(), Location.local(dcp.out)).steps
-        for n in s.parameters
-    }
-    assert steps == {n: 7.0 if from_old(n) else 9.0 for n in dcp.old.shapes}
-
-
-def test_linked_composite__can_be_a_source_of_another(dcp: Pair) -> None:
-    dcp.compose(PARITY, replace(FULL, linked=True))
-    text = "default: new\ntake: [{from: out, units: [layers all]}]\n"
-    again = dcp.folder / "again"
-    for options in (FULL, replace(FULL, linked=True, force=True)):
-        compose(Location.local(dcp.recipe(text)), again, options, lambda *_: None)
-        old = [n for n in dcp.old.shapes if ".layers." in n and from_old(n)]
-        assert wrong_values(again, dcp, old) == []
-
-
-@pytest.mark.parametrize(("place", "code"), [("deeper/out", "tailor.link.place"), ("out", "tailor.link.format")])
-def test_linked_composite__must_lie_beside_its_sources_and_be_dcp(tmp_path: Path, place: str, code: str) -> None:
-    pair = make_pair(tmp_path, FORMATS["dcp" if "deeper" in place else "zero3"])
-    with pytest.raises(UnsupportedError) as caught:
-        compose(Location.local(pair.recipe(PARITY)), pair.folder / place, replace(FULL, linked=True), lambda *_: None)
-    assert (caught.value.code, hidden(pair.folder)) == (code, [])
-
-
-def test_linked_composite__refuses_other_chunks(dcp: Pair) -> None:
-    shutil.rmtree(dcp.folder / "old")
-    write_dcp(dcp.folder / "old", dcp.old, 3)
-    (dcp.folder / "old" / "__2_0.distcp").rename(dcp.folder / "old" / "x")
-    with pytest.raises(MergePipeError):
-        dcp.compose(PARITY, replace(FULL, linked=True))
 
 
 # --- partial sources

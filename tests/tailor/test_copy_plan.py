@@ -28,7 +28,6 @@ from mergepipe.tailor.composition.copy.plan import (
     Checksum,
     CopyRange,
     FilePlan,
-    Fill,
     Literal,
     Patch,
     Segment,
@@ -95,7 +94,6 @@ RANGES = st.builds(
 SEGMENTS = st.lists(
     RANGES
     | st.builds(Literal, st.binary(max_size=5000))
-    | st.builds(Fill, st.integers(0, 40_000))
     | st.builds(
         lambda at, n: CastRange(Location.local(Path("a")), 4 * at, n, F32, BF16),
         st.integers(0, 250),
@@ -111,8 +109,8 @@ def content_of(segment: Segment, files: dict[str, bytes]) -> bytes:
     if isinstance(segment, CastRange):
         raw = files[segment.file.name][segment.offset : segment.offset + source_bytes(segment)]
         return np.frombuffer(raw, np.float32).astype(ml_dtypes.bfloat16).tobytes()
-    assert isinstance(segment, Fill | Literal)
-    return bytes(segment.nbytes) if isinstance(segment, Fill) else segment.content
+    assert isinstance(segment, Literal)
+    return segment.content
 
 
 FILES = {
@@ -212,7 +210,6 @@ def test_copier__writes_what_is_planned(tmp_path: Path, is_cold: bool, memory_by
         *(CopyRange(Location.local(tmp_path / "a"), 5 * i, 5, is_skeleton=False) for i in range(0, 4000, 2)),
         CastRange(Location.local(tmp_path / "a"), 4, 29_000, F32, BF16),
         Literal(b"literal"),
-        Fill(100_001),
         CopyRange(Location.local(tmp_path / "b"), 11_000_006, 8_999_995, is_skeleton=True),
     ]
     if is_cold:

@@ -14,7 +14,7 @@ from mergepipe.errors import CorruptError, NotFoundError
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.composition.copy.plan import CopyRange, FilePlan, Fill, Literal, Segment
+from mergepipe.tailor.composition.copy.plan import CopyRange, FilePlan, Literal, Segment
 from mergepipe.tailor.composition.copy.writer import FEWEST_BYTES, Copier
 from support.faults import open_descriptors
 
@@ -58,7 +58,6 @@ def test_write_all__writes_what_each_plan_says(tmp_path_factory: pytest.TempPath
     segments: st.SearchStrategy[Segment] = st.one_of(
         st.builds(CopyRange, st.sampled_from(sources), starts, sizes, is_skeleton=st.booleans()),
         st.builds(Literal, st.binary(max_size=9)),
-        st.builds(Fill, st.integers(0, 9)),
     )
     contents = data.draw(st.lists(st.lists(segments, max_size=4).map(tuple), max_size=6))
     plans = [FilePlan(f"out-{i}", found) for i, found in enumerate(contents)]

@@ -14,7 +14,7 @@ import yaml
 from composing import FORMATS, FULL, Pair, make_pair, wrong_values
 
 from mergepipe import tailor
-from mergepipe.errors import LimitError, MergePipeError, MismatchError, NotFoundError, RecipeError
+from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, RecipeError
 from mergepipe.storage.location import Location
 from mergepipe.tailor import api
 from mergepipe.tailor.composition.compose import compose
@@ -139,11 +139,6 @@ def test_recipe_text__says_when_there_are_too_few(run: Path, tmp_path: Path) -> 
         api.recipe_text("latest", tmp_path / "nowhere")
     with pytest.raises(RecipeError, match="needs two checkpoints"):
         api.recipe_text("parity", run, at=3)
-
-
-def test_check__refuses_a_number_of_ranks_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(LimitError):
-        api.check(tmp_path / "recipe.yml", world_size=0)
 
 
 def test_compose__is_there_in_the_api(run: Path, tmp_path: Path) -> None:

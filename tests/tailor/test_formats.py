@@ -308,14 +308,16 @@ def test_read_dcp__lists_a_missing_file(tmp_path: Path, known: KnownStates) -> N
     assert read_dcp(MetadataStore(), Location.local(tmp_path / "a")).missing == ("file __2_0.distcp",)
 
 
-@pytest.mark.parametrize("name", ["/etc/passwdd", "../../abc.distcp", "..\0__0_0.distcp", "n" * 5000, "a//b", ""])
-def test_read_dcp__refuses_files_outside_of_the_run(tmp_path: Path, known: KnownStates, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["/etc/passwdd", "../b/__0_0.distcp", "../../abc.distcp", "..\0__0_0.distcp", "n" * 5000, "a//b", ""]
+)
+def test_read_dcp__refuses_files_outside_of_the_checkpoint(tmp_path: Path, known: KnownStates, name: str) -> None:
     write_dcp(tmp_path / "run" / "a", known, 1)
     metadata = tmp_path / "run" / "a" / ".metadata"
     old = b"X" + len("__0_0.distcp").to_bytes(4, "little") + b"__0_0.distcp"
     new = b"X" + len(name).to_bytes(4, "little") + name.encode()
     metadata.write_bytes(metadata.read_bytes().replace(old, new))
-    with pytest.raises(CorruptError, match="outside of the run"):
+    with pytest.raises(CorruptError, match="outside of the checkpoint"):
         open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "run" / "a"))
 
 

@@ -131,16 +131,6 @@ def test_composite__resumes_with_the_values_of_its_sources(tmp_path: Path, kind:
     assert not np.array_equal(mix["loss/0"], original["loss/0"])
 
 
-@needs_frameworks
-def test_linked_composite__resumes_with_the_values_of_its_sources(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    train("dcp", out)
-    compose_as("dcp", out, OTHER, mixed("dcp"), replace(FULL, linked=True))
-    (loaded,) = resume("dcp", out, OTHER)
-    wrong, compared = misplaced(loaded, out, "dcp")
-    assert (wrong, compared >= 87) == ([], True)
-
-
 def train_partially(kind: str, out: Path, *options: str) -> None:
     """A run saved in full at step 2 and in part at 4 and 6."""
     script = HERE / "saving" / "train_partially.py"
@@ -199,44 +189,6 @@ def test_composite__of_one_save_in_parts_goes_on_as_if_nothing_had_happened(tmp_
     truth = np.load(tmp_path / "truth-6.npz")
     wrong = [key for key in truth.files if not np.array_equal(loaded[f"after/{key}"], truth[key])]
     assert (wrong, len(truth.files) >= 87) == ([], True)
-
-
-@needs_frameworks
-@pytest.mark.parametrize("kind", ["zero2", "zero3", "zero3-whole"])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_composite__resumes_at_another_number_of_ranks(tmp_path: Path, kind: str, ranks: int) -> None:
-    out = tmp_path / "run"
-    train(kind, out)
-    compose_as(kind, out, OTHER, mixed(kind), replace(FULL, world_size=ranks))
-    (loaded,) = resume(kind, out, OTHER, ranks=ranks)
-    wrong, compared = misplaced(loaded, out, kind)
-    assert (wrong, compared >= 87, int(loaded["global_steps"])) == ([], True, NEW)
-    assert sum(key.startswith("loss/") for key in loaded) == ranks
-
-
-@needs_frameworks
-@pytest.mark.parametrize(
-    "kind", ["hf", "zero2", "zero2-tied", "zero3", "zero3-bf16", "hf-zero2", "hf-zero3", "dcp", "dcp-flat"]
-)
-def test_composite__of_stacked_layers_resumes_with_the_values_of_its_sources(tmp_path: Path, kind: str) -> None:
-    """Five layers of a model of three, one of them three times."""
-    out = tmp_path / "run"
-    train(kind, out)
-    stack = [(NEW, 0), (OLD, 2), (NEW, 1), (OLD, 2), (OLD, 2)]
-    entries = [f"{{sources: [{{model: {folder(kind, s)}, layer_range: [{i}, {i + 1}]}}]}}" for s, i in stack]
-    text = f"merge_method: passthrough\nbase_model: {folder(kind, NEW)}\nslices: [{', '.join(entries)}]\n"
-    compose_as(kind, out, OTHER, text)
-    (loaded,) = resume(kind, out, OTHER, layers=len(stack))
-    truths = {step: np.load(out / f"truth-{step}.npz") for step in (OLD, NEW)}
-    wrong = []
-    keys = [key for key in loaded if "/" in key and not key.startswith(("after/", "loss/"))]
-    for key in keys:
-        layer = re.search(r"layers\.(\d+)\.", key)
-        step, origin = stack[int(layer[1])] if layer else (NEW, 0)
-        before = re.sub(r"layers\.\d+\.", f"layers.{origin}.", key)
-        wrong += [] if np.array_equal(loaded[key], truths[step][before]) else [key]
-    assert (wrong, len(keys) >= 87) == ([], True)
-    assert all(np.isfinite(loaded[key]).all() for key in loaded if key.startswith("loss/"))
 
 
 @needs_frameworks

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from composing import FORMATS, FULL, Pair, make_pair, stored_values, wrong_values
 from test_pickled_counters import counters, edit, write_fused
-from test_repartition import PARITY, from_old
+from test_restack import TURNED, assert_restacked, slices
 
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.location import Location
@@ -23,7 +23,12 @@ from support.stores import MetadataStore
 from support.training_trees import KnownStates
 
 UNIVERSAL = replace(FULL, is_universal=True)
-KINDS = ("zero1", "zero2-regrouped", "zero3-saved", "hf-zero2")
+KINDS = ("zero1", "zero2", "zero2-regrouped", "zero3", "zero3-regrouped", "zero3-saved", "hf-zero2")
+PARITY = "default: new\ntake: [{from: old, units: [layers even, embed]}]\n"
+
+
+def from_old(pair: Pair) -> list[str]:
+    return [n for n in pair.old.shapes if any(part in n for part in ("embed_tokens", ".layers.0.", ".layers.2."))]
 
 
 def write_universal(kind: str) -> Callable[[Path, KnownStates], None]:
@@ -83,6 +88,27 @@ def test_average__reads_universal_checkpoints(tmp_path: Path) -> None:
         np.testing.assert_allclose(stored_values(made.states[name, FP32]), mean, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3"])
+def test_average__of_native_checkpoints_becomes_universal(tmp_path: Path, kind: str) -> None:
+    """The way of an average to another number of ranks: weights, moments and step stay what was averaged."""
+    pair = make_pair(tmp_path, FORMATS[kind])
+    api.average([tmp_path / "old", tmp_path / "new"], tmp_path / "mean", weights=(1, 3), optimizer="average")
+    pair.compose("default: mean\n", UNIVERSAL)
+    native, made = (
+        open_training_checkpoint(MetadataStore(), Location.local(path)) for path in (tmp_path / "mean", pair.out)
+    )
+    assert (made.format, made.step, made.missing) == ("deepspeed-universal", native.step, ())
+    for (name, of_kind), state in made.states.items():
+        assert np.array_equal(stored_values(state), stored_values(native.states[name, of_kind])), (name, of_kind)
+    assert {kind for _, kind in made.states} >= {FP32, "exp_avg", "exp_avg_sq"}
+
+
+def test_compose__exports_layers_in_other_places(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, FORMATS["zero2"])
+    pair.compose(slices(TURNED), UNIVERSAL)
+    assert_restacked(pair, TURNED, shared_steps=True)
+
+
 def refused(act: Callable[[], object]) -> str:
     with pytest.raises(MergePipeError) as caught:
         act()
@@ -94,7 +120,6 @@ def test_export__is_refused_where_it_cannot_be(tmp_path: Path) -> None:
     recipe = pair.recipe("default: new\n")
     assert refused(lambda: api.check(recipe, export="universal")) == "tailor.universal.format"
     assert refused(lambda: api.check(recipe, export="parquet")) == "option.invalid"
-    assert refused(lambda: api.check(recipe, export="universal", world_size=2)) == "option.pair"
 
 
 def test_open__refuses_universal_checkpoints_that_lie(tmp_path: Path) -> None:

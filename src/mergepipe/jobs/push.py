@@ -71,7 +71,7 @@ def push_snapshot(
 
     Raises:
         NotFoundError, CorruptError: a file of the snapshot is gone, or is not what was written.
-        UnsupportedError: `push.overlay`, `push.linked`.
+        UnsupportedError: `push.overlay`.
         OutputError: `output.store`, `output.exists`, `output.not-ours`.
         ConflictError: `output.busy`, `output.appeared`, `hub.moved`.
         StorageError: the store refuses, or cannot be reached.
@@ -129,10 +129,6 @@ def _read_composite(store: Store, path: Path) -> _Push:
     """Read the record of an average or a composite, look for its large files, and compare all others with it."""
     folder = Location.local(path)
     record = read_composite(store, folder)
-    match record.content.get("checkpoint"):
-        case {"linked": True}:
-            hint = "compose it without --link, and push that"
-            raise UnsupportedError.of("push.linked", path, "points into its sources, which are not pushed", hint)
     for file in record.files:
         size_bytes = store.size_bytes(folder / file.name)
         is_other = file.size_bytes > _COMPARED_BYTES or damage_of(store, folder, file) is None

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MEMORY_BYTES = 256 << 20
 DEFAULT_ENDS = 2
-MOST_RANKS = 1 << 20
 _UNIVERSAL = "universal"
 
 
@@ -39,8 +38,6 @@ def check(
     recipe: str | Path,
     *,
     state_from: str | Path | None = None,
-    world_size: int | None = None,
-    link: bool = False,
     export: str | None = None,
 ) -> CompositionReport:
     """Say what a composition would take from where, and how old each part is; reads no tensor data.
@@ -51,10 +48,10 @@ def check(
     from mergepipe.tailor.composition.compose import ComposeOptions, check_recipe
 
     options = ComposeOptions(
-        DEFAULT_MEMORY_BYTES, world_size=_ranks(world_size), linked=link, is_universal=_is_universal(export),
+        DEFAULT_MEMORY_BYTES, is_universal=_is_universal(export),
         state_from=None if state_from is None else absolute(state_from),
     )  # fmt: skip
-    request = _average_request(recipe, state_from=state_from, world_size=world_size, link=link, export=export)
+    request = _average_request(recipe, state_from=state_from, export=export)
     if request is not None:
         from mergepipe.tailor.averaging.average import check_average
 
@@ -67,8 +64,6 @@ def compose(
     out: str | Path,
     *,
     state_from: str | Path | None = None,
-    world_size: int | None = None,
-    link: bool = False,
     export: str | None = None,
     self_check: str = "sampled",
     memory_bytes: int | None = None,
@@ -79,9 +74,8 @@ def compose(
 
     Args:
         state_from: the checkpoint that gives scheduler, random states and step; default, the newest that has them.
-        world_size: write native shards for this many ranks (DeepSpeed ZeRO); default, that of the sources.
-        link: write metadata only, pointing into the sources (torch DCP).
-        export: `universal` writes a DeepSpeed universal checkpoint of ZeRO ones; default, the format of the sources.
+        export: `universal` writes a DeepSpeed universal checkpoint of ZeRO ones, for any number of ranks; default, the
+            format of the sources.
         self_check: `sampled`, `full` or `off`: how much is read back and compared before publishing.
         memory_bytes: cap on buffers; default 256 MiB.
         force: replace a composite that is already at `out`.
@@ -97,11 +91,10 @@ def compose(
 
     options = ComposeOptions(
         DEFAULT_MEMORY_BYTES if memory_bytes is None else positive("--memory", memory_bytes),
-        force=force, world_size=_ranks(world_size),
-        linked=link, is_universal=_is_universal(export),
+        force=force, is_universal=_is_universal(export),
         state_from=None if state_from is None else absolute(state_from), thoroughness=Thoroughness(self_check),
     )  # fmt: skip
-    request = _average_request(recipe, state_from=state_from, world_size=world_size, link=link, export=export)
+    request = _average_request(recipe, state_from=state_from, export=export)
     if request is not None:
         from mergepipe.tailor.averaging.average import average as run_average
 
@@ -159,9 +152,7 @@ def average(
     return run(request, Path(out), options, on_progress or (lambda *_: None))
 
 
-def _average_request(
-    recipe: str | Path, *, state_from: str | Path | None, world_size: int | None, link: bool, export: str | None
-) -> AverageRequest | None:
+def _average_request(recipe: str | Path, *, state_from: str | Path | None, export: str | None) -> AverageRequest | None:
     """Read a recipe that averages; None where it composes. Options that exclude each other are refused.
 
     Raises:
@@ -169,12 +160,7 @@ def _average_request(
     """
     from mergepipe.tailor.averaging.request import load_average
 
-    layouts = {"--world-size": world_size is not None, "--link": link}
-    composing = {"--state-from": state_from is not None, **layouts, "--export": export is not None}
-    refused = [option for option, is_given in layouts.items() if is_given and export is not None]
-    if refused:
-        message = "a universal checkpoint is loaded at any number of ranks, from files of its own"
-        raise RecipeError.of("option.pair", refused[0], message, "leave it out, or --export")
+    composing = {"--state-from": state_from is not None, "--export": export is not None}
     request = load_average(Location.of(recipe), _store())
     refused = [option for option, is_given in composing.items() if is_given and request is not None]
     if refused:
@@ -296,9 +282,3 @@ def _store() -> UnpackedView:
     from mergepipe.storage.stores import Stores
 
     return UnpackedView(Stores())
-
-
-def _ranks(world_size: int | None) -> int | None:
-    from mergepipe.core.bounds import positive
-
-    return None if world_size is None else positive("--world-size", world_size, MOST_RANKS)

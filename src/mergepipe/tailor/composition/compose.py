@@ -44,15 +44,10 @@ _MARGIN_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class ComposeOptions:
-    """Options of a composition. `world_size` None keeps the sources'; `linked` copies no tensor byte (DCP only).
-
-    `is_universal` writes a DeepSpeed universal checkpoint of ZeRO checkpoints.
-    """
+    """Options of a composition. `is_universal` writes a DeepSpeed universal checkpoint of ZeRO checkpoints."""
 
     memory_bytes: int
     force: bool = False
-    world_size: int | None = None
-    linked: bool = False
     is_universal: bool = False
     state_from: Location | None = None
     thoroughness: Thoroughness = Thoroughness.SAMPLED
@@ -91,20 +86,12 @@ def _as_named(store: Store, recipe: CompositionRecipe, path: Location) -> Locati
     return next((source for source in recipe.sources if real_location(store, source) == place), path)
 
 
-def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions, out: Path | None) -> CompositionPlan:
-    """Plan the composition of a recipe; only linked composites use `out`."""
+def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions) -> CompositionPlan:
+    """Plan the composition of a recipe."""
     check_same_run(store, tuple(opened.sources.values()))
     assignment = assign(opened.recipe, opened.sources)
-    training_format = format_named(assignment.skeleton.format)
     if options.is_universal:
-        return training_format.plan_universal(store, assignment)
-    if assignment.resized is not None and not options.linked:
-        world_size = options.world_size or assignment.skeleton.world_size
-        return training_format.plan_resized(store, assignment, world_size)
-    if options.linked:
-        return training_format.plan_linked(store, assignment, None if out is None else Location.local(out))
-    if options.world_size not in (None, assignment.skeleton.world_size):
-        return training_format.plan_repartitioned(store, assignment, options.world_size or 1)
+        return format_named(assignment.skeleton.format).plan_universal(store, assignment)
     return plan_composition(store, assignment)
 
 
@@ -113,7 +100,7 @@ def check_recipe(path: Location, options: ComposeOptions) -> CompositionReport:
     started = time.perf_counter()
     store = UnpackedView(Stores())
     opened = open_recipe(store, path, options.state_from)
-    return CompositionReport(plan_recipe(store, opened, options, None), None, None, time.perf_counter() - started)
+    return CompositionReport(plan_recipe(store, opened, options), None, None, time.perf_counter() - started)
 
 
 def compose(path: Location, out: Path, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
@@ -122,7 +109,7 @@ def compose(path: Location, out: Path, options: ComposeOptions, on_progress: OnP
     store = UnpackedView(Stores())
     opened = open_recipe(store, path, options.state_from)
     check_target(out, [source.path for source in opened.sources.values()], force=options.force)
-    plan = plan_recipe(store, opened, options, out)
+    plan = plan_recipe(store, opened, options)
 
     def check(directory: Path, advance: Callable[[], None]) -> SelfCheck:
         made = open_training_checkpoint(store, Location.local(directory), Location.local(out))
@@ -187,7 +174,7 @@ class _Run:
 
     def _inputs(self) -> tuple[CompositeInput, ...]:
         """Record every source with the current state of the files read, packed ones with all that they are on."""
-        files = {path for plan in self._plan.files for path in plan.source_files} | set(self._plan.linked_files)
+        files = {path for plan in self._plan.files for path in plan.source_files}
         stored = {path: file for file in files for path in self._store.stored_files(file)}
         assignment = self._plan.assignment
         by_source: dict[int, list[Fingerprint]] = {}
@@ -223,8 +210,6 @@ class _Run:
             version=mergepipe.__version__,
             recipe=self._job.recipe,
             assignment=self._plan.assignment,
-            world_size=self._options.world_size or self._plan.assignment.skeleton.world_size,
-            is_linked=self._options.linked,
             inputs=tuple(
                 replace(
                     checkpoint,

@@ -81,8 +81,6 @@ class CompositeManifest:
     version: str
     recipe: str
     assignment: Assignment
-    world_size: int
-    is_linked: bool
     inputs: tuple[CompositeInput, ...]
     units: tuple[UnitStaleness, ...]
     files: tuple[WrittenFile, ...]
@@ -115,10 +113,9 @@ class CompositeManifest:
                 "format": skeleton.format,
                 "framework": skeleton.framework.value,
                 "stage": skeleton.stage,
-                "world_size": self.world_size,
+                "world_size": skeleton.world_size,
                 "step": self.assignment.state.step,
                 "state_from": str(self.assignment.state.path),
-                "linked": self.is_linked,
             },
             **({"average": asdict(self.average)} if self.average is not None else {}),
             "inputs": [_input_json(checkpoint) for checkpoint in self.inputs],

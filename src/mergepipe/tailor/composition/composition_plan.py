@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from mergepipe.checkpoints.formats.zip_directory import Window
 from mergepipe.core.blocks import ByteRange, DType, Span
 from mergepipe.core.values import dataclass
-from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Packing, Piece, StoredState
@@ -45,7 +45,6 @@ class CompositionPlan:
     steps: tuple[StepChoice, ...]
     staleness: tuple[UnitStaleness, ...]
     files: tuple[FilePlan, ...]
-    linked_files: tuple[Location, ...] = ()  # files that the composite points into without copying them
 
     @property
     def read_bytes(self) -> int:
@@ -71,7 +70,6 @@ def plan_composition(store: Store, assignment: Assignment) -> CompositionPlan:
         patches.step(choice)
     overlay = overlay_state(store, assignment, list_skeleton(store, assignment.skeleton))
     plans = tuple(plan_file(store, file, patches, overlay) for file in overlay.files)
-    _check_all_used(patches.by_file, overlay.files)
     return CompositionPlan(assignment, steps, staleness_of(assignment, steps), plans)
 
 
@@ -159,13 +157,3 @@ def _check_apart(ordered: Sequence[Patch], file: SkeletonFile) -> None:
                 "tailor.shared", file.path, f"two states share bytes [{following.offset}, {patch.stop})",
                 "save each state as a tensor of its own: .clone() it",
             )  # fmt: skip
-
-
-def _check_all_used(patches: Mapping[Location, list[Patch]], files: Iterable[SkeletonFile]) -> None:
-    """Check that every patch belongs to a planned file."""
-    beyond = patches.keys() - {file.path for file in files}
-    if beyond:
-        raise UnsupportedError.of(
-            "tailor.linked", min(beyond), "lies outside of the checkpoint that gives the skeleton",
-            "use --link again, or name another checkpoint in state_from",
-        )  # fmt: skip

@@ -124,7 +124,7 @@ def _check_structure(made: TrainingCheckpoint, assignment: Assignment, steps: tu
     if made.missing:
         raise _failed(made, f"lacks {made.missing[0]}")
     is_other_step = made.step != assignment.state.step and format_named(made.format).records_step
-    if is_other_step or dict(made.parameters) != dict(assignment.model.parameters):
+    if is_other_step or dict(made.parameters) != dict(assignment.skeleton.parameters):
         raise _failed(made, f"is at step {made.step} with {len(made.parameters)} parameters")
     wanted = {name: choice.value for choice in steps for name in choice.counter.parameters}
     written_steps = {name: step.value for step in made.steps for name in step.parameters}

@@ -64,7 +64,7 @@ def choose_steps(assignment: Assignment, groups: Sequence[Sequence[str]] | None 
     Law: where all of a counter's parameters come from one source, its value is that source's.
     """
     counters = [_counters(source) for source in assignment.sources]
-    wanted = assignment.model.steps if groups is None else _regrouped(assignment.model.steps, groups)
+    wanted = assignment.skeleton.steps if groups is None else _regrouped(assignment.skeleton.steps, groups)
     return tuple(_choose(assignment, counters, counter) for counter in wanted)
 
 
@@ -108,7 +108,7 @@ def staleness_of(assignment: Assignment, steps: tuple[StepChoice, ...]) -> tuple
 def _units(assignment: Assignment, by_name: Mapping[str, StepChoice]) -> Iterator[UnitStaleness]:
     newest = assignment.state.step
     for unit, indices in assignment.unit_sources():
-        names = assignment.model.units.parameters[unit]
+        names = assignment.skeleton.units.parameters[unit]
         choices = [by_name[name] for name in names if name in by_name]
         opened = [assignment.sources[index] for index in indices]
         yield UnitStaleness(

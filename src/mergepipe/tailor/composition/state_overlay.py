@@ -62,19 +62,6 @@ class StateOverlay:
         return self.edits.get(path, {})
 
 
-def require_own_state(assignment: Assignment) -> None:
-    """Refuse a state from a partial checkpoint where nothing may be copied.
-
-    Raises:
-        UnsupportedError: always, if there is one.
-    """
-    if assignment.state_index is not None:
-        raise UnsupportedError.of(
-            "tailor.state.link", assignment.state.path, "is partial: its scheduler and step would have to be copied",
-            "compose without --link, or name a complete checkpoint in state_from",
-        )  # fmt: skip
-
-
 def overlay_state(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
     """Plan which small files and values the state replaces; `files` are the skeleton's.
 
@@ -97,7 +84,7 @@ def _with_layers(store: Store, assignment: Assignment, overlay: StateOverlay) ->
         return overlay
     layers = layer_count(assignment.skeleton.units, assignment.layers)
     raw = store.read_small(config.path, CONFIG_BYTES)
-    if layers.after == layers.before and not states_layers(raw, layers):
+    if not states_layers(raw, layers):
         return overlay
     content = with_layers(raw, layers, where=config.path)
     return replace(overlay, contents=MappingProxyType({**overlay.contents, CONFIG_NAME: content}))

@@ -70,22 +70,6 @@ class TrainingFormat(CheckpointKind, Protocol):
         """
         ...
 
-    def plan_repartitioned(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
-        """Plan a composite for another number of ranks.
-
-        Raises:
-            UnsupportedError: the format is not written so, or not this checkpoint of it.
-        """
-        ...
-
-    def plan_resized(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
-        """Plan a composite of a restacked model whose parameters are others than the skeleton's.
-
-        Raises:
-            UnsupportedError: the format is not written so, or not this checkpoint of it.
-        """
-        ...
-
     def plan_universal(self, store: Store, assignment: Assignment) -> CompositionPlan:
         """Plan a composite as a DeepSpeed universal checkpoint.
 
@@ -94,17 +78,9 @@ class TrainingFormat(CheckpointKind, Protocol):
         """
         ...
 
-    def plan_linked(self, store: Store, assignment: Assignment, out: Location | None) -> CompositionPlan:
-        """Plan a composite that points into its sources; `out` None stands for a directory beside the skeleton.
-
-        Raises:
-            UnsupportedError: the format cannot point elsewhere, or not this checkpoint of it.
-        """
-        ...
-
 
 class Copied:
-    """Formats that are composed by copying, for as many ranks and layers as there were: the rest is refused."""
+    """Formats that are composed by copying, for as many ranks as there were: the rest is refused."""
 
     __slots__ = ()
 
@@ -119,40 +95,18 @@ class Copied:
             "no state from a partial checkpoint", "name a complete checkpoint in state_from",
         )  # fmt: skip
 
-    def plan_repartitioned(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
-        """Refuse."""
-        refuse_repartition(assignment.skeleton)
-
-    def plan_resized(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
-        """Refuse."""
-        before, after = assignment.skeleton.units.n_layers, assignment.model.units.n_layers
-        raise UnsupportedError.of(
-            "tailor.restack.resized", assignment.skeleton.path,
-            f"the slices stack {after} layers of a model of {before}, whose parameters are others; "
-            f"{assignment.skeleton.format} is not written so", "stack as many layers of the same kinds as there are",
-        )  # fmt: skip
-
     def plan_universal(self, store: Store, assignment: Assignment) -> CompositionPlan:
         """Refuse."""
-        raise UnsupportedError.of(
-            "tailor.universal.format", assignment.skeleton.path, "only DeepSpeed ZeRO checkpoints are exported as "
-            f"universal ones; this is {assignment.skeleton.format}",
-        )  # fmt: skip
-
-    def plan_linked(self, store: Store, assignment: Assignment, out: Location | None) -> CompositionPlan:
-        """Refuse."""
-        raise UnsupportedError.of(
-            "tailor.link.format", assignment.skeleton.path, "only torch DCP checkpoints can be linked"
-        )
+        refuse_universal(assignment.skeleton)
 
 
-def refuse_repartition(skeleton: TrainingCheckpoint) -> NoReturn:
-    """Refuse to write a checkpoint for another number of ranks.
+def refuse_universal(skeleton: TrainingCheckpoint) -> NoReturn:
+    """Refuse to write a checkpoint for any number of ranks.
 
     Raises:
         UnsupportedError: always.
     """
     raise UnsupportedError.of(
-        "tailor.world-size.format", skeleton.path, "only DeepSpeed ZeRO checkpoints are written for another "
-        f"number of ranks; this is {skeleton.format}",
+        "tailor.universal.format", skeleton.path, "only DeepSpeed ZeRO checkpoints are exported as universal ones; "
+        f"this is {skeleton.format}",
     )  # fmt: skip

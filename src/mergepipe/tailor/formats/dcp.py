@@ -31,14 +31,13 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import Copied, refuse_repartition
+from mergepipe.tailor.formats.contract import Copied
 from mergepipe.tailor.formats.foreign import refuse_foreign_states
 from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.formats.scalars import read_scalar
 from mergepipe.tailor.units import model_units
 
 if TYPE_CHECKING:
-    from mergepipe.tailor.composition.composition_plan import CompositionPlan
     from mergepipe.tailor.composition.request.assignment import Assignment
     from mergepipe.tailor.composition.skeleton_files import SkeletonFile
     from mergepipe.tailor.composition.state_overlay import StateOverlay
@@ -73,10 +72,8 @@ class DcpTensor:
     chunks: tuple[_Chunk, ...]
 
 
-def read_dcp(store: Store, folder: Location, home: Location | None = None) -> TrainingCheckpoint:
+def read_dcp(store: Store, folder: Location) -> TrainingCheckpoint:
     """Read a DCP directory; of tensors, only step counters are read.
-
-    `home` is where the directory will lie if that is elsewhere: links into siblings lead from there.
 
     Its pieces are packed (`Packing.TORCH_ZIP`): `unpack_piece` finds the elements inside one.
 
@@ -85,12 +82,12 @@ def read_dcp(store: Store, folder: Location, home: Location | None = None) -> Tr
         CorruptError: `.metadata` contradicts itself.
         UnsupportedError: tensors cut other than by rows, or a state dict without optimizer state.
     """
-    return dcp_checkpoint(store, folder, read_tensors(store, folder, home or folder))
+    return dcp_checkpoint(store, folder, read_tensors(store, folder))
 
 
-def read_tensors(store: Store, folder: Location, home: Location) -> Iterator[DcpTensor]:
+def read_tensors(store: Store, folder: Location) -> Iterator[DcpTensor]:
     """Yield the tensors that a DCP directory describes; no tensor byte is read. Raises as `read_dcp`."""
-    return _tensors(_read_metadata(store, folder), _Place(folder, home))
+    return _tensors(_read_metadata(store, folder), folder)
 
 
 def dcp_checkpoint(store: Store, folder: Location, described: Iterable[DcpTensor]) -> TrainingCheckpoint:
@@ -121,17 +118,6 @@ def dcp_checkpoint(store: Store, folder: Location, described: Iterable[DcpTensor
     )
 
 
-def model_keys(described: Iterable[DcpTensor], folder: Location) -> dict[tuple[str, str], str]:
-    """Return the keys of the model's tensors in the state dict: of weights and states of the optimizer, by parameter.
-
-    Raises:
-        UnsupportedError: as `read_dcp`.
-    """
-    optimizer, weights = _classify({tensor.key: tensor for tensor in described}, folder)
-    keys = {(name, WEIGHT): tensor.key for name, tensor in weights.items()}
-    return keys | {name_and_kind: tensor.key for name_and_kind, tensor in optimizer.items()}
-
-
 def unpack_piece(store: Store, piece: Piece, dtype: DType) -> Piece:
     """Find the elements inside a packed piece.
 
@@ -159,9 +145,9 @@ def _read_metadata(store: Store, folder: Location) -> Node:
     return Node(root, str(path)).fields("Metadata")
 
 
-def _tensors(metadata: Node, at: _Place) -> Iterator[DcpTensor]:
+def _tensors(metadata: Node, folder: Location) -> Iterator[DcpTensor]:
     """Join what tensors there are with where their chunks lie."""
-    stored = _storage(metadata, at)
+    stored = _storage(metadata, folder)
     for key, node in metadata.get("state_dict_metadata").named_items():
         if not isinstance(node.value, Record) or node.value.kind.name != "TensorStorageMetadata":
             continue  # bytes: options and the like, of no parameter
@@ -192,7 +178,7 @@ def _dtype(fields: Node) -> DType:
     return TORCH_DTYPES[name.name]
 
 
-def _storage(metadata: Node, at: _Place) -> dict[tuple[str, tuple[int, ...]], tuple[Location, int, int]]:
+def _storage(metadata: Node, folder: Location) -> dict[tuple[str, tuple[int, ...]], tuple[Location, int, int]]:
     """Return the file, offset and size of each (tensor, offsets)."""
     pieces = {}
     files: dict[str, Location] = {}
@@ -205,26 +191,16 @@ def _storage(metadata: Node, at: _Place) -> dict[tuple[str, tuple[int, ...]], tu
         name = (index.get("fqn").text(), offsets.shape() if offsets is not None else ())
         relative = place.get("relative_path").text()
         if relative not in files:
-            files[relative] = at.contained(relative, place)
+            files[relative] = _contained(folder, relative, place)
         pieces[name] = (files[relative], place.get("offset").integer(), place.get("length").integer())
     return pieces
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The path of the directory now, and once it is published."""
-
-    folder: Location
-    home: Location
-
-    def contained(self, relative: str, node: Node) -> Location:
-        """A file of this directory or of a sibling, which a linked composite points into; never elsewhere."""
-        base = (self.home if relative.startswith("../") else self.folder).absolute()
-        path = (base / relative).normal()
-        named = all(part == ".." or (is_plain_name(part) and len(part) < _NAME_LIMIT) for part in relative.split("/"))
-        if not named or not path.is_relative_to(base.parent.normal()):
-            raise node.error(f"the file {shown(relative)} lies outside of the run's directory")
-        return path
+def _contained(folder: Location, relative: str, node: Node) -> Location:
+    """A file of this directory; never elsewhere."""
+    if not all(is_plain_name(part) and len(part) < _NAME_LIMIT for part in relative.split("/")):
+        raise node.error(f"the file {shown(relative)} lies outside of the checkpoint")
+    return (folder.absolute() / relative).normal()
 
 
 def _classify(
@@ -317,7 +293,7 @@ def _step(store: Store, name: str, tensor: DcpTensor) -> AdamStep:
 
 
 class DcpFormat(Copied):
-    """torch.distributed.checkpoint: metadata names the file and place of every chunk, so that links are possible."""
+    """torch.distributed.checkpoint: metadata names the file and place of every chunk."""
 
     __slots__ = ()
     name: ClassVar[str] = DCP_FORMAT
@@ -331,7 +307,7 @@ class DcpFormat(Copied):
 
     def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
         """See `read_dcp`."""
-        return read_dcp(store, path, home)
+        return read_dcp(store, path)
 
     def resumes_partial(self, framework: Framework) -> bool:
         """Metadata holds the whole state, whoever resumes."""
@@ -342,17 +318,3 @@ class DcpFormat(Copied):
         from mergepipe.tailor.composition.state_overlay import overlay_dcp_state
 
         return overlay_dcp_state(store, assignment, files)
-
-    def plan_resized(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
-        """See `composition.resized_dcp`."""
-        from mergepipe.tailor.composition.resized_dcp import plan_resized_dcp
-
-        if world_size != assignment.skeleton.world_size:
-            refuse_repartition(assignment.skeleton)
-        return plan_resized_dcp(store, assignment)
-
-    def plan_linked(self, store: Store, assignment: Assignment, out: Location | None) -> CompositionPlan:
-        """See `composition.linked_dcp`."""
-        from mergepipe.tailor.composition.linked_dcp import plan_linked
-
-        return plan_linked(store, assignment, out)

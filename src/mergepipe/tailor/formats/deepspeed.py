@@ -463,19 +463,9 @@ class ZeroFormat(Copied):
 
         return overlay_zero_state(store, assignment, files)
 
-    def plan_resized(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
-        """A repartition writes all files anew."""
-        return self.plan_repartitioned(store, assignment, world_size)
-
-    def plan_repartitioned(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
-        """See `composition.repartition`."""
-        from mergepipe.tailor.composition.zero.repartition import plan_repartitioned
-
-        return plan_repartitioned(store, assignment, world_size)
-
     def plan_universal(self, store: Store, assignment: Assignment) -> CompositionPlan:
-        """See `composition.zero.universal`."""
-        from mergepipe.tailor.composition.zero.universal import plan_universal
+        """See `composition.universal`."""
+        from mergepipe.tailor.composition.universal import plan_universal
 
         return plan_universal(store, assignment)
 

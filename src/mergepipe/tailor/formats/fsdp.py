@@ -27,17 +27,13 @@ WEIGHTS_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 WEIGHTS_NAME, OPTIMIZER_NAME = "pytorch_model_fsdp.bin", "optimizer.bin"
 
 
-def read_sharded(store: Store, folder: Location, home: Location) -> TrainingCheckpoint:
+def read_sharded(store: Store, folder: Location) -> TrainingCheckpoint:
     """Read a checkpoint of sharded state dicts; of tensors, only step counters are read.
 
     Raises:
         MergePipeError: see `formats.dcp.read_dcp`.
     """
-    tensors = [
-        tensor
-        for name in (WEIGHTS_FOLDER, OPTIMIZER_FOLDER)
-        for tensor in read_tensors(store, folder / name, home / name)
-    ]
+    tensors = [tensor for name in (WEIGHTS_FOLDER, OPTIMIZER_FOLDER) for tensor in read_tensors(store, folder / name)]
     return dcp_checkpoint(store, folder, tensors)
 
 
@@ -117,7 +113,7 @@ class FsdpFormat(Copied):
     def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
         """See `read_sharded` and `read_full`; the Trainer's state tells the step, where it is."""
         is_sharded = is_folder(store, path / WEIGHTS_FOLDER)
-        opened = read_sharded(store, path, home) if is_sharded else read_full(store, path)
+        opened = read_sharded(store, path) if is_sharded else read_full(store, path)
         opened = replace(opened, format=FSDP_FORMAT)
         if not is_file(store, path / TRAINER_STATE_NAME):
             return opened

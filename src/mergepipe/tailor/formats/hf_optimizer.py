@@ -27,7 +27,7 @@ from mergepipe.tailor.checkpoint import (
     TrainingCheckpoint,
 )
 from mergepipe.tailor.composition.parameter_order import defined_order, trainer_order
-from mergepipe.tailor.formats.contract import Copied, refuse_repartition
+from mergepipe.tailor.formats.contract import Copied
 from mergepipe.tailor.formats.foreign import refuse_foreign_states
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 from mergepipe.tailor.formats.scalars import read_scalar
@@ -42,7 +42,6 @@ from mergepipe.tailor.formats.transformers_names import ask_transformers
 from mergepipe.tailor.units import model_units
 
 if TYPE_CHECKING:
-    from mergepipe.tailor.composition.composition_plan import CompositionPlan
     from mergepipe.tailor.composition.request.assignment import Assignment
     from mergepipe.tailor.composition.skeleton_files import SkeletonFile
     from mergepipe.tailor.composition.state_overlay import StateOverlay
@@ -106,17 +105,6 @@ class _Numbering:
     @property
     def names(self) -> tuple[str, ...]:
         return self.decayed + self.plain
-
-
-def parameter_groups(store: Store, folder: Location) -> tuple[tuple[str, ...], ...]:
-    """Return the parameters with weight decay and without, in the order of their numbers.
-
-    Raises:
-        MergePipeError: see `read_hf_checkpoint`.
-    """
-    optimizer = Node(read_torch_zip(store, folder / OPTIMIZER_NAME).root, OPTIMIZER_NAME)
-    numbering = _numbering(folder, read_json(store, folder / CONFIG_NAME), open_checkpoint(store, folder), optimizer)
-    return numbering.decayed, numbering.plain
 
 
 def _numbering(folder: Location, config: Mapping[str, JsonValue], model: Checkpoint, optimizer: Node) -> _Numbering:
@@ -220,14 +208,6 @@ class HfFormat(Copied):
     def resumes_partial(self, framework: Framework) -> bool:
         """The Trainer keeps its state in small files, which partial checkpoints hold."""
         return framework is Framework.TRANSFORMERS
-
-    def plan_resized(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
-        """See `composition.resized`."""
-        from mergepipe.tailor.composition.resized import plan_resized_hf
-
-        if world_size != assignment.skeleton.world_size:
-            refuse_repartition(assignment.skeleton)
-        return plan_resized_hf(store, assignment)
 
     def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
         """See `composition.state_overlay`."""

@@ -192,13 +192,6 @@ class UniversalFormat(Copied):
         check_trainer_step(store, opened)
         return with_export(store, replace(opened, framework=Framework.TRANSFORMERS))
 
-    def plan_repartitioned(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
-        """Refuse: the number of ranks is nowhere in the files."""
-        raise UnsupportedError.of(
-            "tailor.world-size.format", assignment.skeleton.path, "a universal checkpoint is loaded at any number of "
-            "ranks as it is", "leave out --world-size",
-        )  # fmt: skip
-
     def plan_universal(self, store: Store, assignment: Assignment) -> CompositionPlan:
         """It is universal already."""
         from mergepipe.tailor.composition.composition_plan import plan_composition

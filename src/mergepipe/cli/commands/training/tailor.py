@@ -26,18 +26,13 @@ StateFrom = Annotated[
     str | None,
     typer.Option("--state-from", metavar="CKPT", help="Take scheduler, random states and step from this one."),
 ]
-WorldSize = Annotated[
-    int | None,
-    typer.Option("--world-size", metavar="N", help="Write shards for N ranks (DeepSpeed ZeRO)."),
-]
-Link = Annotated[bool, typer.Option("--link", help="Copy no tensor: point into the sources (torch DCP).")]
 Export = Annotated[
     str | None,
     typer.Option(
         "--export",
         metavar="FORMAT",
         autocompletion=choices("universal"),
-        help="universal: write a DeepSpeed universal checkpoint (of ZeRO ones).",
+        help="universal: write a DeepSpeed universal checkpoint (of ZeRO ones), for any number of ranks.",
     ),
 ]
 Memory = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Cap on buffers.  [default: 256MiB]")]
@@ -135,8 +130,6 @@ def check(
     recipe: RecipePath,
     *,
     state_from: StateFrom = None,
-    world_size: WorldSize = None,
-    link: Link = False,
     export: Export = None,
     printing: PrintFlags,
 ) -> None:
@@ -147,7 +140,7 @@ def check(
     from mergepipe.tailor import api
 
     _print(
-        api.check(recipe, state_from=state_from, world_size=world_size, link=link, export=export),
+        api.check(recipe, state_from=state_from, export=export),
         as_json=printing.as_json,
     )
 
@@ -158,8 +151,6 @@ def compose(
     out: OutPath,
     *,
     state_from: StateFrom = None,
-    world_size: WorldSize = None,
-    link: Link = False,
     export: Export = None,
     self_check: SelfCheck = "sampled",
     memory: Memory = None,
@@ -180,8 +171,6 @@ def compose(
             recipe,
             out,
             state_from=state_from,
-            world_size=world_size,
-            link=link,
             export=export,
             self_check=self_check,
             memory_bytes=memory_bytes,

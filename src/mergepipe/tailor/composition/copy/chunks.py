@@ -11,7 +11,6 @@ from mergepipe.tailor.composition.copy.plan import (
     AverageRange,
     CastRange,
     CopyRange,
-    Fill,
     Literal,
     Segment,
     source_bytes,
@@ -71,8 +70,6 @@ def _room(segment: Segment) -> int:
     nbytes = source_bytes(segment)
     if isinstance(segment, AverageRange):
         return sum(average_rooms(segment)) + round_up(segment.nbytes, PAGE_BYTES)
-    if isinstance(segment, Fill):
-        return round_up(segment.nbytes, PAGE_BYTES)
     if nbytes == 0:
         return 0
     start = segment.offset if isinstance(segment, CopyRange | CastRange) else 0
@@ -93,9 +90,6 @@ def _cut(segment: Segment, chunk_bytes: int) -> Iterator[Segment]:
         yield from _cut_cast(segment, chunk_bytes)
     elif isinstance(segment, AverageRange):
         yield from _cut_average(segment, chunk_bytes)
-    elif isinstance(segment, Fill):
-        whole, rest = divmod(segment.nbytes, chunk_bytes)
-        yield from (Fill(n) for n in (*(chunk_bytes,) * whole, rest) if n)
     else:
         yield from (
             Literal(segment.content[at : at + chunk_bytes]) for at in range(0, len(segment.content), chunk_bytes)

@@ -79,13 +79,6 @@ class Literal:
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
-    """A run of zero bytes."""
-
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Checksum:
     """The CRC-32 of the output's bytes `[start, stop)`, written (u32) at every one of `places`, all behind `stop`."""
 
@@ -94,7 +87,7 @@ class Checksum:
     places: tuple[int, ...]
 
 
-Segment: TypeAlias = CopyRange | CastRange | AverageRange | Literal | Fill
+Segment: TypeAlias = CopyRange | CastRange | AverageRange | Literal
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from mergepipe.storage.output import CHUNK_BYTES, OutputFile
 from mergepipe.storage.ranges import read_exact
 from mergepipe.tailor.composition.copy.chunks import Chunk, Part, average_rooms, buffer_bytes_for, cut_chunks
 from mergepipe.tailor.composition.copy.dtype_cast import cast_bytes
-from mergepipe.tailor.composition.copy.plan import AverageRange, CastRange, Checksum, CopyRange, FilePlan, Fill
+from mergepipe.tailor.composition.copy.plan import AverageRange, CastRange, Checksum, CopyRange, FilePlan
 
 Bytes = NDArray[np.uint8]
 Advance = Callable[[int], None]
@@ -281,9 +281,6 @@ def _part(part: Part, room: Bytes, files: Mapping[Location, RangeFile]) -> Bytes
         return cast_bytes(raw, segment.stored, segment.wanted, segment.file)
     if isinstance(segment, AverageRange):
         return _average(segment, room, files)
-    if isinstance(segment, Fill):
-        room[: segment.nbytes] = 0
-        return room[: segment.nbytes]
     return np.frombuffer(bytearray(segment.content), np.uint8)
 
 

@@ -18,7 +18,7 @@ from mergepipe.tailor.composition.request.recipe import (
     StackedLayers,
     Take,
 )
-from mergepipe.tailor.composition.request.restack import fits_in_place, resized
+from mergepipe.tailor.composition.request.restack import fits_in_place
 from mergepipe.tailor.formats.weights_only import WEIGHTS_FORMAT
 from mergepipe.tailor.inspect import differences
 from mergepipe.tailor.selection import Selector, select_parameters
@@ -35,7 +35,7 @@ class Assignment:
     skeleton's place in all but structure.
 
     With `layers` the result's layers are these layers of their sources; `origin_of` has the source's name of every
-    parameter that is another layer's there. `resized` describes a result of other parameters than the skeleton's.
+    parameter that is another layer's there.
     """
 
     sources: tuple[TrainingCheckpoint, ...]
@@ -44,16 +44,10 @@ class Assignment:
     state_index: int | None = None
     layers: tuple[int, ...] | None = None
     origin_of: Mapping[str, str] = field(default_factory=dict)
-    resized: TrainingCheckpoint | None = None
 
     @property
     def skeleton(self) -> TrainingCheckpoint:
         return self.sources[self.skeleton_index]
-
-    @property
-    def model(self) -> TrainingCheckpoint:
-        """The form of the result: parameters, shapes, dtypes, groups."""
-        return self.resized or self.skeleton
 
     @property
     def state(self) -> TrainingCheckpoint:
@@ -70,12 +64,12 @@ class Assignment:
 
     def keeps(self, name: str) -> bool:
         """Whether a parameter, or the owner of an alias, is the skeleton's own, in its place."""
-        owner = self.model.units.tied.get(name, name)
+        owner = self.skeleton.units.tied.get(name, name)
         return self.source_of[owner] == self.skeleton_index and owner not in self.origin_of
 
     def find_state(self, name: str, kind: str) -> StoredState | None:
         """Return the source's state that a parameter or an alias is copied from, if there is one."""
-        owner = self.model.units.tied.get(name, name)
+        owner = self.skeleton.units.tied.get(name, name)
         return state_to_copy(self.source(owner), self.origin(name), kind)
 
     def state_of(self, name: str, kind: str) -> StoredState:
@@ -87,7 +81,7 @@ class Assignment:
 
     def unit_sources(self) -> Iterator[tuple[Unit, tuple[int, ...]]]:
         """Yield each unit with the distinct indices of its sources."""
-        for unit, names in self.model.units.parameters.items():
+        for unit, names in self.skeleton.units.parameters.items():
             yield unit, tuple(dict.fromkeys(self.source_of[name] for name in names))
 
 
@@ -103,8 +97,8 @@ def assign(recipe: CompositionRecipe, sources: Mapping[Location, TrainingCheckpo
     findings = Findings(RecipeError, MismatchError)
     skeleton = _skeleton(recipe, opened, places, findings)
     findings.raise_any()
-    model, layers = _model(recipe, opened[skeleton], findings)
-    claims = _ParameterClaims(model.units, opened[skeleton].units, findings)
+    layers = _layers(recipe, opened[skeleton], findings)
+    claims = _ParameterClaims(opened[skeleton].units, findings)
     for take in recipe.takes:
         claims.add(take, places[take.source])
     default = places[recipe.default] if recipe.default is not None else None
@@ -113,7 +107,7 @@ def assign(recipe: CompositionRecipe, sources: Mapping[Location, TrainingCheckpo
     state = _state(recipe, opened, places, skeleton)
     assignment = Assignment(
         opened, skeleton, MappingProxyType(source_of), state if state != skeleton else None, layers,
-        MappingProxyType(claims.origins), model if model is not opened[skeleton] else None,
+        MappingProxyType(claims.origins),
     )  # fmt: skip
     for index in sorted({*source_of.values()} - {skeleton}):
         _check_fit(assignment, opened[index], [n for n, i in source_of.items() if i == index], findings)
@@ -121,14 +115,12 @@ def assign(recipe: CompositionRecipe, sources: Mapping[Location, TrainingCheckpo
     return assignment
 
 
-def _model(
-    recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findings: Findings
-) -> tuple[TrainingCheckpoint, tuple[int, ...] | None]:
-    """Return the form of the result and, if it is restacked, the layer behind each of its layers."""
+def _layers(recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findings: Findings) -> tuple[int, ...] | None:
+    """Return the layer behind each layer of a restacked model; None if it is not restacked."""
     layers = recipe.stacked_layers
     n_layers = skeleton.units.n_layers
     if layers is None or layers == tuple(range(n_layers)):
-        return skeleton, None
+        return None
     beyond = [index for index in layers if layer(index) not in skeleton.units.parameters]
     if beyond:
         findings.add(
@@ -136,7 +128,14 @@ def _model(
             f"its layers are 0 to {n_layers - 1}",
         )  # fmt: skip
         findings.raise_any()
-    return (skeleton if fits_in_place(skeleton, layers) else resized(skeleton, layers)), layers
+    if not fits_in_place(skeleton, layers):
+        findings.add(
+            RecipeError, "tailor.restack", f"{recipe.path.name} slices",
+            f"they stack {len(layers)} layers on a model of {n_layers}: training state keeps its number of layers, and "
+            "the shapes in each", "stack the weights alone: merge the models by this recipe",
+        )  # fmt: skip
+        findings.raise_any()
+    return layers
 
 
 def _state(
@@ -189,13 +188,12 @@ class _Claim:
 class _ParameterClaims:
     """Collects which recipe entry takes which parameter; reports conflicts.
 
-    `origins` are the names that restacked parameters have in their sources. `units` are the result's.
+    `origins` are the names that restacked parameters have in their sources.
     """
 
-    def __init__(self, units: ModelUnits, source_units: ModelUnits, findings: Findings) -> None:
+    def __init__(self, units: ModelUnits, findings: Findings) -> None:
         self.origins: dict[str, str] = {}
         self._units = units
-        self._source_units = source_units
         self._findings = findings
         self._claims: dict[str, _Claim] = {}
 
@@ -215,7 +213,7 @@ class _ParameterClaims:
 
     def _stack(self, choice: StackedLayers, take: Take, source: int) -> None:
         for place, origin in enumerate(choice.origins, choice.start):
-            for before in self._source_units.parameters[layer(origin)]:
+            for before in self._units.parameters[layer(origin)]:
                 name = at_layer(before, place)
                 self._claim(name, _Claim(source, take.where, None))
                 if name != before:
@@ -224,7 +222,7 @@ class _ParameterClaims:
     def _resolve(self, choice: Selector | ExactName | NumberedUnit, where: str) -> tuple[tuple[str, ...], str | None]:
         """Return the parameters that a choice selects, and the alias if it named one."""
         if isinstance(choice, NumberedUnit):
-            return _numbered(choice, self._source_units, where)
+            return _numbered(choice, self._units, where)
         return _resolve(choice, self._units, where)
 
     def _claim(self, name: str, claim: _Claim) -> None:
@@ -311,7 +309,7 @@ def _check_dtype(recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findin
 
 def _check_fit(assignment: Assignment, source: TrainingCheckpoint, names: Sequence[str], findings: Findings) -> None:
     """Check that `source` has the parameters `names` as the result needs them."""
-    skeleton, model = assignment.skeleton, assignment.model
+    skeleton = assignment.skeleton
     reasons = list(differences(skeleton, source)) if not source.missing else list(_stage_differences(skeleton, source))
     for reason in reasons:
         findings.add(MismatchError, "tailor.mismatch", str(source.path), reason)
@@ -319,8 +317,8 @@ def _check_fit(assignment: Assignment, source: TrainingCheckpoint, names: Sequen
         return
     wanted = set(names)
     problems = []
-    for (name, kind), state in model.states.items():
-        if model.units.tied.get(name, name) in wanted:
+    for (name, kind), state in skeleton.states.items():
+        if skeleton.units.tied.get(name, name) in wanted:
             stored = assignment.find_state(name, kind)
             problem = _mismatch(stored, state) if stored is not None else "is not there"
             problems += [f"{kind} of {assignment.origin(name)} {problem}"] if problem else []
@@ -336,7 +334,7 @@ def _check_fit(assignment: Assignment, source: TrainingCheckpoint, names: Sequen
 
 def _lacking_counters(assignment: Assignment, source: TrainingCheckpoint, wanted: set[str]) -> Iterator[str]:
     counted = {name for step in source.steps for name in step.parameters}
-    for name in (name for step in assignment.model.steps for name in step.parameters):
+    for name in (name for step in assignment.skeleton.steps for name in step.parameters):
         if name in wanted and (origin := assignment.origin(name)) not in counted:
             yield f"the step counter of {origin} is not there"
 

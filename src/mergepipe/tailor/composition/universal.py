@@ -25,7 +25,7 @@ from mergepipe.tailor.composition.request.assignment import DERIVED_KINDS, Assig
 from mergepipe.tailor.composition.skeleton_files import list_skeleton
 from mergepipe.tailor.composition.staleness import StepChoice, choose_steps, pickled_counters, staleness_of
 from mergepipe.tailor.composition.state_overlay import StateOverlay, apply_edits, overlay_state
-from mergepipe.tailor.formats.contract import refuse_repartition
+from mergepipe.tailor.formats.contract import refuse_universal
 from mergepipe.tailor.formats.deepspeed import LATEST_NAME, ZeroFiles, base_optimizer_path, list_zero_files
 from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.formats.universal import (
@@ -44,23 +44,18 @@ def plan_universal(store: Store, assignment: Assignment) -> CompositionPlan:
     """Plan the composite as a universal checkpoint, which DeepSpeed loads at any number of ranks.
 
     Raises:
-        UnsupportedError: a model restacked to another depth, or an optimizer that is not like Adam.
+        UnsupportedError: a partial checkpoint, or an optimizer that is not like Adam.
     """
     skeleton = assignment.skeleton
     zero = list_zero_files(store, skeleton.root)
     if zero is None:  # a partial checkpoint of a run with ZeRO
-        refuse_repartition(skeleton)
-    if assignment.resized is not None:
-        raise UnsupportedError.of(
-            "tailor.universal.resized", skeleton.path, "a model of another depth is not written as a universal "
-            "checkpoint", "compose it natively, then export that",
-        )  # fmt: skip
+        refuse_universal(skeleton)
     groups = skeleton.flat_groups if skeleton.stage != 3 else [[n for group in skeleton.flat_groups for n in group]]
     steps = choose_steps(assignment, groups)
     if not steps:
         raise UnsupportedError.of(
             "tailor.universal.counter", skeleton.path, "its optimizer counts no steps; DeepSpeed's universal "
-            "checkpoints are those of Adam", "compose it natively",
+            "checkpoints are those of Adam", "compose without --export: the number of ranks stays",
         )  # fmt: skip
     overlay = overlay_state(store, assignment, list_skeleton(store, skeleton))
     export = _Export(store, assignment, zero, overlay, steps)
@@ -101,7 +96,7 @@ class _Export:
 
     def state_files(self) -> Iterator[FilePlan]:
         """Plan the files of every parameter, and that of the optimizer's options."""
-        model = self.assignment.model
+        model = self.assignment.skeleton
         for (name, kind), state in model.states.items():
             if kind not in DERIVED_KINDS:
                 yield self._state_file(name, kind, state.dtype, kind)
@@ -123,7 +118,7 @@ class _Export:
         """Plan one state in the form that the stage's loader takes: shaped in a mapping, or flat (stage 3)."""
         stored = self.assignment.state_of(name, stored_kind)
         segments = tuple(state_segments(self.store, stored, Span(0, stored.n_elements), dtype))
-        is_flat = self.assignment.model.stage == 3
+        is_flat = self.assignment.skeleton.stage == 3
         tensor = new_tensor("0", dtype, (stored.n_elements,) if is_flat else stored.shape)
         root: object = tensor
         if not is_flat:  # a frozen parameter was never cut
@@ -136,12 +131,12 @@ class _Export:
         archive = read_torch_zip(self.store, first)
         file = Node(archive.root, first.name)
         apply_edits({**self.overlay.edits_of(first), **pickled_counters(self.steps, first)}, file)
-        base = file.at(base_optimizer_path(self.assignment.model.stage))
+        base = file.at(base_optimizer_path(self.assignment.skeleton.stage))
         options = base.get("param_groups").value
         kept = file.get("optimizer_state_dict").mapping().items()
         root = {key: value for key, value in kept if key not in _SHARDED} | {"param_groups": options}
         rewrite = ArchiveRewrite(replace(archive, root=root))
-        if self.assignment.model.stage == 3:
+        if self.assignment.skeleton.stage == 3:
             (choice,) = self.steps
             step: object = int(choice.value)
             if not choice.counter.entries:

@@ -1,1 +1,0 @@
-"""DeepSpeed ZeRO checkpoints composed for another number of ranks."""
