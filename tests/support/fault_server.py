@@ -124,7 +124,8 @@ class FaultServer:
 
     Each GET of a file takes the next of `faults`; none are left: right answers. `requests` and `sent_bytes` (bodies
     only, as far as they were handed to the system) say what was asked and sent, `most_at_once` how many requests were
-    being answered at the same time, `clients` from where. `raw_answer` replaces whole answers.
+    being answered at the same time, `clients` from where. `raw_answer` replaces whole answers; `raw` does where it
+    returns pieces, which may have no end.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class FaultServer:
         self.clients: set[tuple[str, int]] = set()
         self.hang_up_on_next_request = False
         self.raw_answer = b""
+        self.raw: Callable[[Request], Iterable[bytes] | None] = lambda _: None
         self.has_etags = has_etags
         self._n_active = 0
         self._modified = {path: time.time() - 1000 for path in self.files}
@@ -259,9 +261,11 @@ class FaultServer:
             self._n_active += 1
             self.most_at_once = max(self.most_at_once, self._n_active)
         try:
-            if hangs_up or self.raw_answer:
-                handler.wfile.write(self.raw_answer)
+            pieces = [self.raw_answer] if hangs_up or self.raw_answer else self.raw(request)
+            if pieces is not None:
                 handler.close_connection = True
+                for piece in pieces:
+                    handler.wfile.write(piece)
             else:
                 self._respond(handler, request, fault)
         finally:

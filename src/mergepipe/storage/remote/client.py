@@ -36,6 +36,8 @@ _NOT_FOUND: Final = 404
 _DIGEST_ATTRIBUTE: Final = "mergepipedigest"  # Azure takes names of letters and digits only
 _NO_RETRIES: Final[Mapping[str, Any]] = {"max_retries": 0}
 _WRITE_RETRIES: Final[Mapping[str, Any]] = {"max_retries": 8, "retry_timeout": timedelta(minutes=5)}
+_LONGEST_READ: Final = timedelta(minutes=15)  # of one request, 8 MiB at most
+_LONGEST_WRITE: Final = timedelta(hours=1)
 _METADATA_SERVICE: Final = ("169.254.169.254", 80)
 _STATUS: Final = re.compile(r"status(?: code)?: (\d{3})(?: ([A-Za-z -]{1,40}))?")
 _ERROR_CODE: Final = re.compile(r"<Code>([A-Za-z0-9.]{1,60})</Code>")
@@ -104,7 +106,7 @@ class ObjectClient:
         """
         with _failures():
             answer = _obstore().list_with_delimiter(self.store, prefix or None)
-        objects = {item["path"]: _pin(item) for item in answer["objects"] if item["path"] != prefix}
+            objects = {item["path"]: _pin(item) for item in answer["objects"] if item["path"] != prefix}
         return Listing(objects, tuple(folder.rstrip("/") for folder in answer["common_prefixes"]))
 
     def address(self, key: str) -> Address:
@@ -214,7 +216,7 @@ class BucketWriter:
 
 def open_writer(location: Location, on_bytes: Callable[[int], None] = lambda _: None) -> BucketWriter:
     """Return what writes to the bucket of `location`. Raises as `open_bucket` does."""
-    return BucketWriter(_opened(location, STALL_SECONDS, _WRITE_RETRIES).store, on_bytes)
+    return BucketWriter(_opened(location, _Connections(STALL_SECONDS, _WRITE_RETRIES, _LONGEST_WRITE)).store, on_bytes)
 
 
 def open_bucket(location: Location, stall_seconds: float = STALL_SECONDS) -> ObjectClient:
@@ -224,13 +226,13 @@ def open_bucket(location: Location, stall_seconds: float = STALL_SECONDS) -> Obj
         UnsupportedError: `storage.extra`, obstore is not installed.
         StorageError: `storage.settings`, the settings of the environment cannot be used.
     """
-    return _opened(location, stall_seconds, _NO_RETRIES)
+    return _opened(location, _Connections(stall_seconds, _NO_RETRIES, _LONGEST_READ))
 
 
-def _opened(location: Location, stall_seconds: float, retries: Mapping[str, Any]) -> ObjectClient:
+def _opened(location: Location, connections: _Connections) -> ObjectClient:
     _obstore(location)
     try:
-        return _OPENERS[location.scheme](location.root, _Connections(stall_seconds, retries))
+        return _OPENERS[location.scheme](location.root, connections)
     except MergePipeError:
         raise
     except Exception as error:  # its text may repeat the settings
@@ -285,10 +287,11 @@ def _pin(item: Mapping[str, Any]) -> Pin:
 
 @dataclass(frozen=True, slots=True)
 class _Connections:
-    """Settings of a store's connections; its own retries are settings of obstore."""
+    """Settings of a store's connections; its own retries are settings of obstore, `longest` bounds each request."""
 
     stall_seconds: float
     retries: Mapping[str, Any]
+    longest: timedelta
 
 
 def _facts(item: Mapping[str, Any], digest: str = "") -> ObjectFacts:
@@ -301,7 +304,7 @@ def _options(endpoint: str, connections: _Connections) -> dict[str, Any]:
     client = {
         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
         "read_timeout": timedelta(seconds=connections.stall_seconds),
-        "timeout": timedelta(hours=1),
+        "timeout": connections.longest,
         "allow_http": endpoint.startswith("http://"),
     }
     return {"client_options": client, "retry_config": dict(connections.retries)}

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import re
 import select
 import socket
 import ssl
+import string
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from email.utils import parsedate_to_datetime
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead, RemoteDisconnected
 from typing import Final
-from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from mergepipe.core.values import dataclass
@@ -29,12 +32,19 @@ from mergepipe.storage.remote.retry import TRANSIENT_STATUSES, Failure, FailureK
 
 STALL_SECONDS: Final = 30.0
 CONNECT_SECONDS: Final = 10.0
+SLOWEST_BYTES_PER_SECOND: Final = 4 << 10
+_PATIENCE_STALLS: Final = 2  # the time beyond which an answer must keep that pace, in silences that are allowed
+_FRAME_BYTES: Final = 1 << 20  # of headers, chunks and trailers around a body
+_MOST_TEXT: Final = 1000  # characters of a header that are kept
 _CHUNK_BYTES: Final = 512 << 10
 _ERROR_CODE: Final = re.compile(rb"<Code>([A-Za-z0-9.]{1,60})</Code>")
 _MOST_REDIRECTS: Final = 5
 _MOST_DRAINED_BYTES: Final = 64 << 10
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
-_CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_NUMBER: Final = re.compile(r"[0-9]{1,18}")
+_CONTENT_RANGE: Final = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
+_BROKEN: Final = (OSError, HTTPException, ValueError, OverflowError)
+"""What the standard library raises where an answer breaks off or is not HTTP."""
 _PRIVATE_HEADERS: Final = frozenset({"authorization", "cookie", "x-amz-security-token"})
 _HEADERS: Final = {"Accept-Encoding": "identity", "User-Agent": "mergepipe"}
 
@@ -108,12 +118,20 @@ class Exchange:
 class HttpClient:
     """A pool of kept connections, used from many threads; one request at a time on each.
 
-    An answer of which nothing arrives for `stall_seconds` has failed.
+    An answer of which nothing arrives for `stall_seconds` has failed, and one that is not complete by twice that time
+    and comes by less than `SLOWEST_BYTES_PER_SECOND`.
     """
 
-    def __init__(self, stall_seconds: float = STALL_SECONDS, connect_seconds: float = CONNECT_SECONDS) -> None:
+    def __init__(
+        self,
+        stall_seconds: float = STALL_SECONDS,
+        connect_seconds: float = CONNECT_SECONDS,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.stall_seconds = stall_seconds
         self._connect_seconds = connect_seconds
+        self._clock = clock
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, str], list[HTTPConnection]] = {}
         self._made: weakref.WeakSet[HTTPConnection] = weakref.WeakSet()
@@ -215,7 +233,7 @@ class HttpClient:
             try:
                 connection.request(method, target, headers=headers)
                 return _Answer(self, key, connection, connection.getresponse(), address)
-            except (OSError, HTTPException) as error:
+            except _BROKEN as error:
                 connection.close()
                 # A server may close a kept connection at any time. It sent nothing, so nothing is charged again.
                 if not (is_reused and isinstance(error, RemoteDisconnected | ConnectionResetError | BrokenPipeError)):
@@ -234,18 +252,22 @@ class HttpClient:
             connection.close()
 
     def _connect(self, parts: SplitResult, proxy: str) -> HTTPConnection:
-        connection = self._new_connection(parts, proxy)
+        try:
+            connection = self._new_connection(parts, proxy)
+        except (ValueError, HTTPException):
+            raise RequestFailed(Failure(FailureKind.UNUSABLE, "no address of a web server")) from None
         try:
             connection.connect()
         except ssl.SSLCertVerificationError as error:
             detail = f"the server's certificate is not valid: {error.verify_message}"
             raise RequestFailed(Failure(FailureKind.UNUSABLE, detail)) from None
-        except (OSError, HTTPException) as error:
+        except _BROKEN as error:
             connection.close()
             via = "the proxy" if proxy else f"{parts.hostname}"
             detail = f"no connection to {via}: {_reason(error)}"
             raise RequestFailed(Failure(FailureKind.UNREACHABLE, detail, sent_bytes=0)) from None
         connection.sock.settimeout(self.stall_seconds)
+        connection.response_class = partial(_PacedResponse, clock=self._clock)  # type: ignore[assignment]
         with self._lock:
             self._made.add(connection)
         return connection
@@ -280,6 +302,7 @@ class _Answer:
         response: HTTPResponse,
         address: Address,
     ) -> None:
+        assert isinstance(response, _PacedResponse)
         self._client = client
         self._key = key
         self._connection = connection
@@ -294,37 +317,41 @@ class _Answer:
     def length(self) -> int:
         """The size of the body that a GET would have."""
         text = self._response.getheader("Content-Length", "")
-        if not text.isdecimal():
+        if not _NUMBER.fullmatch(text):
             raise RequestFailed(Failure(FailureKind.UNUSABLE, "its server tells no size (Content-Length)"))
         return int(text)
 
     def pin(self, size_bytes: int) -> Pin:
-        header = self._response.getheader
-        return Pin(size_bytes, header("ETag", ""), header("Last-Modified", ""))
+        etag, date = (self._response.getheader(name, "") for name in ("ETag", "Last-Modified"))
+        if not all(text.isprintable() and len(text) <= _MOST_TEXT for text in (etag, date)):
+            raise RequestFailed(Failure(FailureKind.UNUSABLE, "its ETag or Last-Modified is no such header"))
+        return Pin(size_bytes, etag, date)
 
     def check_status(self, *good: int) -> None:
         status = self._response.status
         if status not in good:
-            detail = f"{status} {self._response.reason}".strip() + self._error_code()
+            detail = f"{status} {_short(self._response.reason)}".strip() + self._error_code()
             wait = _retry_after_seconds(self._response.getheader("Retry-After", ""))
             raise RequestFailed(Failure(FailureKind.STATUS, detail, status, wait, self._sent_bytes()))
 
     def _sent_bytes(self) -> int | None:
         """The length of the body of an error, where the server states it."""
         text = self._response.getheader("Content-Length", "")
-        return int(text) if text.isdecimal() and self._response.status >= 400 else None
+        return int(text) if _NUMBER.fullmatch(text) and self._response.status >= 400 else None
 
     def _error_code(self) -> str:
         """The code that object stores put into the body of an error: it tells an expired token from a wrong key."""
         try:
             match = _ERROR_CODE.search(self._response.read(_MOST_DRAINED_BYTES))
-        except (OSError, HTTPException):
+        except _BROKEN:
             return ""
         return f" ({match[1].decode()})" if match else ""
 
     def check_range(self, first: int, last: int, size_bytes: int) -> Pin:
         """Refuse an answer that is not the bytes `first` to `last` of a file; return the version that it names."""
         self.check_status(200, 206)
+        if self._response.getheader("Content-Encoding", "identity").lower() != "identity":
+            raise RequestFailed(Failure(FailureKind.UNUSABLE, "its server compresses what it sends (Content-Encoding)"))
         if self._response.status == 200:
             is_whole = first == 0 and last + 1 == size_bytes
             if not is_whole:
@@ -338,17 +365,18 @@ class _Answer:
         length = self._response.getheader("Content-Length", str(last - first + 1))
         is_asked_range = (int(match[1]), int(match[2])) == (first, last) and length == str(last - first + 1)
         if answered.size_bytes == size_bytes and not is_asked_range:
-            detail = f"bytes {first}-{last} asked for, {match[1]}-{match[2]} sent, {length} bytes long"
+            detail = f"bytes {first}-{last} asked for, {match[1]}-{match[2]} sent, {_short(length)} bytes long"
             raise RequestFailed(Failure(FailureKind.WRONG_RANGE, detail))
         return answered
 
     def receive(self, buffer: memoryview) -> None:
         """Fill `buffer` from the body."""
+        self._response.expect(len(buffer))
         done = 0
         while done < len(buffer):
             try:
                 count = self._response.readinto(buffer[done : done + _CHUNK_BYTES])
-            except (OSError, HTTPException) as error:
+            except _BROKEN as error:
                 raise _transfer_failure(error, done) from None
             if count == 0:
                 raise RequestFailed(Failure(FailureKind.CUT, "the connection ended before the answer did"), done)
@@ -358,13 +386,17 @@ class _Answer:
         """Read the whole body, of at most `limit_bytes`."""
         try:
             self.refuse_transient()
+            self._response.expect(limit_bytes)
             body = self._response.read(limit_bytes + 1)
-        except (OSError, HTTPException) as error:
+            missing_bytes = self._response.length
+        except _BROKEN as error:
             raise _transfer_failure(error, 0) from None
         finally:
             self.discard()
         if len(body) > limit_bytes:
             raise RequestFailed(Failure(FailureKind.UNUSABLE, f"an answer of more than {limit_bytes} bytes"))
+        if missing_bytes:
+            raise RequestFailed(Failure(FailureKind.CUT, "the connection ended before the answer did"))
         headers = {name.lower(): value for name, value in self._response.getheaders()}
         return Exchange(self._response.status, headers, body, self.address, elsewhere)
 
@@ -379,13 +411,82 @@ class _Answer:
         try:
             if not response.isclosed():
                 response.read(_MOST_DRAINED_BYTES if response.status >= 300 else 1)
-        except (OSError, HTTPException):
+        except _BROKEN:
             self._connection.close()
             return
         if response.isclosed() and not response.will_close:
             self._client.give_back(self._key, self._connection)
         else:
             self._connection.close()
+
+
+class _PacedResponse(HTTPResponse):
+    """An answer that has failed when it comes too slowly, or is longer than what is expected of it."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        debuglevel: int = 0,
+        method: str | None = None,
+        url: str | None = None,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(sock, debuglevel, method, url)
+        self._pace = _Pace(self.fp.detach(), sock, clock)
+        self.fp = io.BufferedReader(self._pace)
+
+    def expect(self, nbytes: int) -> None:
+        """Take a body of `nbytes` from now on."""
+        self._pace.left_bytes = nbytes + _FRAME_BYTES
+
+
+class _Pace(io.RawIOBase):
+    """The bytes of one answer as they come from a socket: `left_bytes` more, none of them after their time."""
+
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket, clock: Callable[[], float]) -> None:
+        self.left_bytes = _FRAME_BYTES
+        self._raw = raw
+        self._sock = sock
+        self._stall_seconds = sock.gettimeout() or STALL_SECONDS
+        self._clock = clock
+        self._received_bytes = 0
+        self._patience_ends = clock() + _PATIENCE_STALLS * self._stall_seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]
+        """Read as from a socket.
+
+        Raises:
+            TimeoutError: nothing arrived for too long, or too little since the answer began.
+            HTTPException: it is too long.
+        """
+        if self.left_bytes <= 0:
+            raise _TooLongError("the answer goes on where it should end")
+        seconds = self._patience_ends + self._received_bytes / SLOWEST_BYTES_PER_SECOND - self._clock()
+        if seconds <= 0:
+            raise TimeoutError(f"its server sends less than {SLOWEST_BYTES_PER_SECOND} bytes a second")
+        is_short = seconds < self._stall_seconds
+        if is_short:
+            self._sock.settimeout(seconds)
+        try:
+            count = self._raw.readinto(buffer)
+        finally:
+            if is_short:
+                self._sock.settimeout(self._stall_seconds)
+        self._received_bytes += count or 0
+        self.left_bytes -= count or 0
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _TooLongError(HTTPException):
+    """An answer has more bytes than what is expected of it can have."""
 
 
 def _close_all(idle: dict[tuple[str, str], list[HTTPConnection]]) -> None:
@@ -408,9 +509,12 @@ def bare_etag(etag: str) -> str:
     return etag.removeprefix("W/").strip('"')
 
 
-def _transfer_failure(error: OSError | HTTPException, received_bytes: int) -> RequestFailed:
+def _transfer_failure(error: Exception, received_bytes: int) -> RequestFailed:
     if isinstance(error, TimeoutError):
-        return RequestFailed(Failure(FailureKind.STALLED, "nothing arrived for too long"), received_bytes)
+        detail = "nothing arrived for too long" if "bytes a second" not in str(error) else str(error)
+        return RequestFailed(Failure(FailureKind.STALLED, detail), received_bytes)
+    if isinstance(error, _TooLongError):
+        return RequestFailed(Failure(FailureKind.UNUSABLE, str(error)), received_bytes)
     if isinstance(error, OSError):
         detail = f"the connection broke: {_reason(error)}"
         return RequestFailed(Failure(FailureKind.CUT, detail), received_bytes)
@@ -429,11 +533,16 @@ def _reason(error: BaseException) -> str:
 
 
 def _redirected(address: Address, target: str) -> Address:
-    """The address that a redirect leads to."""
-    url = urljoin(address.url, target)
-    before, after = urlsplit(address.url), urlsplit(url)
-    if after.scheme not in ("http", "https") or (before.scheme == "https" and after.scheme == "http"):
-        raise RequestFailed(Failure(FailureKind.UNUSABLE, f"redirected from {before.scheme} to {after.scheme}"))
+    """The address that a redirect leads to; what is no ASCII in it is escaped, as browsers do."""
+    try:
+        escaped = quote(target.encode("latin-1"), safe=string.printable)
+        url = urljoin(address.url, escaped)
+        before, after = urlsplit(address.url), urlsplit(url)
+        is_address = after.scheme in ("http", "https") and bool(after.hostname) and after.port != 0
+    except ValueError:
+        raise RequestFailed(Failure(FailureKind.UNUSABLE, "redirected to what is no address")) from None
+    if not is_address or (before.scheme == "https" and after.scheme == "http"):
+        raise RequestFailed(Failure(FailureKind.UNUSABLE, f"redirected from {before.scheme} to {_short(after.scheme)}"))
     if (before.scheme, before.netloc) == (after.scheme, after.netloc):
         return Address(url, address.headers)
     headers = {name: value for name, value in address.headers.items() if name.lower() not in _PRIVATE_HEADERS}
@@ -457,12 +566,17 @@ def _proxy_authorization(proxy: str) -> dict[str, str]:
 
 def _retry_after_seconds(text: str) -> float:
     """The seconds of a `Retry-After` header, a number or a date; 0 where it is missing or malformed."""
-    if text.strip().isdecimal():
+    if _NUMBER.fullmatch(text.strip()):
         return float(text)
     try:
         return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return 0.0
+
+
+def _short(text: str) -> str:
+    """What a server says, as a message can show it."""
+    return "".join(character for character in text[:80] if character.isprintable())
 
 
 def _is_readable(connection: socket.socket) -> bool:

@@ -20,6 +20,9 @@ from mergepipe.storage.remote.hub_errors import changed, no_answer
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 SHA256, GIT = "sha256", "git"
+MOST_PATH_CHARACTERS: Final = 1024
+MOST_FOLDERS: Final = 16  # one in another: each file of a listing takes memory for all of them
+MOST_FILE_BYTES: Final = (1 << 63) - 1
 WAITING_BYTES: Final = 64 << 20
 
 
@@ -205,7 +208,11 @@ def parse_model_info(model: str, where: Location, answer: object) -> ModelListin
         raise no_answer(where, "it names no commit")
     if not isinstance(siblings, list):
         raise no_answer(where, "it lists no files")
-    return ModelListing.of(model, commit, [_parse_file(where, sibling) for sibling in siblings])
+    files = [_parse_file(where, sibling) for sibling in siblings]
+    listing = ModelListing.of(model, commit, files)
+    if len(listing.files) < len(files) or not listing.files.keys().isdisjoint(listing.folders):
+        raise no_answer(where, "it lists two things of one path")
+    return listing
 
 
 def git_blob_id(content: bytes) -> str:
@@ -214,8 +221,9 @@ def git_blob_id(content: bytes) -> str:
 
 
 def is_contained(path: str) -> bool:
-    """Whether a file's path stays inside its model and is written in one way only."""
-    return bool(path) and "\0" not in path and all(part not in ("", ".", "..") for part in path.split("/"))
+    """Whether a file's path stays inside its model, is written in one way only, and is as long as paths are."""
+    is_sized = 0 < len(path) <= MOST_PATH_CHARACTERS and path.count("/") <= MOST_FOLDERS
+    return is_sized and "\0" not in path and all(part not in ("", ".", "..") for part in path.split("/"))
 
 
 def _parse_file(where: Location, sibling: object) -> HubFile:
@@ -227,7 +235,7 @@ def _parse_file(where: Location, sibling: object) -> HubFile:
         size_bytes, digest, kind, pattern = lfs.get("size"), lfs.get("sha256"), SHA256, _SHA256
     else:
         size_bytes, digest, kind, pattern = sibling.get("size"), sibling.get("blobId"), GIT, COMMIT
-    if type(size_bytes) is not int or size_bytes < 0:
+    if type(size_bytes) is not int or not 0 <= size_bytes <= MOST_FILE_BYTES:
         raise no_answer(where, f"it has no size of '{ascii(path)[1:80]}'")
     if not isinstance(digest, str) or not pattern.fullmatch(digest):
         raise no_answer(where, f"it has no digest of '{ascii(path)[1:80]}'")

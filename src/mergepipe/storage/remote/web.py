@@ -124,9 +124,9 @@ class WebStore(PinnedStore):
         """The weight files that an index names; none where it is malformed, which its reader will tell."""
         try:
             weight_map = json.loads(self.read_small(index, WEIGHT_INDEX_BYTES))["weight_map"].values()
-        except (CorruptError, ValueError, KeyError, TypeError, AttributeError):
+        except (CorruptError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return set()
-        return {name for name in weight_map if isinstance(name, str) and name.strip(".") and "/" not in name}
+        return {name for name in weight_map if isinstance(name, str) and name.strip(".") and _is_name(name)}
 
     def _answer(self, location: Location) -> HeadAnswer | Failure | None:
         """The first answer to HEAD of a location, kept; None where there is no file, a failure where it is unclear."""
@@ -178,6 +178,11 @@ class _WebSource:
             raise RequestFailed(Failure(FailureKind.CHANGED, difference))
         self._answer = HeadAnswer(self._answer.pin, answer.address, is_folder=False)
         return True
+
+
+def _is_name(name: str) -> bool:
+    """Whether a text can be the name of a file: half of a surrogate pair has no address."""
+    return not any(character in "/\0" or "\ud800" <= character <= "\udfff" for character in name)
 
 
 def _address(location: Location) -> Address:
