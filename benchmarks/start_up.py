@@ -4,7 +4,7 @@
 
 Commands run in turn, each source tree after the other, so that trees are compared under the same load; the table gives
 the least and the median. A `--source` is a `src` directory (default: that of this process). `--first` also measures the
-first merge ever, in a copy of the sources without compiled kernels.
+first merge ever, with a folder for compiled kernels that is empty.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,9 +43,10 @@ class Place:
     source: Path
     work: Path
 
-    def run(self, arguments: Sequence[str]) -> ProcessCost:
+    def run(self, arguments: Sequence[str], settings: Mapping[str, str] | None = None) -> ProcessCost:
         """Run one command to its end."""
-        environment = {"PYTHONPATH": str(self.source), "MERGEPIPE_HOME": str(self.work / "home")}
+        places = {"PYTHONPATH": str(self.source), "MERGEPIPE_HOME": str(self.work / "home")}
+        environment = {**places, **(settings or {})}
         command = [sys.executable, "-m", "mergepipe", *arguments]
         log = self.work / "log.txt"
         cost = measure(command, log=log, environment=environment)
@@ -94,12 +94,9 @@ def measure_rounds(places: Sequence[Place], recipe: Path, repeats: int) -> dict[
 
 
 def first_merge(place: Place, recipe: Path) -> ProcessCost:
-    """Merge with a copy of the sources whose Python is compiled and whose kernels are not."""
+    """Merge where no compiled kernels are kept yet."""
     place.clear()
-    bare = place.work / "src"
-    shutil.copytree(place.source, bare, ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run([sys.executable, "-m", "compileall", "-q", str(bare)], check=True)
-    return Place(place.name, bare, place.work).run(place.commands(recipe)["merge"])
+    return place.run(place.commands(recipe)["merge"], {"NUMBA_CACHE_DIR": str(place.work / "kernels")})
 
 
 def table(costs: Mapping[tuple[str, str], Sequence[ProcessCost]]) -> list[str]:

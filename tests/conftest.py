@@ -36,10 +36,10 @@ settings.register_profile("full", max_examples=60, deadline=None, suppress_healt
 settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_health_check=_RELAXED, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
-# Workers and the many children of tests would each compile all of the package again. What numba compiles is kept in the
-# same folders, whatever this says.
+# Workers and the many children of tests would each compile all of the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parent.parent / "build" / "kernels"))
 # Workers of pytest-xdist are told a width that no user has asked for.
 os.environ.pop("COLUMNS", None)
 # Children import the test machinery too.

@@ -14,7 +14,6 @@ import pytest
 from llvmlite.binding import get_host_cpu_features
 
 from mergepipe.kernels import merge, philox, reduce
-from mergepipe.kernels.compilation.compiled import Kernel
 from support.vector_code import (
     BITS,
     COUNTS,
@@ -57,12 +56,5 @@ def test_vector_loops__are_none_where_one_element_depends_on_others() -> None:
 
 def test_kernels_of_a_pack__have_their_loops_as_vector_code() -> None:
     ran = kernels_of_a_pack()
-    through_numba = [name for name, (kernel, _) in ran.items() if uses_numba(kernel)]
-    assert through_numba == []  # importing it takes longer than a small merge
     loops = {name: vector_loops(optimised_text(*ran[name])) for name in PACKING}
     assert {name: n for name, n in loops.items() if n < PACKING[name]} == {}
-
-
-def uses_numba(kernel: Kernel) -> bool:
-    """Whether a kernel has run through numba, as its machine code could not be kept."""
-    return vars(kernel).get("dispatcher") in kernel._entries.values()

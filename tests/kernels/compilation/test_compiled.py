@@ -1,27 +1,64 @@
-"""Compiled kernels are renewed when any kernel's source changes."""
+"""Kernels are compiled once, by any thread, and renewed when a source changes that they can depend on."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mergepipe.deltastore.codec.entropy import rans
+from mergepipe.errors import UnsupportedError
 from mergepipe.kernels import reduce, summary
-from mergepipe.kernels.compilation.compiled import room_of, sources_digest
+from mergepipe.kernels.compilation.compiled import CORE, Kernel, kernel, room_of, sources_digest
 
 DELTASTORE = Path(rans.__file__).parents[2]
 
 
-def test_kernel__is_cached_under_the_sources_of_all_kernels() -> None:
+@kernel
+def added(x: int, y: int) -> int:
+    return x + y
+
+
+def test_kernel__is_renewed_with_the_sources_of_all_kernels_and_of_core() -> None:
     kernels: tuple[Any, ...] = (summary.sum_products, reduce.count_fine)
-    for kernel in kernels:
-        assert kernel.sources == sources_digest()
-        assert kernel.dispatcher._cache._cache_file._source_stamp == sources_digest()
+    assert {each.sources for each in kernels} == {sources_digest(CORE) + sources_digest()}
 
 
 def test_kernel__of_another_package_is_renewed_with_that_too() -> None:
     beside: Any = rans.decode_symbols
-    assert beside.sources == sources_digest(DELTASTORE) + sources_digest()
+    assert beside.sources == sources_digest(CORE) + sources_digest(DELTASTORE) + sources_digest()
+
+
+def test_kernel__has_one_dispatcher_whichever_threads_ask() -> None:
+    fresh = Kernel(added.function)  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(8) as pool:
+        assert len({id(each) for each in pool.map(lambda _: fresh.dispatcher, range(64))}) == 1
+
+
+def test_kernel__with_the_compiler_turned_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mergepipe.kernels.compilation.compiler import numba
+
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    with pytest.raises(UnsupportedError, match="NUMBA_DISABLE_JIT"):
+        _ = Kernel(added.function).dispatcher  # type: ignore[attr-defined]
+
+
+def test_kernel__under_a_small_address_space_is_refused_before_llvm_ends_the_process() -> None:
+    code = """
+import resource
+from mergepipe.kernels import reduce
+import numpy
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
+reduce.count_nonzero(numpy.zeros(3, numpy.float32))
+"""
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # threads of numpy map address space too
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert "memory.address-space" in ended.stderr
 
 
 def test_sources_digest__changes_with_any_source(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from mergepipe.kernels.compilation.listeners import listen_to_compilation, mark_compilation
 
 SOURCE = """
@@ -27,7 +29,10 @@ def import_kernels(path: Path) -> ModuleType:
     return module
 
 
-def test_kernels__are_announced_when_compiled_and_not_when_loaded(tmp_path: Path) -> None:
+def test_kernels__are_announced_when_compiled_and_not_when_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     path = tmp_path / "some_kernels.py"
     path.write_text(SOURCE, encoding="utf-8")
     heard: list[list[bool]] = [[], [], []]

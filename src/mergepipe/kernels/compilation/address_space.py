@@ -1,8 +1,11 @@
-"""Refuse an address space limit that is too small for the compiler, before loading it."""
+"""Load LLVM, and refuse an address space limit that is too small for it before."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from functools import cache
+from typing import Any
 
 from mergepipe.errors import LimitError
 
@@ -30,3 +33,18 @@ def check_address_space(threads: int) -> None:
         return
     message = f"the address space is limited to {limit >> 20} MiB; {threads} threads need {needed >> 20} MiB"
     raise LimitError.of("memory.address-space", "ulimit -v", message, "raise `ulimit -v`, or lower --threads")
+
+
+@cache
+def load_llvm() -> Any:
+    """Import LLVM, which knows this processor, without the compiler.
+
+    Raises:
+        LimitError: `memory.address-space`.
+    """
+    check_address_space(threads=1)
+    from llvmlite import binding
+
+    with suppress(RuntimeError):  # needed no more from llvmlite 0.45 on
+        binding.initialize()
+    return binding

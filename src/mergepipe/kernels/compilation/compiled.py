@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cache, cached_property, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.errors import UnsupportedError
+from mergepipe.kernels.compilation.code_cache import CodeCache
 from mergepipe.kernels.compilation.listeners import mark_compilation
-from mergepipe.kernels.compilation.machine_code import (
-    Entry,
-    Signature,
-    file_name,
-    folders_for,
-    load,
-    signature_of,
-    store,
-)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,12 +27,14 @@ Bits32 = NDArray[np.uint32]
 Bits64 = NDArray[np.uint64]
 Counts = NDArray[np.int64]
 
+_SETTINGS: Final[dict[str, Any]] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+_making = threading.RLock()
+
 
 class Kernel:
     """A compiled function: called from Python, or from other kernels.
 
-    Its machine code is loaded from disk where an earlier process has kept it. numba is imported only to compile what is
-    not there, and for calls whose code cannot be kept.
+    numba is imported for the first call of any kernel. It compiles what no earlier process has kept on disk.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -48,72 +42,47 @@ class Kernel:
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         self._source = Path(function.__code__.co_filename)
         self.sources = sources_of(self._source)
-        self._entries: dict[Signature, Entry] = {}
-        self._lock = threading.Lock()
+        self._dispatcher: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the kernel."""
-        signature = signature_of(arguments)
-        entry = self._entries.get(signature) or self._prepare(signature, arguments)
-        return entry(*arguments)
+        return (self._dispatcher or self.dispatcher)(*arguments)
 
-    @cached_property
+    @property
     def dispatcher(self) -> Any:
-        """numba's dispatcher of the function.
+        """numba's dispatcher of the function: one, whichever threads ask for it.
 
         Raises:
             UnsupportedError: `kernel.interpreted`.
         """
-        from mergepipe.kernels.compilation.compiler import declare_intrinsic, njit, numba, register_kernels
+        with _making:
+            if self._dispatcher is None:
+                self._dispatcher = self._make_dispatcher()
+            return self._dispatcher
+
+    def _make_dispatcher(self) -> Any:
+        from mergepipe.kernels.compilation.compiler import declare_intrinsic, numba, register_kernels
 
         if getattr(numba.config, "DISABLE_JIT", 0):  # Python's integers do not wrap around: results would be others
             message = "it turns the compiler off, and kernels run only compiled"
             raise UnsupportedError.of("kernel.interpreted", "NUMBA_DISABLE_JIT", message, "unset it")
         register_kernels(Kernel)
-        with _declaring:
-            while _undeclared:
-                declare_intrinsic(_undeclared.pop())
-        compile_function = partial(njit, nogil=True, error_model="numpy", boundscheck=False)
-        try:
-            compiled: Any = compile_function(cache=True)(self.function)
-            compiled._cache._cache_file._source_stamp = self.sources
-        except RuntimeError:  # numba found no folder for its cache that can be written
-            compiled = compile_function()(self.function)
-        _announce_compiling(compiled)
-        return compiled
-
-    def _prepare(self, signature: Signature, arguments: tuple[Any, ...]) -> Entry:
-        """Load the code for such arguments from disk, or compile and keep it."""
-        with self._lock:
-            if signature not in self._entries:
-                name = file_name(f"{self._source.stem}.{self.__name__}", self.sources, signature)
-                folders = folders_for(self._source)
-                entry = None if name is None else load(folders, name, signature)
-                self._entries[signature] = entry or self._compile(signature, name, folders, arguments)
-            return self._entries[signature]
-
-    def _compile(
-        self, signature: Signature, name: str | None, folders: list[Path], arguments: tuple[Any, ...]
-    ) -> Entry:
-        """Compile for such arguments, or load what numba has cached, and keep the machine code under `name`."""
-        entry: Entry = self.dispatcher
-        if name is not None:
-            types = tuple(self.dispatcher.typeof_pyval(argument) for argument in arguments)
-            self.dispatcher.compile(types)
-            store(folders, name, self.dispatcher.overloads[types])
-            entry = load(folders, name, signature) or entry
-        return entry
+        while _undeclared:
+            declare_intrinsic(_undeclared.pop())
+        dispatcher: Any = numba.njit(**_SETTINGS)(self.function)
+        dispatcher._cache = CodeCache(f"{self._source.stem}.{self.__name__}", self.sources)
+        _announce_compiling(dispatcher)
+        return dispatcher
 
 
 class Template(Kernel):
     """A function that is compiled into each kernel that calls it."""
 
-    @cached_property
-    def dispatcher(self) -> Any:
-        """numba's dispatcher of the function, which is not cached itself: its callers are."""
-        from mergepipe.kernels.compilation.compiler import njit
+    def _make_dispatcher(self) -> Any:
+        """Make numba's dispatcher of the function, which is not cached itself: its callers are."""
+        from mergepipe.kernels.compilation.compiler import numba
 
-        return njit(nogil=True, error_model="numpy", boundscheck=False, forceinline=True)(self.function)
+        return numba.njit(**_SETTINGS, forceinline=True)(self.function)
 
 
 class Intrinsic:
@@ -125,7 +94,6 @@ class Intrinsic:
 
 
 _undeclared: list[Intrinsic] = []
-_declaring = threading.Lock()
 
 
 def intrinsic(definition: Callable[..., Any]) -> Any:
@@ -155,6 +123,7 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
 
 
 KERNELS = Path(__file__).parents[1]
+CORE = KERNELS.with_name("core")
 
 
 @cache
@@ -165,11 +134,12 @@ def sources_digest(directory: Path = KERNELS) -> str:
 
 
 def sources_of(file: Path) -> str:
-    """A hash of all files that the code of kernels in `file` can depend on: kernels inline those of their rooms.
+    """A hash of all files that the code of kernels in `file` can depend on.
 
-    It is taken when a kernel is defined: code that is compiled later is of the files as they were imported.
+    Kernels inline others of their rooms, and constants of `core`. The hash is taken when a kernel is defined: code that
+    is compiled later is of the files as they were imported.
     """
-    return "".join(sources_digest(room) for room in sorted({KERNELS, room_of(file)}))
+    return "".join(sources_digest(room) for room in sorted({CORE, KERNELS, room_of(file)}))
 
 
 def room_of(file: Path) -> Path:

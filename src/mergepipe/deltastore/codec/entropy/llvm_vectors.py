@@ -8,8 +8,8 @@ from typing import Any
 
 from llvmlite import ir
 
+from mergepipe.kernels.compilation.address_space import load_llvm
 from mergepipe.kernels.compilation.compiled import intrinsic
-from mergepipe.kernels.compilation.machine_code import load_llvm
 
 
 class _NumbaCore:
