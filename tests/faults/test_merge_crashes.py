@@ -10,8 +10,12 @@ import pytest
 from crash_cases import CrashJob, make_job, recording_often
 
 import mergepipe
+from mergepipe.cli.render.merges import merge_table
 from mergepipe.errors import NotFoundError
 from mergepipe.options import MergeOptions
+from mergepipe.runs.recovery import resume
+from mergepipe.runs.recovery.read_account import read_totals
+from mergepipe.snapshots.staging import staging_directory
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import weights_digest
 
@@ -110,3 +114,29 @@ def test_merge__resuming_where_there_is_nothing_says_so(tmp_path: Path) -> None:
         mergepipe.merge(tmp_path / "recipe.yml", job.out, options=MergeOptions(resume=True, catalog=False))
     assert caught.value.code == "resume.nothing"
     assert not job.out.parent.exists()
+
+
+def test_merge__killed_counts_what_it_read_and_says_why_it_starts_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "INTERVAL_BYTES", 1 << 30)  # as a user has it, not as the tests above do
+    job = make_job(tmp_path)
+    full = mergepipe.merge(tmp_path / "recipe.yml", tmp_path / "full", options=MergeOptions(catalog=False))
+    operations = count_operations(job.run)
+    last = len(operations) - 1 - operations[::-1].index("ftruncate")  # every expert is read by then, or nearly
+    shutil.rmtree(job.out.parent)
+    shutil.rmtree(job.home)
+    killed_bytes = 0
+    for _ in range(2):
+        assert run_killed(job.run, last, Death.BEFORE)
+        account = read_totals(staging_directory(job.out)).expert_bytes
+        assert killed_bytes < account <= killed_bytes + full.expert_bytes
+        killed_bytes = account
+    report = job.run()
+    assert report.earlier_expert_bytes == killed_bytes
+    assert report.expert_bytes == killed_bytes + full.expert_bytes
+    (snapshot,) = (each for each in mergepipe.list_snapshots(home=job.home) if each.path == job.out)
+    assert snapshot.expert_bytes + snapshot.analysis_bytes == report.expert_bytes
+    (notice,) = (notice for notice in report.notices if "started over" in notice)
+    assert "since it was stopped before any of its tensors was durable" in notice
+    assert "of it at most by interrupted runs" in merge_table(report)

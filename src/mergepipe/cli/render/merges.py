@@ -31,6 +31,8 @@ _NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
 def merge_table(report: MergeReport) -> str:
     """Show what a merge read and wrote, and its time."""
     analysis = [("read again", format_bytes(report.analysis_bytes))] if report.analysis_bytes else []
+    earlier_bytes = report.earlier_expert_bytes
+    earlier = f", {format_bytes(earlier_bytes)} of it at most by interrupted runs" if earlier_bytes else ""
     reused = [("reused", _reused_text(report))] if report.reused_from else []
     sums = [("sums", f"{format_bytes(report.sum_bytes)} kept and read back to round them")] if report.sum_bytes else []
     counts = _counts(report.merged_tensors, report.copied_tensors, report.dropped_tensors)
@@ -40,7 +42,7 @@ def merge_table(report: MergeReport) -> str:
             *coverage_facts(report.verdict),
             ("operator", report.operator),
             ("base read", format_bytes(report.base_bytes)),
-            ("experts read", format_bytes(report.expert_bytes)),
+            ("experts read", format_bytes(report.expert_bytes) + earlier),
             *reused,
             *sums,
             *analysis,

@@ -31,6 +31,10 @@ INTERVAL_BYTES = 1 << 30
 """About how much is written between two records, at most."""
 INTERVAL_SECONDS = 1.0
 """How long after a record the next one is made: with the unfinished tensor, the work that a crash costs."""
+FIRST_INTERVAL_FRACTION = 1 / 8
+"""The share of an interval after which the first record is made; each further one waits twice as long, up to all."""
+NOTED_BYTES = 16 << 20
+"""Largest reservation without a budget, in an account that is not synchronised: what a kill may count too much."""
 RESERVED_BYTES = 64 << 20
 """Largest reservation under a budget: the most that a crash wastes of it."""
 RESERVED_FRACTION = 0.05
@@ -101,12 +105,14 @@ class MergeProgress:
         self._resume = resume
         self._clock = clock
         self._recorded_at = clock()
+        self._interval_fraction = FIRST_INTERVAL_FRACTION
         self._lock = threading.Lock()
         self._journal: Journal | None = None
         self._account: ReadAccount | None = None
         self._directory: Path | None = None
         self._totals = ReadTotals()
         self._reserved_bytes = 0
+        self._most_expert_bytes = self._remaining_bytes(0)
         self._done: tuple[TensorDigest, ...] = ()
         self._noted = 0
         self._has_earlier_account = False
@@ -121,11 +127,12 @@ class MergeProgress:
         return self._done
 
     def is_due(self, pending_bytes: int) -> bool:
-        """Whether to record now: `INTERVAL_SECONDS` after the last record, or after `INTERVAL_BYTES`."""
+        """Whether to record now: after `INTERVAL_SECONDS`, at first sooner, or `INTERVAL_BYTES`."""
         now = self._clock()
-        if pending_bytes < INTERVAL_BYTES and now < self._recorded_at + INTERVAL_SECONDS:
+        if pending_bytes < INTERVAL_BYTES and now < self._recorded_at + self._interval_fraction * INTERVAL_SECONDS:
             return False
         self._recorded_at = now
+        self._interval_fraction = min(1.0, 2 * self._interval_fraction)
         return True
 
     @property
@@ -173,6 +180,10 @@ class MergeProgress:
             self._refuse_excess(directory, totals.expert_bytes, excess_bytes, n_durable)
         if state is None or refusal:
             self._charge_earlier(directory, totals, ())
+            if totals.expert_bytes:
+                reason = refusal if state else "it was stopped before any of its tensors was durable"
+                counted = f"earlier runs may have read {totals.expert_bytes} expert bytes, which count"
+                self.notices.append(f"started over, since {reason}: {counted}")
             return False
         _remove_undurable(directory / CONTENT_NAME, self._output.shards, n_durable)
         self._resume_from(directory, state, totals, min(excess_bytes, totals.expert_bytes))
@@ -209,9 +220,14 @@ class MergeProgress:
         """Return by how much the bytes already read and those still to be read exceed the budget."""
         if self._plan is None or self._plan.limit_bytes is None or not used_bytes:
             return 0
+        return max(0, used_bytes + self._remaining_bytes(n_durable) - self._plan.limit_bytes)
+
+    def _remaining_bytes(self, n_durable: int) -> int:
+        """Return the expert bytes that are still to be read, once, when the first tensors are durable."""
+        if self._plan is None:
+            return sum(source.nbytes for task in self._output.tasks[n_durable:] for source in task.experts)
         durable_bytes = planned_cost(self._plan, self._output.tasks[:n_durable])
-        remaining_bytes = self._plan.planned_bytes - durable_bytes - self._probed_bytes
-        return max(0, used_bytes + remaining_bytes - self._plan.limit_bytes)
+        return self._plan.planned_bytes - durable_bytes - self._probed_bytes
 
     def _refuse_excess(self, directory: Path, used_bytes: int, excess_bytes: int, n_durable: int) -> None:
         budget = 0 if self._plan is None else self._plan.limit_bytes or 0
@@ -231,6 +247,7 @@ class MergeProgress:
         self._totals = totals
         self._has_earlier_account = totals != ReadTotals()
         self.earlier_expert_bytes = self._reserved_bytes = totals.expert_bytes
+        self._most_expert_bytes = totals.expert_bytes + self._remaining_bytes(self._noted)
         if self._plan is not None:
             planned = totals.expert_bytes + self._plan.planned_bytes
             earlier_limit = self._ledger.expert_limit_bytes or 0
@@ -242,10 +259,6 @@ class MergeProgress:
         rest = totals.expert_bytes - expert_bytes_of(usage)
         if rest:
             self._ledger.charge(_EARLIER, Purpose.EXPERT, rest)
-        if totals.expert_bytes and not usage:
-            self.notices.append(
-                f"started over: earlier runs may have read {totals.expert_bytes} expert bytes, which count"
-            )
         if totals.forgiven_bytes:
             self.notices.append(
                 f"{totals.forgiven_bytes} expert bytes that earlier runs may have read are not counted against the "
@@ -330,17 +343,21 @@ class MergeProgress:
             self._totals = replace(self._totals, expert_bytes=expert_bytes)
 
     def _reservation(self, expert_bytes: int) -> int:
-        budget = None if self._plan is None else self._plan.limit_bytes
-        if budget is None:  # the account only records
-            return expert_bytes + INTERVAL_BYTES
-        step = min(RESERVED_BYTES, int(RESERVED_FRACTION * budget))
-        return max(expert_bytes, min(expert_bytes + step, budget))
+        """Return how far to reserve: a step ahead, but no more than this run still has to read."""
+        budget = self._limit_bytes
+        step = NOTED_BYTES if budget is None else min(RESERVED_BYTES, int(RESERVED_FRACTION * budget))
+        return max(expert_bytes, min(expert_bytes + step, self._most_expert_bytes))
+
+    @property
+    def _limit_bytes(self) -> int | None:
+        """What earlier runs and this one may read of experts; None where the account only records."""
+        return None if self._plan is None else self._plan.limit_bytes
 
     def _open_account(self) -> ReadAccount:
         if self._directory is None:
             raise ValueError("not in a staging directory")
         if self._account is None:
-            self._account = ReadAccount(self._directory, is_durable=self._plan is not None)
+            self._account = ReadAccount(self._directory, is_durable=self._limit_bytes is not None)
         return self._account
 
     def _record_interruption(self, content: Path) -> None:
