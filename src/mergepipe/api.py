@@ -14,10 +14,13 @@ Jobs are imported when they are called, so that importing this module costs noth
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from dataclasses import replace as changed
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from mergepipe.core.bounds import positive
 from mergepipe.errors import LimitError, RecipeError
@@ -68,6 +71,31 @@ if TYPE_CHECKING:
     )
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _with_options(
+    kind: type[RunOptions | MergeOptions | PlanOptions],
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Let a call say where an argument belongs that is a field of its `options`."""
+    options = {field.name for field in fields(kind)}
+
+    def decorated(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        own = set(signature(function).parameters)
+
+        @wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for name in kwargs.keys() & options - own:
+                written = f"options=mergepipe.{kind.__name__}({name}={kwargs[name]!r})"
+                raise TypeError(f"{function.__name__}() takes '{name}' as one of its options: write {written}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorated
+
+
 # --- making models ---
 
 
@@ -95,6 +123,7 @@ def check(
     return check_recipe(_recipe(recipe), shard_bytes, allow_dropped, Strictness(strict, lenient))
 
 
+@_with_options(MergeOptions)
 def merge(
     recipe: str | Path | Mapping[str, object],
     out: str | Path,
@@ -155,6 +184,7 @@ def merge(
 # --- planning under a budget ---
 
 
+@_with_options(RunOptions)
 def analyze(
     base: str | Path,
     experts: Sequence[str | Path],
@@ -232,6 +262,7 @@ def import_statistics(*files: str | Path, home: str | Path | None = None) -> Imp
     return import_files(tuple(map(Location.of, files)), home_of(home))
 
 
+@_with_options(PlanOptions)
 def plan(
     recipe: str | Path | Mapping[str, object],
     budget: str | float | None = None,
@@ -281,6 +312,7 @@ def store_plan(plan: Plan, path: str | Path) -> None:
     write_plan(plan, Path(path))
 
 
+@_with_options(RunOptions)
 def run(
     plan: Plan | str | Path,
     out: str | Path,
@@ -326,6 +358,7 @@ def run(
     return run_plan(value, place, settings, started=started, on_progress=on_progress)
 
 
+@_with_options(RunOptions)
 def run_part(
     plan: Plan | str | Path,
     out: str | Path,
@@ -407,6 +440,7 @@ def explain(subject: Plan | str | Path, *, tensor: str | None = None, home: str 
     return explain_subject(str(subject), tensor, home_of(home))
 
 
+@_with_options(RunOptions)
 def sweep(
     recipe: str | Path | Mapping[str, object],
     budgets: Sequence[str] = SWEEP_BUDGETS,
@@ -677,6 +711,7 @@ def diff(
     return compare_snapshots(first, second, reads_tensors=reads_tensors, on_progress=on_progress)
 
 
+@_with_options(RunOptions)
 def verify(
     snapshot: str | Path,
     *,
@@ -716,6 +751,7 @@ def verify(
     return verify_snapshot(path, engine, deep_fraction, catalog_home(options), started=started, on_progress=on_progress)
 
 
+@_with_options(RunOptions)
 def repair(
     snapshot: str | Path, *, options: RunOptions | None = None, on_progress: ProgressCallback | None = None
 ) -> RepairReport:
@@ -735,6 +771,7 @@ def repair(
     return repair_snapshot(path, engine, catalog_home(options), started=started, on_progress=on_progress)
 
 
+@_with_options(RunOptions)
 def replay(
     snapshot: str | Path,
     out: str | Path,
@@ -763,6 +800,7 @@ def replay(
     return replay_snapshot(path, place, settings, started=started, on_progress=on_progress)
 
 
+@_with_options(RunOptions)
 def materialise(
     overlay: str | Path,
     out: str | Path | None = None,

@@ -76,6 +76,8 @@ def test_snapshot__is_found_by_path_sid_or_prefix(tmp_path: Path) -> None:
             with pytest.raises(NotFoundError) as caught:
                 catalog.snapshot(wrong)
             assert caught.value.code == "snapshot.unknown"
+        with pytest.raises(NotFoundError, match=f"3 digits of a sid are too few; give 4: {row.sid[:4]}"):
+            catalog.snapshot(row.sid[:3])
 
 
 def manifests_with_a_common_prefix() -> tuple[Manifest, Manifest]:
@@ -98,6 +100,9 @@ def test_snapshot__an_ambiguous_prefix_is_refused_with_the_candidates(tmp_path: 
         assert caught.value.code == "snapshot.ambiguous"
         assert one.sid in str(caught.value)
         assert two.sid in str(caught.value)
+        n_digits = int(caught.value.problems[0].hint.split()[1])
+        assert one.sid[: n_digits - 1] == two.sid[: n_digits - 1]
+        assert catalog.snapshot(one.sid[:n_digits]).sid == one.sid
 
 
 def test_snapshot__the_same_sid_at_two_places_is_two_rows_and_the_newest_answers(tmp_path: Path) -> None:

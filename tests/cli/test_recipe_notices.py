@@ -129,3 +129,9 @@ def test_lenient__takes_misspelt_names_and_goes_not_with_strict(work: Workplace,
     assert "did you mean 'density'?" in run("check", work.recipe, "--lenient").out
     both = run("check", work.recipe, "--lenient", "--strict")
     assert (both.exit_code, "option.pair" in both.err) == (2, True)
+
+
+def test_replay__tells_in_the_card_what_the_merge_told(work: Workplace, run: Runner) -> None:
+    assert run("merge", work.recipe, work.out, "--no-catalog", "--quiet").exit_code == 0
+    assert run("replay", work.out, work.root / "again", "--no-catalog", "--quiet").exit_code == 0
+    assert (work.root / "again" / "README.md").read_bytes() == (work.out / "README.md").read_bytes()

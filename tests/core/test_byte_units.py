@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.core.escaping import printable
-from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
+from mergepipe.core.units import format_bytes, format_percent, format_rate, format_seconds, plural
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,14 @@ def test_plural__counts() -> None:
 def test_printable__leaves_nothing_that_commands_a_terminal(text: str) -> None:
     assert printable(text).isprintable()
     assert printable("ä 漢 weight.0") == "ä 漢 weight.0"
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        *((0, "0 %"), (1, "100 %"), (0.12345, "12.3 %"), (9.994, "999 %"), (9.996, "1000 %"), (52.2, "5220 %")),
+        *((1.5e-5, "0.0015 %"), (1e-5, "0.001 %"), (9e-6, "< 0.001 %"), (1e7, "1000000000 %"), (-0.5, "-50 %")),
+    ],
+)
+def test_format_percent__has_three_digits_and_no_exponent(share: float, text: str) -> None:
+    assert format_percent(share) == text

@@ -49,7 +49,7 @@ def test_pages__name_error_codes_that_exist() -> None:
 
 
 def test_pages__and_help_agree_on_where_outputs_may_be() -> None:
-    commands = build_command().commands
+    commands: dict[str, Any] = dict(build_command().commands)
     for name in ("merge", "run", "replay", "pack"):
         texts = [param.help or "" for param in commands[name].params if param.name == "out"]
         assert [text for text in texts if "prefix of a bucket" in text] == texts != []
@@ -63,6 +63,6 @@ def test_reference__writes_what_may_be_left_out_in_one_pair_of_brackets() -> Non
 
 
 def test_help__of_plan_says_that_samples_are_read() -> None:
-    plan = build_command().commands["plan"]
+    plan: Any = build_command().commands["plan"]
     assert "a sample is read" in plan.help
     assert "Reads no tensor data" not in plan.help

@@ -6,6 +6,7 @@ import json
 import os
 import sqlite3
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 
 from mergepipe.catalog.database import REBUILD_HINT
@@ -127,11 +128,22 @@ def one_snapshot(connection: sqlite3.Connection, reference: str | Path) -> Snaps
         (len(prefix), prefix),
     ).fetchall()
     sids = sorted({str(row[1]) for row in rows})
-    if not sids or len(prefix) < MIN_PREFIX_DIGITS:
+    if not sids or not prefix:
         raise _unknown(connection, reference)
+    needed = max(MIN_PREFIX_DIGITS, *(_n_common(a, b) + 1 for a, b in pairwise((*sids, ""))))
+    if len(prefix) < MIN_PREFIX_DIGITS:
+        message = f"{len(prefix)} digits of a sid are too few"
+        hint = f"give {needed}: {' or '.join(sid[:needed] for sid in sids[:5])}"
+        raise NotFoundError.of("snapshot.unknown", reference, message, hint)
     if len(sids) > 1:
-        raise RecipeError.of("snapshot.ambiguous", reference, f"could be {', '.join(sids[:5])}", "give more digits")
+        message = f"could be {', '.join(sids[:5])}"
+        raise RecipeError.of("snapshot.ambiguous", reference, message, f"give {needed} digits")
     return _snapshot(connection, rows[0])
+
+
+def _n_common(a: str, b: str) -> int:
+    """The number of digits with which both begin."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _unknown(connection: sqlite3.Connection, reference: str | Path) -> MergePipeError:

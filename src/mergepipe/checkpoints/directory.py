@@ -15,7 +15,14 @@ from mergepipe.checkpoints.formats.delta_mark import DeltaMark, mark_of
 from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
 from mergepipe.checkpoints.formats.torch_weights import read_torch_weights
-from mergepipe.checkpoints.formats.weight_files import SAFETENSORS, TORCH, choose_weights, names_shown
+from mergepipe.checkpoints.formats.weight_files import (
+    GGUF_MAGIC,
+    SAFETENSORS,
+    TORCH,
+    choose_weights,
+    gguf_refusal,
+    names_shown,
+)
 from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, NotFoundError, Problem, UnsupportedError
 from mergepipe.storage.contract import FileStatus, Store, is_folder
@@ -68,6 +75,7 @@ def open_checkpoint(store: Store, path: Location) -> Checkpoint:
         raise CorruptError.of("checkpoint.files.not_regular", path, "must be a directory or a regular file")
     suffixes = (*SAFETENSORS.suffixes, *TORCH.suffixes)
     if path.suffix not in suffixes:
+        _refuse_gguf(store, path)
         raise UnsupportedError.of(
             "checkpoint.path.format", path, f"a single file must end in one of {', '.join(suffixes)}",
             "name its folder" if path.suffix == ".json" else "convert it to safetensors",
@@ -136,12 +144,23 @@ def read_weight_file(store: Store, root: Location, name: str, status: FileStatus
     `status` was taken before: a change in between shows as another version later.
     """
     path = root / name
-    if path.suffix in TORCH.suffixes:
-        weights = read_torch_weights(store, path)
-        return WeightFile(FileFingerprint(name, weights.size_bytes, status.version, weights.digest), weights.entries)
-    header = read_header(store, path)
+    try:
+        if path.suffix in TORCH.suffixes:
+            weights = read_torch_weights(store, path)
+            digest = weights.digest
+            return WeightFile(FileFingerprint(name, weights.size_bytes, status.version, digest), weights.entries)
+        header = read_header(store, path)
+    except (CorruptError, UnsupportedError):
+        _refuse_gguf(store, path)
+        raise
     fingerprint = FileFingerprint(name, header.size_bytes, status.version, header.header_digest)
     return WeightFile(fingerprint, header.entries, mark_of(header.metadata, path))
+
+
+def _refuse_gguf(store: Store, path: Location) -> None:
+    """Refuse a file that is GGUF by its first bytes, whatever it is called."""
+    if store.read_metadata(path, 0, len(GGUF_MAGIC)) == GGUF_MAGIC:
+        raise gguf_refusal(path, "is a GGUF file: weights as llama.cpp quantises them")
 
 
 def _read_index(store: Store, root: Location, name: str) -> dict[str, str]:

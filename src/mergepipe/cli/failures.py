@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mergepipe.core.escaping import printable
 from mergepipe.core.values import dataclass
 from mergepipe.errors import InterruptedRunError, MergePipeError, Problem, RecipeError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typer._click import Parameter
 
 INTERNAL_EXIT_CODE = 70
 NOTHING_PUBLISHED = "nothing was published"
@@ -98,12 +104,27 @@ def _usage_problem(error: BaseException) -> Problem | None:
         return None
     context = getattr(error, "ctx", None)
     hint = f"see '{context.command_path} --help'" if context is not None else "see 'mergepipe --help'"
-    near = getattr(error, "possibilities", None)
-    if near:
-        written = str(getattr(error, "option_name", "") or getattr(error, "cmd_name", "") or error.message)
-        hint = f"did you mean '{get_close_matches(written, sorted(near), n=1, cutoff=0.0)[0]}'?"
+    option, near = str(getattr(error, "option_name", "") or ""), getattr(error, "possibilities", None)
     message = error.message if near else error.format_message()
+    if option and option in _mergekit_flags():
+        hint = "it is a flag of mergekit-yaml: `mergepipe-yaml CONFIG OUT` takes those"
+    elif near:
+        written = option or str(getattr(error, "cmd_name", "") or error.message)
+        hint = f"did you mean '{get_close_matches(written, sorted(near), n=1, cutoff=0.0)[0]}'?"
+    elif message.startswith("Missing") and context is not None and context.command.epilog:
+        hint = f"as in: {context.command.epilog.splitlines()[0]}"
     return Problem("option.invalid", "", message.rstrip(". "), "" if "Did you mean" in message else hint)
+
+
+def _mergekit_flags() -> set[str]:
+    """The flags of mergekit-yaml that `merge` does not have."""
+    from mergepipe.cli.app import build_command
+    from mergepipe.cli.mergekit.command import build_command as build_mergekit_command
+
+    def flags(params: Sequence[Parameter]) -> set[str]:
+        return {flag for param in params for flag in (*param.opts, *param.secondary_opts)}
+
+    return flags(build_mergekit_command().params) - flags(build_command(["merge"]).commands["merge"].params)
 
 
 def _internal_failure(error: BaseException) -> Failure:

@@ -277,6 +277,22 @@ BaseModelId = Annotated[
 ]
 
 
+RECIPE_ENDINGS, PLAN_ENDINGS = (".yml", ".yaml"), (".json",)
+
+
+def refuse_swapped(first: str, second: str, endings: tuple[str, ...]) -> None:
+    """Refuse two arguments of which the second is named as the first should be.
+
+    Raises:
+        RecipeError: `option.swapped`.
+    """
+    if second.endswith(endings) and not first.endswith(endings):
+        from mergepipe.errors import RecipeError
+
+        message = f"stands where the output is named, and {first} where a file like it is"
+        raise RecipeError.of("option.swapped", second, message, f"swap the two: {second} {first}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrintFlags:
     """Options of printing. The guard reads `--debug` before there is a command."""

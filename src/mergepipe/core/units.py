@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+SMALLEST_PERCENT = 0.001
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -37,6 +38,14 @@ def format_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def format_percent(share: float) -> str:
+    """A share with three significant digits and no exponent: `0.0123 %`, `12.5 %`, `5220 %`; `< 0.001 %`."""
+    percent = 100 * share
+    if 0 < abs(percent) < SMALLEST_PERCENT:
+        return f"< {SMALLEST_PERCENT:g} %"
+    return f"{percent:.0f} %" if abs(percent) >= 999.5 else f"{percent:.3g} %"
 
 
 def plural(count: int, noun: str) -> str:

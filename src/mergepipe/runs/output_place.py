@@ -27,7 +27,7 @@ from mergepipe.snapshots.journal import JOURNAL_NAME
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.object_upload import ObjectUpload
 from mergepipe.snapshots.parts_bucket import JobUpload
-from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, TensorDigest
+from mergepipe.snapshots.shards import INDEX_NAME, SINGLE_NAME, DurableProgress, TensorDigest
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage import owned
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
@@ -35,11 +35,23 @@ from mergepipe.storage.regular import os_error
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 
+_FILE_SUFFIXES: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx")
 SHARDS_ON_DISK: Final = 3
 """The shard that is made, the one that is uploaded, and one that waits for that."""
 _RECORD_SUFFIX: Final = ".uploaded"
 _RECORD_BYTES: Final = 256
 _LAST_NAMES: Final = (CONFIG_NAME, INDEX_NAME)  # what loaders look for first
+
+
+def refuse_file_name(out: Location) -> None:
+    """Refuse an output whose name is that of a file of weights.
+
+    Raises:
+        OutputError: `output.single-file`.
+    """
+    if out.suffix in _FILE_SUFFIXES:
+        message = f"is the name of a file; the output is a folder that holds {SINGLE_NAME}"
+        raise OutputError.of("output.single-file", out, message, f"write {out.parent / out.stem}")
 
 
 class Publication(Protocol):

@@ -10,6 +10,7 @@ from pathlib import Path
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import DTYPES, element_count
+from mergepipe.core.notices import Notice
 from mergepipe.core.values import dataclass
 from mergepipe.engine.executors.threads import ThreadExecutor
 from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_output
@@ -24,7 +25,7 @@ from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.reuse.keys import SourceNames, block_keys
 from mergepipe.runs.stored_plan import plan_of
 from mergepipe.runs.work import merge_work
-from mergepipe.snapshots.manifest import InputRecord, Manifest
+from mergepipe.snapshots.manifest import NOTICES_KEY, InputRecord, Manifest
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage.contract import Store
 
@@ -81,7 +82,9 @@ def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) 
     changed = [problem for record, (_, _, checkpoint) in pairs for problem in _changes(record, checkpoint)]
     if changed:
         raise ConflictError(*changed)
-    plan = recorded_plan(manifest)
+    recorded = str(manifest.run.get(NOTICES_KEY, ""))  # they name lines of a recipe that need not be there any more
+    notices = tuple(Notice("recipe.recorded", "", 0, "", text) for text in recorded.split("\n") if text)
+    plan, inputs = recorded_plan(manifest), replace(inputs, notices=notices)
     return inputs if plan is None else with_parameters(inputs, plan)
 
 

@@ -24,7 +24,7 @@ from mergepipe.options import (
 )
 from mergepipe.recipes.parse.problems import Strictness
 from mergepipe.runs.merge_run import MergeSettings
-from mergepipe.runs.output_place import check_destination
+from mergepipe.runs.output_place import check_destination, refuse_file_name
 from mergepipe.runs.publication.hub_ids import parse_base_model_ids
 from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.sidecars import SmallFileChoice
@@ -129,11 +129,12 @@ def output_place(
 
     Raises:
         RecipeError: `location.malformed`; `option.pair`, an option that has no meaning for a bucket.
-        OutputError: `output.store`, a store that takes no outputs.
+        OutputError: `output.store`, a store that takes no outputs; `output.single-file`, the name of a file.
     """
     location = Location.of(out)
+    refuse_file_name(location)
     if location.is_local:
-        return location.local_path, settings
+        return location.without_detours().local_path, settings
     options = {"--force": settings.force, "--overlay": settings.overlay, "--keep-sums": settings.keeps_accumulators}
     check_destination(location, options)
     return staging_place(location, home_of(home)), replace(settings, destination=location)

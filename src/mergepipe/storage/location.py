@@ -154,6 +154,13 @@ class Location(WrittenAsText):
             return Location.local(Path(os.path.abspath(self.path)))  # noqa: PTH100 - keeps links
         return replace(self, path=PurePosixPath(os.path.normpath(f"/{self.path}")).relative_to("/"))
 
+    def without_detours(self) -> Location:
+        """The same place without `..` in its path, as far as no link makes that another place."""
+        if self.scheme or ".." not in self.path.parts:
+            return self
+        path = os.path.normpath(self.path)
+        return Location.local(Path(path)) if os.path.realpath(path) == os.path.realpath(self.path) else self
+
     def is_relative_to(self, folder: Location) -> bool:
         """Whether it is `folder` or lies below it, by its text alone."""
         same_store = (self.scheme, self.root, self.revision) == (folder.scheme, folder.root, folder.revision)

@@ -181,7 +181,7 @@ def test_open_checkpoint__a_missing_path_is_not_found(tmp_path: Path, path: str)
     assert caught.value.code == "checkpoint.path.not_found"
 
 
-@pytest.mark.parametrize(("name", "hint"), [("model.gguf", "convert it to"), ("config.json", "name its folder")])
+@pytest.mark.parametrize(("name", "hint"), [("model.onnx", "convert it to"), ("config.json", "name its folder")])
 def test_open_checkpoint__a_bare_file_must_be_of_a_known_format(tmp_path: Path, name: str, hint: str) -> None:
     path = tmp_path / name
     path.write_bytes(honest_file("a"))
@@ -221,7 +221,7 @@ def test_choose_weights__prefers_index_then_model_then_the_only_candidate(names:
     [
         ([], NotFoundError, "no_weights", ["found: nothing"]),
         (["optimizer.bin", "training_args.bin"], NotFoundError, "no_weights", ["training_args.bin"]),
-        (["model.gguf"], UnsupportedError, "format", ["model.gguf", "not yet read"]),
+        (["model.onnx"], UnsupportedError, "format", ["model.onnx", "not yet read"]),
         (["adapter_config.json", "adapter_model.safetensors"], UnsupportedError, "adapter", ["only beside its base"]),
         (["adapter_config.json", "adapter_model.bin"], UnsupportedError, "adapter", ["only beside its base"]),
         (["a.safetensors", "b.safetensors"], CorruptError, "ambiguous", ["'a.safetensors', 'b.safetensors'"]),
@@ -254,3 +254,18 @@ def test_disagreements__one_for_each_tensor_in_order() -> None:
         ("tensor_misplaced", "moved"),
         ("tensor_twice", "twice"),
     ]
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "m.safetensors", "m.bin", "m.part"])
+def test_open_checkpoint__names_gguf_by_its_first_bytes(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"GGUF" + bytes([3, 0, 0, 0]) * 8)
+    with pytest.raises(UnsupportedError, match=r"is a GGUF file.*; name the safetensors model") as caught:
+        open_checkpoint(MetadataStore(), Location.local(tmp_path / name))
+    assert caught.value.code == "checkpoint.gguf"
+
+
+def test_open_checkpoint__names_gguf_files_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "model-Q4.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UnsupportedError, match=r"holds 'model-Q4\.gguf', GGUF files") as caught:
+        open_checkpoint(MetadataStore(), Location.local(tmp_path))
+    assert caught.value.code == "checkpoint.gguf"

@@ -21,6 +21,8 @@ STORE_HEADER_NAME = "mergepipe-store.json"
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.[a-z]+$", re.ASCII)
 _INDEX_ENDING = ".index.json"
 _FOREIGN_SUFFIXES = (".gguf", ".h5", ".msgpack", ".onnx")
+GGUF_MAGIC = b"GGUF"
+_GGUF_ADVICE = "name the safetensors model that it was converted from"
 # What training leaves beside the weights, in files of the same kind.
 _NOT_WEIGHTS = (
     "training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng_state*", "*optim_states.pt", "adapter_model.*",
@@ -112,6 +114,11 @@ def _whole_file(root: Location, name: str, fmt: _Format) -> Weights:
     return Weights(name, is_index=False)
 
 
+def gguf_refusal(path: Location, message: str) -> MergePipeError:
+    """The error for GGUF files in place of weights."""
+    return UnsupportedError.of("checkpoint.gguf", path, f"{message}, which are not read", _GGUF_ADVICE)
+
+
 def _ambiguous(root: Location, candidates: list[str], fmt: _Format) -> MergePipeError:
     return CorruptError.of(
         "checkpoint.directory.ambiguous", root,
@@ -127,6 +134,9 @@ def _no_weights(root: Location, visible: list[str]) -> MergePipeError:
             "use it as an expert, or write base+adapter",
         )  # fmt: skip
     foreign = [name for name in visible if name.endswith(_FOREIGN_SUFFIXES)]
+    gguf = [name for name in foreign if name.endswith(".gguf")]
+    if gguf:
+        return gguf_refusal(root, f"holds {names_shown(gguf)}, GGUF files: weights as llama.cpp quantises them")
     if foreign:
         return UnsupportedError.of(
             "checkpoint.directory.format", root, f"holds {names_shown(foreign)}: not yet read", "convert to safetensors"

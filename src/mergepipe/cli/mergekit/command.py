@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import Debug, Force, Lenient, Strict
+from mergepipe.cli.options import RECIPE_ENDINGS, Debug, Force, Lenient, Strict, refuse_swapped
 from mergepipe.cli.outcomes import tell_if_published
 from mergepipe.cli.printing import print_merge_report, print_warnings
 from mergepipe.cli.progress import progress_shown
@@ -283,6 +283,7 @@ def merge_as_mergekit(
     """
     session: Session = context.obj
     refused.check()
+    refuse_swapped(config, out, RECIPE_ENDINGS)
     shard_bytes = shard_bytes_of(honoured.out_shard_size)
     options = MergeOptions(
         threads=honoured.num_threads,

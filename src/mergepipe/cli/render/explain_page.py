@@ -8,7 +8,7 @@ from mergepipe.cli.render.charts import Chart, Line, draw_chart
 from mergepipe.cli.render.layout import share_text
 from mergepipe.cli.render.pages import render_page
 from mergepipe.cli.render.verdicts import larger_budget_text, verdict_sentence
-from mergepipe.core.units import format_bytes, plural
+from mergepipe.core.units import format_bytes, format_percent, plural
 from mergepipe.core.values import dataclass
 from mergepipe.reports import ExpertShare, Explanation
 
@@ -80,7 +80,9 @@ def _bar(expert: ExpertShare, n_blocks: int) -> Bar:
     for use, count in zip(USES, counts, strict=True):
         width = 100 * count / n_blocks if n_blocks else 0.0
         if count:
-            parts.append(Part(use.style, round(start, 3), round(width, 3), f"{use.label}: {width:.3g} %"))
+            parts.append(
+                Part(use.style, round(start, 3), round(width, 3), f"{use.label}: {format_percent(width / 100)}")
+            )
         start += width
     read_share = share_text(sum(counts[:3]), n_blocks)
     nbytes = expert.realized_bytes if expert.realized_bytes is not None else expert.planned_bytes
@@ -102,8 +104,4 @@ def layer_charts(explanation: Explanation) -> tuple[Chart, ...]:
         for e, expert in enumerate(explanation.experts)
     ]
     y_label = "blocks of the layer that the expert takes part in"
-    return (draw_chart("Layers", "number of the layer", y_label, lines, "{:g}".format, _percent),)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
+    return (draw_chart("Layers", "number of the layer", y_label, lines, "{:g}".format, format_percent),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mergepipe.cli.render.layout import facts_text
 from mergepipe.cli.render.merges import grouped_names
-from mergepipe.core.units import format_bytes, format_seconds, plural
+from mergepipe.core.units import format_bytes, format_percent, format_seconds, plural
 from mergepipe.reports import ExtractLoraReport
 
 
@@ -13,12 +13,12 @@ def extraction_table(report: ExtractLoraReport) -> str:
     ranks = sorted({tensor.rank for tensor in report.tensors})
     span = "-" if not ranks else str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     worst = max(report.tensors, key=lambda tensor: tensor.relative_error, default=None)
-    worst_fact = [] if worst is None else [("largest error", f"{worst.relative_error:.2%} of {worst.name}")]
+    worst_fact = [] if worst is None else [("largest error", f"{format_percent(worst.relative_error)} of {worst.name}")]
     return facts_text(
         [
             ("adapted", plural(len(report.tensors), "tensor")),
             ("rank", span),
-            ("error", f"{report.relative_error:.2%} of the difference's norm is not in the adapter"),
+            ("error", f"{format_percent(report.relative_error)} of the difference's norm is not in the adapter"),
             *worst_fact,
             *([("saved whole", ", ".join(report.saved_modules))] if report.saved_modules else []),
             *(("not held", line) for line in grouped_names((skipped.reason, skipped.name) for skipped in report.left)),

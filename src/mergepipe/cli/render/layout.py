@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from mergepipe.cli.render.terminal import available_columns
 from mergepipe.core.escaping import printable
 from mergepipe.core.notices import Notice
+from mergepipe.core.units import format_percent
 
 Fact = tuple[str, str]
 NARROWEST_CELL = 12
@@ -82,7 +83,7 @@ def _wrapped(text: str, room: int | None) -> list[str]:
 
 def share_text(part: float, whole: float) -> str:
     """A share in percent with three digits: `12.5 %`; `-` of nothing."""
-    return f"{100 * part / whole:.3g} %" if whole else "-"
+    return format_percent(part / whole) if whole else "-"
 
 
 def number_text(value: float | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mergepipe.cli.render.layout import Fact, columns_text, share_text
 from mergepipe.cli.render.terminal import available_columns
-from mergepipe.core.units import format_bytes, format_rate, format_seconds
+from mergepipe.core.units import format_bytes, format_percent, format_rate, format_seconds
 from mergepipe.planning.level_counts import NAMES
 from mergepipe.planning.plan import TimePrice
 from mergepipe.reports import LayerShare
@@ -19,13 +19,13 @@ _MOST_NAME = 28
 
 def error_text(error: float | None) -> str:
     """A share of what merging changes."""
-    return "-" if error is None else f"{100 * error:.3g} %"
+    return "-" if error is None else format_percent(error)
 
 
 def levels_text(levels: Sequence[tuple[str, int]]) -> str:
     """Shares of the blocks that are read: `largest exactly 40 %, whole 60 %`."""
     total = sum(count for _, count in levels)
-    return ", ".join(f"{name} {100 * count / total:.3g} %" for name, count in levels) if total else "-"
+    return ", ".join(f"{name} {format_percent(count / total)}" for name, count in levels) if total else "-"
 
 
 def error_table(layers: Sequence[LayerShare], experts: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from mergepipe.cli.render.layout import Fact, columns_text, facts_text
 from mergepipe.core.escaping import printable
-from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
+from mergepipe.core.units import format_bytes, format_percent, format_rate, format_seconds, plural
 from mergepipe.reports import NotPacked, PackedExpert, PackReport, UnpackReport
 
 _CODEC_WORDS = {
@@ -40,9 +40,9 @@ def _base_of_choice(expert: PackedExpert) -> list[Fact]:
         return []
     sure = "" if match.is_sure else "; not sure"
     text = (
-        f"{expert.store}: {match.base}, deltas of {100 * match.relative_delta:.3g} % of the weights, nearest at "
-        f"{100 * match.nearest_fraction:.3g} % of {match.n_samples} samples; next is {match.next_base} with "
-        f"{100 * match.next_delta:.3g} %{sure}"
+        f"{expert.store}: {match.base}, deltas of {format_percent(match.relative_delta)} of the weights, nearest at "
+        f"{format_percent(match.nearest_fraction)} of {match.n_samples} samples; next is {match.next_base} with "
+        f"{format_percent(match.next_delta)}{sure}"
     )
     return [("base", text)]
 

@@ -12,7 +12,7 @@ from mergepipe.cli.render.layout import Fact, columns_text, facts_text, listed, 
 from mergepipe.cli.render.levels import error_table, error_text, grouped_layers, layers_range, levels_text, price_facts
 from mergepipe.cli.render.verdicts import verdict_facts
 from mergepipe.core.escaping import printable
-from mergepipe.core.units import format_bytes
+from mergepipe.core.units import format_bytes, format_percent
 from mergepipe.jobs.explain import explanation_of
 from mergepipe.planning.level_counts import blocks_by_level
 from mergepipe.planning.plan import Plan, expected_error_of
@@ -181,7 +181,7 @@ def _group_text(group: Sequence[_Choice]) -> str:
 
 def _bound_text(absolute: float, relative: float | None) -> str:
     text = f"the result is at most {number_text(absolute)} away from the full merge, before rounding"
-    return text if relative is None else f"{text}: about {100 * relative:.3g} % of what the full merge changes"
+    return text if relative is None else f"{text}: about {format_percent(relative)} of what the full merge changes"
 
 
 def _expected_facts(error: float | None, *, is_least: bool) -> list[Fact]:

@@ -9,6 +9,7 @@ from mergepipe.cli.render.charts import Chart, Line, draw_chart
 from mergepipe.cli.render.levels import levels_text
 from mergepipe.cli.render.pages import render_page
 from mergepipe.cli.render.sweep import expected_text, rounding_note, verdict_text
+from mergepipe.core.units import format_percent
 from mergepipe.planning.level_counts import NAMES
 from mergepipe.reports import SweepPoint, SweepReport
 
@@ -39,13 +40,15 @@ def charts_of(report: SweepReport) -> tuple[Chart, ...]:
     errors.append(Line(f"{report.policy}: expected by the plan", "expected", _places(report, expected)))
     x_label = "expert bytes read, as a share of what reading all costs"
     charts = (
-        draw_chart("Error", x_label, "error relative to what merging changes", errors, _percent, "{:.3g}".format),
-        draw_chart("Time", x_label, "seconds, planning included", times, _percent, "{:.3g}".format),
+        draw_chart("Error", x_label, "error relative to what merging changes", errors, format_percent, "{:.3g}".format),
+        draw_chart("Time", x_label, "seconds, planning included", times, format_percent, "{:.3g}".format),
     )
     levels = _level_lines(report)
     if not levels:
         return charts
-    drawn = draw_chart("Levels", x_label, "blocks read in this form or a closer one", levels, _percent, _percent)
+    drawn = draw_chart(
+        "Levels", x_label, "blocks read in this form or a closer one", levels, format_percent, format_percent
+    )
     return (charts[0], drawn, charts[1])
 
 
@@ -68,7 +71,3 @@ def _places(report: SweepReport, values: Sequence[tuple[SweepPoint, float | None
     """Positions by rising share of bytes; what was not measured is left out."""
     full = report.full_cost_bytes
     return tuple(sorted((point.expert_bytes / full if full else 0.0, y) for point, y in values if y is not None))
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"

@@ -14,6 +14,7 @@ from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.range_reads import decoded, read_elements
 from mergepipe.core.blocks import DTypeKind, Span
+from mergepipe.core.units import format_percent
 from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.levels import can_be_base_of
 from mergepipe.storage.contract import RangeFile, Store
@@ -65,12 +66,12 @@ def doubt_about(match: BaseMatch) -> str:
     if not match.n_samples:
         return f"{match.base} is taken as its base unseen: it has no floating-point tensor to compare"
     if match.is_doubtful:
-        size = _percent(match.relative_delta)
+        size = format_percent(match.relative_delta)
         return f"{match.base} is hardly its base: deltas are as large as {size} of the weights, and a pack saves little"
     if not match.is_sure and match.next_delta is not None:
         return (
-            f"{match.base} is taken as its base, deltas of {_percent(match.relative_delta)} of the weights, but "
-            f"{match.next_base} is as near: {_percent(match.next_delta)}"
+            f"{match.base} is taken as its base, deltas of {format_percent(match.relative_delta)} of the weights, but "
+            f"{match.next_base} is as near: {format_percent(match.next_delta)}"
         )
     return ""
 
@@ -119,10 +120,6 @@ def sample_spans(expert: Checkpoint) -> Iterator[tuple[str, Span]]:
         n_elements = min(_SAMPLE_BYTES // size, tensor.n_elements)
         start = min((at - (ends[place] - sizes[place])) // size, tensor.n_elements - n_elements)
         yield tensor.name, Span(start, start + n_elements)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
 
 
 def _squares(

@@ -119,7 +119,7 @@ def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Location:
             problem = error.problems[0]
             reader.findings.add(RecipeError, problem.code, reader.source.where(*key_path), str(error))
             return folder
-    path = reader.store.pin(path)
+    path = reader.store.pin(path.without_detours())
     return reader.places.setdefault(real_location(reader.store, path), path)
 
 
@@ -196,7 +196,7 @@ def _absolute(text: str, folder: Location) -> Location:
 def _is_there(reader: DocumentReader, name: ModelName, text: str, path: Location, key_path: KeyPath) -> bool:
     """Whether there is anything; reports that there is nothing."""
     shown, where = shortened(text), reader.source.where(*key_path)
-    hint = f"looked for {shortened(str(path), 200)}"
+    hint = f"looked for {shortened(str(path.without_detours()), 200)}"
     try:
         reason = _why_missing(reader.store, path, shown) if path.is_local else _why_missing_remotely(reader.store, path)
     except NotFoundError as error:

@@ -14,6 +14,7 @@ from mergepipe.checkpoints.tokenizers.unaligned_rows import unaligned_notices
 from mergepipe.checkpoints.tokenizers.vocabulary import counted
 from mergepipe.core.notices import Notice, notice_at, told_once
 from mergepipe.core.values import dataclass
+from mergepipe.errors import MergePipeError
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.recipes.parse.problems import USUAL, Strictness, refuse_notices
@@ -194,13 +195,13 @@ def _opened(
 ) -> Inputs:
     models = recipe.inputs()
     intermediates = {i: made[m.intermediate] for i, m in enumerate(models) if m.intermediate is not None}
-    base = intermediates[0].checkpoint if 0 in intermediates else open_model(store, models[0], None)
+    base = intermediates[0].checkpoint if 0 in intermediates else _open_named(store, models[0], None)
     whole = weights_needed(recipe)
 
     def opened(i: int) -> Checkpoint:
         if i in intermediates:
             return intermediates[i].checkpoint
-        return open_model(store, models[i], base, as_weights=models[i].key in whole)
+        return _open_named(store, models[i], base, as_weights=models[i].key in whole)
 
     with concurrent_map(store, (model.path for model in models if model.intermediate is None)) as map_all:
         checkpoints = (base, *map_all(opened, range(1, len(models))))
@@ -219,6 +220,15 @@ def _opened(
     if strictness.strict:
         refuse_notices(notices)
     return Inputs(recipe, checkpoints, resolution, alignment, intermediates, notices)
+
+
+def _open_named(store: Store, model: ModelInput, base: Checkpoint | None, *, as_weights: bool = False) -> Checkpoint:
+    """Open a model as `open_model`; errors name the line of the recipe too."""
+    try:
+        return open_model(store, model, base, as_weights=as_weights)
+    except MergePipeError as error:
+        located = (replace(problem, where=f"{model.where}: {problem.where}") for problem in error.problems)
+        raise type(error)(*located) from error
 
 
 def _vocabulary_notices(

@@ -13,6 +13,7 @@ from mergepipe.cli.options import (
     BUDGET_HELP,
     BUDGET_PANEL,
     OUT_HELP,
+    RECIPE_ENDINGS,
     WORK_PANEL,
     AllowDropped,
     ClusterFlags,
@@ -30,6 +31,7 @@ from mergepipe.cli.options import (
     ShardSize,
     Strict,
     TargetError,
+    refuse_swapped,
 )
 from mergepipe.cli.outcomes import tell_if_published
 from mergepipe.cli.printing import print_merge_report
@@ -181,6 +183,7 @@ def _check_arguments(recipe: str, out: str | None, plan: str | None, settings: R
     if plan is None:
         if out is None:
             raise RecipeError.of("option.invalid", "", "Missing argument 'OUT'", "see 'mergepipe merge --help'")
+        refuse_swapped(recipe, out, RECIPE_ENDINGS)
         if settings.budget is None and settings.target_error is None:
             _refuse(_options_set(planning, _FOR_BUDGETS), "add --budget")
         return out

@@ -9,6 +9,7 @@ import typer
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import (
     PARTS_PANEL,
+    PLAN_ENDINGS,
     ClusterFlags,
     Force,
     NoCatalog,
@@ -18,6 +19,7 @@ from mergepipe.cli.options import (
     Resume,
     RunFlags,
     ShardSize,
+    refuse_swapped,
 )
 from mergepipe.cli.outcomes import tell_if_published
 from mergepipe.cli.printing import print_merge_report, print_report
@@ -84,6 +86,7 @@ def run(
     An interrupted run is resumed.
     """
     session: Session = context.obj
+    refuse_swapped(plan, out, PLAN_ENDINGS)
     options = machine.options(catalog=not no_catalog)
     shard_bytes = optional_size(shard_size, "--shard-size")
     is_part = parts.part is not None or parts.finish

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mergepipe.cli.options import PrintFlags
+from mergepipe.cli.options import PLAN_ENDINGS, PrintFlags, refuse_swapped
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.registration import add_command
 
@@ -29,6 +29,7 @@ def status(plan: PlanPath, out: PartsOut, *, parts: Parts = None, printing: Prin
 
     Reads records beside OUT, no inputs.
     """
+    refuse_swapped(plan, out, PLAN_ENDINGS)
     from mergepipe import api
     from mergepipe.cli.render.parts import status_table
 

@@ -11,7 +11,7 @@ import typer
 
 from mergepipe.cli.completion import choices
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import Debug, PrintFlags, RecipePath, ReportFlags
+from mergepipe.cli.options import RECIPE_ENDINGS, Debug, PrintFlags, RecipePath, ReportFlags, refuse_swapped
 from mergepipe.cli.registration import SectionedGroup, add_command
 from mergepipe.cli.sizes import parse_size
 from mergepipe.core.escaping import printable_lines
@@ -162,6 +162,7 @@ def compose(
     OUT appears when it is complete and has been compared with its sources, or not at all.
     """
     session: Session = context.obj
+    refuse_swapped(recipe, out, RECIPE_ENDINGS)
     memory_bytes = None if memory is None else parse_size(memory, "--memory")
     _require(self_check, _THOROUGHNESS, "--self-check")
     from mergepipe.tailor import api

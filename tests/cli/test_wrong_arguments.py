@@ -1,0 +1,105 @@
+"""What is told where arguments are swapped, are mergekit's, name a file, or belong to another place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from command_line import Runner, Workplace, make_workplace
+
+import mergepipe
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
+    return make_workplace(tmp_path)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Runner:
+    return Runner(capsys)
+
+
+@pytest.mark.parametrize("flag", ["--cuda", "--lora-merge-cache", "--no-lazy-unpickle", "--random-seed", "-j"])
+def test_merge__points_to_mergepipe_yaml_for_mergekits_flags(work: Workplace, run: Runner, flag: str) -> None:
+    ran = run("merge", work.recipe, work.out, flag)
+    assert (ran.exit_code, len(ran.error_lines)) == (2, 1)
+    assert "it is a flag of mergekit-yaml: `mergepipe-yaml CONFIG OUT` takes those" in ran.err
+    assert "did you mean '--budget'" in run("merge", work.recipe, work.out, "--bugdet").err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("merge", "out", "recipe.yml"),
+        ("run", "out", "plan.json"),
+        ("status", "out", "plan.json"),
+        ("tailor", "compose", "out", "recipe.yaml"),
+    ],
+)
+def test_commands__recognise_swapped_arguments(work: Workplace, run: Runner, command: tuple[str, ...]) -> None:  # noqa: ARG001
+    ran = run(*command)
+    first, second = command[-2:]
+    assert (ran.exit_code, len(ran.error_lines)) == (2, 1)
+    assert f"swap the two: {second} {first} [option.swapped]" in ran.err
+
+
+def test_extract_lora__shows_an_example_where_the_output_is_missing(run: Runner) -> None:
+    ran = run("extract-lora", "base", "tuned", "lora")
+    assert (ran.exit_code, "as in: mergepipe extract-lora base/ fine-tuned/ --out adapter/" in ran.err) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "deep/x.gguf", "x.bin"])
+def test_merge__refuses_outputs_that_are_named_as_files(work: Workplace, run: Runner, name: str) -> None:
+    ran = run("merge", work.recipe, name)
+    assert (ran.exit_code, len(ran.error_lines)) == (7, 1)
+    assert f"write {name.rpartition('.')[0]} [output.single-file]" in ran.err
+    assert not (work.root / name).exists()
+
+
+def test_errors_about_models__name_the_line_of_the_recipe_and_a_tidy_path(work: Workplace, run: Runner) -> None:
+    (work.root / "sub").mkdir()
+    (work.root / "broken").mkdir()
+    text = work.recipe.read_text()
+    work.recipe.write_text(text.replace("family/expert-2", "sub/..//broken"))
+    ran = run("check", work.recipe)
+    assert ran.err.startswith(f"error: recipe.yml:6 models[1]: {work.root / 'broken'}: no weights here")
+    work.recipe.write_text(text.replace("family/expert-2", "sub/..//nothing"))
+    assert f"looked for {work.root / 'nothing'} " in run("check", work.recipe).err
+    work.recipe.write_text(text.replace("base_model: family/base", "base_model: broken"))
+    assert run("check", work.recipe).err.startswith(f"error: recipe.yml:2 base_model: {work.root / 'broken'}: ")
+
+
+def test_paths__are_tidied_only_where_no_link_leads_elsewhere(work: Workplace, run: Runner) -> None:
+    work.write_recipe()
+    work.out.mkdir()
+    (work.out / "mine").touch()
+    (work.root / "sub").mkdir()
+    assert run("merge", work.recipe, "sub//..//out").err.startswith("error: out: ")
+    (work.root / "far").mkdir()
+    (work.root / "far" / "deep").mkdir()
+    (work.root / "link").symlink_to(work.root / "far" / "deep")
+    assert run("merge", work.recipe, "link/../made", "--quiet").exit_code == 0
+    assert (work.root / "far" / "made" / "config.json").exists()
+
+
+def test_show__says_how_many_digits_a_sid_needs(work: Workplace, run: Runner) -> None:
+    sid = mergepipe.merge(work.recipe, work.out).sid
+    ran = run("show", sid[:2])
+    assert (ran.exit_code, f"2 digits of a sid are too few; give 4: {sid[:4]}" in ran.err) == (3, True)
+    assert run("show", sid[:4]).exit_code == 0
+
+
+def test_calls__say_which_arguments_are_options() -> None:
+    merge, plan, verify = cast("Any", mergepipe.merge), cast("Any", mergepipe.plan), cast("Any", mergepipe.verify)
+    with pytest.raises(TypeError, match=r"merge\(\) takes 'threads' .* options=mergepipe.MergeOptions\(threads=2\)"):
+        merge("r.yml", "out", threads=2)
+    with pytest.raises(TypeError, match=r"plan\(\) takes 'select' .* options=mergepipe.PlanOptions\(select='norm'\)"):
+        plan("r.yml", "25%", select="norm")
+    with pytest.raises(TypeError, match=r"verify\(\) .* options=mergepipe.RunOptions\(threads=2\)"):
+        verify("out", threads=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'thraeds'"):
+        merge("r.yml", "out", thraeds=2)
