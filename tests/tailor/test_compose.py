@@ -194,7 +194,7 @@ def test_compose__writes_a_manifest(zero2: Pair) -> None:
     assert (manifest["kind"], manifest["sid"]) == ("composite", report.manifest.sid)
     assert [(i["role"], i["step"]) for i in manifest["inputs"]] == [("skeleton", 9), ("part", 7)]
     for source in manifest["inputs"]:
-        paths = [Path(source["path"], each["name"]) for each in source["files"]]
+        paths = [zero2.out / source["path"] / each["name"] for each in source["files"]]
         assert [each["version"] for each in source["files"]] == [version_of(path, path.stat()) for path in paths]
     assert {f["name"]: f["size_bytes"] for f in manifest["files"]} == {
         p.name: p.stat().st_size for p in zero2.out.iterdir() if p.name != "mergepipe.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 
 from mergepipe.checkpoints.contained_files import stat_regular
@@ -28,6 +29,7 @@ from mergepipe.deltastore.index_reader import Charged, StoreIndexReader, as_expe
 from mergepipe.deltastore.plain_tensor import PlainTensor
 from mergepipe.deltastore.tensor import PackedTensor, StandaloneTensor
 from mergepipe.errors import MismatchError, NotFoundError
+from mergepipe.snapshots.recorded_paths import absolute_reference
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import STORE_HEADER_BYTES
 from mergepipe.storage.location import Location
@@ -77,7 +79,9 @@ def _read_header(store: Store, path: Location, read_index: Charged) -> OpenedSto
     """Read everything but the index, which is read when it is first needed."""
     header_path = path / HEADER_NAME
     raw = store.read_small(header_path, STORE_HEADER_BYTES)
-    header = parse_header(raw, header_path)
+    written = parse_header(raw, header_path)
+    base, expert = (absolute_reference(text, path) for text in (written.base, written.expert))
+    header = replace(written, base=base, expert=expert)
     n_rows = sum(tensor.n_rows for tensor in header.tensors)
     sizes: dict[str, int | None] = {PIECE_NAMES[piece]: None for piece in Piece}
     sizes[HEADERS_NAME] = sum(file.header_bytes for file in header.files)

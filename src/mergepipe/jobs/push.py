@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import mergepipe
 from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.checkpoints.model_names import resolve_model_name
 from mergepipe.core.escaping import yaml_document
 from mergepipe.core.outcome import note_committed
 from mergepipe.core.values import dataclass
@@ -18,31 +19,33 @@ from mergepipe.deltastore.header import HEADER_NAME, is_own_name, is_store
 from mergepipe.deltastore.pack.portable import portable_store
 from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, StorageError, UnsupportedError
 from mergepipe.jobs.verify_composite import composite_sid, damage_of, is_composite, read_composite
-from mergepipe.recipes.parse import references
 from mergepipe.recipes.parse.yaml_source import parse_yaml
 from mergepipe.reports import Progress, ProgressCallback, PushReport
 from mergepipe.runs.reuse.accumulators import ACCUMULATORS_BLOCKS_NAME, ACCUMULATORS_RECORD_NAME
 from mergepipe.runs.reuse.keys import KEYS_NAME
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.layout import read_small_file, small_digest
-from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.manifest import MANIFEST_NAME, record_of
 from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, OutputContent
 from mergepipe.snapshots.overlay.reader import is_overlay
-from mergepipe.snapshots.recorded_paths import relative_reference, with_changed_paths
+from mergepipe.snapshots.recorded_paths import (
+    file_without_paths,
+    record_without_paths,
+    relative_reference,
+    with_changed_paths,
+)
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import Store, files_below
+from mergepipe.storage.limits import TRAINER_JSON_BYTES
 from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.hub_commit import HubRepository
 from mergepipe.storage.stores import Stores
-from mergepipe.tailor.averaging import request as averaging_request
-from mergepipe.tailor.composition.request import recipe as composition_recipe
 
 _LAST_NAMES = ("config.json", INDEX_NAME)
 _LOCAL_NAMES = (KEYS_NAME, ACCUMULATORS_RECORD_NAME, ACCUMULATORS_BLOCKS_NAME)
 """Files that serve later merges beside the snapshot, and nobody else."""
 _COMPARED_BYTES = 16 << 20
-_PATH_KEYS = frozenset((*references.PATH_KEYS, *composition_recipe.PATH_KEYS, *averaging_request.PATH_KEYS))
 _WEIGHTS = (".safetensors", ".bin", INDEX_NAME)
 
 
@@ -64,6 +67,16 @@ class _Push:
     message: str
 
 
+def push_destination(text: str) -> Location:
+    """Read where to push to: `org/name` is a repository of the Hub unless there is such a path.
+
+    Raises:
+        RecipeError: `location.malformed`.
+    """
+    name = resolve_model_name(text, lambda path: Path(path).exists())
+    return name.remote if name.remote is not None and name.is_hub_id else Location.parse(text)
+
+
 def push_snapshot(
     path: Path, destination: Location, request: PushRequest, *, started: float, on_progress: ProgressCallback | None
 ) -> PushReport:
@@ -77,7 +90,7 @@ def push_snapshot(
         StorageError: the store refuses, or cannot be reached.
     """
     if destination.scheme not in (*OBJECT_SCHEMES, HUB_SCHEME):
-        hint = "push to hf://org/name, s3://, gs:// or az://"
+        hint = "push to org/name on the Hub, hf://org/name, s3://, gs:// or az://"
         raise OutputError.of("output.store", destination, "no snapshot can be pushed there", hint)
     store = Stores()
     folder = Location.local(path)
@@ -137,6 +150,12 @@ def _read_composite(store: Store, path: Path) -> _Push:
     files = sorted(record.files, key=lambda file: (file.name in _LAST_NAMES, file.name))
     objects = {file.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for file in files}
     copy = _without_local_paths(record.content)
+    for name in filter(lambda name: name.endswith(".json"), objects):
+        raw = store.read_small(folder / name, TRAINER_JSON_BYTES)
+        if (cleaned := file_without_paths(name, raw)) != raw:
+            objects[name] = ObjectContent(cleaned, len(cleaned), small_digest(cleaned))
+    written = [(file.name, objects[file.name]) for file in record.files]
+    copy["files"] = [{"name": name, "size_bytes": to.size_bytes, "blake3": to.digest} for name, to in written]
     copy["sid"] = composite_sid(copy)
     raw = (json.dumps(copy, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
     title = "Composite" if copy["kind"] == "composite" else "Average"
@@ -147,19 +166,18 @@ def _read_composite(store: Store, path: Path) -> _Push:
 def _without_local_paths(content: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """Return a record in which local paths keep their last names only: absolute ones, and all of its recipe."""
     recipe = parse_yaml(Location.parse("recipe"), str(content["recipe"])).root
-    changed = {key: _with_last_names(value) for key, value in content.items()}
-    return {**changed, "recipe": yaml_document(_with_last_names(recipe, in_recipe=True), width=120)}
+    changed = {key: record_without_paths(value, None) for key, value in content.items()}
+    return {**changed, "recipe": yaml_document(_with_last_names(recipe), width=120)}
 
 
-def _with_last_names(value: JsonValue, key: str = "", *, in_recipe: bool = False) -> JsonValue:
+def _with_last_names(value: JsonValue, key: str = "") -> JsonValue:
+    """Return a recipe's value in which of every path the last name is left; revisions are none."""
     if isinstance(value, dict):
-        return {name: _with_last_names(item, name, in_recipe=in_recipe) for name, item in value.items()}
+        return {name: _with_last_names(item, name) for name, item in value.items()}
     if isinstance(value, list):
-        return [_with_last_names(item, key, in_recipe=in_recipe) for item in value]
-    if not isinstance(value, str) or "://" in value:
-        return value
-    is_path = value.startswith("/") or (in_recipe and key in _PATH_KEYS)
-    return f"../{PurePosixPath(value).name}" if is_path else value
+        return [_with_last_names(item, key) for item in value]
+    is_path = isinstance(value, str) and "/" in value and "://" not in value and key != "revision"
+    return f"../{PurePosixPath(str(value)).name}" if is_path else value
 
 
 def _read_snapshot(store: Store, path: Path) -> _Push:
@@ -181,6 +199,8 @@ def _read_snapshot(store: Store, path: Path) -> _Push:
         if small_digest(small[record.name]) != record.blake3:
             message = "is not what was written"
             raise CorruptError.of("push.damaged", folder / record.name, message, "`mergepipe repair` the snapshot")
+    small = {name: file_without_paths(name, raw) for name, raw in small.items()}
+    sidecars = tuple(record_of(record.name, small[record.name]) for record in sidecars)
     names = sorted(small, key=lambda name: (name in _LAST_NAMES, name))
     objects = {file.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for file in manifest.files}
     objects |= {name: ObjectContent(small[name], len(small[name]), small_digest(small[name])) for name in names}

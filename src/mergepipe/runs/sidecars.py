@@ -20,6 +20,7 @@ from mergepipe.recipes.resolve.adapted_config import parsed_config, text_section
 from mergepipe.runs.publication.input_cards import InputCard, read_input_card
 from mergepipe.runs.publication.left_out import left_out_files
 from mergepipe.snapshots.manifest import CARD_NAME, LeftOutFile, Manifest
+from mergepipe.snapshots.recorded_paths import file_without_paths
 from mergepipe.storage.limits import SIDECARS_BYTES, sidecar_limit
 from mergepipe.storage.traffic import concurrent_map
 
@@ -39,7 +40,8 @@ _TOKEN_ID_SUFFIX = "_token_id"
 def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
     """Return the small files known before the merge, by name: all but the manifest, the index and the card.
 
-    Configuration comes from the first model, the tokenizer from the one that the recipe wants.
+    None names a path of the machine that it comes from. Configuration comes from the first model, the tokenizer from
+    the one that the recipe wants.
 
     Raises:
         CorruptError: a small file is too large, or the configuration is not a JSON object.
@@ -61,7 +63,7 @@ def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
         contents = contents if template is None else with_chat_template(contents, template)
     if CONFIG_NAME in contents:
         contents[CONFIG_NAME] = _configuration(inputs, contents[CONFIG_NAME])
-    return contents
+    return {name: file_without_paths(name, content) for name, content in contents.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from mergepipe.deltastore.pack.progress import PackProgress, find_progress, note
 from mergepipe.deltastore.writer import CHUNK_BYTES, GROWING_FILES, StoreWriter
 from mergepipe.errors import StorageError
 from mergepipe.snapshots.object_upload import ObjectUpload
+from mergepipe.snapshots.recorded_paths import relative_reference
 from mergepipe.snapshots.staging import Staging, kept_note
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
@@ -349,9 +350,9 @@ class StoreBuilder:
     def _header(self, kept_files: tuple[KeptFile, ...], content_id: str) -> StoreHeader:
         job = self.job
         return StoreHeader(
-            base="" if job.base is None else str(job.base.path.absolute()),
+            base="" if job.base is None else relative_reference(str(job.base.path.absolute()), job.out),
             base_files=job.base_files,
-            expert=str(job.expert.path.absolute()),
+            expert=relative_reference(str(job.expert.path.absolute()), job.out),
             is_bare_file=job.expert.path != job.expert.root,
             index_blake3=self._writer.index_blake3,
             files=tuple(

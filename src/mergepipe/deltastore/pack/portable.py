@@ -1,4 +1,7 @@
-"""Describe a packed expert of this machine as others get it: its files by digests that its header implies."""
+"""Describe a packed expert of this machine as others get it: its files by digests that its header implies.
+
+No file names a path of this machine: small files of the original are written without, and recorded as they are then.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ from typing import Final
 
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.deltastore.checkpoint import OpenedStore
-from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, StoreHeader
+from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, KeptFile, StoreHeader
+from mergepipe.snapshots.layout import small_digest
 from mergepipe.snapshots.object_upload import ObjectContent, OutputContent
+from mergepipe.snapshots.recorded_paths import file_without_paths
 from mergepipe.storage.contract import Store
+from mergepipe.storage.limits import sidecar_limit
 from mergepipe.storage.location import Location
 
 _IN_MEMORY_BYTES: Final = 1 << 20  # files up to this size are sent in one request
@@ -20,9 +26,15 @@ def portable_store(store: Store, opened: OpenedStore) -> OutputContent:
     """Describe a store of this machine; of a local base and expert the header keeps the last names, as hints.
 
     Raises:
+        CorruptError: `storage.too-large`, a small file of the original.
         StorageError: a small file cannot be read.
     """
-    header = opened.header
+    changed = _without_paths(store, opened)
+    kept = tuple(
+        KeptFile(file.name, len(changed[file.name]), small_digest(changed[file.name])) if file.name in changed else file
+        for file in opened.header.kept
+    )
+    header = replace(opened.header, kept=kept)
     paths = [path for path in (header.base, header.expert) if path and Location.parse(path).is_local]
     names = {path: PurePath(path).name for path in paths if PurePath(path).name != path}
     base, expert = (names.get(path, path) for path in (header.base, header.expert))
@@ -31,8 +43,17 @@ def portable_store(store: Store, opened: OpenedStore) -> OutputContent:
         for file in opened.fingerprints
         if file.name != HEADER_NAME
     }
+    objects |= {name: ObjectContent(raw, len(raw), small_digest(raw)) for name, raw in changed.items()}
     record = replace(header, base=base, expert=expert).to_json()
     return OutputContent(HEADER_NAME, record, objects)
+
+
+def _without_paths(store: Store, opened: OpenedStore) -> dict[str, bytes]:
+    """Return the small files that do name paths, by name, without them."""
+    names = [file.name for file in opened.header.kept if file.name.endswith(".json")]
+    contents = {name: store.read_small(opened.root / name, sidecar_limit(name)) for name in names}
+    cleaned = {name: file_without_paths(name, raw) for name, raw in contents.items()}
+    return {name: raw for name, raw in cleaned.items() if raw != contents[name]}
 
 
 def _object(store: Store, place: Location, size_bytes: int, digest: str) -> ObjectContent:

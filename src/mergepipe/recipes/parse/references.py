@@ -16,8 +16,6 @@ from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location, is_remote
 
 _REFERENCE_KEYS = ("path", "model", "lora", "delta", "override_architecture")
-PATH_KEYS = ("path", "model", "lora")
-"""Those of a long form, `{model: {path: ...}}`, that hold paths."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from mergepipe.core.escaping import yaml_scalar
-from mergepipe.recipes.parse.recipe import ModelInput, Recipe, with_changed_models
+from mergepipe.recipes.parse.recipe import Recipe, with_changed_models
 
 _ABSOLUTE = re.compile(r"/|~/|file:///")
 _NO_PATHS = ("filter", "name")
@@ -26,25 +26,29 @@ _INLINE_STYLES = (None, "'", '"')
 def with_relative_paths(recipe: Recipe) -> Recipe:
     """Return the recipe with absolute paths written relative to its own folder, in its text and its models' names.
 
-    What the names lead to stays the same. Comments that repeat such a path are changed, too.
+    What the names lead to stays the same.
     """
     if not recipe.path.is_local:
         return recipe
     folder = os.path.realpath(recipe.path.parent.local_path)
+    named = with_changed_models(recipe, lambda model: replace(model, text=_relative_reference(model.text, folder)))
+    return replace(named, source_text=text_with_relative_paths(recipe.source_text, recipe.path.parent.local_path))
+
+
+def text_with_relative_paths(text: str, folder: Path) -> str:
+    """Return the text of a recipe with absolute paths relative to `folder`, also in comments that repeat one."""
+    real_folder = os.path.realpath(folder)
     renames: dict[str, str] = {}
 
-    def relative(text: str) -> str:
-        parts = {part: _relative(part, folder) for part in text.split("+")}
+    def relative(value: str) -> str:
+        parts = {part: _relative(part, real_folder) for part in value.split("+")}
         renames.update((part, path) for part, path in parts.items() if path != part)
-        return "+".join(parts[part] for part in text.split("+"))
+        return _relative_reference(value, real_folder)
 
-    def renamed(model: ModelInput) -> ModelInput:
-        return replace(model, text=relative(model.text))
-
-    text = with_renamed(recipe.source_text, relative)
+    text = with_renamed(text, relative)
     for part in sorted(renames, key=len, reverse=True):
         text = re.sub(rf"(?<![\w./~-]){re.escape(part)}(?![\w-])", renames[part].replace("\\", r"\\"), text)
-    return replace(with_changed_models(recipe, renamed), source_text=text)
+    return text
 
 
 def with_renamed(text: str, name: Callable[[str], str]) -> str:
@@ -63,6 +67,10 @@ def with_renamed(text: str, name: Callable[[str], str]) -> str:
         properties = _PROPERTIES.match(text, start, stop)
         end = properties.end() if properties else start
     return "".join(reversed([*pieces, text[:end]]))
+
+
+def _relative_reference(text: str, folder: str) -> str:
+    return "+".join(_relative(part, folder) for part in text.split("+"))
 
 
 def _relative(part: str, folder: str) -> str:

@@ -11,13 +11,13 @@ from mergepipe.errors import RecipeError
 from mergepipe.recipes.parse.recipe import ModelInput
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.snapshots.manifest import BASE_MODEL_IDS_KEY, Manifest
+from mergepipe.snapshots.recorded_paths import CACHED_MODEL
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import HUB_SCHEME, Location
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _HUB_ID = re.compile(rf"(?:{_PART}/)?{_PART}")
 _WITH_REVISION = re.compile(rf"(?P<id>(?:{_PART}/)?{_PART})(?:@[^@\s]+)?")
-_CACHED = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def hub_id_of(location: Location, store: Store) -> str | None:
         return None
     places = (location.normal(), store.real_path(location))
     for place in (str(place) for place in places if place is not None):
-        cached = _CACHED.search(place)
+        cached = CACHED_MODEL.search(place)
         hub_id = cached["name"].replace("--", "/") if cached else ""
         if cached and _HUB_ID.fullmatch(hub_id):
             return f"{hub_id}@{cached['commit']}"

@@ -13,6 +13,7 @@ from mergepipe.core.blocks import DType, DTypeKind, Span
 from mergepipe.core.values import dataclass
 from mergepipe.deltastore.unpacked_view import UnpackedView
 from mergepipe.errors import LimitError, MismatchError, RecipeError
+from mergepipe.recipes.parse.written_paths import text_with_relative_paths
 from mergepipe.recipes.resolve.adapted_config import with_dtype
 from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, index_json, plan_shards
 from mergepipe.snapshots.staging import check_target
@@ -65,7 +66,8 @@ def average(request: AverageRequest, out: Path, options: ComposeOptions, on_prog
         def compare(directory: Path, advance: Callable[[], None]) -> SelfCheck:
             return check.compare(Location.local(directory), Location.local(out), advance)
 
-        job = Job(request.to_yaml(), plan, out, compare, averaging.record)
+        recipe = text_with_relative_paths(request.to_yaml(), out.absolute())
+        job = Job(recipe, plan, out, compare, averaging.record)
         return publish(store, job, options, on_progress, started)
 
 

@@ -19,8 +19,6 @@ from mergepipe.tailor.averaging.schemes import DEFAULT_ALPHA, SCHEMES
 
 AVERAGE_KEY = "average"
 RECIPE_KEYS = ("checkpoints", "weights", "alpha", "optimizer", "dtype", "files_from")
-PATH_KEYS = ("checkpoints", "files_from")
-"""Those of them whose values are checkpoints."""
 _OUT_DTYPES = (F32, BF16, F16)
 
 

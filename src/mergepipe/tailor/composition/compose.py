@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import mergepipe
+from mergepipe.checkpoints.directory import SIDECAR_NAMES
 from mergepipe.core.values import dataclass
 from mergepipe.deltastore.unpacked_view import UnpackedView
 from mergepipe.errors import ConflictError
 from mergepipe.recipes.parse.references import real_location
+from mergepipe.recipes.parse.written_paths import text_with_relative_paths
 from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.recorded_paths import file_without_paths
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.limits import sidecar_limit
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
 from mergepipe.storage.stores import Stores
@@ -28,7 +32,7 @@ from mergepipe.tailor.composition.composite import (
     fingerprint,
 )
 from mergepipe.tailor.composition.composition_plan import CompositionPlan, plan_composition
-from mergepipe.tailor.composition.copy.plan import FilePlan
+from mergepipe.tailor.composition.copy.plan import CopyRange, FilePlan, Literal
 from mergepipe.tailor.composition.copy.writer import Copier, WrittenFile
 from mergepipe.tailor.composition.request.assignment import Assignment, assign
 from mergepipe.tailor.composition.request.recipe import CompositionRecipe, load_composition
@@ -115,7 +119,9 @@ def compose(path: Location, out: Path, options: ComposeOptions, on_progress: OnP
         made = open_training_checkpoint(store, Location.local(directory), Location.local(out))
         return check_composite(store, made, plan.assignment, plan.steps, options.thoroughness, advance)
 
-    return publish(store, Job(opened.recipe.text, plan, out, check), options, on_progress, started)
+    recipe, folder = opened.recipe.text, opened.recipe.path.parent
+    text = text_with_relative_paths(recipe, folder.local_path) if folder.is_local else recipe
+    return publish(store, Job(text, plan, out, check), options, on_progress, started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +167,12 @@ class _Run:
         self._on_progress("compose", 0, self._plan.output_bytes)
         inputs = self._inputs()
         copier = Copier(self._store, self._options.memory_bytes, self._advance)
-        written = copier.write_all([(plan, _place(plan, directory)) for plan in self._plan.files])
+        plans = [_without_paths(self._store, plan) for plan in self._plan.files]
+        written = copier.write_all([(plan, _place(plan, directory)) for plan in plans])
         checked = self._job.check(directory, lambda: self._on_progress("check", self._done, self._plan.output_bytes))
         self._check_unchanged(inputs)
         manifest = self._manifest(inputs, written, checked)
-        write_durably(directory / MANIFEST_NAME, manifest.to_json(), self._store.ledger)
+        write_durably(directory / MANIFEST_NAME, manifest.to_json(self._job.out), self._store.ledger)
         return manifest
 
     def _advance(self, nbytes: int) -> None:
@@ -224,6 +231,21 @@ class _Run:
             seconds=round(time.perf_counter() - self._started, 3),
             average=self._job.average,
         )
+
+
+def _without_paths(store: Store, plan: FilePlan) -> FilePlan:
+    """Plan a small file of a model without paths of this machine; what the trainer follows (`*_state.json`) stays."""
+    if PurePosixPath(plan.name).name not in SIDECAR_NAMES:
+        return plan
+    match plan.segments:
+        case (Literal(raw),):
+            pass
+        case (CopyRange(file=file, offset=0, nbytes=nbytes),) if nbytes == store.size_bytes(file):
+            raw = store.read_small(file, sidecar_limit(plan.name))
+        case _:
+            return plan
+    cleaned = file_without_paths(plan.name, raw)
+    return plan if cleaned == raw else FilePlan(plan.name, (Literal(cleaned),))
 
 
 def _place(plan: FilePlan, directory: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 from blake3 import blake3
 
@@ -13,6 +14,7 @@ from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.values import dataclass
 from mergepipe.errors import NotFoundError
 from mergepipe.snapshots.manifest_json import COMPOSITE_NAME
+from mergepipe.snapshots.recorded_paths import record_without_paths
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.composition.copy.writer import WrittenFile
@@ -100,8 +102,8 @@ class CompositeManifest:
             return "composite"
         return "averaged-model" if self.average.optimizer == "none" else "averaged-checkpoint"
 
-    def to_json(self) -> bytes:
-        """Readable JSON with a stable order of keys."""
+    def to_json(self, out: Path) -> bytes:
+        """Readable JSON with a stable order of keys; paths are relative to the composite's folder `out`."""
         skeleton = self.assignment.skeleton
         content: dict[str, JsonValue] = {
             "format": COMPOSITE_FORMAT,
@@ -125,7 +127,8 @@ class CompositeManifest:
             "realized": dict(self.realized),
             "run": {"seconds": self.seconds},
         }
-        return (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        recorded = record_without_paths(content, out)
+        return (json.dumps(recorded, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def _input_json(source: CompositeInput) -> JsonValue:

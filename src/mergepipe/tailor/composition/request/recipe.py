@@ -23,8 +23,6 @@ SLICES_KEYS = ("slices", "pre_weights", "post_weights", "base_model", "merge_met
 _SLICE_KEYS = ("sources",)
 _SOURCE_KEYS = ("model", "layer_range")
 _WEIGHT_KEYS = ("name", "model")
-PATH_KEYS = ("default", "from", "state_from", "model", "base_model")
-"""The keys, at any depth, whose values are checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
