@@ -848,7 +848,8 @@ def push(
 
     Args:
         snapshot: its directory, or the sid of a snapshot, or first digits of it.
-        destination: `hf://org/name[@branch][/folder]`, `s3://bucket/prefix`, `gs://` or `az://`.
+        destination: `hf://org/name[@branch][/folder]`, `s3://bucket/prefix`, `gs://` or `az://`; `org/name` is one of
+            the Hub unless there is such a path.
         create: create the repository on the Hub, unless it is there; `private` as a private one.
         message: the message of the commit.
         home: the catalog's home, where sids are looked up.
@@ -860,11 +861,11 @@ def push(
     started = time.perf_counter()
     if private and not create:
         raise RecipeError.of("option.pair", "--private", "it has no meaning by itself", "add --create")
-    from mergepipe.jobs.push import PushRequest, push_snapshot
+    from mergepipe.jobs.push import PushRequest, push_destination, push_snapshot
 
     pack, request = _pack_location(snapshot), PushRequest(create, private, message or "")
     path = _snapshot_path(snapshot, home) if pack is None else pack.local_path
-    return push_snapshot(path, Location.of(destination), request, started=started, on_progress=on_progress)
+    return push_snapshot(path, push_destination(destination), request, started=started, on_progress=on_progress)
 
 
 def gc(roots: Sequence[str | Path] = (), *, dry_run: bool = False, home: str | Path | None = None) -> GcReport:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from mergepipe.jobs.push import _without_local_paths
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.storage.remote import client
 from support.bucket_outputs import files_below, objects_below, watch_buckets
 from support.families import FamilyShape, write_family
 from support.fault_server import Answer, Request
@@ -187,6 +189,78 @@ def test_push__that_cannot_be_is_refused_by_name(
     assert caught.value.code == code
     assert token not in str(caught.value)
     assert hub.n_commits(MODEL) == 1
+
+
+def test_push__without_a_token_says_how_to_give_one(
+    snapshot: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(StorageError) as caught:
+        push(snapshot, f"hf://{MODEL}")
+    (problem,) = caught.value.problems
+    assert (problem.code, hub.requests) == ("hub.token", [])
+    assert "HF_TOKEN" in problem.hint
+    assert "hf auth login" in problem.hint
+
+
+def closed_port() -> int:
+    """A port of this machine at which nothing listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("destination", [f"hf://{MODEL}", "s3://bucket/merged"])
+def test_push__to_a_host_that_refuses_names_it_and_why(
+    snapshot: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, destination: str
+) -> None:
+    host = f"127.0.0.1:{closed_port()}"
+    monkeypatch.setenv("HF_ENDPOINT", f"http://{host}")
+    set_environment(monkeypatch, f"http://{host}")
+    monkeypatch.setattr(client, "_WRITE_RETRIES", {"max_retries": 0})
+    with pytest.raises(StorageError, match=rf"{host}: the connection was refused") as caught:
+        push(snapshot, destination)
+    assert hub.token not in str(caught.value)
+
+
+def test_push__to_a_hub_that_fails_names_it(snapshot: Path, hub: HubServer) -> None:
+    hub.commit(MODEL, {"README.md": b"mine"})
+    hub.refuse = lambda request: Answer(500) if "/commit/" in request.path else None
+    with pytest.raises(StorageError, match=rf"{hub.url.partition('//')[2]} answers 500"):
+        push(snapshot, f"hf://{MODEL}")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (socket.gaierror(-2, "Name or service not known"), "no such host is known"),
+        (TimeoutError(), "no answer came in time"),
+        (ValueError("signed=secret"), "ValueError"),
+    ],
+)
+def test_push__names_the_cause_behind_the_errors_of_the_hubs_package(
+    snapshot: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, error: Exception, cause: str
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("wrapped") from error
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", fails)
+    with pytest.raises(StorageError) as caught:
+        push(snapshot, f"hf://{MODEL}")
+    assert f"{hub.url.partition('//')[2]}: {cause if cause != 'ValueError' else 'RuntimeError'}" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_push__takes_a_plain_name_for_the_hub_unless_there_is_such_a_path(
+    snapshot: Path, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = push(snapshot, MODEL, create=True)
+    assert (str(report.destination), hub.n_commits(MODEL)) == (f"hf://{MODEL}", 2)
+    (tmp_path / MODEL).mkdir(parents=True)
+    for place in (MODEL, "./other/name"):
+        with pytest.raises(OutputError, match="no snapshot can be pushed there"):
+            push(snapshot, place)
 
 
 def test_push__of_a_private_repository_needs_create(snapshot: Path) -> None:

@@ -40,6 +40,8 @@ _LONGEST_READ: Final = timedelta(minutes=15)  # of one request, 8 MiB at most
 _LONGEST_WRITE: Final = timedelta(hours=1)
 _METADATA_SERVICE: Final = ("169.254.169.254", 80)
 _STATUS: Final = re.compile(r"status(?: code)?: (\d{3})(?: ([A-Za-z -]{1,40}))?")
+_HOST: Final = re.compile(r"https?://(?:[^/\s@]*@)?([^/\s?@,]+)")
+_CAUSES: Final = (("ConnectionRefused", "the connection was refused"), ("dns error", "no such host is known"))
 _ERROR_CODE: Final = re.compile(r"<Code>([A-Za-z0-9.]{1,60})</Code>")
 _CLASS_STATUS: Final = {
     "FileNotFoundError": (404, "Not Found"),
@@ -56,9 +58,9 @@ _KINDS: Final = (
     ("BareRedirect", FailureKind.UNUSABLE, "it lies in another region than the one in use: set the region"),
     ("TimedOut", FailureKind.STALLED, "nothing arrived for too long"),
     ("kind: Timeout", FailureKind.STALLED, "nothing arrived for too long"),
-    ("kind: Connect", FailureKind.UNREACHABLE, "no connection to the store"),
-    ("kind: Request", FailureKind.UNREACHABLE, "no connection to the store"),
-    ("error sending request", FailureKind.UNREACHABLE, "no connection to the store"),
+    ("kind: Connect", FailureKind.UNREACHABLE, ""),
+    ("kind: Request", FailureKind.UNREACHABLE, ""),
+    ("error sending request", FailureKind.UNREACHABLE, ""),
     ("kind: Interrupted", FailureKind.CUT, "the connection ended before the answer did"),
     ("kind: Decode", FailureKind.CUT, "the connection ended before the answer did"),
     ("error decoding response body", FailureKind.CUT, "the connection ended before the answer did"),
@@ -241,8 +243,9 @@ def _opened(location: Location, connections: _Connections) -> ObjectClient:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Tell how a request that obstore made failed; nothing of its text but the status and the store's code is kept."""
+    """Tell how a request that obstore made failed; of its text the status, the store's code and the host are kept."""
     text = str(error)
+    host = match[1] if (match := _HOST.search(text)) else "the store"
     code = _ERROR_CODE.search(text)
     suffix = f" ({code[1]})" if code else ""
     status, reason = _CLASS_STATUS.get(type(error).__name__, (0, ""))
@@ -250,11 +253,15 @@ def failure_of(error: BaseException) -> Failure:
     if match is not None:
         status, reason = int(match[1]), (match[2] or reason).strip()
     if status:
-        return Failure(FailureKind.STATUS, f"{status} {reason}".strip() + suffix, status)
+        answered = f" from {host}" if status >= 500 else ""
+        return Failure(FailureKind.STATUS, f"{status} {reason}".strip() + suffix + answered, status)
     if type(error).__name__ == "InvalidPathError":
         return Failure(FailureKind.UNUSABLE, "a key there has control characters or empty parts, which cannot be read")
     for mark, kind, detail in _KINDS:
         if mark in text:
+            if kind is FailureKind.UNREACHABLE:
+                cause = next((f": {cause}" for word, cause in _CAUSES if word in text), "")
+                detail = f"no connection to {host}{cause}"
             return Failure(kind, detail)
     return Failure(FailureKind.UNUSABLE, f"the store's client failed ({type(error).__name__})")
 

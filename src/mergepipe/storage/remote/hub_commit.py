@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.hub_settings import HubSettings, hub_package, hub_settings
 
 _MOVED: Final = (409, 412)
+_LOG_IN: Final = "set HF_TOKEN, or run `hf auth login`"
 
 
 class HubRepository:
     """One branch of a model repository, written to with the token of the Hugging Face tools.
 
     Every method raises NotFoundError (`hub.model`, `hub.revision`), ConflictError (`hub.moved`) or StorageError; their
-    texts hold neither the token nor signed addresses.
+    texts hold neither the token nor signed addresses. Without a token none is made: StorageError, `hub.token`.
     """
 
     def __init__(self, location: Location, settings: HubSettings | None = None) -> None:
         settings = settings or hub_settings()
+        if not settings.token:
+            message, hint = (
+                "writing to the Hub needs a token, and there is none",
+                "set HF_TOKEN, or run `hf auth login`",
+            )
+            raise StorageError.of("hub.token", location, message, hint)
         self.location = location
+        self._endpoint = settings.endpoint
         self.branch = location.revision or "main"
         self._package = hub_package()
-        self._api: Any = self._package.HfApi(endpoint=settings.endpoint, token=settings.token or False)
+        self._api: Any = self._package.HfApi(endpoint=settings.endpoint, token=settings.token)
 
     def create(self, *, is_private: bool) -> None:
         """Create the repository, unless it is there."""
@@ -102,17 +113,42 @@ class HubRepository:
             message = f"its branch '{self.branch}' has moved meanwhile ({status}): nothing was committed"
             return ConflictError.of("hub.moved", self.location, message, "see what is there, then push again")
         if status in (401, 403):
-            message, hint = f"the Hub does not let this token write ({status})", "use a token that may write"
+            hint = f"use a token that may write: {_LOG_IN}"
+            message = f"the Hub does not let this token write ({status})"
             return StorageError.of("hub.forbidden", self.location, message, hint)
-        message = f"the Hub answers {status}"
+        message = f"{self._host_of(error)} answers {status}"
         return StorageError.of("hub.status", self.location, message, "push again later: what is uploaded stays")
 
     def _unreachable(self, error: Exception) -> MergePipeError:
         if isinstance(error, MergePipeError):
             return error
-        message = f"could not be written ({type(error).__name__})"
+        message = f"could not be written: {self._host_of(error)}: {_cause_of(error)}"
         hint = "check the network, then push again: what is uploaded stays"
         return StorageError.of("storage.connection", self.location, message, hint)
+
+    def _host_of(self, error: Exception) -> str:
+        """Name the host that a request was made to: the endpoint, unless the error knows of another one."""
+        try:
+            address = str(error.request.url)  # type: ignore[attr-defined]
+        except (AttributeError, RuntimeError):  # the package's errors raise it where they have no request
+            address = self._endpoint
+        return urlsplit(address).netloc.rpartition("@")[2]
+
+
+def _cause_of(error: BaseException | None) -> str:
+    """Say why a request got no answer, by the first error that tells; the errors' texts may hold signed addresses."""
+    name = type(error).__name__
+    while error is not None:
+        if isinstance(error, ConnectionRefusedError):
+            return "the connection was refused"
+        if isinstance(error, socket.gaierror):
+            return "no such host is known"
+        if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
+            return "no answer came in time"
+        if isinstance(error, ssl.SSLError):
+            return f"no encrypted connection ({error.reason})"
+        error = error.__cause__ or error.__context__
+    return name
 
 
 @contextmanager

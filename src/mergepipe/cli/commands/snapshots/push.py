@@ -12,16 +12,19 @@ from mergepipe.cli.outcomes import tell_if_published
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
-from mergepipe.storage.location import Location
 
 Destination = Annotated[
-    str, typer.Argument(metavar="DEST", help="hf://org/name[@branch][/folder], s3://bucket/prefix, gs:// or az://.")
+    str,
+    typer.Argument(
+        metavar="DEST",
+        help="org/name on the Hub (or hf://org/name[@branch][/folder]), s3://bucket/prefix, gs:// or az://.",
+    ),
 ]
 Create = Annotated[bool, typer.Option("--create", help="Create the repository on the Hub, unless it is there.")]
 Private = Annotated[bool, typer.Option("--private", help="Create it as a private one.")]
 Message = Annotated[str | None, typer.Option("--message", metavar="TEXT", help="The message of the commit.")]
 EXAMPLES = (
-    "mergepipe push merged/ hf://org/name --create",
+    "mergepipe push merged/ org/name --create",
     "mergepipe push merged/ s3://bucket/merged",
 )
 
@@ -49,8 +52,9 @@ def push(
     """
     session: Session = context.obj
     from mergepipe import api
+    from mergepipe.jobs.push import push_destination
 
-    place = Location.of(destination)
+    place = push_destination(destination)
     with tell_if_published(place), progress_shown(session, silent=printing.silent) as on_progress:
         report = api.push(
             snapshot, destination, create=create, private=private, message=message, home=home, on_progress=on_progress
