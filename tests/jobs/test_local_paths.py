@@ -121,14 +121,14 @@ def test_push__publishes_no_path_of_this_machine(
     places = {name: outputs / name for name in ("merged", "whole", "mixed", "average", "resumable")}
     places["pack"] = outputs / "packs" / "expert-1"
     with s3_server() as server:
-        server.make_bucket("bucket")
+        server.make_bucket("published")
         set_environment(monkeypatch, server.url)
         for name, path in places.items():
-            report = mergepipe.push(path, f"s3://bucket/{name}")
-            assert naming(root, objects_below(f"s3://bucket/{name}")) == []
+            report = mergepipe.push(path, f"s3://published/{name}")
+            assert naming(root, objects_below(f"s3://published/{name}")) == []
             if name != "pack":
-                assert mergepipe.verify(f"s3://bucket/{name}", options=OPTIONS).is_sound
-        mergepipe.unpack("s3://bucket/pack", tmp_path / "back", base=root / "base", threads=2)
+                assert mergepipe.verify(f"s3://published/{name}", options=OPTIONS).is_sound
+        mergepipe.unpack("s3://published/pack", tmp_path / "back", base=root / "base", threads=2)
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (config["_name_or_path"], config["quantizer"]) == ("expert-1", {"base": "org/name"})
     assert report.files > 0

@@ -16,7 +16,7 @@ from mergepipe.core.outcome import note_committed
 from mergepipe.core.values import dataclass
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.header import HEADER_NAME, is_own_name, is_store
-from mergepipe.deltastore.pack.portable import portable_store
+from mergepipe.deltastore.pack.portable import published_store
 from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, StorageError, UnsupportedError
 from mergepipe.jobs.verify_composite import composite_sid, damage_of, is_composite, read_composite
 from mergepipe.recipes.parse.yaml_source import parse_yaml
@@ -135,7 +135,7 @@ class _Sent:
 def _read_pack(store: Store, path: Path) -> _Push:
     opened = read_store(store, Location.local(path))
     message = f"Expert packed as what it changes of its base (mergepipe {mergepipe.__version__})"
-    return _Push(portable_store(store, opened), opened.header.content_id, message)
+    return _Push(published_store(store, opened), opened.header.content_id, message)
 
 
 def _read_composite(store: Store, path: Path) -> _Push:

@@ -1,12 +1,11 @@
-"""Describe a packed expert of this machine as others get it: its files by digests that its header implies.
-
-No file names a path of this machine: small files of the original are written without, and recorded as they are then.
-"""
+"""Describe a packed expert of this machine as others get it: its files by digests that its header implies."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Final
 
 from mergepipe.core.canonical_json import digest_of
@@ -22,14 +21,16 @@ from mergepipe.storage.location import Location
 _IN_MEMORY_BYTES: Final = 1 << 20  # files up to this size are sent in one request
 
 
-def portable_store(store: Store, opened: OpenedStore) -> OutputContent:
+def portable_store(
+    store: Store, opened: OpenedStore, changed: Mapping[str, bytes] = MappingProxyType({})
+) -> OutputContent:
     """Describe a store of this machine; of a local base and expert the header keeps the last names, as hints.
 
+    `changed` files of the original take the place of those that the store keeps.
+
     Raises:
-        CorruptError: `storage.too-large`, a small file of the original.
         StorageError: a small file cannot be read.
     """
-    changed = _without_paths(store, opened)
     kept = tuple(
         KeptFile(file.name, len(changed[file.name]), small_digest(changed[file.name])) if file.name in changed else file
         for file in opened.header.kept
@@ -48,12 +49,17 @@ def portable_store(store: Store, opened: OpenedStore) -> OutputContent:
     return OutputContent(HEADER_NAME, record, objects)
 
 
-def _without_paths(store: Store, opened: OpenedStore) -> dict[str, bytes]:
-    """Return the small files that do name paths, by name, without them."""
+def published_store(store: Store, opened: OpenedStore) -> OutputContent:
+    """Describe a store as it is published: kept files that name paths of this machine are without them.
+
+    Raises:
+        CorruptError: `storage.too-large`, a small file of the original.
+        StorageError: a small file cannot be read.
+    """
     names = [file.name for file in opened.header.kept if file.name.endswith(".json")]
     contents = {name: store.read_small(opened.root / name, sidecar_limit(name)) for name in names}
     cleaned = {name: file_without_paths(name, raw) for name, raw in contents.items()}
-    return {name: raw for name, raw in cleaned.items() if raw != contents[name]}
+    return portable_store(store, opened, {name: raw for name, raw in cleaned.items() if raw != contents[name]})
 
 
 def _object(store: Store, place: Location, size_bytes: int, digest: str) -> ObjectContent:
