@@ -322,20 +322,6 @@ BAD: list[tuple[str, list[str]]] = [
         LINEAR.replace("model: ./b", "model: {path: {path: b}}"),
         ["recipe.wrong-kind | recipe.yml:5 models[1].model.path: needs text, found a mapping"],
     ),
-    (
-        LINEAR.replace("model: ./b", "model: ./a"),
-        [
-            "recipe.duplicate-model | recipe.yml:5 models[1].model: './a' is listed already, as models[0]; "
-            "list every model once"
-        ],
-    ),
-    (
-        LINEAR.replace("model: ./b", "model: link"),
-        [
-            "recipe.duplicate-model | recipe.yml:5 models[1].model: 'link' is listed already, as models[0]; "
-            "list every model once"
-        ],
-    ),
     # parameters
     (
         LINEAR.replace("weight: 0.3", "weihgt: 0.3"),
@@ -615,3 +601,14 @@ def test_load_recipe__gives_a_sound_recipe_or_its_own_error(folder: Path, value:
         paths = [os.path.realpath(model.path.local_path) for model in (found.anchor(), *found.experts())]
         assert len(set(paths)) == len(paths)
         assert all(value == value for model in found.models for value in model.parameters.values())
+
+
+@pytest.mark.parametrize("name", ["./a", "link"])
+def test_load__numbers_a_model_that_is_listed_again(folder: Path, name: str) -> None:
+    recipe = load(folder, LINEAR.replace("model: ./b", f"model: {name}"))
+    first, second = recipe.models
+    assert (first.path, first.repeat, second.repeat) == (second.path, 0, 1)
+    assert len(recipe.inputs()) == 2
+    (notice,) = recipe.notices
+    assert (notice.code, notice.line, notice.changes_result) == ("recipe.duplicate-model", 5, True)
+    assert notice.message == f"'{name}' is listed already, as models[0]: each entry counts"

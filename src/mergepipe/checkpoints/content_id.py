@@ -146,6 +146,7 @@ def _bytes_of(sample: Sample, files: Mapping[Location, RangeFile]) -> bytes:
     return read_exact(files[tensor.file], start, stop, Purpose.ANALYSIS).tobytes()
 
 
-def stream_key(seed: int, expert_content_id: str, tensor: str) -> int:
-    """64-bit key of one expert's random stream for one tensor."""
-    return int.from_bytes(blake3(canonical_json([seed, expert_content_id, tensor])).digest(8), "little")
+def stream_key(seed: int, expert_content_id: str, tensor: str, repeat: int = 0) -> int:
+    """64-bit key of one expert's random stream for one tensor; `repeat` sets apart entries that name one expert."""
+    parts = [seed, expert_content_id, tensor, *([repeat] if repeat else [])]
+    return int.from_bytes(blake3(canonical_json(parts)).digest(8), "little")

@@ -104,4 +104,7 @@ def _stream_keys(work: MergeWork, task: MergeTask) -> tuple[int, ...]:
     if not work.operator.is_random:
         return ()
     sources = zip(task.expert_models, task.experts, strict=True)
-    return tuple(stream_key(work.seed, work.content_ids[model], source.name) for model, source in sources)
+    return tuple(
+        stream_key(work.seed, work.content_ids[model], source.name, work.repeats.get(model, 0))
+        for model, source in sources
+    )

@@ -70,8 +70,9 @@ class MergeWork:
     """A merge to run, as a value: it holds no open file and no function of the process that made it.
 
     `files` are all files that it reads, each at its version. `operator_name` and the tasks' parameters say how tensors
-    are merged, `seed` and the content ids (by model, or none) key randomness. With `access` only what it plans is read,
-    cut on its grid so that reads cost what was planned; `renormalize` divides weights by the sum of those selected.
+    are merged, `seed`, the content ids (by model, or none) and the `repeats` of models that are listed again key
+    randomness. With `access` only what it plans is read, cut on its grid so that reads cost what was planned;
+    `renormalize` divides weights by the sum of those selected.
 
     `statistics_of` names the tensors whose experts' statistics are gathered; those are read in full. `recorded`
     quantities of other tensors are not gathered again. `reusable` are results that stand in earlier snapshots, by
@@ -88,6 +89,7 @@ class MergeWork:
     seed: int
     content_ids: Mapping[int, str]
     files: tuple[PinnedFile, ...] = ()
+    repeats: Mapping[int, int] = field(default_factory=dict)
     access: PlannedAccess | None = None
     renormalize: bool = False
     statistics_of: frozenset[str] = frozenset()

@@ -476,7 +476,7 @@ class _Run:
                     for file in checkpoint.files
                 ),
                 content_id=content_ids.get(id(checkpoint)) or None,
-                read_bytes=tensor_bytes_read(checkpoint, usage),
+                read_bytes=0 if model.repeat else tensor_bytes_read(checkpoint, usage),  # its files have one count
                 hub_id=self._hub_id(model),
             )
             for role, model, checkpoint in self._inputs.leaves()

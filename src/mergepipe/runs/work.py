@@ -49,6 +49,7 @@ def merge_work(
         seed if plan is None else plan.seed,
         _content_ids(inputs, plan, paths, checkpoints, store, link),
         pin_files(store, paths, checkpoints),
+        inputs.repeats,
         access=planned_access(plan),
         renormalize=renormalizes(plan),
     )

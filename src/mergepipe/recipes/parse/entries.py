@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeGuard
 
 from mergepipe.core.values import dataclass
@@ -53,7 +55,7 @@ def read_models(context: EntryContext, value: Value, key_path: KeyPath) -> tuple
     read = tuple(model for model in models if model is not None)
     if len(read) < len(models):
         return None
-    _note_duplicates(context.reader, read, key_path)
+    read = _numbered(context, read, key_path)
     _check(context, read, key_path)
     return read
 
@@ -116,14 +118,25 @@ def check_keys(reader: DocumentReader, entry: dict[str, Value], key_path: KeyPat
     reader.unknown_keys(entry, real_keys, key_path, elsewhere, further_names=parameter_names())
 
 
-def _note_duplicates(reader: DocumentReader, models: tuple[ModelInput, ...], key_path: KeyPath) -> None:
-    """Report models listed twice; mergekit keeps models in a dict and silently drops one of them."""
+def _numbered(context: EntryContext, models: Sequence[ModelInput], key_path: KeyPath) -> tuple[ModelInput, ...]:
+    """Number the models that are listed again, so that each entry counts, and report them.
+
+    A base that deltas are taken against has no part in the merge, however often it is listed.
+    """
     first_at: dict[ModelKey, int] = {}
+    repeats: Counter[ModelKey] = Counter()
+    numbered: list[ModelInput] = []
+    group = Group(key_path, tuple(models), context.base, context.shared)
     for index, model in enumerate(models):
-        if model.key in first_at:
-            message = f"'{shortened(model.text)}' is listed already, as {key_path[-1]}[{first_at[model.key]}]"
-            reader.refuse("recipe.duplicate-model", (*key_path, index, "model"), message, "list every model once")
-        first_at.setdefault(model.key, index)
+        is_counted = context.operator is None or not group.is_origin(model, context.operator)
+        first = first_at.setdefault(model.key, index)
+        numbered.append(replace(model, repeat=repeats[model.key]) if is_counted else model)
+        repeats[model.key] += 1
+        if first < index and is_counted:
+            message = f"'{shortened(model.text)}' is listed already, as {key_path[-1]}[{first}]: each entry counts"
+            elsewhere = "mergekit takes a name that stands twice once, with the parameters of the first"
+            context.reader.warning("recipe.duplicate-model", (*key_path, index, "model"), message, elsewhere)
+    return tuple(numbered)
 
 
 def _check(context: EntryContext, models: tuple[ModelInput, ...], key_path: KeyPath) -> None:
@@ -155,8 +168,8 @@ def _sources(context: EntryContext, value: Value, key_path: KeyPath) -> tuple[La
     read = tuple(source for source in sources if source is not None)
     if len(read) < len(sources):
         return None
-    models = tuple(source.model for source in read)
-    _note_duplicates(context.reader, models, key_path)
+    models = _numbered(context, [source.model for source in read], key_path)
+    read = tuple(replace(source, model=model) for source, model in zip(read, models, strict=True))
     _check_lengths(context.reader, read, key_path)
     _check(context, models, key_path)
     return read

@@ -16,7 +16,7 @@ from mergepipe.storage.location import Location
 
 __all__ = ["ModelInput", "ModelKey", "Recipe", "Scalar", "Setting", "TokenizerRequest"]
 
-ModelKey: TypeAlias = tuple[Location, Location | None]
+ModelKey: TypeAlias = tuple[Location, Location | None, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class ModelInput:
 
     `adapter` is the folder of an adapter that is applied to it. `intermediate` names the document of the recipe that
     makes the model; `path` is then a placeholder until `with_intermediate_paths`. `is_delta`: the recipe says that
-    its tensors are differences from the base.
+    its tensors are differences from the base. `repeat` counts earlier entries of the same list that name the same.
     """
 
     text: str
@@ -35,6 +35,7 @@ class ModelInput:
     adapter: Location | None = None
     intermediate: str | None = None
     is_delta: bool = False
+    repeat: int = 0
 
     def __post_init__(self) -> None:
         if not self.path.is_absolute:
@@ -42,8 +43,8 @@ class ModelInput:
 
     @property
     def key(self) -> ModelKey:
-        """Identity of the model: equal for all references to it."""
-        return self.path, self.adapter
+        """Identity of the model: equal for all references to it, but for those that are listed again to count again."""
+        return self.path, self.adapter, self.repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class TokenizerRequest:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A validated recipe. References to the same files have equal keys; keys of `models` are distinct.
+    """A validated recipe. References to the same files have equal keys, but for models that are listed again.
 
     `base` is what `base_model` names. It may be listed among `models` too. Exactly one of `models`, `slices` and
     `modules` is not empty. `name` is what other documents of the same file call the result. `keeps_dtypes`: the dtype

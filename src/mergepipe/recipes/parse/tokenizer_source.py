@@ -76,7 +76,7 @@ class _Tokenizer:
         """Return the index of a model among the recipe's inputs."""
         unreported = replace(self._reading, findings=Findings(RecipeError, NotFoundError))
         reference = read_reference(unreported, value, at)
-        key = None if reference is None else (reference.path, reference.adapter)
+        key = None if reference is None else (reference.path, reference.adapter, 0)
         index = next((index for index, model in enumerate(self._inputs) if model.key == key), None)
         if reference is None or index is not None or not self._inputs:
             read_reference(self._reading, value, at)  # reports what is wrong with the reference itself

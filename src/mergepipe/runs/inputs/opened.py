@@ -76,6 +76,11 @@ class Inputs:
     notices: tuple[Notice, ...] = ()
 
     @property
+    def repeats(self) -> Mapping[int, int]:
+        """Count, for models that the recipe lists again, the earlier entries, by model."""
+        return {index: model.repeat for index, model in enumerate(self.recipe.inputs()) if model.repeat}
+
+    @property
     def recipe_text(self) -> str:
         """The documents that this merge depends on as YAML, each after those it needs."""
         texts = [text for made in self.intermediates.values() for text in made.inputs.recipe_text.split(DOCUMENT_MARK)]

@@ -87,6 +87,7 @@ class ReusingPlanner:
             plan.operator,
             plan.seed,
             self.content_ids,
+            repeats=self.inputs.repeats,
             access=planned_access(plan),
             renormalize=renormalizes(plan),
         )
