@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,9 @@ from packing_cases import SHAPES, PackFamily, halves, tree, write_model
 
 import mergepipe
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.deltastore.chain import next_base
+from mergepipe.deltastore.chain import MOST_DEPTH, next_base
 from mergepipe.deltastore.header import HEADER_NAME
-from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundError, RecipeError
+from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from mergepipe.options import MergeOptions
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -164,6 +166,79 @@ def test_chain__whose_stores_name_each_other_ends(copy: Path) -> None:
     rewrite_header(copy / "step-2", base=str(copy / "step-1"), depth=2)
     with pytest.raises(CorruptError, match="is at depth 2 of a chain, 1 is needed"):
         next_base(LocalStore(), Location.local(copy / "step-1"), 1)
+
+
+OPERATIONS: dict[str, Callable[[Path, PackFamily, Path], object]] = {
+    "load": lambda store, _, __: mergepipe.load_file(store),
+    "unpack": lambda store, _, out: mergepipe.unpack(store, out / "model"),
+    "verify": lambda store, _, __: mergepipe.verify(store),
+    "pack": lambda store, run, out: mergepipe.pack(store, run.experts[4:], out),
+    "pack a chain": lambda store, run, out: mergepipe.pack(store, run.experts[4:], out, chain=2),
+    "merge": lambda store, _, out: mergepipe.merge(
+        {"merge_method": "linear", "base_model": str(store),
+         "models": [{"model": str(store), "parameters": {"weight": 1}}]},
+        out / "model", options=MergeOptions(catalog=False),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+@pytest.mark.parametrize(
+    "circle",
+    [
+        [("step-1", "step-1", 0)],
+        [("step-0", "step-1", 0), ("step-1", "step-0", 1)],
+        [("step-1", "step-2", 1), ("step-2", "step-1", 1)],
+        [("step-0", "step-1", 2), ("step-1", "step-0", 1)],
+        [("step-0", "step-1", 3), ("step-1", "step-2", 2), ("step-2", "step-0", 1)],
+    ],
+    ids=["itself", "two", "equal depths", "falling depths", "three"],
+)
+def test_chain__in_a_circle_is_one_error_of_every_operation_and_nothing_is_written(
+    copy: Path,
+    run: PackFamily,
+    tmp_path: Path,
+    circle: list[tuple[str, str, int]],
+    operation: Callable[[Path, PackFamily, Path], object],
+) -> None:
+    for name, base, depth in circle:
+        rewrite_header(copy / name, base=str(copy / base), depth=depth)
+    (tmp_path / "new").mkdir()
+    before = tree(copy)
+    with pytest.raises((CorruptError, UnsupportedError)) as caught:
+        operation(copy / "step-1", run, tmp_path / "new")
+    assert "step-" in str(caught.value)
+    assert tree(copy) == before
+    assert [path for path in (tmp_path / "new").rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_chain__of_ten_thousand_stores_is_refused_at_its_first(
+    copy: Path, run: PackFamily, tmp_path: Path, operation: Callable[[Path, PackFamily, Path], object]
+) -> None:
+    """Each is at the depth that it says: the headers of those far below are never needed, and are not there."""
+    for depth in range(9970, 10_000):
+        shutil.copytree(copy / "step-1", tmp_path / f"long-{depth}", copy_function=os.link)
+        (tmp_path / f"long-{depth}" / HEADER_NAME).unlink()
+        shutil.copy(copy / "step-1" / HEADER_NAME, tmp_path / f"long-{depth}")
+        rewrite_header(tmp_path / f"long-{depth}", base=str(tmp_path / f"long-{depth - 1}"), depth=depth)
+    with pytest.raises((CorruptError, UnsupportedError), match=r"long-9999: is (a delta store|at depth 9999)"):
+        operation(tmp_path / "long-9999", run, tmp_path / "new")
+
+
+def test_chain__is_not_packed_deeper_than_it_can_be_read(tmp_path: Path) -> None:
+    rng, last = np.random.default_rng(9), write_model(tmp_path / "base", {"w": halves(np.zeros((64, 64), np.float32))})
+    for step in range(MOST_DEPTH + 1):
+        values = (rng.standard_normal((64, 64)) * 1e-2).astype(np.float32)
+        expert = write_model(tmp_path / f"step-{step}", {"w": halves(values)})
+        mergepipe.pack(last, [expert], tmp_path / "packed", threads=1)
+        last = tmp_path / "packed" / expert.name
+    mergepipe.unpack(last, tmp_path / "restored")
+    assert tree(tmp_path / "restored") == tree(expert)
+    with pytest.raises(UnsupportedError, match="is at depth 32 of a chain, stores are packed on those at 31 at most"):
+        mergepipe.pack(last, [write_model(tmp_path / "more", {"w": halves(values)})], tmp_path / "packed")
+    assert not (tmp_path / "packed" / "more").exists()
+    assert mergepipe.pack(last, [tmp_path / "more"], tmp_path / "packed", chain=8).experts[0].is_new
 
 
 def test_chain__refuses_what_it_cannot_do(run: PackFamily, tmp_path: Path) -> None:

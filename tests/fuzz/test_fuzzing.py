@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from mergepipe.checkpoints.formats.inert_pickle import load_inert
 from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.checkpoints.formats.torch_weights import read_torch_weights
 from mergepipe.checkpoints.tokenizers.sentencepiece import read_pieces
+from mergepipe.deltastore.codec.levels import BANDED_DTYPES, Codec, Piece
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.recipes.parse.recipe_files import reload_recipes
@@ -31,6 +33,7 @@ from support.fuzz_seals import (
     seal_manifest,
     seal_plan,
 )
+from support.fuzz_stores import LEVELS, block_cases
 from support.fuzz_targets import all_targets
 from support.fuzzing import Failure, Limits, Target, check_input, fuzz
 from support.mutations import Mutator, Shape
@@ -69,6 +72,15 @@ def test_target__answers_damage_with_typed_errors_only(targets: dict[str, Target
     tally = fuzz(targets[name], seed, SHORT_INPUTS, time.monotonic() + SHORT_SECONDS)
     assert [(failure.kind, failure.content[:300], failure.trace) for failure in tally.failures] == []
     assert tally.inputs > 0
+
+
+def test_blocks__of_every_codec_are_fuzzed_and_those_of_bands_in_each_dtype_and_level() -> None:
+    kinds = Counter((case.codec, case.context.dtype.name) for case in block_cases())
+    assert {codec for codec, _ in kinds} == set(Codec)
+    assert min(kinds[Codec.BANDS, dtype.name] for dtype in BANDED_DTYPES) >= 2
+    assert {level for case in block_cases() if case.codec is Codec.BANDS for level in case.levels} == set(LEVELS)
+    filled = {piece for case in block_cases() for piece, content in case.pieces.items() if len(content)}
+    assert filled == set(Piece)
 
 
 # --- what it found ---

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +16,22 @@ from mergepipe.api import pack
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
-from mergepipe.core.blocks import BF16, F32, DType, Span
+from mergepipe.core.blocks import BF16, F16, F32, DType, Span
 from mergepipe.deltastore.band_sample import choose_bands
 from mergepipe.deltastore.checkpoint import open_store
-from mergepipe.deltastore.codec.block import BlockContext, RawBytes, decode_block, decode_deltas, encode_block
-from mergepipe.deltastore.codec.levels import Codec, Level, Piece
+from mergepipe.deltastore.codec.block import (
+    MANTISSA_BITS,
+    BlockContext,
+    EncodedBlock,
+    RawBytes,
+    decode_block,
+    decode_deltas,
+    encode_block,
+    encode_converted,
+    raw_block,
+)
+from mergepipe.deltastore.codec.encode import encode_bands
+from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, Codec, Level, Piece
 from mergepipe.deltastore.header import HEADER_NAME, INDEX_NAME, PIECE_NAMES
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
 from mergepipe.deltastore.tensor import PackedTensor, StandaloneTensor
@@ -36,6 +47,7 @@ from support.rounding import decode, encode
 
 _LENGTHS = struct.Struct(f"<BB{len(Piece)}I")  # number of the block, level, length of each piece
 _MOST_FILE_BYTES = 1 << 24
+LEVELS = (Level.HEAD, Level.HEAD_EXACT, Level.BODY, Level.BODY_EXACT, Level.LOSSLESS)
 
 
 def store_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
@@ -99,35 +111,50 @@ def _fetch_all(place: Path, base: Checkpoint) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class BlockCase:
     """A block as it was encoded, and what it is decoded beside."""
 
     codec: Codec
     context: BlockContext
     nbytes: int
-    pieces: dict[Piece, RawBytes]
+    pieces: Mapping[Piece, RawBytes]
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """The levels that differ in what is decoded."""
+        return LEVELS if self.codec is Codec.BANDS else (Level.HEAD, Level.LOSSLESS)
 
     def content(self, number: int, level: Level) -> bytes:
+        """The pieces as one input, with the number of this case and the level that is decoded."""
         stored = [self.pieces.get(piece, np.empty(0, np.uint8)).tobytes() for piece in Piece]
-        return _LENGTHS.pack(number, level, *map(len, stored)) + b"".join(stored)
+        return _LENGTHS.pack(number, LEVELS.index(level), *map(len, stored)) + b"".join(stored)
 
 
-def _cases() -> list[_Case]:
-    rng = np.random.default_rng(0)
-    found = []
-    for n, dtype, step in ((5000, BF16, 1e-4), (4096, BF16, 1e-2), (700, BF16, 1e-4), (900, F32, 1e-5)):
+def block_cases() -> list[BlockCase]:
+    """Blocks of every codec: those of bands in both dtypes, short (most bytes are tables) and of many streams."""
+    rng, cases = np.random.default_rng(0), []
+    blocks = (
+        (4096, BF16, 1e-4), (5000, BF16, 1e-2), (4099, F16, 1e-3), (17000, BF16, 3e-6), (40000, BF16, 1e-4),
+        (20000, F16, 1e-4), (700, BF16, 1e-4), (900, F32, 1e-5),
+    )  # fmt: skip
+    for n, dtype, step in blocks:
         base_N = (rng.standard_normal(n) * 0.02).astype(np.float32)
-        base, expert = (
-            _stored(base_N, dtype),
-            _stored(base_N + (rng.standard_normal(n) * step).astype(np.float32), dtype),
-        )
+        expert_N = base_N + (rng.standard_normal(n) * step).astype(np.float32)
+        base, expert = _stored(base_N, dtype), _stored(expert_N, dtype)
         bands = choose_bands(np.asarray(_values(expert, dtype) - _values(base, dtype)), is_sample=False)
-        block = encode_block(base, expert, dtype, bands)
-        found.append(_Case(block.codec, BlockContext(base, dtype, bands, "fuzzed"), len(base), dict(block.pieces)))
-        if dtype is not BF16 or n == 4096:
-            block = encode_block(None, expert, dtype, None)
-            found.append(_Case(block.codec, BlockContext(base, dtype, None, "fuzzed"), len(base), dict(block.pieces)))
-    return found
+        beside, alone = BlockContext(base, dtype, bands, "fuzzed"), BlockContext(None, dtype, None, "fuzzed")
+        encoded = [(encode_block(base, expert, dtype, bands), beside), (encode_block(None, expert, dtype, None), alone)]
+        if dtype in MANTISSA_BITS and n >= BANDED_FROM_ELEMENTS:
+            banded = encode_bands(base.view(np.uint16), expert.view(np.uint16), bands, None, MANTISSA_BITS[dtype])
+            assert banded is not None
+            encoded.append((EncodedBlock(Codec.BANDS, banded.pieces), beside))
+        if dtype is F32:
+            shorter = _stored(base_N, BF16)
+            converted = BlockContext(shorter, F32, None, "fuzzed", BF16)
+            encoded += [(encode_converted(shorter, BF16, expert, F32), converted), (raw_block(expert), alone)]
+            encoded.append((EncodedBlock(Codec.SAME, {}), beside))
+        cases += [BlockCase(block.codec, context, len(expert), block.pieces) for block, context in encoded]
+    return cases
 
 
 def _stored(values_N: np.ndarray[tuple[int], np.dtype[np.float32]], dtype: DType) -> RawBytes:
@@ -139,8 +166,7 @@ def _values(stored: RawBytes, dtype: DType) -> np.ndarray[tuple[int], np.dtype[n
 
 
 def _block_target() -> Target:
-    cases = _cases()
-    levels = (Level.HEAD, Level.HEAD_EXACT, Level.BODY, Level.BODY_EXACT, Level.LOSSLESS)
+    cases = block_cases()
 
     def read(raw: bytes) -> object:
         if len(raw) < _LENGTHS.size:
@@ -150,18 +176,19 @@ def _block_target() -> Target:
         for piece, length in zip(Piece, lengths, strict=True):
             pieces[piece] = np.frombuffer(raw[at : at + length], np.uint8)
             at += min(length, len(raw))
-        return _decode(case, levels[level % len(levels)], pieces)
+        return _decode(case, LEVELS[level % len(LEVELS)], pieces)
 
-    seeds = tuple(case.content(n, level) for n, case in enumerate(cases) for level in (Level.HEAD, Level.LOSSLESS))
+    seeds = tuple(case.content(n, level) for n, case in enumerate(cases) for level in case.levels)
     return Target("store-block", read, Shape(seeds, split=_parts_of))
 
 
-def _decode(case: _Case, level: Level, pieces: dict[Piece, RawBytes]) -> int:
+def _decode(case: BlockCase, level: Level, pieces: dict[Piece, RawBytes]) -> int:
     out = np.zeros(case.nbytes, np.uint8)
     if level is Level.LOSSLESS:
         decode_block(case.codec, pieces, case.context, out)
-    deltas_N = np.zeros(case.nbytes // case.context.dtype.itemsize, np.float32)
-    decode_deltas(case.codec, level, pieces, case.context, deltas_N)
+    if case.context.base is not None:
+        deltas_N = np.zeros(case.nbytes // case.context.dtype.itemsize, np.float32)
+        decode_deltas(case.codec, level, pieces, case.context, deltas_N)
     return len(out)
 
 

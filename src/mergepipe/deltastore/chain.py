@@ -36,8 +36,7 @@ def open_packed(
 
 def _open_chain(store: Store, opened: OpenedStore, base: Location | None) -> tuple[Checkpoint, ...]:
     """Open the bases of a store that is packed on another one; that one's chain is shorter, so that none is endless."""
-    if opened.header.depth > MOST_DEPTH:
-        raise corrupt(opened.root, f"is at depth {opened.header.depth} of a chain, {MOST_DEPTH} is the most")
+    _check_depth(opened.root, opened.header.depth)
     place = base or Location.parse(opened.header.base)
     if not is_store(store, place):
         place = opened.root.parent / place.name
@@ -64,6 +63,11 @@ def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> tupl
         raise _missing(opened) from error
 
 
+def _check_depth(place: Location, depth: int) -> None:
+    if depth > MOST_DEPTH:
+        raise corrupt(place, f"is at depth {depth} of a chain, {MOST_DEPTH} is the most")
+
+
 def _missing(opened: OpenedStore) -> MergePipeError:
     message = f"its base is not at {opened.header.base} any more"
     return NotFoundError.of("store.base-missing", opened.root, message, "give it with --base")
@@ -82,7 +86,8 @@ def next_base(store: Store, last: Location, length: int) -> Location:
     header = read_header(store, last).header
     if header.depth + 1 < length:
         return last
-    for depth in range(min(header.depth, MOST_DEPTH) - 1, -1, -1):
+    _check_depth(last, header.depth)
+    for depth in range(header.depth - 1, -1, -1):
         place = Location.parse(header.base)
         place = place if is_store(store, place) else last.parent / place.name
         header = read_header(store, place).header

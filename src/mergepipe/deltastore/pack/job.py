@@ -9,7 +9,7 @@ from pathlib import Path
 from mergepipe.checkpoints.contained_files import is_linked_folder, require_text_path
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint
 from mergepipe.checkpoints.directory import open_checkpoint, stat_present
-from mergepipe.deltastore.chain import open_packed
+from mergepipe.deltastore.chain import MOST_DEPTH, open_packed
 from mergepipe.deltastore.checkpoint import read_header, read_store
 from mergepipe.deltastore.header import is_own_name, is_store
 from mergepipe.deltastore.pack.builder import PackJob
@@ -48,7 +48,8 @@ def job_of(store: Store, base: Checkpoint | None, expert: Checkpoint, folder: Lo
     One in a bucket is staged in `home`.
 
     Raises:
-        UnsupportedError: its files are not plain safetensors weights, or one has a name that stores use.
+        UnsupportedError: its files are not plain safetensors weights, one has a name that stores use, or the chain that
+            the base is in is too long.
         CorruptError: a file of its directory is not a regular file, or a link out of it.
         OutputError: the store would lie in an input.
     """
@@ -66,6 +67,9 @@ def job_of(store: Store, base: Checkpoint | None, expert: Checkpoint, folder: Lo
         check_target(out, inputs, force=None)
     is_chained = base is not None and base.encoded is not None
     depth = read_header(store, base.path).header.depth + 1 if base is not None and is_chained else 0
+    if base is not None and depth > MOST_DEPTH:
+        message = f"is at depth {depth - 1} of a chain, stores are packed on those at {MOST_DEPTH - 1} at most"
+        raise UnsupportedError.of("pack.kind", base.path, message, "name what the chain begins on, or add --chain 8")
     return PackJob.of(base, expert, out, place, _kept_files(store, expert), depth)
 
 
