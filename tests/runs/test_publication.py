@@ -167,7 +167,7 @@ def test_merge__copies_or_lists_every_file_of_the_base(family: Path) -> None:
         name for name in inputs if name.startswith("model-")
     }
     card = (out / "README.md").read_text()
-    assert [name for name in reasons if f"`{name}`" not in card] == []
+    assert "not here" not in card
     assert 'library_name: "transformers"' in card  # the base's own card says so
     assert "modeling.py" in str(merge_table(report))
 
@@ -198,12 +198,34 @@ def test_merge__the_card_names_hub_ids_and_inherits_from_the_base(family: Path) 
     assert (metadata["license"], metadata["language"]) == ("apache-2.0", ["en", "de"])
     assert (metadata["pipeline_tag"], metadata["tags"]) == ("text-generation", ["chat", "1", "merge", "mergepipe"])
     assert f"| base | `org/base` | `{COMMIT}` |" in card
-    assert "- `../odd/expert1`: mit" in card
+    assert "- `expert1`: mit" in card
+    assert "| expert | `expert1` |" in card
+    assert "../" not in str(yaml.safe_load(card.split("```yaml\n")[1].split("```")[0]))
     recipe = card.split("```yaml\n")[1].split("```")[0]
     assert yaml.safe_load(recipe)["base_model"] == f"org/base@{COMMIT}"
     assert (out / "mergekit_config.yml").read_text() == recipe
     mergepipe.replay(out, family / "again", options=RunOptions(catalog=False))
     assert (family / "again" / "README.md").read_text().split("---\n")[1] == card.split("---\n")[1]
+
+
+def test_merge__the_card_tells_sizes_and_how_to_load_the_output(family: Path) -> None:
+    base = family / "hub" / "models--org--base" / "snapshots" / COMMIT
+    loaded = {
+        "LlamaForCausalLM": "from transformers import AutoModelForCausalLM, AutoTokenizer\n",
+        "BertModel": "from transformers import AutoModel, AutoTokenizer\n",
+    }
+    recipe = recipe_of(family)
+    (base / "vocab.txt").write_text("a\n")
+    for architecture, imports in loaded.items():
+        (base / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": [architecture]}))
+        mergepipe.merge(recipe, family / "out", budget="60%", force=True, options=NO_CATALOG)
+        card = (family / "out" / "README.md").read_text()
+        assert f"```python\n{imports}" in card
+        assert re.search(r"\d{5,} ?bytes|_bytes:", card) is None
+        assert re.search(r"reads [0-9.]+ [kM]B of the\n[0-9.]+ [kM]B that reading", card)
+    (base / "config.json").write_text(json.dumps({"model_type": "odd", "auto_map": {"AutoModel": "modeling.Odd"}}))
+    mergepipe.merge(recipe, family / "out", force=True, options=NO_CATALOG)
+    assert "## Use" not in (family / "out" / "README.md").read_text()  # its code is not there
 
 
 def test_merge__takes_text_of_the_bases_card_as_text(family: Path) -> None:

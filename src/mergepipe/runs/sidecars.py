@@ -116,7 +116,7 @@ def sidecar_contents(
     """Add the files made from the manifest and its plan to the planned small files; not the manifest and the index."""
     from mergepipe.runs.publication.model_card import model_card, origins_of  # nothing that only checks needs templates
 
-    origins = origins_of(inputs, store, manifest, planned.cards)
+    origins = origins_of(inputs, store, manifest, planned.cards, planned.contents)
     made = {CARD_NAME: model_card(manifest, plan, origins), MERGEKIT_CONFIG_NAME: origins.recipe.encode()}
     return {**planned.contents, **made}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mergepipe.core.escaping import markdown_code, markdown_text, yaml_scalar
+from mergepipe.core.units import format_bytes
 
 if TYPE_CHECKING:
     from mergepipe.reports import BudgetVerdict
@@ -40,12 +41,12 @@ def metadata_lines(manifest: Manifest, origins: Origins, tags: Sequence[str]) ->
     yield f"  snapshot: {yaml_scalar(manifest.sid)}"
     if manifest.plan is not None:
         yield f"  plan: {yaml_scalar(str(manifest.plan_digest))}"
-        yield f"  budget_bytes: {manifest.plan['budget_bytes']}"
+        yield f"  budget: {yaml_scalar(_size(manifest.plan['budget_bytes']))}"
     yield "---"
 
 
 def body_lines(manifest: Manifest, origins: Origins, verdict: BudgetVerdict | None) -> Iterator[str]:
-    """Yield what the card tells: inputs, budget, files left out, recipe."""
+    """Yield what the card tells: inputs, usage, budget, recipe."""
     n_models = len(manifest.inputs)
     yield f"# Merge by {markdown_text(manifest.operator)}"
     yield ""
@@ -61,14 +62,14 @@ def body_lines(manifest: Manifest, origins: Origins, verdict: BudgetVerdict | No
         yield ""
         yield from (f"- {markdown_code(name)}: {markdown_text(license_)}" for name, license_ in origins.licenses)
         yield ""
+    yield from _usage_lines(origins.usage)
     if manifest.plan is not None:
-        yield f"Made under a budget: plan `{manifest.plan_digest}` reads {manifest.plan['planned_bytes']} of the"
-        yield f"{manifest.plan['full_cost_bytes']} bytes that reading every expert in full takes."
+        planned, full = (_size(manifest.plan[key]) for key in ("planned_bytes", "full_cost_bytes"))
+        yield f"Made under a budget: plan `{manifest.plan_digest}` reads {planned} of the"
+        yield f"{full} that reading every expert in full takes."
         yield ""
     if verdict is not None:
         yield from _verdict_lines(verdict)
-    if manifest.left_out:
-        yield from _left_out_lines(manifest)
     rounding = f"{len(manifest.tensors)} tensors; arithmetic in float32, one rounding."
     yield f"{rounding} Every input, digest and dropped tensor is"
     yield "listed in `mergepipe.json`."
@@ -85,6 +86,20 @@ def _input_lines(manifest: Manifest, origins: Origins) -> Iterator[str]:
         yield f"| {record.role} | {markdown_code(name)} |{last}"
 
 
+def _usage_lines(usage: Sequence[str]) -> Iterator[str]:
+    if usage:
+        yield "## Use"
+        yield ""
+        yield "```python"
+        yield from usage
+        yield "```"
+        yield ""
+
+
+def _size(nbytes: object) -> str:
+    return format_bytes(nbytes) if isinstance(nbytes, int) else str(nbytes)
+
+
 def _verdict_lines(verdict: BudgetVerdict) -> Iterator[str]:
     yield "## Budget"
     yield ""
@@ -95,7 +110,7 @@ def _verdict_lines(verdict: BudgetVerdict) -> Iterator[str]:
         error = f"{least}{verdict.expected_error:g}, {verdict.meaning}"
         yield f"Expected error, relative to what the full merge changes: {error}."
         if verdict.larger_expected_error is not None and verdict.expected_error > 0:
-            yield f"A budget of {verdict.larger_budget_bytes} bytes would leave {verdict.larger_expected_error:g}."
+            yield f"A budget of {_size(verdict.larger_budget_bytes)} would leave {verdict.larger_expected_error:g}."
     yield ""
     yield "| expert | share of its blocks in the merge |"
     yield "|---|---|"
@@ -104,17 +119,6 @@ def _verdict_lines(verdict: BudgetVerdict) -> Iterator[str]:
     for expert in verdict.unread:
         yield f"Warning: nothing was read of {markdown_text(expert)}."
         yield ""
-
-
-def _left_out_lines(manifest: Manifest) -> Iterator[str]:
-    names_by_reason: dict[str, list[str]] = {}
-    for file in manifest.left_out:
-        names_by_reason.setdefault(file.reason, []).append(file.name)
-    yield "## Files of the base that are not here"
-    yield ""
-    for reason, names in names_by_reason.items():
-        yield f"- {', '.join(map(markdown_code, names))}: {markdown_text(reason)}"
-    yield ""
 
 
 def _recipe_lines(manifest: Manifest, recipe: str) -> Iterator[str]:
