@@ -150,7 +150,7 @@ def test_load_recipe__reads_adapters(folder: Path, written: str) -> None:
     text = f"models: [{{model: {written}, parameters: {{weight: 1}}}}]\nmerge_method: ties\nbase_model: a\n"
     recipe = load(folder, text)
     expert = recipe.inputs()[1]
-    assert (expert.text, *expert.key) == ("a+lora", Location.local(folder / "a"), Location.local(folder / "lora"))
+    assert (expert.text, *expert.key) == ("a+lora", Location.local(folder / "a"), Location.local(folder / "lora"), 0)
     assert len(recipe.inputs()) == 2
 
 
@@ -247,9 +247,9 @@ def test_located__says_where_intermediate_models_lie(folder: Path) -> None:
         load_all(folder, CHAIN)[-1], {"first": Location.local(folder / "a"), "second": Location.local(folder / "b")}
     )
     assert [model.key for model in last.inputs()] == [
-        (Location.local(folder / "b"), None),
-        (Location.local(folder / "a"), Location.local(folder / "lora")),
-        (Location.local(folder / "a"), None),
+        (Location.local(folder / "b"), None, 0),
+        (Location.local(folder / "a"), Location.local(folder / "lora"), 0),
+        (Location.local(folder / "a"), None, 0),
     ]
 
 
