@@ -635,7 +635,7 @@ class PushReport(Displayed):
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Something that nobody needs, removed or not: `kind` is `staging`, `upload`, `parts`, `sums` or a row's."""
+    """Something that nobody needs, removed or not: `kind` says what it was."""
 
     kind: str
     what: str
@@ -646,11 +646,12 @@ class Garbage:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class GcReport(Displayed):
-    """Garbage that was collected, and staging that was kept because its process lives."""
+    """Garbage that was collected, staging that was kept because its process lives, and what could not be looked for."""
 
     garbage: tuple[Garbage, ...]
     living: tuple[str, ...]
     is_dry_run: bool
+    notices: tuple[str, ...] = ()
 
     @property
     def freed_bytes(self) -> int:

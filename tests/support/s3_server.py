@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,11 +32,29 @@ class S3Server:
         }
 
     def make_bucket(self, bucket: str) -> None:
+        self._ask("PUT", f"/{bucket}")
+
+    def begin_upload(self, bucket: str, key: str, part: bytes) -> None:
+        """Begin to upload an object in parts, and send one of them."""
+        upload_id = re.search(b"<UploadId>(.*?)</UploadId>", self._ask("POST", f"/{bucket}/{key}?uploads"))
+        assert upload_id is not None
+        self._ask("PUT", f"/{bucket}/{key}?partNumber=1&uploadId={upload_id[1].decode()}", part)
+
+    def unfinished(self, bucket: str, prefix: str) -> list[str]:
+        """The keys of uploads that have not ended, by name below a prefix."""
+        keys = re.findall(b"<Key>(.*?)</Key>", self._ask("GET", f"/{bucket}?uploads"))
+        return sorted(key.decode().removeprefix(prefix) for key in keys if key.decode().startswith(prefix))
+
+    def _ask(self, method: str, target: str, body: bytes = b"") -> bytes:
         connection = HTTPConnection(urlsplit(self.url).netloc, timeout=30)
-        connection.request("PUT", f"/{bucket}")
-        status = connection.getresponse().status
+        scope = f"{ACCESS_KEY}/20200101/us-east-1/s3/aws4_request"
+        signed = {"Authorization": f"AWS4-HMAC-SHA256 Credential={scope}, SignedHeaders=host, Signature=0"}
+        connection.request(method, target, body, signed)
+        answer = connection.getresponse()
+        content = answer.read()
         connection.close()
-        assert status == 200, status
+        assert answer.status == 200, (answer.status, content)
+        return content
 
     def put(self, bucket: str, files: Mapping[str, bytes]) -> None:
         """Store objects by their keys, or other versions of them."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
+from mergepipe.storage.remote.multipart import MultipartUploads
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 
 if TYPE_CHECKING:
@@ -66,13 +67,33 @@ class BucketFolder:
 
     def list_all(self) -> dict[str, ObjectFacts]:
         """All objects by name, at any depth; their digests are not told."""
-        skipped = len(self.location.key) + 1 if self.location.key else 0
         objects = self._asked("", lambda: self._writer.list_all(self.location.key))
-        return {facts.key[skipped:]: facts for facts in objects}
+        return {self.name_of(facts.key): facts for facts in objects}
 
     def delete(self, name: str) -> None:
         """Delete an object; it may be gone already."""
         self._asked(name, lambda: self._writer.delete(self._key(name)))
+
+    def unfinished_uploads(self) -> MultipartUploads | None:
+        """The uploads below it whose objects are not there yet; None of stores other than S3.
+
+        Raises:
+            StorageError: `storage.credentials`, there is no secret key that the requests can be signed with.
+        """
+        from mergepipe.storage.remote.client import open_bucket
+
+        if self.location.scheme != "s3":
+            return None
+        bucket = open_bucket(self.location).signed_bucket()
+        if bucket is None:
+            message = "uploads that never ended are listed by a request that a secret key signs, and there is none"
+            hint = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the bucket a lifecycle rule"
+            raise StorageError.of("storage.credentials", self.location, message, hint)
+        return MultipartUploads(self.location, bucket)
+
+    def name_of(self, key: str) -> str:
+        """The name of an object below it."""
+        return key[len(self.location.key) + 1 :] if self.location.key else key
 
     def below(self, name: str) -> BucketFolder:
         """A folder below this one."""

@@ -26,6 +26,7 @@ from mergepipe.core.values import dataclass
 from mergepipe.errors import MergePipeError, StorageError, UnsupportedError
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import CONNECT_SECONDS, STALL_SECONDS, Address, Pin
+from mergepipe.storage.remote.multipart import SignedBucket
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 
 SIGNED_FOR: Final = timedelta(minutes=15)
@@ -91,9 +92,10 @@ class ObjectFacts:
 class ObjectClient:
     """One bucket, by the credentials that the ecosystem's usual places hold; anonymous where there are none."""
 
-    def __init__(self, store: object, sign: Callable[[str], str] | None) -> None:
+    def __init__(self, store: object, sign: Callable[[str], str] | None, secret: str = "") -> None:
         self.store = store
         self._sign = sign
+        self._secret = secret
 
     @property
     def signs_addresses(self) -> bool:
@@ -120,6 +122,10 @@ class ObjectClient:
         assert self._sign is not None
         with _failures():
             return Address(self._sign(key))
+
+    def signed_bucket(self) -> SignedBucket | None:
+        """What requests for the bucket itself are signed with; None but on S3 with a secret key of the environment."""
+        return SignedBucket(self.address("x").url, self._secret) if self._secret else None
 
     def read_range(self, key: str, offset: int, buffer: memoryview, pin: Pin) -> None:
         """Fill `buffer` with the bytes of an object at `offset`, all of which lie inside the pinned object.
@@ -149,7 +155,8 @@ class ObjectClient:
 class BucketWriter:
     """Writes to one bucket, by the same credentials as `ObjectClient`. Its requests are retried by obstore.
 
-    A file is sent in parts, of which `_PARTS_AT_ONCE` are in memory; what `on_bytes` raises while it is sent ends the
+    A file that overwrites is sent in parts, of which `_PARTS_AT_ONCE` are in memory; one that is created is in memory
+    as a whole, because obstore does that by a single request. What `on_bytes` raises while it is sent ends the
     transfer, and the parts are given up. Every method raises RequestFailed.
     """
 
@@ -330,7 +337,8 @@ def _open_s3(bucket: str, connections: _Connections) -> ObjectClient:
     store = obstore.store.S3Store(bucket, **settings)
     if not _is_set("AWS_SKIP_SIGNATURE"):
         if "access_key_id" in settings or _env(*_AWS_CREDENTIALS):
-            return ObjectClient(store, signer(store))
+            secret = settings.get("secret_access_key") or (_env("AWS_ACCESS_KEY_ID") and _env("AWS_SECRET_ACCESS_KEY"))
+            return ObjectClient(store, signer(store), secret)
         if not _is_set("AWS_EC2_METADATA_DISABLED") and _has_metadata_service() and _succeeds(signer(store)):
             return ObjectClient(store, signer(store))
     anonymous = obstore.store.S3Store(bucket, **settings, skip_signature=True)
