@@ -21,12 +21,13 @@ from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.journal import JOURNAL_NAME, read_journal
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import UPLOADS_NAME, find_left_pieces, find_uploads
+from mergepipe.snapshots.parts_account import ReadingState, readings_in
 from mergepipe.snapshots.parts_bucket import find_parts
-from mergepipe.snapshots.parts_directory import read_job
+from mergepipe.snapshots.parts_directory import PartsDirectory, read_job
 from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead, staging_directory
 from mergepipe.storage import owned
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
-from mergepipe.storage.owner import newest_change
+from mergepipe.storage.owner import is_alive, newest_change
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.stores import Stores
 
@@ -142,12 +143,23 @@ def _parts(folders: Iterable[Path], *, dry_run: bool) -> Iterator[Garbage]:
             if not owned.is_parts_name(path.name) or path.is_symlink():
                 continue
             is_finished = _is_finished(path)
-            if not is_finished and time.time() - max(newest_change(path), path.stat().st_mtime) < ABANDONED_SECONDS:
+            silent_seconds = time.time() - max(newest_change(path), path.stat().st_mtime)
+            if not is_finished and (silent_seconds < ABANDONED_SECONDS or _has_worker(path)):
                 continue
             nbytes = _allocated_bytes(path)
             if not dry_run:
                 owned.remove_tree(path, ignore_errors=True)
             yield _parts_garbage(str(path), nbytes, is_finished, not dry_run)
+
+
+def _has_worker(directory: Path) -> bool:
+    """Whether a process of this machine reads for a part, whatever the clock says, which may have jumped."""
+    try:
+        job = read_job(directory)
+        readings = () if job is None else readings_in(PartsDirectory(directory.parent / job.out, job)).all
+    except MergePipeError:
+        return False
+    return any(r.state is ReadingState.OPEN and is_alive(r.owner, ABANDONED_SECONDS) for r in readings)
 
 
 def _parts_garbage(where: str, nbytes: int, is_published: bool, is_removed: bool) -> Garbage:
