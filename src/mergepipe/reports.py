@@ -431,6 +431,20 @@ class Decision:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a plan samples: units of elements, the seed, and the probabilities of the tensors' positions.
+
+    The merged delta of each tensor is divided by its probability. `mean_probability` is that of an element.
+    """
+
+    unit_elements: int
+    seed: int
+    least_probability: float
+    mean_probability: float
+    most_probability: float
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation(Displayed):
     """The experts that contributed to each tensor, and the reasons; from a plan, or from the manifest of a snapshot.
@@ -464,6 +478,7 @@ class Explanation(Displayed):
     expected_error: float | None = None
     error_is_least: bool = False
     verdict: BudgetVerdict | None = None
+    sampling: Sampling | None = None
 
 
 # --- sweeps ---

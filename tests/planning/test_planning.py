@@ -93,6 +93,7 @@ def made(operator: str, seed: int, missing: tuple[tuple[int, str], ...] = ()) ->
 SPREAD_SIZES = {f"layers.{layer}.w": 4 * BLOCK for layer in range(16)}
 MISSING = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(sorted(DEFAULT_SIZES))), max_size=6).map(tuple)
 LARGEST = 3 * 2**18
+ORDERS = [policy for policy in Policy if policy is not Policy.SAMPLE]  # that draws positions, and orders no items
 
 
 @given(
@@ -113,7 +114,7 @@ def test_plan__costs_what_its_blocks_cost_and_at_most_the_budget(
 
 @given(
     operator=st.sampled_from(OPERATORS),
-    policy=st.sampled_from(Policy),
+    policy=st.sampled_from(ORDERS),
     missing=MISSING,
     budgets=st.tuples(st.integers(0, LARGEST), st.integers(0, LARGEST)).map(sorted),
 )
@@ -133,7 +134,7 @@ def test_plan__with_a_larger_budget_keeps_the_prefix_of_its_order(
 
 @given(
     operator=st.sampled_from(OPERATORS),
-    policy=st.sampled_from(Policy),
+    policy=st.sampled_from(ORDERS),
     missing=MISSING,
     budget=st.integers(0, LARGEST),
 )

@@ -88,7 +88,7 @@ Address: TypeAlias = Annotated[
     ),
 ]
 Seed: TypeAlias = Annotated[
-    int, typer.Option("--seed", metavar="N", help="Seed of the random operators, and of --select random.")
+    int, typer.Option("--seed", metavar="N", help="Seed of the random operators, and of --select sample and random.")
 ]
 AllowDropped: TypeAlias = Annotated[
     list[str] | None,
@@ -173,8 +173,8 @@ Select: TypeAlias = Annotated[
     typer.Option(
         "--select",
         metavar="POLICY",
-        autocompletion=choices("norm", "conflict", "stratified", "random"),
-        help="What to read first: norm, conflict, stratified or random.  [default: norm]",
+        autocompletion=choices("norm", "sample", "conflict", "stratified", "random"),
+        help="What to read: norm, sample, conflict, stratified or random.  [default: norm]",
         rich_help_panel=BUDGET_PANEL,
     ),
 ]

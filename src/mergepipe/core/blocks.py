@@ -62,6 +62,13 @@ _DTYPES = (
 
 DTYPES: dict[str, DType] = {d.name: d for d in _DTYPES}
 ITEMSIZE_BY_KERNEL_CODE: dict[int, int] = {d.kernel_code: d.itemsize for d in _DTYPES if d.kernel_code >= 0}
+
+
+def itemsize_of_code(code: int) -> int:
+    """Return the bytes of an element by its kernel code, be it a delta's or not."""
+    return ITEMSIZE_BY_KERNEL_CODE[code & ~DELTA_FLAG]
+
+
 DTYPES_BY_RECIPE_NAME: dict[str, DType] = {d.recipe_name: d for d in _DTYPES if d.recipe_name}
 
 

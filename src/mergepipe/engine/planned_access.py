@@ -56,6 +56,11 @@ class PlannedAccess:
             levels = tuple((e, int(levels_EB[e, first])) for e in present if levels_EB[e, first])
             yield Run(task_index, span, present, sources, free, levels=levels)
 
+    def factor(self, name: str) -> float:
+        """Return what the merged delta of a tensor is multiplied by: of a sample 1 / its probability, else 1."""
+        planned = self.tensors.get(name)
+        return 1.0 if planned is None else planned.factor
+
     def known(self, name: str) -> KnownQuantities:
         """Return the tensor-wide quantities that the plan holds of a tensor."""
         planned = self.tensors.get(name)

@@ -8,8 +8,9 @@ from dataclasses import replace
 from mergepipe.checkpoints.content_id import stream_key
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid
 from mergepipe.engine.observer import OnStatistics
-from mergepipe.engine.pipeline.jobs import TensorWork
-from mergepipe.engine.reductions.block_reductions import Reduction, make_reduction
+from mergepipe.engine.pipeline.jobs import BASE_ALONE, Sample, TensorWork
+from mergepipe.engine.planned_access import PlannedAccess
+from mergepipe.engine.reductions.block_reductions import Reduction
 from mergepipe.engine.reductions.known_quantities import NOTHING_KNOWN
 from mergepipe.engine.reductions.probe_summary import ProbeSummary
 from mergepipe.engine.reductions.staged_reduction import Needs, StagedReduction
@@ -29,6 +30,8 @@ def tensor_work(work: MergeWork, task: MergeTask, on_statistics: OnStatistics) -
     if task.name in work.rules:
         return TensorWork(task, None, lambda _: work.rules[task.name])
     inputs, operator = operator_input(work, task), work.operator
+    if work.access is not None and work.access.factor(task.name) != 1.0:
+        return _sampled_work(work, task, inputs, work.access)
     if not task.experts:
         return TensorWork(task, None, lambda _: operator.block_function(inputs, NOTHING_REDUCED))
     needs = _needs(work, task, inputs)
@@ -43,9 +46,29 @@ def tensor_work(work: MergeWork, task: MergeTask, on_statistics: OnStatistics) -
         first = summary = TensorSummary(grid, len(task.experts), request, COMMON_DENSITIES)
         on_reduced = reporter(task, summary, on_statistics)
     elif request is not None:
-        first = make_reduction(request, inputs.n_elements, len(task.experts))
+        first = needs.reduction(request, len(task.experts))
     staged = StagedReduction(needs, first, len(task.experts), recorded)
     return TensorWork(task, staged, lambda reduced: operator.block_function(inputs, reduced), on_reduced)
+
+
+def _sampled_work(work: MergeWork, task: MergeTask, inputs: OperatorInput, access: PlannedAccess) -> TensorWork:
+    """Return the work on a tensor of which a sample is read: its quantities are those of the sample."""
+    operator = work.operator
+    n_sampled = sum(run.span.n_elements for run in access.runs_of(0, task) if run.is_counted)
+    if not n_sampled:
+        return TensorWork(task, None, lambda _: BASE_ALONE)
+    needs = Needs(operator, inputs, access.known(task.name), n_sampled)
+    recorded, request = needs.next(NOTHING_REDUCED)
+    staged = None
+    if request is not None:
+        n_experts = len(task.experts)
+        staged = StagedReduction(needs, needs.reduction(request, n_experts), n_experts, recorded)
+    return TensorWork(
+        task,
+        staged,
+        lambda reduced: operator.block_function(inputs, recorded if staged is None else reduced),
+        sample=Sample(access.factor(task.name), operator.granularity(inputs)),
+    )
 
 
 def can_reuse(work: MergeWork, task: MergeTask) -> bool:

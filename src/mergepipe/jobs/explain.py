@@ -56,6 +56,7 @@ class _Tensor:
     n_blocks: int
     access: tuple[Access | None, ...]
     experts: tuple[int, ...]
+    probability: float = 1.0  # that a block was drawn for a sample
 
     def touched(self) -> Runs:
         """Runs of blocks that at least one expert contributed to."""
@@ -126,6 +127,7 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
         expected_error=None if plan is None else plan.expected_error,
         error_is_least=plan is not None and plan.error_is_least,
         verdict=None if plan is None else verdict_of(plan),
+        sampling=None if plan is None else plan.sampling,
     )
 
 
@@ -139,7 +141,13 @@ def _planned(plan: Plan) -> tuple[_Tensor, ...]:
 
     n_experts = sum(model.role == "expert" for model in plan.models)
     return tuple(
-        _Tensor(tensor.name, blocks(tensor), tuple(tensor.access_of(e) for e in range(n_experts)), tensor.models)
+        _Tensor(
+            tensor.name,
+            blocks(tensor),
+            tuple(tensor.access_of(e) for e in range(n_experts)),
+            tensor.models,
+            tensor.probability,
+        )
         for tensor in plan.tensors
     )
 
@@ -234,6 +242,16 @@ class _Reasons:
     read: str
     omitted: str
     names: tuple[str, ...]
+    draw_seed: int | None = None  # of a sample
+
+    def reading(self, tensor: _Tensor) -> str:
+        """Say why blocks of a tensor are read."""
+        if self.draw_seed is None:
+            return self.read
+        if tensor.probability >= 1:
+            return "all of the tensor is in the sample"
+        drawn = f"{self.read} with probability {tensor.probability:.3g}, seed {self.draw_seed}"
+        return f"{drawn}; the merged delta is multiplied by {1 / tensor.probability:.3g}"
 
     def shared(self, source: int) -> str:
         return f"the same bytes as those of '{self.names[source]}', which are read once"
@@ -245,6 +263,8 @@ def _reasons(plan: Plan | None, models: Sequence[tuple[str, str]]) -> _Reasons:
         return _Reasons("a full merge reads everything", "", names)
     if plan.planned_bytes == 0:
         return _Reasons("", "the budget holds no block", names)
+    if plan.sampling is not None:
+        return _Reasons("drawn", "not drawn: it stays as the base", names, plan.seed)
     spent = f"the budget of {plan.budget_bytes} bytes was spent first, by policy '{plan.policy}'"
     return _Reasons(f"chosen by policy '{plan.policy}'", spent, names)
 
@@ -274,10 +294,11 @@ def _block_uses(tensor: _Tensor, e: int, reasons: _Reasons) -> Iterable[BlockUse
     in_part = joined((start, stop) for start, stop, _ in access.levels)
     in_full = joined(run for start, stop in access.blocks for run in _gaps_inside(in_part, start, stop))
     if in_full:
-        yield BlockUse(model, READ, format_runs(in_full), reasons.read)
+        yield BlockUse(model, READ, format_runs(in_full), reasons.reading(tensor))
     for level in sorted({level for _, _, level in access.levels}):
         runs = joined((start, stop) for start, stop, block_level in access.levels if block_level == level)
-        yield BlockUse(model, f"{READ} at level {level}", format_runs(runs), f"{level_name(level)}; {reasons.read}")
+        why = f"{level_name(level)}; {reasons.reading(tensor)}"
+        yield BlockUse(model, f"{READ} at level {level}", format_runs(runs), why)
     for source in sorted({source for _, _, source in access.shared}):
         runs = tuple((start, stop) for start, stop, by in access.shared if by == source)
         yield BlockUse(model, SHARED, format_runs(runs), reasons.shared(tensor.experts[source]))

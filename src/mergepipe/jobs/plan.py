@@ -43,6 +43,8 @@ from mergepipe.storage.prices import Price, Speeds
 from mergepipe.storage.stores import Stores
 
 PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
+SAMPLED_UNIT_ELEMENTS = 32 * 1024
+"""The block of a sample of local files: 64 KiB of bfloat16."""
 PROBE_MEMORY_BYTES = 64 << 20
 """The buffers that samples are read into: a sample of a block is a few pages."""
 
@@ -148,10 +150,12 @@ def make_plan(
     facts = link.use(lambda catalog: _lookup_known(catalog, inputs, beside)) or _lookup_known(None, inputs, beside)
     if request.everything:
         facts = replace(facts, statistics=({},) * len(inputs.expert_models))
-    block_elements = request.block_elements or _suitable_block(inputs, facts)
     request_bytes = request.pricing.request_bytes(inputs, store, link.home)
+    samples = request.policy is Policy.SAMPLE
+    unit_elements = _sampled_unit(inputs, request_bytes) if samples else _suitable_block(inputs, facts)
+    block_elements = request.block_elements or unit_elements
     statistics, probe_bytes = facts.statistics, (0,) * len(inputs.expert_models)
-    if prober is not None:
+    if prober is not None and not samples:
         probe = probe_unknown(
             prober, inputs, facts.statistics, request.budget, block_elements, max(request_bytes, default=0),
             request.choices.target_error,
@@ -265,6 +269,12 @@ def _suitable_block(inputs: Inputs, facts: _KnownFacts) -> int:
     experts = [inputs.checkpoints[model] for model in inputs.expert_models]
     are_packed = all(any(isinstance(t, LeveledTensor) for t in expert.tensors.values()) for expert in experts)
     return PACKED_BLOCK_ELEMENTS if experts and are_packed else DEFAULT_BLOCK_ELEMENTS
+
+
+def _sampled_unit(inputs: Inputs, request_bytes: Sequence[int]) -> int:
+    """Choose the unit of a sample: a larger one where requests of experts cost something or encoded blocks are cut."""
+    are_packed = any(inputs.checkpoints[model].encoded is not None for model in inputs.expert_models)
+    return DEFAULT_BLOCK_ELEMENTS if are_packed or any(request_bytes) else SAMPLED_UNIT_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.blocks import itemsize_of_code
 from mergepipe.core.values import dataclass
 from mergepipe.operators.influence import Influence, Products
 from mergepipe.operators.spec import OperatorSpec
@@ -36,6 +38,18 @@ class RawBlock:
     out: NDArray[np.uint8]
     out_offset: int
     out_code: int
+
+    def part(self, skip: int, n_elements: int) -> RawBlock:
+        """Return `n_elements` elements from `skip` on."""
+        sizes_E = np.array([itemsize_of_code(int(code)) for code in self.codes_E], np.int64)
+        return replace(
+            self,
+            base_offset=self.base_offset + skip * itemsize_of_code(self.base_code),
+            offsets_E=self.offsets_E + skip * sizes_E,
+            first_element=self.first_element + skip,
+            n_elements=n_elements,
+            out_offset=self.out_offset + skip * itemsize_of_code(self.out_code),
+        )
 
 
 @dataclass(frozen=True, slots=True)

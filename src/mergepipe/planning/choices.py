@@ -11,6 +11,7 @@ class Policy(StrEnum):
     """The order in which blocks are chosen; see `planner.policies`."""
 
     NORM = "norm"
+    SAMPLE = "sample"  # block positions at random, of all experts, their merged delta divided by their probability
     CONFLICT = "conflict"
     STRATIFIED = "stratified"
     RANDOM = "random"

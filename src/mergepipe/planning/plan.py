@@ -13,6 +13,7 @@ from mergepipe.core.canonical_json import canonical_json, digest_of
 from mergepipe.core.notebooks import Displayed
 from mergepipe.core.notices import Notice
 from mergepipe.core.values import dataclass
+from mergepipe.reports import Sampling
 from mergepipe.storage.prices import Duration, Speeds
 
 PLAN_NAME = "mergepipe-plan"
@@ -28,6 +29,9 @@ NOTHING_READ = "nothing of it is read"
 
 READS_ALL = "all"
 """The policy of a plan that reads everything, and that no budget limits."""
+
+SAMPLES = "sample"
+"""The policy of a plan that reads a sample of block positions."""
 
 _LARGEST_BITS = 2**32 - 1
 _MACHINE_KEYS = ("path", "files")  # of a model: true on one machine only, so not in the digest
@@ -142,6 +146,7 @@ class PlannedTensor:
 
     `models` says which of the plan's experts these are. `reused` maps runs of blocks to the earlier snapshot (an index
     into the plan's `reuse`) in which their result stands: whatever `access` says, nothing else is read for them.
+    With a `probability` below 1 the blocks are a sample, drawn by it: the merged delta is divided by it.
     """
 
     name: str
@@ -152,6 +157,16 @@ class PlannedTensor:
     access: tuple[Access, ...]
     models: tuple[int, ...]
     reused: SharedRuns = ()
+    probability: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.probability <= 1 or (not self.probability and any(access.runs for access in self.access)):
+            raise ValueError(f"{self.name}: not the probability of what is read: {self.probability}")
+
+    @property
+    def factor(self) -> float:
+        """What the merged delta is multiplied by; 1 where no sample was drawn, or nothing of it."""
+        return 1 / self.probability if self.probability else 1.0
 
     def access_of(self, expert: int) -> Access | None:
         """Return the access of one of the plan's experts; None if it does not contribute to this tensor."""
@@ -241,6 +256,17 @@ class Plan(Displayed):
     def limit_bytes(self) -> int | None:
         """The bytes that may be read from experts, in however many runs; None where nothing limits them."""
         return None if self.policy == READS_ALL else self.budget_bytes
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """How the plan samples; None if it does not."""
+        if self.policy != SAMPLES:
+            return None
+        tensors = [tensor for tensor in self.tensors if tensor.n_elements]
+        probabilities = [tensor.probability for tensor in tensors] or [1.0]
+        sampled = math.fsum(tensor.probability * tensor.n_elements for tensor in tensors)
+        mean = sampled / sum(tensor.n_elements for tensor in tensors) if tensors else 1.0
+        return Sampling(self.block_elements, self.seed, min(probabilities), mean, max(probabilities))
 
     @property
     def saved_bytes(self) -> int:
@@ -418,6 +444,8 @@ def _tensor_content(tensor: PlannedTensor, parameters: int, n_experts: int) -> d
         content["models"] = list(tensor.models)
     if tensor.reused:
         content["reused"] = _shared_text(tensor.reused)
+    if tensor.probability < 1:
+        content["probability"] = tensor.probability
     return content
 
 

@@ -37,8 +37,10 @@ def planned_tensors(
     candidates: Candidates, selection: Selection, rules: Rules, energy_ET2: NDArray[np.float64] | None
 ) -> tuple[PlannedTensor, ...]:
     """Build one `PlannedTensor` per merged tensor; `energy_ET2`, if given, is (energy left out, total energy)."""
+    if selection.drawn_B is not None:  # what is equal to the base takes part in a sample's cuts where it was drawn
+        candidates = replace(candidates, free_EB=candidates.free_EB & selection.drawn_B)
     access = [_accesses(e, candidates, selection, rules, energy_ET2) for e in range(candidates.n_experts)]
-    slot_ET = candidates.columns.slot_ET
+    slot_ET, probability_T = candidates.columns.slot_ET, selection.probability_T
     tensors = []
     for t, task in enumerate(candidates.columns.tasks):
         ordered = candidates.columns.participants(t)
@@ -51,6 +53,7 @@ def planned_tensors(
                 experts=task.parameters.experts,
                 access=tuple(_among_participants(access[e][t], slot_ET[:, t]) for e in ordered),
                 models=tuple(ordered),
+                probability=1.0 if probability_T is None else float(probability_T[t]),
             )
         )
     return tuple(tensors)
@@ -76,8 +79,9 @@ def _accesses(
     cuts = rules.cut_bits_ET[e].tolist()
     is_missing_B = ~(selection.read_EB[e] | candidates.free_EB[e]) | ((level_B > 0) & (level_B < ALL))
     n_missing_T = np.bincount(columns.tensor_B[is_missing_B], minlength=len(columns.tasks))
-    # what is read in full has its exact cut computed on the way
-    cuts_exactly = [(e, t) in rules.cut_errors and not n_missing_T[t] for t in range(len(columns.tasks))]
+    # what is read in full has its exact cut computed on the way, what is sampled that of the sample
+    samples = selection.drawn_B is not None
+    cuts_exactly = [(e, t) in rules.cut_errors and (samples or not n_missing_T[t]) for t in range(len(columns.tasks))]
     return [
         Access(
             blocks=read[t],

@@ -258,8 +258,12 @@ def _tensor_of(tensor: JsonFields, rows: Sequence[_Parameters], n_experts: int) 
     except ValueError as error:
         tensor.refuse(str(error))
     name, n_elements = tensor.text("name"), tensor.size("n_elements")
+    probability = tensor.number("probability") if tensor.has("probability") else 1.0
     tensor.done()
-    return PlannedTensor(name, n_elements, shared, anchor, experts, access, models, reused)
+    try:
+        return PlannedTensor(name, n_elements, shared, anchor, experts, access, models, reused, probability)
+    except ValueError as error:
+        tensor.refuse(str(error))
 
 
 def _access_of(access: JsonFields) -> Access:

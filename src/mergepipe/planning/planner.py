@@ -27,7 +27,7 @@ from mergepipe.planning.candidates.known_statistics import (
     units,
 )
 from mergepipe.planning.candidates.level_ladders import ALL, Ladders, build_ladders
-from mergepipe.planning.candidates.operator_rules import REASON_ROWS, Rules, evaluate_rules
+from mergepipe.planning.candidates.operator_rules import REASON_ROWS, Rules, evaluate_rules, row_reasons
 from mergepipe.planning.candidates.pricing import Pricing
 from mergepipe.planning.candidates.scores import amplitudes, score_blocks
 from mergepipe.planning.choices import OnOmit, PlanningChoices, Policy
@@ -48,6 +48,13 @@ from mergepipe.planning.problem import PlanningProblem
 from mergepipe.planning.selection.conflict_order import conflict_order, tensor_cosines
 from mergepipe.planning.selection.least_error import compared_budgets, least_error_budget
 from mergepipe.planning.selection.policy_order import Order, ascending_steps, norm_order, random_order, stratified_order
+from mergepipe.planning.selection.positions import (
+    PositionOrder,
+    order_positions,
+    position_numbers,
+    select_positions,
+    tensor_weights,
+)
 from mergepipe.planning.selection.select import Selection, full_costs, select_items
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.prices import Duration, three_digits
@@ -60,8 +67,8 @@ def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy,
 
     Laws: the planned cost is at most the budget; nothing that is left out would fit as well, unless more of it is
     expected to make the result worse, and for rules other than sums as far as budgets are compared (`least_error`); the
-    expected error never grows with the budget, but for the policy `random`, which is a draw; a budget of the full cost
-    reads everything; the same problem gives the same plan on any machine.
+    expected error never grows with the budget, but for the policies `random` and `sample`, which are draws; a budget of
+    the full cost reads everything; the same problem gives the same plan on any machine.
 
     Raises:
         RecipeError: `plan.on-omit`, the operator has no weights to renormalise.
@@ -73,8 +80,12 @@ def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy,
 
 def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanningChoices) -> Ranking:
     """Rank everything that can be read; see `plan_merge`."""
-    problem = replace(problem, statistics=_on_grid(problem))
-    data = _planning_data(problem)
+    samples = policy is Policy.SAMPLE
+    if samples and options.target_error is not None:
+        message = "a sample is not meant to be near the full merge: no error is expected of it"
+        raise RecipeError.of("option.pair", "--target-error", message, "give a --budget, or another --select")
+    problem = replace(problem, statistics=_on_grid(problem, exact_only=samples))
+    data = _planning_data(problem, samples=samples)
     _check_on_omit(problem, data, options.on_omit)
     budget_bytes = request.limit_bytes(int(data.full_E.sum()))
     _check_indices(data, budget_bytes)
@@ -82,7 +93,7 @@ def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy
     if options.adjust is not None:
         held = min(1.0, budget_bytes / max(1, int(data.full_E.sum())))
         problem, adjustments = adjust_densities(problem, options.adjust, held, needs_cut=data.rules.trims)
-        data = _planning_data(problem)
+        data = _planning_data(problem, samples=samples)
     cosine_TEE = _cosines(problem, data, policy)
     score_EB = score_blocks(data.columns, data.known_statistics, data.rules, data.candidates.ladders)
     items = make_items(data.candidates, score_EB, data.known_statistics.informed_ET)
@@ -95,10 +106,14 @@ def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy
     return replace(ranking, enough_bytes=enough_bytes, budget_bytes=budget_bytes if is_by_time else enough_bytes)
 
 
-def _on_grid(problem: PlanningProblem) -> tuple[Mapping[str, TensorStatistics], ...]:
-    """Carry statistics of other blocks over to the plan's."""
+def _on_grid(problem: PlanningProblem, *, exact_only: bool) -> tuple[Mapping[str, TensorStatistics], ...]:
+    """Carry statistics of other blocks over to the plan's; estimates are left out where they must be exact."""
     return tuple(
-        {name: on_grid(statistics, problem.block_elements) for name, statistics in of_expert.items()}
+        {
+            name: on_grid(statistics, problem.block_elements)
+            for name, statistics in of_expert.items()
+            if not (exact_only and statistics.is_estimate)
+        }
         for of_expert in problem.statistics
     )
 
@@ -118,17 +133,21 @@ class _PlanningData:
     full_E: NDArray[np.int64]
 
 
-def _planning_data(problem: PlanningProblem) -> _PlanningData:
+def _planning_data(problem: PlanningProblem, *, samples: bool) -> _PlanningData:
     pricing = Pricing.of(problem.speeds)
     columns = lay_out_columns(problem.tasks, problem.resolution.expert_models, problem.block_elements, problem.unread)
     known_ET, unusable = match_statistics(problem, columns)
     rules = evaluate_rules(problem, columns, known_ET)
-    by_rows = {key for key, reason in rules.lacking.items() if reason == REASON_ROWS}
+    # what a sample does not know of a whole tensor it takes from what it reads
+    lacking = row_reasons(problem, columns) if samples else rules.lacking
+    by_rows = {key for key, reason in lacking.items() if reason == REASON_ROWS}
     ladders = build_ladders(columns, operator_named(problem.operator), problem.block_elements, pricing)
     known_statistics = gather_statistics(problem, columns, known_ET, ladders, with_octaves=rules.trims)
     of_units = dict.fromkeys(units(columns), REASON_UNIT)
     unknown = {key: reason for key, reason in unusable.items() if key not in ladders}
-    reasons = {key: unknown.pop(key, reason) for key, reason in {**of_units, **rules.lacking}.items()}
+    reasons = {**of_units, **lacking}
+    if not samples:
+        reasons = {key: unknown.pop(key, reason) for key, reason in reasons.items()}
     whole_ET = np.zeros_like(known_ET)
     for e, t in reasons:
         whole_ET[e, t] = True
@@ -283,9 +302,41 @@ class Ranking:
 
     def select_in_order(self, budget_bytes: int) -> Selection:
         """Select in the policy's order within the budget, indices included; see `select_items`."""
-        data, side_bytes = self.data, int(self.data.side_E.sum())
-        selection = select_items(data.candidates, self.items, self.order_I, data.sample_E, budget_bytes - side_bytes)
+        data, left_bytes = self.data, budget_bytes - int(self.data.side_E.sum())
+        if self._samples:
+            selection = self._sample(left_bytes)
+        else:
+            selection = select_items(data.candidates, self.items, self.order_I, data.sample_E, left_bytes)
         return replace(selection, planned_E=selection.planned_E + data.side_E)
+
+    @property
+    def _samples(self) -> bool:
+        return self.policy is Policy.SAMPLE
+
+    def _positions(self) -> PositionOrder:
+        """Order positions for a sample: by the tensors' norms if they are all on record, else all alike."""
+        data, columns = self.data, self.data.columns
+        energy_T = np.bincount(columns.tensor_B, self.score_EB.sum(axis=0), len(columns.tasks))
+        weight_T = tensor_weights(data.candidates, np.sqrt(energy_T) if self._is_informed() else None)
+        number_B = position_numbers([task.name for task in columns.tasks], columns, self.options.selection_seed)
+        return order_positions(data.candidates, number_B, weight_T, data.sample_E)
+
+    def _sample(self, budget_bytes: int) -> Selection:
+        """Draw positions within the budget.
+
+        Raises:
+            UnsupportedError: `plan.sample-whole`, it would hold parts of a tensor that is read whole or not at all.
+        """
+        data, columns = self.data, self.data.columns
+        selection = select_positions(data.candidates, self._positions(), budget_bytes)
+        assert selection.probability_T is not None
+        is_cut_T = (selection.probability_T < 1) & (np.diff(columns.first_T) > 1)
+        for (e, t), reason in sorted(data.reasons.items()) if budget_bytes > 0 else ():
+            if is_cut_T[t]:
+                where = f"expert '{self.problem.experts[e].text}', tensor '{columns.tasks[t].name}'"
+                message = f"a sample reads parts of it, which is read whole or not at all: {reason}"
+                raise UnsupportedError.of("plan.sample-whole", where, message, "give --select norm, or --budget 100%")
+        return selection
 
     @property
     def _compares_budgets(self) -> bool:
@@ -294,7 +345,7 @@ class Ranking:
         is_by_rate = self.policy is Policy.NORM and data.rules.is_additive and self.problem.speeds is None
         has_one_cost_each = not data.candidates.ladders and not data.sample_E.any()
         has_followers = bool(len(data.candidates.followers()[0]))
-        if self.policy is Policy.RANDOM or (is_by_rate and has_one_cost_each and not has_followers):
+        if self.policy in (Policy.RANDOM, Policy.SAMPLE) or (is_by_rate and has_one_cost_each and not has_followers):
             return False
         return len(self.items) > 0 and self._is_informed()
 
@@ -322,7 +373,7 @@ class Ranking:
 
     def outlook(self, plan: Plan) -> Outlook | None:
         """Estimate what a plan of this ranking loses, and what half as much again would leave; None if not known."""
-        if not self._is_informed():
+        if self._samples or not self._is_informed():
             return None
         larger_bytes = self._half_more_bytes(plan.planned_bytes + plan.saved_bytes, self._compared_budgets())
         is_everything = larger_bytes == self.full_cost_bytes  # and nothing is sampled for it
@@ -342,7 +393,10 @@ class Ranking:
         side_bytes = int(self.data.side_E.sum())
         indices = (self.problem.experts[e].checkpoint.encoded for e in sorted(self.problem.unread))
         least = [side_bytes + index.cost_bytes for index in indices if index is not None]
-        if len(self.items):
+        if self._samples:
+            first_bytes = self._positions().least_bytes
+            least += [] if first_bytes is None else [side_bytes + first_bytes]
+        elif len(self.items):
             begins_I = np.ones(len(self.items), np.bool_)  # a block's first step, or a whole tensor
             flat_S = self.items.flat_I[: self.items.n_single]
             begins_I[1 : self.items.n_single] = flat_S[1:] != flat_S[:-1]
@@ -410,7 +464,7 @@ class Ranking:
         """Plan what `select` selects; notices name the budget that is asked for, which reuse may let a plan exceed."""
         problem, data, candidates = self.problem, self.data, self.data.candidates
         selection = self.select(budget_bytes)
-        says_error = bool(candidates.ladders) or self.options.target_error is not None
+        says_error = not self._samples and (bool(candidates.ladders) or self.options.target_error is not None)
         energy_ET2 = self._energies([selection])[0] if says_error else None
         bound, no_bound = _bound(data, selection, self.options.on_omit, self.cosine_TEE)
         tensors = planned_tensors(candidates, selection, data.rules, energy_ET2)
@@ -428,9 +482,7 @@ class Ranking:
             tensors=tensors,
             fallbacks=(
                 *unread_fallbacks(problem, self.budget_bytes),
-                *whole_tensor_fallbacks(problem, data.columns, data.reasons),
-                *unknown_fallbacks(problem, data.columns, data.unknown),
-                *estimate_fallbacks(problem, data.columns, data.known_statistics, data.rules),
+                *(() if self._samples else self._statistics_fallbacks()),
                 *starved_fallbacks(problem, candidates, selection, self.budget_bytes),
                 *no_bound,
                 *self._target_fallback(energy_ET2),
@@ -439,6 +491,15 @@ class Ranking:
             bound=bound,
             price=self._price(selection),
             error_is_least=energy_ET2 is not None and self._is_lower_bound(energy_ET2),
+        )
+
+    def _statistics_fallbacks(self) -> tuple[Fallback, ...]:
+        """Build the notices on what is not known, or not exactly, of the experts."""
+        problem, data = self.problem, self.data
+        return (
+            *whole_tensor_fallbacks(problem, data.columns, data.reasons),
+            *unknown_fallbacks(problem, data.columns, data.unknown),
+            *estimate_fallbacks(problem, data.columns, data.known_statistics, data.rules),
         )
 
     def _target_fallback(self, energy_ET2: NDArray[np.float64] | None) -> tuple[Fallback, ...]:
@@ -510,6 +571,8 @@ def _order(
     if not len(items):
         return np.zeros(0, np.int64)
     match policy:
+        case Policy.SAMPLE:
+            return np.arange(len(items))  # unused: positions are drawn
         case Policy.NORM:
             return norm_order(items, ~data.known_statistics.informed_ET[items.expert_I, items.tensor_I])
         case Policy.RANDOM:
@@ -524,7 +587,7 @@ def _order(
 def _bound(
     data: _PlanningData, selection: Selection, on_omit: OnOmit, cosine_TEE: NDArray[np.float64]
 ) -> tuple[OmissionBound | None, tuple[Fallback, ...]]:
-    if not data.rules.is_additive:
+    if not data.rules.is_additive or selection.drawn_B is not None:
         return None, ()
     present_EB = selection.read_EB | selection.served_EB | data.known_statistics.free_EB
     left_EB = norms_left(data.candidates, selection)

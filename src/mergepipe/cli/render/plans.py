@@ -16,7 +16,7 @@ from mergepipe.core.units import format_bytes, format_percent
 from mergepipe.jobs.explain import explanation_of
 from mergepipe.planning.level_counts import blocks_by_level
 from mergepipe.planning.plan import Plan, expected_error_of
-from mergepipe.reports import ExpertShare, Explanation
+from mergepipe.reports import ExpertShare, Explanation, Sampling
 from mergepipe.runs.budget.verdict import analysis_advice, verdict_of
 
 MAX_GROUPS = 6
@@ -59,6 +59,7 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
         ("planned", _of_everything(plan.planned_bytes, plan.full_cost_bytes)),
         *([("reused", _reused_text(plan, blocks))] if plan.reuse else []),
         ("error bound", _bound_text(plan.bound.absolute, plan.bound.relative) if plan.bound else "none for this plan"),
+        *_sampling_facts(plan.sampling),
         *_expected_facts(plan.expected_error, is_least=plan.error_is_least),
         *price_facts(plan.price),
     ]
@@ -112,6 +113,7 @@ def _explain_facts(explanation: Explanation) -> list[Fact]:
         facts.append(("policy", f"{explanation.policy}, where omitted: {explanation.on_omit}"))
         facts.append(("budget", _of_everything(explanation.budget_bytes or 0, explanation.full_bytes or 0)))
         facts.append(("planned", _of_everything(explanation.planned_bytes or 0, explanation.full_bytes or 0)))
+        facts.extend(_sampling_facts(explanation.sampling))
         if explanation.bound is not None:
             facts.append(("error bound", _bound_text(explanation.bound, explanation.relative_bound)))
         facts.extend(_expected_facts(explanation.expected_error, is_least=explanation.error_is_least))
@@ -124,6 +126,16 @@ def _explain_facts(explanation: Explanation) -> list[Fact]:
     )
     facts.append(("touched", f"{text} hold something of an expert; the others are the base's"))
     return facts
+
+
+def _sampling_facts(sampling: Sampling | None) -> list[Fact]:
+    """Tell the units of a sample, how probable each was, and what merged deltas are multiplied by."""
+    if sampling is None:
+        return []
+    least, mean, most = sampling.least_probability, sampling.mean_probability, sampling.most_probability
+    drawn = f"units of {sampling.unit_elements} elements, drawn with probability {mean:.3g} ({least:.3g} to {most:.3g})"
+    factor = f", times {1 / most:.3g} to {1 / least:.3g}" if least > 0 else ""
+    return [("sample", f"{drawn}, seed {sampling.seed}; merged deltas are divided by it{factor}")]
 
 
 def _expert_table(explanation: Explanation) -> str:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.blocks import F32, itemsize_of_code
 from mergepipe.core.values import dataclass
 from mergepipe.engine.observer import Tap
 from mergepipe.engine.pipeline.segment_layout import Piece, SegmentLayout
 from mergepipe.engine.pipeline.segments import HoldLimits, JobShape, SegmentShape
 from mergepipe.engine.reductions.block_reductions import Reduction
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, RawBlock, Reduced
+from mergepipe.operators.rules.elementwise import ElementwiseRule
 from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.storage.buffers import round_up
 
 SURVEY_SEGMENTS = 8
+SAMPLED_PIECE_ELEMENTS = 64 * 1024
+BASE_ALONE = ElementwiseRule(np.zeros(0, np.float32))
 _NONE: frozenset[int] = frozenset()
 
 
@@ -54,12 +60,30 @@ class Pass:
         return len(self.held) == len(self.segments)
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What is read of a tensor is a sample: its merged delta is multiplied by `factor`, in float32; the rest is base.
+
+    Pieces are cut at multiples of `granularity` elements. Memory: a piece, in float32 and with the base's bytes, is
+    384 KiB a thread, or one stretch of `granularity`.
+    """
+
+    factor: float
+    granularity: int = 1
+
+    @property
+    def piece_elements(self) -> int:
+        """Elements that are merged at once."""
+        return self.granularity * max(1, SAMPLED_PIECE_ELEMENTS // self.granularity)
+
+
 class TensorWork:
     """The work on one tensor: an optional reduction over all of it, then a function for each block.
 
     Args:
         make_function: given what was reduced, the block function; None where nothing is written or bytes are copied.
         on_reduced: told once when the reduction is finished, on the coordinating thread.
+        sample: how the result of the function is scaled, where only a sample is read; None where nothing is scaled.
     """
 
     def __init__(
@@ -68,8 +92,10 @@ class TensorWork:
         reduction: Reduction | None,
         make_function: Callable[[Reduced], BlockFunction | None],
         on_reduced: Callable[[], None] = lambda: None,
+        sample: Sample | None = None,
     ) -> None:
         self.task = task
+        self.sample = sample
         self.reduction = reduction
         self.function: BlockFunction | None = None
         self._make_function = make_function
@@ -184,7 +210,7 @@ class Job:
         work = self._works[piece.run.task_index]
         if stage is Stage.MERGE:
             merge_piece(work, piece, buffer)
-        elif work.reduction:
+        elif work.reduction and (work.sample is None or piece.run.is_counted):
             steps: dict[Stage, Callable[[RawBlock], None]] = {
                 Stage.SURVEY: work.reduction.survey,
                 Stage.ACCUMULATE: work.reduction.accumulate,
@@ -212,8 +238,27 @@ def merge_piece(work: TensorWork, piece: Piece, buffer: NDArray[np.uint8]) -> No
         nbytes = piece.run.span.n_elements * task.dtype.itemsize
         source = buffer[piece.base_offset : piece.base_offset + nbytes]
         buffer[piece.out_offset : piece.out_offset + nbytes] = source
-    else:
+    elif work.sample is None:
         function(_raw_block(task, piece, buffer))
+    elif piece.run.is_counted:
+        merge_scaled(_raw_block(task, piece, buffer), function, work.sample)
+    else:
+        BASE_ALONE(_raw_block(task, piece, buffer))
+
+
+def merge_scaled(block: RawBlock, function: BlockFunction, sample: Sample) -> None:
+    """Merge a block in float32 and write the base plus the sample's factor times what that changed, rounded once."""
+    rescale = ElementwiseRule(np.array([sample.factor], np.float32))
+    most = min(sample.piece_elements, block.n_elements)
+    merged_offset = round_up(most * itemsize_of_code(block.base_code), F32.itemsize)
+    room = np.empty(merged_offset + most * F32.itemsize, np.uint8)
+    only, offset, code = (np.array([value], np.int64) for value in (0, merged_offset, F32.kernel_code))
+    for skip in range(0, block.n_elements, most):
+        piece = block.part(skip, min(most, block.n_elements - skip))
+        function(replace(piece, out=room, out_offset=merged_offset, out_code=F32.kernel_code))
+        base_bytes = piece.n_elements * itemsize_of_code(block.base_code)
+        room[:base_bytes] = piece.raw[piece.base_offset : piece.base_offset + base_bytes]
+        rescale(replace(piece, raw=room, base_offset=0, present_E=only, counted_E=only, offsets_E=offset, codes_E=code))
 
 
 def _raw_block(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> RawBlock:

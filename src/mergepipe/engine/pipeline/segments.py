@@ -64,6 +64,11 @@ class Run:
         return source
 
     @property
+    def is_counted(self) -> bool:
+        """Whether anything is known of any expert here: of what a sample did not draw nothing is."""
+        return bool(self.present or self.free)
+
+    @property
     def read_experts(self) -> tuple[int, ...]:
         """List the experts whose bytes are read, each once."""
         return tuple(dict.fromkeys(self.sources))

@@ -69,13 +69,16 @@ class Reduction(Protocol):
         ...
 
 
-def make_reduction(request: ReductionRequest, n_elements: int, n_experts: int) -> Reduction:
-    """Make the reduction that answers `request`."""
+def make_reduction(
+    request: ReductionRequest, n_elements: int, n_experts: int, n_ranked: int | None = None
+) -> Reduction:
+    """Make the reduction that answers `request`; of a sample only `n_ranked` of the tensor's elements are ranked."""
+    n_ranked = n_elements if n_ranked is None else n_ranked
     match request:
         case MagnitudeCut(kept_E):
-            return MagnitudeCuts(kept_E, n_elements)
+            return MagnitudeCuts(kept_E, n_ranked)
         case MagnitudeBand(kept_E, dropped_E):
-            return MagnitudeCuts(kept_E, n_elements, dropped_E)
+            return MagnitudeCuts(kept_E, n_ranked, dropped_E)
         case InnerProducts():
             return InnerProductSums(n_elements, n_experts)
         case RowGram(row_elements):
@@ -87,9 +90,9 @@ def make_reduction(request: ReductionRequest, n_elements: int, n_experts: int) -
         case SurvivorSums(measure, row_elements):
             return MarkedSums(measure, n_elements, row_elements)
         case ScoreCut(score, ranks):
-            return ScoreRanks(score, n_elements, ranks)
+            return ScoreRanks(score, n_ranked, ranks)
         case ScoreShare(score, share):
-            return ScoreRanks(score, n_elements, share=share)
+            return ScoreRanks(score, n_ranked, share=share)
         case SoftmaxDivergence(row_elements):
             return SoftmaxDivergences(n_elements, row_elements)
 

@@ -5,16 +5,38 @@ from __future__ import annotations
 from mergepipe.core.values import dataclass
 from mergepipe.engine.reductions.block_reductions import Reduction, make_reduction
 from mergepipe.engine.reductions.known_quantities import NOTHING_KNOWN, KnownQuantities
-from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, RawBlock, Reduced, ReductionRequest
+from mergepipe.operators.base import (
+    NOTHING_REDUCED,
+    MagnitudeBand,
+    MagnitudeCut,
+    Operator,
+    OperatorInput,
+    RawBlock,
+    Reduced,
+    ReductionRequest,
+    ScoreCut,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The stages of quantities that `operator` needs of a tensor, less those that are `known` without looking at it."""
+    """The stages of quantities that `operator` needs of a tensor, less those that are `known` without looking at it.
+
+    Of a sample only `sampled_elements` are looked at: ranks are those among them, sums are theirs.
+    """
 
     operator: Operator
     inputs: OperatorInput
     known: KnownQuantities = NOTHING_KNOWN
+    sampled_elements: int | None = None
+
+    def reduction(self, request: ReductionRequest, n_experts: int) -> Reduction:
+        """Make the reduction that answers `request`."""
+        n_elements = self.inputs.n_elements
+        if self.sampled_elements is None:
+            return make_reduction(request, n_elements, n_experts)
+        request = _among(request, n_elements, self.sampled_elements)
+        return make_reduction(request, n_elements, n_experts, self.sampled_elements)
 
     def next(self, reduced: Reduced) -> tuple[Reduced, ReductionRequest | None]:
         """Advance as far as known quantities allow; return them, and the next request to gather, if any.
@@ -33,6 +55,23 @@ class Needs:
                 return reduced, unanswered
             reduced = self.known.completed(reduced) if answer is None else reduced.joined(answer)
         return reduced, None
+
+
+def _among(request: ReductionRequest, n_elements: int, n_sampled: int) -> ReductionRequest:
+    """Return a request with its ranks in proportion among `n_sampled` of the `n_elements`."""
+
+    def ranks(of_all: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(rank * n_sampled // n_elements for rank in of_all)
+
+    match request:
+        case MagnitudeCut(kept_E):
+            return MagnitudeCut(ranks(kept_E))
+        case MagnitudeBand(kept_E, dropped_E):
+            return MagnitudeBand(ranks(kept_E), ranks(dropped_E))
+        case ScoreCut(score, of_scores):
+            return ScoreCut(score, tuple(max(1, rank) for rank in ranks(of_scores)))
+        case _:
+            return request
 
 
 class StagedReduction:
@@ -77,7 +116,7 @@ class StagedReduction:
         if request is None:
             self._current = None
             return True
-        self._current = make_reduction(request, self._needs.inputs.n_elements, self._n_experts)
+        self._current = self._needs.reduction(request, self._n_experts)
         self._is_new = True
         return False
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import DELTA_FLAG, F32, ITEMSIZE_BY_KERNEL_CODE
+from mergepipe.core.blocks import DELTA_FLAG, F32, itemsize_of_code
 from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError
 from mergepipe.operators.base import (
@@ -107,24 +107,7 @@ class Survival:
         self.check_rows(block)
         step = self.row_elements * max(1, SCRATCH_ELEMENTS // self.row_elements)
         for skip in range(0, block.n_elements, step):
-            yield part_of(block, skip, min(step, block.n_elements - skip))
-
-
-def part_of(block: RawBlock, skip: int, n_elements: int) -> RawBlock:
-    """`n_elements` elements of a block from `skip` on."""
-    sizes_E = np.array([_itemsize(int(code)) for code in block.codes_E], np.int64)
-    return replace(
-        block,
-        base_offset=block.base_offset + skip * _itemsize(block.base_code),
-        offsets_E=block.offsets_E + skip * sizes_E,
-        first_element=block.first_element + skip,
-        n_elements=n_elements,
-        out_offset=block.out_offset + skip * _itemsize(block.out_code),
-    )
-
-
-def _itemsize(code: int) -> int:
-    return ITEMSIZE_BY_KERNEL_CODE[code & ~DELTA_FLAG]
+            yield block.part(skip, min(step, block.n_elements - skip))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,9 +125,9 @@ class RankedRule:
 
     def _merge(self, part: RawBlock) -> None:
         n, n_present = part.n_elements, len(part.present_E)
-        base_bytes = -(-n * _itemsize(part.base_code) // F32.itemsize) * F32.itemsize
+        base_bytes = -(-n * itemsize_of_code(part.base_code) // F32.itemsize) * F32.itemsize
         scratch = np.empty(base_bytes + n_present * n * F32.itemsize, np.uint8)
-        stored = part.raw[part.base_offset : part.base_offset + n * _itemsize(part.base_code)]
+        stored = part.raw[part.base_offset : part.base_offset + n * itemsize_of_code(part.base_code)]
         scratch[: len(stored)] = stored
         deltas_EN = scratch[base_bytes:].view(np.float32).reshape(n_present, n)
         for place in range(n_present):

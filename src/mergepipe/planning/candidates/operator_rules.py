@@ -10,12 +10,17 @@ from numpy.typing import NDArray
 
 from mergepipe.core.values import dataclass
 from mergepipe.operators.base import (
+    ColumnGram,
     InnerProducts,
     MagnitudeCut,
     Operator,
     OperatorInput,
     Reduced,
     ReductionRequest,
+    RowGram,
+    RowSums,
+    SoftmaxDivergence,
+    SurvivorSums,
 )
 from mergepipe.operators.influence import Average, Election, Influence
 from mergepipe.operators.registry import operator_named
@@ -145,6 +150,28 @@ def whole_tensor_reason(
         case _:
             return REASON_NOT_KEPT
     return None if operator.reduction(inputs, reduced) is None else REASON_NOT_KEPT
+
+
+def row_reasons(problem: PlanningProblem, columns: Columns) -> dict[tuple[int, int], str]:
+    """Return by expert and tensor that the rule needs whole rows or columns, where blocks would cut them."""
+    operator, reasons = operator_named(problem.operator), {}
+    for t, task in enumerate(columns.tasks):
+        inputs = operator_input(task)
+        if inputs.n_elements > problem.block_elements and _needs_rows(operator, inputs):
+            reasons.update({(e, t): REASON_ROWS for e in columns.participants(t) if columns.source(e, t) is not None})
+    return reasons
+
+
+def _needs_rows(operator: Operator, inputs: OperatorInput) -> bool:
+    match operator.reduction(inputs):
+        case ColumnGram():
+            return True
+        case RowGram(row_elements) | RowSums(_, row_elements) | SurvivorSums(_, row_elements):
+            return row_elements < inputs.n_elements
+        case SoftmaxDivergence(row_elements):
+            return row_elements < inputs.n_elements
+        case _:
+            return operator.granularity(inputs) > 1
 
 
 def known_cut(statistics: TensorStatistics | None, n_kept: int, n_elements: int) -> int:

@@ -38,18 +38,18 @@ def norm_order(items: Items, is_unknown_I: NDArray[np.bool_]) -> Order:
     if not is_unknown_I.any():
         return descending_order(items.rate_I)
     column_I = items.column_I.astype(np.uint64)
-    place_I = np.where(is_unknown_I, _mix(column_I + _GOLDEN), items.flat_I.astype(np.uint64))
+    place_I = np.where(is_unknown_I, mix(column_I + _GOLDEN), items.flat_I.astype(np.uint64))
     return np.lexsort((items.flat_I, place_I, -items.rate_I))
 
 
 def random_order(items: Items, seed: int) -> Order:
     """Draw a permutation with `seed`, the same on every machine: items sorted by a hash of seed and index."""
     with np.errstate(over="ignore"):
-        mixed = items.flat_I.astype(np.uint64) * _GOLDEN + _mix(np.full(1, seed & (2**64 - 1), np.uint64) + _GOLDEN)
-    return np.argsort(_mix(mixed), kind="stable")
+        mixed = items.flat_I.astype(np.uint64) * _GOLDEN + mix(np.full(1, seed & (2**64 - 1), np.uint64) + _GOLDEN)
+    return np.argsort(mix(mixed), kind="stable")
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply the finalizer of SplitMix64 (Steele, Lea, Flood 2014), a bijection that mixes all bits."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

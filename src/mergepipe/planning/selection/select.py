@@ -23,12 +23,15 @@ class Selection:
         planned_E: bytes per expert, samples included.
         n_prefix: how many items of the order come before the first that did not fit. Law: it never falls as the
             budget grows.
+        probability_T, drawn_B: of a sample, how probable the positions of each tensor were, and those that it holds.
     """
 
     level_EB: NDArray[np.int8]
     served_EB: NDArray[np.bool_]
     planned_E: NDArray[np.int64]
     n_prefix: int
+    probability_T: NDArray[np.float64] | None = None
+    drawn_B: NDArray[np.bool_] | None = None
 
     @property
     def read_EB(self) -> NDArray[np.bool_]:
@@ -75,7 +78,7 @@ def select_items(
     np.add.at(planned_E, items.expert_I[chosen], items.cost_I[chosen])
     for e, uses_I in users.items():
         planned_E[e] += sample_E[e] * uses_I[chosen].any()
-    return Selection(level_EB, _served(candidates, level_EB > 0), planned_E, n_prefix)
+    return Selection(level_EB, served_blocks(candidates, level_EB > 0), planned_E, n_prefix)
 
 
 def _select_with_gaps(
@@ -114,7 +117,7 @@ def _select_with_gaps(
     np.add.at(planned_E, items.expert_I[chosen], items.cost_I[chosen])
     for e, uses_I in users.items():
         planned_E[e] += sample_E[e] * uses_I[chosen].any()
-    return Selection(level_EB, _served(candidates, level_EB > 0), planned_E, low)
+    return Selection(level_EB, served_blocks(candidates, level_EB > 0), planned_E, low)
 
 
 def _fitting_items(
@@ -191,7 +194,7 @@ def _expand(candidates: Candidates, items: Items, chosen: Order) -> NDArray[np.i
     return level_EB
 
 
-def _served(candidates: Candidates, read_EB: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def served_blocks(candidates: Candidates, read_EB: NDArray[np.bool_]) -> NDArray[np.bool_]:
     served_EB = np.zeros_like(read_EB)
     experts, columns, serving = candidates.followers()
     served_EB[experts, columns] = read_EB[serving, columns]

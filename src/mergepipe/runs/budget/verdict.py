@@ -24,6 +24,7 @@ _ADVISED = {
     SAMPLED: "the plan is made from estimates",
     REASON_MISSING: "nothing is known of tensors, and what is read of them is spread evenly",
 }
+NOT_STATED = "none is stated of a sample: it is right on average, and far from the full merge in each draw"
 UNKNOWN = "not known: nothing is known of some experts"
 
 
@@ -42,7 +43,7 @@ def verdict_of(plan: Plan) -> BudgetVerdict:
     return BudgetVerdict(
         expected_error=error,
         is_least=outlook is not None and outlook.is_least and not is_full,
-        meaning=meaning_of(error),
+        meaning=NOT_STATED if plan.sampling is not None and not is_full else meaning_of(error),
         experts=tuple(ExpertCoverage(model, share) for model, share in zip(experts, shares, strict=True)),
         unread=tuple(fallback.where for fallback in plan.fallbacks if fallback.decision == NOTHING_READ),
         full_bytes=plan.full_cost_bytes,

@@ -171,6 +171,8 @@ class _Keys:
         task = self.task
         if task.action is Action.COPY or not task.experts or not is_built_in(self.work.operator):
             return None
+        if self.work.access is not None and self.work.access.factor(task.name) != 1.0:
+            return None  # a sample's result depends on how it was drawn
         base = self.names.name(task.base)
         if base is None or any(self.names.name(s) is None for s in task.experts if not isinstance(s, Unchanged)):
             return None

@@ -1,0 +1,240 @@
+"""Part `sampling`: what samples of block positions keep of a merge's gain, beside blocks by norm and at random."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.fidelity_points import OPERATORS, Operator
+from benchmarks.reproduce.pages import Figure, Page, Series, Table, percent
+from benchmarks.reproduce.parts import Needs, Part
+from benchmarks.reproduce.results import Entry, Results, ResultsError
+from benchmarks.reproduce.sizes import Size
+from benchmarks.reproduce.trained import BLOCK_ELEMENTS, KINDS, Kept, TrainedBase, TrainedFamily, kept_of
+from benchmarks.reproduce.workplace import Workplace
+
+_SHARES, _TOLD_SHARES = (10, 25, 5, 50), (10, 25)  # in the order they are measured
+
+
+@dataclass(frozen=True, slots=True)
+class _Merge:
+    """A merge of the first `n_experts` of a family."""
+
+    label: str
+    operator: Operator
+    n_experts: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What is read under a budget: a policy, its blocks, and whether the experts were analysed before."""
+
+    label: str
+    select: str
+    block_elements: int
+    is_analyzed: bool
+
+    @property
+    def options(self) -> tuple[object, ...]:
+        return "--select", self.select, "--block-elements", self.block_elements
+
+
+_MERGES = {
+    "ties": _Merge("TIES 0.2 of four", OPERATORS["ties"]),
+    "linear": _Merge("linear of four", OPERATORS["linear"]),
+    "task": _Merge("task arithmetic of four, weights 0.3", OPERATORS["task_arithmetic"]),
+    "dare_ties": _Merge("DARE-TIES of four, weights 0.3", OPERATORS["dare_ties"]),
+    "one": _Merge("one expert, weight 1", Operator("task_arithmetic", {"weight": 1.0}), 1),
+    "sum": _Merge("sum of four, weights 1", Operator("task_arithmetic", {"weight": 1.0})),
+}
+_FORMS = {
+    "sample-16": _Form("sample, units of 16 Ki", "sample", BLOCK_ELEMENTS, is_analyzed=False),
+    "norm": _Form("blocks by norm, of 16 Ki", "norm", BLOCK_ELEMENTS, is_analyzed=True),
+    "random": _Form("blocks at random, of 16 Ki", "random", BLOCK_ELEMENTS, is_analyzed=True),
+    "sample-32": _Form("sample, units of 32 Ki", "sample", 2 * BLOCK_ELEMENTS, is_analyzed=False),
+    "sample-64": _Form("sample, units of 64 Ki", "sample", 4 * BLOCK_ELEMENTS, is_analyzed=False),
+    "by-norm-16": _Form("sample, units of 16 Ki, by norms on record", "sample", BLOCK_ELEMENTS, is_analyzed=True),
+    "sample-256": _Form("sample, units of 256 Ki", "sample", 16 * BLOCK_ELEMENTS, is_analyzed=False),
+}
+_DEFAULT = "sample-32"
+
+
+def _needs(size: Size) -> Needs:
+    return Needs(0, 1) if size.is_toy else Needs(3_000_000_000, 2 + len(KINDS) * size.repeats * 45)
+
+
+def _measure(place: Workplace, size: Size, results: Results) -> None:
+    place = place.within("sampling")
+    base = TrainedBase(place, is_toy=size.is_toy)
+    stored = results.measure("base", base.describe)["schedules"]
+    if stored != base.schedules_json():
+        raise ResultsError(f"{results.path}: has results of other trainings; --replace measures all anew")
+    for seed in range(size.repeats):
+        for kind in KINDS:
+            family = TrainedFamily(place, base, kind, seed)
+            for key, call in _measurements(_Samples(family, base, seed), size):
+                results.measure(f"{kind}/{seed}/{key}", call)
+            family.place.remove()
+
+
+def _measurements(samples: _Samples, size: Size) -> Iterator[tuple[str, Callable[[], Entry]]]:
+    yield "family", samples.family.gains
+    merges, shares = (("ties",), (50,)) if size.is_toy else (tuple(_MERGES), _SHARES)
+    for merge in merges:
+        yield f"{merge}/full", partial(samples.full, merge)
+    for share in shares:
+        for form in _FORMS:
+            for merge in merges:
+                yield f"{merge}/{form}/{share}", partial(samples.budgeted, merge, form, share)
+
+
+class _Samples:
+    """The merges of one family, in full and under budgets."""
+
+    def __init__(self, family: TrainedFamily, base: TrainedBase, seed: int) -> None:
+        self.family, self._base, self._seed = family, base, seed
+        self._out = family.place.folder / "out"
+
+    def full(self, merge: str) -> dict[str, Any]:
+        return self._merged(merge, "--no-catalog")
+
+    def budgeted(self, merge: str, form: str, share: int) -> dict[str, Any]:
+        self.family.train()
+        home = self.family.home if _FORMS[form].is_analyzed else self.family.place.folder / "home-empty"
+        if _FORMS[form].is_analyzed and not home.exists():
+            self.family.analyze()
+        return self._merged(merge, "--budget", f"{share}%", *_FORMS[form].options, "--home", home)
+
+    def _merged(self, merge: str, *options: object) -> dict[str, Any]:
+        self.family.train()
+        chosen = _MERGES[merge]
+        recipe = self.family.place.folder / "recipe.yml"
+        experts: list[Path] = self.family.experts[: chosen.n_experts]
+        recipe.write_text(chosen.operator.recipe(self._base.folder, experts, "bfloat16"))
+        shutil.rmtree(self._out, ignore_errors=True)
+        fixed = ("--no-reuse", "--seed", self._seed, "--threads", 1)
+        report, _ = self.family.place.ours("merge", recipe, self._out, *options, *fixed)
+        losses = self._base.score(self._out)
+        shutil.rmtree(self._out)
+        return {"losses": losses, "expert_bytes": report["expert_bytes"], "planned_bytes": report["planned_bytes"]}
+
+
+# --- the page ---
+
+
+def _kept(results: Results, kind: str, merge: str, form: str, share: int) -> Kept | None:
+    keys = [f"{kind}/{seed}/{merge}" for seed in _seeds(results, kind) if f"{kind}/{seed}/{merge}/full" in results]
+    pairs = [(f"{key}/{form}/{share}", f"{key}/full") for key in keys]
+    return kept_of(results["base"], [(results[one], results[full]) for one, full in pairs if one in results])
+
+
+def _seeds(results: Results, kind: str) -> list[int]:
+    return sorted({int(key.split("/")[1]) for key in results.entries if key.startswith(f"{kind}/")})
+
+
+def _kinds(results: Results) -> list[str]:
+    return [kind for kind in KINDS if _seeds(results, kind)]
+
+
+def _page(results: Results) -> Page:
+    body: list[str | Table | Figure] = [_about(results), _how_to_read()]
+    for kind in _kinds(results):
+        label = KINDS[kind]
+        body += [f"## {label[0].upper()}{label[1:]}", _family_table(results, kind)]
+        for share in sorted(_SHARES):
+            table = _table(results, kind, share)
+            body += [f"Gain kept at {share} % of the bytes:", table] if table.rows else []
+        body.append(_figure(results, kind))
+    return Page("Samples of blocks", _meaning(results), tuple(body))
+
+
+def _meaning(results: Results) -> str:
+    sentences = [text for kind in _kinds(results) for share in _TOLD_SHARES if (text := _told(results, kind, share))]
+    return "**" + " ".join(sentences or ["No merge is measured yet."]) + "**"
+
+
+def _told(results: Results, kind: str, share: int) -> str:
+    """Say what the default units, and the other policies, keep at a share."""
+
+    def kept(form: str) -> str:
+        found = (_kept(results, kind, merge, form, share) for merge in _MERGES)
+        shares = [value.share for value in found if value is not None and value.gain > 0]
+        return f"{percent(min(shares))} to {percent(max(shares))}" if shares else "not measured"
+
+    if kept(_DEFAULT) == "not measured":
+        return ""
+    return (
+        f"At {share} % of the bytes of {KINDS[kind]}, samples in units of 32 Ki elements keep {kept(_DEFAULT)} of what"
+        f" the full merges gain, blocks chosen by norm {kept('norm')}, random blocks without rescaling"
+        f" {kept('random')}."
+    )
+
+
+def _about(results: Results) -> str:
+    schedule = results["base"]["schedules"]["full"]
+    n_tokens = schedule["steps"] * schedule["batch"] * schedule["window_tokens"]
+    seeds = " and ".join(f"{len(_seeds(results, kind))} of {KINDS[kind]}" for kind in _kinds(results))
+    return (
+        "The models are those of [fine-tunes of a public language model](trained.md): SmolLM2-135M-Instruct and four"
+        f" fine-tunes of {schedule['steps']} steps and {n_tokens} tokens each. A sample (`--select sample`) draws"
+        " positions in the tensors, reads these of all experts, merges them exactly, and divides what that changes by"
+        " the probability of the draw; all else stays as the base. Units are what is drawn, in elements of two bytes."
+        " Nothing was known of the experts, but where norms are on record; blocks by norm and at random were planned"
+        f" from `analyze`. These fine-tunes are short; of longer ones, other rates and other models nothing follows"
+        f" from here. Seeds: {seeds}; every merge is one draw."
+    )
+
+
+def _how_to_read() -> str:
+    return (
+        "*Gain kept*: of the mean loss over 24 held-out windows of the four domains, the share of the full merge's gain"
+        " over the base; 100 % is the full merge, and a merge that goes further the same way has more. ±: half of the"
+        " 95 % interval over windows of the paired difference, in points; in brackets that over seeds, where there are"
+        " three."
+    )
+
+
+def _family_table(results: Results, kind: str) -> Table:
+    rows = []
+    for seed in _seeds(results, kind):
+        if (entry := results.entries.get(f"{kind}/{seed}/family")) is not None:
+            norms = ", ".join(f"{delta['relative_norm']:.4f}" for delta in entry["deltas"])
+            base = results["base"]["losses"]
+            own = [pair for losses in entry["own_losses"] for pair in losses.items()]
+            gained = ", ".join(f"{mean(base[name]) - mean(values):.3f}" for name, values in own)
+            rows.append((str(seed), norms, gained))
+    return Table(("seed", "relative delta norms", "nats each gains on its domain"), tuple(rows))
+
+
+def _table(results: Results, kind: str, share: int) -> Table:
+    rows = []
+    for form, described in _FORMS.items():
+        kept = [_kept(results, kind, merge, form, share) for merge in _MERGES]
+        if any(value is not None for value in kept):
+            rows.append((described.label, *("" if value is None else str(value) for value in kept)))
+    return Table(("what is read", *(merge.label for merge in _MERGES.values())), tuple(rows))
+
+
+def _figure(results: Results, kind: str) -> Figure:
+    series = []
+    for merge in ("ties", "linear"):
+        for form in (_DEFAULT, "norm", "random"):
+            kept = {float(share): _kept(results, kind, merge, form, share) for share in sorted(_SHARES)}
+            points = {share: value for share, value in kept.items() if value is not None and value.gain > 0}
+            if points:
+                spread = tuple(value.lost_interval / value.gain for value in points.values())
+                ys = tuple(value.share for value in points.values())
+                series.append(Series(f"{merge}, {form}", tuple(points), ys, spread, dashed=form != _DEFAULT))
+    title = f"Gain of the full merge that is kept ({KINDS[kind]}), 95 % intervals over windows"
+    return Figure(f"sampling-{kind}", title, "budget, % of the expert bytes", "share of the gain", tuple(series))
+
+
+PART = Part(
+    "sampling", "what samples of blocks keep of a merge's gain, beside blocks by norm and at random", _needs, _measure,
+    _page, tells_beginnings=True,
+)  # fmt: skip

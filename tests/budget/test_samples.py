@@ -1,0 +1,240 @@
+"""The policy `sample`: positions of all experts, merged exactly, their delta divided by the probability of a draw."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from budget_cases import CASES, Setting, make_setting
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from mergepipe import api as session
+from mergepipe.core.blocks import BF16, F32
+from mergepipe.errors import LimitError, RecipeError, UnsupportedError
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.planning.plan import Plan, PlannedTensor
+from mergepipe.planning.plan_json import parse_plan
+from support.budgets import AWKWARD, GRAIN, TensorPlanOf, as_float32, planned_tensor, smallest_memory
+from support.disk_families import DiskFamily, weights_digest, write_family, write_recipe
+
+UNIT = GRAIN
+WIDE = (
+    TensorPlanOf("layers.0.wide", (40 * UNIT + 37,), F32, (F32,)),
+    TensorPlanOf("layers.1.wide", (23 * UNIT,), F32, (F32,)),
+    TensorPlanOf("layers.1.norm", (96,), F32, (F32,)),
+)
+ELEMENTWISE = ("linear_sum", "task_arithmetic", "dare_linear", "dare_ties")
+
+
+def drawn(tensor: PlannedTensor, unit: int = UNIT) -> NDArray[np.bool_]:
+    """Mark the positions of a tensor of which anything is known."""
+    drawn_B = np.zeros(-(-tensor.n_elements // unit), np.bool_)
+    for access in tensor.access:
+        for start, stop in access.runs:
+            drawn_B[start:stop] = True
+    return drawn_B
+
+
+def of_elements(tensor: PlannedTensor, unit: int = UNIT) -> NDArray[np.bool_]:
+    """Mark the elements of the drawn positions."""
+    return np.repeat(drawn(tensor, unit), unit)[: tensor.n_elements]
+
+
+def load_weights(out: Path) -> dict[str, NDArray[np.float32]]:
+    """Load the tensors of an output in float32."""
+    loaded = (load_file(file) for file in sorted(out.glob("*.safetensors")))
+    return {name: stored for tensors in loaded for name, stored in tensors.items()}
+
+
+def sampled(setting: Setting, budget: str, unit: int = UNIT, seed: int = 0) -> Plan:
+    return setting.plan(budget, "sample", block_elements=unit, seed=seed)
+
+
+@pytest.mark.parametrize("is_analyzed", [False, True], ids=["unknown", "analyzed"])
+def test_sample__of_a_larger_budget_holds_that_of_a_smaller_one(tmp_path: Path, is_analyzed: bool) -> None:
+    setting = make_setting(tmp_path, CASES["ties"], plans=(*AWKWARD, *WIDE))
+    if is_analyzed:
+        setting.analyze()
+    smaller: dict[str, NDArray[np.bool_]] = {}
+    most_bytes = 3 * (UNIT * 8 + 2 * 4096)  # of a position: three experts of up to 8 bytes an element
+    for percent in (0, 4, 10, 11, 25, 50, 90, 100):
+        plan = sampled(setting, f"{percent}%")
+        assert plan.budget_bytes - most_bytes < plan.planned_bytes <= plan.budget_bytes or percent == 100
+        for tensor in plan.tensors:
+            drawn_B = drawn(tensor)
+            for access in tensor.access:
+                runs = np.zeros_like(drawn_B)
+                for start, stop in access.runs:
+                    runs[start:stop] = True
+                assert (runs == drawn_B).all()  # all experts of a drawn position, and nothing else
+            assert (drawn_B >= smaller.get(tensor.name, drawn_B)).all()
+            smaller[tensor.name] = drawn_B
+    assert all(drawn_B.all() for drawn_B in smaller.values())
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_sample__of_everything_is_the_full_merge(tmp_path: Path, name: str) -> None:
+    setting = make_setting(tmp_path, CASES[name])
+    plan = sampled(setting, "100%")
+    assert {tensor.factor for tensor in plan.tensors} == {1.0}
+    assert weights_digest(setting.run(plan, "out")) == weights_digest(setting.full())
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+def test_sample__is_the_base_plus_the_scaled_delta_of_the_full_merge(tmp_path: Path, name: str, dtype: object) -> None:
+    plans = tuple(replace(plan, base_dtype=dtype, expert_dtypes=(dtype,)) for plan in WIDE)
+    setting = make_setting(tmp_path, CASES[name], plans=plans, out_dtype="float32")
+    plan = sampled(setting, "30%")
+    full, out = (load_weights(place) for place in (setting.full(), setting.run(plan, "out")))
+    for tensor in plan.tensors:
+        base_N = as_float32(setting.family.models[0], tensor.name)
+        merged_N = base_N + np.float32(tensor.factor) * (full[tensor.name].ravel() - base_N)
+        expected_N = np.where(of_elements(tensor), merged_N, base_N)
+        np.testing.assert_allclose(out[tensor.name].ravel(), expected_N, rtol=1e-6, atol=1e-9)
+        assert (out[tensor.name].ravel() == base_N)[~of_elements(tensor)].all()
+    factors = [tensor.factor for tensor in plan.tensors if tensor.name != "layers.1.norm"]
+    assert min(factors) > 2
+
+
+def test_sample__cuts_magnitudes_among_what_it_read(tmp_path: Path) -> None:
+    setting = make_setting(tmp_path, CASES["ties"], plans=WIDE, out_dtype="float32")
+    plan = sampled(setting, "30%")
+    wide = planned_tensor(plan, WIDE[0].name)
+    inside_N = of_elements(wide)
+    assert 0 < inside_N.sum() < len(inside_N)
+    parts = [{WIDE[0].name: model[WIDE[0].name][inside_N]} for model in setting.family.models]
+    family = write_family(tmp_path / "part", parts)
+    recipe = write_recipe(tmp_path / "part.yml", setting.case, family, "float32")
+    session.merge(recipe, tmp_path / "part-full", options=MergeOptions(catalog=False))
+    of_part = load_weights(tmp_path / "part-full")[WIDE[0].name]
+    out_N = load_weights(setting.run(plan, "out"))[WIDE[0].name]
+    base_N = parts[0][WIDE[0].name]
+    expected_N = base_N + np.float32(wide.factor) * (of_part - base_N)
+    np.testing.assert_allclose(out_N[inside_N], expected_N, rtol=1e-6, atol=1e-9)
+
+
+def test_sample__takes_cuts_from_statistics_on_record(tmp_path: Path) -> None:
+    setting = make_setting(tmp_path, CASES["ties"], plans=WIDE)
+    assert {access.threshold_bits for access in sampled(setting, "30%").tensors[0].access} == {None, 0}  # 0: density 1
+    setting.analyze(UNIT)
+    assert None not in {access.threshold_bits for access in sampled(setting, "30%").tensors[0].access}
+
+
+@pytest.mark.parametrize("name", ["ties", "dare_ties", "slerp"])
+def test_sample__is_the_same_whatever_the_threads_the_memory_and_the_run(tmp_path: Path, name: str) -> None:
+    setting = make_setting(tmp_path, CASES[name], plans=(*AWKWARD, *WIDE))
+    plan = sampled(setting, "35%", GRAIN)
+    path = tmp_path / "plan.json"
+    path.write_bytes(plan.to_json())
+    digest = weights_digest(setting.run(path, "stored"))
+    memory_bytes = smallest_memory(plan, tmp_path / "refused")
+    for threads, memory in ((1, None), (3, memory_bytes)):
+        out = tmp_path / f"out-{threads}"
+        session.run(plan, out, options=RunOptions(home=setting.home, threads=threads, memory_bytes=memory))
+        assert weights_digest(out) == digest
+    again = setting.with_home("another")
+    assert sampled(again, "35%", GRAIN).digest == plan.digest
+    assert sampled(again, "35%", GRAIN, seed=1).digest != plan.digest
+
+
+def test_sample__is_right_in_the_mean(tmp_path: Path) -> None:
+    """Each position counts once on average: what is drawn of it by what it is multiplied with."""
+    setting = make_setting(tmp_path, CASES["linear_sum"], plans=WIDE[:2])
+    counts = {plan.name: np.zeros(-(-plan.shape[0] // UNIT)) for plan in WIDE[:2]}
+    n_seeds = 300
+    for seed in range(n_seeds):
+        for tensor in sampled(setting, "25%", seed=seed).tensors:
+            counts[tensor.name] += drawn(tensor) * tensor.factor
+    everywhere = np.concatenate(list(counts.values())) / n_seeds
+    deviation = np.sqrt(3.0 / n_seeds)  # of one position: (1 / 0.25 - 1) a draw
+    assert abs(everywhere.mean() - 1) < 0.02
+    assert abs(everywhere - 1).max() < 4.5 * deviation
+
+
+def test_sample__reads_small_tensors_first(tmp_path: Path) -> None:
+    setting = make_setting(tmp_path, CASES["linear"], plans=WIDE)
+    plan = sampled(setting, "10%")
+    assert planned_tensor(plan, "layers.1.norm").factor == 1.0
+    assert drawn(planned_tensor(plan, "layers.1.norm")).all()
+
+
+def test_sample__needs_no_preparation(tmp_path: Path) -> None:
+    setting = make_setting(tmp_path, CASES["ties"], plans=WIDE)
+    report = session.merge(
+        setting.recipe,
+        tmp_path / "out",
+        budget="20%",
+        options=MergeOptions(home=setting.home, plan=PlanOptions(select="sample", block_elements=UNIT)),
+    )
+    assert report.analysis_bytes == 0
+    assert report.planned_bytes is not None
+    assert 0 < report.expert_bytes <= report.planned_bytes
+
+
+def test_sample__is_stated_by_plans_and_explanations(tmp_path: Path) -> None:
+    setting = make_setting(tmp_path, CASES["ties"], plans=WIDE)
+    plan = sampled(setting, "20%", seed=7)
+    assert parse_plan(plan.to_json()) == plan
+    sampling = plan.sampling
+    assert sampling is not None
+    assert (sampling.unit_elements, sampling.seed, sampling.most_probability) == (UNIT, 7, 1.0)
+    assert 0.1 < sampling.least_probability < sampling.mean_probability < 0.3
+    out = setting.run(plan, "out")
+    explanation = session.explain(out, tensor="*.wide", home=setting.home)
+    assert explanation.sampling == sampling
+    reasons = {use.reason for tensor in explanation.tensors for use in tensor.uses}
+    factor = 1 / sampling.least_probability
+    assert any(f"the merged delta is multiplied by {factor:.3g}" in reason for reason in reasons)
+    assert explanation.verdict is not None
+    assert "sample" in explanation.verdict.meaning
+    assert explanation.verdict.expected_error is None
+
+
+def test_sample__of_rows_that_units_would_cut_is_refused(tmp_path: Path) -> None:
+    plans = (TensorPlanOf("layers.0.wide", (300, 500), F32, (F32,)),)
+    setting = make_setting(tmp_path, CASES["dare_linear"], plans=plans)
+    recipe = tmp_path / "della.yml"
+    recipe.write_text(setting.recipe.read_text().replace("dare_linear", "della"))
+    setting = replace(setting, recipe=recipe)
+    with pytest.raises(UnsupportedError) as caught:
+        sampled(setting, "30%")
+    assert caught.value.code == "plan.sample-whole"
+    assert "whole rows" in str(caught.value)
+    assert sampled(setting, "100%").planned_bytes > 0
+
+
+def test_sample__has_no_target_error(tmp_path: Path) -> None:
+    setting = make_setting(tmp_path, CASES["linear"], plans=WIDE)
+    with pytest.raises(RecipeError, match="target_error"):
+        session.plan(setting.recipe, target_error=0.1, home=setting.home, options=PlanOptions(select="sample"))
+
+
+def test_sample__that_holds_no_position_is_refused(tmp_path: Path) -> None:
+    setting = make_setting(tmp_path, CASES["linear"], plans=WIDE[:2])
+    with pytest.raises(LimitError) as caught:
+        sampled(setting, "100B")
+    assert caught.value.code == "plan.budget-useless"
+    least = re.search(r"smallest useful budget is (\d+)B", str(caught.value))
+    assert least is not None
+    assert sampled(setting, f"{least.group(1)}B").planned_bytes == int(least.group(1))
+
+
+def test_sample__of_packed_experts_reads_whole_encoded_blocks(tmp_path: Path) -> None:
+    raw = make_setting(tmp_path, CASES["linear_sum"], plans=(TensorPlanOf("layers.0.wide", (900_000,), BF16, (BF16,)),))
+    base, *experts = raw.family.places
+    stores = [expert.folder for expert in session.pack(base, experts, tmp_path / "stores", threads=2).experts]
+    family = DiskFamily(raw.family.models, (base, *stores))
+    recipe = write_recipe(tmp_path / "packed.yml", raw.case, family)
+    packed = replace(raw, family=family, recipe=recipe)
+    unit = 1 << 18
+    plans = [sampled(setting, "60%", unit) for setting in (raw, packed)]
+    numbers: Sequence[NDArray[np.bool_]] = [drawn(plan.tensors[0], unit) for plan in plans]
+    assert all(0 < drawn_B.sum() < len(drawn_B) for drawn_B in numbers)
+    out = load_weights(packed.run(plans[1], "packed"))
+    assert set(out) == set(load_weights(raw.full()))
