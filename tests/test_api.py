@@ -28,7 +28,6 @@ EXPORTED = [
     "ImportedStatistics",
     "LineageNode",
     "LoadedTensors",
-    "MaterialiseReport",
     "MergeOptions",
     "MergePipeError",
     "MergeReport",
@@ -60,7 +59,6 @@ EXPORTED = [
     "lineage",
     "list_snapshots",
     "load_file",
-    "materialise",
     "merge",
     "operator",
     "pack",
@@ -106,7 +104,6 @@ CALLS = {
     "verify": ("snapshot", "deep_fraction base options on_progress"),
     "repair": ("snapshot", "options on_progress"),
     "replay": ("snapshot out", "force options on_progress"),
-    "materialise": ("overlay out", "base force options on_progress"),
     "gc": ("roots", "dry_run home"),
     "catalog_stats": ("", "home"),
     "push": ("snapshot destination", "create private message home on_progress"),
@@ -202,7 +199,7 @@ def test_options__have_these_fields() -> None:
         "request_cost_bytes", "probe", "continue_", "strict", "lenient",
     ]  # fmt: skip
     assert field_names(options.MergeOptions) == [
-        *common, "plan", "shard_bytes", "resume", "reuse", "keep_sums", "overlay", "pack",
+        *common, "plan", "shard_bytes", "resume", "reuse", "keep_sums", "pack",
         "allow_dropped", "strict", "lenient", "clamp_shares", "card", "tokenizer", "mergekit_config", "executor",
             "address", "paths", "base_model_ids",
     ]  # fmt: skip

@@ -58,9 +58,6 @@ TABLE: list[Row] = [
     ("pack", partial(mergepipe.pack, X, [X], X), "threads", THREADS),
     ("unpack", partial(mergepipe.unpack, X, X), "threads", THREADS),
     ("tailor", partial(tailor.compose, X, X), "memory_bytes", SIZES),
-    ("tailor", partial(tailor.compose, X, X), "world_size",
-     [(0, "option.not-positive"), (-1, "option.not-positive"), (TOO_MANY, "option.too-large"),
-      (10**5000, "option.too-large")]),
     ("tailor", partial(tailor.recipe_text, "filter", X), "ends",
      [(v, "option.negative") for v in (-1, -(10**5000))]),
 ]  # fmt: skip
@@ -81,8 +78,6 @@ def test_api__absurd_numbers_end_in_a_typed_error_before_anything_is_opened(row:
 @pytest.mark.parametrize(
     ("given", "code", "named"),
     [
-        ({"overlay": True, "keep_sums": True}, "option.pair", "--keep-sums"),
-        ({"overlay": True, "resume": True}, "option.pair", "--resume"),
         ({"pack": "stores", "resume": True}, "option.pair", "--pack"),
     ],
 )

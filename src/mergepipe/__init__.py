@@ -22,7 +22,7 @@ Packing experts
 Reading models
     load_file, LoadedTensors
 Looking after snapshots
-    list_snapshots, show, lineage, diff, verify, repair, replay, materialise, push, gc
+    list_snapshots, show, lineage, diff, verify, repair, replay, push, gc
 The catalog
     catalog_stats, rebuild_catalog, Catalog
 Training checkpoints
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
         lineage,
         list_snapshots,
         load_file,
-        materialise,
         merge,
         pack,
         parts_status,
@@ -81,7 +80,6 @@ if TYPE_CHECKING:
         ExtractLoraReport,
         GcReport,
         ImportedStatistics,
-        MaterialiseReport,
         MergeReport,
         PackReport,
         PartReport,
@@ -108,7 +106,6 @@ __all__ = [
     "ImportedStatistics",
     "LineageNode",
     "LoadedTensors",
-    "MaterialiseReport",
     "MergeOptions",
     "MergePipeError",
     "MergeReport",
@@ -140,7 +137,6 @@ __all__ = [
     "lineage",
     "list_snapshots",
     "load_file",
-    "materialise",
     "merge",
     "operator",
     "pack",

@@ -4,7 +4,7 @@ Making models: `check`, `merge`.
 Under a budget: `analyze`, `import_statistics`, `plan`, `store_plan`, `run`, `explain`, `sweep`.
 On many machines: `run_part`, `parts_status`.
 Packing experts: `pack`, `unpack`. Reading models: `load_file`.
-Looking after snapshots: `list_snapshots`, `show`, `lineage`, `diff`, `verify`, `repair`, `replay`, `materialise`,
+Looking after snapshots: `list_snapshots`, `show`, `lineage`, `diff`, `verify`, `repair`, `replay`,
 `push`, `gc`.
 The catalog: `catalog_stats`, `rebuild_catalog`.
 
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
         ExtractLoraReport,
         GcReport,
         ImportedStatistics,
-        MaterialiseReport,
         MergeReport,
         PackReport,
         PartReport,
@@ -798,40 +797,6 @@ def replay(
     place, settings = output_place(out, run_settings(options, force=force), options.home)
     path = _snapshot_location(snapshot, options.home)
     return replay_snapshot(path, place, settings, started=started, on_progress=on_progress)
-
-
-@_with_options(RunOptions)
-def materialise(
-    overlay: str | Path,
-    out: str | Path | None = None,
-    *,
-    base: str | Path | None = None,
-    force: bool = False,
-    options: RunOptions | None = None,
-    on_progress: ProgressCallback | None = None,
-) -> MaterialiseReport:
-    """Make the whole snapshot that an overlay stands for, every block compared with its digest on the way.
-
-    Args:
-        overlay: its directory, its sid, or first digits of it.
-        out: the directory to create; without it the snapshot replaces the overlay, which needs `force`.
-        base: the directory in which the base's files are by now; default, where they were.
-        force: replace a snapshot that is already there.
-        options: threads and the catalog; memory is a few MiB a thread.
-
-    Raises:
-        MergePipeError: see `mergepipe.errors`; nothing was published.
-    """
-    started = time.perf_counter()
-    options = options or RunOptions()
-    n_threads = threads_of(options.threads)
-    from mergepipe.jobs.materialise import MaterialiseSettings, materialise_overlay
-
-    path = _snapshot_path(overlay, options.home)
-    moved = None if base is None else Location.of(base)
-    settings = MaterialiseSettings(n_threads, force, catalog_home(options), moved)
-    target = path if out is None else Path(out)
-    return materialise_overlay(path, target, settings, started=started, on_progress=on_progress)
 
 
 def push(

@@ -58,7 +58,6 @@ KEYWORD_OF_OPTION = {
     "--no-resume": "resume=False",
     "--no-reuse": "reuse=False",
     "--optimizer": "optimizer",
-    "--overlay": "overlay=True",
     "--pack": "pack",
     "--part": "part",
     "--parts": "n_parts",

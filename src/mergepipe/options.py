@@ -145,7 +145,6 @@ class MergeOptions(_CommonOptions):
             budget does so with `continue_` of its plan only.
         keep_sums: keep the float32 sums of additive merges beside the snapshot, 4 bytes a parameter: a later
             merge with experts added at the end reads those alone. Not under a budget.
-        overlay: store only blocks that differ from the base, without reuse or resuming; see `materialise`.
         pack: pack the experts into this directory on the way, as `mergepipe.pack` would, so that they are read once;
             the report names those that cannot be packed. Nothing is reused or resumed then. Not under a budget.
         allow_dropped: patterns (`*.extra.*`) of tensors that an expert may have and the base not; they are left out.
@@ -173,7 +172,6 @@ class MergeOptions(_CommonOptions):
     resume: bool | None = None
     reuse: bool = True
     keep_sums: bool = False
-    overlay: bool = False
     pack: str | Path | None = None
     allow_dropped: tuple[str, ...] = ()
     strict: bool = False
@@ -194,14 +192,10 @@ class MergeOptions(_CommonOptions):
             positive("--shard-size", self.shard_bytes)
         if executor_of(self.executor, self.address) is ExecutorName.RAY:
             _refuse_on_ray({
-                "--keep-sums": self.keep_sums, "--overlay": self.overlay, "--pack": self.pack is not None,
+                "--keep-sums": self.keep_sums, "--pack": self.pack is not None,
                 "--continue": self.plan.continue_,
             })  # fmt: skip
         choice("--paths", self.paths, PathStyle)
-        if self.overlay:
-            _refuse_with_overlay({
-                "--keep-sums": self.keep_sums, "--resume": bool(self.resume), "--continue": self.plan.continue_,
-            })  # fmt: skip
         if self.pack is not None and self.resume:
             message = "cannot be combined with --resume, which does not read all of an expert again"
             raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
@@ -344,13 +338,6 @@ def _check_storage_speed(storage_speed: str, price: Price) -> None:
         message = "has no effect with --price bytes"
         raise RecipeError.of("option.pair", "--storage-speed", message, "add --price time")
     parse_speed(storage_speed)
-
-
-def _refuse_with_overlay(is_given_by_option: dict[str, bool]) -> None:
-    """Refuse options that an overlay gives no meaning."""
-    for option in (option for option, is_given in is_given_by_option.items() if is_given):
-        message = "has no meaning for an overlay, which holds no sums and is made at once or not at all"
-        raise RecipeError.of("option.pair", option, message, "merge without --overlay")
 
 
 def folder_of_packs(place: str | Path) -> Path:

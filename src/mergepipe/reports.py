@@ -572,7 +572,7 @@ class Damage:
     """One damaged range of a snapshot: in `file`, bytes `[start, stop)` of it, in `tensor` where it is one.
 
     `kind` is `missing`, `size`, `header`, `block`, `small-file`, `blocks-file`, `config`, `index` or `replay`, of a
-    packed expert `pack`. The file of a block that an overlay takes from its base is an absolute path.
+    packed expert `pack`.
     """
 
     kind: str
@@ -618,20 +618,6 @@ class RepairReport(Displayed):
     rebuilt_tensors: tuple[str, ...]
     written_bytes: int
     seconds: float
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class MaterialiseReport(Displayed):
-    """An overlay completed: tensor bytes that it stored, tensor bytes of its base, and bytes written."""
-
-    overlay: Path
-    out: Path
-    sid: str
-    stored_bytes: int
-    base_bytes: int
-    written_bytes: int
-    seconds: float
-    notices: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -38,7 +38,7 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Inputs, a snapshot made of them, a store of one of them, an overlay, and a folder that is the user's."""
+    """Inputs, a snapshot made of them, a store of one of them, and a folder that is the user's."""
 
     root: Path
 
@@ -68,7 +68,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_family(work.family, TINY, 2)
     (work.root / "recipe.yml").write_text(RECIPE)
     work.merge(work.snapshot)
-    work.merge(work.root / "overlay", overlay=True)
     mergepipe.pack(work.family / "base", [work.family / "expert-1"], work.root / "stores")
     work.theirs.mkdir()
     (work.theirs / "notes").write_text("precious")
@@ -104,7 +103,6 @@ def _repair_damaged(work: Work) -> None:
 COMMANDS: dict[str, Callable[[Work], object]] = {
     "merge": lambda w: w.merge(w.out),
     "merge --budget": lambda w: w.merge(w.out, budget="60%"),
-    "materialise": lambda w: mergepipe.materialise(w.root / "overlay", w.out),
     "pack": lambda w: mergepipe.pack(w.family / "base", [w.family / "expert-2"], w.out.parent),
     "unpack": lambda w: mergepipe.unpack(w.root / "stores" / "expert-1", w.out, base=w.family / "base"),
     "repair": _repair_damaged,
@@ -257,7 +255,6 @@ def test_merge__leaves_everything_that_only_looks_like_its_staging(work: Work) -
 
 FORCED: dict[str, tuple[str, Callable[[Work, Path], object]]] = {
     "snapshot": ("snapshot", lambda w, out: w.merge(out, force=True)),
-    "overlay": ("overlay", lambda w, out: w.merge(out, force=True)),
 }
 
 

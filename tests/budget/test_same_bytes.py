@@ -123,7 +123,6 @@ def test_merge__continues_what_earlier_merges_read_where_that_is_asked_for(famil
     [
         {"plan": PlanOptions(continue_=True)},
         {"budget": "25%", "reuse": False, "plan": PlanOptions(continue_=True)},
-        {"budget": "25%", "overlay": True, "plan": PlanOptions(continue_=True)},
     ],
 )
 def test_merge__refuses_to_continue_where_that_has_no_meaning(

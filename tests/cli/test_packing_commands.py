@@ -40,6 +40,22 @@ def test_pack__as_json_names_every_expert(work: Workplace, run: Runner) -> None:
     assert all(sum(expert["blocks"].values()) > 0 for expert in experts)
 
 
+def test_pack__of_a_snapshot_on_its_base_brings_back_the_snapshot(work: Workplace, run: Runner) -> None:
+    """Smaller, a model in recipes, and whole again byte for byte."""
+    experts = ", ".join(f"{{model: {expert}}}" for expert in work.family.experts)
+    base = f"base_model: {work.family.base}\nparameters: {{density: 0.5, weight: 0.5}}\n"
+    (work.root / "ties.yml").write_text(f"merge_method: ties\nmodels: [{experts}]\n{base}")
+    merged, packed, again = (work.root / name for name in ("merged", "small/merged", "again"))
+    assert run("merge", work.root / "ties.yml", merged, "--budget", "25%").exit_code == 0
+    assert run("pack", work.family.base, merged, "-o", packed.parent).exit_code == 0
+    assert run("unpack", packed, "-o", again).exit_code == 0
+    assert file_bytes(again) == file_bytes(merged)
+    assert run("verify", again).exit_code == 0
+    assert sum(map(len, file_bytes(packed).values())) < 0.9 * sum(map(len, file_bytes(merged).values()))
+    (work.root / "next.yml").write_text(f"merge_method: linear\nmodels: [{{model: {packed}}}]\n{base}")
+    assert run("merge", work.root / "next.yml", work.root / "next").exit_code == 0
+
+
 def test_pack__of_one_model_alone_needs_no_base(work: Workplace, run: Runner) -> None:
     assert run("pack", work.family.base, "-o", work.root / "stores").exit_code == 0
     assert run("unpack", work.root / "stores" / "base", "-o", work.root / "again").exit_code == 0

@@ -16,7 +16,7 @@ import mergepipe
 
 COMMANDS = (
     *([name] for name in ("merge", "check", "analyze", "plan", "run", "explain", "sweep", "ls", "show", "lineage")),
-    *([name] for name in ("verify", "repair", "replay", "materialise", "diff", "gc")),
+    *([name] for name in ("verify", "repair", "replay", "diff", "gc")),
     *(["catalog", name] for name in ("rebuild", "stats")),
 )
 OF_OTHERS = ("numpy", "sqlite3", "numba", "pydantic", "rich", "yaml", "jinja2", "torch", "transformers", "numpy.ma")

@@ -71,10 +71,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outputs(root: Path) -> Path:
     out = root / "out"
-    for name, overlay in (("merged", False), ("small", True)):
-        options = MergeOptions(home=root / "home", threads=2, overlay=overlay, reuse=False)
-        mergepipe.merge(root / "recipe.yml", out / name, options=options)
-    mergepipe.materialise(out / "small", out / "whole", options=OPTIONS)
+    options = MergeOptions(home=root / "home", threads=2, reuse=False)
+    mergepipe.merge(root / "recipe.yml", out / "merged", options=options)
     mergepipe.pack(root / "base", [root / "expert-1"], out / "packs", threads=2)
     mergepipe.extract_lora(root / "base", root / "expert-1", out / "lora", rank=2)
     tailor.compose(root / "mixed.yml", out / "mixed")
@@ -90,7 +88,7 @@ def naming(root: Path, files: Mapping[str, bytes]) -> list[str]:
     return [name for name, raw in files.items() if any(form in raw for form in forms)]
 
 
-@pytest.mark.parametrize("name", ["merged", "small", "whole", "lora", "mixed", "average", "resumable"])
+@pytest.mark.parametrize("name", ["merged", "lora", "mixed", "average", "resumable"])
 def test_outputs__name_no_path_of_this_machine(root: Path, outputs: Path, name: str) -> None:
     """But where a trainer that resumes looks for its best checkpoint: that one is followed."""
     followed = ["trainer_state.json"] if name in ("mixed", "resumable") else []
@@ -118,7 +116,7 @@ def test_pack__names_no_path_but_in_files_kept_bit_for_bit(root: Path, outputs: 
 def test_push__publishes_no_path_of_this_machine(
     root: Path, outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = {name: outputs / name for name in ("merged", "whole", "mixed", "average", "resumable")}
+    places = {name: outputs / name for name in ("merged", "mixed", "average", "resumable")}
     places["pack"] = outputs / "packs" / "expert-1"
     with s3_server() as server:
         server.make_bucket("published")

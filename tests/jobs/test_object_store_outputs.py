@@ -419,7 +419,7 @@ def test_gc__says_that_it_could_not_look_for_pieces(out: str, bench: Bench, monk
 
 @pytest.mark.parametrize(
     ("options", "force"),
-    [(MergeOptions(overlay=True), False), (MergeOptions(keep_sums=True), False), (MergeOptions(), True)],
+    [(MergeOptions(keep_sums=True), False), (MergeOptions(), True)],
 )
 def test_merge__into_a_bucket_refuses_what_it_cannot_do(
     bench: Bench, out: str, options: MergeOptions, force: bool

@@ -106,7 +106,6 @@ def check_names_no_path(files: dict[str, bytes], folder: Path) -> None:
     ("budget", "options"),
     [
         ("60%", NO_CATALOG),
-        (None, MergeOptions(catalog=False, overlay=True)),
         (None, MergeOptions(catalog=False, keep_sums=True)),
     ],
 )

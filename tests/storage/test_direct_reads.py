@@ -38,7 +38,6 @@ ALLOWED = {
     "deltastore/pack/progress.py": ("stat", OWN),
     "deltastore/writer.py": ("regular.read_head", OWN),
     "jobs/gc.py": ("exists glob is_dir is_file is_symlink os.walk rglob stat", OWN),
-    "jobs/materialise.py": ("resolve", OWN),
     "jobs/pack.py": ("is_symlink resolve", "originals that are removed on this machine"),
     "jobs/repair.py": (
         "exists is_symlink open os.fstat os.open os.pread resolve stat",

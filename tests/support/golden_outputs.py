@@ -36,7 +36,7 @@ SHAPE = FamilyShape(hidden=64, layers=3, heads=4, kv_heads=2, head_dim=16, inter
 N_EXPERTS = 3
 BLOCK_ELEMENTS = 1 << 14
 NOT_COMPARED = (
-    "mergepipe.json", "mergepipe.keys", "mergepipe.overlay-table", "mergepipe.accumulators.json",
+    "mergepipe.json", "mergepipe.keys", "mergepipe.accumulators.json",
     "mergepipe-store.json", "README.md", "mergekit_config.yml",
 )  # fmt: skip
 """Files that tell of places, times and versions; what they say of results stands in other files as well."""
@@ -122,7 +122,7 @@ def all_digests(root: Path) -> dict[str, dict[str, str]]:
 
 
 def merges(root: Path) -> dict[str, dict[str, str]]:
-    """Merges in full of every method, of odd dtypes and of slices; an overlay; kept sums."""
+    """Merges in full of every method, of odd dtypes and of slices; kept sums."""
     (root / "odd.yml").write_text(ODD_RECIPE)
     (root / "slices.yml").write_text(SLICES_RECIPE)
     (root / "float32.yml").write_text(recipe_text("ties", "float32"))
@@ -141,7 +141,6 @@ def merges(root: Path) -> dict[str, dict[str, str]]:
     for name in ("odd", "slices", "float32"):
         add(f"merge {name}", f"{name}.yml")
     add("merge in shards", "linear.yml", shard_bytes=200_000)
-    add("merge overlay", TIES_RECIPE, overlay=True)
     add("merge keeping sums", "linear.yml", keep_sums=True)
     return results
 

@@ -46,8 +46,6 @@ run plan.json planned
 status plan.json planned
 explain planned
 sweep recipe.yml --budgets 25%,100% --html sweep.html
-merge recipe.yml overlay --overlay
-materialise overlay whole
 pack family/base family/expert-1 -o packed
 unpack packed/expert-1 -o unpacked
 pack family/expert-2 --base family/base -o packed

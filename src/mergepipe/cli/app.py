@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _COMMANDS = {
     "merging": ("merge", "check", "run", "status"),
     "budgets": ("plan", "explain", "analyze", "sweep"),
-    "snapshots": ("ls", "show", "lineage", "diff", "verify", "repair", "replay", "materialise", "push"),
+    "snapshots": ("ls", "show", "lineage", "diff", "verify", "repair", "replay", "push"),
     "experts": ("pack", "unpack", "extract_lora"),
     "training": ("tailor",),
     "maintenance": ("gc", "catalog"),

@@ -38,7 +38,6 @@ from mergepipe.engine.tensor_work import can_reuse, operator_input, tensor_work
 from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, Part, PartResult
 from mergepipe.planning.candidates.sufficient_levels import sufficient_levels
 from mergepipe.recipes.resolve.tasks import Action, MergeTask
-from mergepipe.snapshots.overlay.writer import OverlayWriter
 from mergepipe.snapshots.shards import DurableProgress, ShardWriter
 from mergepipe.storage.buffers import BufferPool
 from mergepipe.storage.contract import Store
@@ -78,12 +77,14 @@ def make_part(
     tasks = part_output.tasks[n_done:]
     starts = {first - n_done for first in accumulate(len(by_shard[shard]) for shard in part.shards)}
     before = store.ledger.usage()
-    with open_pinned(store, work.files) as files, _writer(work, part_output, directory, store, progress) as writer:
-        sink = _OverlaySink(writer, tasks) if isinstance(writer, OverlayWriter) else _ShardSink(writer, tasks)
+    with (
+        open_pinned(store, work.files) as files,
+        ShardWriter(directory, part_output.shards, store.ledger, progress) as writer,
+    ):
         shapes = plan_jobs(tasks, layout.sizes, layout.runs_of, layout.cut_of, starts)
         pool = BufferPool(layout.sizes.total_bytes, layout.pool_bytes, read_ahead_of(store))
         pipeline = Pipeline(
-            tasks, files, pool, layout.sizes.raw_bytes, sink, options.threads,
+            tasks, files, pool, layout.sizes.raw_bytes, _ShardSink(writer, tasks), options.threads,
             lambda: observer.on_progress(writer.progress),
             ReadSettings.of(files, store, pool.limit),
             lambda: abort_requests(store),
@@ -99,18 +100,7 @@ def make_part(
     return PartResult(
         {shard: tuple(next(digests) for _ in by_shard[shard]) for shard in part.shards},
         store.ledger.usage() - before,
-        writer.table if isinstance(writer, OverlayWriter) else None,
     )
-
-
-def _writer(
-    work: MergeWork, part_output: OutputPlan, directory: Path, store: Store, progress: DurableProgress | None
-) -> ShardWriter | OverlayWriter:
-    if work.overlay is None:
-        return ShardWriter(directory, part_output.shards, store.ledger, progress)
-    if part_output.shards != work.output.shards or (progress is not None and progress.done):
-        raise ValueError("an overlay is one file: it is made whole")
-    return OverlayWriter(directory, part_output.shards, work.overlay.files, work.overlay.places, store.ledger)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,19 +190,3 @@ class _ShardSink(SegmentSink):
             nbytes = piece.run.span.n_elements * self._tasks[piece.run.task_index].dtype.itemsize
             if nbytes:
                 self._writer.append(buffer[piece.out_offset : piece.out_offset + nbytes])
-
-
-class _OverlaySink(SegmentSink):
-    """Passes results to the overlay together with the base's stored bytes, which are in the same buffer."""
-
-    def __init__(self, overlay: OverlayWriter, tasks: Sequence[MergeTask]) -> None:
-        self._overlay = overlay
-        self._tasks = tasks
-
-    def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None:
-        for piece in pieces:
-            task = self._tasks[piece.run.task_index]
-            nbytes = piece.run.span.n_elements * task.dtype.itemsize
-            has_base = piece.run.reused is None and self._overlay.refers_to(task.name)
-            base = buffer[piece.base_offset : piece.base_offset + nbytes] if has_base else None
-            self._overlay.append(buffer[piece.out_offset : piece.out_offset + nbytes], base)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from mergepipe.engine.reductions.known_quantities import RecordedQuantities
     from mergepipe.operators.base import BlockFunction, Operator
     from mergepipe.recipes.resolve.tasks import MergeTask
-    from mergepipe.snapshots.overlay.table import BaseFile, BlockPlace, OverlayTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +57,6 @@ def plan_output(tasks: Sequence[MergeTask], shard_bytes: int) -> OutputPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class OverlayBase:
-    """The base of an overlay: its files, and where they hold the bytes that tensors of the output may share."""
-
-    files: tuple[BaseFile, ...]
-    places: Mapping[str, BlockPlace]
-
-
-@dataclass(frozen=True, slots=True)
 class MergeWork:
     """A merge to run, as a value: it holds no open file and no function of the process that made it.
 
@@ -77,8 +68,7 @@ class MergeWork:
     `statistics_of` names the tensors whose experts' statistics are gathered; those are read in full. `recorded`
     quantities of other tensors are not gathered again. `reusable` are results that stand in earlier snapshots, by
     tensor; one that must be reduced first is reused whole or not at all. `rules` are applied to the tensors they name
-    instead of the operator's, without any reduction. With an `overlay` only blocks that differ from its base are
-    written.
+    instead of the operator's, without any reduction.
 
     Laws: it pickles, and unpickles to an equal value, if its inputs are those of a recipe; the bytes that it makes
     depend on nothing else.
@@ -96,7 +86,6 @@ class MergeWork:
     recorded: Mapping[str, RecordedQuantities] = field(default_factory=dict)
     reusable: Mapping[str, Reusable] = field(default_factory=dict)
     rules: Mapping[str, BlockFunction] = field(default_factory=dict)
-    overlay: OverlayBase | None = None
 
     @property
     def operator(self) -> Operator:
@@ -168,7 +157,6 @@ class PartResult:
 
     digests_of: Mapping[int, tuple[TensorDigest, ...]] = field(default_factory=dict)
     usage: Usage = field(default_factory=Usage)
-    overlay: OverlayTable | None = None
 
     @property
     def part(self) -> Part:
@@ -184,9 +172,9 @@ class PartResult:
         """Join the results of disjoint parts.
 
         Raises:
-            ValueError: a shard is in both, or an overlay, which is always whole.
+            ValueError: a shard is in both.
         """
-        if self.digests_of.keys() & other.digests_of.keys() or self.overlay or other.overlay:
+        if self.digests_of.keys() & other.digests_of.keys():
             raise ValueError(f"{self.part} and {other.part} are not disjoint parts of one output")
         return PartResult({**self.digests_of, **other.digests_of}, self.usage + other.usage)
 

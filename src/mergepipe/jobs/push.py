@@ -17,7 +17,7 @@ from mergepipe.core.values import dataclass
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.header import HEADER_NAME, is_own_name, is_store
 from mergepipe.deltastore.pack.portable import published_store
-from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, StorageError, UnsupportedError
+from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, StorageError
 from mergepipe.jobs.verify_composite import composite_sid, damage_of, is_composite, read_composite
 from mergepipe.recipes.parse.yaml_source import parse_yaml
 from mergepipe.reports import Progress, ProgressCallback, PushReport
@@ -27,7 +27,6 @@ from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.layout import read_small_file, small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME, record_of
 from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, OutputContent
-from mergepipe.snapshots.overlay.reader import is_overlay
 from mergepipe.snapshots.recorded_paths import (
     file_without_paths,
     record_without_paths,
@@ -84,7 +83,6 @@ def push_snapshot(
 
     Raises:
         NotFoundError, CorruptError: a file of the snapshot is gone, or is not what was written.
-        UnsupportedError: `push.overlay`.
         OutputError: `output.store`, `output.exists`, `output.not-ours`.
         ConflictError: `output.busy`, `output.appeared`, `hub.moved`.
         StorageError: the store refuses, or cannot be reached.
@@ -184,9 +182,6 @@ def _read_snapshot(store: Store, path: Path) -> _Push:
     """Read the small files of a snapshot, each compared with its digest, and look for the large ones."""
     folder = Location.local(path)
     manifest = read_manifest_value(store, folder)
-    if is_overlay(manifest):
-        message, hint = "is an overlay, which needs its base beside it", "`mergepipe materialise` it, and push that"
-        raise UnsupportedError.of("push.overlay", path, message, hint)
     for file in manifest.files:
         size_bytes = store.size_bytes(folder / file.name)
         if size_bytes != file.size_bytes:

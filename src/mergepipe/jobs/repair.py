@@ -20,12 +20,10 @@ from mergepipe.runs.moved_inputs import with_inputs_found
 from mergepipe.runs.rebuild import RebuiltTensor, open_recorded, rebuild_keys, rebuild_tensors
 from mergepipe.runs.reuse.keys import KEYS_NAME
 from mergepipe.runs.sidecars import plan_small_files, sidecar_contents
-from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.runs.stored_plan import plan_of
 from mergepipe.snapshots.block_digests import BlockTable, block_digest
 from mergepipe.snapshots.layout import PlacedFile, SnapshotLayout, small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
-from mergepipe.snapshots.overlay.reader import refuse_overlay
 from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, header_of, index_json
 from mergepipe.snapshots.staging import Staging, check_free_space
 from mergepipe.storage import owned
@@ -63,7 +61,6 @@ def repair_snapshot(
     Raises:
         NotFoundError, ConflictError: an input is gone or changed; `repair.differs`, it makes other bytes by now.
         CorruptError: the manifest is damaged; `repair.impossible`, something that cannot be made again.
-        UnsupportedError: `snapshot.overlay`.
         OutputError: `output.link`, `output.not-ours`: what is to be written to is not the snapshot's own.
     """
     if path.is_symlink():
@@ -71,7 +68,6 @@ def repair_snapshot(
         raise OutputError.of("output.link", path, message, "name the snapshot itself")
     path = path.resolve()
     store = Stores()
-    refuse_overlay(path, read_manifest_value(store, Location.local(path)), "mended")
     examination = examine(store, Location.local(path), engine.threads, on_progress)
     examination = replace(examination, manifest=with_inputs_found(examination.manifest, store, home))
     written = 0

@@ -10,13 +10,11 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from mergepipe.checkpoints.formats.safetensors import read_header
-from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME, OVERLAY_TABLE_NAME
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.core.values import dataclass
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError, UnsupportedError
-from mergepipe.jobs.materialise import scan_overlay
 from mergepipe.jobs.verify_composite import is_composite, verify_composite
 from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
 from mergepipe.runs.inputs.configuration import config_findings
@@ -36,9 +34,7 @@ from mergepipe.snapshots.layout import (
     weight_map,
 )
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, SmallFileRecord
-from mergepipe.snapshots.overlay.reader import is_overlay, open_overlay
-from mergepipe.snapshots.overlay.table import SIDECAR_FOLDER
-from mergepipe.snapshots.scan import OnBytes, Scan, scan_snapshot
+from mergepipe.snapshots.scan import Scan, scan_snapshot
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import Store, files_below
 from mergepipe.storage.ledger import Ledger
@@ -133,39 +129,15 @@ def examine(store: Store, directory: Location, threads: int, on_progress: Progre
     if table is not None and not _is_consistent(table, layout):
         damages.append(_damage("blocks-file", "", 0, 0, "its digests are not those of the manifest's tensors"))
         table = None
-    small = tuple(_small_damages(store, directory, manifest))
-    if is_overlay(manifest):
-        scan, overlay_damages = _scan_overlay(store, directory, manifest, layout, table, threads, advance)
-        damages.extend(damage for damage in overlay_damages if damage.file not in {reported.file for reported in small})
-    else:
-        scan = scan_snapshot(store, directory, layout, threads, advance)
-        for file in layout.files:
-            damages.extend(_file_damages(directory, store, file, layout, table, scan))
-    damages.extend(small)
+    scan = scan_snapshot(store, directory, layout, threads, advance)
+    for file in layout.files:
+        damages.extend(_file_damages(directory, store, file, layout, table, scan))
+    damages.extend(_small_damages(store, directory, manifest))
     damages.extend(_sum_damages(store, directory, manifest, threads))
     notices = [*_notices(scan), *_sum_notices(store, directory, manifest), *_strangers(store, directory, manifest)]
-    config_path = (directory / SIDECAR_FOLDER if is_overlay(manifest) else directory) / CONFIG_NAME
-    config, config_notices = config_findings(store, config_path, manifest)
+    config, config_notices = config_findings(store, directory / CONFIG_NAME, manifest)
     damages.extend(config)
     return Examination(directory, manifest, layout, table, scan, tuple(damages), (*notices, *config_notices))
-
-
-def _scan_overlay(
-    store: Store,
-    path: Location,
-    manifest: Manifest,
-    layout: SnapshotLayout,
-    table: BlockTable | None,
-    threads: int,
-    on_bytes: OnBytes,
-) -> tuple[Scan, tuple[Damage, ...]]:
-    """Scan the blocks of an overlay; finds nothing where its table is damaged."""
-    try:
-        overlay = open_overlay(store, path, manifest)
-    except (CorruptError, NotFoundError) as error:
-        nothing = Scan([[] for _ in layout.tensors], [])
-        return nothing, (_damage("small-file", OVERLAY_TABLE_NAME, 0, 0, error.problems[0].message),)
-    return scan_overlay(store, overlay, layout, table, threads, on_bytes)
 
 
 def _damage(kind: str, file: str, start: int, stop: int, message: str, tensor: str = "") -> Damage:
@@ -311,7 +283,6 @@ def _strangers(store: Store, directory: Location, manifest: Manifest) -> Iterato
     """List files that the merge did not write."""
     listed = {file.name for file in manifest.files} | {record.name for record in manifest.sidecars}
     listed |= {MANIFEST_NAME, manifest.blocks.name}
-    listed |= {OVERLAY_NAME} if is_overlay(manifest) else set()
     for name in sorted(files_below(store, directory), key=lambda name: PurePosixPath(name).parts):
         if name not in listed:
             yield f"{name}: is not part of the snapshot"

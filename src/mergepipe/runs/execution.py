@@ -30,7 +30,6 @@ from mergepipe.runs.reuse.accumulators import (
 )
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, Reuse, changed_files, find_reuse, limit_to_plan
 from mergepipe.runs.reuse.keys import KEYS_NAME, NamedKeys, SourceNames
-from mergepipe.snapshots.overlay.table import OverlayTable
 from mergepipe.snapshots.shards import DurableProgress, TensorDigest
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
@@ -56,7 +55,6 @@ class MergeResult:
     reuse: Reuse
     small: Mapping[str, bytes]
     continued_sids: tuple[str, ...] = ()  # snapshots whose sums this one continued
-    overlay: OverlayTable | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +135,7 @@ class Execution:
         work = replace(work, reusable=matched.reuse.reusable)
         result = self._execute(work, work.output, replaced, progress)
         continued = tuple({kept_sum.sid for kept_sum in sums.values()})
-        return MergeResult(result.digests, matched.reuse, small, continued, result.overlay)
+        return MergeResult(result.digests, matched.reuse, small, continued)
 
     def _unchanged(
         self, snapshots: EarlierSnapshots, reuse: Reuse, sums: Mapping[str, KeptSum]
@@ -166,7 +164,7 @@ class Execution:
         summed = [task for task in work.output.tasks if task.name in totals]
         output = total_output(summed)
         as_sums = {name: (replace(task, dtype=output.tasks[0].dtype), f) for name, (task, f) in replaced.items()}
-        digests = self._execute(replace(work, overlay=None), output, as_sums, None).digests
+        digests = self._execute(work, output, as_sums, None).digests
         entries = kept_entries(self.directory, output)
         return {t.name: rounding_task(t, entries[t.name]) for t in summed}, total_files(totals, output, digests)
 

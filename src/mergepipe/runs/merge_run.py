@@ -18,7 +18,7 @@ from mergepipe.core.values import dataclass
 from mergepipe.engine.executors.contract import Executor
 from mergepipe.engine.executors.threads import ThreadExecutor
 from mergepipe.engine.observer import Observer
-from mergepipe.engine.work import EngineOptions, OutputPlan, OverlayBase, plan_output
+from mergepipe.engine.work import EngineOptions, OutputPlan, plan_output
 from mergepipe.errors import OutputError
 from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.recipes.parse.problems import USUAL, Strictness
@@ -72,7 +72,6 @@ from mergepipe.snapshots.manifest import (
     record_of,
 )
 from mergepipe.snapshots.object_upload import check_apart
-from mergepipe.snapshots.overlay.reader import as_overlay, base_places, overlay_notice
 from mergepipe.snapshots.recorded_paths import relative_reference, with_changed_paths
 from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
@@ -110,7 +109,6 @@ class MergeSettings:
     resume: Resume = Resume.AUTO
     reuse: bool = False
     keeps_accumulators: bool = False
-    overlay: bool = False
     allow_dropped: tuple[str, ...] = ()
     pack: Path | None = None
     small_files: SmallFileChoice = EVERY_SMALL_FILE
@@ -136,7 +134,7 @@ class IntermediateWriter:
         self._staging = Staging(out.with_name(f"{out.name}.intermediates"), force=False)
         self._settings = replace(
             settings, home=None, resume=Resume.NEVER, force=False, reuse=False,
-            keeps_accumulators=False, overlay=False, pack=None, destination=None,
+            keeps_accumulators=False, pack=None, destination=None,
         )  # fmt: skip
         self._store = store
         self._stack = contextlib.ExitStack()
@@ -183,7 +181,7 @@ def publish_merge(
     sum_bytes = largest_totals_bytes(output.tasks) if settings.keeps_accumulators else 0
     bucket = _bucket_target(settings.destination, inputs, is_made=made is not None)
     weight_bytes = output.total_bytes if bucket is None else most_staged_bytes(output)
-    weight_bytes = 0 if settings.overlay or made else weight_bytes  # how many blocks will differ is unknown
+    weight_bytes = 0 if made else weight_bytes
     planned = plan_small_files(inputs, store, settings.small_files)
     sidecar_bytes = sum(map(len, planned.contents.values())) + SIDECAR_MARGIN_BYTES
     check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes)
@@ -211,7 +209,7 @@ def publish_merge(
             _publication(bucket, staging, progress, output) as publication,
         ):
             link.notices.extend(progress.notices)
-            if plan is not None and settings.plan_key and not (staging.is_continued or settings.overlay):
+            if plan is not None and settings.plan_key and not staging.is_continued:
                 store_plan(staging.directory, settings.plan_key, plan)
             if progress.done:
                 run.resume_at(progress.durable_share)
@@ -361,14 +359,10 @@ class _Run:
         work = merge_work(
             self._inputs, self._output, self._plan, self._settings.seed, self._store, self._link
         )  # fmt: skip
-        if self._settings.overlay:
-            work = replace(work, overlay=OverlayBase(*base_places(self._output.tasks, checkpoints)))
         result = execution.run(work, sources, durable)
         self.tick("publish")
         check_unchanged(self._store, checkpoints)
         result.reuse.check(result.digests)
-        if result.overlay is not None:
-            self._link.notices.append(overlay_notice(result.overlay))
         return self._write_small_files(staging, result, work.content_ids, progress)
 
     def _write_small_files(
@@ -390,8 +384,6 @@ class _Run:
             contents[INDEX_NAME] = index_json(self._output.shards)
         sidecars = tuple(record_of(name, content) for name, content in sorted(contents.items()))
         manifest = replace(unfinished, sidecars=sidecars)
-        if result.overlay is not None:
-            manifest, contents = as_overlay(manifest, contents, result.overlay.with_paths(reference))
         stored = with_changed_paths(manifest, reference)
         small = {staging.path / name: content for name, content in {**contents, BLOCKS_NAME: blocks}.items()}
         for folder in {path.parent for path in small}:

@@ -47,10 +47,9 @@ def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSet
         force=force,
         shard_bytes=DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes,
         home=catalog_home(options),
-        resume=resume.without_continuing if options.overlay else resume,
-        reuse=options.reuse and not options.overlay,
+        resume=resume,
+        reuse=options.reuse,
         keeps_accumulators=options.keep_sums,
-        overlay=options.overlay,
         allow_dropped=options.allow_dropped,
         small_files=SmallFileChoice(options.card, options.tokenizer, options.mergekit_config),
         pack=options.pack_path,
@@ -135,7 +134,7 @@ def output_place(
     refuse_file_name(location)
     if location.is_local:
         return location.without_detours().local_path, settings
-    options = {"--force": settings.force, "--overlay": settings.overlay, "--keep-sums": settings.keeps_accumulators}
+    options = {"--force": settings.force, "--keep-sums": settings.keeps_accumulators}
     check_destination(location, options)
     return staging_place(location, home_of(home)), replace(settings, destination=location)
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME
 from mergepipe.core.outcome import note_committed
 from mergepipe.core.values import dataclass
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, PublishedError, StorageError
@@ -154,7 +153,6 @@ def _recorded_files(path: Path) -> Iterator[str]:
         return
     if not isinstance(content, dict):
         return
-    yield OVERLAY_NAME
     for key in ("files", "sidecars"):
         listed = content.get(key)
         yield from filter(None, map(_name_of, listed if isinstance(listed, list) else ()))

@@ -12,8 +12,6 @@ from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.storage.location import Location
 
-OVERLAY_NAME = "mergepipe.overlay"  # stored blocks of an overlay: no weights by themselves
-OVERLAY_TABLE_NAME = "mergepipe.overlay-table"
 SAFETENSORS_SUFFIXES = (".safetensors",)
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -75,11 +73,6 @@ def choose_weights(root: Location, names: Collection[str]) -> Weights:
         NotFoundError, UnsupportedError, CorruptError: nothing, nothing readable, or no single answer.
     """
     visible = _visible(names)
-    if OVERLAY_TABLE_NAME in names:
-        raise UnsupportedError.of(
-            "model.overlay", root, "is an overlay: it holds only what differs from its base",
-            "make the whole model with `mergepipe materialise`, and use that",
-        )  # fmt: skip
     if STORE_HEADER_NAME in names:
         raise UnsupportedError.of(
             "model.store", root, f"is a delta store (it has a {STORE_HEADER_NAME}), read only as an expert of a recipe",

@@ -9,7 +9,7 @@ from mergepipe.catalog.rows import LineageNode
 from mergepipe.cli.render.layout import columns_text, facts_text, number_text
 from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
-from mergepipe.reports import Damage, GcReport, MaterialiseReport, PushReport, RepairReport, SnapshotDiff, VerifyReport
+from mergepipe.reports import Damage, GcReport, PushReport, RepairReport, SnapshotDiff, VerifyReport
 
 SHORT_SID = 12
 MOST_TENSORS = 40
@@ -69,18 +69,6 @@ def repair_table(report: RepairReport) -> str:
         ("made again", plural(len(report.rebuilt_tensors), "tensor")),
         ("written", format_bytes(report.written_bytes)),
         ("result", "sound"),
-    ])  # fmt: skip
-
-
-def materialise_table(report: MaterialiseReport) -> str:
-    """Show the snapshot that was made of an overlay."""
-    return facts_text([
-        ("snapshot", f"{report.sid} {report.out}"),
-        ("from overlay", f"{format_bytes(report.stored_bytes)} {report.overlay}"),
-        ("from base", format_bytes(report.base_bytes)),
-        ("written", f"{format_bytes(report.written_bytes)} in {format_seconds(report.seconds)}"),
-        *(("notice", notice) for notice in report.notices),
-        ("result", "sound: every block is what the manifest says"),
     ])  # fmt: skip
 
 

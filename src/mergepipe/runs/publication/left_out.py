@@ -6,7 +6,7 @@ from collections.abc import Collection
 from fnmatch import fnmatchcase
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME, SAFETENSORS, TORCH
+from mergepipe.checkpoints.formats.weight_files import SAFETENSORS, TORCH
 from mergepipe.core.units import plural
 from mergepipe.snapshots.manifest import CARD_NAME, MANIFEST_NAME, LeftOutFile
 from mergepipe.storage.contract import FileKind, Store
@@ -24,7 +24,7 @@ _REASONS = (
       "*.mlmodel", "*.mlpackage/*", "coreml/*", "*.pth", "consolidated.*", "original/*", "flax_model*"), _OTHER_FORMAT),
     (("optimizer*", "scheduler*", "training_args.bin", "trainer_state.json", "rng_state*", "global_step*/*", "latest",
       "zero_to_fp32.py", "runs/*", "events.out.*", "checkpoint-*/*"), _TRAINING),
-    (("mergepipe.*", MANIFEST_NAME, OVERLAY_NAME, "mergekit_config.yml"), "describes the base, not this merge"),
+    (("mergepipe.*", MANIFEST_NAME, "mergekit_config.yml"), "describes the base, not this merge"),
     (("*.safetensors", "*.bin", "*.index.json", "*.pt"), "weights that are not among the base's tensors"),
     (("*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf", "*.mp4"), "illustrates the base's card"),
 )  # fmt: skip

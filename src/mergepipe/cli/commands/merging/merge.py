@@ -71,12 +71,6 @@ KeepSums = Annotated[
         rich_help_panel=WORK_PANEL,
     ),
 ]
-Overlay = Annotated[
-    bool,
-    typer.Option(
-        "--overlay", help="Store only blocks that differ from the base; `materialise` makes the whole model from them."
-    ),
-]
 _FOR_BUDGETS = ("select", "where_omitted", "min_density", "block_elements", "request_cost", "no_probe", "continue_")
 EXAMPLES = (
     "mergepipe merge recipe.yml merged/",
@@ -96,7 +90,6 @@ class RecipeFlags:
     seed: Seed = 0
     no_reuse: NoReuse = False
     keep_sums: KeepSums = False
-    overlay: Overlay = False
     pack: PackPath = None
 
 
@@ -142,7 +135,6 @@ def merge(
         resume=resume,
         reuse=not settings.no_reuse,
         keep_sums=settings.keep_sums,
-        overlay=settings.overlay,
         pack=settings.pack,
         paths=publishing.paths,
         base_model_ids=publishing.base_model_ids,

@@ -1,1 +1,0 @@
-"""Overlay snapshots, which store only the blocks that differ from the base."""
