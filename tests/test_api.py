@@ -199,7 +199,7 @@ def test_options__have_these_fields() -> None:
         "request_cost_bytes", "probe", "continue_", "strict", "lenient",
     ]  # fmt: skip
     assert field_names(options.MergeOptions) == [
-        *common, "plan", "shard_bytes", "resume", "reuse", "keep_sums", "pack",
+        *common, "plan", "shard_bytes", "resume", "reuse", "pack",
         "allow_dropped", "strict", "lenient", "clamp_shares", "card", "tokenizer", "mergekit_config", "executor",
             "address", "paths", "base_model_ids",
     ]  # fmt: skip
@@ -220,7 +220,7 @@ def test_reports__keep_their_fields() -> None:
         "out", "sid", "operator", "merged_tensors", "copied_tensors", "dropped_tensors", "base_bytes",
         "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
         "planned_bytes", "budget_bytes", "reused_bytes", "notices", "packed", "not_packed", "earlier_expert_bytes",
-        "forgiven_expert_bytes", "reused_from", "reused_by", "sum_bytes", "verdict", "recipe_notices", "traffic",
+        "forgiven_expert_bytes", "reused_from", "reused_by", "verdict", "recipe_notices", "traffic",
         "left_out",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [

@@ -836,8 +836,7 @@ def push(
 def gc(roots: Sequence[str | Path] = (), *, dry_run: bool = False, home: str | Path | None = None) -> GcReport:
     """Remove staging of dead runs, beside known snapshots and under `roots`, and catalog rows of what is gone.
 
-    Kept sums whose snapshot is gone are removed, too. A root may be a prefix of a bucket: what unfinished uploads left
-    there is removed.
+    A root may be a prefix of a bucket: what unfinished uploads left there is removed.
 
     Raises:
         MergePipeError: see `mergepipe.errors`.

@@ -50,7 +50,6 @@ KEYWORD_OF_OPTION = {
     "--force": "force=True",
     "--from-log": "from_log",
     "--home": "home",
-    "--keep-sums": "keep_sums=True",
     "--lenient": "lenient=True",
     "--memory": "memory_bytes",
     "--min-density": "min_density",

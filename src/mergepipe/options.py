@@ -143,8 +143,6 @@ class MergeOptions(_CommonOptions):
         resume: resume an interrupted run of the same merge to the same output; by default where there is one.
         reuse: copy blocks that come out the same from earlier snapshots: no expert is read for them. A merge under a
             budget does so with `continue_` of its plan only.
-        keep_sums: keep the float32 sums of additive merges beside the snapshot, 4 bytes a parameter: a later
-            merge with experts added at the end reads those alone. Not under a budget.
         pack: pack the experts into this directory on the way, as `mergepipe.pack` would, so that they are read once;
             the report names those that cannot be packed. Nothing is reused or resumed then. Not under a budget.
         allow_dropped: patterns (`*.extra.*`) of tensors that an expert may have and the base not; they are left out.
@@ -171,7 +169,6 @@ class MergeOptions(_CommonOptions):
     shard_bytes: int | None = None
     resume: bool | None = None
     reuse: bool = True
-    keep_sums: bool = False
     pack: str | Path | None = None
     allow_dropped: tuple[str, ...] = ()
     strict: bool = False
@@ -192,7 +189,7 @@ class MergeOptions(_CommonOptions):
             positive("--shard-size", self.shard_bytes)
         if executor_of(self.executor, self.address) is ExecutorName.RAY:
             _refuse_on_ray({
-                "--keep-sums": self.keep_sums, "--pack": self.pack is not None,
+                "--pack": self.pack is not None,
                 "--continue": self.plan.continue_,
             })  # fmt: skip
         choice("--paths", self.paths, PathStyle)

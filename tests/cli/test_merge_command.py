@@ -120,7 +120,7 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
     options = ["--threads", 3, "--memory", "1.5GiB", "--seed", 7, "--force", "--shard-size", "2GB"]
     budget = ["--budget", "25%", "--target-error", "0.1", "--select", "random", "--where-omitted", "renormalize"]
     rest = ["--min-density", "0.1", "--home", "h", "--no-catalog", "--allow-dropped", "*.x"]
-    more = ["--continue", "--block-elements", 65536, "--no-resume", "--no-reuse", "--keep-sums"]
+    more = ["--continue", "--block-elements", 65536, "--no-resume", "--no-reuse"]
     more += ["--price", "time", "--storage-speed", "1GB/s", "--pack", "stores"]
     given = given_to_api(monkeypatch, run, "r.yml", "o", *options, *budget, *rest, *more)
     expected = MergeOptions(
@@ -140,7 +140,6 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
         shard_bytes=2_000_000_000,
         resume=False,
         reuse=False,
-        keep_sums=True,
         pack="stores",
         allow_dropped=("*.x",),
     )

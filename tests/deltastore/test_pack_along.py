@@ -59,7 +59,6 @@ def merge(family: PackFamily, place: Path, operator: str = "task_arithmetic", **
         ("task_arithmetic", {}),
         ("ties", {}),
         ("dare_ties", {"statistics": True}),
-        ("task_arithmetic", {"keep_sums": True}),
     ],
 )
 def test_merge__packs_what_pack_would_and_merges_the_same(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.contract import KeptTotal, TensorEntry
-from mergepipe.core.blocks import BF16, F32, Span
+from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.core.blocks import BF16, Span
 from mergepipe.engine.pipeline.segment_layout import lay_out
 from mergepipe.engine.pipeline.segments import Reusable, full_access, plan_jobs, with_reuse
 from mergepipe.engine.pipeline.segments import choose_buffer_sizes as sizes_for
@@ -69,19 +68,6 @@ def test_lay_out__reads_of_a_known_run_nothing_but_the_result() -> None:
     assert sum(read.nbytes for read in reads) == 2 * N
 
 
-def test_lay_out__kept_sums_are_nobodys_expert() -> None:
-    total = KeptTotal("w", F32, (N,), Location.local(Path("/sums")), 0, 4 * N)
-    one = task()
-    summed = MergeTask(
-        "w", Action.MERGE, (N,), BF16, one.base, (total, one.experts[1]), one.parameters, expert_models=(1, 2)
-    )
-    sizes = sizes_for([summed], 1 << 30)
-    (job,) = plan_jobs([summed], sizes)
-    reads = [r for shape in job.segments for r in lay_out(shape, [summed], sizes.raw_bytes, lambda _: 1).reads]
-    found = {str(read.file): read.purpose for read in reads}
-    assert found == {"/base": Purpose.BASE, "/sums": Purpose.REUSE, "/b": Purpose.EXPERT}
-
-
 @pytest.mark.parametrize(
     ("operator", "grains", "expected"),
     [("task_arithmetic", (0, 3), True), ("ties", (0, 3), False), ("ties", (0, N_GRAINS), True)],
@@ -91,29 +77,3 @@ def test_can_reuse__a_part_only_where_blocks_do_not_wait_for_one_another(
 ) -> None:
     work = MergeWork(plan_output([task(operator)], 1 << 40), operator, 0, {}, reusable={"w": known(grains)})
     assert can_reuse(work, task(operator)) == expected
-
-
-def test_elementwise_rule__goes_on_from_a_sum_bit_by_bit() -> None:
-    from mergepipe.operators.base import RawBlock
-    from mergepipe.operators.rules.elementwise import ElementwiseRule
-
-    rng = np.random.default_rng(2)
-    n = 3000
-    base, *experts = (rng.standard_normal(n).astype(np.float32) for _ in range(5))
-    base[:4] = [np.inf, -0.0, 0.0, np.nan]
-    experts[0][:4] = [np.inf, -0.0, 1.0, 1.0]
-    coefficients_E = np.array([0.3, -0.7, 0.11, 1.9], np.float32)
-
-    def run(rule: ElementwiseRule, sources: list[np.ndarray[tuple[int], np.dtype[np.float32]]]) -> bytes:
-        raw = np.frombuffer(b"".join(s.tobytes() for s in (base, *sources)), np.uint8).copy()
-        places, out = 4 * n * np.arange(1, len(sources) + 1), np.zeros(4 * n, np.uint8)
-        codes, everyone = np.full(len(sources), F32.kernel_code), np.arange(len(sources))
-        rule(RawBlock(raw, 0, F32.kernel_code, everyone, everyone, places, codes, 0, n, out, 0, F32.kernel_code))
-        return out.tobytes()
-
-    for first in range(1, 4):
-        begun = run(ElementwiseRule(coefficients_E[:first], anchor_scale=0.9), experts[:first])
-        rest = np.concatenate([[7.0], coefficients_E[first:]]).astype(np.float32)
-        total = np.frombuffer(begun, np.float32)
-        went_on = run(ElementwiseRule(rest, anchor_scale=0.9, goes_on=True), [total, *experts[first:]])
-        assert went_on == run(ElementwiseRule(coefficients_E, anchor_scale=0.9), experts)

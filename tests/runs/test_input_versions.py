@@ -77,22 +77,12 @@ def expect_of_scratch(bench: Bench, recipe: Recipe, name: str) -> None:
 @pytest.mark.parametrize("model", ["base", "expert1"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_merge__reuses_nothing_of_another_version(bench: Bench, change: str, model: str) -> None:
-    bench.merge(SUM, "first", keep_sums=True)
+    bench.merge(SUM, "first")
     old = bench.digest("first")
     CHANGES[change](bench.only_file(model))
     assert bench.merge(SUM, "second").reused_bytes == 0
     assert bench.digest("second") != old
     expect_of_scratch(bench, SUM, "second")
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_merge__continues_no_sum_of_another_version(bench: Bench, change: str) -> None:
-    two = Recipe("task_arithmetic", {"normalize": False})
-    three = Recipe("task_arithmetic", {"normalize": False}, experts=(1, 2, 3))
-    bench.merge(two, "two", keep_sums=True)
-    CHANGES[change](bench.only_file("expert1"))
-    bench.merge(three, "three")
-    expect_of_scratch(bench, three, "three")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -208,7 +198,7 @@ def test_keeping__commands_name_the_input_of_another_version(bench: Bench, chang
 def test_records__hold_files_of_any_time(bench: Bench, time: int) -> None:
     for model in ("base", "expert1", "expert2"):
         os.utime(bench.only_file(model), ns=(time, time))
-    bench.merge(SUM, "out", keep_sums=True)
+    bench.merge(SUM, "out")
     manifest = read_manifest_value(LocalStore(), Location.local(bench.folder / "out"))
     path = bench.only_file("expert1")
     assert manifest.inputs[1].files[0].version == version_of(path, path.stat())

@@ -18,7 +18,6 @@ from mergepipe.recipes.parse.written_paths import with_renamed
 from mergepipe.runs.publication.hub_ids import parse_base_model_ids
 from mergepipe.runs.publication.input_cards import InputCard, parse_card
 from mergepipe.runs.publication.left_out import reason_of
-from mergepipe.runs.reuse.kept_sums_files import sums_folder
 from mergepipe.snapshots.recorded_paths import absolute_reference, relative_reference
 from mergepipe.storage.location import Location
 from support.bucket_outputs import files_below, objects_below
@@ -102,13 +101,7 @@ def check_names_no_path(files: dict[str, bytes], folder: Path) -> None:
     assert [name for name, content in files.items() if str(folder).encode() in content] == []
 
 
-@pytest.mark.parametrize(
-    ("budget", "options"),
-    [
-        ("60%", NO_CATALOG),
-        (None, MergeOptions(catalog=False, keep_sums=True)),
-    ],
-)
+@pytest.mark.parametrize(("budget", "options"), [("60%", NO_CATALOG), (None, NO_CATALOG)])
 def test_merge__of_every_kind_publishes_no_path_of_this_machine(
     family: Path, budget: str | None, options: MergeOptions
 ) -> None:
@@ -169,21 +162,6 @@ def test_merge__copies_or_lists_every_file_of_the_base(family: Path) -> None:
     assert "not here" not in card
     assert 'library_name: "transformers"' in card  # the base's own card says so
     assert "modeling.py" in str(merge_table(report))
-
-
-def test_gc__removes_sums_whose_snapshot_is_gone(family: Path) -> None:
-    options = MergeOptions(home=family / "home", keep_sums=True)
-    mergepipe.merge(recipe_of(family), family / "out", options=options)
-    (sums,) = sums_folder(family / "out").iterdir()
-    assert mergepipe.gc([family], home=family / "home").garbage == ()
-    notices = mergepipe.verify(family / "out", options=RunOptions(home=family / "home")).notices
-    assert not any("sums" in notice for notice in notices)
-    shutil.rmtree(family / "out")
-    found = mergepipe.gc([family], home=family / "home", dry_run=True).garbage
-    assert [item.what for item in found if item.kind == "sums"] == [str(sums)]
-    assert sums.exists()
-    mergepipe.gc([family], home=family / "home")
-    assert not sums.parent.exists()
 
 
 def test_merge__the_card_names_hub_ids_and_inherits_from_the_base(family: Path) -> None:

@@ -17,7 +17,7 @@ from mergepipe.errors import CorruptError
 from mergepipe.options import MergeOptions
 from mergepipe.runs import execution as executing
 from mergepipe.runs.recovery import resume as resuming
-from mergepipe.runs.reuse.accumulators import find_kept_sums
+from mergepipe.runs.reuse.blocks import find_reuse
 from mergepipe.runs.reuse.keys import KEYS_NAME
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -262,13 +262,14 @@ def test_merge__an_earlier_snapshot_that_goes_while_it_is_looked_at_is_passed_ov
     first, other = bench.folder / "first", bench.folder / "other"
     bench.scratch(with_weight(RECIPES["linear"], 0.9), "other", catalog=False)
 
-    def lose(*arguments: Any, **options: Any) -> Any:
+    def lose(*arguments: Any) -> Any:
+        found = find_reuse(*arguments)
         shutil.rmtree(first)
         if loss == "replaced":
             other.rename(first)
-        return find_kept_sums(*arguments, **options)
+        return found
 
-    monkeypatch.setattr(executing, "find_kept_sums", lose)
+    monkeypatch.setattr(executing, "find_reuse", lose)
     report = bench.merge(RECIPES["linear"], "again")
     assert (report.reused_bytes, report.expert_bytes > 0) == (0, True)
     monkeypatch.undo()

@@ -39,6 +39,7 @@ ALLOWED = {
     "deltastore/writer.py": ("regular.read_head", OWN),
     "jobs/gc.py": ("exists glob is_dir is_file is_symlink os.walk rglob stat", OWN),
     "jobs/pack.py": ("is_symlink resolve", "originals that are removed on this machine"),
+    "jobs/push.py": ("exists", "whether a name is a folder of this machine, or a model of the Hub"),
     "jobs/repair.py": (
         "exists is_symlink open os.fstat os.open os.pread resolve stat",
         "a snapshot that is repaired in place",
@@ -52,7 +53,6 @@ ALLOWED = {
     "runs/output_place.py": ("glob is_file read_bytes", OWN),
     "runs/parts_finish.py": ("is_dir", OWN),
     "runs/recovery/resume.py": ("is_dir is_file stat", OWN),
-    "runs/reuse/kept_sums_files.py": ("glob is_dir is_symlink iterdir", OWN),
     "recipes/parse/written_paths.py": ("os.path.realpath", "the folder that paths are written relative to"),
     "runs/snapshots.py": ("exists is_dir is_file", OWN),
     "runs/budget/speeds.py": ("os.path.ismount regular.read_small resolve", "which disk a file is on"),

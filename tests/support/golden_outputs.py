@@ -16,7 +16,6 @@ from typing import Any
 
 import mergepipe
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
-from mergepipe.runs.reuse.kept_sums_files import sums_folder
 from support.disk_families import make_models
 from support.disk_families import write_family as write_odd_family
 from support.families import FamilyShape, write_family
@@ -36,7 +35,7 @@ SHAPE = FamilyShape(hidden=64, layers=3, heads=4, kv_heads=2, head_dim=16, inter
 N_EXPERTS = 3
 BLOCK_ELEMENTS = 1 << 14
 NOT_COMPARED = (
-    "mergepipe.json", "mergepipe.keys", "mergepipe.accumulators.json",
+    "mergepipe.json", "mergepipe.keys",
     "mergepipe-store.json", "README.md", "mergekit_config.yml",
 )  # fmt: skip
 """Files that tell of places, times and versions; what they say of results stands in other files as well."""
@@ -122,7 +121,7 @@ def all_digests(root: Path) -> dict[str, dict[str, str]]:
 
 
 def merges(root: Path) -> dict[str, dict[str, str]]:
-    """Merges in full of every method, of odd dtypes and of slices; kept sums."""
+    """Merges in full of every method, of odd dtypes and of slices."""
     (root / "odd.yml").write_text(ODD_RECIPE)
     (root / "slices.yml").write_text(SLICES_RECIPE)
     (root / "float32.yml").write_text(recipe_text("ties", "float32"))
@@ -133,15 +132,12 @@ def merges(root: Path) -> dict[str, dict[str, str]]:
         common = MergeOptions(catalog=False, threads=2, reuse=False)
         mergepipe.merge(root / recipe, out, options=replace(common, **options))
         results[name] = tree(out)
-        for sums in sums_folder(out).glob("*"):
-            results[name]["mergepipe.accumulators"] = hashlib.sha256(sums.read_bytes()).hexdigest()[:32]
 
     for method in METHODS:
         add(f"merge {method}", f"{method}.yml")
     for name in ("odd", "slices", "float32"):
         add(f"merge {name}", f"{name}.yml")
     add("merge in shards", "linear.yml", shard_bytes=200_000)
-    add("merge keeping sums", "linear.yml", keep_sums=True)
     return results
 
 

@@ -83,11 +83,6 @@ class TensorEntry:
         return (self,)
 
 
-@dataclass(frozen=True, slots=True)
-class KeptTotal(TensorEntry):
-    """The float32 sum that an earlier merge kept: no model's tensor, so that no budget counts it."""
-
-
 class Fetch(Protocol):
     """Writes the elements `span` of a computed tensor into `out` (uint8, `span.n_elements * dtype.itemsize` bytes).
 

@@ -123,7 +123,7 @@ def _layout(work: MergeWork, pool_bytes: int, tap: Tap | None) -> _Layout:
     if work.statistics_of and not fits_memory(tasks, pool_bytes, _cut_of(work, tap)):
         work = replace(work, statistics_of=frozenset())  # whole blocks of all models are more than the cap allows
     reusable = {task.name: work.reusable[task.name] for task in tasks if can_reuse(work, task)}
-    work = replace(work, reusable=reusable, statistics_of=work.statistics_of - reusable.keys() - work.rules.keys())
+    work = replace(work, reusable=reusable, statistics_of=work.statistics_of - reusable.keys())
     cut_of = uncut_blocks(_cut_of(work, tap), tasks, pool_bytes)
     sizes = choose_buffer_sizes(tasks, pool_bytes, cut_of, CHUNK_BYTES)
     return _Layout(work, pool_bytes, sizes, _runs_of(work), cut_of)

@@ -27,8 +27,6 @@ def tensor_work(work: MergeWork, task: MergeTask, on_statistics: OnStatistics) -
     is_known = reusable is not None and reusable.is_whole
     if task.action is Action.COPY or not task.base.n_elements or is_known:
         return TensorWork(task, None, no_function)
-    if task.name in work.rules:
-        return TensorWork(task, None, lambda _: work.rules[task.name])
     inputs, operator = operator_input(work, task), work.operator
     if work.access is not None and work.access.factor(task.name) != 1.0:
         return _sampled_work(work, task, inputs, work.access)
@@ -74,7 +72,7 @@ def _sampled_work(work: MergeWork, task: MergeTask, inputs: OperatorInput, acces
 def can_reuse(work: MergeWork, task: MergeTask) -> bool:
     """Whether known results can be reused: a whole tensor, or some blocks if blocks are independent."""
     reusable = work.reusable.get(task.name)
-    if reusable is None or reusable.is_whole or task.name in work.rules:
+    if reusable is None or reusable.is_whole:
         return reusable is not None
     inputs = operator_input(work, task)
     if work.operator.granularity(inputs) > 1:

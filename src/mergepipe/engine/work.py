@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mergepipe.engine.pipeline.segments import Reusable
     from mergepipe.engine.planned_access import PlannedAccess
     from mergepipe.engine.reductions.known_quantities import RecordedQuantities
-    from mergepipe.operators.base import BlockFunction, Operator
+    from mergepipe.operators.base import Operator
     from mergepipe.recipes.resolve.tasks import MergeTask
 
 
@@ -67,8 +67,7 @@ class MergeWork:
 
     `statistics_of` names the tensors whose experts' statistics are gathered; those are read in full. `recorded`
     quantities of other tensors are not gathered again. `reusable` are results that stand in earlier snapshots, by
-    tensor; one that must be reduced first is reused whole or not at all. `rules` are applied to the tensors they name
-    instead of the operator's, without any reduction.
+    tensor; one that must be reduced first is reused whole or not at all.
 
     Laws: it pickles, and unpickles to an equal value, if its inputs are those of a recipe; the bytes that it makes
     depend on nothing else.
@@ -85,7 +84,6 @@ class MergeWork:
     statistics_of: frozenset[str] = frozenset()
     recorded: Mapping[str, RecordedQuantities] = field(default_factory=dict)
     reusable: Mapping[str, Reusable] = field(default_factory=dict)
-    rules: Mapping[str, BlockFunction] = field(default_factory=dict)
 
     @property
     def operator(self) -> Operator:

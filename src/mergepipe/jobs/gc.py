@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,12 +10,10 @@ from typing import Final
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.manifests import read_manifest
 from mergepipe.catalog.rows import SnapshotRow, Staleness
 from mergepipe.core.units import plural
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.reports import Garbage, GcReport
-from mergepipe.runs.reuse.kept_sums_files import old_sums, remove_old_sums, snapshots_with_sums
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.journal import JOURNAL_NAME, read_journal
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -24,12 +21,11 @@ from mergepipe.snapshots.object_upload import UPLOADS_NAME, find_left_pieces, fi
 from mergepipe.snapshots.parts_account import ReadingState, readings_in
 from mergepipe.snapshots.parts_bucket import find_parts
 from mergepipe.snapshots.parts_directory import PartsDirectory, read_job
-from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead, staging_directory
+from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead
 from mergepipe.storage import owned
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
 from mergepipe.storage.owner import is_alive, newest_change
 from mergepipe.storage.remote.bucket_folder import BucketFolder
-from mergepipe.storage.stores import Stores
 
 ABANDONED_SECONDS: Final = 7 * 24 * 3600.0
 """Parts of an output that nobody has written to for so long are garbage: jobs may wait in a queue for days."""
@@ -86,7 +82,6 @@ def _folders(snapshots: Iterable[SnapshotRow], roots: Iterable[Path]) -> list[Pa
 def _left_beside(folders: Sequence[Path], living: list[str], *, dry_run: bool) -> Iterator[Garbage]:
     yield from _staging(folders, living, dry_run=dry_run)
     yield from _parts(folders, dry_run=dry_run)
-    yield from _sums(folders, dry_run=dry_run)
 
 
 def _staging(folders: Iterable[Path], living: list[str], *, dry_run: bool) -> Iterator[Garbage]:
@@ -175,23 +170,6 @@ def _is_finished(directory: Path) -> bool:
         return job is not None and is_snapshot_of(directory.parent / job.out, job.plan_digest)
     except MergePipeError:  # damaged: not ours to judge
         return False
-
-
-def _sums(folders: Iterable[Path], *, dry_run: bool) -> Iterator[Garbage]:
-    """Find kept sums whose snapshot is gone or was replaced."""
-    for out in (out for folder in folders for out in snapshots_with_sums(folder)):
-        if staging_directory(out).exists():
-            continue  # a run may be about to publish their snapshot
-        sid = None
-        if (out / MANIFEST_NAME).exists():
-            with contextlib.suppress(MergePipeError):
-                sid = read_manifest(Stores(), out).sid
-            if sid is None:
-                continue  # a manifest that cannot be read may still be their snapshot's
-        for path in old_sums(out, sid):
-            yield Garbage("sums", str(path), "their snapshot is gone", path.stat().st_blocks * 512, not dry_run)
-        if not dry_run:
-            remove_old_sums(out, sid)
 
 
 def _allocated_bytes(directory: Path) -> int:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from mergepipe.operators.registry import operator_named
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.inputs.opened import open_inputs
 from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings, publish_merge
 from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.reuse.accumulators import check_sums_can_be_kept
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
@@ -32,6 +30,4 @@ def run_merge(
             keeps_absolute_paths=settings.absolute_paths,
         )  # fmt: skip
         settings.base_model_ids.check_names(inputs.leaf_models)
-        if settings.keeps_accumulators:
-            check_sums_can_be_kept(operator_named(inputs.recipe.operator.name), inputs.resolution.tasks)
         return publish_merge(inputs, None, out, settings, store, link, started, on_progress)

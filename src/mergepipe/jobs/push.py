@@ -21,7 +21,6 @@ from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputE
 from mergepipe.jobs.verify_composite import composite_sid, damage_of, is_composite, read_composite
 from mergepipe.recipes.parse.yaml_source import parse_yaml
 from mergepipe.reports import Progress, ProgressCallback, PushReport
-from mergepipe.runs.reuse.accumulators import ACCUMULATORS_BLOCKS_NAME, ACCUMULATORS_RECORD_NAME
 from mergepipe.runs.reuse.keys import KEYS_NAME
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.layout import read_small_file, small_digest
@@ -42,7 +41,7 @@ from mergepipe.storage.remote.hub_commit import HubRepository
 from mergepipe.storage.stores import Stores
 
 _LAST_NAMES = ("config.json", INDEX_NAME)
-_LOCAL_NAMES = (KEYS_NAME, ACCUMULATORS_RECORD_NAME, ACCUMULATORS_BLOCKS_NAME)
+_LOCAL_NAMES = (KEYS_NAME,)
 """Files that serve later merges beside the snapshot, and nobody else."""
 _COMPARED_BYTES = 16 << 20
 _WEIGHTS = (".safetensors", ".bin", INDEX_NAME)

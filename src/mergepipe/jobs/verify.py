@@ -20,8 +20,6 @@ from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
 from mergepipe.runs.inputs.configuration import config_findings
 from mergepipe.runs.moved_inputs import with_inputs_found
 from mergepipe.runs.rebuild import rebuild_tensors, sampled_tensors
-from mergepipe.runs.reuse.accumulators import ACCUMULATORS_BLOCKS_NAME, read_totals
-from mergepipe.runs.reuse.kept_sums_files import find_sums
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.block_digests import BlockTable, root_of
 from mergepipe.snapshots.layout import (
@@ -37,7 +35,6 @@ from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, SmallFileRecor
 from mergepipe.snapshots.scan import Scan, scan_snapshot
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import Store, files_below
-from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.limits import MANIFEST_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
@@ -133,8 +130,7 @@ def examine(store: Store, directory: Location, threads: int, on_progress: Progre
     for file in layout.files:
         damages.extend(_file_damages(directory, store, file, layout, table, scan))
     damages.extend(_small_damages(store, directory, manifest))
-    damages.extend(_sum_damages(store, directory, manifest, threads))
-    notices = [*_notices(scan), *_sum_notices(store, directory, manifest), *_strangers(store, directory, manifest)]
+    notices = [*_notices(scan), *_strangers(store, directory, manifest)]
     config, config_notices = config_findings(store, directory / CONFIG_NAME, manifest)
     damages.extend(config)
     return Examination(directory, manifest, layout, table, scan, tuple(damages), (*notices, *config_notices))
@@ -232,32 +228,6 @@ def _small_damages(store: Store, directory: Location, manifest: Manifest) -> Ite
         reason = _index_trouble(store, directory / INDEX_NAME, manifest)
         if reason:
             yield _damage("index", INDEX_NAME, 0, 0, reason)
-
-
-def _sum_damages(store: Store, directory: Location, manifest: Manifest, threads: int) -> Iterator[Damage]:
-    """Check the kept sums, if they are there, by their recorded digests."""
-    place = find_sums(store, directory, manifest.sid)
-    if not _kept_sums(manifest) or store.stat(place) is None:
-        return
-    sums = read_totals(store, directory, manifest)
-    if sums is None:
-        yield _damage("small-file", str(place), 0, 0, "the kept sums are not what was written")
-        return
-    for name in sums.damaged(set(sums.entries), Ledger(), threads):
-        entry = sums.entries[name]
-        message = f"the kept sum of '{name}' is not what was written"
-        yield _damage("small-file", str(place), entry.offset, entry.offset + entry.nbytes, message)
-
-
-def _sum_notices(store: Store, directory: Location, manifest: Manifest) -> Iterator[str]:
-    """Tell of sums that were kept and are no longer there, which damages nothing."""
-    place = find_sums(store, directory, manifest.sid)
-    if _kept_sums(manifest) and store.stat(place) is None:
-        yield f"{place}: the kept sums are gone: a merge with more experts reads all of them again"
-
-
-def _kept_sums(manifest: Manifest) -> bool:
-    return any(record.name == ACCUMULATORS_BLOCKS_NAME for record in manifest.sidecars)
 
 
 def _small_file_trouble(store: Store, path: Location, record: SmallFileRecord) -> str:

@@ -10,7 +10,6 @@ from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts
 from mergepipe.kernels.philox import GROUP_ELEMENTS, fill_random_words
 
 KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_BAND, KEEP_NEAR, KEEP_VARIED, KEEP_MARKED = 0, 1, 2, 3, 4, 5, 6
-NO_START = -1
 NEAREST = np.float32(1e-6)
 
 _TILE = TILE_ELEMENTS
@@ -267,8 +266,6 @@ def merge_block(
     raw: Bytes,
     base_offset: int,
     base_code: int,
-    start_offset: int,
-    start_code: int,
     offsets_E: Counts,
     codes_E: Counts,
     coefficients_E: Floats,
@@ -302,8 +299,7 @@ def merge_block(
     with KEEP_NEAR, where that is the largest step. With `consensus`:
     `anchor_scale * M_0 + delta_scale * D`, where `D` is the sum of the kept deltas times their coefficients that share
     the sign of `sum_e votes_E[e] * K(delta_e)`, divided by the sum of those coefficients (at least `least_divisor`) if
-    `normalize`. With a `start_code` other than `NO_START`, the sum without consensus starts from the values stored at
-    `start_offset` instead of `anchor_scale * M_0`.
+    `normalize`.
 
     Args:
         raw: uint8, the stored bytes of base and experts at `base_offset` and `offsets_E`.
@@ -324,11 +320,8 @@ def merge_block(
     while start < n:
         m = min(_TILE, n - start)
         decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, m, base)
-        if start_code != NO_START:
-            decode_tile(raw, start_offset + start * itemsize_of(start_code), start_code, m, total)
-        else:
-            for i in range(m):
-                total[i] = np.float32(0.0) if consensus else anchor_scale * base[i]
+        for i in range(m):
+            total[i] = np.float32(0.0) if consensus else anchor_scale * base[i]
         for e in range(n_present):
             delta = deltas_EN[e if needs_all_deltas else 0]
             decode_against(raw, offsets_E[e], codes_E[e], start, m, base, model, delta)
@@ -399,8 +392,6 @@ def merge_rows(
             raw,
             base_offset + start * itemsize_of(base_code),
             base_code,
-            0,
-            NO_START,
             starts_E,
             codes_E,
             coefficients_E,

@@ -27,7 +27,7 @@ from mergepipe.recipes.parse.references import reference_text
 from mergepipe.reports import MergeReport, Progress, ProgressCallback
 from mergepipe.runs.budget.coverage import coverage_of
 from mergepipe.runs.budget.verdict import analysis_advice, verdict_of
-from mergepipe.runs.execution import Execution, MergeResult, ReuseSources
+from mergepipe.runs.execution import Execution, MergeResult
 from mergepipe.runs.inputs.opened import Inputs, with_known_digests
 from mergepipe.runs.output_place import (
     BucketTarget,
@@ -40,7 +40,6 @@ from mergepipe.runs.publication.hub_ids import BaseModelIds, hub_id_of
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.records.manifest import (
     file_records,
-    own_sum_bytes,
     realized,
     reuse_facts,
     tensor_bytes_read,
@@ -48,7 +47,6 @@ from mergepipe.runs.records.manifest import (
     traffic_facts,
 )
 from mergepipe.runs.recovery.resume import MergeProgress, Resume, run_key, samples_cost
-from mergepipe.runs.reuse.accumulators import largest_totals_bytes
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.sidecars import (
     EVERY_SMALL_FILE,
@@ -91,8 +89,7 @@ class MergeSettings:
     """Settings of one merge run. `home` is the catalog's directory; None runs without a catalog.
 
     With `reuse` a full merge copies blocks with equal keys from earlier snapshots; a planned merge reuses exactly what
-    its plan names. With `keeps_accumulators` a full merge stores its float32 sums, to which a later merge adds experts.
-    An `overlay` stores only blocks that differ from the base; it excludes `reuse` and kept sums, and is never resumed.
+    its plan names.
     With `pack` the experts are packed there while they are read; such a merge reads everything, so it neither reuses
     nor resumes.
     `strictness` says whether what has no effect in a recipe is refused. With a `plan_key` the plan is kept beside the
@@ -108,7 +105,6 @@ class MergeSettings:
     home: Path | None
     resume: Resume = Resume.AUTO
     reuse: bool = False
-    keeps_accumulators: bool = False
     allow_dropped: tuple[str, ...] = ()
     pack: Path | None = None
     small_files: SmallFileChoice = EVERY_SMALL_FILE
@@ -133,8 +129,7 @@ class IntermediateWriter:
     def __init__(self, out: Path, settings: MergeSettings, store: Store) -> None:
         self._staging = Staging(out.with_name(f"{out.name}.intermediates"), force=False)
         self._settings = replace(
-            settings, home=None, resume=Resume.NEVER, force=False, reuse=False,
-            keeps_accumulators=False, pack=None, destination=None,
+            settings, home=None, resume=Resume.NEVER, force=False, reuse=False, pack=None, destination=None,
         )  # fmt: skip
         self._store = store
         self._stack = contextlib.ExitStack()
@@ -178,13 +173,12 @@ def publish_merge(
     inputs = with_known_digests(inputs, link)
     output = plan_output(inputs.resolution.tasks, settings.shard_bytes)
     check_target(out, [checkpoint.path for checkpoint in inputs.checkpoints], force=settings.force)
-    sum_bytes = largest_totals_bytes(output.tasks) if settings.keeps_accumulators else 0
     bucket = _bucket_target(settings.destination, inputs, is_made=made is not None)
     weight_bytes = output.total_bytes if bucket is None else most_staged_bytes(output)
     weight_bytes = 0 if made else weight_bytes
     planned = plan_small_files(inputs, store, settings.small_files)
     sidecar_bytes = sum(map(len, planned.contents.values())) + SIDECAR_MARGIN_BYTES
-    check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes)
+    check_free_space(out, weight_bytes + sidecar_bytes)
     packs = _pack_request(inputs, output, out, settings.pack)
     if packs.outs:
         settings = replace(settings, reuse=False, resume=settings.resume.without_continuing)
@@ -213,8 +207,8 @@ def publish_merge(
                 store_plan(staging.directory, settings.plan_key, plan)
             if progress.done:
                 run.resume_at(progress.durable_share)
-            sources = _reuse_sources(plan, out, settings, store, link)
-            manifest = run.fill(staging, progress, publication.durable, sources, packer)
+            earlier = _earlier_snapshots(plan, out, settings, store, link)
+            manifest = run.fill(staging, progress, publication.durable, earlier, packer)
             packer.finish()
             if before_publish is not None:
                 before_publish(manifest)
@@ -223,7 +217,7 @@ def publish_merge(
             link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
         packed = packer.publish()
         return replace(
-            run.report(settings.destination or out, staging.path, manifest),
+            run.report(settings.destination or out, manifest),
             packed=packed,
             not_packed=packs.refused,
             earlier_expert_bytes=progress.earlier_expert_bytes,
@@ -297,16 +291,15 @@ def _pack_candidate(inputs: Inputs, model: int) -> PackCandidate:
     return PackCandidate(named.text, inputs.checkpoints[model], reason)
 
 
-def _reuse_sources(
+def _earlier_snapshots(
     plan: Plan | None, out: Path, settings: MergeSettings, store: Store, link: CatalogLink
-) -> ReuseSources:
+) -> EarlierSnapshots:
     """Name the snapshots to reuse: those of the plan, else the replaced snapshot and those in the catalog."""
     if plan is not None:
         places: tuple[Path, ...] = tuple(Path(snapshot.path) for snapshot in plan.reuse)
-        snapshots = EarlierSnapshots(store, places, link)
-        return ReuseSources(snapshots, continues_sums=False, keeps_accumulators=False)
-    places = reuse_candidates(link, out if settings.force else None) if settings.reuse else ()
-    return ReuseSources(EarlierSnapshots(store, places, link), settings.reuse, settings.keeps_accumulators)
+    else:
+        places = reuse_candidates(link, out if settings.force else None) if settings.reuse else ()
+    return EarlierSnapshots(store, places, link)
 
 
 class _Run:
@@ -347,19 +340,19 @@ class _Run:
         staging: Staging,
         progress: MergeProgress,
         durable: DurableProgress,
-        sources: ReuseSources,
+        earlier: EarlierSnapshots,
         packer: ExpertPacker,
     ) -> Manifest:
         """Write all files of the snapshot, reporting what is `durable`; return its manifest, with absolute paths."""
         checkpoints = tuple(checkpoint for _, _, checkpoint in self._inputs.leaves())
         observer = Observer(lambda _: self.tick("merge"), tap=packer.tap)
         execution = Execution(
-            self._store, self._executor, self._settings.engine.threads, staging.path, self._plan, checkpoints, observer,
+            self._store, self._executor, staging.path, self._plan, checkpoints, observer,
         )  # fmt: skip
         work = merge_work(
             self._inputs, self._output, self._plan, self._settings.seed, self._store, self._link
         )  # fmt: skip
-        result = execution.run(work, sources, durable)
+        result = execution.run(work, earlier, durable)
         self.tick("publish")
         check_unchanged(self._store, checkpoints)
         result.reuse.check(result.digests)
@@ -375,7 +368,7 @@ class _Run:
         """Write every file that holds no tensors, the manifest last; return the manifest."""
         blocks = table_of(self._output.shards, result.digests).to_bytes()
         reference = partial(self._reference, out=staging.out)
-        unfinished = self._manifest(staging.path, result, ids, progress, record_of(BLOCKS_NAME, blocks))
+        unfinished = self._manifest(result, ids, progress, record_of(BLOCKS_NAME, blocks))
         small_files = self._settings.small_files.of(
             sidecar_contents(self._planned, self._inputs, self._store, unfinished, self._plan), self._inputs
         )
@@ -412,7 +405,6 @@ class _Run:
 
     def _manifest(
         self,
-        directory: Path,
         result: MergeResult,
         ids: Mapping[int, str],
         progress: MergeProgress,
@@ -440,7 +432,7 @@ class _Run:
                 "seconds": round(time.perf_counter() - self._started, 3),
                 "threads": self._settings.engine.threads,
                 "memory_bytes": self._settings.engine.memory_bytes,
-                **reuse_facts(result, directory, usage),
+                **reuse_facts(result, usage),
                 **traffic_facts(traffic(self._store, usage)),
                 **_earlier_run_facts(progress),
                 **self._recipe_facts(),
@@ -490,10 +482,10 @@ class _Run:
         notices = tuple(f"{fallback.where}: {fallback.decision}: {fallback.reason}" for fallback in starved)
         return (*notices, *analysis_advice(self._plan))
 
-    def report(self, out: Path | Location, directory: Path, manifest: Manifest) -> MergeReport:
-        """Report what was done in the staging directory, up to now."""
+    def report(self, out: Path | Location, manifest: Manifest) -> MergeReport:
+        """Report what was done, up to now."""
         by_purpose = self._store.ledger.usage()
-        usage, sum_bytes = realized(by_purpose), own_sum_bytes(directory, by_purpose)
+        usage = realized(by_purpose)
         resolution = self._inputs.resolution
         return MergeReport(
             out=out,
@@ -507,10 +499,9 @@ class _Run:
             analysis_bytes=usage.analysis,
             metadata_bytes=usage.metadata,
             output_bytes=usage.output,
-            reused_bytes=by_purpose[Purpose.REUSE] - sum_bytes,
+            reused_bytes=by_purpose[Purpose.REUSE],
             reused_from=tuple(filter(None, str(manifest.run.get("reused_from", "")).split(","))),
             reused_by=str(manifest.run.get("reused_by", "")),
-            sum_bytes=sum_bytes,
             seconds=time.perf_counter() - self._started,
             planned_bytes=None if self._plan is None else self._plan.planned_bytes,
             budget_bytes=None if self._plan is None else self._plan.budget_bytes,

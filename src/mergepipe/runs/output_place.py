@@ -21,8 +21,6 @@ from mergepipe.engine.work import OutputPlan
 from mergepipe.errors import OutputError, RecipeError
 from mergepipe.runs.records.manifest import file_digest_of
 from mergepipe.runs.recovery.resume import MergeProgress
-from mergepipe.runs.reuse.accumulators import ACCUMULATORS_NAME
-from mergepipe.runs.reuse.kept_sums_files import move_sums, remove_old_sums
 from mergepipe.snapshots.journal import JOURNAL_NAME
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.object_upload import ObjectUpload
@@ -31,7 +29,6 @@ from mergepipe.snapshots.shards import INDEX_NAME, SINGLE_NAME, DurableProgress,
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage import owned
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
-from mergepipe.storage.regular import os_error
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 
@@ -75,16 +72,8 @@ class FolderPublication:
         self.durable: DurableProgress = progress
 
     def publish(self, manifest: Manifest) -> None:
-        """Rename the staging directory, after the sums that are kept beside it; raises as `Staging.publish`."""
-        sums, out = self._staging.path / ACCUMULATORS_NAME, self._staging.out
-        try:
-            keeps_sums = owned.is_there(sums)
-        except OSError as error:
-            raise os_error(error, sums, "looking for the kept sums") from error
-        if keeps_sums:
-            move_sums(sums, out, manifest.sid)
+        """Rename the staging directory; raises as `Staging.publish`."""
         self._staging.publish()
-        remove_old_sums(out, manifest.sid if keeps_sums else None)
 
 
 class BucketPublication:

@@ -49,7 +49,6 @@ def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSet
         home=catalog_home(options),
         resume=resume,
         reuse=options.reuse,
-        keeps_accumulators=options.keep_sums,
         allow_dropped=options.allow_dropped,
         small_files=SmallFileChoice(options.card, options.tokenizer, options.mergekit_config),
         pack=options.pack_path,
@@ -134,7 +133,7 @@ def output_place(
     refuse_file_name(location)
     if location.is_local:
         return location.without_detours().local_path, settings
-    options = {"--force": settings.force, "--keep-sums": settings.keeps_accumulators}
+    options = {"--force": settings.force}
     check_destination(location, options)
     return staging_place(location, home_of(home)), replace(settings, destination=location)
 
@@ -151,9 +150,6 @@ def check_with_budget(options: MergeOptions, *, planned_by: str | None) -> None:
     if options.pack is not None and planned_by is not None:
         message = f"cannot be combined with {planned_by}: only experts that are read in full are packed"
         raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
-    if options.keep_sums and planned_by is not None:
-        message = "only full merges keep sums and build on them"
-        raise RecipeError.of("option.pair", "--keep-sums", message, "merge without --budget")
     continues = options.plan.continue_
     if continues and (planned_by is None or not options.reuse):
         message = "contradicts --no-reuse" if planned_by else "a full merge copies what comes out the same by itself"

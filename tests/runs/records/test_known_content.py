@@ -27,7 +27,7 @@ from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from support.reuse_cases import RECIPES, Bench, Recipe, make_bench
+from support.reuse_cases import RECIPES, Bench, make_bench
 
 Statistics = dict[str, bytes]
 UNSAMPLED_FROM_THE_END = 20_001
@@ -230,19 +230,6 @@ def digest_in_passing(bench: Bench, *names: str, home: Path | None = None) -> No
         for name in names:
             checkpoint = opened(bench, name)
             catalog.register_model(with_digests(checkpoint, read_digests(store, checkpoint, 1)))
-
-
-def test_merge__of_models_elsewhere_continues_kept_sums(bench: Bench) -> None:
-    two = Recipe("task_arithmetic", {"normalize": False})
-    three = Recipe("task_arithmetic", {"normalize": False}, experts=(1, 2, 3))
-    bench.merge(two, "two", keep_sums=True)
-    names = ("base", "expert1", "expert2", "expert3")
-    elsewhere = put_elsewhere(bench, copy, *names)
-    digest_in_passing(elsewhere, *names[:3], home=bench.home)
-    report = elsewhere.merge(three, "three", home=bench.home)
-    scratch = elsewhere.scratch(three, "scratch", home=bench.home)
-    assert elsewhere.digest("three") == elsewhere.digest("scratch")
-    assert report.expert_bytes < scratch.expert_bytes / 2
 
 
 def test_merge__reuses_a_snapshot_that_moved_with_its_inputs(bench: Bench) -> None:

@@ -34,7 +34,6 @@ def merge_table(report: MergeReport) -> str:
     earlier_bytes = report.earlier_expert_bytes
     earlier = f", {format_bytes(earlier_bytes)} of it at most by interrupted runs" if earlier_bytes else ""
     reused = [("reused", _reused_text(report))] if report.reused_from else []
-    sums = [("sums", f"{format_bytes(report.sum_bytes)} kept and read back to round them")] if report.sum_bytes else []
     counts = _counts(report.merged_tensors, report.copied_tensors, report.dropped_tensors)
     return facts_text(
         [
@@ -44,7 +43,6 @@ def merge_table(report: MergeReport) -> str:
             ("base read", format_bytes(report.base_bytes)),
             ("experts read", format_bytes(report.expert_bytes) + earlier),
             *reused,
-            *sums,
             *analysis,
             *_budget_facts(report),
             ("written", format_bytes(report.output_bytes)),

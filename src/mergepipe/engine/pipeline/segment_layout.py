@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import ComputedTensor, KeptTotal, NeedsBase, Readable, TensorEntry
+from mergepipe.checkpoints.contract import ComputedTensor, NeedsBase, Readable, TensorEntry
 from mergepipe.core.blocks import Span
 from mergepipe.core.values import dataclass
 from mergepipe.engine.pipeline.segments import Run, SegmentShape
@@ -101,9 +101,9 @@ def lay_out(
         if run.reused is not None:
             needed.append(_NeededElements(run.reused, run.span, Purpose.REUSE, base))
             continue
-        needed.append(_NeededElements(task.base, run.span, _purpose(task.base, Purpose.BASE), base))
+        needed.append(_NeededElements(task.base, run.span, Purpose.BASE, base))
         experts = [run.source(task, e) for e in run.read_experts]
-        needed.extend(_NeededElements(source, run.span, _purpose(source, Purpose.EXPERT), base) for source in experts)
+        needed.extend(_NeededElements(source, run.span, Purpose.EXPERT, base) for source in experts)
     reads, places = _join(needed, alignment_of)
     end = round_up(reads[-1].buffer_offset + reads[-1].nbytes, PAGE_BYTES) if reads else 0
     computations = _place_computed(needed, places, end)
@@ -115,10 +115,6 @@ def lay_out(
         position = stop
         out_offset += run.span.n_elements * tasks[run.task_index].dtype.itemsize
     return SegmentLayout(shape, tuple(reads), computations, tuple(pieces))
-
-
-def _purpose(source: Readable, usual: Purpose) -> Purpose:
-    return Purpose.REUSE if isinstance(source, KeptTotal) else usual
 
 
 def is_on_base(source: Readable, base: Readable) -> bool:

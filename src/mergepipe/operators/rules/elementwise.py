@@ -73,7 +73,6 @@ class ElementwiseRule:
     least_divisor: float = 0.0
     delta_scale: float = 1.0
     share_of: Shares | None = None
-    goes_on: bool = False  # the first expert is the sum so far, in whose place `anchor_scale * M_0` would stand
     unread_scale: float | None = None  # instead of `anchor_scale` where nothing is known of any expert
 
     def __eq__(self, other: object) -> bool:
@@ -105,10 +104,9 @@ class ElementwiseRule:
 
     def __call__(self, block: RawBlock) -> None:
         """Merge one block into `block.out`."""
-        from mergepipe.kernels.merge import NO_START, merge_block
+        from mergepipe.kernels.merge import merge_block
 
-        skipped = 1 if self.goes_on else 0
-        chosen = block.present_E[skipped:]
+        chosen = block.present_E
         scale = self.anchor_scale
         if self.unread_scale is not None and not len(block.counted_E):
             scale = self.unread_scale
@@ -119,10 +117,8 @@ class ElementwiseRule:
             block.raw,
             block.base_offset,
             block.base_code,
-            int(block.offsets_E[0]) if skipped else 0,
-            int(block.codes_E[0]) if skipped else NO_START,
-            block.offsets_E[skipped:],
-            block.codes_E[skipped:],
+            block.offsets_E,
+            block.codes_E,
             coefficients_E,
             coefficients_E if self.votes_E is None else self.votes_E[chosen],
             int(self._keep_in(block.first_element)),

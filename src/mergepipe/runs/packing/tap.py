@@ -186,8 +186,6 @@ class TapPacker:
         return Tap(frozenset(self._plan.routes), BLOCK_ELEMENTS, self._look)
 
     def _look(self, task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> None:
-        if not piece.run.present:
-            return  # this pass rounds a kept sum and reads no expert
         span = piece.run.span
         offsets = dict(zip(piece.run.present, piece.expert_offsets, strict=True))
         base = buffer[piece.base_offset : piece.base_offset + span.n_elements * task.base.dtype.itemsize]

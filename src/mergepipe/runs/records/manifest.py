@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from mergepipe.checkpoints.content_id import stored_entries
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.engine.work import OutputPlan
 from mergepipe.runs.execution import MergeResult
-from mergepipe.runs.reuse.accumulators import ACCUMULATORS_NAME
 from mergepipe.snapshots.manifest import OutputFileRecord, OutputTensor, RealizedBytes
 from mergepipe.snapshots.shards import ShardLayout, TensorDigest
 from mergepipe.storage.ledger import Purpose, Usage
@@ -22,18 +20,13 @@ _REUSED_BY = (
 )
 
 
-def own_sum_bytes(directory: Path, usage: Usage) -> int:
-    """Return the bytes of its own kept sums that a run read back to round them: these are not reused."""
-    return usage.by_file.get((str(directory / ACCUMULATORS_NAME), Purpose.REUSE), 0)
-
-
-def reuse_facts(result: MergeResult, directory: Path, usage: Usage) -> dict[str, float | int | str]:
+def reuse_facts(result: MergeResult, usage: Usage) -> dict[str, float | int | str]:
     """Return the manifest's facts on reuse: bytes copied, and the sids of the earlier snapshots."""
-    sids = sorted({*result.reuse.sids, *result.continued_sids})
+    sids = sorted(result.reuse.sids)
     if not sids:
         return {}
     return {
-        "reused_bytes": usage[Purpose.REUSE] - own_sum_bytes(directory, usage),
+        "reused_bytes": usage[Purpose.REUSE],
         "reused_from": ",".join(sids),
         "reused_by": _REUSED_BY,
     }

@@ -1,1 +1,1 @@
-"""Reuse of earlier snapshots: blocks copied by key, and kept sums continued."""
+"""Reuse of earlier snapshots: blocks copied by key."""

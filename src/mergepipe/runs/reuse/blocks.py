@@ -24,7 +24,6 @@ from mergepipe.planning.plan import Plan, ReusedSnapshot
 from mergepipe.recipes.parse.references import referenced_paths
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.reuse.kept_sums_files import find_sums
 from mergepipe.runs.reuse.keys import KEYS_NAME, NO_KEY, NamedKeys, RecordedFile, SourceFile
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.block_digests import BLOCKS_NAME, BlockTable, block_table_of
@@ -195,9 +194,6 @@ def _read_snapshot(store: Store, path: Location, link: CatalogLink) -> EarlierSn
         files = [path / entry.name for entry in store.list(path)]
         statuses = {file: status for file in files if (status := _status(store, file)) is not None}
         manifest = read_manifest_value(store, path)
-        sums = find_sums(store, path, manifest.sid)
-        if (status := _status(store, sums)) is not None:
-            statuses[sums] = status
         checkpoint = open_checkpoint(store, path)
         keys = _table(store, path, manifest, KEYS_NAME, 0)
         digests = _table(store, path, manifest, BLOCKS_NAME, len(manifest.files))

@@ -14,7 +14,6 @@ from mergepipe.cli.options import (
     BUDGET_PANEL,
     OUT_HELP,
     RECIPE_ENDINGS,
-    WORK_PANEL,
     AllowDropped,
     ClusterFlags,
     Force,
@@ -63,14 +62,6 @@ Budget = Annotated[
         rich_help_panel=BUDGET_PANEL,
     ),
 ]
-KeepSums = Annotated[
-    bool,
-    typer.Option(
-        "--keep-sums",
-        help="Keep the sums of additive operators (4 bytes a parameter): experts added later are read alone.",
-        rich_help_panel=WORK_PANEL,
-    ),
-]
 _FOR_BUDGETS = ("select", "where_omitted", "min_density", "block_elements", "request_cost", "no_probe", "continue_")
 EXAMPLES = (
     "mergepipe merge recipe.yml merged/",
@@ -89,7 +80,6 @@ class RecipeFlags:
     allow_dropped: AllowDropped = None
     seed: Seed = 0
     no_reuse: NoReuse = False
-    keep_sums: KeepSums = False
     pack: PackPath = None
 
 
@@ -134,7 +124,6 @@ def merge(
         shard_bytes=optional_size(shard_size, "--shard-size"),
         resume=resume,
         reuse=not settings.no_reuse,
-        keep_sums=settings.keep_sums,
         pack=settings.pack,
         paths=publishing.paths,
         base_model_ids=publishing.base_model_ids,
