@@ -17,7 +17,7 @@ from mergepipe.errors import MergePipeError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
-from support.torch_bytes import View, torch_bytes
+from support.torch_bytes import Array, View, torch_bytes
 from support.training_trees import KnownStates, decay_groups, decoder_shapes, known_states, write_hf, write_zero3
 
 PARITY = "default: new\ntake: [{from: old, units: [layers even]}]\n"
@@ -160,3 +160,49 @@ def test_compose__refuses_states_that_share_bytes(tmp_path: Path) -> None:
     (tmp_path / "recipe.yml").write_text("default: new\ntake: [{from: old, units: [norm]}]\n")
     error = refusal(lambda: tailor.check(tmp_path / "recipe.yml"))
     assert (error.code, "share bytes" in str(error)) == ("tailor.shared", True)
+
+
+def _ranks(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*_optim_states.pt"))
+
+
+def _write_other_optimizer(folder: Path, state_of: Callable[[Array], dict[str, object]]) -> None:
+    known = known_states(decoder_shapes(), step=7)
+    groups = decay_groups(known.shapes)
+    arrays = [known.arrays[name, "exp_avg"] for group in groups for name in group]
+    numbers = [list(range(len(groups[0]))), list(range(len(groups[0]), len(arrays)))]
+    states = {i: state_of(array) for i, array in enumerate(arrays)}
+    content = {"state": states, "param_groups": [{"params": n} for n in numbers]}
+    (folder / "optimizer.pt").write_bytes(torch_bytes(content))
+
+
+def _write_adam_with_maxima(folder: Path) -> None:
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    _write_other_optimizer(folder, lambda a: {"step": np.array(7, np.float32), **dict.fromkeys(names, a)})
+
+
+MIXED: dict[str, tuple[str, Callable[[Path, Path], object], str, str]] = {
+    "rank missing": ("zero2", lambda old, _: _ranks(old)[1].unlink(), "tailor.lacks", "optimizer file of rank 1"),
+    "rank missing, stage 3": ("zero3", lambda old, _: _ranks(old)[1].unlink(), "tailor.lacks", "file of rank 1"),
+    "rank of another step": (
+        "zero3", lambda old, new: shutil.copy(_ranks(new)[1], _ranks(old)[1]), "tailor.zero.step",
+        "/old/zero_pp_rank_1_mp_rank_00_optim_states.pt: is at optimizer step 9, zero_pp_rank_0",
+    ),
+    "file missing": ("dcp", lambda old, _: (old / "__1_0.distcp").unlink(), "storage.not-found", "__1_0.distcp"),
+    "no optimizer": ("hf", lambda old, _: (old / "optimizer.pt").unlink(), "tailor.lacks", "only weights are here"),
+    "momentum": (
+        "hf", lambda old, _: _write_other_optimizer(old, lambda a: {"momentum_buffer": a}), "tailor.lacks", "exp_avg",
+    ),
+    "maxima": ("hf", lambda old, _: _write_adam_with_maxima(old), "tailor.mismatch", "only one has max_exp_avg_sq"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_compose__of_mismatched_runs_is_one_clear_error_and_nothing_is_written(tmp_path: Path, case: str) -> None:
+    kind, change, code, reason = MIXED[case]
+    pair = make_pair(tmp_path, FORMATS[kind])
+    change(tmp_path / "old", tmp_path / "new")
+    before = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
+    error = refusal(lambda: pair.compose(PARITY))
+    assert (error.code, reason in str(error), str(tmp_path / "old") in str(error)) == (code, True, True)
+    assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*")} - before <= {Path("recipe.yml")}

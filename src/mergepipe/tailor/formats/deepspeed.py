@@ -388,10 +388,12 @@ class _Reader:
     def steps(self) -> Iterator[AdamStep]:
         """Read one step counter for each group, the same on every rank."""
         for index, group in enumerate(self.groups):
-            steps = [step for rank in self.ranks if (step := self._step(rank, index))]
-            if len({step.value for step in steps}) > 1:
-                values = sorted({step.value for step in steps})
-                raise CorruptError.of("tailor.zero.step", self.ranks[0].optimizer.file, f"ranks are at steps {values}")
+            counted = [(rank.archive.file, step) for rank in self.ranks if (step := self._step(rank, index))]
+            steps = [step for _, step in counted]
+            for file, step in counted:
+                if step.value != steps[0].value:
+                    message = f"is at optimizer step {step.value:g}, {counted[0][0].name} at {steps[0].value:g}"
+                    raise CorruptError.of("tailor.zero.step", file, message, "copy the files of one save again")
             if steps:
                 cells = tuple(cell for step in steps for cell in step.cells)
                 entries = tuple(entry for step in steps for entry in step.entries)

@@ -1,0 +1,86 @@
+"""Inputs on a file system that is mounted for reading only: everything works, and nothing is tried beside them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from odd_models import RECIPES, write_models
+
+from mergepipe.cli import main
+from support.training_trees import decoder_shapes, known_states, write_hf
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to write in; `inputs` beside it, with models, a snapshot, a store, a checkpoint, cannot be written."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a folder for reading only needs root")
+    inputs, out = tmp_path / "inputs", tmp_path / "out"
+    inputs.mkdir()
+    out.mkdir()
+    write_models(inputs)
+    (inputs / "plain.yml").write_text(RECIPES["plain"])
+    write_hf(inputs / "checkpoint-7", known_states(decoder_shapes()))
+    monkeypatch.chdir(inputs)
+    for command in (
+        "merge plain.yml snapshot", "pack base expert --out packed", "plan plain.yml --budget 50% --out plan.json",
+    ):  # fmt: skip
+        assert main([*command.split(), "--home", str(out / "first")]) == 0
+    monkeypatch.chdir(out)
+    mounted = subprocess.run(["mount", "--bind", inputs, inputs], check=False, capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting is refused: {mounted.stderr!r}")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", inputs], check=True)
+        with pytest.raises(OSError, match="Read-only file system"):
+            (inputs / "base" / "new").touch()
+        yield out
+    finally:
+        os.chdir("/")
+        subprocess.run(["umount", inputs], check=True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "check IN/plain.yml",
+        "plan IN/plain.yml --budget 50% --out plan.json --home home",
+        "analyze IN/base IN/expert --home home",
+        "merge IN/plain.yml merged --home home",
+        "merge IN/plain.yml merged --budget 50% --home home",
+        "run IN/plan.json merged --home home",
+        "pack IN/base IN/expert --out packed --home home",
+        "unpack IN/packed/expert --out restored",
+        "verify IN/snapshot --home home",
+        "verify IN/snapshot --deep --home home",
+        "verify IN/packed/expert --home home",
+        "diff IN/snapshot IN/snapshot --home home",
+        "show IN/snapshot --home home",
+        "replay IN/snapshot again --home home",
+        "tailor inspect IN/checkpoint-7",
+    ],
+)
+@pytest.mark.usefixtures("place")
+def test_command__reads_what_cannot_be_written(capfd: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([word.replace("IN", "../inputs") for word in command.split()]) == 0, capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "merge ../inputs/plain.yml ../inputs/merged --home home",
+        "pack ../inputs/base ../inputs/expert --out ../inputs/new --home home",
+        "plan ../inputs/plain.yml --budget 50% --out ../inputs/new.json --home home",
+        "analyze ../inputs/base ../inputs/expert --home ../inputs/home",
+    ],
+)
+@pytest.mark.usefixtures("place")
+def test_command__says_in_one_line_where_it_cannot_write(capfd: pytest.CaptureFixture[str], command: str) -> None:
+    assert main(command.split()) == 8
+    (error,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "inputs" in error
+    assert "Read-only file system" in error
