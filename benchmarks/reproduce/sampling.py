@@ -53,10 +53,10 @@ _MERGES = {
     "sum": _Merge("sum of four, weights 1", Operator("task_arithmetic", {"weight": 1.0})),
 }
 _FORMS = {
-    "sample-16": _Form("sample, units of 16 Ki", "sample", BLOCK_ELEMENTS, is_analyzed=False),
+    "sample-32": _Form("sample, units of 32 Ki", "sample", 2 * BLOCK_ELEMENTS, is_analyzed=False),
     "norm": _Form("blocks by norm, of 16 Ki", "norm", BLOCK_ELEMENTS, is_analyzed=True),
     "random": _Form("blocks at random, of 16 Ki", "random", BLOCK_ELEMENTS, is_analyzed=True),
-    "sample-32": _Form("sample, units of 32 Ki", "sample", 2 * BLOCK_ELEMENTS, is_analyzed=False),
+    "sample-16": _Form("sample, units of 16 Ki", "sample", BLOCK_ELEMENTS, is_analyzed=False),
     "sample-64": _Form("sample, units of 64 Ki", "sample", 4 * BLOCK_ELEMENTS, is_analyzed=False),
     "by-norm-16": _Form("sample, units of 16 Ki, by norms on record", "sample", BLOCK_ELEMENTS, is_analyzed=True),
     "sample-256": _Form("sample, units of 256 Ki", "sample", 16 * BLOCK_ELEMENTS, is_analyzed=False),

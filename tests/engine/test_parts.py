@@ -46,7 +46,8 @@ EACH: dict[str, dict[str, float]] = {
     "model_stock": {},
 }
 BUDGETED = ("ties", "dare_ties")
-CASES = [*((operator, False) for operator in EACH), *((operator, True) for operator in BUDGETED)]
+SAMPLED = ("ties sample", "model_stock sample")
+CASES = [*((name, False) for name in EACH), *((name, True) for name in (*BUDGETED, *SAMPLED))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +94,15 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def cases(root: Path, family: DiskFamily) -> dict[tuple[str, bool], Case]:
-    def case(operator: str, *, budgeted: bool) -> Case:
+    def case(name: str, *, budgeted: bool) -> Case:
+        operator, _, policy = name.partition(" ")
         recipe, plan = write_recipe(root, family, operator, family.places[1:]), None
         if budgeted:
-            options = PlanOptions(block_elements=BLOCK_ELEMENTS)
+            options = PlanOptions(select=policy or "norm", block_elements=BLOCK_ELEMENTS)
             plan = mergepipe.plan(recipe, "40%", home=root / "home", allow_dropped=("*",), options=options)
-        return made_whole(work_of(recipe, plan), root / f"whole-{operator}-{budgeted}", plan)
+        return made_whole(work_of(recipe, plan), root / f"whole-{name}-{budgeted}", plan)
 
-    return {(operator, budgeted): case(operator, budgeted=budgeted) for operator, budgeted in CASES}
+    return {(name, budgeted): case(name, budgeted=budgeted) for name, budgeted in CASES}
 
 
 def made_whole(work: MergeWork, folder: Path, plan: Plan | None = None) -> Case:

@@ -49,7 +49,7 @@ def position_numbers(names: Sequence[str], columns: Columns, seed: int) -> NDArr
         flip_B = mix(node_B + (prefix_B << np.uint64(6)) + np.uint64(k)) & np.uint64(1)
         digit_B = ((index_B >> np.uint64(k)) & np.uint64(1)) ^ flip_B
         prefix_B = np.where(digits_B > k, prefix_B * np.uint64(2) + digit_B, prefix_B)
-    rest_B = (mix(mix(key_B ^ np.uint64(digits_B.max(initial=0) + 64)) + index_B) >> np.uint64(11)) * _UNIT
+    rest_B = (mix(mix(~key_B) + index_B) >> np.uint64(11)) * _UNIT
     return np.asarray(np.minimum((prefix_B + rest_B) * 0.5**digits_B, 1.0 - _UNIT), np.float64)
 
 
