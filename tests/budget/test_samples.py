@@ -143,20 +143,6 @@ def test_sample__is_the_same_whatever_the_threads_the_memory_and_the_run(tmp_pat
     assert sampled(again, "35%", GRAIN, seed=1).digest != plan.digest
 
 
-def test_sample__is_right_in_the_mean(tmp_path: Path) -> None:
-    """Each position counts once on average: what is drawn of it by what it is multiplied with."""
-    setting = make_setting(tmp_path, CASES["linear_sum"], plans=WIDE[:2])
-    counts = {plan.name: np.zeros(-(-plan.shape[0] // UNIT)) for plan in WIDE[:2]}
-    n_seeds = 300
-    for seed in range(n_seeds):
-        for tensor in sampled(setting, "25%", seed=seed).tensors:
-            counts[tensor.name] += drawn(tensor) * tensor.factor
-    everywhere = np.concatenate(list(counts.values())) / n_seeds
-    deviation = np.sqrt(3.0 / n_seeds)  # of one position: (1 / 0.25 - 1) a draw
-    assert abs(everywhere.mean() - 1) < 0.02
-    assert abs(everywhere - 1).max() < 4.5 * deviation
-
-
 def test_sample__reads_small_tensors_first(tmp_path: Path) -> None:
     setting = make_setting(tmp_path, CASES["linear"], plans=WIDE)
     plan = sampled(setting, "10%")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from fractions import Fraction
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from mergepipe.planning.budget import ShareBudget
 from mergepipe.planning.candidates.block_columns import Columns
+from mergepipe.planning.choices import PlanningChoices, Policy
+from mergepipe.planning.planner import rank_blocks
 from mergepipe.planning.selection.positions import position_numbers
+from support.planning_problems import BLOCK, make
 
 
 def numbers(counts: list[int], seed: int, names: list[str] | None = None) -> NDArray[np.float64]:
@@ -43,3 +51,26 @@ def test_position_numbers__do_not_depend_on_other_tensors() -> None:
     alone = numbers([37], 3, ["b"])
     assert (numbers([11, 37, 900], 3, ["a", "b", "c"])[11:48] == alone).all()
     assert not (numbers([37], 4, ["b"]) == alone).any()
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["alike", "by norm"])
+def test_sample__is_right_in_the_mean(is_known: bool) -> None:
+    """Over seeds each position counts once: what is drawn of it, divided by its probability."""
+    sizes = {"layers.0.w": 40 * BLOCK, "layers.1.w": 23 * BLOCK + 5, "layers.2.w": 7 * BLOCK}
+    given = make("task_arithmetic", 2, sizes=sizes)
+    problem = given.problem if is_known else replace(given.problem, statistics=({}, {}))
+    ranking = rank_blocks(problem, ShareBudget(Fraction(1, 4)), Policy.SAMPLE, PlanningChoices())
+    tensor_B, n_seeds = ranking.data.columns.tensor_B, 1500
+    counted_B, squares_B = np.zeros(len(tensor_B)), np.zeros(len(tensor_B))
+    for seed in range(n_seeds):
+        drawn = replace(ranking, options=PlanningChoices(selection_seed=seed)).select_in_order(ranking.budget_bytes)
+        assert drawn.planned_bytes <= ranking.budget_bytes
+        assert drawn.drawn_B is not None
+        assert drawn.probability_T is not None
+        counts_B = drawn.drawn_B / drawn.probability_T[tensor_B]
+        counted_B += counts_B
+        squares_B += counts_B**2
+    mean_B = counted_B / n_seeds
+    deviation_B = np.sqrt((squares_B / n_seeds - mean_B**2) / n_seeds)
+    assert (abs(mean_B - 1) < 4.5 * deviation_B).all()
+    assert abs(mean_B.mean() - 1) < 0.01
