@@ -143,6 +143,21 @@ def test_sample__is_the_same_whatever_the_threads_the_memory_and_the_run(tmp_pat
     assert sampled(again, "35%", GRAIN, seed=1).digest != plan.digest
 
 
+def test_sample__is_repaired_and_replayed_to_the_same_bytes(tmp_path: Path) -> None:
+    setting = make_setting(tmp_path, CASES["ties"], plans=WIDE)
+    out = setting.run(sampled(setting, "40%"), "out")
+    digest = weights_digest(out)
+    session.replay(out, tmp_path / "again", options=RunOptions(home=setting.home))
+    assert weights_digest(tmp_path / "again") == digest
+    file = next(out.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-200_000:-100_000:997] = bytes(len(content[-200_000:-100_000:997]))
+    file.write_bytes(content)
+    assert weights_digest(out) != digest
+    session.repair(out, options=RunOptions(home=setting.home))
+    assert weights_digest(out) == digest
+
+
 def test_sample__reads_small_tensors_first(tmp_path: Path) -> None:
     setting = make_setting(tmp_path, CASES["linear"], plans=WIDE)
     plan = sampled(setting, "10%")
