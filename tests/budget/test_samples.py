@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from mergepipe import api as session
-from mergepipe.core.blocks import BF16, F32
+from mergepipe.core.blocks import BF16, F32, DType
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan, PlannedTensor
@@ -87,7 +87,7 @@ def test_sample__of_everything_is_the_full_merge(tmp_path: Path, name: str) -> N
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
-def test_sample__is_the_base_plus_the_scaled_delta_of_the_full_merge(tmp_path: Path, name: str, dtype: object) -> None:
+def test_sample__is_the_base_plus_the_scaled_delta_of_the_full_merge(tmp_path: Path, name: str, dtype: DType) -> None:
     plans = tuple(replace(plan, base_dtype=dtype, expert_dtypes=(dtype,)) for plan in WIDE)
     setting = make_setting(tmp_path, CASES[name], plans=plans, out_dtype="float32")
     plan = sampled(setting, "30%")

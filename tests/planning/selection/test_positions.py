@@ -43,7 +43,7 @@ def test_position_numbers__are_uniform_over_seeds() -> None:
     for b in range(number_SB.shape[1]):
         counts, _ = np.histogram(number_SB[:, b], 10, (0, 1))
         assert abs(counts - 200).max() < 5 * np.sqrt(2000 * 0.1 * 0.9)
-    together = np.corrcoef(number_SB.T)
+    together = np.asarray(np.corrcoef(number_SB.T))
     assert abs(together[0, 5:]).max() < 0.12  # of different tensors: independent
 
 
