@@ -6,7 +6,9 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +26,7 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.client import BucketWriter
 from mergepipe.storage.remote.multipart import MultipartUpload, MultipartUploads
+from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 from support.bucket_outputs import (
     Killed,
     Requests,
@@ -254,6 +257,48 @@ def test_upload__of_two_writers_admits_one(out: str) -> None:
         with pytest.raises(ConflictError) as caught, ObjectUpload(BucketFolder(Location.parse(out))):
             pass
         assert caught.value.code == "output.busy"
+
+
+def test_merge__of_two_into_one_prefix_publishes_one_whole(
+    bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commands claim it at once."""
+    local = {method: bench.local(method) for method in ("ties", "linear")}
+    both, create = threading.Barrier(2), BucketWriter.create
+
+    def create_at_once(writer: BucketWriter, key: str, content: bytes | Path, digest: str) -> None:
+        if key.endswith(MARKER_NAME):
+            both.wait(60)
+        create(writer, key, content, digest)
+
+    monkeypatch.setattr(BucketWriter, "create", create_at_once)
+    homes = {method: MergeOptions(home=bench.folder / f"home-{method}", shard_bytes=SHARD_BYTES, reuse=False)
+             for method in local}  # fmt: skip
+    with ThreadPoolExecutor(2) as threads:
+        merges = {m: threads.submit(mergepipe.merge, bench.recipe(m), out, options=homes[m]) for m in local}
+    errors = {method: error for method, merge in merges.items() if (error := merge.exception()) is not None}
+    (loser,) = errors.values()
+    assert isinstance(loser, MergePipeError)
+    assert loser.code in ("output.busy", "output.exists")
+    (winner,) = local.keys() - errors
+    assert_same(out, local[winner])
+
+
+def test_upload__whose_record_meets_a_conflict_of_no_other_is_published(
+    out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 answers 409 to a conditional put beside another request for the key: it says that nothing was written."""
+    create, conflicts = BucketWriter.create, [RequestFailed(Failure(FailureKind.STATUS, "409 Conflict", 409))]
+
+    def create_beside(writer: BucketWriter, key: str, content: bytes | Path, digest: str) -> None:
+        if key.endswith(MANIFEST_NAME) and conflicts:
+            raise conflicts.pop()
+        create(writer, key, content, digest)
+
+    monkeypatch.setattr(BucketWriter, "create", create_beside)
+    with ObjectUpload(BucketFolder(Location.parse(out))) as upload:
+        upload.commit(b"manifest", {})
+    assert objects_below(out) == {MANIFEST_NAME: b"manifest"}
 
 
 def test_upload__whose_prefix_was_taken_over_publishes_nothing(out: str) -> None:

@@ -6,7 +6,9 @@ import json
 import re
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,33 @@ def test_push__whose_branch_moved_commits_nothing(snapshot: Path, hub: HubServer
         push(snapshot, f"hf://{MODEL}")
     assert caught.value.code == "hub.moved"
     assert hub.model_files(MODEL) == {"README.md": b"theirs"}
+
+
+@pytest.mark.parametrize("code", [409, 412])
+def test_push__that_the_hub_answers_with_a_conflict_commits_nothing(snapshot: Path, hub: HubServer, code: int) -> None:
+    hub.commit(MODEL, {"README.md": b"mine"})
+    hub.refuse = lambda request: Answer(code, b"{}") if "/commit/" in request.path else None
+    with pytest.raises(ConflictError) as caught:
+        push(snapshot, f"hf://{MODEL}")
+    assert caught.value.code == "hub.moved"
+    assert hub.model_files(MODEL) == {"README.md": b"mine"}
+
+
+def test_push__of_one_snapshot_by_two_at_once_commits_it_once(snapshot: Path, hub: HubServer) -> None:
+    """The second is refused, and finds there what it was to push."""
+    hub.commit(MODEL, {"README.md": b"mine"})
+    both = threading.Barrier(2)
+
+    def wait_for_both(request: Request) -> None:
+        if "/commit/" in request.path:
+            both.wait(60)
+
+    hub.refuse = wait_for_both
+    with ThreadPoolExecutor(2) as threads:
+        pushes = [threads.submit(push, snapshot, f"hf://{MODEL}") for _ in range(2)]
+    assert {job.result().commit for job in pushes} == {hub.head(MODEL)}
+    assert hub.n_commits(MODEL) == 2
+    check_copy(snapshot, dict(hub.model_files(MODEL)))
 
 
 def test_push__over_an_earlier_snapshot_leaves_none_of_its_shards(

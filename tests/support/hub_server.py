@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class HubServer(FaultServer):
         super().__init__({}, link=link)
         self.cdn = _ContentServer(link)
         self._large_bytes = large_bytes
+        self._committing = threading.Lock()
         self.reset()
 
     def reset(self) -> None:
@@ -180,8 +182,11 @@ class HubServer(FaultServer):
         return _json({"transfer": "basic", "objects": objects})
 
     def _take_commit(self, request: Request, match: re.Match[str]) -> Answer:
-        """Make a commit of what a request says, if its parent is the head of the branch."""
-        model, branch = match[1], unquote(match[2])
+        """Make a commit of what a request says, if its parent is the head of the branch; one at a time."""
+        with self._committing:
+            return self._made_commit(request, match[1], unquote(match[2]))
+
+    def _made_commit(self, request: Request, model: str, branch: str) -> Answer:
         held = self._models[model]
         files = dict(held.commits[held.branches[branch]])
         for line in map(json.loads, request.body.splitlines()):

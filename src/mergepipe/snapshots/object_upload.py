@@ -39,6 +39,7 @@ UPLOADS_NAME: Final = "uploads"
 SILENCE_SECONDS: Final = 24 * 3600.0
 """A process of another machine is taken for dead after so long without a new object."""
 _MARKER_FORMAT: Final = "mergepipe-upload/1"
+_RECORD_ATTEMPTS: Final = 3
 _PROBE_PREFIX: Final = ".mergepipe-probe-"
 _active: set[str] = set()  # the uploads of this process
 
@@ -201,16 +202,25 @@ class ObjectUpload:
             return
 
     def _create_record(self, record: bytes) -> None:
-        """Create the record; where the answer was lost, or was that of a repeated request, what is there decides."""
-        failure: StorageError | None = None
-        try:
-            if self._folder.create(self._record_name, record, small_digest(record)):
+        """Create the record; where the answer was lost, or was that of a repeated request, what is there decides.
+
+        S3 also refuses (409) beside another request for the same name, which may write nothing: then it is tried again.
+        """
+        for _ in range(_RECORD_ATTEMPTS):
+            failure: StorageError | None = None
+            try:
+                if self._folder.create(self._record_name, record, small_digest(record)):
+                    return
+            except StorageError as error:
+                failure = error
+            there = self._folder.read(self._record_name, len(record) + 1)
+            if there == record:
                 return
-        except StorageError as error:
-            failure = error
-        if self._folder.read(self._record_name, len(record) + 1) == record:
-            return
-        raise failure or self._appeared("another output was published there")
+            if failure is not None:
+                raise failure
+            if there is not None:
+                raise self._appeared("another output was published there")
+        raise _busy(self._folder, "another process")
 
     def _check_conditions(self) -> None:
         """Refuse a store that ignores conditions: of two writers, both would be told that they succeeded."""
