@@ -69,10 +69,14 @@ class CheckReport(Displayed):
 
 @dataclass(frozen=True, slots=True)
 class ExpertCoverage:
-    """The share of an expert's blocks that are in a merge: read, served by equal bytes, or equal to the base."""
+    """The share of the blocks that an expert changes that is in a merge, `rough` of them at a lower level of its pack.
+
+    Blocks that are known to equal the base are no part of it; the share of an expert that changes nothing is 1.
+    """
 
     model: str
     share: float
+    rough: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +84,9 @@ class BudgetVerdict:
     """The expected loss of a budgeted merge. Errors are relative to what the full merge changes.
 
     `expected_error` is None where nothing is known of some expert, and with `is_least` only a part of what is lost.
-    `unread` names the experts of which nothing is read. A budget of `larger_budget_bytes`, of the `full_bytes` that
-    reading everything costs, would leave `larger_expected_error`.
+    `experts` begin with those of which least is in the merge; `unread` names those of which nothing is read. Of a
+    budget `unspent_bytes` are left for `unspent_reason`, if that is a good part of it. A budget of
+    `larger_budget_bytes`, of the `full_bytes` that reading everything costs, would leave `larger_expected_error`.
     """
 
     expected_error: float | None
@@ -92,6 +97,8 @@ class BudgetVerdict:
     full_bytes: int
     larger_budget_bytes: int | None
     larger_expected_error: float | None
+    unspent_bytes: int = 0
+    unspent_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -489,7 +496,8 @@ class SweepPoint:
     `error` is `||M_A - M|| / ||M - M_0||`, `flattering_error` is `||M_A - M|| / ||M||`, `bound` is the plan's bound
     over `||M - M_0||`; None where the divisor is 0 or the plan has no bound. `expert_bytes` is everything requested
     of expert files but headers; `seconds` includes planning. `expected_error` is what the plan said, at least where
-    `error_is_least`; `levels` are blocks by the form in which they are read, where it reads some in part.
+    `error_is_least`; `levels` are blocks by the form in which they are read, where it reads some in part; `unread`
+    names the experts of which nothing is read.
     """
 
     budget: str
@@ -504,6 +512,7 @@ class SweepPoint:
     expected_error: float | None = None
     error_is_least: bool = False
     levels: tuple[tuple[str, int], ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -91,13 +91,13 @@ def test_merge__gives_the_same_bytes_and_the_same_plan_after_any_other_merges(
     operator: str, family: Path, data: st.DataObject
 ) -> None:
     history = data.draw(st.lists(st.sampled_from(EVENTS), min_size=1, max_size=3))
-    budget = data.draw(st.sampled_from(["25%", "50%"]))
+    budget, select = data.draw(st.sampled_from(["25%", "50%"])), data.draw(st.sampled_from(["norm", "sample"]))
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        merge(family / f"{operator}.yml", place / "first", place / "home-of-nothing", budget)
+        merge(family / f"{operator}.yml", place / "first", place / "home-of-nothing", budget, select=select)
         for number, event in enumerate(history):
             happen(event, family, operator, place, number)
-        merge(family / f"{operator}.yml", place / "second", place / "home", budget)
+        merge(family / f"{operator}.yml", place / "second", place / "home", budget, select=select)
         assert published(place / "second") == published(place / "first")
 
 

@@ -25,6 +25,7 @@ from mergepipe.planning.plan import Plan
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SweepPoint, SweepReport
 from mergepipe.runs.budget.probe import Prober
+from mergepipe.runs.budget.verdict import verdict_of
 from mergepipe.runs.inputs.opened import Inputs, open_inputs
 from mergepipe.runs.merge_run import MergeSettings
 from mergepipe.runs.records.catalog_link import CatalogLink
@@ -183,6 +184,7 @@ class _Sweep:
             expected_error=plan.expected_error,
             error_is_least=plan.error_is_least,
             levels=blocks_by_level(access for tensor in plan.tensors for access in tensor.access),
+            unread=tuple(expert.model for expert in verdict_of(plan).experts if not expert.share),
         )
 
     @contextlib.contextmanager

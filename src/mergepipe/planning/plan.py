@@ -27,6 +27,9 @@ SharedRuns = tuple[tuple[int, int, int], ...]
 NOTHING_READ = "nothing of it is read"
 """The decision of the notices about experts that a plan leaves out."""
 
+UNSPENT = "are left unspent"
+"""The end of the decision of the notice about a budget of which a good part is not used."""
+
 READS_ALL = "all"
 """The policy of a plan that reads everything, and that no budget limits."""
 

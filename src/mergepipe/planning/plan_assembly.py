@@ -18,6 +18,7 @@ from mergepipe.planning.candidates.level_ladders import ALL
 from mergepipe.planning.candidates.operator_rules import UNKNOWN, Rules
 from mergepipe.planning.plan import (
     NOTHING_READ,
+    UNSPENT,
     Access,
     Fallback,
     FileBinding,
@@ -30,6 +31,7 @@ from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.planning.selection.select import Selection
 
 SAMPLED = "norms and magnitude cuts are estimates; `mergepipe analyze` makes them exact"
+MOST_UNSPENT = 1 / 20  # of a budget: less is what no further block fits into
 SPREAD = "it was analysed by larger blocks; `mergepipe analyze --block-elements {}` makes them exact"
 
 
@@ -241,6 +243,22 @@ def unread_fallbacks(problem: PlanningProblem, budget_bytes: int) -> tuple[Fallb
         reason = f"its index costs {cost} bytes, which the budget of {budget_bytes} bytes does not hold as well"
         fallbacks.append(Fallback(f"expert '{model.text}'", NOTHING_READ, reason))
     return tuple(fallbacks)
+
+
+def unspent_fallbacks(
+    budget_bytes: int, wanted_bytes: int, planned_bytes: int, full_bytes: int
+) -> tuple[Fallback, ...]:
+    """Build the notice of a budget of which a good part is left though something could still be read.
+
+    Of `wanted_bytes`, less than the budget, least is expected to be lost.
+    """
+    unspent_bytes = budget_bytes - planned_bytes
+    if planned_bytes >= full_bytes or unspent_bytes <= MOST_UNSPENT * budget_bytes:
+        return ()
+    reason = "what else could be read comes in larger pieces"
+    if budget_bytes - wanted_bytes > unspent_bytes / 2:
+        reason = "reading more within this budget is expected to lose more of the full merge"
+    return (Fallback("budget", f"{unspent_bytes} of {budget_bytes} bytes {UNSPENT}", reason),)
 
 
 def starved_fallbacks(

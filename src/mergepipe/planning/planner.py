@@ -42,6 +42,7 @@ from mergepipe.planning.plan_assembly import (
     starved_fallbacks,
     unknown_fallbacks,
     unread_fallbacks,
+    unspent_fallbacks,
     whole_tensor_fallbacks,
 )
 from mergepipe.planning.problem import PlanningProblem
@@ -343,6 +344,7 @@ class Ranking:
         """Whether a smaller budget may be expected to lose less, as far as that is known."""
         data = self.data
         is_by_rate = self.policy is Policy.NORM and data.rules.is_additive and self.problem.speeds is None
+        is_by_rate &= self.options.on_omit is OnOmit.KEEP  # else one expert more in a block may be worse than none
         has_one_cost_each = not data.candidates.ladders and not data.sample_E.any()
         has_followers = bool(len(data.candidates.followers()[0]))
         if self.policy in (Policy.RANDOM, Policy.SAMPLE) or (is_by_rate and has_one_cost_each and not has_followers):
@@ -375,7 +377,8 @@ class Ranking:
         """Estimate what a plan of this ranking loses, and what half as much again would leave; None if not known."""
         if self._samples or not self._is_informed():
             return None
-        larger_bytes = self._half_more_bytes(plan.planned_bytes + plan.saved_bytes, self._compared_budgets())
+        spent_bytes = max(plan.budget_bytes, plan.planned_bytes + plan.saved_bytes)
+        larger_bytes = self._half_more_bytes(spent_bytes, self._compared_budgets())
         is_everything = larger_bytes == self.full_cost_bytes  # and nothing is sampled for it
         selected = replace(self, enough_bytes=None)  # beyond a target error too
         return Outlook(
@@ -458,7 +461,8 @@ class Ranking:
         return high if self._compares_budgets else self.select(high).planned_bytes
 
     def _energies(self, selections: Iterable[Selection]) -> NDArray[np.float64]:
-        return expected_energies(self.data.candidates, selections, self.score_EB, self.data.rules)
+        on_omit = self.options.on_omit
+        return expected_energies(self.data.candidates, selections, self.score_EB, self.data.rules, on_omit)
 
     def plan(self, budget_bytes: int) -> Plan:
         """Plan what `select` selects; notices name the budget that is asked for, which reuse may let a plan exceed."""
@@ -485,6 +489,7 @@ class Ranking:
                 *(() if self._samples else self._statistics_fallbacks()),
                 *starved_fallbacks(problem, candidates, selection, self.budget_bytes),
                 *no_bound,
+                *self._unspent(budget_bytes, selection.planned_bytes),
                 *self._target_fallback(energy_ET2),
             ),
             adjustments=self.adjustments,
@@ -501,6 +506,13 @@ class Ranking:
             *unknown_fallbacks(problem, data.columns, data.unknown),
             *estimate_fallbacks(problem, data.columns, data.known_statistics, data.rules),
         )
+
+    def _unspent(self, budget_bytes: int, planned_bytes: int) -> tuple[Fallback, ...]:
+        """Build a notice if a good part of the budget is left; what reaches a target error is meant to leave some."""
+        if self.options.target_error is not None:
+            return ()
+        wanted_bytes = self._wanted_bytes(budget_bytes, tells_outlook=True)
+        return unspent_fallbacks(budget_bytes, wanted_bytes, planned_bytes, self.full_cost_bytes)
 
     def _target_fallback(self, energy_ET2: NDArray[np.float64] | None) -> tuple[Fallback, ...]:
         """Build a notice if the expected error is only a lower bound of the target error."""

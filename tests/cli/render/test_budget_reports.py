@@ -182,12 +182,18 @@ def test_error_table__shows_every_expert_and_layer_in_the_width_there_is(
 
 
 def test_sweep__says_first_which_budget_is_enough() -> None:
-    assert verdict_text(SWEPT).startswith("50% is enough for an error of 0.5 (")
+    assert verdict_text(SWEPT).startswith("50% is enough for an error of 0.75 (")
     closer = replace(SWEPT, points=(*SWEPT.points, point("75%", "norm", 0.75, 0.1)))
-    assert re.fullmatch(r"75% is enough .* 0.2 \(.* 0.1\); 50% is enough .* 0.5 \(.* 0.4\)", verdict_text(closer))
+    assert re.fullmatch(r"75% is enough .* 0.25 \(.* 0.1\); 50% is enough .* 0.75 \(.* 0.4\)", verdict_text(closer))
     assert verdict_text(replace(SWEPT, points=SWEPT.points[2:])) == (
-        "none of the budgets reaches an error of 0.5; 10% leaves 0.9"
+        "none of the budgets reaches an error of 0.75; 10% leaves 0.9"
     )
+    worse = replace(SWEPT, points=(point("10%", "norm", 0.1, 1.3),))
+    assert verdict_text(worse) == (
+        "none of the budgets reaches an error of 0.75; 10% leaves 1.3; 10%: worse than the base: further from the full "
+        "merge than no merge at all"
+    )
+    assert "none is stated of a sample" in verdict_text(replace(worse, policy="sample"))  # above 1 by design
     assert "no error could be measured" in verdict_text(replace(SWEPT, points=SWEPT.points[3:]))
     assert sweep_table(closer).startswith("verdict ")
 

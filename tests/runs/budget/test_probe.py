@@ -175,9 +175,9 @@ def test_merge__under_a_budget_ends_with_a_verdict(family: Path, tmp_path: Path)
     assert verdict.expected_error is not None
     assert 0 < verdict.larger_expected_error < verdict.expected_error < 1
     assert report.budget_bytes < verdict.larger_budget_bytes < 2 * report.budget_bytes
-    assert [expert.model for expert in verdict.experts] == [f"expert-{e}" for e in range(N_EXPERTS)]
+    assert {expert.model for expert in verdict.experts} == {f"expert-{e}" for e in range(N_EXPERTS)}
     assert all(0 < expert.share < 1 for expert in verdict.experts)
-    assert "three quarters" in verdict.meaning
+    assert verdict.meaning == "a part of the merge"
     outlook = json.loads((tmp_path / "out/mergepipe.json").read_text())["plan"]["outlook"]
     assert outlook["expected_error"] == verdict.expected_error
     card = (tmp_path / "out/README.md").read_text()

@@ -7,10 +7,16 @@ from datetime import datetime
 from mergepipe.cli.render.charts import Chart, Line, draw_chart
 from mergepipe.cli.render.layout import share_text
 from mergepipe.cli.render.pages import render_page
-from mergepipe.cli.render.verdicts import larger_budget_text, verdict_sentence
+from mergepipe.cli.render.verdicts import (
+    coverage_lines,
+    larger_budget_text,
+    missing_text,
+    unspent_text,
+    verdict_sentence,
+)
 from mergepipe.core.units import format_bytes, format_percent, plural
 from mergepipe.core.values import dataclass
-from mergepipe.reports import ExpertShare, Explanation
+from mergepipe.reports import BudgetVerdict, ExpertShare, Explanation
 
 _SHORT_ID = 12
 _LINE_STYLES = 6  # classes in the template
@@ -56,11 +62,22 @@ def explain_page(explanation: Explanation, made: datetime | None = None) -> str:
         "explain.html.j2", made, explanation=explanation,
         title=f"What is in {explanation.kind} {subject[:_SHORT_ID]}: {explanation.operator}",
         verdict="A full merge: every expert is everywhere." if verdict is None else verdict_sentence(verdict),
-        advice=() if verdict is None else tuple(filter(None, [larger_budget_text(verdict)])),
+        advice=() if verdict is None else _advice(verdict),
         facts=_facts_text(explanation), uses=USES, charts=layer_charts(explanation),
         bars=[_bar(expert, explanation.blocks) for expert in explanation.experts],
         notices=(*explanation.fallbacks, *explanation.adjustments),
     )  # fmt: skip
+
+
+def _advice(verdict: BudgetVerdict) -> tuple[str, ...]:
+    """Return what follows the verdict: experts of which nothing is there, what is not spent, what more would bring."""
+    lines = zip(verdict.experts, coverage_lines(verdict), strict=True)
+    unspent = unspent_text(verdict)
+    return (
+        *(f"{line}." for expert, line in lines if not expert.share),
+        *([f"Unspent: {unspent}"] if unspent else []),
+        *filter(None, [larger_budget_text(verdict)]),
+    )
 
 
 def _facts_text(explanation: Explanation) -> str:
@@ -84,10 +101,11 @@ def _bar(expert: ExpertShare, n_blocks: int) -> Bar:
                 Part(use.style, round(start, 3), round(width, 3), f"{use.label}: {format_percent(width / 100)}")
             )
         start += width
-    read_share = share_text(sum(counts[:3]), n_blocks)
+    present, omitted = expert.read + expert.shared, expert.omitted
+    missing = missing_text(present / (present + omitted) if present + omitted else 1.0)
     nbytes = expert.realized_bytes if expert.realized_bytes is not None else expert.planned_bytes
     read = "" if nbytes is None else f", {format_bytes(nbytes)} read"
-    return Bar(f"{expert.model}: {read_share} of its blocks{read}", tuple(parts))
+    return Bar(f"{expert.model}: {missing}{read}", tuple(parts))
 
 
 def layer_charts(explanation: Explanation) -> tuple[Chart, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from mergepipe.cli.render.layout import Fact, facts_text, notice_facts
 from mergepipe.cli.render.packing import packing_facts
-from mergepipe.cli.render.verdicts import coverage_facts, verdict_facts
+from mergepipe.cli.render.verdicts import verdict_facts
 from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
 from mergepipe.reports import (
     IMPORTED_STATISTICS,
@@ -38,7 +38,6 @@ def merge_table(report: MergeReport) -> str:
     return facts_text(
         [
             *verdict_facts(report.verdict),
-            *coverage_facts(report.verdict),
             ("operator", report.operator),
             ("base read", format_bytes(report.base_bytes)),
             ("experts read", format_bytes(report.expert_bytes) + earlier),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from mergepipe.cli.render.layout import columns_text, facts_text, notice_facts, number_text, share_text
+from mergepipe.cli.render.layout import columns_text, facts_text, listed, notice_facts, number_text, share_text
 from mergepipe.cli.render.levels import levels_text
 from mergepipe.core.units import format_bytes, format_seconds
+from mergepipe.planning.choices import Policy
 from mergepipe.reports import SweepPoint, SweepReport
+from mergepipe.runs.budget.verdict import BASE_ERROR, NOT_STATED, SCALE, WORSE
 
-_ENOUGH = ((0.2, "close to the full merge"), (0.5, "about half of what merging changes"))
-"""Errors that a budget is measured by, the stricter first."""
+_ENOUGH = [(limit, meaning) for limit, meaning in SCALE if limit < BASE_ERROR]
 
 
 def verdict_text(report: SweepReport) -> str:
-    """Say which budgets are the smallest that are enough: for hardly any difference, and for a small one."""
+    """Say which budgets are the smallest that are enough, by the scale of all verdicts, and which are too small."""
+    if report.policy == Policy.SAMPLE:
+        return NOT_STATED
     points = sorted((p for p in report.points if p.policy == report.policy and p.error is not None), key=_budget_bytes)
     if not points:
         return "no error could be measured"
@@ -24,7 +27,14 @@ def verdict_text(report: SweepReport) -> str:
             texts.setdefault(enough.budget, f"{text} ({meaning}; measured {number_text(enough.error)})")
     best = points[-1]
     none = f"none of the budgets reaches an error of {_ENOUGH[-1][0]:g}; {best.budget} leaves {number_text(best.error)}"
-    return "; ".join(texts.values()) or none
+    worse = [point.budget for point in points if (point.error or 0.0) > BASE_ERROR]
+    return "; ".join([*(texts.values() or [none]), *([f"{listed(worse)}: {WORSE}"] if worse else [])])
+
+
+def unread_lines(report: SweepReport) -> list[str]:
+    """Return a line for each budget under which nothing is read of some expert, by the policy that was chosen."""
+    points = (point for point in report.points if point.policy == report.policy and point.unread)
+    return [f"{point.budget}: nothing of {listed(point.unread)} is in the merge" for point in points]
 
 
 def _budget_bytes(point: SweepPoint) -> int:
@@ -45,6 +55,7 @@ def sweep_table(report: SweepReport) -> str:
     """Budget by budget and policy by policy: error, bytes, time."""
     facts = [
         ("verdict", verdict_text(report)),
+        *(("unread", line) for line in unread_lines(report)),
         ("operator", report.operator),
         ("full merge", f"{format_bytes(report.full_expert_bytes)} of the experts read, "
                        f"{format_seconds(report.full_seconds)}"),

@@ -8,7 +8,7 @@ from datetime import datetime
 from mergepipe.cli.render.charts import Chart, Line, draw_chart
 from mergepipe.cli.render.levels import levels_text
 from mergepipe.cli.render.pages import render_page
-from mergepipe.cli.render.sweep import expected_text, rounding_note, verdict_text
+from mergepipe.cli.render.sweep import expected_text, rounding_note, unread_lines, verdict_text
 from mergepipe.core.units import format_percent
 from mergepipe.planning.level_counts import NAMES
 from mergepipe.reports import SweepPoint, SweepReport
@@ -21,7 +21,7 @@ def sweep_page(report: SweepReport, made: datetime | None = None) -> str:
     """Render the page, with the day it was made; it loads nothing from anywhere, follows the dark or light setting."""
     return render_page(
         "sweep.html.j2", made, report=report, charts=charts_of(report), note=rounding_note(report),
-        verdict=verdict_text(report), levels_of=levels_text, expected_of=expected_text,
+        verdict=verdict_text(report), unread=unread_lines(report), levels_of=levels_text, expected_of=expected_text,
         is_graded=any(point.expected_error is not None for point in report.points),
     )  # fmt: skip
 

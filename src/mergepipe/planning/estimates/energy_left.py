@@ -6,6 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.planning.candidates.items import Candidates
+from mergepipe.planning.candidates.operator_rules import Rules
+from mergepipe.planning.estimates.omission_bound import present_weight
 from mergepipe.planning.selection.select import Selection
 
 
@@ -41,17 +43,33 @@ def _left_of_levels(
 
 
 def energies_by_tensor(
-    candidates: Candidates, selection: Selection, score_EB: NDArray[np.float64]
+    candidates: Candidates,
+    selection: Selection,
+    score_EB: NDArray[np.float64],
+    renormalized: Rules | None = None,
 ) -> NDArray[np.float64]:
-    """Compute `energy_ET2`: by expert and tensor the energy left out, and the total."""
+    """Compute `energy_ET2`: by expert and tensor the energy lost, and the total.
+
+    With weights `renormalized` over the experts that are present, those lose what their larger weights add.
+    """
     left_EB = energy_left(candidates, selection, score_EB)
     all_EB = np.where(candidates.free_EB, 0.0, score_EB)
+    if renormalized is not None:
+        left_EB += all_EB * np.square(_excess_weights(candidates, selection, renormalized))
     tensor_B, n_tensors = candidates.columns.tensor_B, len(candidates.columns.tasks)
     energy_ET2 = np.zeros((candidates.n_experts, n_tensors, 2))
     for e in range(candidates.n_experts):
         energy_ET2[e, :, 0] = np.bincount(tensor_B, left_EB[e], n_tensors)
         energy_ET2[e, :, 1] = np.bincount(tensor_B, all_EB[e], n_tensors)
     return energy_ET2
+
+
+def _excess_weights(candidates: Candidates, selection: Selection, rules: Rules) -> NDArray[np.float64]:
+    """Compute by how much the weight of a present delta grows, relative to its own: `W / W_present - 1`; else 0."""
+    present_EB = selection.read_EB | selection.served_EB | candidates.free_EB
+    all_B = present_weight(candidates.columns, rules, np.ones_like(present_EB))
+    growth_B = all_B / present_weight(candidates.columns, rules, present_EB) - 1
+    return np.where(present_EB, growth_B, 0.0)
 
 
 def norms_left(candidates: Candidates, selection: Selection) -> NDArray[np.float64]:

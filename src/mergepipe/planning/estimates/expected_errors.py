@@ -13,6 +13,7 @@ from mergepipe.operators.influence import Election
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.items import Candidates
 from mergepipe.planning.candidates.operator_rules import Rules
+from mergepipe.planning.choices import OnOmit
 from mergepipe.planning.estimates.energy_left import energies_by_tensor, energy_left_of_tensor
 from mergepipe.planning.estimates.sign_elections import AccessPatterns, ElectionExperts, lost_and_total_energies
 from mergepipe.planning.selection.select import Selection
@@ -23,12 +24,17 @@ _DIGITS = 4  # so that plans do not depend on the last bits of a sum
 
 
 def expected_energies(
-    candidates: Candidates, selections: Iterable[Selection], score_EB: NDArray[np.float64], rules: Rules
+    candidates: Candidates,
+    selections: Iterable[Selection],
+    score_EB: NDArray[np.float64],
+    rules: Rules,
+    on_omit: OnOmit = OnOmit.KEEP,
 ) -> NDArray[np.float64]:
-    """Estimate `energy_SET2` by selection, expert, tensor: (energy left out, total), as if deltas were uncorrelated."""
+    """Estimate `energy_SET2` by selection, expert, tensor: (energy lost, total), as if deltas were uncorrelated."""
     if rules.elects:
         return election_energies(candidates, selections, score_EB, rules)
-    return np.stack([energies_by_tensor(candidates, selection, score_EB) for selection in selections])
+    weighed_by = rules if on_omit is OnOmit.RENORMALIZE else None
+    return np.stack([energies_by_tensor(candidates, selection, score_EB, weighed_by) for selection in selections])
 
 
 def expected_error(energy_ET2: NDArray[np.float64]) -> float:

@@ -44,7 +44,7 @@ def omission_bound(
     """
     total_B = np.zeros(columns.n_columns)
     unknown = 0
-    divisor_B = _present_weight(columns, rules, present_EB) if on_omit is OnOmit.RENORMALIZE else None
+    divisor_B = present_weight(columns, rules, present_EB) if on_omit is OnOmit.RENORMALIZE else None
     for e in range(len(present_EB)):
         drift_B = _drift(e, columns, rules, present_EB[e], divisor_B)
         unknown += int(np.count_nonzero((drift_B != 0) & ~known_statistics.exact_ET[e][columns.tensor_B]))
@@ -59,7 +59,7 @@ def omission_bound(
     return OmissionBound(absolute, _relative(absolute, columns, known_statistics, rules, cosine_TEE))
 
 
-def _present_weight(columns: Columns, rules: Rules, present_EB: NDArray[np.bool_]) -> NDArray[np.float64]:
+def present_weight(columns: Columns, rules: Rules, present_EB: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Compute `w_anchor + sum of the present w` per block, 1 where that is zero."""
     anchor_T = np.array([0.0 if average is None else average.anchor_weight for average in rules.average_T])
     weight_TE = np.array([[] if average is None else average.weights_E for average in rules.average_T])

@@ -112,7 +112,7 @@ def _verdict_lines(verdict: BudgetVerdict) -> Iterator[str]:
         if verdict.larger_expected_error is not None and verdict.expected_error > 0:
             yield f"A budget of {_size(verdict.larger_budget_bytes)} would leave {verdict.larger_expected_error:g}."
     yield ""
-    yield "| expert | share of its blocks in the merge |"
+    yield "| expert | share of the blocks that it changes in the merge |"
     yield "|---|---|"
     yield from (f"| {markdown_code(expert.model)} | {100 * expert.share:.1f} % |" for expert in verdict.experts)
     yield ""
