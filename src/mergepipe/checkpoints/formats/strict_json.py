@@ -6,6 +6,7 @@ import json
 import math
 import re
 import reprlib
+from collections.abc import Iterator
 from typing import NoReturn, TypeAlias
 
 from mergepipe.core.values import dataclass
@@ -16,8 +17,12 @@ JsonValue: TypeAlias = "dict[str, JsonValue] | list[JsonValue] | str | int | flo
 MAX_DEPTH = 64
 MAX_INTEGER_DIGITS = 20  # 2**64 has 20; also keeps clear of Python's own limit on long integers
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'[]{}"'))
+_WINDOW_BYTES = 1 << 20
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _STRING = re.compile(rb'"[^"]*"')
+_SPACES = " \t\n\r"
+_SPACE = re.compile(rf"[{_SPACES}]*")
+_USUAL_CHARACTERS, _MOST_CHARACTERS = 1 << 10, 1 << 16  # of one value: the text of a tensor has 100
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD]")
 
 _SHORT = reprlib.Repr()
@@ -56,6 +61,112 @@ def parse_object(
         rules.refuse("not_object", f"a JSON object is needed, found {shown(document)}")
     rules.check_surrogates(raw, document)
     return document
+
+
+def object_members(raw: bytes, *, where: object, code: str, nested: str = "") -> Iterator[tuple[str, str, JsonValue]]:
+    """Yield the members of one JSON object one by one, so that the document never is in memory as a whole.
+
+    Each as ("", key, value), but of an object under the key `nested` its members, as (nested, key, value).
+    Memory: twice the text. Values but strings have at most 64 Ki characters: short ones take 35 times their text.
+
+    Raises:
+        CorruptError: as `parse_object`, or `.too_long` after the prefix; members before the fault were yielded by then.
+    """
+    rules = _Rules(where, code, MAX_INTEGER_DIGITS)
+    text = rules.decode(raw)
+    if len(text) <= _MOST_CHARACTERS and not text.lstrip(_SPACES).startswith("{"):
+        parse_object(raw, where=where, code=code)  # says what it is instead
+    if is_too_deep(raw):
+        rules.refuse("too_deep", f"JSON is nested deeper than {MAX_DEPTH} levels")
+    checks = _SURROGATE_ESCAPE.search(raw) is not None
+    reader = _MemberReader(text, rules)
+    for outer, key, value in reader.members(nested):
+        if checks:
+            rules.check_surrogates(raw, {key: value})
+        yield outer, key, value
+
+
+class _MemberReader:
+    """Reads one object of a text member by member, by the standard library's own scanner of values."""
+
+    def __init__(self, text: str, rules: _Rules) -> None:
+        self._text = text
+        self._rules = rules
+        self._decoder = json.JSONDecoder(
+            object_pairs_hook=rules.unique_pairs,
+            parse_int=rules.integer,
+            parse_float=rules.real,
+            parse_constant=rules.constant,
+        )
+        self._position = 0
+
+    def members(self, nested: str) -> Iterator[tuple[str, str, JsonValue]]:
+        """Yield all members; nothing but white space may follow them."""
+        if self._next() != "{":
+            self._rules.refuse("not_object", f"a JSON object is needed, found {shown(self._text[:40])}")
+        yield from self._members("", nested)
+        if self._next():
+            self._refuse("extra data")
+
+    def _members(self, outer: str, nested: str) -> Iterator[tuple[str, str, JsonValue]]:
+        self._take("{")
+        seen: set[str] = set()
+        is_more = self._next() != "}"
+        while is_more:
+            key = self._key()
+            if key in seen:
+                self._rules.refuse("duplicate_key", f"the key {shown(key)} occurs twice in one JSON object")
+            seen.add(key)
+            self._take(":")
+            if key == nested and nested and self._next() == "{":
+                yield from self._members(key, "")
+            else:
+                yield outer, key, self._value()
+            is_more = self._next() == ","
+            if is_more:
+                self._take(",")
+        self._take("}")
+
+    def _next(self) -> str:
+        """Return the next character that is no white space; empty at the end."""
+        match = _SPACE.match(self._text, self._position)
+        self._position = self._position if match is None else match.end()
+        return self._text[self._position : self._position + 1]
+
+    def _take(self, character: str) -> None:
+        if self._next() != character:
+            self._refuse(f"'{character}' is needed")
+        self._position += 1
+
+    def _key(self) -> str:
+        if self._next() != '"':
+            self._refuse("a name in double quotes is needed")
+        key = self._value()
+        assert isinstance(key, str)
+        return key
+
+    def _value(self) -> JsonValue:
+        is_text = self._next() == '"'
+        for length in (len(self._text),) if is_text else (_USUAL_CHARACTERS, _MOST_CHARACTERS):
+            piece = self._text if is_text else self._text[self._position : self._position + length]
+            start = self._position if is_text else 0
+            is_cut = not is_text and self._position + length < len(self._text)
+            value: JsonValue
+            try:
+                value, end = self._decoder.raw_decode(piece, start)
+            except json.JSONDecodeError as error:
+                if not is_cut:
+                    at = error.pos + self._position - start
+                    self._rules.refuse("not_json", f"not valid JSON: {error.msg} at character {at}")
+            else:
+                if not is_cut or end < length:  # a number may go on behind the piece
+                    self._position += end - start
+                    return value
+        message = f"the value at character {self._position} has more than {_MOST_CHARACTERS} characters"
+        return self._rules.refuse("too_long", message)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self._rules.refuse("not_json", f"not valid JSON: {reason} at character {self._position}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +220,38 @@ class _Rules:
 
 
 def is_too_deep(raw: bytes) -> bool:
-    """Whether brackets nest past `MAX_DEPTH` before the first syntax error, found without recursion."""
-    if b"\\" in raw:
-        raw = _ESCAPE.sub(b"", raw)
-    brackets = _STRING.sub(b"", raw.translate(None, _NOT_STRUCTURE))
-    depth = 0
-    for byte in brackets:
-        if byte in b"[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                return True
-        else:
-            depth -= 1
+    """Whether brackets nest past `MAX_DEPTH` before the first syntax error, found without recursion.
+
+    Memory: as the text, which goes through by windows: what strings leave of one is many small pieces.
+    """
+    structure = b"".join(_structure_of(window) for window in _windows(raw))
+    depth = position = 0
+    while position < len(structure):
+        end = position + _WINDOW_BYTES
+        if structure.count(b'"', position, end) % 2:  # a string goes on behind the window: it is all in this one
+            end = structure.find(b'"', end) + 1 or len(structure)
+        for byte in _STRING.sub(b"", structure[position:end]):
+            if byte in b"[{":
+                depth += 1
+                if depth > MAX_DEPTH:
+                    return True
+            else:
+                depth -= 1
+        position = end
     return False
+
+
+def _windows(raw: bytes) -> Iterator[bytes]:
+    """Yield pieces of a text, none of which ends within an escape."""
+    position = 0
+    while position < len(raw):
+        end = position + _WINDOW_BYTES
+        while raw[end - 1 : end] == b"\\":
+            end += 1
+        yield raw[position:end]
+        position = end
+
+
+def _structure_of(window: bytes) -> bytes:
+    """Return the brackets and quotes of a text, those that are escaped left out."""
+    return (_ESCAPE.sub(b"", window) if b"\\" in window else window).translate(None, _NOT_STRUCTURE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import islice
 
 import yaml
 
@@ -16,6 +17,10 @@ from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import CARD_BYTES
 
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
+_KEYS = "license|license_name|license_link|library_name|pipeline_tag|language|tags|base_model"
+_ENTRY = re.compile(rf"^([\"']?)(?:{_KEYS})\1[ \t]*:[^\n]*\n(?:(?:[ \t\r#-][^\n]*)?\n)*+", re.MULTILINE)
+"""One entry that is inherited: its line and those that belong to it. Results of evaluations fill megabytes beside."""
+_PARSED_CHARACTERS = 32 << 10  # YAML takes 150 times its size in memory, and 12 s a megabyte
 _MOST_VALUES = 100
 _MOST_CHARACTERS = 500
 _WRITTEN_BY_THE_HUB = re.compile(r"(base_model|license|region|arxiv|doi|dataset|model-index)\b.*:|endpoints_compatible")
@@ -53,12 +58,15 @@ def read_input_card(store: Store, model: Checkpoint) -> InputCard:
 
 
 def parse_card(raw: bytes) -> InputCard:
-    """Parse the text of a card."""
+    """Parse the text of a card: of long metadata only the entries that are inherited, unless these are long, too."""
     top = _FRONT_MATTER.match(raw.decode("utf-8", "replace"))
-    if top is None:
+    metadata = "" if top is None else top[1]
+    if len(metadata) > _PARSED_CHARACTERS:
+        metadata = "".join(entry[0] for entry in islice(_ENTRY.finditer(metadata), _MOST_VALUES))
+    if len(metadata) > _PARSED_CHARACTERS:
         return InputCard()
     try:
-        content = yaml.load(top[1], Loader=yaml.BaseLoader)
+        content = yaml.load(metadata, Loader=yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError, ValueError):
         return InputCard()
     if not isinstance(content, dict):

@@ -1,0 +1,148 @@
+"""What describes a model is read in little memory, or refused by its size: its index, its headers, its card."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe.checkpoints.formats.safetensors import MAX_HEADER_BYTES
+from mergepipe.checkpoints.formats.strict_json import object_members, parse_object
+from mergepipe.errors import CorruptError
+from mergepipe.storage.limits import CARD_BYTES, WEIGHT_INDEX_BYTES
+from support.safetensors_bytes import file_bytes
+
+GROWTH_BYTES = 256 << 20
+OPEN = """
+import sys
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.errors import MergePipeError
+from mergepipe.runs.publication.input_cards import read_input_card
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
+def peak_bytes():  # of this program alone, which getrusage does not tell of one that another has started
+    status = open("/proc/self/status").read()
+    return int(status.split("VmHWM:")[1].split()[0]) << 10
+before = peak_bytes()
+try:
+    store = LocalStore()
+    checkpoint = open_checkpoint(store, Location.parse(sys.argv[1]))
+    print(len(checkpoint.tensors), read_input_card(store, checkpoint).license or "none")
+except MergePipeError as error:
+    print(error.code)
+print(peak_bytes() - before)
+"""
+ENTRY = '"model.layers.{0:03d}.mlp.experts.{1:04d}.up_proj.weight":{2}'
+EMPTY = '{"dtype":"BF16","shape":[0,4096],"data_offsets":[0,0]}'
+
+
+def entries(value: str, nbytes: int) -> str:
+    """Members with the names of experts' tensors, together so long."""
+    line = len(ENTRY.format(0, 0, value)) + 1
+    return ",".join(ENTRY.format(i // 1000, i % 1000, value) for i in range(nbytes // line))
+
+
+def repeated(unit: str, nbytes: int) -> str:
+    return ",".join([unit] * (nbytes // (len(unit) + 1)))
+
+
+def write_index(folder: Path, text: str) -> None:
+    (folder / "model-00001-of-00001.safetensors").write_bytes(file_bytes("{}"))
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def write_header(folder: Path, text: str) -> None:
+    (folder / "model.safetensors").write_bytes(file_bytes(text))
+
+
+def write_card(folder: Path, text: str) -> None:
+    (folder / "model.safetensors").write_bytes(file_bytes("{}"))
+    (folder / "README.md").write_text(text)
+
+
+RESULT = "- {task: {type: x}}\n"
+INDEX, HEADER, CARD = WEIGHT_INDEX_BYTES - 1000, MAX_HEADER_BYTES - 1000, CARD_BYTES - 1000
+SHARD = '"model-00001-of-00001.safetensors"'
+CASES: dict[str, tuple[Callable[[Path, str], None], Callable[[], str], str]] = {
+    "index of many tensors": (
+        write_index, lambda: f'{{"weight_map":{{{entries(SHARD, INDEX)}}}}}', "checkpoint.index.tensor_missing",
+    ),
+    "index of lists": (
+        write_index, lambda: f'{{"weight_map":{{"a":[{repeated("[]", INDEX)}]}}}}', "checkpoint.index.too_long",
+    ),
+    "index with other members": (
+        write_index, lambda: f'{{"metadata":[{repeated("{}", INDEX)}],"weight_map":{{"a":{SHARD}}}}}',
+        "checkpoint.index.too_long",
+    ),
+    "index of 60 MB": (write_index, lambda: f'{{"weight_map":{{{entries(SHARD, 60_000_000)}}}}}', "storage.too-large"),
+    "header of many tensors": (write_header, lambda: f"{{{entries(EMPTY, HEADER)}}}", "none"),
+    "header of lists": (
+        write_header, lambda: f'{{"a":[{repeated("[]", HEADER)}]}}', "checkpoint.header.too_long",
+    ),
+    "header of metadata": (
+        write_header, lambda: f'{{"__metadata__":{{{repeated(chr(34) * 2 + ":[]", HEADER)}}}}}',
+        "checkpoint.header.metadata",
+    ),
+    "header of 90 MB": (write_header, lambda: f"{{{entries(EMPTY, 90_000_000)}}}", "checkpoint.header.too_long"),
+    "card of results": (
+        write_card,
+        lambda: f"---\nlicense: mit\nmodel-index:\n{RESULT * (CARD // len(RESULT))}---\n",
+        "mit",
+    ),
+    "card of one key": (write_card, lambda: f"---\ntags: [{repeated('a', CARD)}]\nlicense: mit\n---\n", "none"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_open_checkpoint__takes_little_memory_for_what_describes_a_model(tmp_path: Path, case: str) -> None:
+    """In a process of its own, whose peak is what is measured."""
+    write, text, expected = CASES[case]
+    write(tmp_path, text())
+    ran = subprocess.run(
+        [sys.executable, "-c", OPEN, str(tmp_path)], capture_output=True, text=True, check=True, timeout=600
+    )
+    result, growth_bytes = ran.stdout.split("\n")[:2]
+    assert result.split()[-1] == expected
+    assert int(growth_bytes) < GROWTH_BYTES
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**6), 10**6)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["nested", "a", "b", ""]) | st.text(), VALUES, max_size=5), st.integers(0, 2))
+def test_object_members__are_those_of_the_whole_object(document: dict[str, object], indent: int) -> None:
+    raw = json.dumps(document, indent=indent or None, ensure_ascii=indent == 1).encode("utf-8", "surrogatepass")
+    whole = parse_object(raw, where="x", code="c")
+    assert {key: value for _, key, value in object_members(raw, where="x", code="c")} == whole
+    nested = whole.get("nested")
+    inner = [(key, value) for outer, key, value in object_members(raw, where="x", code="c", nested="nested") if outer]
+    assert inner == (list(nested.items()) if isinstance(nested, dict) else [])
+
+
+@given(
+    st.text(alphabet='{}[]",:\\u0a1e- \nt', max_size=20) | st.binary(max_size=12).map(lambda raw: raw.decode("latin-1"))
+)
+def test_object_members__refuse_what_the_whole_object_is_refused_for(text: str) -> None:
+    raw = text.encode()
+    codes = []
+    for read in (parse_object, lambda raw, **given: list(object_members(raw, **given))):
+        try:
+            read(raw, where="x", code="c")
+        except CorruptError as error:
+            codes.append(error.code)
+    assert len(codes) in (0, 2)
+    assert len(set(codes)) <= 1
