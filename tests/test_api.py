@@ -200,7 +200,7 @@ def test_options__have_these_fields() -> None:
     ]  # fmt: skip
     assert field_names(options.MergeOptions) == [
         *common, "plan", "shard_bytes", "resume", "reuse", "pack",
-        "allow_dropped", "strict", "lenient", "clamp_shares", "card", "tokenizer", "mergekit_config", "executor",
+        "allow_dropped", "strict", "lenient", "card", "tokenizer", "mergekit_config", "executor",
             "address", "paths", "base_model_ids",
     ]  # fmt: skip
 

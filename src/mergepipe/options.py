@@ -148,9 +148,8 @@ class MergeOptions(_CommonOptions):
         allow_dropped: patterns (`*.extra.*`) of tensors that an expert may have and the base not; they are left out.
         strict: refuse recipes with anything in them that has no effect, and plans that read
             nothing of an expert, instead of telling so in notices.
-        lenient: take misspelt names of keys and parameters for such without effect, and shares beyond 0 to 1 as the
-            nearest of them, as mergekit does, with warnings.
-        clamp_shares: only the latter.
+        lenient: take misspelt names of keys and parameters for such without effect, and shares that look like
+            percentages (`density: 40`) as 1, as mergekit does, with warnings.
         card: write the model card.
         tokenizer: copy the tokenizer's files; those that the recipe asks for are written in any case.
         mergekit_config: write the recipe beside the model as `mergekit_config.yml`, too, where the Hub looks for it.
@@ -173,7 +172,6 @@ class MergeOptions(_CommonOptions):
     allow_dropped: tuple[str, ...] = ()
     strict: bool = False
     lenient: bool = False
-    clamp_shares: bool = False
     card: bool = True
     tokenizer: bool = True
     mergekit_config: bool = True

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.peer
 
 COMPARED = [form for form in FORMS if form.is_compared]
 RANK = 4
-OPTIONS = MergeOptions(catalog=False, clamp_shares=True)
+OPTIONS = MergeOptions(catalog=False)
 
 
 def write_adapter(folder: Path, base: Path) -> None:

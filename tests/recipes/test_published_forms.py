@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(folder: Path, text: str, **strictness: bool) -> Recipe:
     path = folder / "recipe.yml"
     path.write_bytes(text.encode())
-    (recipe,) = load_recipes(Location.of(path), LocalStore(), Strictness(**{"clamps": True, **strictness}))
+    (recipe,) = load_recipes(Location.of(path), LocalStore(), Strictness(**strictness))
     return recipe
 
 
@@ -87,12 +87,20 @@ def test_notices__name_line_and_key_what_is_ignored_and_what_it_means_elsewhere(
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if CLAMPED in form.notices], ids=lambda form: form.name)
-def test_load_recipes__refuses_what_is_no_share_unless_it_clamps(folder: Path, form: Form) -> None:
-    with pytest.raises(RecipeError) as caught:
-        load(folder, form.recipe, clamps=False)
-    assert {problem.code for problem in caught.value.problems} == {"recipe.parameter.range"}
-    assert all("as mergekit does" in problem.hint for problem in caught.value.problems)
+def test_load_recipes__warns_of_shares_that_it_takes_as_the_nearest(folder: Path, form: Form) -> None:
     assert all(notice.changes_result for notice in load(folder, form.recipe).notices)
+
+
+@pytest.mark.parametrize("share", ["5", "40", "100", "[0.2, 33]", "[{filter: mlp, value: 20}, {value: 1}]"])
+def test_load_recipes__refuses_percentages_for_shares_unless_lenient(folder: Path, share: str) -> None:
+    text = TIES + f"parameters: {{density: {share}}}\n"
+    with pytest.raises(RecipeError) as caught:
+        load(folder, text)
+    (problem,) = caught.value.problems
+    assert (problem.code, "did you mean 0." in problem.hint or "did you mean 1?" in problem.hint) == (
+        "recipe.parameter.range", True,
+    )  # fmt: skip
+    assert [notice.code for notice in load(folder, text, lenient=True).notices] == [CLAMPED]
 
 
 @pytest.mark.parametrize(

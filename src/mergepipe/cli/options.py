@@ -105,7 +105,7 @@ Lenient: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--lenient",
-        help="Take misspelt names for such without effect, and shares beyond 0 to 1 as the nearest, as mergekit does.",
+        help="Take misspelt names for such without effect, and shares like 40 as 1, as mergekit does.",
     ),
 ]
 Force: TypeAlias = Annotated[bool, typer.Option("--force", help="Replace OUT, if mergepipe made it.")]

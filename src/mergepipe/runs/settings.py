@@ -52,7 +52,7 @@ def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSet
         allow_dropped=options.allow_dropped,
         small_files=SmallFileChoice(options.card, options.tokenizer, options.mergekit_config),
         pack=options.pack_path,
-        strictness=Strictness(options.strict, options.lenient, options.clamp_shares),
+        strictness=Strictness(options.strict, options.lenient),
         absolute_paths=choice("--paths", options.paths, PathStyle) is PathStyle.ABSOLUTE,
         base_model_ids=parse_base_model_ids(options.base_model_ids),
     )

@@ -293,7 +293,6 @@ def merge_as_mergekit(
         mergekit_config=True,
         strict=strict,
         lenient=lenient,
-        clamp_shares=True,
     )
     if not honoured.quiet:
         _print_notices(noticed.notices())

@@ -13,7 +13,7 @@ from mergepipe.recipes.parse.problems import near_miss
 from mergepipe.recipes.parse.yaml_source import KeyPath, Value, shortened
 
 FLOAT32_MAX = 3.4028234663852886e38
-SMALLEST_PERCENTAGE = 2  # that a share is taken to be written as
+SMALLEST_PERCENTAGE = 5  # that a share is taken to be written as: published recipes have shares of 1.3, 2 and 3
 _WITHOUT_MEANING = (None, False, "false", "False")  # of a parameter that has no effect
 CASE_KEYS = ("value", "filter")
 TRUE_TEXTS = ("true", "yes", "on", "y", "t", "1")
@@ -220,21 +220,16 @@ def _number(reader: DocumentReader, value: Value, key_path: KeyPath, spec: Param
     too_low = value <= spec.low if spec.low_open else value < spec.low
     if not too_low and value <= spec.high:
         return float(value)
-    if spec.clamps and (reader.findings.strictness.clamps or reader.findings.strictness.lenient):
+    is_percentage = SMALLEST_PERCENTAGE <= value <= 100 and spec.low <= value / 100 <= spec.high <= 1
+    if spec.clamps and (reader.findings.strictness.lenient or not is_percentage):
         message = f"{spec.name} is {value:g}, taken as {spec.clamped(float(value)):g}"
         reader.warning("recipe.clamped", key_path, message, f"it is in {spec.range_text()}")
         return float(value)
     message = f"{spec.name} is {value:g}, must be in {spec.range_text()}"
-    reader.refuse("recipe.parameter.range", key_path, message, _meant_instead(value, spec))
-    return REFUSED
-
-
-def _meant_instead(value: float, spec: ParameterSpec) -> str:
-    """Return what a number beyond a parameter's range may have been meant for: of a share, the percentage."""
-    is_percentage = SMALLEST_PERCENTAGE <= value <= 100 and spec.low <= value / 100 <= spec.high <= 1
     meant = f"did you mean {value / 100:g}?" if is_percentage else ""
     as_mergekit = f"--lenient takes it as {spec.clamped(value):g}, as mergekit does" if spec.clamps else ""
-    return "; ".join(filter(None, (meant, as_mergekit)))
+    reader.refuse("recipe.parameter.range", key_path, message, "; ".join(filter(None, (meant, as_mergekit))))
+    return REFUSED
 
 
 def quoted_number(text: str) -> float | None:

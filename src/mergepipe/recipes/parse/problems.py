@@ -18,12 +18,11 @@ NEAR_MISS = 0.75  # likeness from which an unknown name is taken for a misspelt 
 class Strictness:
     """The judgement of recipes: `strict` refuses keys without effect, `lenient` takes even misspelt names for such.
 
-    `clamps` takes shares beyond their range (`density: 40`) as the nearest end of it; so does `lenient`.
+    `lenient` also takes a share that looks like a percentage (`density: 40`) as 1.
     """
 
     strict: bool = False
     lenient: bool = False
-    clamps: bool = False
 
 
 USUAL = Strictness()
