@@ -6,7 +6,9 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final
@@ -30,6 +32,10 @@ MOST_MEMORY_BYTES: Final = 4 << 30
 STOP_SECONDS: Final = 10.0
 _KILL_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.1
+_HEAD_SECONDS: Final = 5.0
+_HEAD_LOOKS: Final = 3
+"""The head is asked for so often, and is lost when that many times in a row it was not there. After a minute without it
+Ray ends this process, with a text of its own."""
 
 Outcome = bytes | MergePipeError
 OnOutcome = Callable[[Outcome | None], None]
@@ -92,6 +98,7 @@ class RayCluster:
         self._ray: Any = _imported_ray()
         self._is_ours = False
         self._preparing: list[Any] = []
+        self._is_lost = False
 
     def __enter__(self) -> RayCluster:
         if not self._ray.is_initialized():
@@ -102,21 +109,27 @@ class RayCluster:
         return self
 
     def _connect(self) -> None:
+        if self._address is not None and not _Head(self._address).answers():
+            raise self._no_cluster("nothing answers there")
         try:
             self._ray.init(
                 address=self._address, namespace="mergepipe", include_dashboard=False, log_to_driver=False,
                 configure_logging=False, logging_level="ERROR",
             )  # fmt: skip
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            where = self._address or os.environ.get("RAY_ADDRESS") or "Ray"
-            hint = "check --address, and `ray status` on a node"
-            raise NotFoundError.of("ray.connect", where, f"no cluster could be reached: {reason}", hint) from error
+        except (
+            ConnectionError, RuntimeError, ValueError, TimeoutError, self._ray.exceptions.RayError,
+        ) as error:  # fmt: skip
+            raise self._no_cluster(str(error).strip().partition("\n")[0]) from error
+
+    def _no_cluster(self, reason: str) -> MergePipeError:
+        where = self._address or os.environ.get("RAY_ADDRESS") or "Ray"
+        hint = "check --address, and `ray status` on a node; after a crash, `ray stop` forgets the cluster"
+        return NotFoundError.of("ray.connect", where, f"no cluster could be reached: {reason}", hint)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_ours:
+        if self._is_ours and not self._is_lost:
             self._ray.shutdown()
 
     def nodes(self) -> tuple[ClusterNode, ...]:
@@ -136,19 +149,29 @@ class RayCluster:
         second. What it raises cancels the other tasks, and they have ended when it is raised here.
 
         Raises:
-            StorageError: `ray.lost`, processes or nodes of a task were lost again and again.
+            StorageError: `ray.lost`, processes or nodes of a task were lost again and again, or the head.
         """
         task = self._task_of(shape)
         pending = [task.remote(mergepipe.__version__, function, payload) for payload in payloads]
+        head = _Head(self._ray.get_runtime_context().gcs_address)
         try:
             while pending:
                 ended, pending = self._ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
                 on_outcome(None)
+                if head.is_lost():
+                    raise self._lost_head(head)
                 for reference in ended:
                     on_outcome(self._outcome(reference))
         except BaseException:
-            self._cancel(pending)
+            if not self._is_lost:
+                self._cancel(pending)
             raise
+
+    def _lost_head(self, head: _Head) -> MergePipeError:
+        """Give the cluster up: nothing more can be asked of it, not even to stop."""
+        self._is_lost = True
+        message = f"the head of the cluster at {head.address} does not answer any more"
+        return StorageError.of("ray.lost", "Ray", message, "start a cluster again, then run the same command")
 
     def _task_of(self, shape: TaskShape) -> Any:
         return self._ray.remote(_task()).options(
@@ -183,6 +206,33 @@ class RayCluster:
                     self._ray.cancel(reference, force=is_forced)
             if references:
                 _, references = self._ray.wait(references, num_returns=len(references), timeout=seconds)
+
+
+class _Head:
+    """Looks from time to time whether the head of a cluster still takes connections."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._next_look = time.monotonic() + _HEAD_SECONDS
+        self._n_missed = 0
+
+    def is_lost(self) -> bool:
+        """Whether it was not there so often that it is lost; looks if it is time to."""
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _HEAD_SECONDS
+            self._n_missed = 0 if self.answers() else self._n_missed + 1
+        return self._n_missed >= _HEAD_LOOKS
+
+    def answers(self) -> bool:
+        """Whether it takes connections; also where its address is none of a host and a port (`auto`, `ray://`)."""
+        host, _, port = self.address.rpartition(":")
+        if not port.isdecimal() or "/" in host:
+            return True
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _HEAD_SECONDS).close()
+        except (OSError, OverflowError):
+            return False
+        return True
 
 
 def _task() -> Callable[[str, str, bytes], tuple[bytes | str, bool]]:
