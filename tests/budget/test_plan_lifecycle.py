@@ -18,7 +18,7 @@ from budget_cases import CASES, POLICIES, Setting, make_setting
 
 from mergepipe import api as session
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.migrations import MIGRATIONS
+from mergepipe.catalog.schema import SCHEMA_VERSION
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, F32, GRAIN_ELEMENTS
 from mergepipe.errors import ConflictError, CorruptError, LimitError, MergePipeError, NotFoundError
 from mergepipe.options import MergeOptions, RunOptions
@@ -197,7 +197,7 @@ def _corrupt(home: Path) -> None:
 
 def _newer(home: Path) -> None:
     with closing(sqlite3.connect(home / CATALOG_NAME)) as connection:
-        connection.execute(f"PRAGMA user_version = {MIGRATIONS[-1].number + 1}")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
 
 
 def _in_the_way(home: Path) -> None:

@@ -25,7 +25,6 @@ ALLOWED = {
     "catalog/database.py": ("regular.regular_status", OWN),
     "catalog/manifests.py": ("is_dir os.walk", OWN),
     "catalog/rebuild.py": ("exists os.path.realpath", OWN),
-    "catalog/salvage.py": ("exists", OWN),
     "catalog/snapshots.py": ("os.path.realpath", OWN),
     "catalog/statistics_file.py": ("exists is_file is_symlink regular.read_head", OWN),
     "catalog/usage.py": ("stat", OWN),

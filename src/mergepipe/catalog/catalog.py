@@ -43,14 +43,14 @@ class Catalog:
 
     @classmethod
     def open(cls, home: Path, *, store: Store | None = None, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Catalog:
-        """Open the catalog under `home`; create or migrate it if needed. Models are looked at through `store`.
+        """Open the catalog under `home`; create it if needed. Models are looked at through `store`.
 
         Raises:
             ConflictError: `catalog.locked`.
             CorruptError: `catalog.corrupt`.
             MismatchError: `catalog.foreign`.
             StorageError: `catalog.permission`, `catalog.no-space`, `catalog.io`.
-            UnsupportedError: `catalog.newer`.
+            UnsupportedError: `catalog.newer`, `catalog.older`.
         """
         return cls(open_database(home, timeout_seconds=timeout_seconds), store or Stores())
 
@@ -309,8 +309,3 @@ class Catalog:
         """Remove statistics that fail their checksum; return how many."""
         with self._database.write_transaction() as connection:
             return tensor_statistics.drop_corrupt(connection)
-
-    def restore(self, row: ModelRow) -> ModelRow:
-        """Insert a model's row that was salvaged from another catalog."""
-        with self._database.write_transaction() as connection:
-            return models.register(connection, row)

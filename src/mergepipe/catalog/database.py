@@ -16,12 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.migrations import (
+from mergepipe.catalog.schema import (
     APPLICATION_ID,
-    MIGRATIONS,
-    Migration,
+    SCHEMA_VERSION,
+    create_schema,
     expected_schema,
-    migrate,
     schema,
     schema_version,
 )
@@ -110,16 +109,14 @@ class Database:
             self._connection.close()
 
 
-def open_database(
-    home: Path, *, timeout_seconds: float = LOCK_TIMEOUT_SECONDS, migrations: tuple[Migration, ...] = MIGRATIONS
-) -> Database:
-    """Open the catalog's file under `home`, created or migrated where needed.
+def open_database(home: Path, *, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Database:
+    """Open the catalog's file under `home`, created where there is none.
 
     Raises:
         ConflictError: `catalog.locked`, another process kept it locked for `timeout_seconds`.
         CorruptError: `catalog.corrupt`, not a sound SQLite file or tables are missing.
         MismatchError: `catalog.foreign`, a SQLite file of another application, which is left alone.
-        UnsupportedError: `catalog.newer`, made by a newer version.
+        UnsupportedError: `catalog.newer` or `catalog.older`, made by another version.
         StorageError: `catalog.not-a-file`, `catalog.permission`, `catalog.no-space` or `catalog.io`.
     """
     path = home / CATALOG_NAME
@@ -131,7 +128,7 @@ def open_database(
     with typed_errors(path):
         connection = sqlite3.connect(path, timeout=timeout_seconds, isolation_level=None, check_same_thread=False)
         try:
-            _prepare(connection, path, time.monotonic() + timeout_seconds, migrations)
+            _prepare(connection, path, time.monotonic() + timeout_seconds)
         except BaseException:
             connection.close()
             raise
@@ -156,24 +153,22 @@ def check_regular_files(path: Path) -> None:
                 raise StorageError.of("catalog.not-a-file", file, error.problems[0].message, hint) from None
 
 
-def _prepare(
-    connection: sqlite3.Connection, path: Path, deadline_seconds: float, migrations: tuple[Migration, ...]
-) -> None:
+def _prepare(connection: sqlite3.Connection, path: Path, deadline_seconds: float) -> None:
     while True:  # switching to WAL and recovering a WAL do not wait for locks
         try:
-            if _check_ours(connection, path, migrations[-1].number):
+            if _check_ours(connection, path):
                 connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             connection.execute("PRAGMA journal_mode = WAL")  # has no effect on file systems without shared memory
             connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_BYTES // PAGE_BYTES}")
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("PRAGMA foreign_keys = ON")
-            migrate(connection, migrations)
+            create_schema(connection)
             break
         except sqlite3.OperationalError as error:
             if _primary_code(error) not in _BUSY_CODES or time.monotonic() >= deadline_seconds:
                 raise
             time.sleep(_RETRY_SECONDS)
-    expected, actual = expected_schema(migrations), schema(connection)
+    expected, actual = expected_schema(), schema(connection)
     differing = sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
     if differing:
         raise CorruptError.of(
@@ -184,7 +179,7 @@ def _prepare(
         )
 
 
-def _check_ours(connection: sqlite3.Connection, path: Path, newest: int) -> bool:
+def _check_ours(connection: sqlite3.Connection, path: Path) -> bool:
     """Refuse a foreign database before writing to it; return whether the file is still empty."""
     connection.execute("BEGIN")  # consistent values, while another process may be creating the file
     try:
@@ -202,12 +197,19 @@ def _check_ours(connection: sqlite3.Connection, path: Path, newest: int) -> bool
         raise MismatchError.of(
             "catalog.foreign", path, "is a database of another application", "choose another home with --home"
         )
-    if version > newest:
+    if version > SCHEMA_VERSION:
         raise UnsupportedError.of(
             "catalog.newer",
             path,
-            f"its schema has version {version}; this program supports up to {newest}",
+            f"its schema has version {version}; this program reads version {SCHEMA_VERSION}",
             "update mergepipe, or use --home",
+        )
+    if 0 < version < SCHEMA_VERSION:
+        raise UnsupportedError.of(
+            "catalog.older",
+            path,
+            f"its schema has version {version}; this program reads version {SCHEMA_VERSION}",
+            f"{REBUILD_HINT}, which sets it aside, and analyze again",
         )
     if version < 1 and tables:
         raise CorruptError.of("catalog.corrupt", path, f"it has tables but schema version {version}", REBUILD_HINT)

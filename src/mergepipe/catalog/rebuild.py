@@ -1,4 +1,4 @@
-"""Rebuild the catalog: snapshots from their manifests, statistics from the sound parts of the old file."""
+"""Rebuild the catalog: snapshots from their manifests; statistics stay where the file is sound."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, catalog_os_error, c
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.manifests import find_manifests
 from mergepipe.catalog.rows import RebuildReport, SnapshotRow
-from mergepipe.catalog.salvage import salvage
 from mergepipe.core.values import dataclass
-from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.file_version import modified_at
 
@@ -28,8 +27,8 @@ _SIDE_FILES = ("", "-wal", "-shm")
 def rebuild(home: Path, roots: Sequence[Path], *, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> RebuildReport:
     """Recreate snapshots and lineage from the manifests under `roots` and at recorded paths.
 
-    Sound statistics are kept. A damaged file is moved aside, never deleted, and its sound rows are copied. Close other
-    processes that use a damaged catalog first: they would continue to write to the moved file.
+    Statistics of a sound file are kept. A file that is damaged or of an older version is moved aside, never deleted:
+    analyze again. Close other processes that use it first: they would continue to write to the moved file.
 
     Raises:
         NotFoundError: `catalog.root-missing`.
@@ -40,15 +39,13 @@ def rebuild(home: Path, roots: Sequence[Path], *, timeout_seconds: float = LOCK_
     catalog, moved_aside = _open_sound(home, timeout_seconds)
     with catalog:
         dropped = catalog.drop_corrupt_statistics()
-        salvaged, salvaged_paths = (0, ()) if moved_aside is None else salvage(moved_aside, catalog)
         registered_paths = [snapshot.path for snapshot in catalog.snapshots()]
-        adopted = _adopt_all(catalog, [*manifest_paths, *salvaged_paths, *registered_paths], unreadable)
+        adopted = _adopt_all(catalog, [*manifest_paths, *registered_paths], unreadable)
         return RebuildReport(
             snapshots=len(adopted.recorded),
             missing=_still_missing(catalog, adopted.recorded, adopted.missing),
             unreadable=tuple(unreadable),
             dropped_statistics=dropped,
-            salvaged_statistics=salvaged,
             moved_aside=moved_aside,
             composites=tuple(adopted.composites),
         )
@@ -57,7 +54,9 @@ def rebuild(home: Path, roots: Sequence[Path], *, timeout_seconds: float = LOCK_
 def _open_sound(home: Path, timeout_seconds: float) -> tuple[Catalog, Path | None]:
     try:
         catalog = Catalog.open(home, timeout_seconds=timeout_seconds)
-    except CorruptError:
+    except (CorruptError, UnsupportedError) as error:
+        if error.code == "catalog.newer":
+            raise
         moved = _move_aside(home / CATALOG_NAME)
         return Catalog.open(home, timeout_seconds=timeout_seconds), moved
     try:

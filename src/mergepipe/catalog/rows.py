@@ -148,6 +148,5 @@ class RebuildReport:
     missing: tuple[Path, ...]
     unreadable: tuple[Problem, ...]
     dropped_statistics: int
-    salvaged_statistics: int
     moved_aside: Path | None
     composites: tuple[Path, ...] = ()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from mergepipe.catalog.migrations import TABLES
 from mergepipe.catalog.rows import CatalogStats, TableUsage
+from mergepipe.catalog.schema import TABLES
 
 _SIDE_FILES = ("", "-wal")
 

@@ -31,9 +31,7 @@ PIECE_NAMES: dict[Piece, str] = {
 OWN_NAMES = frozenset({HEADER_NAME, INDEX_NAME, HEADERS_NAME, *PIECE_NAMES.values()})
 FORMAT_NAME = "mergepipe-delta-store"
 FORMAT_VERSION = 4
-OLDEST_VERSION = 3
 FORMAT = f"{FORMAT_NAME}/{FORMAT_VERSION}"
-_WITHOUT_BASE_DTYPES = 3  # the last version whose tensors had the base's dtype, or were plain
 _LARGEST_CUT = (2 - 2.0**-23) * 2.0**127  # the largest float32
 _SMALLEST_CUT = 2.0**-149
 T = TypeVar("T")
@@ -144,7 +142,7 @@ def parse_header(raw: bytes, path: Location) -> StoreHeader:
     """
     document = parse_object(raw, where=path, code="store.header")
     fields = _Fields(document, path)
-    version = _checked_version(fields.get("format", str), path)
+    _check_version(fields.get("format", str), path)
     claimed = fields.get("digest", str)
     if digest_of({key: value for key, value in document.items() if key != "digest"}) != claimed:
         raise corrupt(path, "the header is damaged: its digest does not fit")
@@ -158,7 +156,7 @@ def parse_header(raw: bytes, path: Location) -> StoreHeader:
         index_blake3=fields.get("index_blake3", str),
         files=fields.each("files", _packed_file),
         kept=fields.each("kept", _kept_file),
-        tensors=fields.each("tensors", _entry if version > _WITHOUT_BASE_DTYPES else _entry_of_version_3),
+        tensors=fields.each("tensors", _entry),
         content_id=fields.get("content_id", str),
         depth=0 if fields.raw("depth") is None else fields.get("depth", int),
     )
@@ -166,15 +164,14 @@ def parse_header(raw: bytes, path: Location) -> StoreHeader:
     return header
 
 
-def _checked_version(format_name: str, path: Location) -> int:
+def _check_version(format_name: str, path: Location) -> None:
     name, _, version = format_name.partition("/")
     if name != FORMAT_NAME or not version.isdecimal():
         raise corrupt(path, f"the format is {shown(format_name)}, not {FORMAT}")
-    if not OLDEST_VERSION <= int(version) <= FORMAT_VERSION:
+    if int(version) != FORMAT_VERSION:
         hint = "update mergepipe" if int(version) > FORMAT_VERSION else "pack the expert again"
-        message = f"a delta store of version {version}; this program reads {OLDEST_VERSION} to {FORMAT_VERSION}"
+        message = f"a delta store of version {version}; this program reads version {FORMAT_VERSION}"
         raise UnsupportedError.of("store.version", path, message, hint)
-    return int(version)
 
 
 def _check_tensors(header: StoreHeader, path: Location) -> None:
@@ -249,17 +246,8 @@ def _kept_file(fields: _Fields) -> KeptFile:
 
 
 def _entry(fields: _Fields) -> PackedEntry:
-    base_dtype = None if fields.raw("base_dtype") is None else fields.dtype("base_dtype")
-    return _entry_with(fields, base_dtype, is_plain=fields.get("is_plain", bool))
-
-
-def _entry_of_version_3(fields: _Fields) -> PackedEntry:
-    has_base = fields.get("has_base", bool)
-    return _entry_with(fields, fields.dtype("dtype") if has_base else None, is_plain=not has_base)
-
-
-def _entry_with(fields: _Fields, base_dtype: DType | None, *, is_plain: bool) -> PackedEntry:
     dtype = fields.dtype("dtype")
+    base_dtype = None if fields.raw("base_dtype") is None else fields.dtype("base_dtype")
     shape = [size for size in fields.get("shape", list) if isinstance(size, int) and not isinstance(size, bool)]
     if len(shape) != len(fields.get("shape", list)) or any(size < 0 for size in shape):
         fields.refuse("shape", fields.get("shape", list))
@@ -267,7 +255,7 @@ def _entry_with(fields: _Fields, base_dtype: DType | None, *, is_plain: bool) ->
         fields.refuse("base_dtype", base_dtype.name)
     return PackedEntry(
         fields.get("name", str), dtype, tuple(shape), fields.get("file", int), fields.get("first_row", int),
-        base_dtype, is_plain, _cuts(fields, dtype, base_dtype),
+        base_dtype, fields.get("is_plain", bool), _cuts(fields, dtype, base_dtype),
     )  # fmt: skip
 
 

@@ -11,17 +11,11 @@ import pytest
 import mergepipe
 from mergepipe import api
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.salvage import salvage
 from mergepipe.catalog.statistics_file import STATISTICS_NAME, StatisticsFile, parse_statistics
-from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.file_digests import read_digests, with_digests
 from mergepipe.checkpoints.formats.safetensors import FIRST_READ_BYTES
 from mergepipe.errors import CorruptError
 from mergepipe.options import PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
-from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
 from support.hub_server import HubServer, hub_server
 from support.reuse_cases import RECIPES, Bench, make_bench
 
@@ -92,17 +86,6 @@ def test_import__keeps_what_was_analysed_here(first: Bench, second: Bench) -> No
         (expert,) = [row for row in catalog.models() if row.path.name == "expert1"]
         (base,) = [row for row in catalog.models() if row.path.name == "base"]
         assert all(0.33 in one.densities_D for one in catalog.statistics(expert, base).values())
-
-
-def test_salvage__keeps_what_was_imported(first: Bench, second: Bench, tmp_path: Path) -> None:
-    api.import_statistics(first.folder / STATISTICS_NAME, home=second.home)
-    with Catalog.open(tmp_path / "salvaged") as catalog:
-        assert salvage(second.home / CATALOG_NAME, catalog) == (8, ())
-        rows = []
-        for name in ("expert1", "base"):
-            checkpoint = open_checkpoint(LocalStore(), Location.local(second.folder / name))
-            rows.append(catalog.register_model(with_digests(checkpoint, read_digests(LocalStore(), checkpoint, 1))))
-        assert len(catalog.statistics(*rows)) == 4
 
 
 def test_import__of_a_damaged_file_records_nothing(first: Bench, tmp_path: Path) -> None:

@@ -105,13 +105,11 @@ def catalog_table(stats: CatalogStats) -> str:
 def rebuild_table(report: RebuildReport) -> str:
     """Show the snapshots and models that a rebuild found, and those it did not."""
     moved = [("moved aside", str(report.moved_aside))] if report.moved_aside is not None else []
-    salvaged = [("salvaged", plural(report.salvaged_statistics, "tensor"))] if report.moved_aside is not None else []
     return facts_text([
         ("snapshots", str(report.snapshots)),
         *(("missing", str(path)) for path in report.missing),
         *(("unreadable", str(problem)) for problem in report.unreadable),
         *(("composite", f"{path}: a training checkpoint, no snapshot") for path in report.composites),
         ("dropped", f"statistics of {plural(report.dropped_statistics, 'tensor')}, damaged"),
-        *salvaged,
         *moved,
     ])  # fmt: skip

@@ -1,58 +1,14 @@
-"""The catalog's schema as numbered migrations, and the upgrade of a file from any version to the newest."""
+"""The catalog's schema, of one version: a file of an older one is set aside by a rebuild, and analyzed again."""
 
 from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
 
-from mergepipe.core.values import dataclass
-
 APPLICATION_ID = 0x4D504331  # "MPC1"
-
-
-@dataclass(frozen=True, slots=True)
-class Migration:
-    """One migration. `number` is the `user_version` it leads to; a published one never changes."""
-
-    number: int
-    statements: tuple[str, ...]
-
-
-_SCHEMA_1 = (
-    """
-    CREATE TABLE models (
-        pk INTEGER PRIMARY KEY,
-        id TEXT NOT NULL UNIQUE,
-        path TEXT NOT NULL,
-        kind TEXT NOT NULL,
-        content_id TEXT,
-        n_tensors INTEGER NOT NULL,
-        n_parameters INTEGER NOT NULL,
-        tensor_bytes INTEGER NOT NULL,
-        dtypes TEXT NOT NULL,
-        files TEXT NOT NULL
-    )
-    """,
-    """
-    CREATE TABLE pairs (
-        pk INTEGER PRIMARY KEY,
-        expert INTEGER NOT NULL REFERENCES models ON DELETE CASCADE,
-        base INTEGER NOT NULL REFERENCES models ON DELETE CASCADE,
-        UNIQUE (expert, base)
-    )
-    """,
-    "CREATE INDEX pairs_by_base ON pairs (base)",
+SCHEMA_VERSION = 3
+_STATEMENTS = (
     "CREATE TABLE tensor_names (pk INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE)",
-    """
-    CREATE TABLE tensor_statistics (
-        pk INTEGER PRIMARY KEY,
-        pair INTEGER NOT NULL REFERENCES pairs ON DELETE CASCADE,
-        tensor INTEGER NOT NULL REFERENCES tensor_names,
-        is_probe INTEGER NOT NULL CHECK (is_probe IN (0, 1)),
-        packed BLOB NOT NULL,
-        UNIQUE (pair, tensor)
-    )
-    """,
     """
     CREATE TABLE snapshots (
         pk INTEGER PRIMARY KEY,
@@ -84,19 +40,6 @@ _SCHEMA_1 = (
         PRIMARY KEY (snapshot, position)
     ) WITHOUT ROWID
     """,
-)
-
-# Version 1 identified models by the modification times of their files, which is not reliable: start anew.
-_SCHEMA_2 = ("DELETE FROM models", "DELETE FROM tensor_names")
-
-# Statistics belong to contents, which any number of models may have: each model of version 2 has its own.
-_SCHEMA_3 = (
-    "CREATE TEMP TABLE old_models AS SELECT * FROM models",
-    "CREATE TEMP TABLE old_pairs AS SELECT * FROM pairs",
-    "CREATE TEMP TABLE old_statistics AS SELECT * FROM tensor_statistics",
-    "DROP TABLE tensor_statistics",
-    "DROP TABLE pairs",
-    "DROP TABLE models",
     """
     CREATE TABLE contents (
         pk INTEGER PRIMARY KEY,
@@ -148,22 +91,7 @@ _SCHEMA_3 = (
         PRIMARY KEY (location, version, size_bytes)
     ) WITHOUT ROWID
     """,
-    "INSERT INTO contents (pk, id, content_id) SELECT pk, id, content_id FROM old_models",
-    """
-    INSERT INTO models (pk, id, content, path, kind, n_tensors, n_parameters, tensor_bytes, dtypes, files)
-    SELECT pk, id, pk, path, kind, n_tensors, n_parameters, tensor_bytes, dtypes, files FROM old_models
-    """,
-    "INSERT INTO pairs (pk, expert, base) SELECT pk, expert, base FROM old_pairs",
-    """
-    INSERT INTO tensor_statistics (pk, pair, tensor, is_probe, packed)
-    SELECT pk, pair, tensor, is_probe, packed FROM old_statistics
-    """,
-    "DROP TABLE old_models",
-    "DROP TABLE old_pairs",
-    "DROP TABLE old_statistics",
 )
-
-MIGRATIONS = (Migration(1, _SCHEMA_1), Migration(2, _SCHEMA_2), Migration(3, _SCHEMA_3))
 TABLES = (
     "contents", "file_digests", "models", "pairs", "snapshot_inputs", "snapshots", "tensor_names", "tensor_statistics",
 )  # fmt: skip
@@ -180,29 +108,27 @@ def schema(connection: sqlite3.Connection) -> dict[str, str]:
     return {str(name): str(sql) for name, sql in rows}
 
 
-def expected_schema(migrations: tuple[Migration, ...] = MIGRATIONS) -> dict[str, str]:
-    """Return what `schema` gives after all migrations."""
+def expected_schema() -> dict[str, str]:
+    """Return what `schema` gives of a new file."""
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
-        migrate(connection, migrations)
+        create_schema(connection)
         return schema(connection)
 
 
-def migrate(connection: sqlite3.Connection, migrations: tuple[Migration, ...] = MIGRATIONS) -> None:
-    """Apply the missing migrations in one transaction: after a failure or a crash the file is unchanged.
+def create_schema(connection: sqlite3.Connection) -> None:
+    """Make the tables of an empty file in one transaction: after a failure or a crash the file is unchanged.
 
     Safe when several processes do it at once. The connection must be in autocommit mode.
     """
-    if schema_version(connection) >= migrations[-1].number:
+    if schema_version(connection):
         return
     connection.execute("BEGIN IMMEDIATE")
     try:
-        present = schema_version(connection)  # another process may have been faster
-        for migration in migrations:
-            if migration.number > present:
-                for statement in migration.statements:
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA user_version = {migration.number}")
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        if not schema_version(connection):  # else another process was faster
+            for statement in _STATEMENTS:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:
