@@ -93,7 +93,7 @@ class PlanOptions:
         storage_speed: with `price="time"`, how fast experts are read (`200MB/s`); by default it is measured once, on
             the base's own files.
         request_cost_bytes: gaps of fewer bytes between what is read of a remote expert are read too, and merged, in
-            place of another request; by default measured once for each store, else 3 MB.
+            place of another request; by default 3 MB.
         probe: sample experts of which nothing is known, within the budget.
         continue_: charge nothing for blocks that stand in earlier snapshots, and spend on others what that frees: the
             plan then depends on what was merged before, and names it.

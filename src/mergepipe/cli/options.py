@@ -222,8 +222,7 @@ RequestCost: TypeAlias = Annotated[
     typer.Option(
         "--request-cost",
         metavar="SIZE",
-        help="Read gaps shorter than this in remote experts too, in place of another request.  "
-        "[default: measured once, else 3MB]",
+        help="Read gaps shorter than this in remote experts too, in place of another request.  [default: 3MB]",
         rich_help_panel=BUDGET_PANEL,
     ),
 ]

@@ -150,7 +150,7 @@ def make_plan(
     facts = link.use(lambda catalog: _lookup_known(catalog, inputs, beside)) or _lookup_known(None, inputs, beside)
     if request.everything:
         facts = replace(facts, statistics=({},) * len(inputs.expert_models))
-    request_bytes = request.pricing.request_bytes(inputs, store, link.home)
+    request_bytes = request.pricing.request_bytes(inputs, store)
     samples = request.policy is Policy.SAMPLE
     unit_elements = _sampled_unit(inputs, request_bytes) if samples else _suitable_block(inputs, facts)
     block_elements = request.block_elements or unit_elements

@@ -58,7 +58,6 @@ def run_budgeted(
             if plan is None:
                 replaced, stop_reading = out if settings.force else None, no_tick
                 prober = Prober(store, settings.engine, no_tick) if wanted.probes else None
-                wanted.pricing.request_bytes(inputs, store, link.home)  # measured while nothing else is read
                 if not (wanted.reuse and reuse_candidates(link, replaced)):  # else not all of the base may be needed
                     ahead = base_read_ahead(inputs, store, settings.engine, settings.shard_bytes)
                     stop_reading = stack.enter_context(ahead).stop

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
@@ -14,7 +13,6 @@ from mergepipe.storage.ranges import read_exact
 
 MOST_BYTES = 64 << 20
 REQUEST_BYTES = 2 << 20
-REQUESTS_BYTES = 16 << 20
 
 
 def measure_reading(store: Store, location: Location, purpose: Purpose) -> float:
@@ -42,32 +40,3 @@ def measure_reading(store: Store, location: Location, purpose: Purpose) -> float
     finally:
         file.close()
     return max(got, 1) / max(seconds, 1e-9)
-
-
-def measure_requests(store: Store, location: Location, purpose: Purpose) -> float:
-    """Measure the bytes that a request of a remote file is worth, from its first `REQUESTS_BYTES`.
-
-    While a request waits for its answer, its connection could have received latency times bandwidth: the bandwidth that
-    one of all connections has while all are in use. Charged to `purpose`. Memory: `REQUESTS_BYTES`.
-
-    Raises:
-        StorageError, NotFoundError, CorruptError: from the store.
-    """
-    connections = store.terms(location).most_requests
-    part_bytes = -(-REQUESTS_BYTES // connections)
-    with closing(store.open(location)) as file, ThreadPoolExecutor(connections) as readers:
-        latency_seconds = min(_seconds_of_a_byte(file, purpose) for _ in range(3))
-        started = time.perf_counter()
-        starts = range(0, REQUESTS_BYTES, part_bytes)
-        parts = readers.map(
-            lambda start: read_exact(file, start, min(start + part_bytes, REQUESTS_BYTES), purpose), starts
-        )
-        nbytes = sum(map(len, parts))
-        seconds = max(time.perf_counter() - started - latency_seconds, 1e-9)
-    return latency_seconds * nbytes / seconds / connections
-
-
-def _seconds_of_a_byte(file: RangeFile, purpose: Purpose) -> float:
-    started = time.perf_counter()
-    read_exact(file, 0, 1, purpose)
-    return time.perf_counter() - started

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import mergepipe
 from mergepipe.checkpoints.contract import files_of
-from mergepipe.core.sizes import MAX_SIZE_BYTES
 from mergepipe.core.values import dataclass
 from mergepipe.errors import MergePipeError
 from mergepipe.runs.inputs.opened import Inputs
@@ -23,7 +22,7 @@ from mergepipe.storage.limits import SPEEDS_BYTES
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, LOCAL_TERMS
 from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.prices import NO_DECODING, DecodingPrices, Price, Speeds, two_digits
-from mergepipe.storage.read_speed import MOST_BYTES, REQUESTS_BYTES, measure_reading, measure_requests
+from mergepipe.storage.read_speed import MOST_BYTES, measure_reading
 from mergepipe.storage.regular import read_small
 from mergepipe.storage.traffic import host_of
 
@@ -62,21 +61,14 @@ class PriceRequest:
             return None
         return find_speeds(inputs, store, home, threads, self.storage_speed)
 
-    def request_bytes(self, inputs: Inputs, store: Store, home: Path | None) -> tuple[int, ...]:
+    def request_bytes(self, inputs: Inputs, store: Store) -> tuple[int, ...]:
         """Return the bytes that a request of each expert's files is worth: 0 where they are local.
 
-        Where it was not given it is measured once a store and machine, on the base if that lies in the same place, and
-        kept in `home`; else the store's terms say it.
+        Where it was not given the store's terms say it, so that plans do not depend on how fast a link is today.
         """
-        costs = []
-        for model in inputs.expert_models:
-            path = inputs.checkpoints[model].path
-            cost = store.terms(path).request_cost_bytes
-            if cost:
-                measured = _measured_request_cost(_SpeedCache(home), inputs, store, path)
-                cost = measured if self.request_cost_bytes is None else self.request_cost_bytes
-            costs.append(cost)
-        return tuple(costs)
+        costs = [store.terms(inputs.checkpoints[model].path).request_cost_bytes for model in inputs.expert_models]
+        given_bytes = self.request_cost_bytes
+        return tuple(cost if given_bytes is None or not cost else given_bytes for cost in costs)
 
 
 BY_BYTES = PriceRequest()
@@ -117,21 +109,6 @@ def _measured_read_speed(cache: _SpeedCache, inputs: Inputs, store: Store) -> _R
         measurement = _ReadMeasurement(bytes_per_second, _utc_date(), measured_bytes)
         cache.keep_read_speed(place, measurement)
     return measurement
-
-
-def _measured_request_cost(cache: _SpeedCache, inputs: Inputs, store: Store, path: Location) -> int:
-    """Return what a request is worth at the place of an expert, measured on the base's largest file of that place."""
-    place, default = mount_of(path), store.terms(path).request_cost_bytes
-    measured_bytes = cache.request_cost(place)
-    if measured_bytes is not None or not cache.is_kept:
-        return measured_bytes or default
-    files = [file for file in sorted(files_of(inputs.base.tensors.values())) if mount_of(file) == place]
-    size_bytes, file = max(((store.size_bytes(file), file) for file in files), default=(0, path))
-    if size_bytes < REQUESTS_BYTES:
-        return default
-    measured = max(1, int(two_digits(measure_requests(store, file, Purpose.BASE))))
-    cache.keep_request_cost(place, measured)
-    return measured
 
 
 def _measured_decode_speed(cache: _SpeedCache) -> _DecodeMeasurement:
@@ -176,23 +153,6 @@ class _SpeedCache:
         except (KeyError, ValueError):
             return None
         return reading
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether there is a cache file to write to."""
-        return self._path is not None
-
-    def request_cost(self, place: str) -> int | None:
-        """Look up what a request is worth at a place, in bytes; None if it is missing."""
-        try:
-            cost = int(str(_inside(self._of_machine(), "requests", place)["worth_bytes"]))
-        except (KeyError, ValueError):
-            return None
-        return cost if 0 < cost <= MAX_SIZE_BYTES else None
-
-    def keep_request_cost(self, place: str, worth_bytes: int) -> None:
-        """Store what a request is worth at a place, if there is a cache file."""
-        self._keep("requests", place, {"worth_bytes": worth_bytes, "measured": _utc_date()})
 
     def decode_speed(self) -> _DecodeMeasurement | None:
         """Look up the decoding speeds of this version of the program; None if they are missing."""
