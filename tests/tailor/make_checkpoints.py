@@ -54,7 +54,7 @@ def tiny_config(kind: str) -> Any:
         hidden_size=15,
         head_dim=4,
         intermediate_size=21,
-        num_hidden_layers=int(os.environ.get("MERGEPIPE_TEST_LAYERS", "3")),
+        num_hidden_layers=3,
         num_attention_heads=3,
         num_key_value_heads=1,
         max_position_embeddings=32,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from composing import Pair, make_pair, stored_values, wrong_values
 from test_pickled_counters import counters
-from test_repartition import PARITY, from_old
+from test_universal import PARITY, from_old
 
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.location import Location

@@ -72,11 +72,9 @@ def train(kind: str, out: Path) -> None:
     subprocess.run([PYTHON, HERE / "make_checkpoints.py", kind, out], check=True, capture_output=True, timeout=600)
 
 
-def resume(
-    kind: str, out: Path, *steps: int, ranks: int = 2, layers: int = 3, is_universal: bool = False
-) -> list[Mapping[str, Any]]:
+def resume(kind: str, out: Path, *steps: int, ranks: int = 2, is_universal: bool = False) -> list[Mapping[str, Any]]:
     """What the framework loads from each checkpoint, the losses of its next steps, and the states after them."""
-    environment = dict(SOURCE_ENVIRONMENT, MERGEPIPE_TEST_RANKS=str(ranks), MERGEPIPE_TEST_LAYERS=str(layers))
+    environment = dict(SOURCE_ENVIRONMENT, MERGEPIPE_TEST_RANKS=str(ranks))
     if is_universal:
         environment["MERGEPIPE_TEST_UNIVERSAL"] = "1"
     command = [str(PYTHON), str(HERE / "resume.py"), kind, str(out), *map(str, steps)]
