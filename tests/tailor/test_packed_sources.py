@@ -70,7 +70,8 @@ def content_of(folder: Path) -> Mapping[str, bytes]:
 
 @pytest.fixture(name="copy")
 def copy_packed(run: Path, tmp_path: Path) -> list[Path]:
-    """Return the stores of a chain of this test's own."""
+    """Return the stores of a chain of this test's own, which lie beside their base."""
+    shutil.copytree(run / "base", tmp_path / "base")
     return sorted(shutil.copytree(run / "packed-raw", tmp_path / "copy").iterdir())
 
 
