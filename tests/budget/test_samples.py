@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from mergepipe import api as session
 from mergepipe.core.blocks import BF16, F32, DType
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
+from mergepipe.operators.statistics import Cut
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan, PlannedTensor
 from mergepipe.planning.plan_json import parse_plan
@@ -121,9 +122,9 @@ def test_sample__cuts_magnitudes_among_what_it_read(tmp_path: Path) -> None:
 
 def test_sample__takes_cuts_from_statistics_on_record(tmp_path: Path) -> None:
     setting = make_setting(tmp_path, CASES["ties"], plans=WIDE)
-    assert {access.threshold_bits for access in sampled(setting, "30%").tensors[0].access} == {None, 0}  # 0: density 1
+    assert {access.cut for access in sampled(setting, "30%").tensors[0].access} == {None, Cut(0)}  # all: density 1
     setting.analyze(UNIT)
-    assert None not in {access.threshold_bits for access in sampled(setting, "30%").tensors[0].access}
+    assert None not in {access.cut for access in sampled(setting, "30%").tensors[0].access}
 
 
 @pytest.mark.parametrize("name", ["ties", "dare_ties", "slerp"])

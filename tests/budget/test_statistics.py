@@ -35,6 +35,7 @@ from support.disk_families import DiskFamily, Model, make_models, weights_digest
 from support.faults import Fault, replaced
 from support.flat_options import call_flat
 from support.octaves import decode_octaves
+from support.oracle import order_of_ranks, reaching
 
 SMALL_MEMORY = 1_900_000
 DENSITIES = tuple(sorted({*COMMON_DENSITIES, 0.001, 0.37, 1.0}))
@@ -69,14 +70,11 @@ def check_statistics(base: Model, expert: Model, name: str, found: TensorStatist
     stored_N = expert[name].reshape(-1)
     for record, span in zip(found.blocks_B, found.grid.spans(), strict=True):
         check_block(record, delta_N[span.start : span.stop], stored_N[span.start : span.stop].tobytes())
-    bits_N = np.sort(delta_N.view(np.uint32) & np.uint32(0x7FFFFFFF))[::-1]
-    for density in found.densities_D.tolist():
-        rank, cut = rank_of_density(density, len(delta_N)), found.threshold_bits(density)
-        assert cut is not None
-        if density in DENSITIES:
-            assert cut == (0xFFFFFFFF if rank == 0 else 0 if rank >= len(bits_N) else bits_N[rank - 1])
-        else:  # of the histogram: the share at or above an edge is exact
-            assert np.count_nonzero(bits_N >= cut) == rank
+    order_N = order_of_ranks(delta_N)
+    for density, cut_3 in zip(found.densities_D.tolist(), found.cuts_D3.tolist(), strict=True):
+        first, is_first_N = order_N[: rank_of_density(density, len(delta_N))], reaching(delta_N, cut_3)
+        assert is_first_N[first].all()
+        assert not delta_N[is_first_N].all() or np.count_nonzero(is_first_N) == len(first)  # zeros are all kept or none
     base_N = as_float32(base, name).astype(np.float64)
     with np.errstate(all="ignore"):
         delta64_N = delta_N.astype(np.float64)
@@ -189,7 +187,7 @@ def same_statistics(one: TensorStatistics, two: TensorStatistics) -> bool:
     arrays = [
         (one.blocks_B, two.blocks_B),
         (one.densities_D, two.densities_D),
-        (one.threshold_bits_D, two.threshold_bits_D),
+        (one.cuts_D3, two.cuts_D3),
         (one.products_3, two.products_3),
     ]
     return one.grid == two.grid and all(a.tobytes() == b.tobytes() for a, b in arrays)
@@ -338,7 +336,7 @@ def test_probe__estimates_and_reads_only_its_share(tmp_path: Path, fraction: flo
             assert statistics.is_estimate
             # Of the sample a cut's share is exact, but for the weight of the last, shorter block.
             sampled_N = np.abs(delta_N[_is_sampled(opened[place].tensors[name], statistics.grid, fraction)])
-            cuts_D = statistics.threshold_bits_D.astype(np.uint32).view(np.float32)
+            cuts_D = np.ascontiguousarray(statistics.cuts_D3[:, 0]).view(np.float32)
             shares_D = [float((sampled_N >= cut).mean()) for cut in cuts_D]
             assert np.abs(np.array(shares_D) - statistics.densities_D).max() < 0.01
 

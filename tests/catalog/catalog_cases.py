@@ -11,7 +11,7 @@ import numpy as np
 
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
 from mergepipe.core.blocks import BF16, BlockGrid
-from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, TensorStatistics
+from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, Cut, TensorStatistics
 from mergepipe.snapshots.manifest import (
     MANIFEST_NAME,
     Coverage,
@@ -30,16 +30,24 @@ NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
 
 
 def make_statistics(
-    seed: int, n_elements: int = 1000, block_elements: int = 256, densities: tuple[float, ...] = COMMON_DENSITIES
+    seed: int,
+    n_elements: int = 1000,
+    block_elements: int = 256,
+    densities: tuple[float, ...] = COMMON_DENSITIES,
+    *,
+    is_tied: bool = False,
 ) -> TensorStatistics:
     """Statistics of random bits: no compressor and no accident makes them equal."""
     rng = np.random.default_rng(seed)
     grid = BlockGrid(n_elements, block_elements)
+    cuts_D3 = rng.integers(0, 2**32, (len(densities), 3), np.uint32)
+    if not is_tied:
+        cuts_D3[:, 1:] = Cut(0)[1:]
     return TensorStatistics(
         grid=grid,
         blocks_B=np.frombuffer(rng.bytes(BLOCK_RECORD.itemsize * grid.n_blocks), BLOCK_RECORD),
         densities_D=np.array(densities, np.float64),
-        threshold_bits_D=rng.integers(0, 2**32, len(densities), np.uint32),
+        cuts_D3=cuts_D3,
         products_3=rng.standard_normal(3),
     )
 
@@ -48,7 +56,7 @@ def same_bits(a: TensorStatistics, b: TensorStatistics) -> bool:
     """Equality down to the bits of NaN."""
     return a.grid == b.grid and all(
         getattr(a, name).tobytes() == getattr(b, name).tobytes() and getattr(a, name).dtype == getattr(b, name).dtype
-        for name in ("blocks_B", "densities_D", "threshold_bits_D", "products_3")
+        for name in ("blocks_B", "densities_D", "cuts_D3", "products_3")
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from mergepipe.catalog.statistics_bytes import CHECKSUM_BYTES, HEADER_BYTES, pack, unpack
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.errors import CorruptError, UnsupportedError
-from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, TensorStatistics
+from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, Cut, TensorStatistics
 
 
 @st.composite
@@ -28,7 +28,11 @@ def any_statistics(draw: st.DrawFn) -> TensorStatistics:
         grid=grid,
         blocks_B=np.frombuffer(bits, BLOCK_RECORD, grid.n_blocks),
         densities_D=np.array(draw(st.lists(density, min_size=n_densities, max_size=n_densities)), np.float64),
-        threshold_bits_D=draw(hnp.arrays(np.uint32, n_densities)),
+        cuts_D3=np.where(
+            draw(hnp.arrays(np.bool_, (n_densities, 1))),
+            draw(hnp.arrays(np.uint32, (n_densities, 3))),
+            np.array(Cut(7), np.uint32),
+        ),
         products_3=draw(hnp.arrays(np.float64, 3)),
     )
 
@@ -95,7 +99,7 @@ def test_unpack__refuses_headers_that_lie_under_a_fitting_checksum(position: int
 
 def test_unpack__names_a_newer_format() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        unpack(_with_head(0, b"\x02"), "x")
+        unpack(_with_head(0, b"\x03"), "x")
     assert caught.value.code == "catalog.newer"
 
 
@@ -103,6 +107,7 @@ def test_pack__round_densities_take_two_bytes_each() -> None:
     few = len(pack(make_statistics(1, densities=()), "x"))
     assert len(pack(make_statistics(1, densities=(0.25, 0.1234)), "x")) == few + 2 * (4 + 2)
     assert len(pack(make_statistics(1, densities=(0.25, 1 / 3)), "x")) == few + 2 * (4 + 8)
+    assert len(pack(make_statistics(1, densities=(0.25, 1 / 3), is_tied=True), "x")) == few + 2 * (4 + 8 + 8) + 1
 
 
 def test_unpack__arrays_are_read_only() -> None:

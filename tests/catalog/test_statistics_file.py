@@ -122,8 +122,8 @@ def test_parse_statistics__refuses_a_header_that_lies(name: str) -> None:
 
 
 def test_parse_statistics__refuses_a_newer_version() -> None:
-    raw = with_header(file_of("a").to_bytes(), lambda d: d.update(format="mergepipe-statistics/2"))
-    with pytest.raises(UnsupportedError, match="version 2, 1 is known"):
+    raw = with_header(file_of("a").to_bytes(), lambda d: d.update(format="mergepipe-statistics/3"))
+    with pytest.raises(UnsupportedError, match="version 3, 2 is known"):
         parse_statistics(raw, "x")
 
 

@@ -371,12 +371,12 @@ def test_run__a_plan_edited_by_hand_is_refused(work: Workplace, run: Runner) -> 
 @pytest.mark.usefixtures("analyzed")
 def test_run__a_newer_plan_is_refused(work: Workplace, run: Runner) -> None:
     path = stored_plan(work, run)
-    path.write_text(path.read_text().replace("mergepipe-plan/2", "mergepipe-plan/3"))
+    path.write_text(path.read_text().replace("mergepipe-plan/3", "mergepipe-plan/4"))
     ran = run("run", path, work.out, "-q")
     assert (ran.exit_code, codes(ran)) == (6, ["plan.version"])
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", "notes", '{"format": "mergepipe-plan/2"}'])
+@pytest.mark.parametrize("content", ["", "{}", "[]", "notes", '{"format": "mergepipe-plan/3"}'])
 def test_run__what_is_no_plan_is_refused(work: Workplace, run: Runner, content: str) -> None:
     path = work.root / "plan.json"
     path.write_text(content)

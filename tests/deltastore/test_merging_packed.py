@@ -249,7 +249,7 @@ def test_analyze__of_packed_experts_records_what_it_records_of_the_originals(pai
                 found.append(
                     (
                         row.content_id,
-                        {n: (s.blocks_B.tobytes(), s.threshold_bits_D.tobytes()) for n, s in statistics.items()},
+                        {n: (s.blocks_B.tobytes(), s.cuts_D3.tobytes()) for n, s in statistics.items()},
                     )
                 )
     assert found[:3] == found[3:]

@@ -230,7 +230,7 @@ VALUES = [
     (RowMap(np.zeros(3, np.int32), ROWS), RowMap(np.zeros(3, np.int32), ROWS[::-1].copy())),
     (Shares(np.array([0.5, 2.0]), 1.0), Shares(np.array([0.5, 3.0]), 1.0)),
     (
-        ElementwiseRule(np.array([1, 2], np.float32), cuts_E=np.array([3, 4], np.uint64)),
+        ElementwiseRule(np.array([1, 2], np.float32), limits_E=np.array([3, 4], np.uint64)),
         ElementwiseRule(np.array([1, 2], np.float32)),
     ),
 ]

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, BlockGrid, Span
 from mergepipe.engine.reductions import block_reductions, bracketed_ranks
 from mergepipe.engine.reductions.block_reductions import InnerProductSums, MagnitudeCuts, ScoreRanks
-from mergepipe.engine.reductions.order_statistics import NOTHING_KEPT_BITS, RankSearch
+from mergepipe.engine.reductions.order_statistics import RankSearch
 from mergepipe.engine.reductions.tensor_summary import FINE_SHARE, FineMagnitudes, TensorSummary
 from mergepipe.operators.base import InnerProducts, MagnitudeCut, RawBlock
 from mergepipe.testing.in_memory import StoredTensor, run_reduction
 from mergepipe.testing.tensors import Family, make_family
+from support.oracle import order_of_ranks, reaching
 from support.strategies import FLOATS, families
 
 
@@ -29,23 +30,17 @@ def magnitudes_EN(family: Family) -> NDArray[np.uint32]:
     return deltas_EN.view(np.uint32) & np.uint32(0x7FFFFFFF)
 
 
-def assert_cuts(family: Family, kept_E: tuple[int, ...], threshold_bits_E: NDArray[np.uint32]) -> None:
-    """The cuts are those of a full sort, or keep all that a full sort keeps; NaN sorts above everything."""
-    n = len(family.base)
-    for bits_N, kept, threshold in zip(magnitudes_EN(family), kept_E, threshold_bits_E, strict=True):
-        selected = int((bits_N >= threshold).sum())
-        if kept == 0:
-            assert threshold == NOTHING_KEPT_BITS
-        elif kept == n:
-            assert selected == n
-        elif not np.isnan(bits_N.view(np.float32)).any():
-            assert threshold == np.sort(bits_N)[n - kept]
-            assert selected >= kept
+def assert_cuts(family: Family, kept_E: tuple[int, ...], cuts_E3: NDArray[np.uint32] | None) -> None:
+    """The elements that reach a cut are the first of a full sort; NaN come before everything, zeros do not matter."""
+    assert cuts_E3 is not None
+    for bits_N, kept, cut_3 in zip(magnitudes_EN(family), kept_E, cuts_E3.tolist(), strict=True):
+        magnitudes_N = bits_N.view(np.float32)
+        if np.isnan(magnitudes_N).sum() < kept or kept == 0:  # which NaN come first depends on their bits
+            first = order_of_ranks(magnitudes_N)[:kept]
+            reached = np.flatnonzero(reaching(magnitudes_N, cut_3) & (bits_N > 0))
+            assert reached.tolist() == np.sort(first[bits_N[first] > 0]).tolist()
         else:
-            n_nan = int(np.isnan(bits_N.view(np.float32)).sum())
-            wanted = np.sort(bits_N)[n - kept] if kept > n_nan else threshold
-            assert threshold == wanted
-            assert threshold > np.float32(np.inf).view(np.uint32) or kept > n_nan
+            assert np.isnan(magnitudes_N[reaching(magnitudes_N, cut_3)]).all()
 
 
 @given(st.data(), st.sampled_from([0.0, 0.001, 0.5, 0.999, 1.0]))
@@ -60,8 +55,7 @@ def test_magnitude_cuts__equals_a_sort(data: st.DataObject, share: float) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bracketed_ranks, "BRACKET_ELEMENTS", data.draw(st.sampled_from((1, 1 << 18))))
         reduced = run_reduction(MagnitudeCuts(kept_E, n), blocks, sample)
-    assert reduced.threshold_bits_E is not None
-    assert_cuts(family, kept_E, reduced.threshold_bits_E)
+    assert_cuts(family, kept_E, reduced.cuts_E3)
 
 
 def _one_expert(deltas: NDArray[np.float32]) -> Family:
@@ -70,12 +64,11 @@ def _one_expert(deltas: NDArray[np.float32]) -> Family:
 
 @pytest.mark.parametrize("value", [0.0, 1e-45, 0.25, 3e38, np.inf])
 @pytest.mark.parametrize("kept", [1, 7, 99, 100])
-def test_magnitude_cuts__keeps_all_of_equal_deltas(value: float, kept: int) -> None:
+def test_magnitude_cuts__of_equal_deltas_keep_as_many_as_wanted(value: float, kept: int) -> None:
     family = _one_expert(np.where(np.arange(100) % 2, value, -value).astype(np.float32))
     tensor = StoredTensor(family, F32)
     reduced = run_reduction(MagnitudeCuts((kept,), 100), [tensor.block(Span(0, 100))])
-    assert reduced.threshold_bits_E is not None
-    assert (magnitudes_EN(family)[0] >= reduced.threshold_bits_E[0]).all()
+    assert_cuts(family, (kept,), reduced.cuts_E3)
 
 
 def _drive_counting_refinements(
@@ -94,9 +87,10 @@ def _drive_counting_refinements(
         assert refinements <= 2
         for span in pieces:
             selection.refine(tensor.block(span))
-    threshold_bits_E = selection.result().threshold_bits_E
-    assert threshold_bits_E is not None
-    return refinements, threshold_bits_E[0]
+    cuts_E3 = selection.result().cuts_E3
+    assert_cuts(family, (kept,), cuts_E3)
+    assert cuts_E3 is not None
+    return refinements, cuts_E3[0, 0]
 
 
 def test_magnitude_cuts__needs_one_pass_after_an_honest_sample() -> None:
@@ -138,8 +132,7 @@ def test_magnitude_cuts__decides_each_expert_for_itself() -> None:
     blocks = [tensor.block(Span(0, 16384)), tensor.block(Span(16384, 30_000))]
     for sample in ([], blocks[:1]):
         reduced = run_reduction(MagnitudeCuts(kept_E, 30_000), blocks, sample)
-        assert reduced.threshold_bits_E is not None
-        assert_cuts(family, kept_E, reduced.threshold_bits_E)
+        assert_cuts(family, kept_E, reduced.cuts_E3)
 
 
 @given(st.data())
@@ -172,9 +165,8 @@ def test_tensor_summary__answers_as_the_reduction_it_stands_in_for(data: st.Data
     kept_E = tuple(data.draw(st.integers(0, n)) for _ in dtypes)
     summary = run_reduction(TensorSummary(grid, len(dtypes), MagnitudeCut(kept_E), (0.2, 0.5)), blocks)
     cuts = run_reduction(MagnitudeCuts(kept_E, n), blocks)
-    assert summary.threshold_bits_E is not None
-    assert cuts.threshold_bits_E is not None
-    np.testing.assert_array_equal(summary.threshold_bits_E, cuts.threshold_bits_E)
+    assert_cuts(family, kept_E, summary.cuts_E3)
+    assert_cuts(family, kept_E, cuts.cuts_E3)
     products = run_reduction(TensorSummary(grid, len(dtypes), InnerProducts(), ()), blocks).products_E3
     sums = run_reduction(InnerProductSums(n, len(dtypes)), blocks).products_E3
     assert products is not None
@@ -219,11 +211,15 @@ def test_score_ranks__equal_a_sort_whether_or_not_the_first_block_misleads(
             reduction.refine(block)
     n_nonzero = int(np.count_nonzero(scores_N))
     result = reduction.result()
-    assert result.score_bits is not None
-    wanted = np.sort(scores_N.view(np.uint32))[[n - rank for rank in ranks or (int(n_nonzero * (share or 0)),)]]
-    np.testing.assert_array_equal(result.score_bits, wanted)
-    assert share is None or int(result.sums[0][0, 0]) == n_nonzero
-    assert n_looks <= most_looks
+    assert result.score_cuts_R3 is not None
+    kept = int(n_nonzero * (share or 0))
+    wanted = np.sort(scores_N.view(np.uint32))[[n - rank for rank in ranks or (kept,)]]
+    np.testing.assert_array_equal(result.score_cuts_R3[:, 0], wanted)
+    if share is not None:
+        assert int(result.sums[0][0, 0]) == n_nonzero
+        first_N = np.sort(order_of_ranks(scores_N)[:kept])
+        assert np.flatnonzero(reaching(scores_N, result.score_cuts_R3[0])).tolist() == first_N.tolist()
+    assert n_looks <= most_looks + (share is not None and kind == "few")
     assert n_looks == most_looks or first_scale != 1e6 or kind != "all different"
 
 
@@ -246,4 +242,8 @@ def test_rank_search__decides_by_fine_magnitudes_as_by_a_second_look(data: st.Da
     search.count_coarse_scores(bits.astype(np.uint32).view(np.float32))
     assert search.decide(np.sort(bits[bits & 0xFFFF != 0].astype(np.uint32)))
     ordered = np.sort(bits)[::-1]
-    assert [search.threshold_bits(rank) for rank in ranks] == [0 if r == len(bits) else ordered[r - 1] for r in ranks]
+    places = search.places
+    assert [places[r].bits for r in ranks] == [0 if r == len(bits) else ordered[r - 1] for r in ranks]
+    for rank in ranks[:-1]:
+        place = places[rank]
+        assert (place.n_larger, place.n_equal) == ((bits > place.bits).sum(), (bits == place.bits).sum())

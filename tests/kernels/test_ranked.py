@@ -21,13 +21,16 @@ KEY = np.uint64(0x1234567890ABCDEF)
 def sorted_survivors(
     values_N: NDArray[np.float32], first: int, row_elements: int, lowest: float, spread: float
 ) -> NDArray[np.bool_]:
-    """Who survives, by a stable sort of every row."""
+    """Who survives, by sorting every row; equal elements have the mean of their ranks."""
     words = np.empty((first + len(values_N)) // GROUP_ELEMENTS * GROUP_ELEMENTS + GROUP_ELEMENTS, np.uint32)
     fill_random_words(KEY, 0, len(words) // GROUP_ELEMENTS, words)
     words_RL = words[first : first + len(values_N)].reshape(-1, row_elements)
     magnitudes_RL = (values_N.view(np.uint32) & np.uint32(0x7FFFFFFF)).reshape(-1, row_elements)
-    ranks_RL = np.argsort(np.argsort(magnitudes_RL, axis=1, kind="stable"), axis=1, kind="stable")
-    shares_RL = ranks_RL / (row_elements - 1) if row_elements > 1 else np.full(ranks_RL.shape, 0.5)
+    sorted_RL = np.sort(magnitudes_RL, axis=1)
+    pairs = list(zip(sorted_RL, magnitudes_RL, strict=True))
+    first_RL, stop_RL = (np.stack([np.searchsorted(s, m, side) for s, m in pairs]) for side in ("left", "right"))
+    halves_RL = first_RL + stop_RL - 1
+    shares_RL = halves_RL / (2 * row_elements - 2) if row_elements > 1 else np.full(halves_RL.shape, 0.5)
     survives_RL: NDArray[np.bool_] = words_RL < (lowest + spread * shares_RL) * 2.0**32
     return survives_RL.ravel()
 
@@ -66,6 +69,23 @@ def test_drop_ranked__equals_sorting_every_row(
     wanted_N = np.where(sorted_survivors(values_N, first, row_elements, *bounds), values_N, np.float32(0.0))
     np.testing.assert_array_equal(left_N, wanted_N)
     assert row_elements < 1024 or 0 < np.count_nonzero(left_N) < np.count_nonzero(values_N)
+
+
+@pytest.mark.parametrize("row_elements", [512, 8192])
+def test_drop_ranked__keeps_equal_elements_alike_wherever_they_are(row_elements: int) -> None:
+    rng, n_rows = np.random.default_rng(1), (1 << 21) // row_elements
+    values_N = few_values(rng, n_rows * row_elements).astype(np.float32)
+    left_N = values_N.copy()
+    drop_ranked(left_N, 0, row_elements, KEY, 0.35, 0.3)
+    is_equal_RL = (np.abs(values_N) == np.unique(np.abs(values_N))[1]).reshape(n_rows, row_elements)
+    is_left_RL = is_equal_RL & (left_N != 0).reshape(n_rows, row_elements)
+    shares = [is_left_RL[:, half].sum() / is_equal_RL[:, half].sum() for half in _halves(row_elements)]
+    n_equal = int(is_equal_RL.sum()) // 2
+    assert abs(shares[0] - shares[1]) < 5 * np.sqrt(0.5 / n_equal)
+
+
+def _halves(row_elements: int) -> tuple[slice, slice]:
+    return slice(0, row_elements // 2), slice(row_elements // 2, row_elements)
 
 
 @given(n=st.integers(1, 2048), seed=st.integers(0, 2**32))

@@ -15,7 +15,6 @@ from llvmlite.binding import get_host_cpu_features
 
 from mergepipe.kernels import merge, philox, reduce
 from support.vector_code import (
-    BITS,
     COUNTS,
     FLOATS,
     LOOPS,
@@ -40,7 +39,7 @@ def test_kernel__has_its_loops_as_vector_code(kernel: Any, arguments: tuple[obje
 def test_vector_instructions__of_a_loop_with_more_to_do_are_more() -> None:
     kept, band = (
         optimised_text(k, a)
-        for k, a in ((merge._keep_large, (FLOATS, 1, BITS)), (merge.keep_band, (FLOATS, 1, BITS, BITS)))
+        for k, a in ((merge._keep_large, (FLOATS, 1, 0, WORDS)), (merge.keep_band, (FLOATS, 1, 0, WORDS, WORDS)))
     )
     assert 0 < vector_instructions(kept) < vector_instructions(band)
 

@@ -117,9 +117,10 @@ def test_ties__averages_only_what_agrees() -> None:
     assert _merge_numbers(case, [0.0] * 3, [[1.0, -4.0, 0.0], [3.0, 1.0, 0.0], [-1.0, -2.0, 5.0]]) == [2.0, -3.0, 5.0]
 
 
-def test_ties__keeps_all_elements_that_equal_the_last_one_kept() -> None:
+def test_ties__keeps_exactly_as_many_elements_as_the_density_says_though_they_are_equal() -> None:
     case = MergeCase("ties", (1.0,), (0.4,), normalize=True)
-    assert _merge_numbers(case, [0.0] * 5, [[1.0, -2.0, 3.0, 2.0, 0.5]]) == [0.0, -2.0, 3.0, 2.0, 0.0]
+    found = _merge_numbers(case, [0.0] * 5, [[1.0, -2.0, 3.0, 2.0, 0.5]])
+    assert found in ([0.0, -2.0, 3.0, 0.0, 0.0], [0.0, 0.0, 3.0, 2.0, 0.0])
 
 
 def test_ties__keeps_nothing_where_the_density_asks_for_less_than_one_element() -> None:

@@ -41,7 +41,7 @@ def test_on_grid__of_whole_old_blocks_is_what_analysing_finds(seed: int, factor:
     assert (carried.blocks_B["changed"] == wanted.blocks_B["changed"]).all()
     assert (carried.blocks_B["norm"] >= wanted.blocks_B["norm"] * (1 - 2.0**-23)).all()
     np.testing.assert_allclose(carried.blocks_B["norm"], wanted.blocks_B["norm"], rtol=1e-6)
-    assert (carried.threshold_bits_D == known.threshold_bits_D).all()
+    assert (carried.cuts_D3 == known.cuts_D3).all()
     above = [np.cumsum(kept_octaves(each), axis=1) for each in (carried, wanted)]
     whole_B1 = np.square(wanted.blocks_B["norm"].astype(np.float64))[:, None]
     assert (np.abs(above[0] - above[1]) <= 0.2 * whole_B1).all()

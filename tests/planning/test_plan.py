@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.operators.statistics import Cut
 from mergepipe.planning.plan import (
     PLAN_FORMAT,
     Access,
@@ -58,16 +59,17 @@ def accesses(draw: st.DrawFn, n_blocks: int) -> tuple[Access, Access]:
         (own if draw(st.booleans()) else free).append((start, stop))
     forms = [draw(st.sampled_from(("whole", *range(1, 5)))) for _ in own]
     first = Access(
-        tuple(own), tuple(free), (), draw(st.none() | st.integers(0, 2**32 - 1)), draw(PRODUCTS),
+        tuple(own), tuple(free), (), draw(CUTS), draw(PRODUCTS),
         levels=tuple((*run, form) for run, form in zip(own, forms, strict=True) if isinstance(form, int)),
         energy=draw(st.none() | st.tuples(st.floats(0, 1), st.floats(1, 2))),
     )  # fmt: skip
     for start, stop in own:
         if draw(st.booleans()):
             shared.append((start, stop, 0))
-    return first, Access((), tuple(free), tuple(shared), draw(st.none() | st.integers(0, 2**32 - 1)))
+    return first, Access((), tuple(free), tuple(shared), draw(CUTS))
 
 
+CUTS = st.none() | st.builds(Cut, *[st.integers(0, 2**32 - 1)] * 3)
 PRODUCTS = st.none() | st.tuples(FINITE, FINITE, FINITE)
 BINDINGS = st.builds(FileBinding, TEXT, COUNTS, TEXT, TEXT)
 FALLBACKS = st.lists(st.builds(Fallback, TEXT, TEXT, TEXT), max_size=2).map(tuple)
@@ -134,7 +136,7 @@ def example() -> Plan:
     model = PlannedModel("base", "./m", "/here/m", "id", None, (file,), 800, 300)
     experts = tuple(replace(model, role="expert", model=f"./{name}") for name in "ab")
     access = (
-        Access(((0, 4), (7, 8)), ((5, 6),), (), 7, (1.0, 2.0, 3.0)),
+        Access(((0, 4), (7, 8)), ((5, 6),), (), Cut(7, 8, 9), (1.0, 2.0, 3.0)),
         Access(((4, 5),), (), ((0, 2, 0), (7, 8, 0))),
     )
     tensor = PlannedTensor("w", 8 * BLOCK, {"lambda": 1.0}, {}, ({"weight": 1.0}, {"weight": 0.5}), access, (0, 1))
@@ -218,7 +220,7 @@ def test_plan__digest_is_the_same_on_every_machine() -> None:
     assert example().digest == EXAMPLE_DIGEST
 
 
-EXAMPLE_DIGEST = "2d31a2720a6c0d095373e4af81f6d7a7"
+EXAMPLE_DIGEST = "53bdc7612cd5650b02de02f21c2a0482"
 
 
 def changed(**values: object) -> bytes:
@@ -240,14 +242,14 @@ def test_parse_plan__refuses_a_plan_edited_by_hand(key: str) -> None:
 
 
 def test_parse_plan__refuses_other_versions_and_foreign_formats() -> None:
-    for version, word in ((1, "older"), (3, "newer")):
+    for version, word in ((2, "older"), (4, "newer")):
         refusal = refused(changed(format=f"mergepipe-plan/{version}"))
         assert isinstance(refusal, UnsupportedError)
         assert refusal.code == "plan.version"
-        assert f"'mergepipe-plan/{version}' is {word} than 'mergepipe-plan/2'" in str(refusal)
+        assert f"'mergepipe-plan/{version}' is {word} than 'mergepipe-plan/3'" in str(refusal)
     for foreign in ("mergepipe-manifest/1", "mergepipe-plan", "mergepipe-plan/x", "mergepipe-plan/0"):
         assert refused(changed(format=foreign)).code == "plan.format"
-    assert PLAN_FORMAT == "mergepipe-plan/2"
+    assert PLAN_FORMAT == "mergepipe-plan/3"
 
 
 def edited(change: Callable[[Json], None]) -> bytes:
@@ -294,7 +296,7 @@ def access_of(content: Json, expert: int = 0) -> Json:
         ("plan.value", edited(lambda c: access_of(c).update(read=""))),
         ("plan.value", edited(lambda c: access_of(c).update(read="0-99999999999999999999"))),
         ("plan.value", edited(lambda c: access_of(c).update(free="2"))),
-        ("plan.value", edited(lambda c: access_of(c).update(threshold_bits=2**32))),
+        ("plan.value", edited(lambda c: access_of(c).update(cut=[2**32, 0, 0]))),
         ("plan.value", edited(lambda c: access_of(c).update(products=[1.0]))),
         ("plan.value", edited(lambda c: access_of(c, 1).update(shared="0-1@1"))),
         ("plan.value", edited(lambda c: access_of(c, 1).update(shared="0-1@2"))),
@@ -311,8 +313,8 @@ def test_parse_plan__refuses_what_is_no_plan(code: str, raw: bytes) -> None:
 
 
 def test_parse_plan__says_where_an_unknown_key_stands() -> None:
-    error = refused(edited(lambda c: access_of(c, 1).update(threshhold_bits=1)))
-    assert "tensors[0].access[1]: unknown key 'threshhold_bits', did you mean 'threshold_bits'?" in str(error)
+    error = refused(edited(lambda c: access_of(c, 1).update(cutt=1)))
+    assert "tensors[0].access[1]: unknown key 'cutt', did you mean 'cut'?" in str(error)
 
 
 @given(RUNS.filter(bool))
@@ -324,7 +326,7 @@ def test_runs__are_written_with_their_last_block() -> None:
     assert format_runs(((0, 4), (7, 8))) == "0-3,7"
     content = json.loads(example().to_json())["tensors"][0]["access"]
     assert content == [
-        {"read": "0-3,7", "free": "5", "threshold_bits": 7, "products": [1.0, 2.0, 3.0]},
+        {"read": "0-3,7", "free": "5", "cut": [7, 8, 9], "products": [1.0, 2.0, 3.0]},
         {"read": "4", "shared": "0-1@0,7@0"},
     ]
 

@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 from mergepipe.checkpoints.read_cost import source_cost_bytes
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.engine.planned_access import source_of_blocks
-from mergepipe.engine.reductions.order_statistics import NOTHING_KEPT_BITS as ENGINE_NOTHING_KEPT_BITS
 from mergepipe.errors import LimitError, RecipeError
-from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, N_SKETCH
+from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, N_SKETCH, NOTHING_KEPT, Cut
 from mergepipe.planning.budget import BudgetRequest, ByteBudget, ShareBudget
 from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes
 from mergepipe.planning.candidates.known_statistics import REASON_MISSING, REASON_OTHER_SIZE
-from mergepipe.planning.candidates.operator_rules import NOTHING_KEPT_BITS, REASON_NO_CUT
+from mergepipe.planning.candidates.operator_rules import REASON_NO_CUT
 from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
 from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.planning.planner import Ranking, plan_merge, rank_blocks
 from mergepipe.planning.problem import PlanningProblem
 from mergepipe.planning.selection.least_error import compared_budgets, least_error_budget
 from mergepipe.storage.prices import DecodingPrices, Speeds
+from support.oracle import order_of_ranks, reaching
 from support.planning_problems import BLOCK, DEFAULT_SIZES, Given, make, random_arrays
 
 OPERATORS = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp")
@@ -347,20 +347,20 @@ def test_plan__takes_thresholds_and_products_from_the_statistics() -> None:
     given = make("ties")
     for tensor in plan_of(given.problem, ByteBudget(0)).tensors[:2]:
         for e, access in enumerate(tensor.access):
-            magnitudes = np.sort(np.abs(given.experts[e][tensor.name] - given.base[tensor.name]))[::-1]
-            kept = int(0.2 * tensor.n_elements)
-            assert access.threshold_bits == int(magnitudes[kept - 1 : kept].view(np.uint32)[0])
+            delta_N = given.experts[e][tensor.name] - given.base[tensor.name]
+            first = np.sort(order_of_ranks(delta_N)[: int(0.2 * tensor.n_elements)])
+            assert access.cut is not None
+            assert np.flatnonzero(reaching(delta_N, access.cut)).tolist() == first.tolist()
     slerp = make("slerp", 1)
     tensor = plan_of(slerp.problem, ByteBudget(0)).tensors[0]
     assert tensor.access[0].products == tuple(slerp.problem.statistics[0][tensor.name].products_3.tolist())
 
 
 def test_plan__knows_cuts_that_need_no_statistics() -> None:
-    assert NOTHING_KEPT_BITS == ENGINE_NOTHING_KEPT_BITS
     given = make("ties", 1, parameters={"weight": 1.0, "density": 0.01}, sizes={"small": 7})
-    assert plan_of(given.problem).tensors[0].access[0].threshold_bits == NOTHING_KEPT_BITS
+    assert plan_of(given.problem).tensors[0].access[0].cut == NOTHING_KEPT
     whole = make("ties", 1, parameters={"weight": 1.0, "density": 1.0}).without_statistics([(0, "embed.weight")])
-    assert plan_of(whole.problem).tensors[0].access[0].threshold_bits is None
+    assert plan_of(whole.problem).tensors[0].access[0].cut is None
 
 
 @given(budget=st.integers(0, LARGEST))
@@ -370,7 +370,7 @@ def test_plan__reads_a_tensor_whole_where_its_cut_is_not_known(budget: int) -> N
     for tensor in plan.tensors:
         n_blocks = BlockGrid(tensor.n_elements, BLOCK).n_blocks
         for access in tensor.access:
-            if access.threshold_bits is None:
+            if access.cut is None:
                 assert access.blocks in ((), ((0, n_blocks),))
     assert {each.reason for each in plan.fallbacks if "read whole" in each.decision} <= {REASON_NO_CUT}
 
@@ -482,8 +482,8 @@ def with_plain_statistics(operator: str) -> PlanningProblem:
             blocks["changed"] = (i + e) % 5
             blocks["octaves"] = 240 - 4 * np.arange(N_OCTAVES)
             blocks["sketch"] = (((i[:, None] + e) * np.arange(1, N_SKETCH + 1)) % 7 - 3) / 8
-            cuts = np.full(len(each.densities_D), 0.125, np.float32).view(np.uint32)
-            tensors[name] = replace(each, blocks_B=blocks, threshold_bits_D=cuts, products_3=np.array([4.0, 1.0, 0.5]))
+            cuts = np.array([Cut(0x3E000000)] * len(each.densities_D), np.uint32)  # 0.125
+            tensors[name] = replace(each, blocks_B=blocks, cuts_D3=cuts, products_3=np.array([4.0, 1.0, 0.5]))
         known.append(tensors)
     return replace(problem, statistics=tuple(known))
 
@@ -494,13 +494,13 @@ PLAIN_ARRAYS = random_arrays(3, 0, {"h.0.w": 9 * BLOCK, "h.1.w": 4 * BLOCK + 1, 
 @pytest.mark.parametrize(
     ("operator", "policy", "digest"),
     [
-        ("task_arithmetic", Policy.NORM, "f8dcb014a13d34e8830aa0dd10f53865"),
-        ("task_arithmetic", Policy.CONFLICT, "0403a695d9aa3df2a698dc87d95aff0e"),
-        ("linear", Policy.STRATIFIED, "0af6c79357fc1075ad23b0c455047bd5"),
-        ("linear", Policy.RANDOM, "38c7c988c85d41aa00e740aa615d07b2"),
-        ("ties", Policy.NORM, "6a3f0aa692afe57a56c9d95376685cd6"),
-        ("ties", Policy.CONFLICT, "8dafe552b788ac0d03292a6fb0f93f7e"),
-        ("dare_ties", Policy.NORM, "7c692849028df9bf400638ceb27efae7"),
+        ("task_arithmetic", Policy.NORM, "2c0b54875cb65055456477a130417f94"),
+        ("task_arithmetic", Policy.CONFLICT, "f43d9b8d80d8ac31659960db84c692aa"),
+        ("linear", Policy.STRATIFIED, "f6e4bfa810221186c71d8b319790a1a0"),
+        ("linear", Policy.RANDOM, "73a46363c5f917ab4a1ad0a67c1c2971"),
+        ("ties", Policy.NORM, "eb47fb23cf6ae85feeb74371508bb0c6"),
+        ("ties", Policy.CONFLICT, "bf20602e4be45ea775dac6a47b8ca674"),
+        ("dare_ties", Policy.NORM, "0603b3666530344e1a44ba1eb68d27d9"),
     ],
 )
 def test_plan__is_the_same_on_every_machine(operator: str, policy: Policy, digest: str) -> None:

@@ -162,8 +162,8 @@ def _table_target() -> Target:
 
 def _statistics_target() -> Target:
     grid = BlockGrid(1000, 256)
-    densities_D, bits_D = np.array([0.1, 0.2, 0.123456]), np.zeros(3, np.uint32)
-    statistics = TensorStatistics(grid, np.zeros(4, BLOCK_RECORD), densities_D, bits_D, np.ones(3))
+    densities_D, cuts_D3 = np.array([0.1, 0.2, 0.123456]), np.zeros((3, 3), np.uint32)
+    statistics = TensorStatistics(grid, np.zeros(4, BLOCK_RECORD), densities_D, cuts_D3, np.ones(3))
     content = pack(statistics, "whose")[:-16]
     return Target("statistics", lambda raw: unpack(raw, "whose"), Shape((content,), seals.seal_statistics("whose")))
 

@@ -10,9 +10,12 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from support.oracle import order_of_ranks
 
 Numbers = NDArray[np.float64]
 Scalar = float | bool
@@ -119,8 +122,7 @@ def sce(case: ModelCase) -> Numbers:
     if float(shared["select_topk"]) < 1:
         variance_N = deltas.var(axis=0).astype(np.float32)
         kept = int(np.count_nonzero(variance_N) * float(shared["select_topk"]))
-        cut = np.sort(variance_N)[-kept] if kept else np.inf
-        deltas = np.where(variance_N >= cut, deltas, 0.0)
+        deltas = np.where(_ranked(variance_N, 0, kept), deltas, 0.0)
     energies = np.mean(deltas**2, axis=1)
     weights = energies / energies.sum() if energies.sum() >= 1e-6 else np.full(len(models), 1 / len(models))
     majority_N = np.where(deltas.sum(axis=0) >= 0, 1.0, -1.0)
@@ -205,11 +207,14 @@ def _banded(delta: Numbers, parameters: Mapping[str, Scalar], shared: Mapping[st
     target = int(density * n)
     bottom = max(0, n - target - int(float(parameters["gamma"]) * n))
     dropped = n - target - bottom
-    ordered = np.sort(np.abs(delta).ravel())[::-1]
-    above = ordered[dropped - 1] if dropped else np.inf
-    below = ordered[dropped + target - 1] if dropped + target else np.inf
-    is_kept = (np.abs(delta) >= below) & (np.abs(delta) < above)
-    return rescaled(delta, np.where(is_kept, delta, 0.0), shared)
+    return rescaled(delta, np.where(_ranked(delta, dropped, dropped + target), delta, 0.0), shared)
+
+
+def _ranked(values: NDArray[Any], first: int, stop: int) -> NDArray[np.bool_]:
+    """Which elements have the ranks from `first` to `stop`, the largest first."""
+    is_ranked = np.zeros(values.shape, np.bool_)
+    is_ranked.ravel()[order_of_ranks(values.astype(np.float32).ravel())[first:stop]] = True
+    return is_ranked
 
 
 def rescaled(delta: Numbers, kept: Numbers, shared: Mapping[str, Scalar]) -> Numbers:
@@ -227,8 +232,7 @@ def ties(case: ModelCase) -> Numbers:
     for model, parameters in zip(models, each, strict=True):
         delta = model - base
         kept = int(float(parameters["density"]) * delta.size)
-        cut = np.sort(np.abs(delta).ravel())[-kept] if kept else np.inf
-        deltas.append(rescaled(delta, np.where(np.abs(delta) >= cut, delta, 0.0), shared))
+        deltas.append(rescaled(delta, np.where(_ranked(delta, 0, kept), delta, 0.0), shared))
     return consensus(base, np.stack(deltas), shared, each)
 
 

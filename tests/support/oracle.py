@@ -8,10 +8,12 @@ rounding may decide a vote, one range for each outcome. Arrays: E experts, N ele
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DType
@@ -149,8 +151,36 @@ def _slerp(case: MergeCase, base_N: Numbers, other_N: Numbers, delta_N: Numbers)
     return _one_range(share_base * base_N + share_other * other_N, (FEW + 2) * (UNIT * size_N + TINY), size_N)
 
 
+def order_of_ranks(delta_N: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Elements by falling magnitude, and by `tie_hashes` where magnitudes are equal; NaN come first.
+
+    The key of a magnitude follows from its bits and the numbers of elements that are larger, and that have it.
+    """
+    bits_N = np.abs(delta_N).view(np.uint32)
+    magnitudes, counts = np.unique(bits_N, return_counts=True)
+    larger = len(bits_N) - np.cumsum(counts)
+    facts = np.stack([magnitudes.astype("<i8"), larger, counts], axis=1).astype("<i8")
+    keys = np.array([int.from_bytes(blake3(row.tobytes()).digest(4), "little") for row in facts], np.uint32)
+    return np.lexsort((tie_hashes(keys[np.searchsorted(magnitudes, bits_N)]), ~bits_N))
+
+
+def tie_hashes(keys_N: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """The hash of each element's index under its key."""
+    x = np.arange(len(keys_N), dtype=np.uint32)
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    return np.asarray((x ^ (x >> np.uint32(13)) ^ keys_N) * np.uint32(0xC2B2AE35))
+
+
+def reaching(delta_N: NDArray[np.float32], cut_3: Sequence[int]) -> Mask:
+    """Which elements reach a cut, given as its bits, key and last hash."""
+    bits, key, last = map(int, cut_3)
+    bits_N = np.abs(delta_N).view(np.uint32)
+    is_early_N = tie_hashes(np.full(len(bits_N), key, np.uint32)) <= last
+    return np.asarray((bits_N > bits) | ((bits_N == bits) & is_early_N))
+
+
 def _trim(case: MergeCase, deltas_EN: Numbers) -> tuple[Numbers, Mask]:
-    """Keep the `floor(density n)` largest of each delta and all that equal the last of them; NaN is larger than all.
+    """Keep exactly the first `floor(density n)` of each delta by `order_of_ranks`.
 
     Second, the elements about which nothing is said: a NaN where there are more NaN than elements to be kept.
     """
@@ -161,13 +191,11 @@ def _trim(case: MergeCase, deltas_EN: Numbers) -> tuple[Numbers, Mask]:
         count = math.floor(density * len(delta_N))
         if count == 0:
             continue
-        ranked_N = np.sort(np.where(np.isnan(delta_N), np.inf, np.abs(delta_N)))[::-1]
         nan_N = np.isnan(delta_N)
         if nan_N.sum() > count:
             unclear_N |= nan_N
-        all_nan = nan_N.sum() >= count
-        kept_N = nan_N if all_nan else nan_N | (np.abs(delta_N) >= ranked_N[count - 1])
-        trimmed_EN[e] = np.where(kept_N, delta_N, 0.0)
+        kept = order_of_ranks(delta_N.astype(np.float32))[:count]
+        trimmed_EN[e, kept] = delta_N[kept]
     return trimmed_EN, unclear_N
 
 

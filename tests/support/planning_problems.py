@@ -18,6 +18,7 @@ from mergepipe.operators.statistics import (
     COMMON_DENSITIES,
     N_OCTAVES,
     N_SKETCH,
+    Cut,
     TensorStatistics,
     encode_octaves,
     rank_of_density,
@@ -60,11 +61,10 @@ def tensor_statistics(base: NDArray[np.float32], expert: NDArray[np.float32], bl
     delta = expert - base
     falling = np.sort(np.abs(delta))[::-1]
     ranks = [rank_of_density(density, len(base)) for density in COMMON_DENSITIES]
-    cuts = [falling[rank - 1] if rank else np.float32(np.nan) for rank in ranks]
+    last_D = np.array([falling[rank - 1] if rank else np.float32(np.nan) for rank in ranks], np.float32)
+    cuts_D3 = np.array([Cut(bits) for bits in last_D.view(np.uint32).tolist()], np.uint32)  # no two deltas are equal
     products = np.array([base @ base, delta @ delta, base @ delta], np.float64)
-    return TensorStatistics(
-        grid, records, np.array(COMMON_DENSITIES), np.array(cuts, np.float32).view(np.uint32), products
-    )
+    return TensorStatistics(grid, records, np.array(COMMON_DENSITIES), cuts_D3, products)
 
 
 def checkpoint(name: str, arrays: Arrays, first_offset: int = 1000) -> Checkpoint:

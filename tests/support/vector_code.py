@@ -20,18 +20,18 @@ from mergepipe.kernels import codec, merge, overlap, ranked, reduce, select, tra
 from mergepipe.kernels.compilation.compiled import Kernel
 
 N = codec.TILE_ELEMENTS
-ONE, BITS = np.float32(1), np.uint32(1)
+ONE = np.float32(1)
 FLOATS, WORDS, HALVES, BYTES = (np.zeros(N, dtype) for dtype in (np.float32, np.uint32, np.uint16, np.uint8))
 COUNTS = np.zeros(1, np.int64)
 DOUBLES, DOUBLES_2N, FLOATS_2N = np.zeros(N), np.zeros((2, N)), np.zeros((2, N), np.float32)
-BOUNDS, ROWS_3N = np.zeros((2, 16), np.uint64), np.zeros((3, N), np.uint32)
+BOUNDS, ROWS_3N = np.zeros(16, np.uint64), np.zeros((3, N), np.uint32)
 FINE = (np.zeros(1, np.uint32), np.zeros(1 << 15, np.int16), np.zeros((1, 1 << 16), np.int32), COUNTS)
 LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
     (codec.decode_tile, (BYTES, 0, codec.CODE_BF16, 1, FLOATS), 12),
     (codec.encode_tile, (FLOATS, 1, BYTES, 0, codec.CODE_BF16), 9),
     (merge.take_delta, (FLOATS, FLOATS, 1, FLOATS), 1),
-    (merge._keep_large, (FLOATS, 1, BITS), 1),  # ties
-    (merge.keep_band, (FLOATS, 1, BITS, BITS), 1),  # breadcrumbs
+    (merge._keep_large, (FLOATS, 1, 0, WORDS), 2),  # ties
+    (merge.keep_band, (FLOATS, 1, 0, WORDS, WORDS), 2),  # breadcrumbs
     (merge._keep_random, (FLOATS, 1, np.uint64(1), 0, np.uint64(1), ONE, WORDS), 1),  # dare
     (merge._add_scaled, (FLOATS, 1, ONE, FLOATS), 1),  # linear
     (merge._add_agreeing, (FLOATS, 1, ONE, FLOATS, FLOATS, FLOATS), 1),
@@ -44,10 +44,11 @@ LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
     (select._divergence, (DOUBLES, DOUBLES, 1, 1.0, 1.0, DOUBLES), 6),
     (
         ranked._drop_in_row,  # della
-        (WORDS, WORDS, WORDS, 17, ROWS_3N, np.zeros((16, 4), np.uint32), BOUNDS, BOUNDS[0], BYTES),
+        (WORDS, WORDS, WORDS, 17, ROWS_3N, np.zeros((16, 4), np.uint32), BOUNDS, BOUNDS, BYTES),
         10,  # one more with AVX-512: a table is looked up
     ),
     (reduce.count_nonzero, (FLOATS,), 1),
+    (reduce.collect_tied_scores, (FLOATS, 0, ROWS_3N, ROWS_3N, np.zeros((3, 2), np.int64)), 2),
     (reduce.count_from_edges, (BYTES, 0, 1, 0, 1, 1, HALVES, COUNTS), 14),
     (reduce.count_fine_bits, (WORDS, 1, HALVES, np.zeros((2, N), np.uint8), *FINE), 4),
 ]

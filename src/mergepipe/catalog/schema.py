@@ -6,7 +6,7 @@ import sqlite3
 from contextlib import closing
 
 APPLICATION_ID = 0x4D504331  # "MPC1"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _STATEMENTS = (
     "CREATE TABLE tensor_names (pk INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE)",
     """

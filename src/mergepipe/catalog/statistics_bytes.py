@@ -1,9 +1,11 @@
 """Encode one tensor's statistics as bytes with a checksum: `unpack(pack(s, subject), subject) == s`.
 
 Layout, little-endian, no padding: header (24 bytes: version, density encoding, number of densities, bytes per block
-record, block elements, elements), 3 products (f8), D thresholds (u4), B block records, D densities (u2 ten-thousandths
-if that is exact, else f8), checksum (BLAKE3-128 of everything before it, keyed by the BLAKE3 of the subject). Nothing
-is compressed: hashes, norms and sketches are close to random bytes, and decompression would cost more than it saves.
+record, block elements, elements), 3 products (f8), the bits of D cuts (u4), B block records, D densities (u2
+ten-thousandths if that is exact, else f8), where any cut is tied a bit for each that is (big-endian, whole bytes) and
+the key and last hash of those (2 u4), checksum (BLAKE3-128 of everything before it, keyed by the BLAKE3 of the
+subject). Nothing is compressed: hashes, norms and sketches are close to random bytes, and decompression would cost more
+than it saves.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
-from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
+from mergepipe.operators.statistics import BLOCK_RECORD, Cut, TensorStatistics
 
-PACKING_VERSION = 1
+PACKING_VERSION = 2
 CHECKSUM_BYTES = 16
 _HEAD = struct.Struct("<BBHIQQ")
 HEADER_BYTES = _HEAD.size
@@ -46,9 +48,10 @@ def pack(statistics: TensorStatistics, subject: str) -> bytes:
         (
             head,
             statistics.products_3.astype("<f8").tobytes(),
-            statistics.threshold_bits_D.astype("<u4").tobytes(),
+            statistics.cuts_D3[:, 0].astype("<u4").tobytes(),
             statistics.blocks_B.tobytes(),
             densities.tobytes(),
+            _encode_ties(statistics.cuts_D3),
         )
     )
     return content + _checksum(subject, content)
@@ -78,19 +81,41 @@ def unpack(packed: bytes, subject: str) -> TensorStatistics:
 def _arrays(
     packed: bytes, grid: BlockGrid, n_densities: int, density_dtype: np.dtype[np.generic], subject: str
 ) -> TensorStatistics:
-    thresholds = HEADER_BYTES + 8 * _N_PRODUCTS
-    blocks = thresholds + 4 * n_densities
+    cuts = HEADER_BYTES + 8 * _N_PRODUCTS
+    blocks = cuts + 4 * n_densities
     densities = blocks + BLOCK_RECORD.itemsize * grid.n_blocks
     end = densities + density_dtype.itemsize * n_densities
-    if len(packed) != end + CHECKSUM_BYTES:
+    if len(packed) < end + CHECKSUM_BYTES:
+        raise _corrupt(subject, f"{len(packed)} bytes for {grid.n_blocks} blocks and {n_densities} densities")
+    cuts_D3 = np.full((n_densities, 3), (0, *Cut(0)[1:]), np.uint32)
+    cuts_D3[:, 0] = np.frombuffer(packed, "<u4", n_densities, cuts)
+    if not _decode_ties(packed[end:-CHECKSUM_BYTES], cuts_D3):
         raise _corrupt(subject, f"{len(packed)} bytes for {grid.n_blocks} blocks and {n_densities} densities")
     return TensorStatistics(
         grid=grid,
         blocks_B=np.frombuffer(packed, BLOCK_RECORD, grid.n_blocks, blocks),
         densities_D=_stored_densities(packed[densities:end], density_dtype),
-        threshold_bits_D=np.frombuffer(packed, "<u4", n_densities, thresholds),
+        cuts_D3=cuts_D3,
         products_3=np.frombuffer(packed, "<f8", _N_PRODUCTS, HEADER_BYTES),
     )
+
+
+def _encode_ties(cuts_D3: NDArray[np.uint32]) -> bytes:
+    """Encode which cuts are tied, and at which hashes; nothing where none is."""
+    is_tied_D = (cuts_D3[:, 1:] != Cut(0)[1:]).any(axis=1)
+    return np.packbits(is_tied_D).tobytes() + cuts_D3[is_tied_D, 1:].astype("<u4").tobytes() if is_tied_D.any() else b""
+
+
+def _decode_ties(stored: bytes, cuts_D3: NDArray[np.uint32]) -> bool:
+    """Complete cuts by what `_encode_ties` gave; return whether it can be that. They are read-only then."""
+    mask = np.frombuffer(stored, np.uint8)[: -(-len(cuts_D3) // 8)]
+    is_tied_D = np.zeros(len(cuts_D3), np.bool_)
+    is_tied_D[: 8 * len(mask)] = np.unpackbits(mask)[: len(cuts_D3)]
+    is_complete = len(stored) == len(mask) + 8 * np.count_nonzero(is_tied_D)
+    if is_complete:
+        cuts_D3[is_tied_D, 1:] = np.frombuffer(stored[len(mask) :], "<u4").reshape(-1, 2)
+    cuts_D3.flags.writeable = False
+    return is_complete
 
 
 def _encode_densities(densities_D: NDArray[np.float64]) -> NDArray[np.generic]:

@@ -29,7 +29,7 @@ from mergepipe.storage.regular import read_head
 STATISTICS_NAME: Final = "mergepipe.stats"
 MAGIC: Final = b"MPSTATS\n"
 FORMAT_NAME: Final = "mergepipe-statistics"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 SEAL_BYTES: Final = 32
 _LENGTH_BYTES = 8
 _HEX = frozenset("0123456789abcdef")

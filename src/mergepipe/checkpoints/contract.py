@@ -226,8 +226,8 @@ class LeveledTensor(Protocol, metaclass=ByType):
         """Processor time to decode each stretch of `cut_elements` at a level."""
         ...
 
-    def kept_with_ties(self, n_kept: int) -> int | None:
-        """Elements no smaller than the `n_kept`-th largest |delta|; None where levels do not tell these from others."""
+    def ends_band(self, n_kept: int) -> bool:
+        """Whether levels tell the `n_kept` largest |deltas|, and what equals the last of them, from the others."""
         ...
 
 

@@ -11,6 +11,8 @@ from mergepipe.core.values import dataclass
 DEFAULT_BLOCK_ELEMENTS = 256 * 1024
 # Added to a dtype's kernel code if the stored values are deltas from the base, not weights.
 DELTA_FLAG = 16
+# As the last hash of a cut, see `operators.statistics.Cut`: no element of its magnitude is left out.
+ALL_TIES = 0xFFFFFFFF
 # Tensors are cut at multiples of this, and sums are kept per grain: totals do not depend on the cuts.
 GRAIN_ELEMENTS = 16 * 1024
 

@@ -230,11 +230,9 @@ class PackedTensor(EncodedTensor):
         seconds_B: NDArray[np.float64] = seconds_C[codec_B] * n_B
         return seconds_B
 
-    def kept_with_ties(self, n_kept: int) -> int | None:
-        """See `LeveledTensor`; known for the density of the second band's cut."""
-        if int(BAND_DENSITIES[0] * self.n_elements) == n_kept:
-            return max(n_kept, self.elements_above(1))
-        return None
+    def ends_band(self, n_kept: int) -> bool:
+        """See `LeveledTensor`: the density of the second band's cut."""
+        return int(BAND_DENSITIES[0] * self.n_elements) == n_kept
 
     def elements_above(self, band: int) -> int:
         """Elements with |delta| at or above cut `band` (0, 1, 2): the densities up to which a level is exact."""

@@ -13,8 +13,8 @@ from mergepipe.core.blocks import BlockGrid, Span
 from mergepipe.core.values import dataclass
 from mergepipe.engine.pipeline.segments import Run, full_access
 from mergepipe.engine.reductions.known_quantities import NOTHING_KNOWN, KnownQuantities, NothingKnown
-from mergepipe.engine.reductions.order_statistics import NOTHING_KEPT_BITS
 from mergepipe.operators.base import InnerProducts, MagnitudeCut, Reduced, ReductionRequest
+from mergepipe.operators.statistics import NOTHING_KEPT, Cut
 from mergepipe.planning.plan import Access, PlannedTensor
 from mergepipe.recipes.resolve.tasks import MergeTask
 
@@ -77,7 +77,7 @@ class PlannedQuantities(NothingKnown):
         """Return a request for the experts that are read and whose quantities the plan lacks."""
         match request:
             case MagnitudeCut(kept_E):
-                is_open_E = [bits is None for bits in self._bits_E()]
+                is_open_E = [cut is None for cut in self._cuts_E()]
                 open_E = tuple(n_kept if is_open else 0 for n_kept, is_open in zip(kept_E, is_open_E, strict=True))
                 return MagnitudeCut(open_E) if any(is_open_E) else None
             case InnerProducts():
@@ -87,24 +87,23 @@ class PlannedQuantities(NothingKnown):
 
     def completed(self, reduced: Reduced) -> Reduced:
         """Join the reduced quantities with those that the plan holds, of all experts or of some."""
-        bits_E, products_E = self._bits_E(), self._products_E()
+        cuts_E, products_E = self._cuts_E(), self._products_E()
         recorded = Reduced(
-            threshold_bits_E=None if None in bits_E else np.array(bits_E, np.uint32),
+            cuts_E3=None if None in cuts_E else np.array(cuts_E, np.uint32),
             products_E3=None if None in products_E else np.array(products_E, np.float64),
         )
-        if recorded.threshold_bits_E is not None or recorded.products_E3 is not None:
+        if recorded.cuts_E3 is not None or recorded.products_E3 is not None:
             return reduced.joined(recorded)
-        if reduced.threshold_bits_E is None:
+        if reduced.cuts_E3 is None:
             return reduced
-        gathered_E = reduced.threshold_bits_E.tolist()
         joined_E = [
-            bits if recorded_bits is None else recorded_bits
-            for recorded_bits, bits in zip(bits_E, gathered_E, strict=True)
+            cut if planned_cut is None else planned_cut
+            for planned_cut, cut in zip(cuts_E, reduced.cuts_E3.tolist(), strict=True)
         ]
-        return replace(reduced, threshold_bits_E=np.array(joined_E, np.uint32))
+        return replace(reduced, cuts_E3=np.array(joined_E, np.uint32))
 
-    def _bits_E(self) -> list[int | None]:
-        return [_cut_bits(access) for access in self.planned.access]
+    def _cuts_E(self) -> list[Cut | None]:
+        return [_cut(access) for access in self.planned.access]
 
     def _products_E(self) -> list[tuple[float, float, float] | None]:
         return [access.products if _is_read(access) else UNREAD_PRODUCTS for access in self.planned.access]
@@ -114,9 +113,9 @@ def _is_read(access: Access) -> bool:
     return bool(access.blocks or access.shared)
 
 
-def _cut_bits(access: Access) -> int | None:
+def _cut(access: Access) -> Cut | None:
     """Return the cut; any will do where nothing is read."""
-    return NOTHING_KEPT_BITS if access.threshold_bits is None and not _is_read(access) else access.threshold_bits
+    return NOTHING_KEPT if access.cut is None and not _is_read(access) else access.cut
 
 
 def source_of_blocks(planned: PlannedTensor, n_blocks: int) -> NDArray[np.int32]:

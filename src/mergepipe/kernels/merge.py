@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.blocks import ALL_TIES
 from mergepipe.kernels.codec import IS_DELTA, TILE_ELEMENTS, decode_tile, encode_tile, itemsize_of
 from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel
 from mergepipe.kernels.philox import GROUP_ELEMENTS, fill_random_words
@@ -57,21 +58,60 @@ def decode_against(
 
 
 @kernel
-def _keep_large(delta: Floats, n: int, threshold_bits: np.uint32) -> None:
-    """Clear deltas with a magnitude below the threshold."""
-    bits = delta.view(np.uint32)
-    for i in range(n):
-        magnitude = bits[i] & np.uint32(0x7FFFFFFF)
-        bits[i] = bits[i] if magnitude >= threshold_bits else np.uint32(0)
+def tie_hash(element: int, key: np.uint32) -> np.uint32:
+    """Hash the index of an element under a key: the order of elements of equal magnitude.
+
+    A bijection of 32 bits, so that the first 2^32 elements of a tensor have different hashes; those that are 2^32
+    apart share one. Source: the multipliers of MurmurHash3's last step (Appleby).
+    """
+    return keyed_hash(index_hash(element), key)
 
 
 @kernel
-def keep_band(delta: Floats, n: int, lower_bits: np.uint32, upper_bits: np.uint32) -> None:
-    """Clear deltas with a magnitude below the lower cut, or at or above the upper cut."""
+def index_hash(element: int) -> np.uint32:
+    """The part of `tie_hash` that all keys share."""
+    x = np.uint32(element)
+    x = np.uint32((x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B))
+    return np.uint32(x ^ (x >> np.uint32(13)))
+
+
+@kernel
+def keyed_hash(shared: np.uint32, key: np.uint32) -> np.uint32:
+    """Complete `tie_hash`."""
+    return np.uint32((shared ^ key) * np.uint32(0xC2B2AE35))
+
+
+@kernel
+def _keep_large(delta: Floats, n: int, first_element: int, cut_3: Bits32) -> None:
+    """Clear deltas below the cut: bits, key and last hash of `operators.statistics.Cut`."""
     bits = delta.view(np.uint32)
-    for i in range(n):
-        magnitude = bits[i] & np.uint32(0x7FFFFFFF)
-        bits[i] = bits[i] if magnitude >= lower_bits and magnitude < upper_bits else np.uint32(0)
+    threshold, key, last = cut_3[0], cut_3[1], cut_3[2]
+    if last == np.uint32(ALL_TIES):
+        for i in range(n):
+            magnitude = bits[i] & np.uint32(0x7FFFFFFF)
+            bits[i] = bits[i] if magnitude >= threshold else np.uint32(0)
+    else:
+        for i in range(n):
+            least = np.uint32(threshold + np.uint32(tie_hash(first_element + i, key) > last))
+            bits[i] = bits[i] if bits[i] & np.uint32(0x7FFFFFFF) >= least else np.uint32(0)
+
+
+@kernel
+def keep_band(delta: Floats, n: int, first_element: int, lower_3: Bits32, upper_3: Bits32) -> None:
+    """Clear deltas below the lower cut, and those that are not below the upper one."""
+    bits = delta.view(np.uint32)
+    lower, lower_key, lower_last = lower_3[0], lower_3[1], lower_3[2]
+    upper, upper_key, upper_last = upper_3[0], upper_3[1], upper_3[2]
+    if lower_last == np.uint32(ALL_TIES) and upper_last == np.uint32(ALL_TIES):
+        for i in range(n):
+            magnitude = bits[i] & np.uint32(0x7FFFFFFF)
+            bits[i] = bits[i] if magnitude >= lower and magnitude < upper else np.uint32(0)
+    else:
+        for i in range(n):
+            magnitude = bits[i] & np.uint32(0x7FFFFFFF)
+            least = np.uint32(lower + np.uint32(tie_hash(first_element + i, lower_key) > lower_last))
+            beyond = np.uint32(upper + np.uint32(tie_hash(first_element + i, upper_key) > upper_last))
+            bits[i] = bits[i] if magnitude >= least and magnitude < beyond else np.uint32(0)
 
 
 @kernel
@@ -187,18 +227,22 @@ def keep_varied(
     n_deltas: int,
     n_experts: int,
     n: int,
-    variance_bits: np.uint32,
+    first_element: int,
+    cut_3: Bits32,
     variances: Floats,
     moments_2N: Doubles,
 ) -> None:
-    """Clear the deltas of elements whose variance is below the cut; none if the cut is zero."""
-    if variance_bits == np.uint32(0):
+    """Clear the deltas of elements whose variance is below the cut; none if the cut is zero.
+
+    The variances below the cut are cleared too.
+    """
+    if cut_3[0] == np.uint32(0):
         return
     variance_tile(deltas_EN, n_deltas, n_experts, n, variances, moments_2N)
-    bits = variances.view(np.uint32)
+    _keep_large(variances, n, first_element, cut_3)
     for e in range(n_deltas):
         for i in range(n):
-            deltas_EN[e, i] = deltas_EN[e, i] if bits[i] >= variance_bits else np.float32(0.0)
+            deltas_EN[e, i] = deltas_EN[e, i] if variances[i] != np.float32(0.0) else np.float32(0.0)
 
 
 @kernel
@@ -271,10 +315,10 @@ def merge_block(
     coefficients_E: Floats,
     votes_E: Floats,
     keep: int,
-    lower_E: Bits32,
-    upper_E: Bits32,
+    lower_E3: Bits32,
+    upper_E3: Bits32,
     keys_E: Bits64,
-    cuts_E: Bits64,
+    limits_E: Bits64,
     scales_E: Floats,
     marks_MB: NDArray[np.uint8],
     mark_rows_E: Counts,
@@ -293,9 +337,9 @@ def merge_block(
     """Merge `n` consecutive elements of one tensor.
 
     Without `consensus`: `anchor_scale * M_0 + sum_e coefficients_E[e] * K(delta_e)`. `K` keeps all elements, those
-    whose magnitude bits reach `lower_E[e]` (and not `upper_E[e]`, for a band), those whose random word is below
-    `cuts_E[e]`, those marked in row `mark_rows_E[e]` of `marks_MB` (then `first_element` is a multiple of 128), or
-    those whose variance over `n_experts` experts reaches `lower_E[0]`; kept deltas are scaled by `scales_E[e]`, except
+    whose magnitude reaches the cut `lower_E3[e]` (and not `upper_E3[e]`, for a band), those whose random word is below
+    `limits_E[e]`, those marked in row `mark_rows_E[e]` of `marks_MB` (then `first_element` is a multiple of 128), or
+    those whose variance over `n_experts` experts reaches `lower_E3[0]`; kept deltas are scaled by `scales_E[e]`, except
     with KEEP_NEAR, where that is the largest step. With `consensus`:
     `anchor_scale * M_0 + delta_scale * D`, where `D` is the sum of the kept deltas times their coefficients that share
     the sign of `sum_e votes_E[e] * K(delta_e)`, divided by the sum of those coefficients (at least `least_divisor`) if
@@ -303,7 +347,7 @@ def merge_block(
 
     Args:
         raw: uint8, the stored bytes of base and experts at `base_offset` and `offsets_E`.
-        first_element: index of the first element in its tensor (the random generator counts from it).
+        first_element: index of the first element in its tensor (random words and hashes count from it).
         out: uint8, written at `out_offset`; must not overlap `raw`.
     """
     n_present = offsets_E.shape[0]
@@ -326,12 +370,12 @@ def merge_block(
             delta = deltas_EN[e if needs_all_deltas else 0]
             decode_against(raw, offsets_E[e], codes_E[e], start, m, base, model, delta)
             if keep == KEEP_LARGE:
-                _keep_large(delta, m, lower_E[e])
+                _keep_large(delta, m, first_element + start, lower_E3[e])
                 _scale(delta, m, scales_E[e])
             elif keep == KEEP_RANDOM:
-                _keep_random(delta, m, keys_E[e], first_element + start, cuts_E[e], scales_E[e], words)
+                _keep_random(delta, m, keys_E[e], first_element + start, limits_E[e], scales_E[e], words)
             elif keep == KEEP_BAND:
-                keep_band(delta, m, lower_E[e], upper_E[e])
+                keep_band(delta, m, first_element + start, lower_E3[e], upper_E3[e])
                 _scale(delta, m, scales_E[e])
             elif keep == KEEP_MARKED:
                 keep_marked(delta, m, marks_MB[mark_rows_E[e], (first_element + start) // 8 :])
@@ -341,7 +385,7 @@ def merge_block(
             if keep != KEEP_VARIED:
                 _add_scaled(delta, m, votes_E[e], total)
         if keep == KEEP_VARIED and n_present > 0:
-            keep_varied(deltas_EN, n_present, n_experts, m, lower_E[0], model, moments_2N)
+            keep_varied(deltas_EN, n_present, n_experts, m, first_element + start, lower_E3[0], model, moments_2N)
             for e in range(n_present):
                 _add_scaled(deltas_EN[e], m, votes_E[e], total)
         if consensus:
@@ -375,10 +419,11 @@ def merge_rows(
     out_code: int,
     n: int,
 ) -> None:
-    """Merge like `merge_block` without consensus, with coefficients, anchor scale and magnitude cut of each row."""
+    """Merge like `merge_block` without consensus, with coefficients, anchor scale and least magnitude of each row."""
     none = np.empty(0, np.uint64)
     no_marks = np.empty((0, 0), np.uint8)
     ones_E = np.ones(offsets_E.shape[0], np.float32)
+    lower_E3 = np.full((offsets_E.shape[0], 3), np.uint32(ALL_TIES), np.uint32)
     start = 0
     while start < n:
         row = (first_element + start) // row_elements
@@ -387,7 +432,7 @@ def merge_rows(
         for e in range(offsets_E.shape[0]):
             starts_E[e] += start * itemsize_of(codes_E[e])
         coefficients_E = coefficients_ER[:, row].copy()
-        lower_E = lower_ER[:, row].copy()
+        lower_E3[:, 0] = lower_ER[:, row]
         merge_block(
             raw,
             base_offset + start * itemsize_of(base_code),
@@ -397,8 +442,8 @@ def merge_rows(
             coefficients_E,
             coefficients_E,
             KEEP_LARGE,
-            lower_E,
-            lower_E,
+            lower_E3,
+            lower_E3,
             none,
             none,
             ones_E,

@@ -2,7 +2,8 @@
 
 Exact ranks are computed only where they decide. A histogram of a row's magnitudes bounds the rank, and with it the
 survival probability, of each element; most random words lie outside these bounds. The ranks of the few undecided
-elements are counted one by one, where they are not among equal ones.
+elements are counted one by one. Equal elements share the mean of their ranks, as if chance had ordered them; so ranks
+are counted in halves.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def drop_ranked(
 ) -> None:
     """Clear the elements of whole rows that do not survive.
 
-    The element of rank `r` (from 0, by magnitude, ties by position) of `L` survives with probability
+    The element of rank `r` (from 0, by magnitude; equal ones have their mean rank) of `L` survives with probability
     `lowest + spread * r / (L - 1)`; in a row of one with `lowest + spread / 2`. At most 1, and more than 0.
     """
     _drop_in_rows(values_N, first_element, row_elements, key, _last_words(row_elements, lowest, spread))
@@ -56,19 +57,19 @@ def drop_ranked(
 
 @kernel
 def _drop_in_rows(
-    values_N: Floats, first_element: int, row_elements: int, key: np.uint64 | int, last_R: Bits32
+    values_N: Floats, first_element: int, row_elements: int, key: np.uint64 | int, last_H: Bits32
 ) -> None:
-    """Clear like `drop_ranked`, given the last word with which each rank survives."""
+    """Clear like `drop_ranked`, given the last word with which each half rank survives."""
     n = values_N.shape[0]
     bits_N = values_N.view(np.uint32)
     batch = row_elements * max(1, _BATCH_ELEMENTS // row_elements)
     words = np.empty(batch + 2 * GROUP_ELEMENTS, np.uint32)
-    scratch = np.empty((3, row_elements + _PADDING), np.uint32)
+    scratch = np.empty((2, row_elements + _PADDING), np.uint32)
     bounds_N = np.empty(row_elements, np.uint64)
     undecided = np.empty((row_elements + 7) // 8 * 8, np.uint8)
     shift = _bin_shift(row_elements)
     counts_B4 = np.empty((2 * _OCTAVES << (23 - shift), 4), np.uint32)
-    bounds = np.empty((2, 2 * _OCTAVES << (23 - shift)), np.uint64)
+    bounds_B = np.empty(2 * _OCTAVES << (23 - shift), np.uint64)
     for start in range(0, n, batch):
         stop = min(n, start + batch)
         first_group = (first_element + start) // GROUP_ELEMENTS
@@ -78,18 +79,18 @@ def _drop_in_rows(
         for row in range(start, stop, row_elements):
             row_words = words[lead + row : lead + row + row_elements]
             bits = bits_N[row : row + row_elements]
-            _drop_in_row(bits, row_words, last_R, shift, scratch, counts_B4, bounds, bounds_N, undecided)
+            _drop_in_row(bits, row_words, last_H, shift, scratch, counts_B4, bounds_B, bounds_N, undecided)
 
 
 @kernel
 def _last_words(row_elements: int, lowest: float, spread: float) -> Bits32:
-    """Compute by rank the largest random word with which an element survives."""
-    last_R = np.empty(row_elements + 1, np.uint32)
-    for rank in range(row_elements):
-        share = np.float64(rank) / np.float64(row_elements - 1) if row_elements > 1 else 0.5
-        last_R[rank] = np.uint32(np.int64(np.ceil((lowest + spread * share) * _WORD_SPAN)) - 1)
-    last_R[row_elements] = last_R[row_elements - 1]
-    return last_R
+    """Compute by half rank, from 0, the largest random word with which an element survives."""
+    highest = 2 * (row_elements - 1)
+    last_H = np.empty(highest + 1, np.uint32)
+    for half in range(highest + 1):
+        share = np.float64(half) / np.float64(highest) if highest else 0.5
+        last_H[half] = np.uint32(np.int64(np.ceil((lowest + spread * share) * _WORD_SPAN)) - 1)
+    return last_H
 
 
 @kernel
@@ -106,11 +107,11 @@ def _bin_shift(row_elements: int) -> int:
 def _drop_in_row(
     bits: Bits32,
     words: Bits32,
-    last_R: Bits32,
+    last_H: Bits32,
     shift: int,
     scratch: Bits32,
     counts_B4: Bits32,
-    bounds: Bits64,
+    bounds_B: Bits64,
     bounds_N: Bits64,
     undecided: Bytes,
 ) -> None:
@@ -123,11 +124,10 @@ def _drop_in_row(
         largest = max(largest, magnitudes[i])
     if largest == np.uint32(0):
         return
-    _count_bins(magnitudes, n, largest, shift, bins, scratch[2], counts_B4)
-    _bound_last_words(last_R, counts_B4, bounds)
-    pairs = bounds[0]
+    _count_bins(magnitudes, n, largest, shift, bins, counts_B4)
+    _bound_last_words(last_H, counts_B4, bounds_B)
     for i in range(n):  # separate from the loops below, which vectorise
-        bounds_N[i] = pairs[bins[i]]
+        bounds_N[i] = bounds_B[bins[i]]
     for i in range(n):
         low, high = np.uint32(bounds_N[i] & np.uint64(_LOW_HALF)), np.uint32(bounds_N[i] >> np.uint64(32))
         is_undecided = words[i] > low and words[i] <= high
@@ -136,15 +136,13 @@ def _drop_in_row(
         bits[i] = bits[i] if words[i] <= np.uint32(bounds_N[i] >> np.uint64(32)) else np.uint32(0)
     for i in range(n, undecided.shape[0]):
         undecided[i] = np.uint8(0)
-    if _decide_by_rank(bits, words, last_R, scratch, counts_B4, bounds[1], undecided) > _MAX_COUNTED:
-        _drop_by_sorting(bits, words, last_R, magnitudes)
+    if _decide_by_rank(bits, words, last_H, magnitudes, undecided) > _MAX_COUNTED:
+        _drop_by_sorting(bits, words, last_H, magnitudes)
 
 
 @kernel
-def _count_bins(
-    magnitudes: Bits32, n: int, largest: np.uint32, shift: int, bins: Bits32, positions: Bits32, counts_B4: Bits32
-) -> None:
-    """Write the bin of each element and its position among those of its quarter of the row; count bins by quarter.
+def _count_bins(magnitudes: Bits32, n: int, largest: np.uint32, shift: int, bins: Bits32, counts_B4: Bits32) -> None:
+    """Write the bin of each element, and count bins by quarter of the row.
 
     Odd bins, and bin 0, may hold different magnitudes; the elements of the others are equal: deltas of 16-bit formats
     have few significant bits. Each quarter has counts of its own, as an element waits for the one before in its bin.
@@ -158,89 +156,72 @@ def _count_bins(
     counts_B4[:] = np.uint32(0)
     quarter = n // 4
     bins1, bins2, bins3 = bins[quarter:], bins[2 * quarter :], bins[3 * quarter :]
-    positions1, positions2, positions3 = positions[quarter:], positions[2 * quarter :], positions[3 * quarter :]
     for i in range(quarter):
-        positions[i] = counts_B4[bins[i], 0]
-        counts_B4[bins[i], 0] = positions[i] + np.uint32(1)
-        positions1[i] = counts_B4[bins1[i], 1]
-        counts_B4[bins1[i], 1] = positions1[i] + np.uint32(1)
-        positions2[i] = counts_B4[bins2[i], 2]
-        counts_B4[bins2[i], 2] = positions2[i] + np.uint32(1)
-        positions3[i] = counts_B4[bins3[i], 3]
-        counts_B4[bins3[i], 3] = positions3[i] + np.uint32(1)
+        counts_B4[bins[i], 0] += np.uint32(1)
+        counts_B4[bins1[i], 1] += np.uint32(1)
+        counts_B4[bins2[i], 2] += np.uint32(1)
+        counts_B4[bins3[i], 3] += np.uint32(1)
     for i in range(4 * quarter, n):
-        positions[i] = counts_B4[bins[i], 3]
-        counts_B4[bins[i], 3] = positions[i] + np.uint32(1)
+        counts_B4[bins[i], 3] += np.uint32(1)
 
 
 @kernel
-def _bound_last_words(last_R: Bits32, counts_B4: Bits32, bounds: Bits64) -> None:
-    """Compute by bin the last words of its first rank (lower half) and last one (upper half), and its first rank."""
-    pairs, first = bounds[0], bounds[1]
-    rank = np.uint64(0)
-    for b in range(pairs.shape[0]):
-        first[b] = rank
-        low = last_R[rank]
-        rank += np.uint64(counts_B4[b, 0] + counts_B4[b, 1] + counts_B4[b, 2] + counts_B4[b, 3])
-        pairs[b] = np.uint64(last_R[rank - np.uint64(rank > np.uint64(0))]) << np.uint64(32) | np.uint64(low)
+def _bound_last_words(last_H: Bits32, counts_B4: Bits32, bounds_B: Bits64) -> None:
+    """Compute by bin the last words of its lowest rank (lower half) and of its highest one (upper half)."""
+    first = 0
+    for b in range(bounds_B.shape[0]):
+        count = int(counts_B4[b, 0] + counts_B4[b, 1] + counts_B4[b, 2] + counts_B4[b, 3])
+        low, high = 2 * first, 2 * (first + count - 1)
+        if b > 0 and b % 2 == 0:  # all are equal
+            low = high = 2 * first + count - 1
+        if count:
+            bounds_B[b] = np.uint64(last_H[high]) << np.uint64(32) | np.uint64(last_H[low])
+        first += count
 
 
 @kernel
-def _decide_by_rank(
-    bits: Bits32,
-    words: Bits32,
-    last_R: Bits32,
-    scratch: Bits32,
-    counts_B4: Bits32,
-    first_B: Bits64,
-    undecided: Bytes,
-) -> int:
-    """Decide undecided elements by their exact rank; return how many ranks took the whole row, stopping at too many."""
-    magnitudes, bins, positions = scratch[0], scratch[1], scratch[2]
+def _decide_by_rank(bits: Bits32, words: Bits32, last_H: Bits32, magnitudes: Bits32, undecided: Bytes) -> int:
+    """Decide undecided elements by their exact rank; return how many there were, stopping at too many."""
     eights = undecided.view(np.uint64)
     counted = 0
     for w in range(eights.shape[0]):
         if eights[w] != np.uint64(0) and counted <= _MAX_COUNTED:
             for i in range(8 * w, 8 * w + 8):
                 if undecided[i]:
-                    if bins[i] % np.uint32(2) != np.uint32(0) or bins[i] == np.uint32(0):
-                        rank = np.int64(_rank_of(magnitudes, bits.shape[0], i))
-                        counted += 1
-                    else:  # equal elements are ranked by position
-                        rank = np.int64(first_B[bins[i]] + np.uint64(positions[i]))
-                        for q in range(3):
-                            if i >= (q + 1) * (bits.shape[0] // 4):
-                                rank += np.int64(counts_B4[bins[i], q])
-                    if words[i] > last_R[rank]:
+                    counted += 1
+                    if words[i] > last_H[_half_rank_of(magnitudes, bits.shape[0], magnitudes[i])]:
                         bits[i] = np.uint32(0)
     return counted
 
 
 @kernel
-def _rank_of(magnitudes: Bits32, n: int, position: int) -> np.uint32:
-    """Count the rank of the element at `position`."""
-    magnitude = magnitudes[position]
-    later = magnitudes[position:n]
-    rank = np.uint32(0)  # as wide as a magnitude: more lanes in a vector
-    for i in range(position):
-        rank = np.uint32(rank + np.uint32(magnitudes[i] <= magnitude))
-    for i in range(later.shape[0]):
-        rank = np.uint32(rank + np.uint32(later[i] < magnitude))
-    return rank
+def _half_rank_of(magnitudes: Bits32, n: int, magnitude: np.uint32) -> int:
+    """Count twice the mean rank of the elements of a magnitude."""
+    smaller, up_to = np.uint32(0), np.uint32(0)  # as wide as a magnitude: more lanes in a vector
+    for i in range(n):
+        smaller = np.uint32(smaller + np.uint32(magnitudes[i] < magnitude))
+        up_to = np.uint32(up_to + np.uint32(magnitudes[i] <= magnitude))
+    return int(smaller) + int(up_to) - 1
 
 
 @kernel
-def _drop_by_sorting(bits: Bits32, words: Bits32, last_R: Bits32, magnitudes: Bits32) -> None:
+def _drop_by_sorting(bits: Bits32, words: Bits32, last_H: Bits32, magnitudes: Bits32) -> None:
     """Decide all elements of a row by sorting it."""
     n = bits.shape[0]
     order_N = np.empty(n, np.uint64)
     for i in range(n):
         order_N[i] = np.uint64(magnitudes[i]) << np.uint64(32) | np.uint64(i)
     _sort_by_magnitude(order_N)
-    for rank in range(n):
-        position = order_N[rank] & np.uint64(0xFFFFFFFF)
-        if words[position] > last_R[rank]:
-            bits[position] = np.uint32(0)
+    first = 0
+    while first < n:
+        stop = first + 1
+        while stop < n and order_N[stop] >> np.uint64(32) == order_N[first] >> np.uint64(32):
+            stop += 1
+        for rank in range(first, stop):
+            position = order_N[rank] & np.uint64(0xFFFFFFFF)
+            if words[position] > last_H[first + stop - 1]:
+                bits[position] = np.uint32(0)
+        first = stop
 
 
 @kernel
@@ -290,7 +271,7 @@ def add_survivors(
     """
     step = row_elements * max(1, _STEP_ELEMENTS // row_elements)
     values_N = np.empty(step + MARK_ELEMENTS, np.float32)
-    last_R = _last_words(row_elements, lowest, spread)
+    last_H = _last_words(row_elements, lowest, spread)
     base_bytes, bytes_ = itemsize_of(base_code), itemsize_of(code)
     for start in range(0, n, step):
         m, element = min(step, n - start), first_element + start
@@ -300,7 +281,7 @@ def add_survivors(
         if lowest + spread <= 0.0:
             values[:] = np.float32(0.0)
         elif lowest < 1.0:
-            _drop_in_rows(values, element, row_elements, key, last_R)
+            _drop_in_rows(values, element, row_elements, key, last_H)
         _add_magnitudes(values, element, row_elements, common, sums_A2[:, 1])
         if marks.shape[0]:
             mark_nonzero(values_N, m, marks[element // 8 :])

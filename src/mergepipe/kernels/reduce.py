@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from mergepipe.kernels.codec import TILE_ELEMENTS
 from mergepipe.kernels.compilation.compiled import Bits16, Bits32, Bytes, Counts, Floats, kernel
-from mergepipe.kernels.merge import decode_delta
+from mergepipe.kernels.merge import decode_delta, index_hash, keyed_hash
 
 COARSE_SHIFT = 16
 COARSE_BINS = 1 << 15
@@ -91,6 +91,68 @@ def collect_between(scores_N: Floats, edges_W: Bits32, counts_W: Counts) -> int:
                 bits_N[n_inside] = magnitudes[i]
                 n_inside += int(is_inside[i])
     return n_inside
+
+
+@kernel
+def collect_ties(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    offset: int,
+    code: int,
+    first_element: int,
+    n: int,
+    ties_R4: Bits32,
+    hashes_RN: Bits32,
+    counts_R2: Counts,
+) -> None:
+    """Collect like `collect_tied_scores`, from deltas."""
+    base = np.empty(_TILE, np.float32)
+    model = np.empty(_TILE, np.float32)
+    delta = np.empty(_TILE, np.float32)
+    start = 0
+    while start < n:
+        m = min(_TILE, n - start)
+        decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
+        collect_tied_scores(delta[:m], first_element + start, ties_R4, hashes_RN, counts_R2)
+        start += m
+
+
+@kernel
+def collect_tied_scores(
+    scores_N: Floats, first_element: int, ties_R4: Bits32, hashes_RN: Bits32, counts_R2: Counts
+) -> None:
+    """Look at the hashes of the elements of at most 32 magnitudes: bits, key, and a first and last hash of each.
+
+    Add to `counts_R2[r, 0]` the number of hashes below the first, and append the `counts_R2[r, 1]` ones from the first
+    to the last to `hashes_RN[r]`.
+    """
+    bits_N = scores_N.view(np.uint32)
+    shared = np.empty(_TILE, np.uint32)
+    inside = np.zeros(_TILE, np.uint32)  # a bit for each magnitude
+    words = inside.view(np.uint64)
+    for start in range(0, len(bits_N), _TILE):
+        m = min(_TILE, len(bits_N) - start)
+        bits = bits_N[start : start + m]
+        for i in range(m):
+            shared[i] = index_hash(first_element + start + i)
+        inside[:] = np.uint32(0)
+        for r in range(ties_R4.shape[0]):
+            tied, key, first = ties_R4[r, 0], ties_R4[r, 1], ties_R4[r, 2]
+            width, bit, below = np.uint32(ties_R4[r, 3] - first), np.uint32(1) << np.uint32(r), np.uint32(0)
+            for i in range(m):
+                h = keyed_hash(shared[i], key)
+                is_tied = bits[i] & np.uint32(0x7FFFFFFF) == tied
+                below = np.uint32(below + np.uint32(is_tied and h < first))
+                inside[i] |= bit if is_tied and np.uint32(h - first) <= width else np.uint32(0)
+            counts_R2[r, 0] += np.int64(below)
+        for w in range((m + 1) // 2):
+            if words[w] != np.uint64(0):
+                for i in range(2 * w, 2 * w + 2):
+                    for r in range(ties_R4.shape[0]):
+                        if inside[i] >> np.uint32(r) & np.uint32(1):
+                            hashes_RN[r, counts_R2[r, 1]] = keyed_hash(shared[i], ties_R4[r, 1])
+                            counts_R2[r, 1] += 1
 
 
 @kernel

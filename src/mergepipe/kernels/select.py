@@ -52,7 +52,7 @@ def add_selected_energies(
     first_element: int,
     n: int,
     n_experts: int,
-    variance_bits: np.uint32,
+    cut_3: Bits32,
     row_elements: int,
     common: int,
     sums_AK: Doubles,
@@ -67,17 +67,14 @@ def add_selected_energies(
     model = np.empty(_TILE, np.float32)
     products = np.empty(_TILE, np.float64)
     moments_2N = np.empty((2, _TILE), np.float64)
-    variance_bits_N = model.view(np.uint32)
     start = 0
     while start < n:
         element = first_element + start
         m = min(_TILE, n - start, atom_stop(element, row_elements) - element)
         atom = atom_of(element, row_elements, common)
         decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
-        keep_varied(frame_FN[1:], n_present, n_experts, m, variance_bits, model, moments_2N)
+        keep_varied(frame_FN[1:], n_present, n_experts, m, element, cut_3, model, moments_2N)
         if marks.shape[0] and n_present:
-            for i in range(m):
-                model[i] = model[i] if variance_bits_N[i] >= variance_bits else np.float32(0.0)
             mark_nonzero(model, m, marks[element // 8 :])
         for e in range(n_present):
             sums_AK[atom, present_E[e]] += fold_product(frame_FN[e + 1], frame_FN[e + 1], m, products)
@@ -146,8 +143,8 @@ def add_kept_magnitudes(
     codes_E: Counts,
     first_element: int,
     n: int,
-    lower_E: Bits32,
-    upper_E: Bits32,
+    lower_E3: Bits32,
+    upper_E3: Bits32,
     row_elements: int,
     common: int,
     sums_AK: Doubles,
@@ -166,7 +163,7 @@ def add_kept_magnitudes(
         for p in range(n_present):
             e = present_E[p]
             sums_AK[atom, 2 * e] += fold_magnitudes(frame_FN[p + 1], m, sums)
-            keep_band(frame_FN[p + 1], m, lower_E[e], upper_E[e])
+            keep_band(frame_FN[p + 1], m, element, lower_E3[e], upper_E3[e])
             sums_AK[atom, 2 * e + 1] += fold_magnitudes(frame_FN[p + 1], m, sums)
         start += m
 

@@ -85,14 +85,14 @@ class OperatorInput:
 
 @dataclass(frozen=True, slots=True)
 class MagnitudeCut:
-    """Wanted: per expert the magnitude of the `kept_E[e]`-th largest |delta| of the whole tensor."""
+    """Wanted: per expert the cut that exactly `kept_E[e]` elements of the whole tensor reach, by |delta|."""
 
     kept_E: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class MagnitudeBand:
-    """Wanted: as `MagnitudeCut`, and above it the magnitude of the `dropped_E[e]`-th largest."""
+    """Wanted: as `MagnitudeCut`, and above it the cut that `dropped_E[e]` elements reach."""
 
     kept_E: tuple[int, ...]
     dropped_E: tuple[int, ...]
@@ -191,7 +191,7 @@ class ScoreCut:
 
 @dataclass(frozen=True, slots=True)
 class ScoreShare:
-    """Wanted: how many elements have a score other than zero, and the score of the last of the `share` largest."""
+    """Wanted: how many elements have a score other than zero, and the cut that exactly a `share` of these reach."""
 
     score: Score
     share: float
@@ -222,33 +222,33 @@ ReductionRequest = (
 class Reduced:
     """Answers to the `ReductionRequest`s so far; the fields that were not asked for are None.
 
-    `threshold_bits_E` (uint32): the float32 bit patterns of the cut magnitudes; elements at or above are kept, but not
-    those at or above `upper_bits_E`.
+    `cuts_E3` (uint32, see `operators.statistics.Cut`): elements that reach the cut are kept, but not those that reach
+    that of `upper_cuts_E3`.
     `products_E3` (float64): per expert <base, base>, <delta, delta>, <base, delta>.
     `gram_GFF` (float64): per row or column the inner products of base (0) and deltas (from 1 on).
     `sums`: answers to `RowSums`, `SurvivorSums` and `SoftmaxDivergence`, each rows by sums (float64), and the count of
     `ScoreShare`, in the order of the requests.
-    `score_bits` (uint32): the answer to the last `ScoreCut` or `ScoreShare`, one entry per rank.
+    `score_cuts_R3` (uint32): the answer to the last `ScoreShare`, or `ScoreCut`, where only bits are meant.
     `marks_MB` (uint8): the marks of the last `SurvivorSums`, unless they are too large.
     """
 
-    threshold_bits_E: NDArray[np.uint32] | None = None
+    cuts_E3: NDArray[np.uint32] | None = None
     products_E3: NDArray[np.float64] | None = None
-    upper_bits_E: NDArray[np.uint32] | None = None
+    upper_cuts_E3: NDArray[np.uint32] | None = None
     gram_GFF: NDArray[np.float64] | None = None
     sums: tuple[NDArray[np.float64], ...] = ()
-    score_bits: NDArray[np.uint32] | None = None
+    score_cuts_R3: NDArray[np.uint32] | None = None
     marks_MB: NDArray[np.uint8] | None = None
 
     def joined(self, later: Reduced) -> Reduced:
         """Both together: what `later` knows stands in the place of what was known before, sums are added at the end."""
         return Reduced(
-            self.threshold_bits_E if later.threshold_bits_E is None else later.threshold_bits_E,
+            self.cuts_E3 if later.cuts_E3 is None else later.cuts_E3,
             self.products_E3 if later.products_E3 is None else later.products_E3,
-            self.upper_bits_E if later.upper_bits_E is None else later.upper_bits_E,
+            self.upper_cuts_E3 if later.upper_cuts_E3 is None else later.upper_cuts_E3,
             self.gram_GFF if later.gram_GFF is None else later.gram_GFF,
             (*self.sums, *later.sums),
-            self.score_bits if later.score_bits is None else later.score_bits,
+            self.score_cuts_R3 if later.score_cuts_R3 is None else later.score_cuts_R3,
             self.marks_MB if later.marks_MB is None else later.marks_MB,
         )
 

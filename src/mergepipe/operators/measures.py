@@ -7,20 +7,21 @@ from numpy.typing import NDArray
 
 from mergepipe.core.values import dataclass
 from mergepipe.operators.base import RawBlock
+from mergepipe.operators.statistics import Cut
 
 NO_MARKS = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptMagnitudes:
-    """Per expert the sum of |delta| (even places), and of what lies in the band of magnitudes (odd places)."""
+    """Per expert the sum of |delta| (even places), and of what lies between two cuts (odd places)."""
 
-    lower_bits_E: NDArray[np.uint32]
-    upper_bits_E: NDArray[np.uint32]
+    cuts_E3: NDArray[np.uint32]
+    upper_cuts_E3: NDArray[np.uint32]
 
     @property
     def n_sums(self) -> int:
-        return 2 * len(self.lower_bits_E)
+        return 2 * len(self.cuts_E3)
 
     def __call__(self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64]) -> None:
         from mergepipe.kernels.atoms import common_multiple
@@ -28,7 +29,7 @@ class KeptMagnitudes:
 
         add_kept_magnitudes(
             block.raw, block.base_offset, block.base_code, block.present_E, block.offsets_E, block.codes_E,
-            block.first_element, block.n_elements, self.lower_bits_E, self.upper_bits_E, row_elements,
+            block.first_element, block.n_elements, self.cuts_E3, self.upper_cuts_E3, row_elements,
             common_multiple(row_elements), sums_AK,
         )  # fmt: skip
 
@@ -53,7 +54,7 @@ class SelectedEnergies:
     """Per expert the sum of delta^2 over the elements whose variance reaches a cut, which are marked."""
 
     n_experts: int
-    variance_bits: int
+    cut: Cut
 
     @property
     def n_sums(self) -> int:
@@ -61,7 +62,7 @@ class SelectedEnergies:
 
     @property
     def mark_rows(self) -> int:
-        return int(self.variance_bits > 0)
+        return int(self.cut.bits > 0)
 
     def __call__(
         self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
@@ -71,7 +72,7 @@ class SelectedEnergies:
 
         add_selected_energies(
             block.raw, block.base_offset, block.base_code, block.present_E, block.offsets_E, block.codes_E,
-            block.first_element, block.n_elements, self.n_experts, np.uint32(self.variance_bits), row_elements,
+            block.first_element, block.n_elements, self.n_experts, np.array(self.cut, np.uint32), row_elements,
             common_multiple(row_elements), sums_AK, marks_MB[0] if len(marks_MB) else NO_MARKS,
         )  # fmt: skip
 

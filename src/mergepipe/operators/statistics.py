@@ -6,11 +6,13 @@ Statistics are exact summaries of `delta = expert - base` in float32, or bounds 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import BlockGrid
+from mergepipe.core.blocks import ALL_TIES, BlockGrid
 from mergepipe.core.values import dataclass
 
 HASH_BYTES = 16
@@ -24,6 +26,38 @@ def rank_of_density(density: float, n_elements: int) -> int:
     return math.floor(density * n_elements)
 
 
+NOTHING_KEPT_BITS = 0xFFFFFFFF
+
+
+class Cut(NamedTuple):
+    """A cut through a tensor's elements by falling magnitude, and where magnitudes are equal by a hash of their index.
+
+    Elements whose float32 bits are above `bits` reach it, and of those with these bits the ones whose
+    `kernels.merge.tie_hash` under `key` is at most `last`. In arrays: three uint32, axis `3`.
+    """
+
+    bits: int
+    key: int = 0
+    last: int = ALL_TIES
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether some of the elements with its bits reach it and others do not."""
+        return self.last != ALL_TIES
+
+
+NOTHING_KEPT = Cut(NOTHING_KEPT_BITS)
+
+
+def tie_key(bits: int, n_larger: int, n_equal: int) -> int:
+    """Key the order of the elements of one magnitude by facts of the whole tensor's content.
+
+    These follow from the content alone, at no further read. Tensors that differ have different orders in all
+    likelihood: which of their equal elements two experts keep is independent.
+    """
+    return int.from_bytes(blake3(np.array([bits, n_larger, n_equal], "<i8").tobytes()).digest(4), "little")
+
+
 BIN_SHIFT = 16  # float32 bits below those that a bin of the magnitude histogram is made of
 INFINITE_BITS = 0x7F800000
 MOST_SHARE_ERROR = 0.02
@@ -32,14 +66,14 @@ HISTOGRAM_SHARES = (0.001, 0.002, 0.005, *(k / 64 for k in range(1, 64)))
 
 @dataclass(frozen=True, slots=True)
 class CutEstimate:
-    """A magnitude cut as float32 bits, and by how much of the tensor the share that it keeps is off at most."""
+    """A magnitude cut, and by how much of the tensor the share that it keeps is off at most."""
 
-    bits: int
+    cut: Cut
     share_error: float
 
 
 def histogram_cuts(counts_B: NDArray[np.number], n_elements: int) -> tuple[NDArray[np.float64], NDArray[np.uint32]]:
-    """Return shares of the tensor and the cuts that keep exactly those, from a histogram of the upper magnitude bits.
+    """Return shares of the tensor and the cuts (D, 3) that keep exactly those, from counts of upper magnitude bits.
 
     For each of `HISTOGRAM_SHARES` these are the lower edge of the bin that reaches it, and that of the next bin above.
     """
@@ -48,8 +82,8 @@ def histogram_cuts(counts_B: NDArray[np.number], n_elements: int) -> tuple[NDArr
     reached = np.searchsorted(from_top_F, np.array(HISTOGRAM_SHARES) * n_elements).tolist()
     wanted = {*reached, *(place - 1 for place in reached)}  # numpy's own `unique` would import its masked arrays
     chosen = np.array(sorted(place for place in wanted if 0 <= place < len(filled_F)), np.int64)
-    bits_D = (filled_F[chosen] << BIN_SHIFT).astype(np.uint32)
-    return (from_top_F[chosen] + 0.5) / n_elements, bits_D
+    cuts = [Cut(edge) for edge in (filled_F[chosen] << BIN_SHIFT).tolist()]
+    return (from_top_F[chosen] + 0.5) / n_elements, np.array(cuts, np.uint32).reshape(-1, 3)
 
 
 BLOCK_RECORD = np.dtype(
@@ -71,7 +105,7 @@ class TensorStatistics:
     Attributes:
         blocks_B: one `BLOCK_RECORD` per block of the grid, in order.
         densities_D: sorted shares of the tensor (float64) whose exact magnitude cut is known.
-        threshold_bits_D: the float32 bits of those cuts (uint32), parallel to `densities_D`.
+        cuts_D3: those cuts (uint32, see `Cut`), parallel to `densities_D`.
         products_3: <base, base>, <delta, delta>, <base, delta> in float64.
         are_norms_spread: norms were taken from blocks of another size, and bound nothing.
     """
@@ -79,15 +113,15 @@ class TensorStatistics:
     grid: BlockGrid
     blocks_B: NDArray[np.void]
     densities_D: NDArray[np.float64]
-    threshold_bits_D: NDArray[np.uint32]
+    cuts_D3: NDArray[np.uint32]
     products_3: NDArray[np.float64]
     are_norms_spread: bool = False
 
     def __post_init__(self) -> None:
         if self.blocks_B.dtype != BLOCK_RECORD or len(self.blocks_B) != self.grid.n_blocks:
             raise ValueError(f"{len(self.blocks_B)} block records for {self.grid.n_blocks} blocks")
-        if len(self.densities_D) != len(self.threshold_bits_D):
-            raise ValueError("a threshold for each density")
+        if self.cuts_D3.shape != (len(self.densities_D), 3):
+            raise ValueError("a cut for each density")
 
     @property
     def is_estimate(self) -> bool:
@@ -97,28 +131,39 @@ class TensorStatistics:
     def estimated_cut(self, n_kept: int) -> CutEstimate | None:
         """Estimate the cut that keeps `n_kept` elements from the shares on record around it; None if they are far off.
 
-        Between two cuts of neighbouring histogram bins the lower one is taken, which keeps ties as the exact cut does;
-        between others the logarithm of the magnitude is interpolated.
+        Between cuts of one bin of the histogram, or of neighbouring ones, the elements of the lower cut's magnitude are
+        shared out by their hash; between others the logarithm of the magnitude is interpolated.
         """
         share = n_kept / max(1, self.grid.n_elements)
         above = int(np.searchsorted(self.densities_D, share))
         if not 0 < above < len(self.densities_D):
             return None
         low, high = float(self.densities_D[above - 1]), float(self.densities_D[above])
-        upper, lower = (int(bits) for bits in self.threshold_bits_D[above - 1 : above + 1])
-        if upper > INFINITE_BITS:
-            return None
-        if upper - lower <= 1 << BIN_SHIFT or not lower:
-            return CutEstimate(lower, high - share)
-        if high - low > MOST_SHARE_ERROR:
+        upper, lower = (Cut(*cut) for cut in self.cuts_D3[above - 1 : above + 1].tolist())
+        if upper.bits > INFINITE_BITS:
             return None
         weight = (share - low) / (high - low)
-        return CutEstimate(round(upper + weight * (lower - upper)), max(share - low, high - share))
+        if upper.bits - lower.bits <= 1 << BIN_SHIFT or not lower.bits:
+            return CutEstimate(self._shared_out(upper, lower, weight, low, high), high - share)
+        if high - low > MOST_SHARE_ERROR:
+            return None
+        bits = round(upper.bits + weight * (lower.bits - upper.bits))
+        return CutEstimate(Cut(bits), max(share - low, high - share))
 
-    def threshold_bits(self, density: float) -> int | None:
-        """The exact cut for `density`, or None if it was not worked out."""
-        position = np.flatnonzero(self.densities_D == density)
-        return int(self.threshold_bits_D[position[0]]) if len(position) else None
+    def _shared_out(self, upper: Cut, lower: Cut, weight: float, low: float, high: float) -> Cut:
+        """Return the cut at the lower one's magnitude that is as far from the upper cut as `weight` says."""
+        if not lower.bits:
+            return lower
+        n_larger, n_reaching = (int(share * self.grid.n_elements) for share in (low, high))
+        first = upper.last + 1 if upper.bits == lower.bits else 0
+        key = (lower.key or upper.key) if first else lower.key
+        last = first + round(weight * (lower.last - first))
+        return Cut(lower.bits, key or tie_key(lower.bits, n_larger, n_reaching - n_larger), min(last, ALL_TIES))
+
+    def cut(self, n_kept: int) -> Cut | None:
+        """The exact cut that keeps `n_kept` elements, or None if no share on record keeps as many."""
+        same_D = np.flatnonzero(np.floor(self.densities_D * self.grid.n_elements) == n_kept)
+        return Cut(*self.cuts_D3[same_D[0]].tolist()) if len(same_D) else None
 
 
 def encode_octaves(energy_BO: NDArray[np.float64]) -> NDArray[np.uint8]:

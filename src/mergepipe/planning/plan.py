@@ -13,11 +13,12 @@ from mergepipe.core.canonical_json import canonical_json, digest_of
 from mergepipe.core.notebooks import Displayed
 from mergepipe.core.notices import Notice
 from mergepipe.core.values import dataclass
+from mergepipe.operators.statistics import Cut
 from mergepipe.reports import Sampling
 from mergepipe.storage.prices import Duration, Speeds
 
 PLAN_NAME = "mergepipe-plan"
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 PLAN_FORMAT = f"{PLAN_NAME}/{PLAN_VERSION}"
 
 Scalar = float | bool
@@ -93,7 +94,7 @@ class Access:
 
     `blocks` are half-open runs of block indices to be read, sorted and disjoint. `free` are runs that need no read
     because they equal the base. `shared` maps runs to the expert (an index) whose identical bytes serve them.
-    `threshold_bits` is the whole tensor's magnitude cut, for operators that trim. `levels` maps runs of the blocks that
+    `cut` is the whole tensor's magnitude cut, for operators that trim. `levels` maps runs of the blocks that
     are read, but only in part, to the level at which they are. `energy` is what is expected to be left out of what this
     expert brings into the tensor, and all of that, as squares.
     """
@@ -101,7 +102,7 @@ class Access:
     blocks: Runs
     free: Runs = ()
     shared: SharedRuns = ()
-    threshold_bits: int | None = None
+    cut: Cut | None = None
     products: tuple[float, float, float] | None = None
     levels: SharedRuns = ()
     energy: tuple[float, float] | None = None
@@ -117,8 +118,8 @@ class Access:
             raise ValueError("a block that is read at level 0 is not read")
         if self.energy is not None and min(self.energy) < 0:
             raise ValueError(f"not an energy and what is left of it: {self.energy}")
-        if self.threshold_bits is not None and not 0 <= self.threshold_bits <= _LARGEST_BITS:
-            raise ValueError(f"not the bits of a float32: {self.threshold_bits}")
+        if self.cut is not None and not 0 <= min(self.cut) <= max(self.cut) <= _LARGEST_BITS:
+            raise ValueError(f"not three numbers of 32 bits: {list(self.cut)}")
 
     @property
     def n_blocks(self) -> int:
@@ -460,8 +461,8 @@ def _access_content(access: Access) -> dict[str, object]:
         content["free"] = format_runs(access.free)
     if access.shared:
         content["shared"] = _shared_text(access.shared)
-    if access.threshold_bits is not None:
-        content["threshold_bits"] = access.threshold_bits
+    if access.cut is not None:
+        content["cut"] = list(access.cut)
     if access.products is not None:
         content["products"] = list(access.products)
     if access.levels:

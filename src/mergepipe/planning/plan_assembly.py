@@ -15,7 +15,7 @@ from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.items import Candidates
 from mergepipe.planning.candidates.known_statistics import KnownStatistics
 from mergepipe.planning.candidates.level_ladders import ALL
-from mergepipe.planning.candidates.operator_rules import UNKNOWN, Rules
+from mergepipe.planning.candidates.operator_rules import Rules
 from mergepipe.planning.plan import (
     NOTHING_READ,
     UNSPENT,
@@ -78,7 +78,6 @@ def _accesses(
     levels = _shared_runs((level_B > 0) & (level_B < ALL), level_B, columns)
     free = _runs(candidates.free_EB[e], columns)
     shared = _shared_runs(selection.served_EB[e], candidates.served_by_EB[e], columns)
-    cuts = rules.cut_bits_ET[e].tolist()
     is_missing_B = ~(selection.read_EB[e] | candidates.free_EB[e]) | ((level_B > 0) & (level_B < ALL))
     n_missing_T = np.bincount(columns.tensor_B[is_missing_B], minlength=len(columns.tasks))
     # what is read in full has its exact cut computed on the way, what is sampled that of the sample
@@ -89,7 +88,7 @@ def _accesses(
             blocks=read[t],
             free=free[t],
             shared=shared[t],
-            threshold_bits=None if cuts[t] == UNKNOWN or cuts_exactly[t] else cuts[t],
+            cut=None if cuts_exactly[t] else rules.cuts.get((e, t)),
             products=rules.products.get((e, t)),
             levels=levels[t],
             energy=None if energy_ET2 is None else (float(energy_ET2[e, t, 0]), float(energy_ET2[e, t, 1])),

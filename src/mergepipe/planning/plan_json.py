@@ -10,6 +10,7 @@ from mergepipe.core.canonical_json import parse_digestible
 from mergepipe.core.json_fields import FieldCodes, JsonFields
 from mergepipe.core.notices import Notice
 from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.operators.statistics import Cut
 from mergepipe.planning.plan import (
     PLAN_FORMAT,
     PLAN_NAME,
@@ -273,6 +274,12 @@ def _access_of(access: JsonFields) -> Access:
         if len(numbers) != 3:
             access.refuse(f"{len(numbers)} products, 3 are needed")
         products = (numbers[0], numbers[1], numbers[2])
+    cut: Cut | None = None
+    if access.has("cut"):
+        cut_3 = access.sizes("cut")
+        if len(cut_3) != 3:
+            access.refuse(f"{len(cut_3)} numbers of a cut, 3 are needed")
+        cut = Cut(*cut_3)
     energy: tuple[float, float] | None = None
     if access.has("energy"):
         numbers = access.numbers("energy")
@@ -284,7 +291,7 @@ def _access_of(access: JsonFields) -> Access:
             blocks=parse_runs(access.text("read")) if access.has("read") else (),
             free=parse_runs(access.text("free")) if access.has("free") else (),
             shared=_parse_shared(access.text("shared")) if access.has("shared") else (),
-            threshold_bits=access.size("threshold_bits") if access.has("threshold_bits") else None,
+            cut=cut,
             products=products,
             levels=_parse_shared(access.text("levels")) if access.has("levels") else (),
             energy=energy,

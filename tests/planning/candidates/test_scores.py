@@ -49,9 +49,9 @@ def test_scores__of_fixed_coefficients_are_squared_coefficients_times_energy() -
 def test_scores__of_ties_are_the_energy_above_the_tensors_cut(density: float) -> None:
     given = make("ties", 1, sizes=SIZES, parameters={"weight": 1.0, "density": density, "normalize": False})
     statistics = given.problem.statistics[0]["w"]
-    bits = statistics.threshold_bits(density)
-    assert bits is not None
-    cut = float(np.array([bits], np.uint32).view(np.float32)[0])
+    known = statistics.cut(int(density * statistics.grid.n_elements))
+    assert known is not None
+    cut = float(np.array([known.bits], np.uint32).view(np.float32)[0])
     true_B, found_B = energies(given, cut)[0], scores_of(given)[0]
     assert found_B.sum() == pytest.approx(true_B.sum(), rel=0.2)
     assert np.argsort(found_B)[-3:].tolist() == np.argsort(true_B)[-3:].tolist()

@@ -12,10 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import BlockGrid
-from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
 from mergepipe.planning.budget import ShareBudget
-from mergepipe.planning.candidates.operator_rules import share_with_ties
 from mergepipe.planning.choices import PlanningChoices, Policy
 from mergepipe.planning.estimates import expected_errors
 from mergepipe.planning.estimates.sign_elections import (
@@ -167,16 +164,6 @@ def test_lost_and_total__takes_experts_of_whom_next_to_nothing_is_kept(share: fl
     share_E = np.array([0.2, 0.2, 0.3, share])
     lost, whole = lost_and_total(replace(VOTERS, share_E=share_E, tail_E=share_E), (0, 2))
     assert 0 < lost < whole
-
-
-def test_share_with_ties__is_between_the_densities_around_a_cut() -> None:
-    statistics = TensorStatistics(
-        BlockGrid(10, 10), np.zeros(1, BLOCK_RECORD), np.array([0.1, 0.2, 0.3, 0.5]),
-        np.array([9, 7, 7, 3], np.uint32), np.zeros(3),
-    )  # fmt: skip
-    assert share_with_ties(statistics, 7) == pytest.approx(0.4)
-    assert share_with_ties(statistics, 9) is None
-    assert share_with_ties(None, 7) is None
 
 
 def test_expected_error__of_very_many_access_patterns_is_estimated_from_some(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,9 +173,8 @@ class Job:
             if work.reduction:
                 work.reduction.narrow()
         yield Pass(Stage.ACCUMULATE, segments, rest, held, Afterwards.RELEASE, last_reads=False)
-        while not self._finish_reductions():  # an analysis refines once
-            is_last = not self._writes
-            yield Pass(Stage.REFINE, segments, again, held, Afterwards.RELEASE, last_reads=is_last, repeated=True)
+        while not self._finish_reductions():
+            yield Pass(Stage.REFINE, segments, again, held, Afterwards.RELEASE, last_reads=False, repeated=True)
         self._conclude()
         if self._writes:
             yield Pass(Stage.MERGE, segments, again, _NONE, Afterwards.WRITE, last_reads=True, repeated=True)

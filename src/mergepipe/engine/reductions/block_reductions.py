@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import GRAIN_ELEMENTS
 from mergepipe.engine.reductions.bracketed_ranks import BRACKET_ELEMENTS, BracketedRanks
 from mergepipe.engine.reductions.bracketed_scores import BracketedScores
-from mergepipe.engine.reductions.order_statistics import RankSearch
+from mergepipe.engine.reductions.order_statistics import RankSearch, TieSearch
 from mergepipe.operators.base import (
     ColumnGram,
     InnerProducts,
@@ -36,6 +36,7 @@ from mergepipe.operators.base import (
     SurvivorMeasure,
     SurvivorSums,
 )
+from mergepipe.operators.statistics import Cut
 
 SCORED_ELEMENTS = 64 * 1024
 MOST_MARK_BYTES = 128 << 20  # of one tensor
@@ -98,9 +99,9 @@ def make_reduction(
 
 
 class MagnitudeCuts:
-    """Per expert the exact magnitude of the `kept_E[e]`-th largest |delta|, and of the `dropped_E[e]`-th, if wanted.
+    """Per expert the cut that exactly `kept_E[e]` elements reach by |delta|, and that of `dropped_E[e]`, if wanted.
 
-    Memory: see `BracketedRanks`, per expert.
+    Where elements at a cut are tied, one more look decides. Memory: see `BracketedRanks` and `TieSearch`, per expert.
     """
 
     def __init__(self, kept_E: Sequence[int], n_elements: int, dropped_E: Sequence[int] | None = None) -> None:
@@ -108,40 +109,63 @@ class MagnitudeCuts:
         self._dropped_E = None if dropped_E is None else tuple(dropped_E)
         ranks = zip(self._kept_E, self._dropped_E or self._kept_E, strict=True)
         self._search_E = [BracketedRanks(set(both), n_elements) for both in ranks]
-
-    def _each(self, block: RawBlock, step: Callable[[BracketedRanks, RawBlock, int], None]) -> None:
-        """Run a step for every open expert, starting at another one for each block: threads seldom contend."""
-        shift = block.first_element // GRAIN_ELEMENTS
-        n = len(block.present_E)
-        for i in range(n):
-            place = (i + shift) % n
-            search = self._search_E[int(block.present_E[place])]
-            if search.is_open:
-                step(search, block, place)
+        self._ties_E: list[TieSearch] = []
 
     def survey(self, block: RawBlock) -> None:
-        self._each(block, BracketedRanks.survey)
+        _look(self._search_E, block, BracketedRanks.survey)
 
     def narrow(self) -> None:
         for search in self._search_E:
             search.narrow()
 
     def accumulate(self, block: RawBlock) -> None:
-        self._each(block, BracketedRanks.accumulate)
+        _look(self._search_E, block, BracketedRanks.accumulate)
 
     def refine(self, block: RawBlock) -> None:
-        self._each(block, BracketedRanks.refine)
+        if self._ties_E:
+            _look(self._ties_E, block, TieSearch.count)
+        else:
+            _look(self._search_E, block, BracketedRanks.refine)
 
     def finish(self) -> bool:
-        decided = [search.decide() for search in self._search_E]  # each one, so that all open ones start refining
-        return all(decided)
+        searches: Sequence[Search] = self._ties_E or self._search_E
+        decided = [search.decide() for search in searches]  # each one, so that all open ones start refining
+        if self._ties_E or not all(decided):
+            return all(decided)
+        self._ties_E = [TieSearch(search.places) for search in self._search_E]
+        return not any(ties.is_open for ties in self._ties_E)
 
     def result(self) -> Reduced:
-        upper_E = None if self._dropped_E is None else self._bits(self._dropped_E)
-        return Reduced(threshold_bits_E=self._bits(self._kept_E), upper_bits_E=upper_E)
+        upper_E3 = None if self._dropped_E is None else cuts_of(self._ties_E, self._dropped_E)
+        return Reduced(cuts_E3=cuts_of(self._ties_E, self._kept_E), upper_cuts_E3=upper_E3)
 
-    def _bits(self, rank_E: Sequence[int]) -> NDArray[np.uint32]:
-        return np.array([s.threshold_bits(rank) for s, rank in zip(self._search_E, rank_E, strict=True)], np.uint32)
+
+class Search(Protocol):
+    """A search in one expert's deltas, which some looks at the blocks decide."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def decide(self) -> bool: ...
+
+
+S = TypeVar("S", bound=Search)
+
+
+def _look(search_E: Sequence[S], block: RawBlock, step: Callable[[S, RawBlock, int], None]) -> None:
+    """Run a step for every open expert, starting at another one for each block: threads seldom contend."""
+    shift = block.first_element // GRAIN_ELEMENTS
+    n = len(block.present_E)
+    for i in range(n):
+        place = (i + shift) % n
+        search = search_E[int(block.present_E[place])]
+        if search.is_open:
+            step(search, block, place)
+
+
+def cuts_of(ties_E: Sequence[TieSearch], rank_E: Sequence[int]) -> NDArray[np.uint32]:
+    """The cut (E, 3) of each expert at its rank."""
+    return np.array([ties.cut(rank) for ties, rank in zip(ties_E, rank_E, strict=True)], np.uint32).reshape(-1, 3)
 
 
 class OnePass:
@@ -288,9 +312,10 @@ class MarkedSums(OnePass):
 
 
 class ScoreRanks:
-    """The exact scores of some ranks; or of the last of a share of those that are not zero, and the number of these.
+    """The exact scores of some ranks; or the cut that a share of those that are not zero reach, and how many they are.
 
     The first look at a large tensor is into brackets. Where one misses, or a sample was shown, histograms are counted.
+    Where scores at the cut are tied, one more look decides.
     Memory: see `RankSearch` and `BracketedScores`, and 512 KiB a thread.
     """
 
@@ -300,6 +325,7 @@ class ScoreRanks:
         self._search = RankSearch(set(ranks), n_elements)
         self._brackets = BracketedScores() if n_elements >= BRACKET_ELEMENTS else None
         self._has_missed = False
+        self._ties: TieSearch | None = None
         self._n_nonzero = 0
         self._lock = threading.Lock()
 
@@ -326,29 +352,45 @@ class ScoreRanks:
                 self._search.count_fine_scores(scores_N)
 
     def refine(self, block: RawBlock) -> None:
+        element = block.first_element
         for scores_N in scores_of(self._score, block):
-            if self._has_missed:
+            if self._ties is not None:
+                self._ties.count_scores(scores_N, element)
+                element += len(scores_N)
+            elif self._has_missed:
                 self._search.count_coarse_scores(scores_N)
             else:
                 self._search.count_fine_scores(scores_N)
 
     def finish(self) -> bool:
+        if self._ties is not None:
+            return self._ties.decide()
+        if not self._find_ranks():
+            return False
+        if self._share is None:
+            return True
+        self._ties = TieSearch(self._search.places)
+        return not self._ties.is_open
+
+    def _find_ranks(self) -> bool:
         if self._share is not None and not self._ranks:
             self._ranks = (int(self._n_nonzero * self._share),)
             self._search.seek(self._ranks[0])
         if self._brackets is not None and self._search.is_open:
             answers = self._brackets.answers(self._search.open_ranks)
             self._brackets, self._has_missed = None, answers is None
-            for rank, bits in (answers or {}).items():
-                self._search.answer(rank, bits)
+            for rank, place in (answers or {}).items():
+                self._search.answer(rank, place)
             return answers is not None
         self._has_missed = False
         return self._search.decide()
 
     def result(self) -> Reduced:
-        bits = np.array([self._search.threshold_bits(rank) for rank in self._ranks], np.uint32)
-        counts = () if self._share is None else (np.array([[self._n_nonzero]], np.float64),)
-        return Reduced(sums=counts, score_bits=bits)
+        if self._ties is not None:
+            cuts, counts = [self._ties.cut(rank) for rank in self._ranks], [np.array([[self._n_nonzero]], np.float64)]
+        else:
+            cuts, counts = [Cut(self._search.places[rank].bits) for rank in self._ranks], []
+        return Reduced(sums=tuple(counts), score_cuts_R3=np.array(cuts, np.uint32))
 
     def _look_into_brackets(self, brackets: BracketedScores, scores_N: NDArray[np.float32]) -> None:
         with self._lock:

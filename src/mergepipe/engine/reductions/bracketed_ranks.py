@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.values import dataclass
-from mergepipe.engine.reductions.order_statistics import RankSearch
+from mergepipe.engine.reductions.order_statistics import Place, RankSearch
 from mergepipe.operators.base import RawBlock
 
 BRACKET_ELEMENTS = 1 << 18  # a smaller tensor is not worth a bracket
@@ -62,9 +62,10 @@ class BracketedRanks:
         """Whether some rank is still unknown."""
         return self._search.is_open
 
-    def threshold_bits(self, rank: int) -> int:
-        """The answer for a rank; all elements whose bits reach it are among the `rank` largest, ties included."""
-        return self._search.threshold_bits(rank)
+    @property
+    def places(self) -> dict[int, Place]:
+        """The answers by rank, after `decide` returned True."""
+        return self._search.places
 
     def survey(self, block: RawBlock, place: int) -> None:
         """Add a block of a sample."""

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.engine.reductions.order_statistics import Place
+
 SAMPLE_RUNS = 16
 RUN_ELEMENTS = 1024
 MARGIN = 0.03  # of all elements, on both sides of a rank
@@ -65,8 +67,8 @@ class BracketedScores:
             if self._n_collected <= MOST_COLLECTED:
                 self._collected.append(scores_N[:n_inside].view(np.uint32).copy())
 
-    def answers(self, ranks: Iterable[int]) -> dict[int, int] | None:
-        """Return the bits of the score of each rank, the largest being 1; None where one lies outside the brackets."""
+    def answers(self, ranks: Iterable[int]) -> dict[int, Place] | None:
+        """Return the place of the score of each rank, the largest being 1; None where one is outside the brackets."""
         if self._n_collected > MOST_COLLECTED or not self.is_placed:
             return None
         rising_N = np.sort(np.concatenate(self._collected))
@@ -74,10 +76,13 @@ class BracketedScores:
         for rank in ranks:
             w = int(np.count_nonzero(self._from_edge_W >= rank)) - 1  # the last edge that the score reaches
             if w < 0 and self._edges_W[0] == 1:
-                answers[rank] = 0  # all that is not zero was counted
+                answers[rank] = Place(0)  # all that is not zero was counted
                 continue
             if w < 0 or w % 2:
                 return None
+            n_larger = int(self._from_edge_W[w + 1])
             stop = int(np.searchsorted(rising_N, self._edges_W[w + 1]))
-            answers[rank] = int(rising_N[stop - (rank - int(self._from_edge_W[w + 1]))])
+            bits = rising_N[stop - (rank - n_larger)]
+            low, high = (int(np.searchsorted(rising_N, bits, side)) for side in ("left", "right"))
+            answers[rank] = Place(int(bits), n_larger + stop - high, high - low)
         return answers

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.values import dataclass
-from mergepipe.engine.reductions.order_statistics import NOTHING_KEPT_BITS
 from mergepipe.operators.base import InnerProducts, MagnitudeBand, MagnitudeCut, Reduced, ReductionRequest
-from mergepipe.operators.statistics import TensorStatistics, rank_of_density
+from mergepipe.operators.statistics import NOTHING_KEPT, Cut, TensorStatistics, rank_of_density
 
 
 class KnownQuantities(Protocol):
@@ -56,25 +56,25 @@ class ExpertQuantities:
     """The exact tensor-wide quantities of one expert's tensor: magnitude cuts by density, and inner products."""
 
     n_elements: int
-    cuts: tuple[tuple[float, int], ...]  # density, bits of the cut
+    cuts: tuple[tuple[float, Cut], ...]  # by density
     products: tuple[float, float, float]
 
     @classmethod
     def of(cls, statistics: TensorStatistics) -> ExpertQuantities:
         """Keep the quantities of exact statistics, without their blocks."""
-        cuts = zip(statistics.densities_D.tolist(), statistics.threshold_bits_D.tolist(), strict=True)
+        cuts = zip(statistics.densities_D.tolist(), starmap(Cut, statistics.cuts_D3.tolist()), strict=True)
         base, delta, mixed = statistics.products_3.tolist()
         return cls(statistics.grid.n_elements, tuple(cuts), (base, delta, mixed))
 
-    def cut(self, n_kept: int) -> int | None:
-        """Return the bits of the cut that keeps `n_kept` elements, if a recorded density keeps as many."""
+    def cut(self, n_kept: int) -> Cut | None:
+        """Return the cut that keeps `n_kept` elements, if a recorded density keeps as many."""
         if n_kept == 0:
-            return NOTHING_KEPT_BITS
+            return NOTHING_KEPT
         if n_kept >= self.n_elements:
-            return 0
-        for density, bits in self.cuts:
+            return Cut(0)
+        for density, cut in self.cuts:
             if rank_of_density(density, self.n_elements) == n_kept:
-                return bits
+                return cut
         return None
 
 
@@ -88,16 +88,16 @@ class RecordedQuantities(NothingKnown):
         """Answer a request if every expert has what it asks for."""
         match request:
             case MagnitudeCut(kept_E):
-                cuts_E = self._cuts(kept_E)
-                return None if cuts_E is None else Reduced(threshold_bits_E=cuts_E)
+                cuts_E3 = self._cuts(kept_E)
+                return None if cuts_E3 is None else Reduced(cuts_E3=cuts_E3)
             case MagnitudeBand(kept_E, dropped_E):
-                lower_E, upper_E = self._cuts(kept_E), self._cuts(dropped_E)
-                return None if lower_E is None or upper_E is None else Reduced(lower_E, upper_bits_E=upper_E)
+                lower_E3, upper_E3 = self._cuts(kept_E), self._cuts(dropped_E)
+                return None if lower_E3 is None or upper_E3 is None else Reduced(lower_E3, upper_cuts_E3=upper_E3)
             case InnerProducts():
                 return Reduced(products_E3=np.array([expert.products for expert in self.experts]))
             case _:  # of several experts together, and by row, nothing is on record
                 return None
 
     def _cuts(self, kept_E: Sequence[int]) -> NDArray[np.uint32] | None:
-        bits = [expert.cut(n_kept) for expert, n_kept in zip(self.experts, kept_E, strict=True)]
-        return None if None in bits else np.array(bits, np.uint32)
+        cuts = [expert.cut(n_kept) for expert, n_kept in zip(self.experts, kept_E, strict=True)]
+        return None if None in cuts else np.array(cuts, np.uint32)

@@ -112,8 +112,8 @@ class ProbeSummary:
                 scale = self._grid.span(index).n_elements / self._grid.span(sampled).n_elements
                 record["norm"] *= np.float32(np.sqrt(scale))
             record["hash"] = np.frombuffer(blake3(f"{self._place}:{index}".encode()).digest(HASH_BYTES), np.uint8)
-        shares_D, bits_D = histogram_cuts(self._weight_B, self._grid.n_elements)
-        return TensorStatistics(self._grid, records_B, shares_D, bits_D, np.full(3, np.nan))
+        shares_D, cuts_D3 = histogram_cuts(self._weight_B, self._grid.n_elements)
+        return TensorStatistics(self._grid, records_B, shares_D, cuts_D3, np.full(3, np.nan))
 
     def _group(self, index: int) -> range:
         """Return the blocks that a sampled block stands for."""

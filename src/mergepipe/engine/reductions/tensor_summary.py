@@ -14,8 +14,8 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, GRAIN_ELEMENTS, ITEMSIZE_BY_KERNEL_CODE, BlockGrid
-from mergepipe.engine.reductions.block_reductions import join_products
-from mergepipe.engine.reductions.order_statistics import RankSearch
+from mergepipe.engine.reductions.block_reductions import cuts_of, join_products
+from mergepipe.engine.reductions.order_statistics import RankSearch, TieSearch
 from mergepipe.operators.base import InnerProducts, MagnitudeBand, MagnitudeCut, RawBlock, Reduced, ReductionRequest
 from mergepipe.operators.statistics import (
     BLOCK_RECORD,
@@ -112,7 +112,8 @@ class BlockSummaries:
 class TensorSummary:
     """Gathers `TensorStatistics` per expert; a `Reduction`. Blocks must be shown whole, cut on the grid.
 
-    Memory: per expert 320 KiB, half a byte an element, 256 KiB per density while refining, and the statistics.
+    Where elements at some cut are tied, one more look decides. Memory: per expert 320 KiB, half a byte an element,
+    256 KiB per density while refining, what `TieSearch` takes, and the statistics.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class TensorSummary:
         self._cells_EC2 = np.zeros((n_experts, n_cells, 2), np.float64)
         self._summaries_E = [BlockSummaries(grid.n_blocks) for _ in range(n_experts)]
         self._fine_E = [FineMagnitudes(grid.n_elements) for _ in range(n_experts)]
+        self._ties_E: list[TieSearch] = []
 
     def survey(self, block: RawBlock) -> None:
         """Ignore samples: what one pass cannot decide, a second one decides."""
@@ -176,39 +178,46 @@ class TensorSummary:
 
     def refine(self, block: RawBlock) -> None:
         for place, e in enumerate(block.present_E):
-            self._search_E[int(e)].count_fine(block, place)
+            if not self._ties_E:
+                self._search_E[int(e)].count_fine(block, place)
+            elif self._ties_E[int(e)].is_open:
+                self._ties_E[int(e)].count(block, place)
 
     def finish(self) -> bool:
+        if self._ties_E:
+            decided = [ties.decide() for ties in self._ties_E]
+            return all(decided)
         searches = zip(self._search_E, self._fine_E, strict=True)
         decided = [search.decide(fine.take_sorted()) for search, fine in searches]
-        return all(decided)
+        if not all(decided):
+            return False
+        self._ties_E = [TieSearch(search.places) for search in self._search_E]
+        return not any(ties.is_open for ties in self._ties_E)
 
     def result(self) -> Reduced:
         match self._request:
             case MagnitudeCut(kept_E):
-                return Reduced(threshold_bits_E=self._bits(kept_E))
+                return Reduced(cuts_E3=cuts_of(self._ties_E, kept_E))
             case MagnitudeBand(kept_E, dropped_E):
-                return Reduced(threshold_bits_E=self._bits(kept_E), upper_bits_E=self._bits(dropped_E))
+                upper_E3 = cuts_of(self._ties_E, dropped_E)
+                return Reduced(cuts_E3=cuts_of(self._ties_E, kept_E), upper_cuts_E3=upper_E3)
             case InnerProducts():
                 return Reduced(products_E3=join_products(self._base_C, self._cells_EC2))
             case _:  # not what statistics hold: still to be reduced
                 return Reduced()
 
-    def _bits(self, rank_E: Sequence[int]) -> NDArray[np.uint32]:
-        return np.array([s.threshold_bits(rank) for s, rank in zip(self._search_E, rank_E, strict=True)], np.uint32)
-
     def statistics(self, e: int) -> TensorStatistics:
         """Return the statistics of one expert, after `finish` returned True."""
         n = self._grid.n_elements
-        bits = [self._search_E[e].threshold_bits(rank_of_density(density, n)) for density in self._densities]
-        densities_D, bits_D = merged_cuts(
-            np.array(self._densities, np.float64), np.array(bits, np.uint32), self._search_E[e].histogram(), n
+        cuts = [self._ties_E[e].cut(rank_of_density(density, n)) for density in self._densities]
+        densities_D, cuts_D3 = merged_cuts(
+            np.array(self._densities, np.float64), np.array(cuts, np.uint32), self._search_E[e].histogram(), n
         )
         return TensorStatistics(
             self._grid,
             self._summaries_E[e].records(self._block_energies(e)),
             densities_D,
-            bits_D,
+            cuts_D3,
             join_products(self._base_C, self._cells_EC2[e : e + 1])[0],
         )
 
@@ -224,16 +233,16 @@ class TensorSummary:
 
 
 def merged_cuts(
-    densities_D: NDArray[np.float64], bits_D: NDArray[np.uint32], counts_B: NDArray[np.number], n_elements: int
+    densities_D: NDArray[np.float64], cuts_D3: NDArray[np.uint32], counts_B: NDArray[np.number], n_elements: int
 ) -> tuple[NDArray[np.float64], NDArray[np.uint32]]:
     """Merge exact cuts with those of a histogram, by rising share; of one rank the exact cut counts."""
-    shares_H, edges_H = histogram_cuts(counts_B, n_elements)
+    shares_H, cuts_H3 = histogram_cuts(counts_B, n_elements)
     ranks_D = np.floor(densities_D * n_elements)
     is_known_H = (np.floor(shares_H * n_elements)[:, np.newaxis] == ranks_D).any(axis=1)
     is_new_H = ~is_known_H & (shares_H < 1)
     shares = np.concatenate([densities_D, shares_H[is_new_H]])
     order = np.argsort(shares, kind="stable")
-    return shares[order], np.concatenate([bits_D, edges_H[is_new_H]])[order]
+    return shares[order], np.concatenate([cuts_D3, cuts_H3[is_new_H]])[order]
 
 
 def _requested_ranks(request: ReductionRequest | None, n_experts: int) -> list[set[int]]:

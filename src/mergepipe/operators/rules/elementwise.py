@@ -11,9 +11,13 @@ from numpy.typing import NDArray
 
 from mergepipe.core.values import dataclass
 from mergepipe.operators.base import RawBlock
+from mergepipe.operators.statistics import Cut
 
 T = TypeVar("T", bound=np.generic)
 _NO_MARKS = np.empty((0, 0), np.uint8)
+_KEEP_ALL_3 = np.array(Cut(0), np.uint32)
+_NO_CUTS = np.empty((0, 3), np.uint32)
+_NO_WORDS = np.empty(0, np.uint64)
 
 
 class Keep(IntEnum):
@@ -62,10 +66,10 @@ class ElementwiseRule:
     anchor_scale: float = 1.0
     keep: Keep = Keep.ALL
     votes_E: NDArray[np.float32] | None = None  # what counts for the sign; the coefficients if None
-    threshold_bits_E: NDArray[np.uint32] | None = None
-    upper_bits_E: NDArray[np.uint32] | None = None
+    cuts_E3: NDArray[np.uint32] | None = None  # see `operators.statistics.Cut`
+    upper_cuts_E3: NDArray[np.uint32] | None = None
     stream_keys_E: NDArray[np.uint64] | None = None
-    cuts_E: NDArray[np.uint64] | None = None
+    limits_E: NDArray[np.uint64] | None = None  # of random words
     scales_E: NDArray[np.float32] | None = None
     marks_MB: NDArray[np.uint8] | None = None  # a row for each expert, or one for all; see `kernels.merge.mark_nonzero`
     consensus: bool = False
@@ -122,10 +126,10 @@ class ElementwiseRule:
             coefficients_E,
             coefficients_E if self.votes_E is None else self.votes_E[chosen],
             int(self._keep_in(block.first_element)),
-            _pick(self.threshold_bits_E, chosen, np.uint32),
-            _pick(self.upper_bits_E, chosen, np.uint32),
-            _pick(self.stream_keys_E, chosen, np.uint64),
-            _pick(self.cuts_E, chosen, np.uint64),
+            np.tile(_KEEP_ALL_3, (len(chosen), 1)) if self.cuts_E3 is None else self.cuts_E3[chosen],
+            _pick(self.upper_cuts_E3, chosen, _NO_CUTS),
+            _pick(self.stream_keys_E, chosen, _NO_WORDS),
+            _pick(self.limits_E, chosen, _NO_WORDS),
             np.ones(len(chosen), np.float32) if self.scales_E is None else self.scales_E[chosen],
             _NO_MARKS if self.marks_MB is None else self.marks_MB,
             chosen if self.marks_MB is None else np.minimum(chosen, len(self.marks_MB) - 1),
@@ -143,5 +147,5 @@ class ElementwiseRule:
         )
 
 
-def _pick(values: NDArray[T] | None, chosen: NDArray[np.int64], dtype: type[T]) -> NDArray[T]:
-    return np.zeros(len(chosen), dtype) if values is None else values[chosen]
+def _pick(values: NDArray[T] | None, chosen: NDArray[np.int64], nothing: NDArray[T]) -> NDArray[T]:
+    return nothing if values is None else values[chosen]

@@ -30,10 +30,10 @@ from mergepipe.operators.rules.by_row import RowRule
 from mergepipe.operators.rules.elementwise import ElementwiseRule, Keep
 from mergepipe.operators.shared_parameters import INT8_MASK
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scope
+from mergepipe.operators.statistics import NOTHING_KEPT_BITS, Cut
 
 SMALLEST_ENERGY = 1e-6
 SMALLEST_DIVISOR = 1e-6
-NOTHING_KEPT_BITS = 0xFFFFFFFF
 INFINITY_BITS = 0x7F800000
 _QUARTERS = (0.25, 0.5, 0.75)
 _RAM = "arXiv 2601.13572"
@@ -44,8 +44,8 @@ _CHANGED = ParameterSpec("epsilon", Scope.GLOBAL, "a larger |delta| counts as a 
 class Sce(Plain):
     """Select the elements of highest variance, weigh each delta by its energy there, and merge the majority's signs.
 
-    Source: Wan et al. 2024 (arXiv 2408.07990), section 3.3. `floor(select_topk * v)` of the `v` elements with any
-    variance are the target; all elements equal to the last one kept are kept too.
+    Source: Wan et al. 2024 (arXiv 2408.07990), section 3.3. Exactly `floor(select_topk * v)` of the `v` elements with
+    any variance are kept; equal variances are ordered as equal magnitudes are in TIES.
     """
 
     spec: ClassVar[OperatorSpec] = OperatorSpec(
@@ -73,12 +73,12 @@ class Sce(Plain):
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         n_experts, whole = len(inputs.experts), max(1, inputs.n_elements)
         selects = float(inputs.globals["select_topk"]) < 1.0
-        if selects and reduced.score_bits is None:
+        if selects and reduced.score_cuts_R3 is None:
             return ScoreShare(Variance(n_experts), float(inputs.globals["select_topk"]))
         if selects and self._kept(inputs, reduced) == 0:
             return None
         if len(reduced.sums) < 1 + selects:
-            return SurvivorSums(SelectedEnergies(n_experts, _first_bits(reduced)), whole)
+            return SurvivorSums(SelectedEnergies(n_experts, _variance_cut(reduced)), whole)
         return None
 
     @staticmethod
@@ -94,7 +94,7 @@ class Sce(Plain):
             coefficients_E=weights_E.astype(np.float32),
             votes_E=np.ones(n_experts, np.float32),
             keep=Keep.VARIED,
-            threshold_bits_E=np.full(n_experts, _first_bits(reduced), np.uint32),
+            cuts_E3=np.array([_variance_cut(reduced)] * n_experts, np.uint32),
             marks_MB=reduced.marks_MB,
             consensus=True,
             normalize=True,
@@ -102,8 +102,8 @@ class Sce(Plain):
         )
 
 
-def _first_bits(reduced: Reduced) -> int:
-    return 0 if reduced.score_bits is None else int(reduced.score_bits[0])
+def _variance_cut(reduced: Reduced) -> Cut:
+    return Cut(0) if reduced.score_cuts_R3 is None else Cut(*reduced.score_cuts_R3[0].tolist())
 
 
 @np.errstate(all="ignore")
@@ -233,16 +233,16 @@ class ArceeFusion(Plain):
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         if not reduced.sums:
             return SoftmaxDivergence(inputs.row_elements)
-        if reduced.score_bits is None:
+        if reduced.score_cuts_R3 is None:
             n = inputs.n_elements
             ranks = tuple(n - math.floor(share * (n - 1)) for share in _QUARTERS)
             return ScoreCut(Importance(inputs.row_elements, _divergence_R(reduced)), ranks)
         return None
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
-        if reduced.score_bits is None:
+        if reduced.score_cuts_R3 is None:
             return ElementwiseRule(np.zeros(len(inputs.experts), np.float32))
-        lower, median, upper = np.array(reduced.score_bits, np.uint32).view(np.float32)
+        lower, median, upper = reduced.score_cuts_R3[:, 0].copy().view(np.float32)
         with np.errstate(all="ignore"):
             cut = np.float32(median + np.float32(1.5) * (upper - lower))
         divergence_R = _divergence_R(reduced)

@@ -25,7 +25,7 @@ from mergepipe.operators.rules.elementwise import ElementwiseRule, Keep
 from mergepipe.operators.rules.linear import fixed_coefficients, nonzero_sum
 from mergepipe.operators.shared_parameters import DENSITY, delta_spec, rescale_to_magnitudes
 from mergepipe.operators.spec import OperatorSpec, ParameterSpec, Scope
-from mergepipe.operators.statistics import rank_of_density
+from mergepipe.operators.statistics import NOTHING_KEPT, rank_of_density
 
 SMALLEST_SUM = 1e-7  # of magnitudes, to be divided by
 _YADAV, _YU = "Yadav et al. 2023, arXiv 2306.01708", "Yu et al. 2023, arXiv 2311.03099"
@@ -47,9 +47,9 @@ def densities_E(inputs: OperatorInput) -> NDArray[np.float64]:
 class Ties(Plain):
     """Trim to the top `density` share by magnitude, elect the sign of `sum_i w_i delta_i`, merge what agrees.
 
-    Source: Yadav et al. 2023 (arXiv 2306.01708), Algorithm 1. `floor(density * n)` elements are the target; all
-    elements equal to the last one kept are kept too. A zero vote counts as positive. `rescale` multiplies what is kept
-    so that the sum of magnitudes stays, as mergekit does.
+    Source: Yadav et al. 2023 (arXiv 2306.01708), Algorithm 1. Exactly `floor(density * n)` elements are kept: of equal
+    magnitudes those with the smallest hashes of their index. A zero vote counts as positive. `rescale` multiplies what
+    is kept so that the sum of magnitudes stays, as mergekit does.
     """
 
     spec: ClassVar[OperatorSpec] = delta_spec(
@@ -71,13 +71,13 @@ class Ties(Plain):
         kept_E = tuple(rank_of_density(float(p["density"]), inputs.n_elements) for p in inputs.experts)
         if all(n_kept == inputs.n_elements for n_kept in kept_E):
             return None
-        return MagnitudeCut(kept_E) if reduced.threshold_bits_E is None else _sums_to_rescale(inputs, reduced)
+        return MagnitudeCut(kept_E) if reduced.cuts_E3 is None else _sums_to_rescale(inputs, reduced)
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         return consensus_rule(
             inputs,
             keep=Keep.LARGE,
-            threshold_bits_E=reduced.threshold_bits_E,
+            cuts_E3=reduced.cuts_E3,
             scales_E=scales_of_sums(inputs, reduced),
         )
 
@@ -91,7 +91,7 @@ class _Band(Plain):
         ranks = [band_ranks(inputs.n_elements, float(p["density"]), float(p["gamma"])) for p in inputs.experts]
         if all(rank == (inputs.n_elements, 0) for rank in ranks):
             return None
-        if reduced.threshold_bits_E is None or reduced.upper_bits_E is None:
+        if reduced.cuts_E3 is None or reduced.upper_cuts_E3 is None:
             return MagnitudeBand(tuple(n_kept for n_kept, _ in ranks), tuple(n_dropped for _, n_dropped in ranks))
         return _sums_to_rescale(inputs, reduced)
 
@@ -109,8 +109,8 @@ def band_ranks(n_elements: int, density: float, gamma: float) -> tuple[int, int]
 class Breadcrumbs(_Band):
     """Drop the `gamma` share of largest elements, keep the next `density` share, then `M_0 + lambda sum_i w_i delta_i`.
 
-    Source: Davari and Belilovsky 2023 (arXiv 2312.06795), section 3. Elements equal to the largest one dropped are
-    dropped too, those equal to the smallest one kept are kept.
+    Source: Davari and Belilovsky 2023 (arXiv 2312.06795), section 3. Exactly as many elements are dropped and kept as
+    the shares say; equal magnitudes are ordered as in TIES.
     """
 
     spec: ClassVar[OperatorSpec] = delta_spec(
@@ -131,9 +131,9 @@ class Breadcrumbs(_Band):
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         return ElementwiseRule(
             fixed_coefficients(inputs),
-            keep=Keep.ALL if reduced.upper_bits_E is None else Keep.BAND,
-            threshold_bits_E=reduced.threshold_bits_E,
-            upper_bits_E=reduced.upper_bits_E,
+            keep=Keep.ALL if reduced.upper_cuts_E3 is None else Keep.BAND,
+            cuts_E3=reduced.cuts_E3,
+            upper_cuts_E3=reduced.upper_cuts_E3,
             scales_E=scales_of_sums(inputs, reduced),
         )
 
@@ -159,21 +159,21 @@ class BreadcrumbsTies(_Band):
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         return consensus_rule(
             inputs,
-            keep=Keep.ALL if reduced.upper_bits_E is None else Keep.BAND,
-            threshold_bits_E=reduced.threshold_bits_E,
-            upper_bits_E=reduced.upper_bits_E,
+            keep=Keep.ALL if reduced.upper_cuts_E3 is None else Keep.BAND,
+            cuts_E3=reduced.cuts_E3,
+            upper_cuts_E3=reduced.upper_cuts_E3,
             scales_E=scales_of_sums(inputs, reduced),
         )
 
 
 def _sums_to_rescale(inputs: OperatorInput, reduced: Reduced) -> ReductionRequest | None:
     """Sums of magnitudes before and after trimming, where they are wanted and not known."""
-    if not inputs.globals["rescale"] or reduced.sums or reduced.threshold_bits_E is None:
+    if not inputs.globals["rescale"] or reduced.sums or reduced.cuts_E3 is None:
         return None
-    upper_E = reduced.upper_bits_E
-    if upper_E is None:
-        upper_E = np.full(len(inputs.experts), np.uint32(0xFFFFFFFF))
-    return RowSums(KeptMagnitudes(reduced.threshold_bits_E, upper_E), max(1, inputs.n_elements))
+    upper_E3 = reduced.upper_cuts_E3
+    if upper_E3 is None:
+        upper_E3 = np.array([NOTHING_KEPT] * len(inputs.experts), np.uint32)
+    return RowSums(KeptMagnitudes(reduced.cuts_E3, upper_E3), max(1, inputs.n_elements))
 
 
 @np.errstate(all="ignore")
@@ -203,12 +203,12 @@ class DareLinear(Plain):
         return Influence(fixed_coefficients(inputs).astype(np.float64), dropped_energy(inputs))
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        cuts_E, scales_E = _drop_and_rescale(inputs)
+        limits_E, scales_E = _drop_and_rescale(inputs)
         return ElementwiseRule(
             coefficients_E=fixed_coefficients(inputs),
             keep=Keep.RANDOM,
             stream_keys_E=np.array(inputs.stream_keys, np.uint64),
-            cuts_E=cuts_E,
+            limits_E=limits_E,
             scales_E=scales_E,
         )
 
@@ -235,31 +235,31 @@ class DareTies(Plain):
         return Influence(consensus_coefficients(inputs), dropped_energy(inputs), election=election)
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        cuts_E, scales_E = _drop_and_rescale(inputs)
+        limits_E, scales_E = _drop_and_rescale(inputs)
         return consensus_rule(
             inputs,
             keep=Keep.RANDOM,
             stream_keys_E=np.array(inputs.stream_keys, np.uint64),
-            cuts_E=cuts_E,
+            limits_E=limits_E,
             scales_E=scales_E,
         )
 
 
 def _drop_and_rescale(inputs: OperatorInput) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
     density_E = densities_E(inputs)
-    cuts_E = np.rint(density_E * 2.0**32).astype(np.uint64)
+    limits_E = np.rint(density_E * 2.0**32).astype(np.uint64)
     scales_E = _inverse(density_E) if inputs.globals["rescale"] else np.ones_like(density_E)
-    return cuts_E, scales_E.astype(np.float32)
+    return limits_E, scales_E.astype(np.float32)
 
 
 def consensus_rule(
     inputs: OperatorInput,
     *,
     keep: Keep,
-    threshold_bits_E: NDArray[np.uint32] | None = None,
-    upper_bits_E: NDArray[np.uint32] | None = None,
+    cuts_E3: NDArray[np.uint32] | None = None,
+    upper_cuts_E3: NDArray[np.uint32] | None = None,
     stream_keys_E: NDArray[np.uint64] | None = None,
-    cuts_E: NDArray[np.uint64] | None = None,
+    limits_E: NDArray[np.uint64] | None = None,
     scales_E: NDArray[np.float32] | None = None,
     marks_MB: NDArray[np.uint8] | None = None,
 ) -> ElementwiseRule:
@@ -267,10 +267,10 @@ def consensus_rule(
     return ElementwiseRule(
         coefficients_E=inputs.weights_E().astype(np.float32),
         keep=keep,
-        threshold_bits_E=threshold_bits_E,
-        upper_bits_E=upper_bits_E,
+        cuts_E3=cuts_E3,
+        upper_cuts_E3=upper_cuts_E3,
         stream_keys_E=stream_keys_E,
-        cuts_E=cuts_E,
+        limits_E=limits_E,
         scales_E=scales_E,
         marks_MB=marks_MB,
         consensus=True,

@@ -24,7 +24,7 @@ from mergepipe.operators.base import (
 )
 from mergepipe.operators.influence import Average, Election, Influence
 from mergepipe.operators.registry import operator_named
-from mergepipe.operators.statistics import CutEstimate, TensorStatistics
+from mergepipe.operators.statistics import NOTHING_KEPT, Cut, CutEstimate, TensorStatistics
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.problem import PlanningProblem
 from mergepipe.recipes.resolve.tasks import MergeTask
@@ -34,7 +34,6 @@ REASON_NO_PRODUCTS = "its inner products are not finite"
 REASON_ROWS = "the rule needs whole rows, which blocks would cut"
 REASON_NOT_STATED = "the rule does not say what a part of a delta does"
 REASON_NOT_KEPT = "the rule needs sums or cuts over the whole tensor that statistics do not hold"
-NOTHING_KEPT_BITS = 0xFFFFFFFF
 UNKNOWN = -1
 
 _Products = tuple[float, float, float]
@@ -62,7 +61,7 @@ class Rules:
     products: Mapping[tuple[int, int], _Products]
     lacking: Mapping[tuple[int, int], str]
     elections_T: tuple[Election | None, ...] = ()  # one per tensor, among its own experts
-    shares_kept: Mapping[tuple[int, int], float] = field(default_factory=dict)  # ties at the cut included, where known
+    cuts: Mapping[tuple[int, int], Cut] = field(default_factory=dict)  # the known ones
     cut_errors: Mapping[tuple[int, int], float] = field(default_factory=dict)  # of the share kept, where estimated
 
     @property
@@ -85,7 +84,7 @@ def evaluate_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray
     cut_bits_ET = np.full((n_experts, len(tasks)), UNKNOWN, np.int64)
     products: dict[tuple[int, int], _Products] = {}
     lacking: dict[tuple[int, int], str] = {}
-    shares: dict[tuple[int, int], float] = {}
+    cuts: dict[tuple[int, int], Cut] = {}
     cut_errors: dict[tuple[int, int], float] = {}
     operator = operator_named(problem.operator)
     memo = _Influences(operator)
@@ -99,14 +98,12 @@ def evaluate_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray
             case MagnitudeCut(kept_E):
                 for e, n_kept in zip(experts, kept_E, strict=True):
                     cut = known_cut(statistics[e], n_kept, task.base.n_elements)
-                    estimate = estimated_cut(statistics[e], n_kept) if cut == UNKNOWN else None
+                    estimate = estimated_cut(statistics[e], n_kept) if cut is None else None
                     if estimate is not None:
-                        cut, cut_errors[e, t] = estimate.bits, estimate.share_error
-                    cut_bits_ET[e, t] = cut
-                    share = share_with_ties(statistics[e], cut)
-                    if share is not None:
-                        shares[e, t] = share
-                    if cut == UNKNOWN and columns.source(e, t) is not None:
+                        cut, cut_errors[e, t] = estimate.cut, estimate.share_error
+                    if cut is not None:
+                        cuts[e, t], cut_bits_ET[e, t] = cut, cut.bits
+                    elif columns.source(e, t) is not None:
                         lacking[e, t] = REASON_NO_CUT
             case InnerProducts():
                 for e, record in statistics.items():
@@ -129,7 +126,7 @@ def evaluate_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray
         if why is not None:
             lacking.update({(e, t): why for e in experts if columns.source(e, t) is not None})
         by_task.append(influence)
-    return replace(_rules(by_task, columns, cut_bits_ET, products, lacking), shares_kept=shares, cut_errors=cut_errors)
+    return replace(_rules(by_task, columns, cut_bits_ET, products, lacking), cuts=cuts, cut_errors=cut_errors)
 
 
 def whole_tensor_reason(
@@ -139,12 +136,11 @@ def whole_tensor_reason(
     granularity = operator.granularity(inputs)
     if granularity > 1 and block_elements % granularity and inputs.n_elements > block_elements:
         return REASON_ROWS
-    nothing_E = np.zeros(len(inputs.experts), np.uint32)
     match request:
         case None:
             return None
         case MagnitudeCut():
-            reduced = Reduced(threshold_bits_E=nothing_E)
+            reduced = Reduced(cuts_E3=np.zeros((len(inputs.experts), 3), np.uint32))
         case InnerProducts():
             reduced = Reduced(products_E3=np.zeros((len(inputs.experts), 3)))
         case _:
@@ -174,36 +170,16 @@ def _needs_rows(operator: Operator, inputs: OperatorInput) -> bool:
             return operator.granularity(inputs) > 1
 
 
-def known_cut(statistics: TensorStatistics | None, n_kept: int, n_elements: int) -> int:
-    """Return the bits of the `n_kept`-th largest |delta|, `UNKNOWN` if no recorded density has that rank."""
-    if n_kept == 0:
-        return NOTHING_KEPT_BITS
-    if n_kept >= n_elements:
-        return 0
-    if statistics is None or statistics.is_estimate:
-        return UNKNOWN
-    same_D = np.flatnonzero(np.floor(statistics.densities_D * n_elements) == n_kept)
-    return int(statistics.threshold_bits_D[same_D[0]]) if len(same_D) else UNKNOWN
+def known_cut(statistics: TensorStatistics | None, n_kept: int, n_elements: int) -> Cut | None:
+    """Return the cut that exactly `n_kept` elements reach, None if no recorded density has that rank."""
+    if n_kept == 0 or n_kept >= n_elements:
+        return NOTHING_KEPT if n_kept == 0 else Cut(0)
+    return None if statistics is None or statistics.is_estimate else statistics.cut(n_kept)
 
 
 def estimated_cut(statistics: TensorStatistics | None, n_kept: int) -> CutEstimate | None:
     """Estimate a cut from the shares on record; None if there are none close enough."""
     return None if statistics is None else statistics.estimated_cut(n_kept)
-
-
-def share_with_ties(statistics: TensorStatistics | None, cut_bits: int) -> float | None:
-    """Estimate the share of elements at or above a cut that several densities share; None for other cuts.
-
-    Deltas on the grid of a short float are often equal: the share is between the largest density of that cut and the
-    next one.
-    """
-    if statistics is None or cut_bits in (UNKNOWN, 0, NOTHING_KEPT_BITS):
-        return None
-    same_D = np.flatnonzero(statistics.threshold_bits_D == cut_bits)
-    if len(same_D) < 2:
-        return None
-    after_D = np.append(statistics.densities_D, 1.0)
-    return float((after_D[same_D[-1]] + after_D[same_D[-1] + 1]) / 2)
 
 
 class _Influences:

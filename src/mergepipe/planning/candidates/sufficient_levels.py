@@ -30,5 +30,5 @@ def sufficient_levels(operator: Operator, inputs: OperatorInput, task: MergeTask
 
 def _trims_only(operator: Operator, inputs: OperatorInput) -> bool:
     """Whether no value below the cuts matters, neither to other reductions."""
-    reduced = Reduced(threshold_bits_E=np.zeros(len(inputs.experts), np.uint32))
+    reduced = Reduced(cuts_E3=np.zeros((len(inputs.experts), 3), np.uint32))
     return operator.influence(inputs, None).trims and operator.reduction(inputs, reduced) is None

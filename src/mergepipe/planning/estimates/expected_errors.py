@@ -99,7 +99,7 @@ def _election_tensor(
 ) -> _ElectionTensor:
     columns = candidates.columns
     inside = columns.of_tensor(t)
-    share_E = _shares_kept(columns, rules, t, columns.by_expert(t, election.share_E, 0.0))
+    share_E = columns.by_expert(t, election.share_E, 0.0)
     tail_E = np.maximum(columns.by_expert(t, election.tail_E, 1.0), share_E)
     weight_E = columns.by_expert(t, election.weight_E, 0.0)
     square_E1 = np.square(rules.coefficient_ET[:, t])[:, None]
@@ -192,19 +192,6 @@ def _representatives(
     return [(middle, float(energy_P[run].sum() / energy_P[middle])) for run, middle in zip(runs, middles, strict=True)]
 
 
-def _shares_kept(columns: Columns, rules: Rules, t: int, share_E: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the shares of elements kept, ties at the cut included where recorded."""
-    kept_share_E, n_elements = share_E.copy(), columns.tasks[t].base.n_elements
-    for e in columns.participants(t):
-        if (e, t) in rules.shares_kept:
-            kept_share_E[e] = rules.shares_kept[e, t]
-        leveled = as_leveled(columns.source(e, t)) if share_E[e] != 1 else None
-        if leveled is not None:
-            n_kept = leveled.kept_with_ties(int(share_E[e] * n_elements))
-            kept_share_E[e] = kept_share_E[e] if n_kept is None else n_kept / n_elements
-    return kept_share_E
-
-
 def is_error_complete(columns: Columns, rules: Rules) -> bool:
     """Whether the expected error covers everything that is lost.
 
@@ -218,6 +205,6 @@ def is_error_complete(columns: Columns, rules: Rules) -> bool:
         n_elements = columns.tasks[t].base.n_elements
         for e in columns.participants(t) if n_elements else ():
             leveled = as_leveled(columns.source(e, t)) if share_E[e] != 1 else None
-            if leveled is not None and leveled.kept_with_ties(int(share_E[e] * n_elements)) is None:
+            if leveled is not None and not leveled.ends_band(int(share_E[e] * n_elements)):
                 return False
     return True

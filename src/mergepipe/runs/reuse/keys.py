@@ -32,7 +32,7 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.places import resolved
 
 KEYS_NAME = "mergepipe.keys"
-KEY_VERSION = 2
+KEY_VERSION = 3
 NO_KEY = bytes(16)  # of a block that reads no expert, or whose sources cannot be told by file and place alone
 
 Described = Mapping[str, object]
@@ -230,7 +230,7 @@ def _separable_rule(work: MergeWork, inputs: OperatorInput) -> _Separable | None
     request, kept_E = work.operator.reduction(inputs, NOTHING_REDUCED), None
     if isinstance(request, MagnitudeCut):
         kept_E = request.kept_E
-        request = work.operator.reduction(inputs, Reduced(np.zeros(len(kept_E), np.uint32)))
+        request = work.operator.reduction(inputs, Reduced(np.zeros((len(kept_E), 3), np.uint32)))
     if request is not None:
         return None
     rule = work.operator.block_function(inputs, NOTHING_REDUCED)
