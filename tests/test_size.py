@@ -111,18 +111,18 @@ class Figure:
 
 
 FIGURES = (
-    Figure("lines of src", lambda: lines(PACKAGE), 77_500, 50_000),
+    Figure("lines of src", lambda: lines(PACKAGE), 77_700, 50_000),
     Figure("files of src", lambda: len(source_texts()), 554, 180),
     Figure("folders of src", folders, 61, 20),
-    Figure("classes", lambda: len(classes()), 862, 450),
+    Figure("classes", lambda: len(classes()), 867, 450),
     Figure("dataclasses", lambda: sum(map(is_dataclass, classes())), 564, 300),
     Figure("modules with one importer", modules_with_one_importer, 117, 30),
     Figure("error codes", error_codes, 608, 180),
     Figure("functions with more than 6 parameters", long_signatures, 127, 50),
     Figure("options of all commands", option_rows, 241, 150),
     Figure("commands on the first help screen", commands_on_the_first_screen, 22, 14),
-    Figure("lines of tests", lambda: lines(ROOT / "tests"), 59_900, 42_000),
-    Figure("words of docs without the reference", lambda: words(*guide_pages()), 76_200, 40_000),
+    Figure("lines of tests", lambda: lines(ROOT / "tests"), 60_000, 42_000),
+    Figure("words of docs without the reference", lambda: words(*guide_pages()), 77_000, 40_000),
     Figure("words of the README", lambda: words(ROOT / "README.md"), 1736, 700),
 )
 
