@@ -174,7 +174,7 @@ def _statistics_file_targets() -> tuple[Target, Target]:
     base = PortableContent(CheckpointKind.FULL, (file,), None)
     expert = PortableContent(CheckpointKind.ADAPTER, (replace(file, is_outside=True), file), "2" * 32)
     statistics = TensorStatistics(
-        BlockGrid(500, 256), np.zeros(2, BLOCK_RECORD), np.array([0.1, 0.2]), np.zeros(2, np.uint32), np.ones(3)
+        BlockGrid(500, 256), np.zeros(2, BLOCK_RECORD), np.array([0.1, 0.2]), np.zeros((2, 3), np.uint32), np.ones(3)
     )
     rows = tuple(pack_row(name, Evidence.EXACT, statistics, expert.digest, base.digest) for name in ("a", "b"))
     raw = StatisticsFile((base, expert), (PortablePair(expert.digest, base.digest, rows),)).to_bytes()
