@@ -23,7 +23,7 @@ import numpy as np
 from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.core.blocks import BF16, DEFAULT_BLOCK_ELEMENTS, BlockGrid
 from mergepipe.operators.registry import operator_specs
-from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, N_OCTAVES, N_SKETCH, TensorStatistics
+from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, N_OCTAVES, N_SKETCH, Cut, TensorStatistics
 from mergepipe.planning.budget import ShareBudget
 from mergepipe.planning.choices import PlanningChoices, Policy
 from mergepipe.planning.planner import plan_merge
@@ -83,8 +83,9 @@ def random_statistics(n_elements: int, rng: np.random.Generator) -> TensorStatis
     blocks["changed"] = rng.integers(0, 20, grid.n_blocks)
     blocks["octaves"] = rng.integers(150, 240, (grid.n_blocks, N_OCTAVES))
     blocks["sketch"] = rng.standard_normal((grid.n_blocks, N_SKETCH)) / N_SKETCH**0.5
-    cuts = np.linspace(0.02, 0.0001, len(COMMON_DENSITIES), dtype=np.float32).view(np.uint32)
-    return TensorStatistics(grid, blocks, np.array(COMMON_DENSITIES), cuts, np.ones(3))
+    bits = np.linspace(0.02, 0.0001, len(COMMON_DENSITIES), dtype=np.float32).view(np.uint32)
+    cuts_D3 = np.array([Cut(cut) for cut in bits.tolist()], np.uint32)
+    return TensorStatistics(grid, blocks, np.array(COMMON_DENSITIES), cuts_D3, np.ones(3))
 
 
 def make_problem(operator: str, n_experts: int, parameters: float) -> PlanningProblem:

@@ -196,7 +196,7 @@ def stored_bits(model: Path) -> dict[str, NDArray[np.uint16]]:
 def ambiguous_elements(case: Case, family: FamilyPaths) -> dict[str, NDArray[np.bool_]]:
     """Elements at a TIES threshold that several elements share: which of them are kept is not defined.
 
-    mergekit keeps some of them, MergePipe keeps all; elsewhere there is nothing to choose. The importance by which
+    Both keep as many of them, but not the same; elsewhere there is nothing to choose. The importance by which
     arcee_fusion selects is a sum of differences of nearly equal logarithms: in float32 it is noise for small deltas, so
     mergekit is asked for float64, and only what rounding may put on either side is left out.
     """
