@@ -63,6 +63,7 @@ def test_command__whose_streams_do_not_work_ends_as_it_would(
 COMMANDS: list[tuple[list[str], int]] = [
     (["pack", "family/base", "family/expert-1", "-o", "stores"], 0),
     (["unpack", "stores/expert-1", "-o", "unpacked"], 0),
+    (["merge", "recipe.yml", "whole", "--no-catalog"], 0),
     (["replay", "whole", "again", "--no-catalog"], 0),
     (["repair", "whole"], 0),
     (["plan", "recipe.yml", "--budget", "50%", "-o", "plan.json"], 0),

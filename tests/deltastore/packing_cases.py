@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.canonical_json import digest_of
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
+from mergepipe.deltastore.header import HEADER_NAME
 from support.safetensors_bytes import file_bytes
 
 N_WIDE = 3 * BLOCK_ELEMENTS + 5001
@@ -92,3 +94,22 @@ def content_of(tensors: Tensors) -> bytes:
 def tree(root: Path) -> dict[str, bytes]:
     """Every file below a directory."""
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def store_tree(root: Path) -> dict[str, bytes]:
+    """Every file of the stores below a directory, with the paths in their headers as if they were not relative."""
+    files = tree(root)
+    headers = [name for name in files if Path(name).name == HEADER_NAME]
+    return files | {name: _header_with_absolute_paths(files[name], (root / name).parent) for name in headers}
+
+
+def _header_with_absolute_paths(raw: bytes, folder: Path) -> bytes:
+    """The bytes of a header but for what depends on where its store lies: two paths, and so the digest."""
+    header = json.loads(raw)
+    absolute = {key: str((folder / header[key]).resolve()) for key in ("base", "expert")}
+    resolved = {key: value for key, value in (header | absolute).items() if key != "digest"}
+    for key, value in (absolute | {"digest": digest_of(resolved)}).items():
+        old, new = (f"{json.dumps(key)}: {json.dumps(text)}".encode() for text in (header[key], value))
+        assert raw.count(old) == 1
+        raw = raw.replace(old, new)
+    return raw

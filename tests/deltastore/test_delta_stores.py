@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from packing_cases import store_tree
 
 from mergepipe.api import pack, unpack, verify
 from mergepipe.checkpoints.base_bytes import BaseBytes
@@ -140,7 +141,7 @@ def test_unpack__takes_a_base_that_was_moved(odd: Packed, tmp_path: Path) -> Non
 
 def test_pack__same_files_same_store_whatever_the_threads(big: Packed, tmp_path: Path) -> None:
     pack(big.base, [big.expert], tmp_path, threads=5)
-    assert tree(tmp_path / "expert") == tree(big.store)
+    assert store_tree(tmp_path / "expert") == store_tree(big.store)
 
 
 def test_pack__goes_on_where_stores_are_there_and_refuses_those_of_other_files(odd: Packed, tmp_path: Path) -> None:

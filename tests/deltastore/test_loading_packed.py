@@ -154,7 +154,7 @@ def test_store__that_says_something_else_than_the_original_headers_is_refused(
 def test_verify__tells_a_content_id_that_is_not_that_of_the_tensors(family: PackFamily, tmp_path: Path) -> None:
     packed = family.root / "packed" / "expert-1"
     store = lying_copy(packed, tmp_path / "lying", lambda document: document.update(content_id="0" * 32))
-    assert [damage.file for damage in mergepipe.verify(store).damages] == [HEADER_NAME]
+    assert [damage.file for damage in mergepipe.verify(store, base=family.base).damages] == [HEADER_NAME]
     assert mergepipe.verify(packed).is_sound
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_cases import SHAPES, PackFamily, halves, make_family, tree, write_model
+from packing_cases import SHAPES, PackFamily, halves, make_family, store_tree, write_model
 
 import mergepipe
 from mergepipe.deltastore.codec.block import EncodedBlock
@@ -41,7 +41,7 @@ def make_shared_family(tmp_path_factory: pytest.TempPathFactory) -> PackFamily:
 def pack_one_by_one(family: PackFamily) -> dict[str, bytes]:
     for expert in family.experts:
         mergepipe.pack(family.base, [expert], family.root / "wanted", threads=1)
-    return tree(family.root / "wanted")
+    return store_tree(family.root / "wanted")
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -49,7 +49,7 @@ def test_pack__of_many_at_once_gives_the_stores_of_one_by_one(
     family: PackFamily, wanted: dict[str, bytes], tmp_path: Path, threads: int
 ) -> None:
     report = mergepipe.pack(family.base, family.experts, tmp_path, threads=threads)
-    assert tree(tmp_path) == wanted
+    assert store_tree(tmp_path) == wanted
     assert [each.expert.local_path for each in report.experts] == list(family.experts)
     assert all(sum(each.blocks.values()) > 4 for each in report.experts)
 
@@ -62,7 +62,7 @@ def test_pack__of_more_than_fit_at_once_gives_the_same(
     monkeypatch.setattr(store_building, "EARLY_BYTES", 1)  # what comes early waits on disk
     monkeypatch.setattr(store_building, "_LEAST_BYTES", 4096)
     mergepipe.pack(family.base, family.experts, tmp_path, threads=3)
-    assert tree(tmp_path) == wanted
+    assert store_tree(tmp_path) == wanted
 
 
 def test_pack__reads_the_base_once_for_all(family: PackFamily, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_pack__of_an_expert_that_changes_meanwhile_publishes_the_others(
     assert caught.value.code == "input.changed"
     assert "notes.txt" in str(caught.value)
     assert [path.name for path in (tmp_path / "stores").iterdir()] == ["expert-2"]
-    assert tree(tmp_path / "stores" / "expert-2") == {
+    assert store_tree(tmp_path / "stores" / "expert-2") == {
         name.removeprefix("expert-2/"): content for name, content in wanted.items() if name.startswith("expert-2/")
     }
 

@@ -107,19 +107,39 @@ def planned_pages(folder: Path, decided: Plan, e: int) -> set[tuple[str, int]]:
 
 
 def test_unpack__of_a_remote_pack_is_the_original(packs: Packs) -> None:
-    api.unpack(f"{BUCKET}/expert-2", packs.folder / "unpacked", threads=2)
+    with pytest.raises(NotFoundError, match="give it with base"):  # a store names its base relative to itself
+        api.unpack(f"{BUCKET}/expert-2", packs.folder / "unpacked")
+    api.unpack(f"{BUCKET}/expert-2", packs.folder / "unpacked", base=packs.folder / "base", threads=2)
+    assert tree(packs.folder / "unpacked") == tree(packs.folder / "expert-2")
+
+
+def test_unpack__of_a_pack_that_was_moved_into_a_bucket_with_its_base_finds_it(packs: Packs) -> None:
+    for place in ("base", "packs/expert-2"):
+        for name, content in tree(packs.folder / place).items():
+            packs.server.put(f"bucket/family/{place}/{name}", content)
+    api.unpack(f"{BUCKET}/family/packs/expert-2", packs.folder / "unpacked", threads=2)
+    assert tree(packs.folder / "unpacked") == tree(packs.folder / "expert-2")
+
+
+def test_unpack__of_a_pack_here_finds_a_base_in_a_bucket(packs: Packs) -> None:
+    for name, content in tree(packs.folder / "base").items():
+        packs.server.put(f"bucket/base/{name}", content)
+    api.pack(f"{BUCKET}/base", [packs.folder / "expert-2"], packs.folder / "others", threads=2)
+    (packs.folder / "deep").mkdir()
+    (packs.folder / "others").rename(packs.folder / "deep" / "er")
+    api.unpack(packs.folder / "deep" / "er" / "expert-2", packs.folder / "unpacked", threads=2)
     assert tree(packs.folder / "unpacked") == tree(packs.folder / "expert-2")
 
 
 def test_verify__of_a_remote_pack_names_the_tensor_that_is_damaged(packs: Packs) -> None:
-    report = api.verify(f"{BUCKET}/expert-1", options=RunOptions(threads=2))
+    report = api.verify(f"{BUCKET}/expert-1", base=packs.folder / "base", options=RunOptions(threads=2))
     assert (report.is_sound, report.tensors, str(report.path)) == (True, 4, f"{BUCKET}/expert-1")
     file = f"bucket/expert-1/{PIECE_NAMES[Piece.HEAD]}"
     content = bytearray(packs.server.files[file])
     content[len(content) // 2] ^= 1
     packs.server.put(file, bytes(content))
     packs.server.put("bucket/expert-1/notes.txt", b"about expert-2")
-    report = api.verify(f"{BUCKET}/expert-1", options=RunOptions(threads=2))
+    report = api.verify(f"{BUCKET}/expert-1", base=packs.folder / "base", options=RunOptions(threads=2))
     assert [each.kind for each in report.damages] == ["pack", "pack"]
     assert [each.tensor or each.file for each in report.damages] == ["a.wide", "notes.txt"]
 

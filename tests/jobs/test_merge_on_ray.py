@@ -273,7 +273,7 @@ def test_run__on_ray_refuses_what_it_cannot_do(recipe: Path, tmp_path: Path) -> 
     assert address.value.code == "option.pair"
 
 
-@pytest.mark.parametrize("option", [{"pack": "packs"}, {"statistics": True}])
+@pytest.mark.parametrize("option", [{"pack": "packs"}, {"plan": PlanOptions(continue_=True)}])
 def test_merge_options__on_ray_refuse_what_needs_one_process(option: dict[str, object]) -> None:
     with pytest.raises(RecipeError) as caught:
         MergeOptions(executor="ray", **option)  # type: ignore[arg-type]  # one of those above

@@ -88,7 +88,7 @@ def file_without_paths(name: str, raw: bytes) -> bytes:
             key = match[1]
         elif _MAY_BE_PATH.match(match[1]) and not _TEXT_KEY.fullmatch(key):
             name = _name_of_path(match[0], needs_folders=not _PATH_KEY.search(key))
-            return match[0] if name is None else json.dumps(name, ensure_ascii=False).encode()
+            return match[0] if name is None else json.dumps(name, ensure_ascii=False, allow_nan=False).encode()
         return match[0]
 
     return _JSON_STRING.sub(replaced, raw)
