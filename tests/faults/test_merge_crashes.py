@@ -116,10 +116,8 @@ def test_merge__resuming_where_there_is_nothing_says_so(tmp_path: Path) -> None:
     assert not job.out.parent.exists()
 
 
-def test_merge__killed_counts_what_it_read_and_says_why_it_starts_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resume, "INTERVAL_BYTES", 1 << 30)  # as a user has it, not as the tests above do
+def test_merge__killed_counts_what_it_read_and_says_why_it_starts_over(tmp_path: Path) -> None:
+    resume.INTERVAL_BYTES = 1 << 30  # as a user has it, not as the tests above do; `recording_often` sets it back
     job = make_job(tmp_path)
     full = mergepipe.merge(tmp_path / "recipe.yml", tmp_path / "full", options=MergeOptions(catalog=False))
     operations = count_operations(job.run)
