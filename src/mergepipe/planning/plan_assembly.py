@@ -78,9 +78,15 @@ def _accesses(
     levels = _shared_runs((level_B > 0) & (level_B < ALL), level_B, columns)
     free = _runs(candidates.free_EB[e], columns)
     shared = _shared_runs(selection.served_EB[e], candidates.served_by_EB[e], columns)
-    is_missing_B = ~(selection.read_EB[e] | candidates.free_EB[e]) | ((level_B > 0) & (level_B < ALL))
+    is_partial_B = (level_B > 0) & (level_B < ALL)
+    for t in range(len(columns.tasks)):
+        if (e, t) in candidates.ladders:
+            inside = columns.of_tensor(t)
+            is_partial_B[inside] &= level_B[inside] < candidates.ladders[e, t].levels_K[-1]
+    is_missing_B = ~(selection.read_EB[e] | candidates.free_EB[e]) | is_partial_B
     n_missing_T = np.bincount(columns.tensor_B[is_missing_B], minlength=len(columns.tasks))
-    # what is read in full has its exact cut computed on the way, what is sampled that of the sample
+    # what is read in full, or all that the rule needs of it, has its exact cut computed on the way, what is sampled
+    # that of the sample
     samples = selection.drawn_B is not None
     cuts_exactly = [(e, t) in rules.cut_errors and (samples or not n_missing_T[t]) for t in range(len(columns.tasks))]
     return [
