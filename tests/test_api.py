@@ -221,7 +221,7 @@ def test_reports__keep_their_fields() -> None:
         "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
         "planned_bytes", "budget_bytes", "reused_bytes", "notices", "packed", "not_packed", "earlier_expert_bytes",
         "forgiven_expert_bytes", "reused_from", "reused_by", "verdict", "recipe_notices", "traffic",
-        "left_out",
+        "left_out", "kept",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [
         "recipe", "operator", "models", "merged_tensors", "copied", "dropped", "base_bytes", "expert_bytes",

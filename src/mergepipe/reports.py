@@ -101,6 +101,24 @@ class BudgetVerdict:
     unspent_reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptShare:
+    """How many elements of an expert a rule that trims keeps, of all in the tensors that it trims.
+
+    They are those with the largest differences from the base (breadcrumbs: below the very largest). Where fewer
+    elements differ than are kept, the rest of them equal the base.
+    """
+
+    model: str
+    kept_elements: int
+    elements: int
+
+    @property
+    def share(self) -> float:
+        """Share of the elements that is kept."""
+        return self.kept_elements / self.elements
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class MergeReport(Displayed):
     """A finished merge. Bytes are those requested from storage, page rounding included."""
@@ -132,6 +150,7 @@ class MergeReport(Displayed):
     recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe, or another one than it asks for
     traffic: Traffic = field(default_factory=Traffic)  # requests for remote files, and their bytes by host
     left_out: tuple[LeftOutFile, ...] = ()  # files of the base's directory that are not copied, with the reasons
+    kept: tuple[KeptShare, ...] = ()  # of each expert that was trimmed; of merges in full, not of those under a budget
 
     @property
     def read_bytes(self) -> int:

@@ -14,7 +14,7 @@ import yaml
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from mergepipe.core.blocks import F32
+from mergepipe.core.blocks import BF16, F32
 from support.families import TINY, TINY_LLAMA, FamilyPaths, FamilyShape, write_family
 
 pytestmark = pytest.mark.peer
@@ -142,16 +142,21 @@ class Peer:
 @pytest.fixture(scope="module", params=sorted(SHAPES))
 def peer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Peer:
     """Run mergekit once over all recipes of one family."""
-    if not PEER_PYTHON.exists() and not os.environ.get(REQUIRED):
-        pytest.skip("no .venv-peer: run `make test-peers`")
     root = tmp_path_factory.mktemp(request.param)
     peer = Peer(write_family(root / "family", SHAPES[request.param], 3, seed=11, dtype=F32), root)
     for case in CASES:
         peer.recipe(case).write_text(yaml.safe_dump(case.recipe(peer.family), sort_keys=False))
-    command = [str(PEER_PYTHON), str(Path(__file__).with_name("run_mergekit.py")), str(root)]
+    run_mergekit(root)
+    return peer
+
+
+def run_mergekit(recipes: Path) -> None:
+    """Merge every recipe of a folder with mergekit; skip the test where it is not installed and need not be."""
+    if not PEER_PYTHON.exists() and not os.environ.get(REQUIRED):
+        pytest.skip("no .venv-peer: run `make test-peers`")
+    command = [str(PEER_PYTHON), str(Path(__file__).with_name("run_mergekit.py")), str(recipes)]
     ran = subprocess.run(command, env={**os.environ, **OFFLINE}, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-4000:]
-    return peer
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -166,6 +171,26 @@ def test_merge__agrees_with_mergekit_to_one_bf16_ulp(peer: Peer, case: Case, tmp
     distances = {name: ulp_distance(ours[name], theirs[name])[compared[name]] for name in ours}
     assert {name: int(d.max(initial=0)) for name, d in distances.items() if d.max(initial=0) > 1} == {}
     assert sum(int(a.sum()) for a in ambiguous.values()) <= MAX_AMBIGUOUS_FRACTION * TINY.n_parameters()
+
+
+def test_merge__changes_as_many_of_equal_differences_as_mergekit(tmp_path: Path) -> None:
+    import mergepipe
+
+    family = write_family(tmp_path / "family", TINY, 1, seed=11, dtype=BF16)  # rounded, so of few magnitudes
+    recipe = tmp_path / "tied.yml"
+    recipe.write_text(yaml.safe_dump(_ties("tied", 0.2, weights=(1.0,)).recipe(family)))
+    run_mergekit(tmp_path)
+    mergepipe.merge(recipe, tmp_path / "out")
+    base, expert = stored_bits(family.base), stored_bits(family.experts[0])
+    ours, theirs = (n_different(base, stored_bits(tmp_path / out)) for out in ("out", "tied-mergekit"))
+    assert n_different(base, expert) > 2 * theirs > 0  # there is something to choose from
+    assert abs(ours - theirs) <= 1e-3 * theirs
+
+
+def n_different(first: dict[str, NDArray[np.uint16]], second: dict[str, NDArray[np.uint16]]) -> int:
+    """How many elements of two models differ."""
+    assert first.keys() == second.keys()
+    return sum(int(np.count_nonzero(first[name] != second[name])) for name in first)
 
 
 def test_ulp_distance__counts_representable_numbers_across_zero() -> None:

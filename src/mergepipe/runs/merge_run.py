@@ -40,6 +40,8 @@ from mergepipe.runs.publication.hub_ids import BaseModelIds, hub_id_of
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.records.manifest import (
     file_records,
+    kept_facts,
+    kept_shares,
     realized,
     reuse_facts,
     tensor_bytes_read,
@@ -329,6 +331,7 @@ class _Run:
         self._on_progress = on_progress
         self._executor = executor
         self._earlier_bytes = 0
+        self._kept = kept_shares(inputs) if plan is None else ()
         expert_bytes = inputs.resolution.expert_bytes if plan is None else plan.planned_bytes
         self._total_bytes = inputs.resolution.base_bytes + expert_bytes + output.total_bytes
         if plan is not None:
@@ -435,6 +438,7 @@ class _Run:
                 **reuse_facts(result, usage),
                 **traffic_facts(traffic(self._store, usage)),
                 **_earlier_run_facts(progress),
+                **kept_facts(self._kept),
                 **self._recipe_facts(),
             },
             blocks=blocks,
@@ -510,5 +514,6 @@ class _Run:
             verdict=None if self._plan is None else verdict_of(self._plan),
             recipe_notices=self._inputs.notices,
             left_out=manifest.left_out,
+            kept=self._kept,
             peak_rss_bytes=peak_memory_bytes(),
         )

@@ -18,6 +18,7 @@ from mergepipe.reports import (
     BudgetVerdict,
     CheckReport,
     ExpertCoverage,
+    KeptShare,
     MergeReport,
     ModelUse,
     PackedExpert,
@@ -63,6 +64,15 @@ def facts(table: str) -> list[list[str]]:
 
 def values(table: str, label: str) -> list[str]:
     return [value.strip() for name, value in facts(table) if name.strip() == label]
+
+
+def test_merge_table__states_the_share_kept_of_each_expert() -> None:
+    kept = (KeptShare("models/math", 200, 1000), KeptShare("models/code", 999, 2500))
+    assert values(merge_table(replace(MERGED, kept=kept)), "kept") == [
+        "20 % of models/math, by size of difference",
+        "40 % of models/code, by size of difference",
+    ]
+    assert values(merge_table(MERGED), "kept") == []
 
 
 def test_merge_table__says_what_was_read_written_and_taken() -> None:

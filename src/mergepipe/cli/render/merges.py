@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from mergepipe.cli.render.layout import Fact, facts_text, notice_facts
 from mergepipe.cli.render.packing import packing_facts
 from mergepipe.cli.render.verdicts import verdict_facts
-from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
+from mergepipe.core.units import format_bytes, format_percent, format_rate, format_seconds, plural
 from mergepipe.reports import (
     IMPORTED_STATISTICS,
     AnalyzedExpert,
@@ -50,6 +50,7 @@ def merge_table(report: MergeReport) -> str:
             ("speed", format_rate(report.bytes_per_second)),
             ("peak memory", format_bytes(report.peak_rss_bytes)),
             ("tensors", counts),
+            *(("kept", f"{format_percent(one.share)} of {one.model}, by size of difference") for one in report.kept),
             ("snapshot", report.sid),
             *packing_facts(report.packed, report.not_packed),
             *notice_facts(report.recipe_notices),

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from operator import sub
 
 from mergepipe.checkpoints.content_id import stored_entries
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.engine.work import OutputPlan
+from mergepipe.operators.base import MagnitudeBand, MagnitudeCut
+from mergepipe.operators.registry import operator_named
+from mergepipe.planning.candidates.operator_rules import operator_input
+from mergepipe.recipes.resolve.tasks import Action
+from mergepipe.reports import KeptShare
 from mergepipe.runs.execution import MergeResult
+from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.snapshots.manifest import OutputFileRecord, OutputTensor, RealizedBytes
 from mergepipe.snapshots.shards import ShardLayout, TensorDigest
 from mergepipe.storage.ledger import Purpose, Usage
@@ -42,6 +50,30 @@ def traffic_facts(traffic: Traffic) -> dict[str, float | int | str]:
         "retried_bytes": traffic.counts.retried_bytes,
         "bytes_by_host": ",".join(f"{host}={nbytes}" for host, nbytes in traffic.bytes_by_host.items()),
     }
+
+
+def kept_shares(inputs: Inputs) -> tuple[KeptShare, ...]:
+    """Return what a merge in full keeps of each expert that its rule cuts by magnitude, in the recipe's order."""
+    operator, models = operator_named(inputs.recipe.operator.name), inputs.recipe.inputs()
+    kept, elements = Counter[int](), Counter[int]()
+    for task in inputs.resolution.tasks:
+        trims = task.action is not Action.COPY and task.experts and task.base.n_elements
+        match operator.reduction(operator_input(task)) if trims else None:
+            case MagnitudeCut(kept_E):
+                counts = kept_E
+            case MagnitudeBand(kept_E, dropped_E):
+                counts = tuple(map(sub, kept_E, dropped_E))
+            case _:
+                continue
+        for model, n_kept in zip(task.expert_models, counts, strict=True):
+            kept[model] += n_kept
+            elements[model] += task.base.n_elements
+    return tuple(KeptShare(models[model].text, kept[model], elements[model]) for model in sorted(elements))
+
+
+def kept_facts(kept: Sequence[KeptShare]) -> dict[str, str]:
+    """Return the manifest's fact on what was kept of each expert, in the recipe's order."""
+    return {"kept_elements": ",".join(f"{one.kept_elements}/{one.elements}" for one in kept)} if kept else {}
 
 
 def realized(usage: Usage) -> RealizedBytes:
