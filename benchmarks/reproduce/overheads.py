@@ -88,7 +88,7 @@ def _phases(place: Workplace, family: FamilyPaths, k: int) -> dict[str, Any]:
     recipe, home = write_recipe(place, family, "ties", k), analyzed_home(place, family, len(family.experts))
     out, phases, plan = (place.folder / name for name in ("out", "phases.json", "plan.json"))
     shutil.rmtree(out, ignore_errors=True)
-    budget = ("--budget", f"{_SHARE}%", "--home", home, "--no-reuse")
+    budget = ("--budget", f"{_SHARE}%", "--home", home)
     _, planning = place.ours("plan", recipe, *budget, "--out", plan)
     report, cost = place.ours("merge", recipe, out, *budget, cold=weight_files(inputs_of(family, k)), phases=phases)
     entry = {

@@ -167,7 +167,7 @@ class _PairWork:
         blocks = () if form == "packed" else ("--block-elements", _BLOCK_ELEMENTS)
         policy = "random" if form == "random" else "norm"
         shutil.rmtree(out, ignore_errors=True)
-        options = ("--budget", f"{budget}B", "--select", policy, "--home", self._home, "--no-reuse")
+        options = ("--budget", f"{budget}B", "--select", policy, "--home", self._home)
         report, _ = self.place.ours("merge", recipe, out, *options, *blocks)
         scores = asdict(self._score(out)) if self._pair.encoder_files else {}
         result = {"expert_bytes": report["expert_bytes"], **asdict(merge_errors(out, full, self._base)), **scores}

@@ -117,7 +117,7 @@ class _Samples:
         experts: list[Path] = self.family.experts[: chosen.n_experts]
         recipe.write_text(chosen.operator.recipe(self._base.folder, experts, "bfloat16"))
         shutil.rmtree(self._out, ignore_errors=True)
-        fixed = ("--no-reuse", "--seed", self._seed, "--threads", 1)
+        fixed = ("--seed", self._seed, "--threads", 1)
         report, _ = self.family.place.ours("merge", recipe, self._out, *options, *fixed)
         losses = self._base.score(self._out)
         shutil.rmtree(self._out)

@@ -59,7 +59,7 @@ def _point(place: Workplace, family: FamilyPaths, k: int, order: str, share: int
         if planned.exit_code:
             raise BenchmarkError(f"the papers' plan failed:\n{log.read_text()[-2000:]}")
     else:
-        options = ("--budget", f"{share}%", "--select", order, "--home", home, "--no-reuse")
+        options = ("--budget", f"{share}%", "--select", order, "--home", home)
         place.ours("plan", recipe, *options, "--out", plan)
     result = place.merge(
         plan, inputs_of(family, k), "--home", home,
