@@ -14,6 +14,7 @@ import pytest
 import mergepipe
 from mergepipe.engine.make_part import make_part
 from mergepipe.errors import ConflictError, NotFoundError, OutputError, RecipeError, UnsupportedError
+from mergepipe.jobs import parts
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
@@ -156,6 +157,29 @@ def test_run_part__of_racing_workers_makes_one_output(bench: Bench, out: str) ->
     assert remote_weights(out) == {name: c for name, c in files_below(local).items() if name.endswith(".safetensors")}
     assert parts_of(out) == []
     assert bench.staged() == []
+
+
+def test_run_part__tells_of_an_output_that_was_finished_before_its_report(
+    bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may publish after this run looked whether the output is there, and remove the records that it counts."""
+    plan, _ = bench.local(FAST[1])
+    looks_at = parts._PartRun.is_published
+    answers: list[bool] = []
+
+    def look(run: parts._PartRun) -> bool:
+        answers.append(looks_at(run))
+        if len(answers) == 3:  # after this run's part was made
+            with monkeypatch.context() as undisturbed:
+                undisturbed.setattr(parts._PartRun, "is_published", looks_at)
+                bench.part(plan, out, (2, 2))
+        return answers[-1]
+
+    monkeypatch.setattr(parts._PartRun, "is_published", look)
+    report = bench.part(plan, out, (1, 2))
+    assert answers[:3] == [False] * 3
+    assert (report.is_published, report.merge, report.done_shards) == (True, None, report.n_shards)
+    assert report.made_shards
 
 
 def remote_weights(out: str) -> dict[str, bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +150,8 @@ class _PartRun:
         self._settings.base_model_ids.check_names(planned.inputs.leaf_models)
         check_output(self._out, planned.inputs, force=self._settings.force)
         self._parts = parts = parts_place(self._out, planned.job(self._out), self._staged)
+        made, done_shards = tuple[int, ...](), tuple[int, ...]()
+        names = [name for name, _ in parts.job.shards]
         try:
             part = self._part(planned)
             if self._choice.number is None and not parts.exists:
@@ -162,15 +164,12 @@ class _PartRun:
             made = self._make(planned, parts, Part(tuple(shard for shard in part.shards if shard not in done_shards)))
             if self._choice.publishes:
                 self._finish_if_complete(planned, parts)
-        except (ConflictError, OutputError) as error:
+            is_published = self._merge is not None or self.is_published()
+            return self._report_shards(names, made, done_shards, is_published=is_published)
+        except (ConflictError, OutputError) as error:  # others may finish it at any moment, also before the report
             if error.code in ("parts.gone", *_PUBLISHED_ELSEWHERE) and self.is_published():
-                return self.report((), (), is_published=True)
+                return self._report_shards(names, made, done_shards, is_published=True)
             raise
-        names = parts.job.shards
-        return self.report(
-            tuple(names[shard][0] for shard in made), tuple(names[shard][0] for shard in done_shards),
-            is_published=self._merge is not None or self.is_published(),
-        )  # fmt: skip
 
     def _part(self, planned: PlannedOutput) -> Part:
         if self._choice.number is None:
@@ -231,6 +230,13 @@ class _PartRun:
     def _tick(self) -> None:
         if self._on_progress is not None:
             self._on_progress(Progress("merge", self._store.ledger.total_bytes(), self._total_bytes, (), 0))
+
+    def _report_shards(
+        self, names: Sequence[str], made: Iterable[int], reused: Iterable[int], *, is_published: bool
+    ) -> PartReport:
+        return self.report(
+            tuple(names[shard] for shard in made), tuple(names[shard] for shard in reused), is_published=is_published
+        )
 
     def report(self, made: tuple[str, ...], reused: tuple[str, ...], *, is_published: bool) -> PartReport:
         """Report what this run did."""
