@@ -13,11 +13,12 @@ from typing import Any
 from benchmarks.fidelity_points import OPERATORS, Operator
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, percent
 from benchmarks.reproduce.parts import Needs, Part
-from benchmarks.reproduce.results import Entry, Results, ResultsError
+from benchmarks.reproduce.results import Entry, Results
 from benchmarks.reproduce.sizes import Size
-from benchmarks.reproduce.trained import BLOCK_ELEMENTS, KINDS, Kept, TrainedBase, TrainedFamily, kept_of
+from benchmarks.reproduce.trained import BLOCK_ELEMENTS, KINDS, LONG_KINDS, Kept, TrainedBase, TrainedFamily, kept_of
 from benchmarks.reproduce.workplace import Workplace
 
+_KINDS = {**KINDS, **LONG_KINDS}
 _SHARES, _TOLD_SHARES = (10, 25, 5, 50), (10, 25)  # in the order they are measured
 
 
@@ -65,17 +66,15 @@ _DEFAULT = "sample-32"
 
 
 def _needs(size: Size) -> Needs:
-    return Needs(0, 1) if size.is_toy else Needs(3_000_000_000, 2 + len(KINDS) * size.repeats * 45)
+    return Needs(0, 1) if size.is_toy else Needs(3_000_000_000, 2 + len(_KINDS) * size.repeats * 60)
 
 
 def _measure(place: Workplace, size: Size, results: Results) -> None:
     place = place.within("sampling")
-    base = TrainedBase(place, is_toy=size.is_toy)
-    stored = results.measure("base", base.describe)["schedules"]
-    if stored != base.schedules_json():
-        raise ResultsError(f"{results.path}: has results of other trainings; --replace measures all anew")
+    base = TrainedBase(place, _KINDS, is_toy=size.is_toy)
+    base.measure(results)
     for seed in range(size.repeats):
-        for kind in KINDS:
+        for kind in _KINDS:
             family = TrainedFamily(place, base, kind, seed)
             for key, call in _measurements(_Samples(family, base, seed), size):
                 results.measure(f"{kind}/{seed}/{key}", call)
@@ -138,13 +137,13 @@ def _seeds(results: Results, kind: str) -> list[int]:
 
 
 def _kinds(results: Results) -> list[str]:
-    return [kind for kind in KINDS if _seeds(results, kind)]
+    return [kind for kind in _KINDS if _seeds(results, kind)]
 
 
 def _page(results: Results) -> Page:
     body: list[str | Table | Figure] = [_about(results), _how_to_read()]
     for kind in _kinds(results):
-        label = KINDS[kind]
+        label = _KINDS[kind]
         body += [f"## {label[0].upper()}{label[1:]}", _family_table(results, kind)]
         for share in sorted(_SHARES):
             table = _table(results, kind, share)
@@ -169,23 +168,27 @@ def _told(results: Results, kind: str, share: int) -> str:
     if kept(_DEFAULT) == "not measured":
         return ""
     return (
-        f"At {share} % of the bytes of {KINDS[kind]}, samples in units of 32 Ki elements keep {kept(_DEFAULT)} of what"
+        f"At {share} % of the bytes of {_KINDS[kind]}, samples in units of 32 Ki elements keep {kept(_DEFAULT)} of what"
         f" the full merges gain, blocks chosen by norm {kept('norm')}, random blocks without rescaling"
         f" {kept('random')}."
     )
 
 
 def _about(results: Results) -> str:
-    schedule = results["base"]["schedules"]["full"]
-    n_tokens = schedule["steps"] * schedule["batch"] * schedule["window_tokens"]
-    seeds = " and ".join(f"{len(_seeds(results, kind))} of {KINDS[kind]}" for kind in _kinds(results))
+    schedules = {kind: results["base"]["schedules"][kind] for kind in _kinds(results)}
+    trainings = "; ".join(
+        f"{_KINDS[kind]}: {schedule['steps']} steps at a rate of {schedule['peak_rate']:g},"
+        f" {schedule['steps'] * schedule['batch'] * schedule['window_tokens']} tokens"
+        for kind, schedule in schedules.items()
+    )
+    seeds = " and ".join(f"{len(_seeds(results, kind))} of {_KINDS[kind]}" for kind in schedules)
     return (
         "The models are those of [fine-tunes of a public language model](trained.md): SmolLM2-135M-Instruct and four"
-        f" fine-tunes of {schedule['steps']} steps and {n_tokens} tokens each. A sample (`--select sample`) draws"
+        f" fine-tunes of it on one domain each ({trainings}). A sample (`--select sample`) draws"
         " positions in the tensors, reads these of all experts, merges them exactly, and divides what that changes by"
         " the probability of the draw; all else stays as the base. Units are what is drawn, in elements of two bytes."
         " Nothing was known of the experts, but where norms are on record; blocks by norm and at random were planned"
-        f" from `analyze`. These fine-tunes are short; of longer ones, other rates and other models nothing follows"
+        " from `analyze`. Of still longer fine-tunes, other rates and larger models nothing follows"
         f" from here. Seeds: {seeds}; every merge is one draw."
     )
 
@@ -230,7 +233,7 @@ def _figure(results: Results, kind: str) -> Figure:
                 spread = tuple(value.lost_interval / value.gain for value in points.values())
                 ys = tuple(value.share for value in points.values())
                 series.append(Series(f"{merge}, {form}", tuple(points), ys, spread, dashed=form != _DEFAULT))
-    title = f"Gain of the full merge that is kept ({KINDS[kind]}), 95 % intervals over windows"
+    title = f"Gain of the full merge that is kept ({_KINDS[kind]}), 95 % intervals over windows"
     return Figure(f"sampling-{kind}", title, "budget, % of the expert bytes", "share of the gain", tuple(series))
 
 

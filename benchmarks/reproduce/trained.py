@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,6 +30,7 @@ _DOMAINS = ("prose", "headers", "legal", "internet")
 _SHARES, _TOLD_SHARE = (10, 25, 5, 50), 10  # in the order they are measured
 _FORMS = {"packed": "packed", "norm": "blocks by norm", "random": "blocks at random"}
 KINDS = {"full": "full fine-tuning", "lora": "LoRA of rank 16"}
+LONG_KINDS = {"long": "longer full fine-tuning"}
 _MERGED = ("ties", "linear", "dare_ties")
 BLOCK_ELEMENTS = 16 * 1024
 _T_95 = {2: 4.303, 15: 2.131, 23: 2.069}  # Student's t by degrees of freedom
@@ -37,8 +38,12 @@ _TOY_SHAPE = LmShape(vocab=300, hidden=32, layers=2, kv_heads=1, head_dim=16, in
 _TOY_BASE = Schedule(steps=12, peak_rate=1e-2, batch=4, window_tokens=32, muon=True)
 _TOY = Schedule(steps=3, peak_rate=1e-3, batch=2, window_tokens=32)
 _USUAL = Schedule(steps=40, peak_rate=2e-5, batch=2, window_tokens=256, weight_decay=0.0, bf16=True)
-_EXPERTS = {"full": _USUAL, "lora": replace(_USUAL, peak_rate=2e-4, lora_rank=16)}
-_TOY_EXPERTS = {"full": _TOY, "lora": replace(_TOY, lora_rank=2)}
+_EXPERTS = {
+    "full": _USUAL,
+    "lora": replace(_USUAL, peak_rate=2e-4, lora_rank=16),
+    "long": replace(_USUAL, steps=250, peak_rate=5e-5),
+}
+_TOY_EXPERTS = {"full": _TOY, "lora": replace(_TOY, lora_rank=2), "long": replace(_TOY, steps=6)}
 
 
 def _needs(size: Size) -> Needs:
@@ -50,9 +55,7 @@ def _needs(size: Size) -> Needs:
 def _measure(place: Workplace, size: Size, results: Results) -> None:
     place = place.within("trained")
     base = TrainedBase(place, is_toy=size.is_toy)
-    stored = results.measure("base", base.describe)["schedules"]
-    if stored != base.schedules_json():
-        raise ResultsError(f"{results.path}: has results of other trainings; --replace measures all anew")
+    base.measure(results)
     for seed in range(size.repeats):
         for kind in KINDS:
             family = TrainedFamily(place, base, kind, seed)
@@ -75,10 +78,20 @@ def _measurements(family: TrainedFamily, size: Size) -> Iterator[tuple[str, Call
 class TrainedBase:
     """The base with its text and held-out windows; made when first needed."""
 
-    def __init__(self, place: Workplace, *, is_toy: bool) -> None:
+    def __init__(self, place: Workplace, kinds: Iterable[str] = KINDS, *, is_toy: bool) -> None:
         self._place, self._is_toy = place, is_toy
-        self.schedules = _TOY_EXPERTS if is_toy else _EXPERTS
+        schedules = _TOY_EXPERTS if is_toy else _EXPERTS
+        self.schedules = {kind: schedules[kind] for kind in kinds}
         self.folder = place.folder / "base"
+
+    def measure(self, results: Results) -> None:
+        """Measure the losses of the base, once.
+
+        Raises:
+            ResultsError: the results are of experts that were trained in another way.
+        """
+        if results.measure("base", self.describe)["schedules"] != self.schedules_json():
+            raise ResultsError(f"{results.path}: has results of other trainings; --replace measures all anew")
 
     @cached_property
     def domains(self) -> tuple[Domain, ...]:
