@@ -7,13 +7,12 @@ the machine.
 from __future__ import annotations
 
 import os
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe.core.bounds import positive, shown_number
-from mergepipe.core.values import dataclass
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.planning.choices import OnOmit, Policy
 from mergepipe.storage.location import OBJECT_SCHEMES, Location

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mergepipe.core.notebooks import Displayed
-from mergepipe.core.values import dataclass
 from mergepipe.storage.location import Location
 from mergepipe.storage.traffic import Traffic
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from mergepipe.catalog.rows import ModelRow
-from mergepipe.core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,7 +12,6 @@ from blake3 import blake3
 
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
 from mergepipe.core.canonical_json import canonical_json
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem
 from mergepipe.snapshots.manifest import MANIFEST_NAME, RealizedBytes
 from mergepipe.snapshots.manifest_json import check_format

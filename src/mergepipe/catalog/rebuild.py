@@ -6,7 +6,7 @@ import os
 import sqlite3
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import field
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, catalog_os_error, c
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.manifests import find_manifests
 from mergepipe.catalog.rows import RebuildReport, SnapshotRow
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.file_version import modified_at

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 
 from mergepipe.checkpoints.contract import FileFingerprint
-from mergepipe.core.values import dataclass
 from mergepipe.errors import Problem
 from mergepipe.snapshots.manifest import RealizedBytes
 from mergepipe.storage.location import Location

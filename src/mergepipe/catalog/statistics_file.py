@@ -6,6 +6,7 @@ Format: docs/internals/formats/stats.md. Law: `parse_statistics(file.to_bytes(),
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -18,7 +19,6 @@ from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFinge
 from mergepipe.checkpoints.file_digests import content_digest, digest_of_files, is_outside
 from mergepipe.core.canonical_json import canonical_json, parse_digestible
 from mergepipe.core.json_fields import FieldCodes, JsonFields
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, LimitError, MergePipeError, OutputError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.storage.ledger import Ledger

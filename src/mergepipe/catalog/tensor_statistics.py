@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from mergepipe.catalog.models import content_key_and_id
 from mergepipe.catalog.rows import Evidence, ModelRow
 from mergepipe.catalog.statistics_bytes import pack, unpack
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError
 from mergepipe.operators.statistics import TensorStatistics
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from blake3 import blake3
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Checkpoint, NeedsBase, Readable, TensorEntry
 from mergepipe.core.blocks import Span
 from mergepipe.core.canonical_json import canonical_json
-from mergepipe.core.values import dataclass
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.core.blocks import DELTA_FLAG, DType, Span, element_count
-from mergepipe.core.values import dataclass
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.file_version import sha256_of_version

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice
 from types import MappingProxyType
@@ -23,7 +23,6 @@ from mergepipe.checkpoints.formats.weight_files import (
     gguf_refusal,
     names_shown,
 )
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, NotFoundError, Problem, UnsupportedError
 from mergepipe.storage.contract import FileStatus, Store, is_folder
 from mergepipe.storage.limits import WEIGHT_INDEX_BYTES

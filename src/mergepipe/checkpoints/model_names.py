@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from mergepipe.core.values import dataclass
 from mergepipe.storage.location import HUB_SCHEME, Location, is_remote
 from mergepipe.storage.remote.hub_names import MODELS_BY_BARE_NAME
 

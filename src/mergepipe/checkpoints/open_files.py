@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import resource
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
-from mergepipe.core.values import dataclass
 from mergepipe.errors import ConflictError, MergePipeError, StorageError
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.location import Location

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mergepipe.core.escaping import printable
-from mergepipe.core.values import dataclass
 from mergepipe.errors import InterruptedRunError, MergePipeError, Problem, RecipeError, StorageError
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from mergepipe.cli.failures import failure_of
@@ -14,7 +15,6 @@ from mergepipe.cli.interrupts import Interrupts
 from mergepipe.cli.render.terminal import coloured_failure
 from mergepipe.core.escaping import printable_lines
 from mergepipe.core.outcome import Place, committed_places, published_error
-from mergepipe.core.values import dataclass
 from mergepipe.errors import InterruptedRunError, PublishedError, StorageError
 
 if TYPE_CHECKING:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 import typer
 
 from mergepipe.cli.completion import choices
 from mergepipe.cli.sizes import optional_size
-from mergepipe.core.values import dataclass
 from mergepipe.options import ExecutorName, PathStyle, PlanOptions, RunOptions
 from mergepipe.storage.traffic import CONNECTIONS
 

@@ -7,13 +7,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from html import escape
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_rate, format_seconds
-from mergepipe.core.values import dataclass
 
 if TYPE_CHECKING:
     from mergepipe.cli.guard import Session

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
-
-from mergepipe.core.values import dataclass
 
 DEFAULT_BLOCK_ELEMENTS = 256 * 1024
 # Added to a dtype's kernel code if the stored values are deltas from the base, not weights.

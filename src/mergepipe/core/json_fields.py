@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, did_you_mean
 
 T = TypeVar("T")

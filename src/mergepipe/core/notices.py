@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import replace
-
-from mergepipe.core.values import dataclass
+from dataclasses import dataclass, replace
 
 _POSITION = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?: (?P<key>.*))?")
 

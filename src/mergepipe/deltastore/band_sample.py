@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from mergepipe.checkpoints.contract import ComputedTensor, Fetch, TensorEntry
 from mergepipe.core.blocks import DType, Span
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BAND_DENSITIES

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.checkpoints.contract import ComputedTensor, NeedsBase, TensorEntry
 from mergepipe.core.blocks import DType, Span
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.tensor import PackedTensor

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from mergepipe.checkpoints.contained_files import stat_regular
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable, TensorEntry
 from mergepipe.checkpoints.directory import SIDECAR_NAMES
 from mergepipe.checkpoints.formats.strict_json import shown
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.chained_tensor import ChainedTensor
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt

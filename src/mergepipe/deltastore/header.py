@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import NoReturn, TypeVar
 
 from mergepipe.checkpoints.contained_files import is_plain_name
@@ -15,7 +15,6 @@ from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, s
 from mergepipe.checkpoints.formats.weight_files import STORE_HEADER_NAME
 from mergepipe.core.blocks import DTYPES, BlockGrid, DType, element_count
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, Piece, can_be_base_of
 from mergepipe.errors import UnsupportedError

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import RECORDED_LEVELS, Codec, Level, Piece

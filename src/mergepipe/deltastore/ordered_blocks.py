@@ -6,12 +6,12 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
 from mergepipe.deltastore.codec.levels import Piece
 from mergepipe.deltastore.writer import StoreWriter

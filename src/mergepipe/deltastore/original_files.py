@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.chain import open_packed
 from mergepipe.deltastore.chained_tensor import ChainedTensor
 from mergepipe.deltastore.checkpoint import OpenedStore

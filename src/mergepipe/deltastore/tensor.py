@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Protocol
@@ -15,7 +15,6 @@ from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.checkpoints.contract import NO_TURNS, FetchOnBase, TensorEntry, Turns
 from mergepipe.checkpoints.read_cost import range_cost_bytes
 from mergepipe.core.blocks import DELTA_FLAG, DTYPES, F32, BlockGrid, DType, Span, element_count
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import MANTISSA_BITS, BlockContext, RawBytes, decode_block, decode_deltas
 from mergepipe.deltastore.codec.decode import BAND_PIECES, BandBlocks, decode_band_blocks, padding_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import NeedsBase
 from mergepipe.checkpoints.open_files import open_pinned
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS
-from mergepipe.core.values import dataclass
 from mergepipe.engine.observer import SILENT, Observer, Tap
 from mergepipe.engine.pipeline.jobs import Job
 from mergepipe.engine.pipeline.pipeline import Pipeline, ReadSettings, SegmentSink, are_dear

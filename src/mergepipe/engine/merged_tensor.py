@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,6 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Fetch, TensorEntry
 from mergepipe.checkpoints.read_cost import source_cost_bytes
 from mergepipe.core.blocks import DType, Span
-from mergepipe.core.values import dataclass
 from mergepipe.engine.pipeline.jobs import TensorWork, merge_piece
 from mergepipe.engine.pipeline.pipeline import fill_now, opened_sources
 from mergepipe.engine.pipeline.segment_layout import lay_out

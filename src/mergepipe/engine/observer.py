@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.values import dataclass
 from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.recipes.resolve.tasks import MergeTask

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BlockGrid, Span
-from mergepipe.core.values import dataclass
 from mergepipe.engine.pipeline.segments import Run, full_access
 from mergepipe.engine.reductions.known_quantities import NOTHING_KNOWN, KnownQuantities, NothingKnown
 from mergepipe.operators.base import InnerProducts, MagnitudeCut, Reduced, ReductionRequest

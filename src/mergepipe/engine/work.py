@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
 
-from mergepipe.core.values import dataclass
 from mergepipe.operators.registry import operator_named
 from mergepipe.snapshots.shards import ShardLayout, TensorDigest, TensorSpec, plan_shards
 from mergepipe.storage.ledger import Usage

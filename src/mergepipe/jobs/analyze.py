@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe.catalog.catalog import Catalog
@@ -14,7 +15,6 @@ from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION
 from mergepipe.core.blocks import DTypeKind
-from mergepipe.core.values import dataclass
 from mergepipe.engine import analysis
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.work import AnalysisWork, EngineOptions

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, element_count
-from mergepipe.core.values import dataclass
 from mergepipe.errors import NotFoundError, did_you_mean
 from mergepipe.jobs.plan import read_plan
 from mergepipe.planning.level_counts import blocks_by_level, level_name

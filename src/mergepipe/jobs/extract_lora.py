@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,6 @@ from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.checkpoints.range_reads import decoded, read_span
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
 from mergepipe.core.blocks import F32, DTypeKind, Span
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.reports import ExtractedTensor, ExtractLoraReport, NotExtracted, Progress, ProgressCallback
 from mergepipe.runs.inputs.opened import open_path

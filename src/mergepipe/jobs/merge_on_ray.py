@@ -12,11 +12,10 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from mergepipe.core.values import dataclass
 from mergepipe.engine.executors.ray_tasks import Outcome, RayCluster, TaskShape, task_shape
 from mergepipe.engine.work import plan_output, split
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, OutputError

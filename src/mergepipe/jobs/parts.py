@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.core.outcome import published_but
-from mergepipe.core.values import dataclass
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.work import Part, split, split_sizes
 from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, OutputError, RecipeError

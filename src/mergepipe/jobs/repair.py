@@ -7,11 +7,10 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.core.blocks import DTYPES
-from mergepipe.core.values import dataclass
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import ConflictError, CorruptError, OutputError, Problem
 from mergepipe.jobs.verify import Examination, examine

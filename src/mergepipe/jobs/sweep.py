@@ -7,13 +7,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.outcome import private_outputs
-from mergepipe.core.values import dataclass
 from mergepipe.errors import NotFoundError, RecipeError
 from mergepipe.jobs.merge import run_merge
 from mergepipe.jobs.plan import PlanRequest, make_plan, no_tick

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, fi
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.checkpoints.range_reads import read_span
 from mergepipe.core.blocks import BlockGrid, Span, element_count
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.chain import open_packed
 from mergepipe.deltastore.checkpoint import OpenedStore, open_store, read_store
 from mergepipe.deltastore.codec.block import RawBytes

@@ -6,13 +6,12 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
-from mergepipe.core.values import dataclass
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError, UnsupportedError
 from mergepipe.jobs.verify_composite import is_composite, verify_composite

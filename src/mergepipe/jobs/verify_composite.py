@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
 
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
 from mergepipe.snapshots.layout import file_digest

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import itemsize_of_code
-from mergepipe.core.values import dataclass
 from mergepipe.operators.influence import Influence, Products
 from mergepipe.operators.spec import OperatorSpec
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, ITEMSIZE_BY_KERNEL_CODE
-from mergepipe.core.values import dataclass
 from mergepipe.errors import UnsupportedError
 from mergepipe.operators.base import NOTHING_REDUCED, OperatorInput, Plain, RawBlock, Reduced, Scalar
 from mergepipe.operators.influence import Influence, Products, equal_influence

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
-
-from mergepipe.core.values import dataclass
 
 Products = NDArray[np.float64]
 """Per expert <base, base>, <delta, delta>, <base, delta> of one tensor; see `base.Reduced.products_E3`."""

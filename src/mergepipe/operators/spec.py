@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
-
-from mergepipe.core.values import dataclass
 
 
 class Scope(StrEnum):

@@ -6,6 +6,7 @@ Statistics are exact summaries of `delta = expert - base` in float32, or bounds 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,6 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import ALL_TIES, BlockGrid
-from mergepipe.core.values import dataclass
 
 HASH_BYTES = 16
 N_OCTAVES = 16

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
 from mergepipe.core.sizes import LEAST_BARE_BYTES, MAX_SIZE_BYTES, SIZE_UNITS, split_quantity, unit_bytes
-from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError, did_you_mean
 
 _SPEED_EXAMPLES = "write it as 200MB/s or 1.5GiB/s"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
-
-from mergepipe.core.values import dataclass
 
 
 class Policy(StrEnum):

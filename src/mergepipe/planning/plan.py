@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, pairwise
 from operator import le, lt
 
 from mergepipe.core.canonical_json import canonical_json, digest_of
 from mergepipe.core.notebooks import Displayed
 from mergepipe.core.notices import Notice
-from mergepipe.core.values import dataclass
 from mergepipe.operators.statistics import Cut
 from mergepipe.reports import Sampling
 from mergepipe.storage.prices import Duration, Speeds

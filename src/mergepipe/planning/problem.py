@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.core.values import dataclass
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, Resolution
 from mergepipe.storage.prices import Speeds

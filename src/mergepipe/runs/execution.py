@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.open_files import PinnedFile, pin_files
-from mergepipe.core.values import dataclass
 from mergepipe.engine.executors.contract import Executor
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.work import MergeWork

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from pathlib import Path
 import mergepipe
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.outcome import private_outputs, published_but
-from mergepipe.core.values import dataclass
 from mergepipe.engine.executors.contract import Executor
 from mergepipe.engine.executors.threads import ThreadExecutor
 from mergepipe.engine.observer import Observer

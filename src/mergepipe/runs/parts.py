@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mergepipe
 from mergepipe.checkpoints.contract import NeedsBase
 from mergepipe.core.canonical_json import canonical_json
-from mergepipe.core.values import dataclass
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.tensor_work import operator_input

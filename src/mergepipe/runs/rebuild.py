@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import DTYPES, element_count
 from mergepipe.core.notices import Notice
-from mergepipe.core.values import dataclass
 from mergepipe.engine.executors.threads import ThreadExecutor
 from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_output
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError
 from mergepipe.options import (
     DEFAULT_SHARD_BYTES,

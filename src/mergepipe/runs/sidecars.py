@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mergepipe.checkpoints.formats.config_json import config_bytes, parse_config
@@ -14,7 +15,6 @@ from mergepipe.checkpoints.tokenizers.chat_templates import (
 )
 from mergepipe.checkpoints.tokenizers.embeddings import VOCAB_SIZE_KEY
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME, SETTINGS_NAME, TOKENIZER_NAMES
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError
 from mergepipe.recipes.resolve.adapted_config import parsed_config, text_sections, with_dtype, with_layers
 from mergepipe.runs.publication.input_cards import InputCard, read_input_card

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from blake3 import blake3
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, UnsupportedError
 
 BLOCKS_NAME = "mergepipe.blocks"

@@ -6,12 +6,11 @@ import base64
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 from mergepipe.core.canonical_json import canonical_json
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MergePipeError
 from mergepipe.snapshots.block_digests import DIGEST_BYTES, root_of
 from mergepipe.snapshots.shards import TensorDigest

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import NoReturn
 
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, BlockGrid, DType, element_count
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError
 from mergepipe.snapshots.block_digests import BLOCKS_NAME, BlockTable, block_table_of
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, OutputTensor

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from blake3 import blake3
 
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.core.values import dataclass
 
 MANIFEST_NAME = "mergepipe.json"
 CARD_NAME = "README.md"

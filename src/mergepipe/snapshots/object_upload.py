@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 from mergepipe.checkpoints.formats.weight_files import STORE_HEADER_NAME
 from mergepipe.core.canonical_json import canonical_json, digest_of
 from mergepipe.core.outcome import note_committed
-from mergepipe.core.values import dataclass
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, StorageError, UnsupportedError
 from mergepipe.snapshots.layout import small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME

@@ -10,7 +10,7 @@ share stays.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import reduce
 from operator import add
@@ -18,7 +18,6 @@ from typing import TypeVar
 
 from mergepipe.core.canonical_json import canonical_json
 from mergepipe.core.json_fields import JsonFields
-from mergepipe.core.values import dataclass
 from mergepipe.snapshots.parts_place import PARTS_FORMAT, PartsPlace, parsed_record
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.owner import Owner, is_alive, this_process

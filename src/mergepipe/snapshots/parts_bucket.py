@@ -12,11 +12,11 @@ import contextlib
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import ConflictError, MergePipeError, OutputError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload, is_uploading, no_conditions, written_names

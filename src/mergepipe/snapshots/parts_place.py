@@ -13,12 +13,12 @@ import base64
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
 from mergepipe.core.canonical_json import canonical_json, digest_of, parse_digestible
 from mergepipe.core.json_fields import FieldCodes, JsonFields
-from mergepipe.core.values import dataclass
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError
 from mergepipe.snapshots.block_digests import DIGEST_BYTES, root_of
 from mergepipe.snapshots.shards import TensorDigest

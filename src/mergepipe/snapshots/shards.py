@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -14,7 +15,6 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DType, element_count
-from mergepipe.core.values import dataclass
 from mergepipe.snapshots.block_digests import DIGEST_BYTES, BlockTable, block_digest, root_of
 from mergepipe.storage.buffers import round_up
 from mergepipe.storage.ledger import Ledger

@@ -10,11 +10,11 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from mergepipe.core.outcome import note_committed
-from mergepipe.core.values import dataclass
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, PublishedError, StorageError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage import owned

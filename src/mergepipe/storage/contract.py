@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from mergepipe.core.values import dataclass
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import LimitError
 
 K = TypeVar("K")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import total_ordering
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote, unquote
 
 from mergepipe.core.escaping import WrittenAsText
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MergePipeError, RecipeError
 
 OBJECT_SCHEMES = ("s3", "gs", "az")

@@ -9,11 +9,10 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.limits import OWNER_BYTES
 from mergepipe.storage.owned import (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-
-from mergepipe.core.values import dataclass
 
 _NANOSECONDS = 1e9
 _MOST_LEVELS = 16

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from mergepipe.core.bounds import positive
-from mergepipe.core.values import dataclass
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
 from mergepipe.core.blocks import DType, Span, element_count
-from mergepipe.core.values import dataclass
 from mergepipe.storage.location import Location
 from mergepipe.tailor.formats.pickle_node import PicklePath
 from mergepipe.tailor.units import ModelUnits

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MergePipeError, RecipeError, did_you_mean
 from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, ModelUnits, Unit, UnitKind
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-
-from mergepipe.core.values import dataclass
 
 
 class UnitKind(IntEnum):

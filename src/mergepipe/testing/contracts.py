@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, F32, GRAIN_ELEMENTS
-from mergepipe.core.values import dataclass
 from mergepipe.engine.reductions.block_reductions import make_reduction
 from mergepipe.engine.reductions.staged_reduction import Needs, StagedReduction
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, MagnitudeCut, Operator, OperatorInput, Scalar

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DType
-from mergepipe.core.values import dataclass
 
 STORED_DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,6 @@ from mergepipe.checkpoints.contract import Fetch, TensorEntry
 from mergepipe.checkpoints.range_reads import decoded_into, read_span
 from mergepipe.checkpoints.read_cost import block_cost_bytes
 from mergepipe.core.blocks import F32, DType, Span
-from mergepipe.core.values import dataclass
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location

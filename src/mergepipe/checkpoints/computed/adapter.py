@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from blake3 import blake3
@@ -20,7 +20,6 @@ from mergepipe.checkpoints.formats.adapter_config import MERGE_HINT, AdapterConf
 from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.formats.weight_files import ADAPTER_CONFIG_NAME, ADAPTER_NAMES
 from mergepipe.core.blocks import DTypeKind
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from mergepipe.checkpoints.formats.strict_json import shown
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MismatchError, did_you_mean
 
 _FEWEST_PARTS = 2  # what is left of a name after its prefix is gone must still say something

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from mergepipe.checkpoints.computed.stacked import Stacked
 from mergepipe.checkpoints.contract import Checkpoint, IndexedEntry, Readable, TensorEntry
-from mergepipe.core.values import dataclass
 
 ROUTER = -1
 _MOST_EXPERTS = 1 << 16

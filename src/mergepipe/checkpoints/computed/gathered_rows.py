@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Fetch, Readable, TensorEntry
 from mergepipe.core.blocks import DELTA_FLAG, F32, DType, Span, element_count
-from mergepipe.core.values import dataclass
 from mergepipe.storage import ranges
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer
 from mergepipe.storage.contract import RangeFile

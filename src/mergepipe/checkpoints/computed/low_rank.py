@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.range_reads import read_matrix, whole_cost_bytes
 from mergepipe.core.blocks import DELTA_FLAG, F32, DType, Span, element_count
-from mergepipe.core.values import dataclass
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES

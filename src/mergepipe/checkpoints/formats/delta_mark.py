@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from mergepipe.checkpoints.formats.strict_json import shown
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.location import Location
 

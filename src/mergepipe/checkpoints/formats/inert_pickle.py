@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from mergepipe.checkpoints.formats.inert_values import Record, construct, put_item, resolve_global, storage_of
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.limits import PICKLE_BYTES
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, F64, DType
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, UnsupportedError
 
 _MAX_DIMENSIONS = 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from blake3 import blake3
@@ -11,7 +12,6 @@ from blake3 import blake3
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.formats.strict_json import JsonValue, object_members, shown
 from mergepipe.core.blocks import DTYPES, DType
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import Store

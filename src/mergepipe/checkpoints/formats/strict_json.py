@@ -7,9 +7,9 @@ import math
 import re
 import reprlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NoReturn, TypeAlias
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError
 
 JsonValue: TypeAlias = "dict[str, JsonValue] | list[JsonValue] | str | int | float | bool | None"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
@@ -12,7 +12,6 @@ from mergepipe.checkpoints.formats.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
 from mergepipe.core.canonical_json import canonical_json
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location

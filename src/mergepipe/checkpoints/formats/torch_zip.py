@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from mergepipe.checkpoints.formats.inert_pickle import DEFAULT_LIMITS, load_inert
 from mergepipe.checkpoints.formats.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.formats.zip_directory import MetadataSource, Window, ZipMember, read_zip_directory
 from mergepipe.core.blocks import DType, element_count
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location

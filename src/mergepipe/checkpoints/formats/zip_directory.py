@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.limits import ZIP_DIRECTORY_BYTES
 from mergepipe.storage.location import Location

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.computed.gathered_rows import ZERO, RowMap, RowRange, mean_origin
 from mergepipe.checkpoints.tokenizers.vocabulary import Vocabulary
-from mergepipe.core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

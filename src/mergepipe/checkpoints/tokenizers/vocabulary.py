@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from mergepipe.core.values import dataclass
+from dataclasses import dataclass
 
 MAX_TOKEN_ID = (1 << 24) - 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +18,6 @@ from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import WIDEST_HELP, SectionedCommand, with_option_groups
 from mergepipe.cli.sizes import parse_size
 from mergepipe.core.escaping import printable
-from mergepipe.core.values import dataclass
 from mergepipe.errors import Problem, UnsupportedError
 from mergepipe.options import MergeOptions
 from mergepipe.storage.location import Location

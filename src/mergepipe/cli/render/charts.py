@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-
-from mergepipe.core.values import dataclass
+from dataclasses import dataclass
 
 _TICKS = 5
 

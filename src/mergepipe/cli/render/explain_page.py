@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime
 
 from mergepipe.cli.render.charts import Chart, Line, draw_chart
@@ -15,7 +16,6 @@ from mergepipe.cli.render.verdicts import (
     verdict_sentence,
 )
 from mergepipe.core.units import format_bytes, format_percent, plural
-from mergepipe.core.values import dataclass
 from mergepipe.reports import BudgetVerdict, ExpertShare, Explanation
 
 _SHORT_ID = 12

@@ -5,9 +5,10 @@ Format: `cuts` of the header, and "Levels", in docs/internals/formats/delta-stor
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.tiles.element_codes import Integers
 
 

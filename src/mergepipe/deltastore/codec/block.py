@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, F16, DType, DTypeKind
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.decode import decode_band_deltas, decode_band_values
 from mergepipe.deltastore.codec.encode import BaseContexts, encode_bands, estimate_bands

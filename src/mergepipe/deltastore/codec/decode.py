@@ -6,11 +6,11 @@ Format: "BANDS" and "Levels" in docs/internals/formats/delta-store.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.entropy.rans import SKIPPED, TOTAL, Bits16, padded_length
 from mergepipe.deltastore.codec.entropy.rans_vector_decoder import has_vector_decoder

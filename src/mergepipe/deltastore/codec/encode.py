@@ -5,12 +5,12 @@ Format: "BANDS" in docs/internals/formats/delta-store.md.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.decode import BAND_PIECES
 from mergepipe.deltastore.codec.entropy.contexts import Contexts

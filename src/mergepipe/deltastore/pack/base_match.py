@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
@@ -15,7 +16,6 @@ from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.range_reads import decoded, read_elements
 from mergepipe.core.blocks import DTypeKind, Span
 from mergepipe.core.units import format_percent
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.levels import can_be_base_of
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from mergepipe.checkpoints.contract import Readable, TensorEntry
 from mergepipe.core.blocks import BlockGrid, Span
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.band_sample import Sample, bands_of, fetch_sample, read_sample, sample_of
 from mergepipe.deltastore.codec.block import (
     EncodedBlock,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,6 @@ from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.checkpoint import OpenedStore, read_store
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Readable, TensorEntry
 from mergepipe.core.blocks import Span
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.pack.blocks import BandChooser, BlockGroup, Member, block_bytes

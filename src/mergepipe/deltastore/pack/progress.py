@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mergepipe.core.canonical_json import canonical_json
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.header import INDEX_NAME
 from mergepipe.deltastore.index import ROW_BYTES
 from mergepipe.deltastore.writer import GROWING_FILES, DurableStore, index_digest, read_rows

@@ -10,11 +10,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final
 
 import mergepipe
-from mergepipe.core.values import dataclass
 from mergepipe.errors import (
     ConflictError,
     LimitError,

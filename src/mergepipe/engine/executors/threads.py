@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from mergepipe.core.values import dataclass
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.observer import SILENT, Observer
 from mergepipe.engine.work import EngineOptions, MergeWork, PartResult, whole

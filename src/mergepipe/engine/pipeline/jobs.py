@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import F32, itemsize_of_code
-from mergepipe.core.values import dataclass
 from mergepipe.engine.observer import Tap
 from mergepipe.engine.pipeline.segment_layout import Piece, SegmentLayout
 from mergepipe.engine.pipeline.segments import HoldLimits, JobShape, SegmentShape

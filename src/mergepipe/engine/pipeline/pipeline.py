@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from operator import attrgetter
 from pathlib import Path
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.checkpoints.contract import NO_TURNS, ComputedTensor, NeedsBase, TensorEntry, Turns, Unchanged
-from mergepipe.core.values import dataclass
 from mergepipe.engine.pipeline.jobs import Afterwards, Job, Pass, Stage
 from mergepipe.engine.pipeline.segment_layout import Computation, Piece, Read, SegmentLayout, is_on_base, lay_out
 from mergepipe.engine.pipeline.segments import SegmentShape

@@ -6,13 +6,13 @@ Pure planning: no file is opened.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import ComputedTensor, NeedsBase, Readable, TensorEntry
 from mergepipe.core.blocks import Span
-from mergepipe.core.values import dataclass
 from mergepipe.engine.pipeline.segments import Run, SegmentShape
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import PAGE_BYTES, round_up

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mergepipe.checkpoints.contract import (
     LeveledTensor,
@@ -19,7 +19,6 @@ from mergepipe.checkpoints.contract import (
 )
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, Span
 from mergepipe.core.units import size_option
-from mergepipe.core.values import dataclass
 from mergepipe.errors import LimitError
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import PAGE_BYTES, round_up

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import starmap
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.values import dataclass
 from mergepipe.operators.base import InnerProducts, MagnitudeBand, MagnitudeCut, Reduced, ReductionRequest
 from mergepipe.operators.statistics import NOTHING_KEPT, Cut, TensorStatistics, rank_of_density
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import ALL_TIES, DELTA_FLAG, ITEMSIZE_BY_KERNEL_CODE
-from mergepipe.core.values import dataclass
 from mergepipe.operators.base import RawBlock
 from mergepipe.operators.statistics import NOTHING_KEPT_BITS, Cut, tie_key
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mergepipe.core.values import dataclass
+from dataclasses import dataclass
+
 from mergepipe.engine.reductions.block_reductions import Reduction, make_reduction
 from mergepipe.engine.reductions.known_quantities import NOTHING_KNOWN, KnownQuantities
 from mergepipe.operators.base import (

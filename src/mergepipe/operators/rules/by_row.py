@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.values import dataclass
 from mergepipe.operators.base import RawBlock
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.values import dataclass
 from mergepipe.operators.base import RawBlock
 from mergepipe.operators.statistics import Cut
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from mergepipe.core.values import dataclass
 from mergepipe.operators.base import Operator, OperatorInput, Plain, Reduced
 from mergepipe.operators.influence import Influence, Products
 from mergepipe.operators.rules.elementwise import ElementwiseRule

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, F32, itemsize_of_code
-from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError
 from mergepipe.operators.base import (
     NOTHING_REDUCED,

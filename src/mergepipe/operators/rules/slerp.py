@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from mergepipe.core.values import dataclass
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
     InnerProducts,

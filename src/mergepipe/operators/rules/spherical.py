@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import combinations
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import UnsupportedError
 from mergepipe.operators.base import (
     NOTHING_REDUCED,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,6 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import ComputedTensor, TensorEntry, Unchanged
 from mergepipe.checkpoints.read_cost import block_costs_bytes
 from mergepipe.core.blocks import Span
-from mergepipe.core.values import dataclass
 from mergepipe.errors import UnsupportedError
 from mergepipe.recipes.resolve.tasks import MergeTask
 

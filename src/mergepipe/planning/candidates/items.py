@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.values import dataclass
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.known_statistics import KnownStatistics
 from mergepipe.planning.candidates.level_ladders import ALL, NO_LADDERS, Ladders, ladder_steps

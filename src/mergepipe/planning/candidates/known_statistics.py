@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.core.values import dataclass
 from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, TensorStatistics
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.level_ladders import NO_LADDERS, Ladder, Ladders

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import LeveledTensor, Unchanged, as_leveled
-from mergepipe.core.values import dataclass
 from mergepipe.operators.base import Operator
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.operator_rules import operator_input

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import LeveledTensor
-from mergepipe.core.values import dataclass
 from mergepipe.storage.prices import NO_DECODING, DecodingPrices, Speeds
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import as_leveled
-from mergepipe.core.values import dataclass
 from mergepipe.operators.influence import Election
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.items import Candidates

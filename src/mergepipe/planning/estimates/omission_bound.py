@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.values import dataclass
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.known_statistics import KnownStatistics
 from mergepipe.planning.candidates.operator_rules import Rules

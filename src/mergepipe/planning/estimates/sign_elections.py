@@ -12,13 +12,12 @@ can turn a sign, are added element by element.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
-
-from mergepipe.core.values import dataclass
 
 SAMPLE_ELEMENTS = 4096
 _QUANTILES = 512

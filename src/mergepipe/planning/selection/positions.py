@@ -7,13 +7,13 @@ positions whose number is below their tensor's probability, which grows with the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import GRAIN_ELEMENTS
-from mergepipe.core.values import dataclass
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.items import Candidates
 from mergepipe.planning.candidates.level_ladders import ALL

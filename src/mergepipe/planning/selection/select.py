@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.values import dataclass
 from mergepipe.planning.candidates.items import Candidates, Items
 from mergepipe.planning.selection.gaps import Gaps
 from mergepipe.planning.selection.policy_order import Order

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
-from mergepipe.core.values import dataclass
 from mergepipe.operators.spec import OperatorSpec, Scope
 from mergepipe.recipes.parse.fields import DocumentReader, describe
 from mergepipe.recipes.parse.names_elsewhere import key_elsewhere, parameter_elsewhere, parameter_names

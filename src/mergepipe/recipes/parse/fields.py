@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import isfinite
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError, did_you_mean
 from mergepipe.recipes.parse.names_elsewhere import key_elsewhere
 from mergepipe.recipes.parse.problems import Findings, near_miss

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeAlias
-
-from mergepipe.core.values import dataclass
 
 Scalar: TypeAlias = float | bool
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 from mergepipe.core.notices import Notice, notice_at, told_once
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MergePipeError, Problem, RecipeError
 
 MAX_LISTED = 50

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeAlias
 
 from mergepipe.core.blocks import DType
 from mergepipe.core.notices import Notice
-from mergepipe.core.values import dataclass
 from mergepipe.operators.spec import OperatorSpec
 from mergepipe.recipes.parse.parameter_values import Scalar, Setting
 from mergepipe.storage.location import Location

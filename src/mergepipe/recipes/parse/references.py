@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from mergepipe.checkpoints.model_names import ModelName, resolve_model_name
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, StorageError
 from mergepipe.recipes.parse.fields import DocumentReader
 from mergepipe.recipes.parse.recipe import ModelInput, Setting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
@@ -11,7 +12,6 @@ from typing import TypeAlias
 import yaml
 
 from mergepipe.core.escaping import printable
-from mergepipe.core.values import dataclass
 from mergepipe.errors import NotFoundError, Problem, RecipeError, StorageError
 from mergepipe.storage.contract import Store, is_folder
 from mergepipe.storage.limits import RECIPE_BYTES

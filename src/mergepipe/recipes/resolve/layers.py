@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-
-from mergepipe.core.values import dataclass
+from dataclasses import dataclass
 
 # The first number between dots counts layers; later ones count what is inside a layer (experts, sublayers).
 _NUMBERED = re.compile(r"(?:(?P<prefix>.*?)\.)??(?P<index>\d+)\.")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from mergepipe.core.values import dataclass
 from mergepipe.operators.spec import BaseRole, OperatorSpec, Scope
 from mergepipe.recipes.parse.fields import DocumentReader
 from mergepipe.recipes.parse.parameters import global_values, is_constant, model_values

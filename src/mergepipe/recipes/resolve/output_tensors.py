@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from mergepipe.checkpoints.contract import CheckpointKind, Readable
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MismatchError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.operators.spec import BaseRole
 from mergepipe.recipes.parse.problems import Findings

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 from mergepipe.checkpoints.contract import Readable, Source, stored_dtype
 from mergepipe.core.blocks import DType, element_count
 from mergepipe.core.notices import Notice
-from mergepipe.core.values import dataclass
 from mergepipe.recipes.parse.recipe import ModelInput, Scalar
 
 

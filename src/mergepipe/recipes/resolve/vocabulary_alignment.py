@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -19,7 +19,6 @@ from mergepipe.checkpoints.tokenizers.vocabulary import AddedToken, Vocabulary, 
 from mergepipe.checkpoints.tokenizers.vocabulary_files import TokenizerFiles, read_vocabulary
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.canonical_json import canonical_json
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.recipes.parse.recipe import EmbeddingSource, TokenEmbedding, TokenizerRequest, TokenizerSource
 from mergepipe.storage.contract import Store

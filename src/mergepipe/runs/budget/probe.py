@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mergepipe.checkpoints.contract import TensorEntry, files_of
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.read_cost import range_cost_bytes
 from mergepipe.core.blocks import BlockGrid, DTypeKind
-from mergepipe.core.values import dataclass
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.work import AnalysisWork, EngineOptions
 from mergepipe.operators.statistics import TensorStatistics

@@ -7,12 +7,12 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import mergepipe
 from mergepipe.checkpoints.contract import files_of
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MergePipeError
 from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.storage import owned

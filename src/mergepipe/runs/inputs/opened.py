@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -13,7 +13,6 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.tokenizers.unaligned_rows import unaligned_notices
 from mergepipe.checkpoints.tokenizers.vocabulary import counted
 from mergepipe.core.notices import Notice, notice_at, told_once
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MergePipeError
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named

@@ -6,6 +6,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -13,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import F32
-from mergepipe.core.values import dataclass
 from mergepipe.storage import owned
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import os_error

@@ -5,10 +5,10 @@ Legend: M rows, N columns, R rank, S columns of a sketch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
-
-from mergepipe.core.values import dataclass
 
 Matrix = NDArray[np.float32]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.core.values import dataclass
 from mergepipe.engine.observer import Tap
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.reports import NotPacked, PackedExpert

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError
 from mergepipe.recipes.parse.recipe import ModelInput
 from mergepipe.recipes.parse.references import reference_text

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import islice
 
 import yaml
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, NotFoundError
 from mergepipe.runs.publication.hub_ids import is_hub_id
 from mergepipe.snapshots.manifest import CARD_NAME

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME, TOKENIZER_NAMES
 from mergepipe.core.escaping import printable
-from mergepipe.core.values import dataclass
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.parse.written_paths import with_renamed
 from mergepipe.recipes.resolve.adapted_config import parsed_config

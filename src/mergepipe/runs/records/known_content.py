@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,6 @@ from mergepipe.checkpoints.contract import Checkpoint, Source, TensorEntry, file
 from mergepipe.checkpoints.file_digests import read_digests, with_digests
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION, WAITING_BYTES, PassingDigests
-from mergepipe.core.values import dataclass
 from mergepipe.engine.observer import Tap
 from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.recipes.resolve.tasks import MergeTask

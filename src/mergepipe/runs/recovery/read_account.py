@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from mergepipe.core.canonical_json import canonical_json
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError
 from mergepipe.storage import owned
 from mergepipe.storage.limits import ACCOUNT_BYTES

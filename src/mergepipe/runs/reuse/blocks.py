@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,6 @@ from blake3 import blake3
 from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, Span, element_count
-from mergepipe.core.values import dataclass
 from mergepipe.engine.pipeline.segments import Reusable
 from mergepipe.engine.tensor_work import can_reuse
 from mergepipe.engine.work import MergeWork

@@ -8,7 +8,7 @@ output's dtype, the random streams, and the version of the program. Different ke
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 import numpy as np
@@ -18,7 +18,6 @@ import mergepipe
 from mergepipe.checkpoints.contract import Checkpoint, Source, TensorEntry, Unchanged
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.core.canonical_json import canonical_json
-from mergepipe.core.values import dataclass
 from mergepipe.engine.pipeline.segments import Run, full_access
 from mergepipe.engine.tensor_work import operator_input
 from mergepipe.engine.work import MergeWork

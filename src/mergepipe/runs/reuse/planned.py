@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mergepipe.core.values import dataclass
 from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.planning.plan import Plan, ReusedSnapshot, Runs
 from mergepipe.planning.planner import Ranking

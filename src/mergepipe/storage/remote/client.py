@@ -14,6 +14,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from itertools import chain
@@ -22,7 +23,6 @@ from types import ModuleType
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MergePipeError, StorageError, UnsupportedError
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import CONNECT_SECONDS, STALL_SECONDS, Address, Pin

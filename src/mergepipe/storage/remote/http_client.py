@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead, RemoteDisconnected
@@ -27,7 +27,6 @@ from typing import Final
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from mergepipe.core.values import dataclass
 from mergepipe.storage.remote.retry import TRANSIENT_STATUSES, Failure, FailureKind, RequestFailed
 
 STALL_SECONDS: Final = 30.0

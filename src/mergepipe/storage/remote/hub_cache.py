@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from mergepipe.core.values import dataclass
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.remote.hub_listing import COMMIT, GIT, SHA256, HubFile, ModelListing, is_contained
 from mergepipe.storage.remote.hub_names import bare_name

@@ -7,12 +7,12 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from mergepipe.core.values import dataclass
 from mergepipe.storage.contract import Entry, FileKind, FileStatus
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.hub_errors import changed, no_answer

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError, UnsupportedError
 
 DEFAULT_ENDPOINT = "https://huggingface.co"

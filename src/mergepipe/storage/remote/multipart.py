@@ -10,14 +10,13 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Final
 from urllib.parse import parse_qsl, quote, urlsplit, urlunsplit
 from xml.sax.saxutils import unescape
 
-from mergepipe.core.values import dataclass
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import Address, Exchange, HttpClient

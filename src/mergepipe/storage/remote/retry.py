@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.location import Location
 

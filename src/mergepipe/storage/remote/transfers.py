@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import LimitError, MergePipeError, StorageError
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location

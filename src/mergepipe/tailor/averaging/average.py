@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from mergepipe.checkpoints.directory import find_sidecars, list_names
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
 from mergepipe.core.blocks import DType, DTypeKind, Span
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.unpacked_view import UnpackedView
 from mergepipe.errors import LimitError, MismatchError, RecipeError
 from mergepipe.recipes.parse.written_paths import text_with_relative_paths

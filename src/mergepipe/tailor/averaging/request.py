@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from mergepipe.core.blocks import BF16, DTYPES_BY_RECIPE_NAME, F16, F32, DType
 from mergepipe.core.escaping import yaml_document
-from mergepipe.core.values import dataclass
 from mergepipe.errors import NotFoundError, RecipeError, did_you_mean
 from mergepipe.recipes.parse.fields import DocumentReader
 from mergepipe.recipes.parse.problems import Findings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import DType, DTypeKind, Span
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.storage.location import Location
 from mergepipe.tailor.averaging.request import OptimizerState

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.core.blocks import Span
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MismatchError
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, WEIGHT, StoredState, TrainingCheckpoint

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import mergepipe
 from mergepipe.checkpoints.directory import SIDECAR_NAMES
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.unpacked_view import UnpackedView
 from mergepipe.errors import ConflictError
 from mergepipe.recipes.parse.references import real_location

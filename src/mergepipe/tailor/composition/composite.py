@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from blake3 import blake3
 
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.core.values import dataclass
 from mergepipe.errors import NotFoundError
 from mergepipe.snapshots.manifest_json import COMPOSITE_NAME
 from mergepipe.snapshots.recorded_paths import record_without_paths

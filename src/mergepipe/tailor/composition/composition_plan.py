@@ -5,12 +5,11 @@ from __future__ import annotations
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mergepipe.checkpoints.formats.zip_directory import Window
 from mergepipe.core.blocks import ByteRange, DType, Span
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location

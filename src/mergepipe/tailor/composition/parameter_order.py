@@ -7,8 +7,7 @@ model defines them, then those without (norms and biases). A slow test compares 
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-from mergepipe.core.values import dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import Span
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import FP32, StoredState, TrainingCheckpoint

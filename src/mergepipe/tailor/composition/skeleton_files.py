@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from mergepipe.checkpoints.contained_files import is_linked_folder, stat_regular
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.contract import FileKind, Store

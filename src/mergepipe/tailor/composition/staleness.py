@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from mergepipe.checkpoints.formats.strict_json import JsonValue
-from mergepipe.core.values import dataclass
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import AdamStep, TrainingCheckpoint
 from mergepipe.tailor.composition.request.assignment import Assignment

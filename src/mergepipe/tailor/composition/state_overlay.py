@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from mergepipe.checkpoints.contained_files import stat_regular
@@ -12,7 +12,6 @@ from mergepipe.checkpoints.formats.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip, walk_tensors
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
 from mergepipe.recipes.resolve.adapted_config import states_layers, with_layers
 from mergepipe.storage.contract import Store, is_file

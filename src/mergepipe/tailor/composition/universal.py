@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.core.blocks import F32, DType, Span
-from mergepipe.core.values import dataclass
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import FP32, WEIGHT

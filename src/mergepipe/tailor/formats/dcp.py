@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
@@ -17,7 +17,6 @@ from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.checkpoints.formats.zip_directory import Window, read_zip_directory
 from mergepipe.core.blocks import DType, Span, element_count
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import PICKLE_BYTES

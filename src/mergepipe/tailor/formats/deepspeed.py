@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,7 +13,6 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.formats.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.formats.torch_zip import StoredTensor, TorchArchive, read_torch_zip
 from mergepipe.core.blocks import DTYPES, Span, element_count
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.limits import LATEST_BYTES

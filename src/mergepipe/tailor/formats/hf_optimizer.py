@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
@@ -14,7 +15,6 @@ from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
 from mergepipe.core.blocks import DTYPES, Span
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location

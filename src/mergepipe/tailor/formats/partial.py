@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import ClassVar
@@ -13,7 +13,6 @@ from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.core.blocks import DTYPES, Span
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import PARTIAL_MANIFEST_BYTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import NoReturn, TypeVar
@@ -11,7 +12,6 @@ from typing import NoReturn, TypeVar
 from mergepipe.checkpoints.contained_files import is_plain_name
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
 from mergepipe.core.blocks import DTYPES, DType, Span, element_count
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Framework

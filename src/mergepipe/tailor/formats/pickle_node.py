@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from mergepipe.checkpoints.formats.inert_values import Global, PickledTensor, Record
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MergePipeError
 
 PicklePath: TypeAlias = tuple[str | int, ...]  # keys of mappings and places in lists, from the root on

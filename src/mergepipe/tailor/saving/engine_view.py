@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.core.blocks import DType, Span
-from mergepipe.core.values import dataclass
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework
 from mergepipe.tailor.units import ModelUnits, Unit, model_units
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.formats.inert_values import TORCH_DTYPES
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.core.blocks import DType, Span
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.tailor.saving.engine_view import LocalShard, Ranks, SingleRank, Value
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import UnsupportedError
 
 _WRAPPERS = ("module", "_orig_mod")

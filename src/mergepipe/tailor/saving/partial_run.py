@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError
 from mergepipe.tailor.composition.request.save_log import partial_name
 from mergepipe.tailor.saving.background import BackgroundWriter

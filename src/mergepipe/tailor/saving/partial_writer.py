@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from mergepipe.core.blocks import DTYPES
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MergePipeError, Problem, StorageError
 from mergepipe.snapshots.shards import ShardWriter, TensorSpec, plan_shards
 from mergepipe.snapshots.staging import Staging

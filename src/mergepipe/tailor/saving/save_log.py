@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NoReturn
 
 from mergepipe.checkpoints.contained_files import is_plain_name
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError
 from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
 

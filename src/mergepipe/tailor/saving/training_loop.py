@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError
 from mergepipe.tailor.checkpoint import Framework
 from mergepipe.tailor.formats.dcp import METADATA_NAME

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeAlias
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import LimitError, RecipeError
 from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, UnitKind
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from mergepipe.core.blocks import Span
-from mergepipe.core.values import dataclass
 from mergepipe.errors import UnsupportedError
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,7 +37,6 @@ from mergepipe.cli.printing import print_merge_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
 from mergepipe.cli.sizes import optional_size
-from mergepipe.core.values import dataclass
 from mergepipe.options import MergeOptions
 from mergepipe.storage.location import Location
 

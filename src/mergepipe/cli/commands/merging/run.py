@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -26,7 +27,6 @@ from mergepipe.cli.printing import print_merge_report, print_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
 from mergepipe.cli.sizes import optional_size
-from mergepipe.core.values import dataclass
 from mergepipe.errors import RecipeError
 from mergepipe.options import DEFAULT_SHARD_BYTES
 from mergepipe.storage.location import Location

@@ -5,10 +5,11 @@ Format: "Contexts", and the first parts of HEAD, in docs/internals/formats/delta
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.entropy.rans import MAX_CONTEXTS, Bits16
 from mergepipe.deltastore.codec.tiles.element_codes import (
     BF16_MANTISSA_BITS,

@@ -5,11 +5,12 @@ Format: "STANDALONE" in docs/internals/formats/delta-store.md.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DType, DTypeKind
-from mergepipe.core.values import dataclass
 from mergepipe.deltastore.codec.generic.byte_differences import Words, insert_plane
 from mergepipe.deltastore.codec.generic.byte_planes import FORM_PLAIN, FORM_ZERO, decode_plane, encode_plane, plane_room
 from mergepipe.deltastore.codec.generic.byte_reader import ByteReader, concatenate_bytes, corrupt

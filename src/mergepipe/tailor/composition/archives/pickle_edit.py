@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.tailor.composition.archives.torch_writer import InertPickler
 from mergepipe.tailor.formats.pickle_node import PicklePath

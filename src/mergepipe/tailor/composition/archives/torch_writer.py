@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from mergepipe.checkpoints.formats.inert_values import Global, PickledTensor, Record
 from mergepipe.core.blocks import BF16, F16, F32, F64, DType
-from mergepipe.core.values import dataclass
 
 _STORAGES: Mapping[str, str] = MappingProxyType({
     F64.name: "DoubleStorage", F32.name: "FloatStorage", F16.name: "HalfStorage", BF16.name: "BFloat16Storage",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from mergepipe.core.values import dataclass
 from mergepipe.tailor.composition.copy.plan import Checksum, FilePlan, Literal, Segment
 
 _ALIGNMENT = 64

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from mergepipe.core.values import dataclass
 from mergepipe.storage.buffers import PAGE_BYTES, round_up
 from mergepipe.tailor.composition.copy.plan import (
     AverageRange,

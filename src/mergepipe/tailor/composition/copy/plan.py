@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
 
 from mergepipe.core.blocks import DType
-from mergepipe.core.values import dataclass
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Piece, StoredState
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +19,6 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.open_files import allow_open_files
 from mergepipe.core.units import size_option
-from mergepipe.core.values import dataclass
 from mergepipe.errors import LimitError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInput, RawBlock
 from mergepipe.operators.registry import operator_named

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from mergepipe.core.values import dataclass
 from mergepipe.errors import MismatchError, RecipeError, did_you_mean
 from mergepipe.recipes.parse.problems import Findings
 from mergepipe.storage.location import Location

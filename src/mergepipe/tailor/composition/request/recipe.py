@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME, DType
-from mergepipe.core.values import dataclass
 from mergepipe.errors import NotFoundError, Problem, RecipeError, did_you_mean
 from mergepipe.recipes.parse.fields import DocumentReader, describe
 from mergepipe.recipes.parse.problems import Findings

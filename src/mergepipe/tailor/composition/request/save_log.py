@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from mergepipe.core.escaping import yaml_document
-from mergepipe.core.values import dataclass
 from mergepipe.errors import NotFoundError
 from mergepipe.storage.contract import FileKind, Store, is_file
 from mergepipe.storage.limits import SAVE_LOG_BYTES
