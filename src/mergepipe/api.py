@@ -44,6 +44,8 @@ from mergepipe.options import (
 from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
+    from datetime import date
+
     from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
     from mergepipe.jobs.load import LoadedTensors
     from mergepipe.planning.plan import Plan
@@ -662,11 +664,28 @@ def extract_lora(
 # --- looking after snapshots ---
 
 
-def list_snapshots(*, home: str | Path | None = None) -> tuple[SnapshotReport, ...]:
-    """List every snapshot that the catalog knows, newest first."""
+def list_snapshots(
+    *,
+    contained: str | Path | None = None,
+    operator: str | None = None,
+    since: date | None = None,
+    until: date | None = None,
+    home: str | Path | None = None,
+) -> tuple[SnapshotReport, ...]:
+    """List the snapshots that the catalog knows, newest first.
+
+    Args:
+        contained: only those that this model is in, directly or through snapshots that they were made from: its path,
+            that of a file in it, its name, its address on the Hub (`hf://org/name`, with or without a commit), or seven
+            or more first digits of a commit, a content digest or a sid.
+        operator: only those that this operator made.
+        since, until: only those that were made between these days (UTC), both included.
+        home: the catalog's home.
+    """
     from mergepipe.runs import snapshots
 
-    return snapshots.list_snapshots(home_of(home))
+    reference = None if contained is None else str(contained)
+    return snapshots.list_snapshots(home_of(home), contained=reference, operator=operator, since=since, until=until)
 
 
 def show(snapshot: str | Path, *, home: str | Path | None = None) -> SnapshotReport:
@@ -680,11 +699,16 @@ def show(snapshot: str | Path, *, home: str | Path | None = None) -> SnapshotRep
     return show_snapshot(str(snapshot), home_of(home))
 
 
-def lineage(snapshot: str | Path, *, home: str | Path | None = None) -> tuple[LineageNode, ...]:
-    """Trace all that went into a snapshot through all generations: a tree in preorder. Raises as `show` does."""
+def lineage(snapshot: str | Path, *, down: bool = False, home: str | Path | None = None) -> tuple[LineageNode, ...]:
+    """Trace all that went into a snapshot through all generations: a tree in preorder. Raises as `show` does.
+
+    Args:
+        down: trace what was made from the snapshot instead. The bytes of a node are those that it read of its parent.
+        home: the catalog's home.
+    """
     from mergepipe.runs.snapshots import trace_lineage
 
-    return trace_lineage(str(snapshot), home_of(home))
+    return trace_lineage(str(snapshot), home_of(home), down=down)
 
 
 def diff(

@@ -14,9 +14,10 @@ from catalog_cases import NOON, WEIGHTS_NAME, make_manifest, publish, rewrite
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.manifests import parse_manifest
-from mergepipe.catalog.rows import LineageNode
+from mergepipe.catalog.rows import InputRow, LineageNode, SnapshotRow
+from mergepipe.catalog.snapshots import containing
 from mergepipe.errors import CorruptError, NotFoundError, RecipeError, UnsupportedError
-from mergepipe.snapshots.manifest import Coverage, Manifest
+from mergepipe.snapshots.manifest import Coverage, Manifest, RealizedBytes
 
 
 def shape_of(nodes: tuple[LineageNode, ...]) -> list[str]:
@@ -204,6 +205,73 @@ def test_lineage__is_not_bound_by_recursion(tmp_path: Path) -> None:
         finally:
             sys.setrecursionlimit(limit)
         assert max(node.depth for node in nodes) == 400
+
+
+def test_lineage__down_shows_what_was_made_from_a_snapshot(tmp_path: Path) -> None:
+    edges = {"one": ("base", "x"), "two": ("base", "one", "y"), "three": ("two", "one"), "other": ("base",)}
+    with Catalog.open(tmp_path / "home") as catalog:
+        generations(catalog, tmp_path, edges)
+        nodes = catalog.lineage(tmp_path / "one", down=True)
+        assert shape_of(nodes) == ["one", " two", "  three", " three*"]
+        assert [node.role for node in nodes] == ["snapshot", "expert", "base", "expert"]
+        assert shape_of(catalog.lineage(tmp_path / "three", down=True)) == ["three"]
+
+
+def test_lineage__down_ends_where_a_cycle_closes(tmp_path: Path) -> None:
+    with Catalog.open(tmp_path / "home") as catalog:
+        for name in ("a", "b"):
+            publish(tmp_path / name)
+        for name, source in (("a", "b"), ("b", "a")):
+            catalog.record_snapshot(make_manifest(name, (tmp_path / source,)), tmp_path / name, created=NOON)
+        assert shape_of(catalog.lineage(tmp_path / "a", down=True)) == ["a", " b", "  a*"]
+
+
+def row_with(name: str, **fields: str) -> SnapshotRow:
+    """A row of one input that has these fields."""
+    source = replace(InputRow("expert", "m", "/m", None, 1, None), **fields)  # type: ignore[arg-type]
+    return SnapshotRow(name, Path("/out") / name, "ties", NOON, None, "d", RealizedBytes(0, 0, 0, 0, 0), (source,))
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+HUB_PATH = f"hf://org/math@{COMMIT}"
+
+
+@pytest.mark.parametrize(
+    ("reference", "fields"),
+    [
+        ("/models/math", {"path": "/models/math"}),
+        ("/models/math/model.safetensors", {"path": "/models/math"}),
+        ("math", {"path": "/models/math"}),
+        ("../models/math", {"model": "../models/math"}),
+        ("/models/lora", {"path": "/models/math+/models/lora"}),
+        ("math", {"path": HUB_PATH}),
+        ("hf://org/math", {"path": HUB_PATH}),
+        (HUB_PATH, {"path": HUB_PATH}),
+        (COMMIT[:7], {"path": HUB_PATH}),
+        (COMMIT, {"path": f"/hub/models--org--math/snapshots/{COMMIT}"}),
+        ("abcdef0", {"content_id": "abcdef0123"}),
+        ("abcdef0", {"sid": "abcdef0123"}),
+    ],
+)
+def test_containing__a_model_is_known_by_path_file_name_address_commit_and_digest(
+    reference: str, fields: dict[str, str]
+) -> None:
+    wanted = row_with("wanted", **fields)
+    assert containing((wanted, row_with("other", path="/models/mathematics")), reference) == (wanted,)
+
+
+@pytest.mark.parametrize("reference", ["mat", "/models", "hf://org/mat", "/models/math2", "nothing", COMMIT[:6]])
+def test_containing__parts_of_names_are_no_names(reference: str) -> None:
+    rows = (row_with("one", path="/models/math"), row_with("two", path=HUB_PATH))
+    assert containing(rows, reference) == ()
+
+
+def test_containing__goes_through_generations(tmp_path: Path) -> None:
+    edges = {"one": ("base", "x"), "two": ("base", "one"), "three": ("two",), "other": ("base",)}
+    with Catalog.open(tmp_path / "home") as catalog:
+        generations(catalog, tmp_path, edges)
+        rows = containing(catalog.snapshots(), "x")
+        assert sorted(row.path.name for row in rows) == ["one", "three", "two"]
 
 
 def with_fields(**fields: object) -> bytes:

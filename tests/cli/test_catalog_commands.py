@@ -114,6 +114,45 @@ def test_lineage__goes_through_generations(work: Workplace, run: Runner) -> None
     ]  # fmt: skip
 
 
+def test_ls__filters_by_model_operator_and_day(work: Workplace, run: Runner) -> None:
+    recipe = work.root / "one.yml"
+    recipe.write_text(
+        "merge_method: task_arithmetic\nbase_model: family/base\nmodels:\n"
+        "- {model: family/expert-1, parameters: {weight: 1}}\n"
+    )
+    run("merge", work.recipe, work.out, "-q")
+    run("merge", recipe, work.root / "one", "-q")
+
+    def listed(*filters: str) -> list[str]:
+        return [Path(row["path"]).name for row in run("ls", *filters, "--json").json()["snapshots"]]
+
+    assert listed() == listed("--with", "family/expert-1") == listed("--since", "2020-01-01") == ["one", "out"]
+    assert listed("--with", "expert-2") == ["out"]
+    assert listed("--operator", "task_arithmetic", "--with", "family/base") == ["one"]
+    assert listed("--with", "family/none") == listed("--until", "2020-01-01") == listed("--operator", "slerp") == []
+    assert listed("--since", "2100-01-01") == []
+    assert run("ls", "--since", "yesterday").exit_code == 2
+
+
+@pytest.mark.usefixtures("catalog")
+def test_lineage__down_shows_what_was_made_from_a_snapshot(work: Workplace, run: Runner) -> None:
+    recipe = work.root / "second.yml"
+    recipe.write_text(
+        "merge_method: linear\nbase_model: family/base\nmodels:\n- {model: out, parameters: {weight: 1}}\n"
+    )
+    second = work.root / "second"
+    run("merge", recipe, second, "-q")
+    nodes = run("lineage", work.out, "--down", "--json").json()["nodes"]
+    assert [(node["depth"], node["role"], node["path"]) for node in nodes] == [
+        (0, "snapshot", str(work.out)), (1, "expert", str(second)),
+    ]  # fmt: skip
+    assert nodes[1]["sid"] == sid_of(second)
+    lines = run("lineage", work.out, "--down").out.splitlines()
+    assert lines[1].startswith(f"└─ expert of {second} = linear {sid_of(second)[:12]}, ")
+    graph = run("lineage", work.out, "--down", "--dot").out
+    assert f'"{sid_of(work.out)}" -> "{sid_of(second)}"' in graph
+
+
 def test_lineage__of_a_snapshot_that_is_not_recorded_says_what_to_do(work: Workplace, run: Runner) -> None:
     run("merge", work.recipe, work.out, "-q", "--no-catalog")
     ran = run("lineage", work.out)

@@ -275,10 +275,14 @@ class Catalog:
         with self._database.read_transaction() as connection:
             return snapshots.coverage_of(connection, snapshots.one_snapshot(connection, reference))
 
-    def lineage(self, reference: str | Path) -> tuple[LineageNode, ...]:
-        """Return all direct and indirect inputs of a snapshot: a tree in preorder. Raises as `snapshot` does."""
+    def lineage(self, reference: str | Path, *, down: bool = False) -> tuple[LineageNode, ...]:
+        """Return all that a snapshot was made from, or with `down` all that is made from it: a tree in preorder.
+
+        Raises as `snapshot` does.
+        """
         with self._database.read_transaction() as connection:
-            return snapshots.lineage(connection, snapshots.one_snapshot(connection, reference))
+            trace = snapshots.descent if down else snapshots.lineage
+            return trace(connection, snapshots.one_snapshot(connection, reference))
 
     def forget(self, reference: str | Path | SnapshotRow) -> SnapshotRow:
         """Remove a snapshot from the catalog, not from the disk. Raises as `snapshot` does, but not for a row."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +22,8 @@ from mergepipe.snapshots.manifest import RealizedBytes
 from mergepipe.storage.contract import Store
 
 MIN_PREFIX_DIGITS = 4
+_DIGITS = re.compile(r"[0-9a-f]{7,64}")
+_COMMIT_DIGITS = 40
 _COLUMNS = """
     pk, sid, path, operator, created, plan_digest, manifest_digest,
     base_bytes, expert_bytes, analysis_bytes, metadata_bytes, output_bytes
@@ -206,6 +211,64 @@ def lineage(connection: sqlite3.Connection, root: SnapshotRow) -> tuple[LineageN
             expanded.add(snapshot.sid)
             pending.extend(_input_node(node.depth + 1, source) for source in reversed(snapshot.inputs))
     return tuple(nodes)
+
+
+def descent(connection: sqlite3.Connection, root: SnapshotRow) -> tuple[LineageNode, ...]:
+    """Return the snapshots that are made from one, directly or indirectly, as a tree in preorder, oldest first.
+
+    Role and bytes of a node are those of its parent in it. A snapshot is expanded once.
+    """
+    children: dict[str, dict[str, tuple[InputRow, SnapshotRow]]] = {}
+    for child in all_snapshots(connection):
+        for source in child.inputs:
+            if source.sid is not None:
+                children.setdefault(source.sid, {}).setdefault(child.sid, (source, child))
+    nodes: list[LineageNode] = []
+    expanded: set[str] = set()
+    pending = [LineageNode(0, "snapshot", str(root.path), str(root.path), root.sid, root.operator, None)]
+    while pending:
+        node = pending.pop()
+        sid = str(node.sid)
+        nodes.append(replace(node, is_repeated=sid in expanded))
+        if sid in expanded:
+            continue
+        expanded.add(sid)
+        pending.extend(
+            LineageNode(node.depth + 1, source.role, str(row.path), str(row.path), row.sid, row.operator,
+                        source.read_bytes)
+            for source, row in children.get(sid, {}).values()
+        )  # fmt: skip
+    return tuple(nodes)
+
+
+def containing(rows: Sequence[SnapshotRow], reference: str) -> tuple[SnapshotRow, ...]:
+    """Keep the snapshots that a model is in: as an input of their own, or of snapshots they are made from.
+
+    `reference` is a path (of a model or of a file in it), a name, an `hf://` address, or the first digits of a commit,
+    a content digest or a sid.
+    """
+    holding = {row.sid for row in rows if any(_is_named(source, reference) for source in row.inputs)}
+    inherited = holding
+    while inherited:
+        inherited = {row.sid for row in rows if any(source.sid in inherited for source in row.inputs)} - holding
+        holding |= inherited
+    return tuple(row for row in rows if row.sid in holding)
+
+
+def _is_named(source: InputRow, reference: str) -> bool:
+    places = (source.path, *source.path.split("+"))  # of a model with an adapter each by itself
+    if reference.startswith("hf://"):
+        return any(place == reference or place.startswith((f"{reference}@", f"{reference}/")) for place in places)
+    names = {part for place in places for part in re.split("[/@]", place)}
+    if _DIGITS.fullmatch(reference):
+        digests = (source.content_id, source.sid, *(name for name in names if len(name) == _COMMIT_DIGITS))
+        if any(digest is not None and digest.startswith(reference) for digest in digests):
+            return True
+    real = os.path.realpath(reference)
+    last_names = (place.rstrip("/").rpartition("/")[2].partition("@")[0] for place in places)
+    return reference in (source.model, *places, *last_names) or any(
+        real == place or real.startswith(f"{place}/") for place in places if place.startswith("/")
+    )
 
 
 def _node_of(node: LineageNode, snapshot: SnapshotRow, *, is_repeated: bool) -> LineageNode:

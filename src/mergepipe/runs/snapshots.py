@@ -6,13 +6,14 @@ A missing catalog counts as empty and is not created.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime
+from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.manifests import SnapshotRecord, read_manifest, sid_of_unchanged_input
+from mergepipe.catalog.snapshots import containing
 from mergepipe.errors import NotFoundError
 from mergepipe.reports import SnapshotInput, SnapshotReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
@@ -30,10 +31,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def list_snapshots(home: Path) -> tuple[SnapshotReport, ...]:
-    """List every snapshot in the catalog, newest first."""
-    rows = _with_catalog(home, lambda catalog: catalog.snapshots())
-    return tuple(_of_row(row) for row in rows or ())
+def list_snapshots(
+    home: Path, *, contained: str | None, operator: str | None, since: date | None, until: date | None
+) -> tuple[SnapshotReport, ...]:
+    """List the snapshots in the catalog, newest first; see `api.list_snapshots`."""
+    rows = _with_catalog(home, lambda catalog: catalog.snapshots()) or ()
+    if contained is not None:
+        rows = containing(rows, contained)
+    return tuple(
+        _of_row(row)
+        for row in rows
+        if operator in (None, row.operator)
+        and (since is None or row.created.date() >= since)
+        and (until is None or row.created.date() <= until)
+    )
 
 
 def show_snapshot(reference: str, home: Path) -> SnapshotReport:
@@ -53,8 +64,8 @@ def show_snapshot(reference: str, home: Path) -> SnapshotReport:
         return _of_manifest(read_manifest(Stores(), path), path.absolute(), created)
 
 
-def trace_lineage(reference: str, home: Path) -> tuple[LineageNode, ...]:
-    """List everything that went into a catalogued snapshot, as a tree in preorder.
+def trace_lineage(reference: str, home: Path, *, down: bool) -> tuple[LineageNode, ...]:
+    """List everything that went into a catalogued snapshot, or with `down` came of it, as a tree in preorder.
 
     Raises:
         NotFoundError: `snapshot.unknown`, `snapshot.not-recorded`.
@@ -70,7 +81,7 @@ def trace_lineage(reference: str, home: Path) -> tuple[LineageNode, ...]:
         raise NotFoundError.of(
             "snapshot.not-recorded", reference, "a snapshot that is not in the catalog", hint
         ) from None
-    return _with_catalog(home, lambda catalog: catalog.lineage(row.path)) or ()
+    return _with_catalog(home, lambda catalog: catalog.lineage(row.path, down=down)) or ()
 
 
 def catalog_statistics(home: Path) -> CatalogStats:

@@ -60,9 +60,10 @@ def _sid_text(sid: str | None) -> str:
     return "" if sid is None else f", snapshot {sid[:SHORT_SID]}"
 
 
-def lineage_tree(nodes: Sequence[LineageNode]) -> str:
-    """The tree, one line a node."""
-    return "\n".join(f"{_branch(nodes, i)}{printable(_node_text(node))}" for i, node in enumerate(nodes))
+def lineage_tree(nodes: Sequence[LineageNode], *, down: bool = False) -> str:
+    """The tree, one line a node; `down` from a snapshot to what was made from it."""
+    texts = (_node_text(node, " of" if down and node.depth else "") for node in nodes)
+    return "\n".join(f"{_branch(nodes, i)}{printable(text)}" for i, text in enumerate(texts))
 
 
 def _branch(nodes: Sequence[LineageNode], index: int) -> str:
@@ -81,11 +82,11 @@ def _goes_on(nodes: Sequence[LineageNode], index: int, depth: int) -> bool:
     return False
 
 
-def _node_text(node: LineageNode) -> str:
+def _node_text(node: LineageNode, of: str) -> str:
     name = node.model if node.depth else str(node.path)
     made = f" = {node.operator} {node.sid[:SHORT_SID]}" if node.operator and node.sid else ""
     read = f", {format_bytes(node.read_bytes)} read" if node.read_bytes is not None else ""
-    return f"{node.role} {name}{made}{read}{', unfolded above' if node.is_repeated else ''}"
+    return f"{node.role}{of} {name}{made}{read}{', unfolded above' if node.is_repeated else ''}"
 
 
 def catalog_table(stats: CatalogStats) -> str:

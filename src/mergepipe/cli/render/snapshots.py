@@ -117,12 +117,13 @@ def _changes_table(report: SnapshotDiff) -> str:
     return table if more <= 0 else f"{table}\nand {plural(more, 'tensor')} more"
 
 
-def lineage_dot(nodes: Sequence[LineageNode]) -> str:
+def lineage_dot(nodes: Sequence[LineageNode], *, down: bool = False) -> str:
     """The lineage as a graph in the DOT language: every input points to what was made from it."""
-    return "\n".join(["digraph lineage {", "  rankdir=LR;", "  node [shape=box];", *_dot_lines(nodes), "}"])
+    lines = _dot_lines(nodes, down=down)
+    return "\n".join(["digraph lineage {", "  rankdir=LR;", "  node [shape=box];", *lines, "}"])
 
 
-def _dot_lines(nodes: Sequence[LineageNode]) -> Iterator[str]:
+def _dot_lines(nodes: Sequence[LineageNode], *, down: bool) -> Iterator[str]:
     parents: list[str] = []
     labelled: set[str] = set()
     for node in nodes:
@@ -133,7 +134,8 @@ def _dot_lines(nodes: Sequence[LineageNode]) -> Iterator[str]:
             yield f"  {name} [label={_quoted(node.model if node.depth else str(node.path), *made)}];"
         del parents[node.depth :]
         if parents:
-            yield f"  {name} -> {parents[-1]} [label={_quoted(node.role)}];"
+            start, end = (parents[-1], name) if down else (name, parents[-1])
+            yield f"  {start} -> {end} [label={_quoted(node.role)}];"
         parents.append(name)
 
 

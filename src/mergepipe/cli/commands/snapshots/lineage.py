@@ -1,4 +1,4 @@
-"""`mergepipe lineage`: show all that went into a snapshot."""
+"""`mergepipe lineage`: show all that went into a snapshot, or all that was made from it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from mergepipe.cli.registration import add_command
 from mergepipe.core.escaping import printable_lines
 
 AsDot = Annotated[bool, typer.Option("--dot", help="Print a graph in the DOT language.")]
-
+Down = Annotated[bool, typer.Option("--down", help="Show what was made from the snapshot instead.")]
 
 EXAMPLES = (
     "mergepipe lineage merged/",
+    "mergepipe lineage merged/ --down",
     "mergepipe lineage merged/ --dot | dot -Tsvg > lineage.svg",
 )
 
@@ -27,14 +28,15 @@ def register(app: typer.Typer) -> None:
 def lineage(
     snapshot: SnapshotName,
     *,
+    down: Down = False,
     dot: AsDot = False,
     home: Home = None,
     printing: PrintFlags,
 ) -> None:
-    """Show all that went into a snapshot, through all generations."""
+    """Show all that went into a snapshot, or all that was made from it, through all generations."""
     from mergepipe import api
 
-    nodes = api.lineage(snapshot, home=home)
+    nodes = api.lineage(snapshot, down=down, home=home)
     if printing.as_json:
         from mergepipe.cli.render.json import report_json
 
@@ -42,8 +44,8 @@ def lineage(
     elif dot:
         from mergepipe.cli.render.snapshots import lineage_dot
 
-        print(printable_lines(lineage_dot(nodes)))
+        print(printable_lines(lineage_dot(nodes, down=down)))
     else:
         from mergepipe.cli.render.catalog import lineage_tree
 
-        print(printable_lines(lineage_tree(nodes)))
+        print(printable_lines(lineage_tree(nodes, down=down)))
