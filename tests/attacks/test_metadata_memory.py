@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.checkpoints.formats.safetensors import MAX_HEADER_BYTES
-from mergepipe.checkpoints.formats.strict_json import object_members, parse_object
+from mergepipe.core.strict_json import object_members, parse_object
 from mergepipe.errors import CorruptError
 from mergepipe.storage.limits import CARD_BYTES, WEIGHT_INDEX_BYTES
 from support.safetensors_bytes import file_bytes
@@ -74,16 +74,16 @@ CASES: dict[str, tuple[Callable[[Path, str], None], Callable[[], str], str]] = {
         write_index, lambda: f'{{"weight_map":{{{entries(SHARD, INDEX)}}}}}', "checkpoint.index.tensor_missing",
     ),
     "index of lists": (
-        write_index, lambda: f'{{"weight_map":{{"a":[{repeated("[]", INDEX)}]}}}}', "checkpoint.index.too_long",
+        write_index, lambda: f'{{"weight_map":{{"a":[{repeated("[]", INDEX)}]}}}}', "checkpoint.index.not_json",
     ),
     "index with other members": (
         write_index, lambda: f'{{"metadata":[{repeated("{}", INDEX)}],"weight_map":{{"a":{SHARD}}}}}',
-        "checkpoint.index.too_long",
+        "checkpoint.index.not_json",
     ),
     "index of 60 MB": (write_index, lambda: f'{{"weight_map":{{{entries(SHARD, 60_000_000)}}}}}', "storage.too-large"),
     "header of many tensors": (write_header, lambda: f"{{{entries(EMPTY, HEADER)}}}", "none"),
     "header of lists": (
-        write_header, lambda: f'{{"a":[{repeated("[]", HEADER)}]}}', "checkpoint.header.too_long",
+        write_header, lambda: f'{{"a":[{repeated("[]", HEADER)}]}}', "checkpoint.header.not_json",
     ),
     "header of metadata": (
         write_header, lambda: f'{{"__metadata__":{{{repeated(chr(34) * 2 + ":[]", HEADER)}}}}}',

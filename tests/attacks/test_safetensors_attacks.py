@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe.checkpoints.formats.safetensors import FIRST_READ_BYTES, MAX_HEADER_BYTES, SafetensorsHeader, read_header
-from mergepipe.checkpoints.formats.strict_json import MAX_DEPTH, parse_object
+from mergepipe.core.strict_json import MAX_DEPTH, parse_object
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
 from support.safetensors_bytes import file_bytes, honest_file, record
@@ -62,8 +62,8 @@ LIES: dict[str, tuple[bytes, str]] = {
     "leading space": (file_bytes(" {}"), "start"),
     "byte order mark": (file_bytes("\ufeff{}"), "start"),
     "header is a list": (file_bytes("[]"), "start"),
-    "not UTF-8": (file_bytes(b'{"\xff":1}'), "not_utf8"),
-    "surrogate as UTF-8": (file_bytes(b'{"\xed\xa0\x80":1}'), "not_utf8"),
+    "not UTF-8": (file_bytes(b'{"\xff":1}'), "not_json"),
+    "surrogate as UTF-8": (file_bytes(b'{"\xed\xa0\x80":1}'), "not_json"),
     "UTF-16": (file_bytes("{}".encode("utf-16-le")), "not_json"),
     "unfinished JSON": (file_bytes('{"w":'), "not_json"),
     "trailing JSON": (file_bytes("{}{}"), "not_json"),
@@ -72,21 +72,21 @@ LIES: dict[str, tuple[bytes, str]] = {
     "comment": (file_bytes("{/* */}"), "not_json"),
     "single quotes": (file_bytes("{'a':1}"), "not_json"),
     "raw control character": (file_bytes('{"a\nb":1}'), "not_json"),
-    "deep lists": (file_bytes('{"w":' + "[" * DEEP + "]" * DEEP + "}"), "too_deep"),
-    "deep objects": (file_bytes('{"w":' * DEEP + "1" + "}" * DEEP), "too_deep"),
-    "deep and unfinished": (file_bytes("{" + '"w":[' * DEEP), "too_deep"),
-    "deep behind a quoted bracket": (file_bytes('{"\\"]]]":' + "[" * DEEP + "]" * DEEP + "}"), "too_deep"),
-    "NaN": (text_of("[NaN]"), "bad_number"),
-    "Infinity": (text_of("[Infinity]"), "bad_number"),
-    "minus Infinity": (text_of("[-Infinity]"), "bad_number"),
-    "number out of range": (text_of("[1e999]"), "bad_number"),
-    "integer of many digits": (text_of("[" + "9" * 5000 + "]"), "bad_number"),
-    "tensor twice": (file_bytes(f'{{"w":{EMPTY},"w":2}}'), "duplicate_key"),
-    "tensor twice by escape": (file_bytes(f'{{"w":{EMPTY},"\\u0077":2}}'), "duplicate_key"),
-    "metadata twice": (file_bytes('{"__metadata__":{},"__metadata__":{}}'), "duplicate_key"),
-    "dtype twice": (file_bytes('{"w":{"dtype":"F32","dtype":"F16"}}'), "duplicate_key"),
-    "lone surrogate": (file_bytes('{"\\ud800":1}'), "lone_surrogate"),
-    "surrogates swapped": (file_bytes('{"__metadata__":{"a":"\\ude00\\ud83d"}}'), "lone_surrogate"),
+    "deep lists": (file_bytes('{"w":' + "[" * DEEP + "]" * DEEP + "}"), "not_json"),
+    "deep objects": (file_bytes('{"w":' * DEEP + "1" + "}" * DEEP), "not_json"),
+    "deep and unfinished": (file_bytes("{" + '"w":[' * DEEP), "not_json"),
+    "deep behind a quoted bracket": (file_bytes('{"\\"]]]":' + "[" * DEEP + "]" * DEEP + "}"), "not_json"),
+    "NaN": (text_of("[NaN]"), "not_json"),
+    "Infinity": (text_of("[Infinity]"), "not_json"),
+    "minus Infinity": (text_of("[-Infinity]"), "not_json"),
+    "number out of range": (text_of("[1e999]"), "not_json"),
+    "integer of many digits": (text_of("[" + "9" * 5000 + "]"), "not_json"),
+    "tensor twice": (file_bytes(f'{{"w":{EMPTY},"w":2}}'), "not_json"),
+    "tensor twice by escape": (file_bytes(f'{{"w":{EMPTY},"\\u0077":2}}'), "not_json"),
+    "metadata twice": (file_bytes('{"__metadata__":{},"__metadata__":{}}'), "not_json"),
+    "dtype twice": (file_bytes('{"w":{"dtype":"F32","dtype":"F16"}}'), "not_json"),
+    "lone surrogate": (file_bytes('{"\\ud800":1}'), "not_json"),
+    "surrogates swapped": (file_bytes('{"__metadata__":{"a":"\\ude00\\ud83d"}}'), "not_json"),
     "metadata null": (file_bytes('{"__metadata__":null}'), "metadata"),
     "metadata list": (file_bytes('{"__metadata__":[]}'), "metadata"),
     "metadata number": (file_bytes('{"__metadata__":{"a":1}}'), "metadata"),
@@ -106,7 +106,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "dtype in lower case": (one_with("dtype", "f32"), "dtype"),
     "dtype number": (one_with("dtype", 32), "dtype"),
     "dtype list": (one_with("dtype", ["F32"]), "dtype"),
-    "long dtype": (one_with("dtype", "F" * 1_000_000), "too_long"),
+    "long dtype": (one_with("dtype", "F" * 1_000_000), "not_json"),
     "shape null": (one_with("shape", None), "shape"),
     "shape number": (one_with("shape", 1), "shape"),
     "shape string": (one_with("shape", "1"), "shape"),
@@ -203,10 +203,10 @@ def test_read_header__a_length_beyond_the_file_asks_for_no_more() -> None:
 def test_parse_object__accepts_nesting_up_to_the_limit() -> None:
     inner = MAX_DEPTH - 1
     text = '{"a":' + "[" * inner + "]" * inner + "}"
-    assert list(parse_object(text.encode(), where="x", code="c")) == ["a"]
+    assert list(parse_object(text.encode(), where="x", code="c.not_json")) == ["a"]
     with pytest.raises(CorruptError) as caught:
-        parse_object(f'{{"a":{"[" * MAX_DEPTH}{"]" * MAX_DEPTH}}}'.encode(), where="x", code="c")
-    assert caught.value.code == "c.too_deep"
+        parse_object(f'{{"a":{"[" * MAX_DEPTH}{"]" * MAX_DEPTH}}}'.encode(), where="x", code="c.not_json")
+    assert caught.value.code == "c.not_json"
 
 
 JSON = st.recursive(

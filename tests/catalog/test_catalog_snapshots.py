@@ -300,7 +300,7 @@ def test_coverage__is_given_back_whatever_the_manifest_has(tmp_path: Path) -> No
     ("raw", "code"),
     [
         (b"", "manifest.not_json"),
-        (b"[]", "manifest.not_object"),
+        (b"[]", "manifest.not_json"),
         (b'{"format": 1}', "manifest.field"),
         (with_fields(sid="../../x"), "manifest.field"),
         (with_fields(sid="A" * 32), "manifest.field"),

@@ -84,8 +84,8 @@ def own(**changes: object) -> str:
     ("line", "code", "message"),
     [
         ("nonsense\n", "not_json", "log:2"),
-        ("[1]\n", "not_object", "log:2"),
-        ('{"step": 1, "step": 2, "flag": []}\n', "duplicate_key", "'step'"),
+        ("[1]\n", "not_json", "log:2"),
+        ('{"step": 1, "step": 2, "flag": []}\n', "not_json", "'step'"),
         ("{}\n", "line", "neither"),
         ('{"step": 1}\n', "line", "neither"),
         ('{"event": "stop", "step": 1}\n', "line", "unknown event 'stop'"),
@@ -104,7 +104,7 @@ def own(**changes: object) -> str:
         (own(units=["other:"]), "unit", "'other:' names no unit"),
         (own(model=[3]), "unit", "3 names no unit"),
         (own(bytes=-1), "line", "'bytes'"),
-        ("\ud800\n", "not_utf8", "UTF-8"),
+        ("\ud800\n", "not_json", "UTF-8"),
     ],
 )
 def test_read_log__refuses(line: str, code: str, message: str) -> None:

@@ -13,8 +13,8 @@ import pytest
 from composing import FULL, Pair, make_pair, stored_values, tree, wrong_values
 
 from mergepipe.checkpoints.formats.inert_pickle import load_inert
-from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location

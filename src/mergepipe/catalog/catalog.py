@@ -23,7 +23,7 @@ from mergepipe.catalog.rows import (
 from mergepipe.catalog.statistics_file import PortablePair, StatisticsFile
 from mergepipe.catalog.usage import catalog_stats
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage.contract import Store

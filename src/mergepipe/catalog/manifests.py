@@ -10,8 +10,8 @@ from typing import NoReturn
 
 from blake3 import blake3
 
-from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
 from mergepipe.core.canonical_json import canonical_json
+from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem
 from mergepipe.snapshots.manifest import MANIFEST_NAME, RealizedBytes
 from mergepipe.snapshots.manifest_json import check_format
@@ -65,7 +65,7 @@ def parse_manifest(raw: bytes, where: Path) -> SnapshotRecord:
         CorruptError: `manifest.*`.
         UnsupportedError: `manifest.version`, another version of the format.
     """
-    content = _Fields(parse_object(raw, where=where, code="manifest"), where)
+    content = _Fields(parse_object(raw, where=where, code="manifest.not_json"), where)
     check_format(content.text("format"), where)
     sid = content.text("sid")
     if len(sid) != _SID_DIGITS or not set(sid) <= _HEX_DIGITS:

@@ -16,7 +16,7 @@ from mergepipe.catalog.database import REBUILD_HINT
 from mergepipe.catalog.manifests import SnapshotRecord, sid_of_unchanged_input
 from mergepipe.catalog.models import bad_path, utf8_text
 from mergepipe.catalog.rows import InputRow, LineageNode, SnapshotRow
-from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, RecipeError, did_you_mean
 from mergepipe.snapshots.manifest import RealizedBytes
 from mergepipe.storage.contract import Store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 
-from mergepipe.checkpoints.formats.strict_json import shown
+from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.contract import FileStatus, Store
 from mergepipe.storage.location import Location

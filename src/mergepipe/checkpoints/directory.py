@@ -13,7 +13,6 @@ from mergepipe.checkpoints.contained_files import is_plain_name, stat_regular
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint, TensorEntry
 from mergepipe.checkpoints.formats.delta_mark import DeltaMark, mark_of
 from mergepipe.checkpoints.formats.safetensors import read_header
-from mergepipe.checkpoints.formats.strict_json import JsonValue, object_members, shown
 from mergepipe.checkpoints.formats.torch_weights import read_torch_weights
 from mergepipe.checkpoints.formats.weight_files import (
     GGUF_MAGIC,
@@ -23,6 +22,7 @@ from mergepipe.checkpoints.formats.weight_files import (
     gguf_refusal,
     names_shown,
 )
+from mergepipe.core.strict_json import JsonValue, object_members, shown
 from mergepipe.errors import CorruptError, NotFoundError, Problem, UnsupportedError
 from mergepipe.storage.contract import FileStatus, Store, is_folder
 from mergepipe.storage.limits import WEIGHT_INDEX_BYTES
@@ -173,7 +173,7 @@ def _weight_map(path: Location, raw: bytes) -> dict[str, str]:
     checked: dict[str, str] = {}
     shards: dict[str, str] = {}  # one text each, however often it is named
     listed: JsonValue = {}
-    for outer, key, value in object_members(raw, where=path, code="checkpoint.index", nested="weight_map"):
+    for outer, key, value in object_members(raw, where=path, code="checkpoint.index.not_json", nested="weight_map"):
         if not outer:
             listed = value if key == "weight_map" else listed
         elif isinstance(value, str):

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from mergepipe.checkpoints.contained_files import stat_regular
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable, TensorEntry
 from mergepipe.checkpoints.directory import SIDECAR_NAMES
-from mergepipe.checkpoints.formats.strict_json import shown
+from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.chained_tensor import ChainedTensor
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt

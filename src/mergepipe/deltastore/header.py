@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import NoReturn, TypeVar
 
 from mergepipe.checkpoints.contained_files import is_plain_name
-from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
 from mergepipe.checkpoints.formats.weight_files import STORE_HEADER_NAME
 from mergepipe.core.blocks import DTYPES, BlockGrid, DType, element_count
 from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, Piece, can_be_base_of
 from mergepipe.errors import UnsupportedError
@@ -139,7 +139,7 @@ def parse_header(raw: bytes, path: Location) -> StoreHeader:
         CorruptError: it is damaged or contradicts the format.
         UnsupportedError: it is of another version.
     """
-    document = parse_object(raw, where=path, code="store.header")
+    document = parse_object(raw, where=path, code="store.header.not_json")
     fields = _Fields(document, path)
     _check_version(fields.get("format", str), path)
     claimed = fields.get("digest", str)

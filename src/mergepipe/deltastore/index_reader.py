@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.read_cost import range_cost_bytes
+from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
 from mergepipe.deltastore.header import INDEX_NAME, PIECE_NAMES, StoreHeader

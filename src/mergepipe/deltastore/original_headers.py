@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.checkpoints.formats.safetensors import parse_header
-from mergepipe.checkpoints.formats.strict_json import shown
+from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.checkpoint import OpenedStore
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.header import HEADERS_NAME

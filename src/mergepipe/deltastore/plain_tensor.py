@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mergepipe.checkpoints.contract import TensorEntry
-from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.read_cost import block_cost_bytes
 from mergepipe.core.blocks import BlockGrid, DType, Span, element_count
+from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece

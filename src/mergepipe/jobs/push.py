@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import mergepipe
-from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.model_names import resolve_model_name
 from mergepipe.core.escaping import yaml_document
 from mergepipe.core.outcome import note_committed
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.header import HEADER_NAME, is_own_name, is_store
 from mergepipe.deltastore.pack.portable import published_store

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
 
-from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object
 from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.strict_json import JsonValue, parse_object
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
 from mergepipe.snapshots.layout import file_digest
@@ -65,7 +65,7 @@ def read_composite(store: Store, path: Location) -> CompositeRecord:
         CorruptError: it is damaged.
     """
     manifest = path / MANIFEST_NAME
-    content = parse_object(store.read_small(manifest, MANIFEST_BYTES), where=manifest, code="manifest")
+    content = parse_object(store.read_small(manifest, MANIFEST_BYTES), where=manifest, code="manifest.not_json")
     record = CompositeRecord(content, tuple(_recorded(content.get("files"), manifest)))
     if content.get("sid") != record.sid:
         message = "its sid is not that of its content"

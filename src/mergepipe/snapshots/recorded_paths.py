@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage.location import Location
 

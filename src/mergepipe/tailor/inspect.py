@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.core.blocks import element_count
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import MismatchError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location

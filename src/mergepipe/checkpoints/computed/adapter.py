@@ -17,9 +17,9 @@ from mergepipe.checkpoints.computed.low_rank import LowRankDelta
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint, Readable, TensorEntry
 from mergepipe.checkpoints.directory import list_names, read_weight_file, stat_present
 from mergepipe.checkpoints.formats.adapter_config import MERGE_HINT, AdapterConfig, read_adapter_config
-from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.formats.weight_files import ADAPTER_CONFIG_NAME, ADAPTER_NAMES
 from mergepipe.core.blocks import DTypeKind
+from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES

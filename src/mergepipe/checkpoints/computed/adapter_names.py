@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from mergepipe.checkpoints.formats.strict_json import shown
+from mergepipe.core.strict_json import shown
 from mergepipe.errors import MismatchError, did_you_mean
 
 _FEWEST_PARTS = 2  # what is left of a name after its prefix is gone must still say something

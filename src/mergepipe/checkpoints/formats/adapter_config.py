@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
-from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
+from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
@@ -74,7 +74,7 @@ def read_adapter_config(store: Store, path: Location) -> AdapterConfig:
         CorruptError: it contradicts itself or is no configuration.
         NotFoundError, StorageError: from the store.
     """
-    config = parse_object(store.read_small(path, ADAPTER_CONFIG_BYTES), where=path, code="adapter.config")
+    config = parse_object(store.read_small(path, ADAPTER_CONFIG_BYTES), where=path, code="adapter.config.not_json")
     _check_kind(config, path)
     rank = _rank(config.get("r", 8), "r", path)
     ranks = {key: _rank(value, key, path) for key, value in _patterns(config, "rank_pattern", path)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mergepipe.checkpoints.formats.strict_json import MAX_DEPTH, is_too_deep, shown
+from mergepipe.core.strict_json import MAX_DEPTH, is_too_deep, shown
 from mergepipe.errors import CorruptError
 
 Json = dict[str, Any]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mergepipe.checkpoints.formats.strict_json import shown
+from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.location import Location
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 
 from mergepipe.checkpoints.contract import Checkpoint, Readable
-from mergepipe.checkpoints.formats.strict_json import parse_object, shown
 from mergepipe.core.blocks import F8_E4M3, F8_E5M2, DTypeKind
+from mergepipe.core.strict_json import parse_object, shown
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import CONFIG_BYTES
@@ -74,7 +74,7 @@ def _declared(store: Store, checkpoint: Checkpoint) -> str:
         return ""
     path = checkpoint.root / _CONFIG_NAME
     raw = store.read_small(path, CONFIG_BYTES)
-    config = parse_object(raw, where=path, code="checkpoint.config").get("quantization_config")
+    config = parse_object(raw, where=path, code="checkpoint.config.not_json").get("quantization_config")
     if not isinstance(config, dict):
         return ""
     method = shown(config.get("quant_method", "unnamed"))

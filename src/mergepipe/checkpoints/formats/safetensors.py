@@ -10,8 +10,8 @@ from types import MappingProxyType
 from blake3 import blake3
 
 from mergepipe.checkpoints.contract import TensorEntry
-from mergepipe.checkpoints.formats.strict_json import JsonValue, object_members, shown
 from mergepipe.core.blocks import DTYPES, DType
+from mergepipe.core.strict_json import JsonValue, object_members, shown
 from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import Store
@@ -58,7 +58,7 @@ def parse_header(content: bytes, path: Location, size_bytes: int, granularity: i
     """
     metadata: dict[str, str] = {}
     unsorted: list[TensorEntry] = []
-    members = object_members(content[PREFIX_BYTES:], where=path, code="checkpoint.header", nested=METADATA_KEY)
+    members = object_members(content[PREFIX_BYTES:], where=path, code="checkpoint.header.not_json", nested=METADATA_KEY)
     for outer, name, record in members:
         if outer:
             metadata[name] = _metadata_text(name, record, path)

@@ -9,9 +9,9 @@ from blake3 import blake3
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.formats.inert_values import PickledTensor, Record
-from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
 from mergepipe.core.canonical_json import canonical_json
+from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location

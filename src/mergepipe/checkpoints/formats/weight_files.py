@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.formats.torch_weights import SUFFIXES as TORCH_SUFFIXES
+from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.storage.location import Location
 

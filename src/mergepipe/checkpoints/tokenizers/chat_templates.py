@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.tokenizers.vocabulary_files import SETTINGS_NAME, TokenizerFiles
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import RecipeError, did_you_mean
 from mergepipe.storage.contract import Store
 

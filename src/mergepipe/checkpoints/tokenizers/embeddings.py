@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from mergepipe.checkpoints.computed.embedding_names import embedding_ending
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable
-from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.tokenizers.vocabulary import Vocabulary
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME, TokenizerFiles
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import MismatchError
 from mergepipe.storage.contract import Store
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.tokenizers.vocabulary import MAX_TOKEN_ID
+from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError, MergePipeError
 
 _PIECES_FIELD, _TEXT_FIELD = 1, 1

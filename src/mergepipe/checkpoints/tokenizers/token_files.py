@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.tokenizers.vocabulary import AddedToken, Vocabulary
 from mergepipe.checkpoints.tokenizers.vocabulary_files import (
     ADDED_NAME,
@@ -14,6 +13,7 @@ from mergepipe.checkpoints.tokenizers.vocabulary_files import (
     SETTINGS_NAME,
     TokenizerFiles,
 )
+from mergepipe.core.strict_json import JsonValue
 
 
 def extended(vocabulary: Vocabulary, tokens: Sequence[AddedToken]) -> Vocabulary:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Sequence
 
 from mergepipe.checkpoints.computed.embedding_names import embedding_ending
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
-from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.tokenizers.vocabulary import Vocabulary, counted
 from mergepipe.checkpoints.tokenizers.vocabulary_files import (
     FAST_NAME,
@@ -15,6 +14,7 @@ from mergepipe.checkpoints.tokenizers.vocabulary_files import (
     TokenizerFiles,
     read_vocabulary,
 )
+from mergepipe.core.strict_json import shown
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.traffic import concurrent_map

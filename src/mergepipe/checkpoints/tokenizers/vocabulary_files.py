@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
 from mergepipe.checkpoints.tokenizers.sentencepiece import read_pieces
 from mergepipe.checkpoints.tokenizers.vocabulary import MAX_TOKEN_ID, AddedToken, Vocabulary
+from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import sidecar_limit
@@ -68,7 +68,7 @@ class TokenizerFiles:
         if name not in self:
             return {}
         return parse_object(
-            self.raw(name), where=self.path(name), code="tokenizer", max_integer_digits=_MAX_INTEGER_DIGITS
+            self.raw(name), where=self.path(name), code="tokenizer.not_json", max_integer_digits=_MAX_INTEGER_DIGITS
         )
 
     def error(self, name: str, what: str, message: str) -> MergePipeError:

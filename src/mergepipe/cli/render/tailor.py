@@ -11,7 +11,7 @@ from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
-    from mergepipe.checkpoints.formats.strict_json import JsonValue
+    from mergepipe.core.strict_json import JsonValue
     from mergepipe.tailor.composition.checkpoint_diff import Change, DiffReport
     from mergepipe.tailor.composition.compose import CompositionReport
     from mergepipe.tailor.composition.composite import AverageRecord

@@ -9,8 +9,8 @@ from functools import partial
 
 from mergepipe.checkpoints.computed.embedding_names import embedding_ending, is_head
 from mergepipe.checkpoints.contract import CheckpointKind, Readable, Source, Unchanged
-from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.core.blocks import DTypeKind
+from mergepipe.core.strict_json import shown
 from mergepipe.errors import MismatchError, UnsupportedError, did_you_mean
 from mergepipe.recipes.parse.problems import Findings
 from mergepipe.recipes.resolve.layers import template

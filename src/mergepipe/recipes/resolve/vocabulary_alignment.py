@@ -11,7 +11,6 @@ from blake3 import blake3
 
 from mergepipe.checkpoints.computed.gathered_rows import GatheredRows, RowMap, RowRange, common_dtype, mean_origin
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable
-from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.tokenizers.embeddings import embeddings_of, paired_embeddings
 from mergepipe.checkpoints.tokenizers.row_rules import Given, TokenRows, fill_rows, model_rows, no_rows, of_sources
 from mergepipe.checkpoints.tokenizers.token_files import extended, extended_files
@@ -19,6 +18,7 @@ from mergepipe.checkpoints.tokenizers.vocabulary import AddedToken, Vocabulary, 
 from mergepipe.checkpoints.tokenizers.vocabulary_files import TokenizerFiles, read_vocabulary
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.canonical_json import canonical_json
+from mergepipe.core.strict_json import shown
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.recipes.parse.recipe import EmbeddingSource, TokenEmbedding, TokenizerRequest, TokenizerSource
 from mergepipe.storage.contract import Store

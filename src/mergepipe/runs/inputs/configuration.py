@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from mergepipe.checkpoints.formats.config_json import parse_config
-from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.core.blocks import DTYPES, DTypeKind
+from mergepipe.core.strict_json import shown
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.recipes.parse.yaml_source import shortened
 from mergepipe.reports import Damage

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.core.blocks import Span
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import MismatchError
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, WEIGHT, StoredState, TrainingCheckpoint

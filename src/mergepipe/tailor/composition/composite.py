@@ -9,8 +9,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import NotFoundError
 from mergepipe.snapshots.manifest_json import COMPOSITE_NAME
 from mergepipe.snapshots.recorded_paths import record_without_paths

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import AdamStep, TrainingCheckpoint
 from mergepipe.tailor.composition.request.assignment import Assignment

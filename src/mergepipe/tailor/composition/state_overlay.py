@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 from mergepipe.checkpoints.contained_files import stat_regular
 from mergepipe.checkpoints.formats.inert_values import PickledTensor, Record
-from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip, walk_tensors
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
 from mergepipe.recipes.resolve.adapted_config import states_layers, with_layers
 from mergepipe.storage.contract import Store, is_file

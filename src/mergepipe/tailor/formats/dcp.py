@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, ClassVar
 from mergepipe.checkpoints.contained_files import is_plain_name
 from mergepipe.checkpoints.formats.inert_pickle import load_inert
 from mergepipe.checkpoints.formats.inert_values import TORCH_DTYPES, PickledTensor, Record
-from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.checkpoints.formats.zip_directory import Window, read_zip_directory
 from mergepipe.core.blocks import DType, Span, element_count
+from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import PICKLE_BYTES

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, ClassVar
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import list_names, open_checkpoint
 from mergepipe.checkpoints.formats.inert_values import PickledTensor
-from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
 from mergepipe.core.blocks import DTYPES, Span
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location

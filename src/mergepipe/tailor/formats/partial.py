@@ -11,8 +11,8 @@ from typing import ClassVar
 from mergepipe.checkpoints.contained_files import stat_regular
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.formats.safetensors import read_header
-from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.core.blocks import DTYPES, Span
+from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import PARTIAL_MANIFEST_BYTES

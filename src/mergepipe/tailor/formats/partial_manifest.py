@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import NoReturn, TypeVar
 
 from mergepipe.checkpoints.contained_files import is_plain_name
-from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
 from mergepipe.core.blocks import DTYPES, DType, Span, element_count
+from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Framework
@@ -117,7 +117,7 @@ def parse_manifest(raw: bytes, where: Location) -> PartialManifest:
         CorruptError: it contradicts itself or is no manifest; codes begin with `tailor.partial.`.
         UnsupportedError: another version's.
     """
-    document = parse_object(raw, where=where, code=_CODE)
+    document = parse_object(raw, where=where, code=f"{_CODE}.not_json")
     _check_version(document, where)
     fields = _Fields(where, document)
     parameters = {name: fields.shape(value, name) for name, value in fields.mapping("parameters").items()}

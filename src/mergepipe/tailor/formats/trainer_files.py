@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mergepipe.checkpoints.contract import TensorEntry
-from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
 from mergepipe.core.blocks import Span
+from mergepipe.core.strict_json import JsonValue, parse_object
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import TRAINER_JSON_BYTES
@@ -23,7 +23,7 @@ LOSS_SCALER_NAME = "loss_scaler.pt"
 
 def read_json(store: Store, path: Location) -> dict[str, JsonValue]:
     """Read a JSON object of the checkpoint directory, strictly."""
-    return parse_object(store.read_small(path, TRAINER_JSON_BYTES), where=path, code="tailor.json")
+    return parse_object(store.read_small(path, TRAINER_JSON_BYTES), where=path, code="tailor.not_json")
 
 
 def read_config(store: Store, folder: Location) -> dict[str, JsonValue]:

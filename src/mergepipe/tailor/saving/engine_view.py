@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.core.blocks import DType, Span
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework
 from mergepipe.tailor.units import ModelUnits, Unit, model_units
 

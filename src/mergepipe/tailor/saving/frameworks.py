@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.formats.inert_values import TORCH_DTYPES
-from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.core.blocks import DType, Span
+from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.tailor.saving.engine_view import LocalShard, Ranks, SingleRank, Value
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from mergepipe.checkpoints.contained_files import is_plain_name
-from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
+from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError
 from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
 
@@ -151,7 +151,7 @@ class _Line:
     text: str
 
     def parse(self) -> _Event:
-        document = parse_object(self.text.encode("utf-8", "surrogatepass"), where=self.where, code=_CODE)
+        document = parse_object(self.text.encode("utf-8", "surrogatepass"), where=self.where, code=f"{_CODE}.not_json")
         if document.keys() >= _PAPER_KEYS:
             return _Event(self.where, self._step(document), is_start=False, flags=self._flags(document["flag"]))
         if not document.keys() >= _OWN_KEYS:

@@ -37,16 +37,16 @@ def shown(value: object) -> str:
 def parse_object(
     raw: bytes, *, where: object, code: str, max_integer_digits: int = MAX_INTEGER_DIGITS
 ) -> dict[str, JsonValue]:
-    """Parse one JSON object. `code` is the prefix of the error codes, `where` the file named in messages.
+    """Parse one JSON object. `code` is the code of its errors, `where` the file named in messages.
 
     Raises:
-        CorruptError: `.not_utf8`, `.not_json`, `.not_object`, `.too_deep`, `.duplicate_key`, `.bad_number` or
-            `.lone_surrogate` after the prefix.
+        CorruptError: it is not UTF-8, no JSON or no object, nested too deep, or it has a key twice, a number that is
+            not finite or too long, or half of a surrogate pair.
     """
     rules = _Rules(where, code, max_integer_digits)
     text = rules.decode(raw)
     if is_too_deep(raw):
-        rules.refuse("too_deep", f"JSON is nested deeper than {MAX_DEPTH} levels")
+        rules.refuse(f"JSON is nested deeper than {MAX_DEPTH} levels")
     try:
         document: JsonValue = json.loads(
             text,
@@ -56,9 +56,9 @@ def parse_object(
             parse_constant=rules.constant,
         )
     except json.JSONDecodeError as error:
-        rules.refuse("not_json", f"not valid JSON: {error.msg} at character {error.pos}")
+        rules.refuse(f"not valid JSON: {error.msg} at character {error.pos}")
     if not isinstance(document, dict):
-        rules.refuse("not_object", f"a JSON object is needed, found {shown(document)}")
+        rules.refuse(f"a JSON object is needed, found {shown(document)}")
     rules.check_surrogates(raw, document)
     return document
 
@@ -70,14 +70,14 @@ def object_members(raw: bytes, *, where: object, code: str, nested: str = "") ->
     Memory: twice the text. Values but strings have at most 64 Ki characters: short ones take 35 times their text.
 
     Raises:
-        CorruptError: as `parse_object`, or `.too_long` after the prefix; members before the fault were yielded by then.
+        CorruptError: as `parse_object`, or a value is too long; members before the fault were yielded by then.
     """
     rules = _Rules(where, code, MAX_INTEGER_DIGITS)
     text = rules.decode(raw)
     if len(text) <= _MOST_CHARACTERS and not text.lstrip(_SPACES).startswith("{"):
         parse_object(raw, where=where, code=code)  # says what it is instead
     if is_too_deep(raw):
-        rules.refuse("too_deep", f"JSON is nested deeper than {MAX_DEPTH} levels")
+        rules.refuse(f"JSON is nested deeper than {MAX_DEPTH} levels")
     checks = _SURROGATE_ESCAPE.search(raw) is not None
     reader = _MemberReader(text, rules)
     for outer, key, value in reader.members(nested):
@@ -103,7 +103,7 @@ class _MemberReader:
     def members(self, nested: str) -> Iterator[tuple[str, str, JsonValue]]:
         """Yield all members; nothing but white space may follow them."""
         if self._next() != "{":
-            self._rules.refuse("not_object", f"a JSON object is needed, found {shown(self._text[:40])}")
+            self._rules.refuse(f"a JSON object is needed, found {shown(self._text[:40])}")
         yield from self._members("", nested)
         if self._next():
             self._refuse("extra data")
@@ -115,7 +115,7 @@ class _MemberReader:
         while is_more:
             key = self._key()
             if key in seen:
-                self._rules.refuse("duplicate_key", f"the key {shown(key)} occurs twice in one JSON object")
+                self._rules.refuse(f"the key {shown(key)} occurs twice in one JSON object")
             seen.add(key)
             self._take(":")
             if key == nested and nested and self._next() == "{":
@@ -157,16 +157,16 @@ class _MemberReader:
             except json.JSONDecodeError as error:
                 if not is_cut:
                     at = error.pos + self._position - start
-                    self._rules.refuse("not_json", f"not valid JSON: {error.msg} at character {at}")
+                    self._rules.refuse(f"not valid JSON: {error.msg} at character {at}")
             else:
                 if not is_cut or end < length:  # a number may go on behind the piece
                     self._position += end - start
                     return value
         message = f"the value at character {self._position} has more than {_MOST_CHARACTERS} characters"
-        return self._rules.refuse("too_long", message)
+        return self._rules.refuse(message)
 
     def _refuse(self, reason: str) -> NoReturn:
-        self._rules.refuse("not_json", f"not valid JSON: {reason} at character {self._position}")
+        self._rules.refuse(f"not valid JSON: {reason} at character {self._position}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +177,14 @@ class _Rules:
     code: str
     max_integer_digits: int
 
-    def refuse(self, what: str, message: str) -> NoReturn:
-        raise CorruptError.of(f"{self.code}.{what}", self.where, message)
+    def refuse(self, message: str) -> NoReturn:
+        raise CorruptError.of(self.code, self.where, message)
 
     def decode(self, raw: bytes) -> str:
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            self.refuse("not_utf8", f"JSON must be UTF-8, found byte 0x{raw[error.start]:02x} at {error.start}")
+            self.refuse(f"JSON must be UTF-8, found byte 0x{raw[error.start]:02x} at {error.start}")
 
     def unique_pairs(self, pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
         unique = dict(pairs)
@@ -192,23 +192,23 @@ class _Rules:
             seen: set[str] = set()
             for key, _ in pairs:
                 if key in seen:
-                    self.refuse("duplicate_key", f"the key {shown(key)} occurs twice in one JSON object")
+                    self.refuse(f"the key {shown(key)} occurs twice in one JSON object")
                 seen.add(key)
         return unique
 
     def integer(self, text: str) -> int | float:
         if len(text) > self.max_integer_digits:
-            self.refuse("bad_number", f"the integer {shown(text)} has more than {self.max_integer_digits} characters")
+            self.refuse(f"the integer {shown(text)} has more than {self.max_integer_digits} characters")
         return -0.0 if text == "-0" else int(text)
 
     def real(self, text: str) -> float:
         number = float(text)
         if not math.isfinite(number):
-            self.refuse("bad_number", f"the number {shown(text)} is out of range")
+            self.refuse(f"the number {shown(text)} is out of range")
         return number
 
     def constant(self, text: str) -> NoReturn:
-        self.refuse("bad_number", f"JSON has no number {text}")
+        self.refuse(f"JSON has no number {text}")
 
     def check_surrogates(self, raw: bytes, document: JsonValue) -> None:
         if not _SURROGATE_ESCAPE.search(raw):
@@ -216,7 +216,7 @@ class _Rules:
         try:
             json.dumps(document, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            self.refuse("lone_surrogate", "a string holds half of a surrogate pair, which is no character")
+            self.refuse("a string holds half of a surrogate pair, which is no character")
 
 
 def is_too_deep(raw: bytes) -> bool:
