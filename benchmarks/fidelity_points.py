@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-POLICIES = ("norm", "conflict", "stratified", "random")
+POLICIES = ("norm", "conflict", "random")
 BUDGET_PERCENTS = (5, 10, 25, 50, 75, 100)
 _DENSITY = 0.2
 _TASK_WEIGHT = 0.3  # task vectors are added, not averaged: what most of the literature settles on for several experts

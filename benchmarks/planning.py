@@ -37,7 +37,6 @@ CASES = (
     ("ties", Policy.NORM),
     ("dare_linear", Policy.NORM),
     ("task_arithmetic", Policy.RANDOM),
-    ("task_arithmetic", Policy.STRATIFIED),
     ("task_arithmetic", Policy.CONFLICT),
 )
 PARAMETERS = {

@@ -83,7 +83,7 @@ class PlanOptions:
     """Options of spending a budget.
 
     Args:
-        select: what is read: `norm`, `sample`, `conflict`, `stratified` or `random`.
+        select: what is read: `norm`, `sample`, `conflict` or `random`.
         where_omitted: `keep` the coefficients where an expert is omitted, or `renormalize` them (linear).
         min_density: let the densities of TIES and DARE fall to this under a tight budget; None leaves them.
         block_elements: elements of a block; default 256 Ki, 2 Mi where all experts are packed and none was analysed.

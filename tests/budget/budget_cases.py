@@ -27,7 +27,7 @@ CASES = {
     "dare_ties": MergeCase("dare_ties", (0.7, 0.5, 0.3), DENSITIES, normalize=True),
     "slerp": MergeCase("slerp", (1.0,), (1.0,), t=0.3),
 }
-POLICIES = ("norm", "conflict", "stratified", "random")
+POLICIES = ("norm", "conflict", "random")
 
 
 @dataclass(frozen=True, slots=True)

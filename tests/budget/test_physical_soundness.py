@@ -254,7 +254,7 @@ def test_budgeted_merge__whose_read_fails_stays_within_the_plan(
     setting = make_setting(tmp_path, CASES[name], layout=1)
     setting.analyze()
     tracer = Tracer(server, setting)
-    plan = setting.plan("45%", "stratified")
+    plan = setting.plan("45%", "random")
     failed = 0
     for at in range(1000):
         traced = tracer.run(plan, cold=cold, fault_at=at)

@@ -65,7 +65,7 @@ def test_completion__prints_scripts_of_the_shells_that_are_known(run: Runner) ->
         ("re", ["repair", "replay"]),
         ("merge --bud", ["--budget"]),
         ("catalog s", ["stats"]),
-        ("plan --select str", ["stratified"]),
+        ("plan --select con", ["conflict"]),
         ("merge --price t", ["time"]),
         ("merge --paths a", ["absolute"]),
         ("--completion z", ["zsh"]),
@@ -86,10 +86,10 @@ def test_completion__answers_the_scripts_of_other_shells(
     run: Runner, monkeypatch: pytest.MonkeyPatch, shell: str
 ) -> None:
     monkeypatch.setenv("_MERGEPIPE_COMPLETE", f"complete_{shell}")
-    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "mergepipe plan --select str")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "mergepipe plan --select con")
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
     ran = run()
-    assert (ran.exit_code, "stratified" in ran.out, "random" in ran.out) == (0, True, False)
+    assert (ran.exit_code, "conflict" in ran.out, "random" in ran.out) == (0, True, False)
 
 
 def test_completion__works_in_bash() -> None:

@@ -36,7 +36,7 @@ SIZES = {"layers.0.up": 3 * BLOCK_ELEMENTS + 7001, "layers.1.up": 2 * BLOCK_ELEM
 STDS = (1.5e-4, 3e-4, 6e-4)
 AVERAGE = MergeCase("task_arithmetic", (0.4, 0.3, 0.3), (1.0, 1.0, 1.0))
 TIES = MergeCase("ties", (0.4, 0.3, 0.3), (0.19, 0.1, 0.15), normalize=True)
-POLICIES = ("norm", "conflict", "stratified", "random")
+POLICIES = ("norm", "conflict", "random")
 
 
 @dataclass(frozen=True, slots=True)

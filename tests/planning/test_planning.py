@@ -157,7 +157,7 @@ def ranked(operator: str, policy: Policy, seed: int, *, is_by_time: bool, has_id
 
 @given(
     operator=st.sampled_from(OPERATORS),
-    policy=st.sampled_from([Policy.NORM, Policy.CONFLICT, Policy.STRATIFIED]),
+    policy=st.sampled_from([Policy.NORM, Policy.CONFLICT]),
     is_by_time=st.booleans(),
     has_ids=st.booleans(),
     seed=st.integers(0, 1),
@@ -496,7 +496,6 @@ PLAIN_ARRAYS = random_arrays(3, 0, {"h.0.w": 9 * BLOCK, "h.1.w": 4 * BLOCK + 1, 
     [
         ("task_arithmetic", Policy.NORM, "2c0b54875cb65055456477a130417f94"),
         ("task_arithmetic", Policy.CONFLICT, "f43d9b8d80d8ac31659960db84c692aa"),
-        ("linear", Policy.STRATIFIED, "f6e4bfa810221186c71d8b319790a1a0"),
         ("linear", Policy.RANDOM, "73a46363c5f917ab4a1ad0a67c1c2971"),
         ("ties", Policy.NORM, "eb47fb23cf6ae85feeb74371508bb0c6"),
         ("ties", Policy.CONFLICT, "bf20602e4be45ea775dac6a47b8ca674"),

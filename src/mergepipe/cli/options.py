@@ -173,8 +173,8 @@ Select: TypeAlias = Annotated[
     typer.Option(
         "--select",
         metavar="POLICY",
-        autocompletion=choices("norm", "sample", "conflict", "stratified", "random"),
-        help="What to read: norm, sample, conflict, stratified or random.  [default: norm]",
+        autocompletion=choices("norm", "sample", "conflict", "random"),
+        help="What to read: norm, sample, conflict or random.  [default: norm]",
         rich_help_panel=BUDGET_PANEL,
     ),
 ]

@@ -12,7 +12,6 @@ class Policy(StrEnum):
     NORM = "norm"
     SAMPLE = "sample"  # block positions at random, of all experts, their merged delta divided by their probability
     CONFLICT = "conflict"
-    STRATIFIED = "stratified"
     RANDOM = "random"
 
 

@@ -47,7 +47,7 @@ from mergepipe.planning.plan_assembly import (
 from mergepipe.planning.problem import PlanningProblem
 from mergepipe.planning.selection.conflict_order import conflict_order, tensor_cosines
 from mergepipe.planning.selection.least_error import compared_budgets, least_error_budget
-from mergepipe.planning.selection.policy_order import Order, ascending_steps, norm_order, random_order, stratified_order
+from mergepipe.planning.selection.policy_order import Order, ascending_steps, norm_order, random_order
 from mergepipe.planning.selection.positions import (
     PositionOrder,
     order_positions,
@@ -588,8 +588,6 @@ def _order(
             return norm_order(items, ~data.known_statistics.informed_ET[items.expert_I, items.tensor_I])
         case Policy.RANDOM:
             return random_order(items, selection_seed)
-        case Policy.STRATIFIED:
-            return stratified_order(items, [task.name for task in data.columns.tasks])
         case Policy.CONFLICT:
             amplitude_EB = amplitudes(score_EB, data.columns, data.rules)
             return conflict_order(items, data.candidates, amplitude_EB, cosine_TEE)

@@ -18,16 +18,14 @@ from mergepipe.planning.candidates.block_columns import lay_out_columns
 from mergepipe.planning.candidates.items import Items
 from mergepipe.planning.candidates.level_ladders import ALL
 from mergepipe.planning.choices import PlanningChoices, Policy
-from mergepipe.planning.planner import plan_merge, rank_blocks
+from mergepipe.planning.planner import rank_blocks
 from mergepipe.planning.problem import PlanningProblem
 from mergepipe.planning.selection.conflict_order import tensor_cosines
 from mergepipe.planning.selection.policy_order import (
     descending_order,
-    kind_of,
     layer_of,
     norm_order,
     random_order,
-    stratified_order,
 )
 from support.planning_problems import BLOCK, Arrays, make, random_arrays
 
@@ -110,37 +108,9 @@ def test_at_random__takes_every_item_equally_often() -> None:
     assert all(abs(count - 500) < 5 * 500**0.5 for count in counts.values())
 
 
-def test_names__have_a_layer_and_a_kind() -> None:
+def test_layers__are_the_first_number_of_a_name() -> None:
     assert layer_of("model.layers.12.self_attn.q_proj.weight") == "12"
-    assert kind_of("model.layers.12.self_attn.q_proj.weight") == "self_attn.q_proj.weight"
-    assert (layer_of("model.embed_tokens.weight"), kind_of("lm_head.weight")) == ("", "lm_head.weight")
-    assert (layer_of("h2o.weight"), layer_of("3.bias")) == ("", "3")
-
-
-@given(share=st.fractions(Fraction(1, 8), 1), seed=st.integers(0, 5))
-def test_stratified__reads_the_same_share_of_every_expert_layer_and_kind(share: Fraction, seed: int) -> None:
-    problem = make("task_arithmetic", 3, seed, sizes=SIZES).problem
-    plan = plan_merge(problem, ShareBudget(share), Policy.STRATIFIED, PlanningChoices())
-    experts: Counter[int] = Counter()
-    layers: Counter[tuple[int, str]] = Counter()
-    strata: Counter[tuple[int, str]] = Counter()
-    for tensor in plan.tensors:
-        for e, access in enumerate(tensor.access):
-            experts[e] += access.n_blocks
-            layers[e, layer_of(tensor.name)] += access.n_blocks
-            strata[e, tensor.name] += access.n_blocks
-    assert max(experts.values()) - min(experts.values()) <= 1
-    for e in range(3):
-        of_layers = [n for (expert, _), n in layers.items() if expert == e]
-        of_strata = [n for (expert, _), n in strata.items() if expert == e]
-        assert max(of_layers) - min(of_layers) <= 1
-        assert max(of_strata) - min(of_strata) <= 1
-
-
-def test_stratified__takes_the_highest_scores_of_a_stratum() -> None:
-    items = items_of([1] * 8, [1, 5, 3, 4, 2, 9, 7, 8])
-    names = ["a.0.w"] * 4 + ["a.1.w"] * 4
-    assert set(stratified_order(items, names)[:4].tolist()) == {1, 3, 5, 7}
+    assert (layer_of("model.embed_tokens.weight"), layer_of("h2o.weight"), layer_of("3.bias")) == ("", "", "3")
 
 
 def one_tensor(base: NDArray[np.float32], deltas: list[NDArray[np.float64]]) -> tuple[Arrays, tuple[Arrays, ...]]:

@@ -1,4 +1,4 @@
-"""Order items for selection by policy: by norm, at random, or spread over strata."""
+"""Order items for selection by policy: by norm, or at random."""
 
 from __future__ import annotations
 
@@ -57,32 +57,6 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def stratified_order(items: Items, names: list[str]) -> Order:
-    """Spread items evenly over experts, over layers inside an expert, over kinds of tensors inside a layer.
-
-    At any budget each expert has had about the same share of its bytes, each layer of an expert, each kind of a layer;
-    inside a kind the highest scores per byte go first. `names` are the tensors' names.
-    """
-    layer_I = _codes([layer_of(name) for name in names])[items.tensor_I]
-    kind_I = _codes([kind_of(name) for name in names])[items.tensor_I]
-    n_kinds = int(kind_I.max(initial=0)) + 1
-    expert_I = items.expert_I
-    place_I = np.empty(len(items), np.float64)
-    sequence_I = np.empty(len(items), np.int64)
-    start = 0
-    for e in np.unique(expert_I):
-        expert_items = np.flatnonzero(expert_I == e)
-        expert_items = expert_items[descending_order(items.rate_I[expert_items])]
-        expert_items = _evenly(expert_items, items, layer_I[expert_items] * n_kinds + kind_I[expert_items])
-        expert_items = _evenly(expert_items, items, layer_I[expert_items])
-        place_I[start : start + len(expert_items)] = _places(
-            items.cost_I[expert_items], np.zeros(len(expert_items), np.int64)
-        )
-        sequence_I[start : start + len(expert_items)] = expert_items
-        start += len(expert_items)
-    return sequence_I[np.argsort(place_I, kind="stable")]
-
-
 def ascending_steps(items: Items, order_I: Order) -> Order:
     """Reorder the level steps of each block to ascend, within the positions that they occupy together."""
     n = items.n_single
@@ -95,36 +69,7 @@ def ascending_steps(items: Items, order_I: Order) -> Order:
     return np.argsort(place_I)
 
 
-def _evenly(sequence: Order, items: Items, group: NDArray[np.int64]) -> Order:
-    """Reorder so that all groups advance together, each in the given order."""
-    return sequence[np.argsort(_places(items.cost_I[sequence], group), kind="stable")]
-
-
-def _places(cost: NDArray[np.int64], group: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Compute each item's position in its group's bytes, from 0 to 1, at its middle."""
-    by_group = np.argsort(group, kind="stable")
-    sorted_cost, sorted_group = cost[by_group], group[by_group]
-    reached = np.cumsum(sorted_cost)
-    _, first, counts = np.unique(sorted_group, return_index=True, return_counts=True)
-    before = np.repeat(reached[first] - sorted_cost[first], counts)
-    total = np.repeat(np.add.reduceat(sorted_cost, first) if len(first) else sorted_cost, counts)
-    place = np.empty(len(cost), np.float64)
-    place[by_group] = (2 * (reached - before) - sorted_cost) / np.maximum(2 * total, 1)  # a group may cost nothing
-    return place
-
-
 def layer_of(name: str) -> str:
     """Return the first number among the components of a tensor's name, empty if there is none."""
     match = _LAYER.search(name)
     return match.group(1) if match else ""
-
-
-def kind_of(name: str) -> str:
-    """Return the name after the layer's number: `self_attn.q_proj.weight`; the whole name if there is no number."""
-    match = _LAYER.search(name)
-    return name[match.end() :] if match else name
-
-
-def _codes(texts: list[str]) -> NDArray[np.int64]:
-    code_of = {text: code for code, text in enumerate(dict.fromkeys(texts))}
-    return np.array([code_of[text] for text in texts], np.int64)
