@@ -195,7 +195,7 @@ def test_options__have_these_fields() -> None:
     common = ["threads", "memory_bytes", "home", "catalog", "connections"]
     assert field_names(options.RunOptions) == common
     assert field_names(options.PlanOptions) == [
-        "select", "where_omitted", "min_density", "block_elements", "price", "storage_speed",
+        "select", "where_omitted", "min_density", "block_elements",
         "request_cost_bytes", "probe", "continue_", "strict", "lenient",
     ]  # fmt: skip
     assert field_names(options.MergeOptions) == [

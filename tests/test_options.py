@@ -87,7 +87,7 @@ def test_merge_options__refuse_pairs_that_exclude_each_other(given: dict[str, An
     assert (caught.value.code, caught.value.problems[0].where) == (code, named)
 
 
-@pytest.mark.parametrize("name", ["select", "where_omitted", "price"])
+@pytest.mark.parametrize("name", ["select", "where_omitted"])
 def test_plan_options__know_a_mistyped_choice(name: str) -> None:
     default = getattr(PlanOptions(), name)
     with pytest.raises(RecipeError) as caught:

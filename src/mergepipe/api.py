@@ -277,7 +277,7 @@ def plan(
 ) -> Plan:
     """Decide what a merge reads under a budget, from the catalog, and from headers and indices of the inputs.
 
-    Reads no tensor data, but for measuring how fast the base is read where reads are priced by time for the first time.
+    Reads no tensor data.
 
     Args:
         recipe: see `check`.

@@ -61,7 +61,6 @@ KEYWORD_OF_OPTION = {
     "--part": "part",
     "--parts": "n_parts",
     "--paths": "paths",
-    "--price": "price",
     "--private": "private=True",
     "--probe": "probe_fraction",
     "--rank": "rank",
@@ -74,7 +73,6 @@ KEYWORD_OF_OPTION = {
     "--select": "select",
     "--shard-size": "shard_bytes",
     "--state-from": "state_from",
-    "--storage-speed": "storage_speed",
     "--strategy": "strategy",
     "--strict": "strict=True",
     "--target-error": "target_error",
@@ -86,7 +84,7 @@ KEYWORD_OF_OPTION = {
 }
 """Options that errors name, and the keyword arguments that they are in Python."""
 _OPTION = re.compile(
-    r"`(?:mergepipe|hf) [^`]*`|(?<![\w/.-])(--[a-z]+(?:-[a-z]+)*)(?: (time|keep|renormalize)\b)?(?![\w/.-]*/)"
+    r"`(?:mergepipe|hf) [^`]*`|(?<![\w/.-])(--[a-z]+(?:-[a-z]+)*)(?: (norm|keep|renormalize)\b)?(?![\w/.-]*/)"
 )
 
 

@@ -16,7 +16,6 @@ from mergepipe.core.bounds import positive, shown_number
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.planning.choices import OnOmit, Policy
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
-from mergepipe.storage.prices import Price
 from mergepipe.storage.traffic import CONNECTIONS, MAX_CONNECTIONS, RemoteSettings
 
 if TYPE_CHECKING:
@@ -88,9 +87,6 @@ class PlanOptions:
         min_density: let the densities of TIES and DARE fall to this under a tight budget; None leaves them.
         block_elements: elements of a block; default 256 Ki, 2 Mi where all experts are packed and none was analysed.
             Statistics of another grid are carried over.
-        price: what the benefit of a read is divided by: `bytes`, or `time`, the seconds to read and decode it here.
-        storage_speed: with `price="time"`, how fast experts are read (`200MB/s`); by default it is measured once, on
-            the base's own files.
         request_cost_bytes: gaps of fewer bytes between what is read of a remote expert are read too, and merged, in
             place of another request; by default 3 MB.
         probe: sample experts of which nothing is known, within the budget.
@@ -99,15 +95,13 @@ class PlanOptions:
         strict, lenient: as in `MergeOptions`; for merges those of `MergeOptions` count.
 
     Raises:
-        LimitError, RecipeError: a name that is not known, a number out of its range, or a speed without `price="time"`.
+        LimitError, RecipeError: a name that is not known, or a number out of its range.
     """
 
     select: str = Policy.NORM.value
     where_omitted: str = OnOmit.KEEP.value
     min_density: float | None = None
     block_elements: int | None = None
-    price: str = Price.BYTES.value
-    storage_speed: str | None = None
     request_cost_bytes: int | None = None
     probe: bool = True
     continue_: bool = False
@@ -116,9 +110,6 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         _check_strictness(strict=self.strict, lenient=self.lenient)
-        price = choice("--price", self.price, Price)
-        if self.storage_speed is not None:
-            _check_storage_speed(self.storage_speed, price)
         if self.request_cost_bytes is not None:
             positive("--request-cost", self.request_cost_bytes)
         density = self.min_density
@@ -323,15 +314,6 @@ def _refuse_on_ray(is_given_by_option: dict[str, bool]) -> None:
     for option in (option for option, is_given in is_given_by_option.items() if is_given):
         message = "one process has to see the whole merge for it, and tasks of Ray each see a part"
         raise RecipeError.of("option.pair", option, message, "merge without --executor")
-
-
-def _check_storage_speed(storage_speed: str, price: Price) -> None:
-    from mergepipe.planning.budget import parse_speed
-
-    if price is Price.BYTES:
-        message = "has no effect with --price bytes"
-        raise RecipeError.of("option.pair", "--storage-speed", message, "add --price time")
-    parse_speed(storage_speed)
 
 
 def folder_of_packs(place: str | Path) -> Path:

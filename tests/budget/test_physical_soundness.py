@@ -17,12 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracing import PAGE_BYTES, STRACE, TracedRun, TracedServer, traced_server
 
-from mergepipe import api as session
 from mergepipe.api import pack
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import HEADER_NAME, INDEX_NAME
-from mergepipe.options import PlanOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.storage.owner import ACCOUNT_NAME, OWNER_NAME
 from mergepipe.storage.page_cache import resident_fraction
@@ -181,15 +179,6 @@ def test_budgeted_merge__of_packed_experts_requests_no_more_than_was_planned(
             assert traced.answer["error"] is None
             partial += any(access.levels for tensor in plan.tensors for access in tensor.access)
     assert partial > 1
-    for budget in ("40%", "90%", "100%"):
-        plan = session.plan(
-            recipe,
-            budget,
-            home=setting.home,
-            options=PlanOptions(price="time", storage_speed="90GB/s", block_elements=BLOCK_ELEMENTS),
-        )
-        traced = Tracer(server, setting, runs=100 + len(budget) * int(budget[:-1])).run(plan, cold=True)
-        assert traced.answer["error"] is None
 
 
 @pytest.mark.parametrize("name", slow_unless({"dare_ties"}.__contains__, ("task_arithmetic", "ties", "dare_ties")))

@@ -66,7 +66,6 @@ def test_completion__prints_scripts_of_the_shells_that_are_known(run: Runner) ->
         ("merge --bud", ["--budget"]),
         ("catalog s", ["stats"]),
         ("plan --select con", ["conflict"]),
-        ("merge --price t", ["time"]),
         ("merge --paths a", ["absolute"]),
         ("--completion z", ["zsh"]),
     ],

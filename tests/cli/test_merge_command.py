@@ -121,7 +121,7 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
     budget = ["--budget", "25%", "--target-error", "0.1", "--select", "random", "--where-omitted", "renormalize"]
     rest = ["--min-density", "0.1", "--home", "h", "--no-catalog", "--allow-dropped", "*.x"]
     more = ["--continue", "--block-elements", 65536, "--no-resume", "--no-reuse"]
-    more += ["--price", "time", "--storage-speed", "1GB/s", "--pack", "stores"]
+    more += ["--pack", "stores"]
     given = given_to_api(monkeypatch, run, "r.yml", "o", *options, *budget, *rest, *more)
     expected = MergeOptions(
         threads=3,
@@ -133,8 +133,6 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
             where_omitted="renormalize",
             min_density=0.1,
             block_elements=65536,
-            price="time",
-            storage_speed="1GB/s",
             continue_=True,
         ),
         shard_bytes=2_000_000_000,

@@ -27,13 +27,11 @@ from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.planning.planner import Ranking, plan_merge, rank_blocks
 from mergepipe.planning.problem import PlanningProblem
 from mergepipe.planning.selection.least_error import compared_budgets, least_error_budget
-from mergepipe.storage.prices import DecodingPrices, Speeds
 from support.oracle import order_of_ranks, reaching
 from support.planning_problems import BLOCK, DEFAULT_SIZES, Given, make, random_arrays
 
 OPERATORS = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp")
 ALL = ShareBudget(Fraction(1))
-SPEEDS = Speeds(2e8, DecodingPrices({"bands": (1.5, 3.0), "raw": (0.0,)}), 2, "measured")
 Read = set[tuple[int, str, int]]
 
 
@@ -148,25 +146,24 @@ def test_plan__leaves_out_nothing_that_would_fit(
 
 
 @lru_cache
-def ranked(operator: str, policy: Policy, seed: int, *, is_by_time: bool, has_ids: bool) -> Ranking:
+def ranked(operator: str, policy: Policy, seed: int, *, has_ids: bool) -> Ranking:
     """A ranking whose expected errors are kept, so that more budgets of it cost little."""
     given = make(operator, 1 if operator == "slerp" else 3, seed)
     problem = (given.with_content_ids() if has_ids else given).problem
-    return rank_blocks(replace(problem, speeds=SPEEDS if is_by_time else None), ALL, policy, PlanningChoices())
+    return rank_blocks(problem, ALL, policy, PlanningChoices())
 
 
 @given(
     operator=st.sampled_from(OPERATORS),
     policy=st.sampled_from([Policy.NORM, Policy.CONFLICT]),
-    is_by_time=st.booleans(),
     has_ids=st.booleans(),
     seed=st.integers(0, 1),
     shares=st.lists(st.fractions(0, 1), min_size=2, max_size=6).map(sorted),
 )
 def test_plan__the_expected_error_never_grows_with_the_budget(
-    operator: str, policy: Policy, is_by_time: bool, has_ids: bool, seed: int, shares: list[Fraction]
+    operator: str, policy: Policy, has_ids: bool, seed: int, shares: list[Fraction]
 ) -> None:
-    ranking = ranked(operator, policy, seed, is_by_time=is_by_time, has_ids=has_ids)
+    ranking = ranked(operator, policy, seed, has_ids=has_ids)
     least_bytes, full_bytes = ranking.least_useful_bytes() or 0, ranking.full_cost_bytes
     budgets = [least_bytes + int(share * (full_bytes - least_bytes)) for share in shares]
     errors = [ranking.expected_error(budget) for budget in budgets]

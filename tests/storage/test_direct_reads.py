@@ -54,7 +54,6 @@ ALLOWED = {
     "runs/recovery/resume.py": ("is_dir is_file stat", OWN),
     "recipes/parse/written_paths.py": ("os.path.realpath", "the folder that paths are written relative to"),
     "runs/snapshots.py": ("exists is_dir is_file", OWN),
-    "runs/budget/speeds.py": ("os.path.ismount regular.read_small resolve", "which disk a file is on"),
     "snapshots/journal.py": ("regular.read_small", OWN),
     "snapshots/object_upload.py": ("stat", OWN),
     "snapshots/parts_directory.py": ("lstat", OWN),

@@ -28,7 +28,6 @@ from mergepipe.storage.local import LocalFile, LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import OutputFile
 from mergepipe.storage.ranges import fill_from_descriptor, read_descriptor_range, read_exact, request, request_bytes
-from mergepipe.storage.read_speed import measure_reading
 from mergepipe.tailor.checkpoint import Piece, StoredState
 from mergepipe.tailor.composition.copy.plan import CopyRange, FilePlan
 from mergepipe.tailor.composition.copy.writer import FEWEST_BYTES, Copier
@@ -152,7 +151,6 @@ CALLERS: dict[str, Callable[[Path], object]] = {
     "packed index": lambda path: as_expert(LocalStore(), Location.local(path), 5000),
     "training state": read_state,
     "copied range": copy_range,
-    "read speed": lambda path: measure_reading(LocalStore(), Location.local(path), Purpose.ANALYSIS),
     "resumed output": resume_output,
 }
 

@@ -19,7 +19,6 @@ from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.file_version import sha256_of_version
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.prices import DecodingPrices
 
 if TYPE_CHECKING:
     from abc import ABCMeta as ProtocolType
@@ -219,10 +218,6 @@ class LeveledTensor(Protocol, metaclass=ByType):
 
     def squared_errors(self, level: int) -> NDArray[np.float64]:
         """Return the squared delta that a level omits, for each stretch of `cut_elements`; level 0 reads nothing."""
-        ...
-
-    def decoding_seconds(self, level: int, prices: DecodingPrices) -> NDArray[np.float64]:
-        """Processor time to decode each stretch of `cut_elements` at a level."""
         ...
 
     def ends_band(self, n_kept: int) -> bool:

@@ -198,25 +198,6 @@ BlockElements: TypeAlias = Annotated[
         rich_help_panel=BUDGET_PANEL,
     ),
 ]
-Price: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--price",
-        metavar="PRICE",
-        autocompletion=choices("bytes", "time"),
-        help="What counts: bytes, or time, the seconds to read and to decode them here.  [default: bytes]",
-        rich_help_panel=BUDGET_PANEL,
-    ),
-]
-StorageSpeed: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--storage-speed",
-        metavar="SPEED",
-        help="With --price time: how fast experts are read, e.g. 200MB/s.  [default: measured once]",
-        rich_help_panel=BUDGET_PANEL,
-    ),
-]
 RequestCost: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -322,8 +303,6 @@ class PlanFlags:
     where_omitted: WhereOmitted = None
     min_density: MinDensity = None
     block_elements: BlockElements = None
-    price: Price = None
-    storage_speed: StorageSpeed = None
     request_cost: RequestCost = None
     no_probe: NoProbe = False
     continue_: Continue = False
@@ -343,8 +322,6 @@ class PlanFlags:
             where_omitted=self.where_omitted or default.where_omitted,
             min_density=None if density is None else parse_fraction(density, "--min-density", "option.density"),
             block_elements=self.block_elements,
-            price=self.price or default.price,
-            storage_speed=self.storage_speed,
             request_cost_bytes=optional_size(self.request_cost, "--request-cost"),
             probe=not self.no_probe,
             continue_=self.continue_,

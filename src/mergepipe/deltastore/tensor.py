@@ -38,7 +38,6 @@ from mergepipe.storage.buffers import PAGE_BYTES, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.prices import DecodingPrices
 from mergepipe.storage.ranges import read_exact, request_bytes
 
 GROUP_BLOCKS = 16
@@ -219,15 +218,6 @@ class PackedTensor(EncodedTensor):
     def squared_errors(self, level: int) -> NDArray[np.float64]:
         """The squared error of the delta at `level`, by block (float64)."""
         return self.index.errors(Level(level), self.first_row, self.first_row + self.n_blocks)
-
-    def decoding_seconds(self, level: int, prices: DecodingPrices) -> NDArray[np.float64]:
-        """See `LeveledTensor`: by the codec of each block."""
-        seconds_C = np.array([prices.seconds(codec.name.lower(), level) for codec in Codec])
-        codec_B = self.index.rows["codec"][self.first_row : self.first_row + self.n_blocks]
-        n_B = np.full(self.n_blocks, BLOCK_ELEMENTS)
-        n_B[self.n_blocks - 1 :] = self.n_elements - BLOCK_ELEMENTS * (self.n_blocks - 1)
-        seconds_B: NDArray[np.float64] = seconds_C[codec_B] * n_B
-        return seconds_B
 
     def ends_band(self, n_kept: int) -> bool:
         """See `LeveledTensor`: the density of the second band's cut."""

@@ -126,10 +126,9 @@ def run_merge_on_ray(
     def decide() -> PlannedOutput:
         plan = None if settings.resume is Resume.NEVER else _unfinished_plan(place, key)
         if plan is None:
-            speeds = request.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
             with closing(CatalogLink(settings.home)) as link:
                 prober = Prober(store, settings.engine, lambda: None) if request.probes else None
-                plan = make_plan(store, inputs, request, link, speeds=speeds, prober=prober)
+                plan = make_plan(store, inputs, request, link, prober=prober)
         return _opened(plan, settings)
 
     return _publish(decide, inputs, out, cluster, settings, store.ledger, key, started, on_progress)

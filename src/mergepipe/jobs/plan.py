@@ -15,7 +15,7 @@ from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import LimitError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import PlanOptions, check_seed, default_memory_bytes, default_threads
-from mergepipe.planning.budget import BudgetRequest, parse_budget, parse_speed, parse_target_error, retry_reserve_bytes
+from mergepipe.planning.budget import BudgetRequest, parse_budget, parse_target_error, retry_reserve_bytes
 from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
 from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, Fallback, Plan, PlannedTensor
 from mergepipe.planning.plan_json import parse_plan
@@ -27,7 +27,6 @@ from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.budget.planned_cost import planned_cost
 from mergepipe.runs.budget.probe import Prober, probe_unknown
-from mergepipe.runs.budget.speeds import BY_BYTES, PriceRequest
 from mergepipe.runs.inputs.opened import Inputs, PairStatistics, open_inputs, with_known_digests, with_parameters
 from mergepipe.runs.inputs.planned import vocabulary_of
 from mergepipe.runs.packing.indices import find_unread
@@ -38,7 +37,6 @@ from mergepipe.runs.reuse.planned import ReusingPlanner
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.location import Location
-from mergepipe.storage.prices import Price, Speeds
 from mergepipe.storage.stores import Stores
 
 PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
@@ -62,7 +60,7 @@ class PlanRequest:
     block_elements: int | None
     allow_dropped: tuple[str, ...] = ()
     reuse: bool = False
-    pricing: PriceRequest = BY_BYTES
+    request_cost_bytes: int | None = None
     strictness: Strictness = USUAL
     probes: bool = True
     everything: bool = False
@@ -112,17 +110,11 @@ def plan_request(
         options.block_elements,
         tuple(allow_dropped),
         options.continue_,
-        _price_request(options),
+        options.request_cost_bytes,
         Strictness(strict or options.strict, options.lenient),
         options.probe,
         everything,
     )
-
-
-def _price_request(options: PlanOptions) -> PriceRequest:
-    """Return what the benefit of a read is divided by."""
-    speed = None if options.storage_speed is None else parse_speed(options.storage_speed)
-    return PriceRequest(Price(options.price), speed, options.request_cost_bytes)
 
 
 def make_plan(
@@ -131,13 +123,11 @@ def make_plan(
     request: PlanRequest,
     link: CatalogLink,
     replaced: Path | None = None,
-    speeds: Speeds | None = None,
     prober: Prober | None = None,
 ) -> Plan:
     """Plan a merge of opened inputs from the catalog, from indices of packed experts, and with a `prober` from samples.
 
     With `request.reuse`, what stands in earlier snapshots (that about to be `replaced` among them) is not charged.
-    With `speeds` steps are priced in seconds.
     """
     inputs = with_known_digests(inputs, link)
     models = inputs.recipe.inputs()
@@ -149,7 +139,7 @@ def make_plan(
     facts = link.use(lambda catalog: _lookup_known(catalog, inputs, beside)) or _lookup_known(None, inputs, beside)
     if request.everything:
         facts = replace(facts, statistics=({},) * len(inputs.expert_models))
-    request_bytes = request.pricing.request_bytes(inputs, store)
+    request_bytes = _request_bytes(request, inputs, store)
     samples = request.policy is Policy.SAMPLE
     unit_elements = _sampled_unit(inputs, request_bytes) if samples else _suitable_block(inputs, facts)
     block_elements = request.block_elements or unit_elements
@@ -171,7 +161,6 @@ def make_plan(
             for place, (model, checkpoint) in enumerate(zip(models, inputs.checkpoints, strict=True))
         ),
         statistics=statistics,
-        speeds=speeds,
         unread=find_unread(inputs, request.budget),
         probe_bytes=probe_bytes if any(probe_bytes) else (),
         request_bytes=request_bytes if any(request_bytes) else (),
@@ -198,6 +187,16 @@ def make_plan(
         plan = _of_everything(plan, inputs.resolution.tasks)
     paths = [reference_text(model) for model in models]
     return replace(plan, models=tuple(replace(m, path=path) for m, path in zip(plan.models, paths, strict=True)))
+
+
+def _request_bytes(request: PlanRequest, inputs: Inputs, store: Store) -> tuple[int, ...]:
+    """Return the bytes that a request of each expert's files is worth: 0 where they are local.
+
+    Where the request does not say it the store's terms do, so that plans do not depend on how fast a link is today.
+    """
+    costs = [store.terms(inputs.checkpoints[model].path).request_cost_bytes for model in inputs.expert_models]
+    wanted_bytes = request.request_cost_bytes
+    return tuple(cost if wanted_bytes is None or not cost else wanted_bytes for cost in costs)
 
 
 def _with_reserve(ranking: Ranking, request: PlanRequest, inputs: Inputs, store: Store) -> tuple[Ranking, int]:
@@ -306,11 +305,10 @@ def plan_recipe(recipe: Location | RecipeText, request: PlanRequest, home: Path)
     """Plan a recipe."""
     store = Stores()
     inputs = open_inputs(recipe, store, request.allow_dropped, strictness=request.strictness)
-    speeds = request.pricing.speeds(inputs, store, home, default_threads())
     with closing(CatalogLink(home, required=True)) as link:
         engine = EngineOptions(default_threads(), min(PROBE_MEMORY_BYTES, default_memory_bytes()))
         prober = Prober(store, engine, no_tick) if request.probes else None
-        return make_plan(store, inputs, request, link, speeds=speeds, prober=prober)
+        return make_plan(store, inputs, request, link, prober=prober)
 
 
 def no_tick() -> None:

@@ -46,7 +46,6 @@ def run_budgeted(
         keeps_absolute_paths=settings.absolute_paths,
     )  # fmt: skip
     settings.base_model_ids.check_names(inputs.leaf_models)
-    speeds = request.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
     planned = Usage({}, {})
 
     def attempt(wanted: PlanRequest) -> MergeReport:
@@ -61,7 +60,7 @@ def run_budgeted(
                 if not (wanted.reuse and reuse_candidates(link, replaced)):  # else not all of the base may be needed
                     ahead = base_read_ahead(inputs, store, settings.engine, settings.shard_bytes)
                     stop_reading = stack.enter_context(ahead).stop
-                plan = make_plan(store, inputs, wanted, link, replaced, speeds, prober)
+                plan = make_plan(store, inputs, wanted, link, replaced, prober)
                 stop_reading()
             planned = store.ledger.usage()
             merged, keyed = with_parameters(inputs, plan), replace(settings, plan_key=key)

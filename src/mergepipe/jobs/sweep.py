@@ -32,7 +32,6 @@ from mergepipe.runs.recovery.resume import samples_cost
 from mergepipe.snapshots.distances import distance, norm
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
-from mergepipe.storage.prices import Speeds
 from mergepipe.storage.stores import Stores
 
 
@@ -116,14 +115,11 @@ class _Sweep:
         self._directory = directory
         self._on_progress = on_progress
         self._store = Stores(settings=settings.engine.remote)
-        self._speeds: Speeds | None = None
 
     def run(self) -> SweepReport:
         inputs = open_inputs(
             self._recipe, self._store, self._request.allow_dropped, strictness=self._request.strictness
         )
-        threads = self._settings.engine.threads
-        self._speeds = self._request.pricing.speeds(inputs, self._store, self._home, threads)
         everything = self._plan(inputs, self._request).full_cost_bytes  # refuses what cannot be planned
         reference = self._full_merge(inputs)
         policies = list(dict.fromkeys((self._request.policy, Policy.RANDOM)))
@@ -150,7 +146,7 @@ class _Sweep:
     def _plan(self, inputs: Inputs, request: PlanRequest) -> Plan:
         with closing(CatalogLink(self._home, required=True)) as link:
             prober = Prober(self._store, self._settings.engine, no_tick) if request.probes else None
-            return make_plan(self._store, inputs, request, link, speeds=self._speeds, prober=prober)
+            return make_plan(self._store, inputs, request, link, prober=prober)
 
     def _full_merge(self, inputs: Inputs) -> _Reference:
         out = self._directory / "full"

@@ -1,4 +1,4 @@
-"""Parse budgets, target errors, shares and storage speeds as users write them."""
+"""Parse budgets, target errors and shares as users write them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from fractions import Fraction
 from mergepipe.core.sizes import LEAST_BARE_BYTES, MAX_SIZE_BYTES, SIZE_UNITS, split_quantity, unit_bytes
 from mergepipe.errors import RecipeError, did_you_mean
 
-_SPEED_EXAMPLES = "write it as 200MB/s or 1.5GiB/s"
 _EXAMPLES = "write it as 25%, 0.25, 4GiB or 500MB"
 _REPEATED_REQUEST_BYTES = 8 << 20  # a request for more is split
 
@@ -145,17 +144,3 @@ def number_text(value: str | float) -> str:
     if isinstance(value, str):
         return value
     return format(Decimal(repr(value)), "f") if math.isfinite(value) else str(value)
-
-
-def parse_speed(text: str, where: str = "--storage-speed") -> float:
-    """Read `200MB/s` as bytes a second; `/s` may be left out.
-
-    Raises:
-        RecipeError: `speed.malformed`; it names `where`.
-    """
-    quantity = split_quantity(text.strip().removesuffix("/s"))
-    factor = None if quantity is None else unit_bytes(quantity[1])
-    if quantity is None or factor is None or not 1 <= quantity[0] * factor <= MAX_SIZE_BYTES:
-        message = f"'{text[:60]}' is not a number of bytes a second, 1 or more"
-        raise RecipeError.of("speed.malformed", where, message, _SPEED_EXAMPLES)
-    return float(quantity[0] * factor)

@@ -14,7 +14,6 @@ from mergepipe.core.notebooks import Displayed
 from mergepipe.core.notices import Notice
 from mergepipe.operators.statistics import Cut
 from mergepipe.reports import Sampling
-from mergepipe.storage.prices import Duration, Speeds
 
 PLAN_NAME = "mergepipe-plan"
 PLAN_VERSION = 3
@@ -74,17 +73,6 @@ class PlannedModel:
     def __post_init__(self) -> None:
         if not 0 <= self.side_bytes <= self.planned_bytes:
             raise ValueError(f"{self.model}: {self.side_bytes} of {self.planned_bytes} bytes for its index")
-
-
-@dataclass(frozen=True, slots=True)
-class TimePrice:
-    """Pricing in seconds instead of bytes: the speeds used, and the plan's expected duration.
-
-    A plan without it was made by bytes alone, and is the same on every machine.
-    """
-
-    speeds: Speeds
-    duration: Duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +214,6 @@ class Plan(Displayed):
     bound: OmissionBound | None = None
     reuse: tuple[ReusedSnapshot, ...] = ()
     vocabulary: str | None = None  # digest of how tokens are aligned, where a recipe asks for a tokenizer
-    price: TimePrice | None = None
     error_is_least: bool = False  # `expected_error` leaves out a part of what is lost, see plan.md
     outlook: Outlook | None = None  # where something is known of every tensor
     recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe; no part of the digest
@@ -379,8 +366,6 @@ def _content(plan: Plan) -> dict[str, object]:
         optional["reuse"] = [_reused_content(reused) for reused in plan.reuse]
     if plan.vocabulary is not None:
         optional["vocabulary"] = plan.vocabulary
-    if plan.price is not None:
-        optional["price"] = _price_content(plan.price)
     if plan.error_is_least:
         optional["error_is_least"] = True
     if plan.outlook is not None:
@@ -469,20 +454,6 @@ def _access_content(access: Access) -> dict[str, object]:
     if access.energy is not None:
         content["energy"] = list(access.energy)
     return content
-
-
-def _price_content(price: TimePrice) -> dict[str, object]:
-    speeds, duration = price.speeds, price.duration
-    return {
-        "storage_bytes_per_second": speeds.storage_bytes_per_second,
-        "decoding_nanoseconds": {
-            kind: list(by_level) for kind, by_level in sorted(speeds.decoding.nanoseconds.items())
-        },
-        "threads": speeds.threads,
-        "source": speeds.source,
-        "reading_seconds": duration.reading_seconds,
-        "decoding_seconds": duration.decoding_seconds,
-    }
 
 
 def _files_content(files: Iterable[FileBinding]) -> list[dict[str, object]]:

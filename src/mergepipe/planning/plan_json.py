@@ -27,9 +27,7 @@ from mergepipe.planning.plan import (
     Runs,
     Scalar,
     SharedRuns,
-    TimePrice,
 )
-from mergepipe.storage.prices import DecodingPrices, Duration, Speeds
 
 _CODES = FieldCodes("plan.key", "plan.type", "plan.value", "plan again")
 _LONGEST_INDEX = 18  # digits
@@ -116,7 +114,6 @@ def _plan_of(top: JsonFields) -> Plan:
     bound = _bound_of(top)
     reuse = tuple(_reused_of(row) for row in top.objects("reuse")) if top.has("reuse") else ()
     vocabulary = top.text("vocabulary") if top.has("vocabulary") else None
-    price = _price_of(top.object("price")) if top.has("price") else None
     error_is_least = top.flag("error_is_least") if top.has("error_is_least") else False
     outlook = _outlook_of(top.object("outlook")) if top.has("outlook") else None
     notices = tuple(_notice_of(row) for row in top.objects("recipe_notices")) if top.has("recipe_notices") else ()
@@ -139,7 +136,6 @@ def _plan_of(top: JsonFields) -> Plan:
             bound=bound,
             reuse=reuse,
             vocabulary=vocabulary,
-            price=price,
             error_is_least=error_is_least,
             outlook=outlook,
             recipe_notices=notices,
@@ -205,25 +201,6 @@ def _model_of(model: JsonFields) -> PlannedModel:
         return replace(fields, side_bytes=side_bytes)
     except ValueError as error:
         model.refuse(str(error))
-
-
-def _price_of(price: JsonFields) -> TimePrice:
-    kinds = price.object("decoding_nanoseconds")
-    names = kinds.remaining()
-    try:
-        parsed = TimePrice(
-            Speeds(
-                storage_bytes_per_second=price.number("storage_bytes_per_second"),
-                decoding=DecodingPrices({kind: kinds.numbers(kind) for kind in names}),
-                threads=price.size("threads"),
-                source=price.text("source"),
-            ),
-            Duration(price.number("reading_seconds"), price.number("decoding_seconds")),
-        )
-    except ValueError as error:
-        price.refuse(str(error))
-    price.done()
-    return parsed
 
 
 def _reused_of(reused: JsonFields) -> ReusedSnapshot:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import LeveledTensor, TensorEntry
+from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics
@@ -25,15 +25,14 @@ from mergepipe.planning.candidates.known_statistics import (
     match_statistics,
     units,
 )
-from mergepipe.planning.candidates.level_ladders import ALL, Ladders, build_ladders
+from mergepipe.planning.candidates.level_ladders import ALL, build_ladders
 from mergepipe.planning.candidates.operator_rules import REASON_ROWS, Rules, evaluate_rules, row_reasons
-from mergepipe.planning.candidates.pricing import Pricing
 from mergepipe.planning.candidates.scores import amplitudes, score_blocks
 from mergepipe.planning.choices import OnOmit, PlanningChoices, Policy
 from mergepipe.planning.estimates.energy_left import norms_left
 from mergepipe.planning.estimates.expected_errors import expected_energies, expected_error, is_error_complete
 from mergepipe.planning.estimates.omission_bound import NoBound, omission_bound
-from mergepipe.planning.plan import Access, Fallback, OmissionBound, Outlook, Plan, Runs, TimePrice
+from mergepipe.planning.plan import Access, Fallback, OmissionBound, Outlook, Plan, Runs
 from mergepipe.planning.plan_assembly import (
     estimate_fallbacks,
     planned_models,
@@ -57,7 +56,6 @@ from mergepipe.planning.selection.positions import (
 )
 from mergepipe.planning.selection.select import Selection, full_costs, select_items
 from mergepipe.storage.buffers import PAGE_BYTES
-from mergepipe.storage.prices import Duration, three_digits
 
 _SELECTIONS_AT_ONCE = 32  # whose expected errors are computed together: a byte of memory for each block and selection
 
@@ -102,8 +100,7 @@ def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy
     if options.target_error is None:
         return ranking
     enough_bytes = ranking.cheapest_bytes()
-    is_by_time = problem.speeds is not None  # then spending the rest of the budget may save time
-    return replace(ranking, enough_bytes=enough_bytes, budget_bytes=budget_bytes if is_by_time else enough_bytes)
+    return replace(ranking, enough_bytes=enough_bytes, budget_bytes=enough_bytes)
 
 
 def _on_grid(problem: PlanningProblem, *, exact_only: bool) -> tuple[Mapping[str, TensorStatistics], ...]:
@@ -134,14 +131,13 @@ class _PlanningData:
 
 
 def _planning_data(problem: PlanningProblem, *, samples: bool) -> _PlanningData:
-    pricing = Pricing.of(problem.speeds)
     columns = lay_out_columns(problem.tasks, problem.resolution.expert_models, problem.block_elements, problem.unread)
     known_ET, unusable = match_statistics(problem, columns)
     rules = evaluate_rules(problem, columns, known_ET)
     # what a sample does not know of a whole tensor it takes from what it reads
     lacking = row_reasons(problem, columns) if samples else rules.lacking
     by_rows = {key for key, reason in lacking.items() if reason == REASON_ROWS}
-    ladders = build_ladders(columns, operator_named(problem.operator), problem.block_elements, pricing)
+    ladders = build_ladders(columns, operator_named(problem.operator), problem.block_elements)
     known_statistics = gather_statistics(problem, columns, known_ET, ladders, with_octaves=rules.trims)
     of_units = dict.fromkeys(units(columns), REASON_UNIT)
     unknown = {key: reason for key, reason in unusable.items() if key not in ladders}
@@ -160,45 +156,14 @@ def _planning_data(problem: PlanningProblem, *, samples: bool) -> _PlanningData:
         cost_EB[e, inside] += 0 if step == 1 else step
     for (e, t), ladder in ladders.items():
         cost_EB[e, columns.of_tensor(t)] = ladder.cost_KB[-1]
-    decoding_EB = _decode_seconds_EB(columns, ladders, pricing)
     candidates = replace(
-        find_candidates(columns, cost_EB, known_statistics, whole_ET, ladders, pricing, decoding_EB),
+        find_candidates(columns, cost_EB, known_statistics, whole_ET, ladders),
         request_bytes_E=np.array(problem.request_bytes or np.zeros(columns.n_experts), np.int64),
     )
     sample_E, index_E = _sample_costs(problem), _side_costs(problem)
     full_E = full_costs(candidates, sample_E) + index_E + _unread_lower_bounds(problem)
     side_E = index_E + np.array(problem.probe_bytes or np.zeros(len(index_E)), np.int64)
     return _PlanningData(columns, known_statistics, rules, candidates, reasons, unknown, sample_E, side_E, full_E)
-
-
-def _decode_seconds_EB(columns: Columns, ladders: Ladders, pricing: Pricing) -> NDArray[np.float64] | None:
-    """Compute the seconds to decode each block in full, by expert; None where reads are priced in bytes."""
-    if not pricing.is_time:
-        return None
-    decoding_EB = np.zeros((columns.n_experts, columns.n_columns))
-    for e in range(columns.n_experts):
-        for t in range(len(columns.tasks)):
-            inside, ladder = columns.of_tensor(t), ladders.get((e, t))
-            if ladder is not None:
-                decoding_EB[e, inside] = 0.0 if ladder.decoding_KB is None else ladder.decoding_KB[-1]
-                continue
-            source, n_B = columns.source(e, t), columns.n_B[inside]
-            if source is not None and isinstance(source, LeveledTensor) and len(n_B):
-                seconds = pricing.of_decoding(source, source.last_level, 1).sum()
-                decoding_EB[e, inside] = seconds * n_B / n_B.sum()
-    return decoding_EB
-
-
-def _decoding_seconds(candidates: Candidates, selection: Selection) -> float:
-    """Sum the seconds to decode the selection, with all threads; 0 where reads are priced in bytes."""
-    extra_EB = candidates.extra_price_EB
-    if extra_EB is None:
-        return 0.0
-    seconds_EB = np.where(selection.level_EB > 0, extra_EB, 0.0)
-    for (e, t), ladder in candidates.ladders.items():
-        inside = candidates.columns.of_tensor(t)
-        seconds_EB[e, inside] = ladder.decoding_at(selection.level_EB[e, inside])
-    return float(seconds_EB.sum())
 
 
 def _side_costs(problem: PlanningProblem) -> NDArray[np.int64]:
@@ -342,7 +307,7 @@ class Ranking:
     def _compares_budgets(self) -> bool:
         """Whether a smaller budget may be expected to lose less, as far as that is known."""
         data = self.data
-        is_by_rate = self.policy is Policy.NORM and data.rules.is_additive and self.problem.speeds is None
+        is_by_rate = self.policy is Policy.NORM and data.rules.is_additive
         is_by_rate &= self.options.on_omit is OnOmit.KEEP  # else one expert more in a block may be worse than none
         has_one_cost_each = not data.candidates.ladders and not data.sample_E.any()
         has_followers = bool(len(data.candidates.followers()[0]))
@@ -381,9 +346,9 @@ class Ranking:
         is_everything = larger_bytes == self.full_cost_bytes  # and nothing is sampled for it
         selected = replace(self, enough_bytes=None)  # beyond a target error too
         return Outlook(
-            three_digits(self.expected_error(plan.budget_bytes)),
+            _three_digits(self.expected_error(plan.budget_bytes)),
             larger_bytes,
-            three_digits(selected.expected_error(self.everything_bytes if is_everything else larger_bytes)),
+            _three_digits(selected.expected_error(self.everything_bytes if is_everything else larger_bytes)),
             is_least=not is_error_complete(self.data.columns, self.data.rules),
         )
 
@@ -493,7 +458,6 @@ class Ranking:
             ),
             adjustments=self.adjustments,
             bound=bound,
-            price=self._price(selection),
             error_is_least=energy_ET2 is not None and self._is_lower_bound(energy_ET2),
         )
 
@@ -523,14 +487,6 @@ class Ranking:
 
     def _is_lower_bound(self, energy_ET2: NDArray[np.float64]) -> bool:
         return expected_error(energy_ET2) > 0 and not is_error_complete(self.data.columns, self.data.rules)
-
-    def _price(self, selection: Selection) -> TimePrice | None:
-        speeds = self.problem.speeds
-        if speeds is None:
-            return None
-        reading = selection.planned_bytes * speeds.seconds_per_byte
-        decoding = _decoding_seconds(self.data.candidates, selection)
-        return TimePrice(speeds, Duration(three_digits(reading), three_digits(decoding)))
 
     def read_cost_E(self, plan: Plan, runs: Mapping[str, Runs]) -> NDArray[np.int64]:
         """Sum per expert the bytes that `plan` charges for the blocks in `runs` (by tensor)."""
@@ -604,3 +560,7 @@ def _bound(
     if isinstance(bound, NoBound):
         return None, (Fallback("omission bound", "none is given", bound.reason),)
     return bound, ()
+
+
+def _three_digits(value: float) -> float:
+    return float(f"{value:.3g}")

@@ -9,7 +9,6 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, Resolution
-from mergepipe.storage.prices import Speeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class PlanningProblem:
     `statistics` has one mapping per expert, from the name of a task to what is known of its tensor in that task. A
     tensor without an entry is one of which nothing is known; statistics of another grid are carried over.
 
-    With `speeds` steps are priced in seconds. Of experts that are `unread` not even the index is read. `probe_bytes` of
+    Of experts that are `unread` not even the index is read. `probe_bytes` of
     each expert were read to estimate its statistics; none where empty. A request of each expert's files is worth
     `request_bytes` more bytes: shorter gaps between selected blocks are selected too; none where empty.
     """
@@ -46,7 +45,6 @@ class PlanningProblem:
     resolution: Resolution
     models: tuple[PlanningModel, ...]
     statistics: tuple[Mapping[str, TensorStatistics], ...]
-    speeds: Speeds | None = None
     unread: frozenset[int] = frozenset()
     probe_bytes: tuple[int, ...] = ()
     request_bytes: tuple[int, ...] = ()

@@ -12,7 +12,6 @@ from mergepipe.options import (
     ExecutorName,
     MergeOptions,
     PathStyle,
-    PlanOptions,
     RunOptions,
     catalog_home,
     check_seed,
@@ -153,6 +152,3 @@ def check_with_budget(options: MergeOptions, *, planned_by: str | None) -> None:
     if continues and (planned_by is None or not options.reuse):
         message = "contradicts --no-reuse" if planned_by else "a full merge copies what comes out the same by itself"
         raise RecipeError.of("option.pair", "--continue", message, "leave one out" if planned_by else "add --budget")
-    if options.plan.price != PlanOptions().price and planned_by is None:
-        message = "a full merge reads the same at any price"
-        raise RecipeError.of("option.pair", "--price", message, "add --budget or --target-error")

@@ -38,7 +38,6 @@ JOURNAL_BYTES: Final = 256 * _MIB  # one digest a block
 ACCOUNT_BYTES: Final = 16 * _MIB  # one short line for each part of a budget
 STATISTICS_BYTES: Final = 256 * _MIB  # 0.025 % of the experts: those of 10**12 bytes
 OWNER_BYTES: Final = 64 * _KIB  # four short values
-SPEEDS_BYTES: Final = 1 * _MIB  # a few numbers a disk
 
 _TEMPLATE_NAMES = ("chat_template.json",)
 _CONFIG_NAMES = (

@@ -152,11 +152,8 @@ class LocalStore:
         """Size of a regular file."""
         return regular_status(location.local_path).st_size
 
-    def open(self, location: Location, *, direct: bool = False, cached: bool = True) -> LocalFile:
-        """Open `location` for positional reads; `direct` bypasses the page cache unless most of the file lies in it.
-
-        Without `cached` it does so wherever the file lies.
-        """
+    def open(self, location: Location, *, direct: bool = False) -> LocalFile:
+        """Open `location` for positional reads; `direct` bypasses the page cache unless most of the file lies in it."""
         path = location.local_path
         descriptor = open_regular(path)
         try:
@@ -164,7 +161,7 @@ class LocalStore:
             use_direct = (
                 direct
                 and size > 0
-                and not (cached and resident_fraction(descriptor, size) >= RESIDENT_ENOUGH_FRACTION)
+                and resident_fraction(descriptor, size) < RESIDENT_ENOUGH_FRACTION
                 and switch_direct(descriptor, wanted=True)
             )
             if not use_direct:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from mergepipe.cli.render.layout import Fact, columns_text, share_text
+from mergepipe.cli.render.layout import columns_text, share_text
 from mergepipe.cli.render.terminal import available_columns
-from mergepipe.core.units import format_bytes, format_percent, format_rate, format_seconds
+from mergepipe.core.units import format_percent
 from mergepipe.planning.level_counts import NAMES
-from mergepipe.planning.plan import TimePrice
 from mergepipe.reports import LayerShare
 
 MOST_GROUPS = 24
@@ -75,20 +74,3 @@ def _joined(energies: Sequence[tuple[float, float] | None]) -> float | None:
     if not estimated:
         return None
     return float((sum(lost for lost, _ in estimated) / whole) ** 0.5) if whole > 0 else 0.0
-
-
-def price_facts(price: TimePrice | None) -> list[Fact]:
-    """Show the measured speeds that a plan by time was made from, and its expected time."""
-    if price is None:
-        return []
-    speeds, duration = price.speeds, price.duration
-    reading, decoding = format_seconds(duration.reading_seconds), format_seconds(duration.decoding_seconds)
-    per_element = speeds.decoding.nanoseconds.get("bands")
-    text = f"time: storage of {format_rate(speeds.storage_bytes_per_second)}"
-    if per_element:
-        decoded = format_bytes(2e9 / per_element[-1])
-        text += f", {decoded} a second of packed experts decoded by each of {speeds.threads} threads"
-    return [
-        ("price", f"{text} ({speeds.source})"),
-        ("expected", f"{reading} to read the experts, {decoding} to decode them; the two overlap"),
-    ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mergepipe.cli.render.layout import Fact, columns_text, facts_text, listed, notice_facts, number_text, share_text
-from mergepipe.cli.render.levels import error_table, error_text, grouped_layers, layers_range, levels_text, price_facts
+from mergepipe.cli.render.levels import error_table, error_text, grouped_layers, layers_range, levels_text
 from mergepipe.cli.render.verdicts import verdict_facts
 from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_percent
@@ -61,7 +61,6 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
         ("error bound", _bound_text(plan.bound.absolute, plan.bound.relative) if plan.bound else "none for this plan"),
         *_sampling_facts(plan.sampling),
         *_expected_facts(plan.expected_error, is_least=plan.error_is_least),
-        *price_facts(plan.price),
     ]
     if plan.outlook is not None:
         head = [*verdict_facts(verdict_of(plan)), *head]

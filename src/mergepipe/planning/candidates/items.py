@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.known_statistics import KnownStatistics
 from mergepipe.planning.candidates.level_ladders import ALL, NO_LADDERS, Ladders, ladder_steps
-from mergepipe.planning.candidates.pricing import BY_BYTES, Pricing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,8 +22,6 @@ class Candidates:
         served_by_EB: the expert whose identical bytes serve the block; itself for most.
         whole_ET: the tensor of that expert is read in all its blocks, or not at all.
         ladders: of what can be read in part; `cost_EB` is that of all of a block.
-        price_of_byte: what a byte is priced at.
-        extra_price_EB: what a block is priced at beyond its bytes; None where only bytes count.
         request_bytes_E: the bytes that a request of an expert's file is worth; 0 where requests cost nothing.
     """
 
@@ -34,15 +31,7 @@ class Candidates:
     served_by_EB: NDArray[np.int16]
     whole_ET: NDArray[np.bool_]
     ladders: Ladders = field(default_factory=dict)
-    price_of_byte: float = 1.0
-    extra_price_EB: NDArray[np.float64] | None = None
     request_bytes_E: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
-
-    @property
-    def price_EB(self) -> NDArray[np.float64]:
-        """The price of reading each block."""
-        price_EB = np.asarray(self.cost_EB * self.price_of_byte, np.float64)
-        return price_EB if self.extra_price_EB is None else price_EB + self.extra_price_EB
 
     @property
     def n_experts(self) -> int:
@@ -68,8 +57,6 @@ def find_candidates(
     known_statistics: KnownStatistics,
     whole_ET: NDArray[np.bool_],
     ladders: Ladders = NO_LADDERS,
-    pricing: Pricing = BY_BYTES,
-    extra_price_EB: NDArray[np.float64] | None = None,
 ) -> Candidates:
     """Build the candidates; blocks of tensors that are read whole neither serve others nor are served."""
     served_by_EB = known_statistics.same_as_EB
@@ -78,10 +65,7 @@ def find_candidates(
         whole_EB = whole_ET[:, columns.tensor_B]
         serving_whole_EB = np.take_along_axis(whole_EB, served_by_EB.astype(np.int64), axis=0)
         served_by_EB = np.where(whole_EB | serving_whole_EB, own_EB, served_by_EB)
-    price = pricing.price_of_byte
-    return Candidates(
-        columns, cost_EB, known_statistics.free_EB, served_by_EB, whole_ET, ladders, price, extra_price_EB
-    )
+    return Candidates(columns, cost_EB, known_statistics.free_EB, served_by_EB, whole_ET, ladders)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +77,7 @@ class Items:
     Attributes:
         flat_I: `expert * n_columns + column` of the block, or of the tensor's first block.
         cost_I: bytes; of a step what it costs on top of those before.
-        rate_I: score by price.
+        rate_I: score by byte.
         tensor_I: index of the tensor.
         level_I: the level after the step; `ALL` for blocks that are read unencoded.
         steepness_I: `rate_I` by that of reading all of the block at once.
@@ -173,8 +157,8 @@ def _singles(
         raw_EB[e, columns.of_tensor(t)] = False
     flat_S = np.flatnonzero(raw_EB)
     cost_S = candidates.cost_EB.ravel()[flat_S]
-    price_S = np.where(known_ET[:, columns.tensor_B], candidates.price_EB, _nominal_prices(candidates)).ravel()[flat_S]
-    rate_S = _with_followers(candidates, score_EB).ravel()[flat_S] / price_S
+    nominal_EB = np.where(known_ET[:, columns.tensor_B], candidates.cost_EB, _nominal_costs(candidates))
+    rate_S = _with_followers(candidates, score_EB).ravel()[flat_S] / nominal_EB.ravel()[flat_S]
     parts = [_Singles(flat_S, cost_S, rate_S, np.full(len(flat_S), ALL, np.int8), np.ones(len(flat_S)))]
     for e, t in candidates.ladders:
         if not candidates.whole_ET[e, t]:
@@ -196,9 +180,9 @@ def _steps(
 ) -> _Singles:
     ladder, inside = candidates.ladders[e, t], candidates.columns.of_tensor(t)
     steps = ladder_steps(ladder)
-    score_B, price_B = score_EB[e, inside], ladder.price_KB[-1]
+    score_B, cost_B = score_EB[e, inside], ladder.cost_KB[-1]
     weight_B = np.divide(score_B, ladder.unread_B, out=np.zeros_like(score_B), where=ladder.unread_B > 0)
-    whole_rate_B = np.divide(ladder.unread_B, price_B, out=ladder.unread_B.copy(), where=price_B > 0)
+    whole_rate_B = np.divide(ladder.unread_B, cost_B, out=ladder.unread_B.copy(), where=cost_B > 0)
     whole_rate_S = whole_rate_B[steps.block_S]
     steepness_S = np.divide(steps.rate_S, whole_rate_S, out=np.zeros_like(whole_rate_S), where=whole_rate_S > 0)
     is_open_S = single_EB[e, inside][steps.block_S]
@@ -226,26 +210,24 @@ def _whole_items(
 
     Where nothing is known the rate leaves rounding to pages out, so that tensors of equal standing tie.
     """
-    columns, wholes, price_EB = candidates.columns, [], candidates.price_EB
+    columns, wholes = candidates.columns, []
     for e, t in np.argwhere(candidates.whole_ET).tolist():
         inside = columns.of_tensor(t)
         cost = int(candidates.cost_EB[e, inside][own_EB[e, inside]].sum())
         if cost:
             first = score_EB[e, inside.start] / columns.n_B[inside.start]
-            nbytes = _itemsize(columns, e, t)
-            price = price_EB[e, inside][own_EB[e, inside]].sum()
-            by_byte = nbytes * candidates.price_of_byte
-            rate = float(score_EB[e, inside].sum() / price) if known_ET[e, t] else float(first / by_byte)
+            score = score_EB[e, inside].sum()
+            rate = float(score / cost if known_ET[e, t] else first / _itemsize(columns, e, t))
             wholes.append((cost, e * columns.n_columns + inside.start, t, rate))
     return sorted(wholes)
 
 
-def _nominal_prices(candidates: Candidates) -> NDArray[np.float64]:
-    """Compute the prices of blocks without rounding to pages, so that blocks of which nothing is known tie."""
+def _nominal_costs(candidates: Candidates) -> NDArray[np.float64]:
+    """Compute the bytes of blocks without rounding to pages, so that blocks of which nothing is known tie."""
     columns = candidates.columns
     size_ET = [[_itemsize(columns, e, t) for t in range(len(columns.tasks))] for e in range(candidates.n_experts)]
     size_EB = np.array(size_ET, np.float64).reshape(columns.slot_ET.shape)[:, columns.tensor_B]
-    return np.asarray(size_EB * columns.n_B * candidates.price_of_byte)
+    return np.asarray(size_EB * columns.n_B)
 
 
 def _itemsize(columns: Columns, e: int, t: int) -> int:

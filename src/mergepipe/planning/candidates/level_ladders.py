@@ -12,7 +12,6 @@ from mergepipe.checkpoints.contract import LeveledTensor, Unchanged, as_leveled
 from mergepipe.operators.base import Operator
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.operator_rules import operator_input
-from mergepipe.planning.candidates.pricing import BY_BYTES, Pricing
 from mergepipe.planning.candidates.sufficient_levels import sufficient_levels
 from mergepipe.recipes.resolve.tasks import MergeTask
 
@@ -31,8 +30,6 @@ class Ladder:
         left_KB: what the level leaves of the squared delta, beyond what the last leaves: 0 at the last.
         unread_B: the same where nothing is read.
         square_B: ||delta||^2.
-        decoding_KB: seconds to decode a block at the level; None where only bytes count.
-        price_of_byte: what one byte is priced at.
     """
 
     levels_K: tuple[int, ...]
@@ -40,14 +37,6 @@ class Ladder:
     left_KB: NDArray[np.float64]
     unread_B: NDArray[np.float64]
     square_B: NDArray[np.float64]
-    decoding_KB: NDArray[np.float64] | None = None
-    price_of_byte: float = 1.0
-
-    @property
-    def price_KB(self) -> NDArray[np.float64]:
-        """The price of each level."""
-        price_KB = np.asarray(self.cost_KB * self.price_of_byte, np.float64)
-        return price_KB if self.decoding_KB is None else price_KB + self.decoding_KB
 
     def at(
         self, level_B: NDArray[np.int8], values_KB: NDArray[np.float64], none_B: NDArray[np.float64]
@@ -67,11 +56,6 @@ class Ladder:
         """Return the energy left out of each block at its own level."""
         return self.at(level_B, self.left_KB, self.unread_B)
 
-    def decoding_at(self, level_B: NDArray[np.int8]) -> NDArray[np.float64]:
-        """Return the seconds to decode each block at its own level."""
-        none_B = np.zeros(len(level_B))
-        return none_B if self.decoding_KB is None else self.at(level_B, self.decoding_KB, none_B)
-
 
 Ladders = Mapping[tuple[int, int], Ladder]
 """By expert and tensor."""
@@ -79,7 +63,7 @@ Ladders = Mapping[tuple[int, int], Ladder]
 NO_LADDERS: Ladders = {}
 
 
-def build_ladders(columns: Columns, operator: Operator, grid: int, pricing: Pricing = BY_BYTES) -> Ladders:
+def build_ladders(columns: Columns, operator: Operator, grid: int) -> Ladders:
     """Build the ladders of all tensors with levels whose encoded blocks fit into blocks of `grid` elements.
 
     Those of other grids are read in full or not at all, as anything else.
@@ -94,7 +78,7 @@ def build_ladders(columns: Columns, operator: Operator, grid: int, pricing: Pric
             source = as_leveled(open_task.experts[slot])
             if source is not None and grid % source.cut_elements == 0:
                 top = sufficient.get(slot, source.last_level)
-                ladders[e, t] = _ladder(source, top, grid // source.cut_elements, pricing)
+                ladders[e, t] = _ladder(source, top, grid // source.cut_elements)
     return ladders
 
 
@@ -109,7 +93,7 @@ def _without_unread_experts(task: MergeTask, columns: Columns, t: int) -> MergeT
     return replace(task, experts=tuple(experts))
 
 
-def _ladder(source: LeveledTensor, top: int, stretches: int, pricing: Pricing) -> Ladder:
+def _ladder(source: LeveledTensor, top: int, stretches: int) -> Ladder:
     levels = source.ladder(top)
     beyond_B = _joined(source.squared_errors(top), stretches)
     square_B = _joined(source.squared_errors(0), stretches)
@@ -121,10 +105,6 @@ def _ladder(source: LeveledTensor, top: int, stretches: int, pricing: Pricing) -
         left_KB=np.maximum(left_KB, 0.0),
         unread_B=np.maximum(square_B - beyond_B, 0.0),
         square_B=square_B,
-        decoding_KB=np.stack([pricing.of_decoding(source, level, stretches) for level in levels])
-        if pricing.is_time
-        else None,
-        price_of_byte=pricing.price_of_byte,
     )
 
 
@@ -139,7 +119,7 @@ class Steps:
     """Level steps (S) of every block, in order of block and level.
 
     Each goes from the level of the one before to `level_S`, for `cost_S` more bytes, and takes `gain_S` from what is
-    left. `rate_S`, gain by price, never rises inside a block: taken in falling order, steps are taken in order.
+    left. `rate_S`, gain by byte, never rises inside a block: taken in falling order, steps are taken in order.
     """
 
     block_S: NDArray[np.int64]
@@ -150,16 +130,15 @@ class Steps:
 
 
 def ladder_steps(ladder: Ladder) -> Steps:
-    """Compute the lower hull of price and remaining error: each step goes to the level with the most gain per price."""
+    """Compute the lower hull of cost and remaining error: each step goes to the level with the most gain per byte."""
     n_levels, n_blocks = ladder.cost_KB.shape
-    every, rungs_K1, price_KB = np.arange(n_blocks), np.arange(n_levels)[:, None], ladder.price_KB
+    every, rungs_K1 = np.arange(n_blocks), np.arange(n_levels)[:, None]
     at_B, cost_B, left_B = np.full(n_blocks, -1), np.zeros(n_blocks, np.int64), ladder.unread_B
-    paid_B = np.zeros(n_blocks)
     ceiling_B = np.full(n_blocks, np.inf)
     parts = []
     for _ in range(n_levels):
         gain_KB = np.maximum(left_B - ladder.left_KB, 0.0)
-        more_KB = np.maximum(price_KB - paid_B, 0)
+        more_KB = np.maximum(ladder.cost_KB - cost_B, 0)
         free_KB = np.where(gain_KB > 0, _FOR_NOTHING, 0.0)
         rate_KB = np.divide(gain_KB, more_KB, out=free_KB, where=more_KB > 0)
         rate_KB = np.where(rungs_K1 > at_B, rate_KB, -1.0)
@@ -171,7 +150,6 @@ def ladder_steps(ladder: Ladder) -> Steps:
         cost_S = np.maximum(ladder.cost_KB[level_of_open, open_B] - cost_B[open_B], 0)
         parts.append((open_B, level_S, cost_S, gain_KB[level_of_open, open_B], np.maximum(ceiling_B[open_B], 0.0)))
         at_B[open_B], cost_B[open_B] = level_of_open, ladder.cost_KB[level_of_open, open_B]
-        paid_B[open_B] = price_KB[level_of_open, open_B]
         left_B = np.where(at_B >= 0, ladder.left_KB[at_B, every], left_B)
     block_S, level_S, cost_S, gain_S, rate_S = (np.concatenate(column) for column in zip(*parts, strict=True))
     order_S = np.argsort(block_S, kind="stable")

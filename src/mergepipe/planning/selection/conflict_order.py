@@ -72,14 +72,13 @@ def conflict_order(
     amplitude_EB: NDArray[np.float64],
     cosine_TEE: NDArray[np.float64],
 ) -> Order:
-    """Order items by falling gain per price; whole tensors by their own score. Memory: 40 bytes per candidate."""
+    """Order items by falling gain per byte; whole tensors by their own score. Memory: 40 bytes per candidate."""
     columns = candidates.columns
     taking_part_EB = candidates.own_EB() & ~candidates.whole_ET[:, columns.tensor_B]
     amplitude_BE = np.where(taking_part_EB, _joint(candidates, amplitude_EB), 0.0).T.copy()
-    # What is closed may cost nothing, and a block with levels whose pages others need: `_steps` rates it as at price 1.
-    has_price_EB = taking_part_EB & (candidates.price_EB > 0)
-    price_BE = np.where(has_price_EB, candidates.price_EB, 1.0).T
-    rate_BE = _greedy_rates(amplitude_BE, price_BE, taking_part_EB.T, shrink_cosines(cosine_TEE, columns), columns)
+    # A block that is not taken may cost nothing, and so may one with levels whose pages others need.
+    cost_BE = np.where(taking_part_EB, np.maximum(candidates.cost_EB, 1), 1).T
+    rate_BE = _greedy_rates(amplitude_BE, cost_BE, taking_part_EB.T, shrink_cosines(cosine_TEE, columns), columns)
     rate_I = items.rate_I.copy()
     single = slice(0, items.n_single)
     rate_I[single] = rate_BE[items.column_I[single], items.expert_I[single]] * items.steepness_I[single]
@@ -98,12 +97,12 @@ def _joint(candidates: Candidates, amplitude_EB: NDArray[np.float64]) -> NDArray
 
 def _greedy_rates(
     amplitude_BE: NDArray[np.float64],
-    price_BE: NDArray[np.float64],
+    cost_BE: NDArray[np.int64],
     open_BE: NDArray[np.bool_],
     cosine_TEE: NDArray[np.float64],
     columns: Columns,
 ) -> NDArray[np.float64]:
-    """Compute the gain by price of each expert of a block, taken greedily; it never rises along that order."""
+    """Compute the gain by byte of each expert of a block, taken greedily; it never rises along that order."""
     n_columns, n_experts = amplitude_BE.shape
     every = np.arange(n_columns)
     gain_BE = amplitude_BE * amplitude_BE
@@ -113,7 +112,7 @@ def _greedy_rates(
     ceiling_B = np.full(n_columns, np.inf)
     left_BE = open_BE.copy()
     for _ in range(n_experts):
-        now_BE = np.where(left_BE, gain_BE / price_BE, -np.inf)
+        now_BE = np.where(left_BE, gain_BE / cost_BE, -np.inf)
         taken_B = now_BE.argmax(axis=1)
         valid_B = left_BE[every, taken_B]
         ceiling_B = np.where(valid_B, np.minimum(ceiling_B, now_BE[every, taken_B]), ceiling_B)
