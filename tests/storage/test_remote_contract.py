@@ -116,31 +116,34 @@ class TestWebStore(BucketContract):
         return super().make(root, dict(files) | {f"{folder}/config.json": b"{}" for folder in folders})
 
     def test_list__names_what_is_directly_below_in_order(self, root: Location) -> None:
-        index = json.dumps({"weight_map": {"t": "shard-1", "u": "shard-2", "v": "../w", "x": 3}}).encode()
-        files = {"model.safetensors.index.json": index, "other": b"", "tokenizer.json": b"", "shard-1": b""}
+        shards = ["shard-1.safetensors", "shard-2.bin"]
+        weight_map = {"t": shards[0], "u": shards[1], "v": "../w.bin", "w": "notes", "x": 3}
+        index = json.dumps({"weight_map": weight_map, "metadata": {"format": "pt"}}).encode()
+        files = {"model.safetensors.index.json": index, "other": b"", "tokenizer.json": b"", shards[0]: b""}
         store = self.make(root, {f"r/{name}": content for name, content in files.items()} | {"r/deep/x": b""})
-        names = ["config.json", "model.safetensors.index.json", "shard-1", "shard-2", "tokenizer.json"]
+        names = ["config.json", "model.safetensors.index.json", *shards, "tokenizer.json"]
         assert store.list(root / "r") == tuple(Entry(name, FileKind.FILE) for name in names)
         n_requests = len(self.server.requests)
         assert store.stat(root / "r/merges.txt") is None
         assert store.size_bytes(root / "r/model.safetensors.index.json") == len(index)
         assert len(self.server.requests) == n_requests
-        assert store.stat(root / "r/shard-2") is None
+        assert store.stat(root / "r" / shards[1]) is None
         assert store.stat(root / "r/other") is not None
-        for name in ("none", "r/shard-1"):
+        for name in ("none", f"r/{shards[0]}"):
             with pytest.raises(NotFoundError):
                 store.list(root / name)
 
     def test_names__may_have_any_characters(self, root: Location) -> None:
-        index = json.dumps({"weight_map": {name: name for name in ODD_NAMES}}).encode()
-        files = {name: name.encode() for name in ODD_NAMES} | {"model.safetensors.index.json": index}
+        names = [f"{name}.bin" for name in ODD_NAMES]
+        index = json.dumps({"weight_map": {name: name for name in names}}).encode()
+        files = {name: name.encode() for name in names} | {"model.safetensors.index.json": index}
         store = self.make(root, {f"r/{name}": content for name, content in files.items()})
         assert [entry.name for entry in store.list(root / "r")] == sorted([*files, "config.json"])
-        for name in ODD_NAMES:
+        for name in names:
             assert store.read_small(root / "r" / name, 100) == name.encode()
 
     def test_list__ignores_a_malformed_index(self, root: Location) -> None:
-        for content in (b"{", b"[]", b'{"weight_map": 3}'):
+        for content in (b"{", b"[]", b'{"weight_map": 3}', b'{"weight_map": {"t": "\\x.bin"}}'):
             store = self.make(root, {"r/model.safetensors.index.json": content})
             assert [entry.name for entry in store.list(root / "r")] == [
                 "config.json",

@@ -13,6 +13,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -34,11 +35,13 @@ _CHUNK_BYTES: Final = 1 << 20
 _PART_BYTES: Final = 16 << 20
 _PARTS_AT_ONCE: Final = 8
 _NOT_FOUND: Final = 404
+_EXISTS: Final = 412
 _DIGEST_ATTRIBUTE: Final = "mergepipedigest"  # Azure takes names of letters and digits only
 _NO_RETRIES: Final[Mapping[str, Any]] = {"max_retries": 0}
 _WRITE_RETRIES: Final[Mapping[str, Any]] = {"max_retries": 8, "retry_timeout": timedelta(minutes=5)}
 _LONGEST_READ: Final = timedelta(minutes=15)  # of one request, 8 MiB at most
 _LONGEST_WRITE: Final = timedelta(hours=1)
+_WRITE_STALL_SECONDS: Final = 300.0  # it begins with a request: eight parts together take that at 450 kB/s
 _METADATA_SERVICE: Final = ("169.254.169.254", 80)
 _STATUS: Final = re.compile(r"status(?: code)?: (\d{3})(?: ([A-Za-z -]{1,40}))?")
 _HOST: Final = re.compile(r"https?://(?:[^/\s@]*@)?([^/\s?@,]+)")
@@ -155,9 +158,9 @@ class ObjectClient:
 class BucketWriter:
     """Writes to one bucket, by the same credentials as `ObjectClient`. Its requests are retried by obstore.
 
-    A file that overwrites is sent in parts, of which `_PARTS_AT_ONCE` are in memory; one that is created is in memory
-    as a whole, because obstore does that by a single request. What `on_bytes` raises while it is sent ends the
-    transfer, and the parts are given up. Every method raises RequestFailed.
+    A file is sent in parts, of which `_PARTS_AT_ONCE` are in memory: it may be larger than memory, and than what a
+    store takes in one request. What `on_bytes` raises while it is sent ends the transfer, and the parts are given up.
+    Every method raises RequestFailed.
     """
 
     def __init__(self, store: object, on_bytes: Callable[[int], None] = lambda _: None) -> None:
@@ -165,12 +168,23 @@ class BucketWriter:
         self._on_bytes = on_bytes
 
     def create(self, key: str, content: bytes | Path, digest: str) -> None:
-        """Write an object of which there is none; a refusal for one that is there has the status 412."""
-        self._put(key, content, digest, "create")
+        """Write an object of which there is none; a refusal for one that is there has the status 412.
+
+        That is the store's own condition for what one request takes. obstore puts no condition on parts: before a
+        larger file is sent, and again before its parts are joined, it is looked whether something is there.
+        """
+        if isinstance(content, Path) and content.stat().st_size > _PART_BYTES:
+            self._refuse_if_there(key)
+            self._put_parts(key, content, digest, is_new=True)
+        else:
+            self._put(key, content if isinstance(content, bytes) else content.read_bytes(), digest, "create")
 
     def overwrite(self, key: str, content: bytes | Path, digest: str) -> None:
         """Write an object, whatever is there."""
-        self._put(key, content, digest, "overwrite")
+        if isinstance(content, Path):
+            self._put_parts(key, content, digest, is_new=False)
+        else:
+            self._put(key, content, digest, "overwrite")
 
     def exchange(self, facts: ObjectFacts, content: bytes, digest: str) -> None:
         """Replace an object if it is the one that `facts` describe, else fail with the status 412."""
@@ -207,25 +221,41 @@ class BucketWriter:
         with _failures(), suppress(FileNotFoundError):
             _obstore().delete(self._store, key)
 
-    def _put(self, key: str, content: bytes | Path, digest: str, mode: object) -> None:
-        attributes = {_DIGEST_ATTRIBUTE: digest} if digest else {}
+    def _refuse_if_there(self, key: str) -> None:
+        if self.look(key) is not None:
+            raise RequestFailed(Failure(FailureKind.STATUS, "an object of that name is there", _EXISTS))
+
+    def _put(self, key: str, content: bytes, digest: str, mode: object) -> None:
+        with _failures():
+            _obstore().put(self._store, key, content, attributes=_attributes(digest), mode=mode, use_multipart=False)
+
+    def _put_parts(self, key: str, path: Path, digest: str, *, is_new: bool) -> None:
+        """Send a file in parts; what is raised while they are read gives them up."""
+
+        def parts() -> Iterator[bytes]:
+            with path.open("rb") as file:
+                while part := file.read(_PART_BYTES):
+                    self._on_bytes(len(part))
+                    yield part
+            if is_new:  # in a thread of its own: this one waits for obstore, which waits for the next part
+                with ThreadPoolExecutor(1) as pool:
+                    pool.submit(self._refuse_if_there, key).result()
+
         with _failures():
             _obstore().put(
-                self._store, key, content if isinstance(content, bytes) else self._parts(content),
-                attributes=attributes, mode=mode, use_multipart=not isinstance(content, bytes), chunk_size=_PART_BYTES,
+                self._store, key, parts(), attributes=_attributes(digest), use_multipart=True, chunk_size=_PART_BYTES,
                 max_concurrency=_PARTS_AT_ONCE,
             )  # fmt: skip
 
-    def _parts(self, path: Path) -> Iterator[bytes]:
-        with path.open("rb") as file:
-            while part := file.read(_PART_BYTES):
-                self._on_bytes(len(part))
-                yield part
+
+def _attributes(digest: str) -> dict[str, str]:
+    return {_DIGEST_ATTRIBUTE: digest} if digest else {}
 
 
 def open_writer(location: Location, on_bytes: Callable[[int], None] = lambda _: None) -> BucketWriter:
     """Return what writes to the bucket of `location`. Raises as `open_bucket` does."""
-    return BucketWriter(_opened(location, _Connections(STALL_SECONDS, _WRITE_RETRIES, _LONGEST_WRITE)).store, on_bytes)
+    connections = _Connections(_WRITE_STALL_SECONDS, _WRITE_RETRIES, _LONGEST_WRITE)
+    return BucketWriter(_opened(location, connections).store, on_bytes)
 
 
 def open_bucket(location: Location, stall_seconds: float = STALL_SECONDS) -> ObjectClient:

@@ -12,7 +12,9 @@ neither is refused.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import threading
 from functools import partial
 from typing import Final
@@ -40,6 +42,7 @@ KNOWN_NAMES: Final = (
 )  # fmt: skip
 """What `list` asks for: weights, their index, settings, tokenizers, adapters, and the files of ours."""
 
+_INDEXED: Final = re.compile(rb':\s*("(?:[^"\\]|\\.)+?\.(?:safetensors|bin)")')
 _MISSING: Final = frozenset({404, 410})
 _NO_VERSION: Final = "its server names no version of the file (ETag or Last-Modified): two could be mixed unseen"
 _UNCLEAR: Final = frozenset({403, 405, 501})  # also said of folders, and of missing files where listing is forbidden
@@ -121,12 +124,19 @@ class WebStore(PinnedStore):
         return self._folders[folder]
 
     def _indexed_names(self, index: Location) -> set[str]:
-        """The weight files that an index names; none where it is malformed, which its reader will tell."""
+        """The weight files that an index names, found without parsing the whole: its reader tells whether it is sound.
+
+        Memory: the index, and its different names.
+        """
         try:
-            weight_map = json.loads(self.read_small(index, WEIGHT_INDEX_BYTES))["weight_map"].values()
-        except (CorruptError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            quoted = {match[1] for match in _INDEXED.finditer(self.read_small(index, WEIGHT_INDEX_BYTES))}
+        except CorruptError:  # it is too large
             return set()
-        return {name for name in weight_map if isinstance(name, str) and name.strip(".") and _is_name(name)}
+        names = set()
+        for text in quoted:
+            with contextlib.suppress(ValueError):
+                names.add(json.loads(text))
+        return {name for name in names if _is_name(name)}
 
     def _answer(self, location: Location) -> HeadAnswer | Failure | None:
         """The first answer to HEAD of a location, kept; None where there is no file, a failure where it is unclear."""
