@@ -83,7 +83,7 @@ CALLS = {
     "merge": ("recipe out", "budget target_error force seed options on_progress"),
     "analyze": (
         "base experts",
-        "probe_fraction densities block_elements pack import_from export_to options on_progress",
+        "probe_fraction densities block_elements import_from export_to options on_progress",
     ),
     "import_statistics": ("files", "home"),
     "plan": ("recipe budget", "target_error everything seed home allow_dropped options"),
@@ -199,7 +199,7 @@ def test_options__have_these_fields() -> None:
         "request_cost_bytes", "probe", "continue_", "strict", "lenient",
     ]  # fmt: skip
     assert field_names(options.MergeOptions) == [
-        *common, "plan", "shard_bytes", "resume", "reuse", "pack",
+        *common, "plan", "shard_bytes", "resume", "reuse",
         "allow_dropped", "strict", "lenient", "card", "tokenizer", "mergekit_config", "executor",
             "address", "paths", "base_model_ids",
     ]  # fmt: skip
@@ -219,7 +219,7 @@ def test_reports__keep_their_fields() -> None:
     assert [field.name for field in dataclasses.fields(reports.MergeReport)] == [
         "out", "sid", "operator", "merged_tensors", "copied_tensors", "dropped_tensors", "base_bytes",
         "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
-        "planned_bytes", "budget_bytes", "reused_bytes", "notices", "packed", "not_packed", "earlier_expert_bytes",
+        "planned_bytes", "budget_bytes", "reused_bytes", "notices", "earlier_expert_bytes",
         "forgiven_expert_bytes", "reused_from", "reused_by", "verdict", "recipe_notices", "traffic",
         "left_out", "kept",
     ]  # fmt: skip

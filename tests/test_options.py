@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -73,18 +72,6 @@ def test_api__absurd_numbers_end_in_a_typed_error_before_anything_is_opened(row:
         codes.append(caught.value.code)
         assert len(str(caught.value)) < 300
     assert codes == [code for _, code in values]
-
-
-@pytest.mark.parametrize(
-    ("given", "code", "named"),
-    [
-        ({"pack": "stores", "resume": True}, "option.pair", "--pack"),
-    ],
-)
-def test_merge_options__refuse_pairs_that_exclude_each_other(given: dict[str, Any], code: str, named: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        MergeOptions(**given)
-    assert (caught.value.code, caught.value.problems[0].where) == (code, named)
 
 
 @pytest.mark.parametrize("name", ["select", "where_omitted"])

@@ -35,7 +35,6 @@ from mergepipe.options import (
     block_elements_of,
     catalog_home,
     engine_options,
-    folder_of_packs,
     home_of,
     needed_home,
     place_of_packs,
@@ -193,7 +192,6 @@ def analyze(
     probe_fraction: float = 0.0,
     densities: Sequence[float] = (),
     block_elements: int | None = None,
-    pack: str | Path | None = None,
     import_from: str | Path | Sequence[str | Path] = (),
     export_to: str | Path | None = None,
     options: RunOptions | None = None,
@@ -207,8 +205,6 @@ def analyze(
         probe_fraction: read only this share of every block and estimate; 0 reads everything.
         densities: shares whose exact magnitude cuts are wanted beside the common ones.
         block_elements: elements of a block; default 256 Ki.
-        pack: pack the experts that are read in full into this directory on the way; see `MergeOptions`. Not with a
-            probe.
         import_from: first take in the statistics of this file, or of these, as `import_statistics` does; models that
             look like those it tells of are read once for their digests.
         export_to: write what is known of the experts to this file, for other machines; see `import_statistics`.
@@ -225,9 +221,6 @@ def analyze(
         raise RecipeError.of("option.probe", "--probe", f"{probe_fraction:g} was given", "give a share from 0 to 1")
     if any(not 0.0 < density <= 1.0 for density in densities):
         raise RecipeError.of("option.density", "--density", "a density is in (0, 1]", "give shares such as 0.2")
-    if pack is not None and probe_fraction:
-        message = "cannot be combined with --probe: only experts that are read in full are packed"
-        raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
     from mergepipe.jobs.analyze import AnalysisRequest, run_analysis
     from mergepipe.operators.statistics import COMMON_DENSITIES
 
@@ -238,7 +231,6 @@ def analyze(
         block_elements=block_elements_of(block_elements),
         densities=tuple(sorted({*COMMON_DENSITIES, *densities})),
         probe_fraction=probe_fraction,
-        pack=None if pack is None else folder_of_packs(pack),
         import_from=tuple(map(Location.of, (import_from,) if isinstance(import_from, str | Path) else import_from)),
         export_to=None if export_to is None else Path(export_to),
     )

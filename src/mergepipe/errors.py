@@ -57,7 +57,6 @@ KEYWORD_OF_OPTION = {
     "--no-resume": "resume=False",
     "--no-reuse": "reuse=False",
     "--optimizer": "optimizer",
-    "--pack": "pack",
     "--part": "part",
     "--parts": "n_parts",
     "--paths": "paths",

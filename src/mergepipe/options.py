@@ -133,8 +133,6 @@ class MergeOptions(_CommonOptions):
         resume: resume an interrupted run of the same merge to the same output; by default where there is one.
         reuse: copy blocks that come out the same from earlier snapshots: no expert is read for them. A merge under a
             budget does so with `continue_` of its plan only.
-        pack: pack the experts into this directory on the way, as `mergepipe.pack` would, so that they are read once;
-            the report names those that cannot be packed. Nothing is reused or resumed then. Not under a budget.
         allow_dropped: patterns (`*.extra.*`) of tensors that an expert may have and the base not; they are left out.
         strict: refuse recipes with anything in them that has no effect, and plans that read
             nothing of an expert, instead of telling so in notices.
@@ -158,7 +156,6 @@ class MergeOptions(_CommonOptions):
     shard_bytes: int | None = None
     resume: bool | None = None
     reuse: bool = True
-    pack: str | Path | None = None
     allow_dropped: tuple[str, ...] = ()
     strict: bool = False
     lenient: bool = False
@@ -177,18 +174,9 @@ class MergeOptions(_CommonOptions):
             positive("--shard-size", self.shard_bytes)
         if executor_of(self.executor, self.address) is ExecutorName.RAY:
             _refuse_on_ray({
-                "--pack": self.pack is not None,
                 "--continue": self.plan.continue_,
             })  # fmt: skip
         choice("--paths", self.paths, PathStyle)
-        if self.pack is not None and self.resume:
-            message = "cannot be combined with --resume, which does not read all of an expert again"
-            raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
-
-    @property
-    def pack_path(self) -> Path | None:
-        """Return where experts are packed; None if they are not."""
-        return None if self.pack is None else folder_of_packs(self.pack)
 
 
 def default_memory_bytes() -> int:
@@ -314,19 +302,6 @@ def _refuse_on_ray(is_given_by_option: dict[str, bool]) -> None:
     for option in (option for option, is_given in is_given_by_option.items() if is_given):
         message = "one process has to see the whole merge for it, and tasks of Ray each see a part"
         raise RecipeError.of("option.pair", option, message, "merge without --executor")
-
-
-def folder_of_packs(place: str | Path) -> Path:
-    """Return the folder of this machine that experts are packed into on the way of a merge or an analysis.
-
-    Raises:
-        UnsupportedError: `pack.remote`, the place is in a store.
-    """
-    location = Location.of(place)
-    if not location.is_local:
-        message, hint = "experts are packed on the way into folders of this machine", "run `mergepipe pack` by itself"
-        raise UnsupportedError.of("pack.remote", location, message, hint)
-    return location.local_path
 
 
 def place_of_packs(place: str | Path) -> Location:

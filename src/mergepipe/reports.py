@@ -139,8 +139,6 @@ class MergeReport(Displayed):
     budget_bytes: int | None = None
     reused_bytes: int = 0  # of blocks of earlier snapshots that come out the same
     notices: tuple[str, ...] = ()
-    packed: tuple[PackedExpert, ...] = ()  # on the way
-    not_packed: tuple[NotPacked, ...] = ()
     earlier_expert_bytes: int = 0  # of `expert_bytes`: what earlier runs for this output may have read
     forgiven_expert_bytes: int = 0  # the same before a run was told to begin anew: no part of `expert_bytes`
     reused_from: tuple[str, ...] = ()  # sids of the snapshots that blocks were taken from
@@ -268,8 +266,6 @@ class AnalyzeReport(Displayed):
     analysis_bytes: int
     seconds: float
     is_probe: bool
-    packed: tuple[PackedExpert, ...] = ()  # on the way
-    not_packed: tuple[NotPacked, ...] = ()
     imported: ImportedStatistics | None = None
     exported: ExportedStatistics | None = None
 
@@ -295,7 +291,7 @@ class PackedExpert:
     is_new: bool
     is_original_removed: bool = False
     resumed_bytes: int = 0
-    match: BaseMatch | None = None  # how near its base is; None where a merge or an analysis packed it
+    match: BaseMatch | None = None  # how near its base is
 
     @property
     def folder(self) -> Path:
@@ -306,14 +302,6 @@ class PackedExpert:
     def share(self) -> float:
         """The store's bytes beside those of the tensors."""
         return self.store_bytes / self.tensor_bytes if self.tensor_bytes else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class NotPacked:
-    """An expert that a merge or an analysis could not pack on the way, and why."""
-
-    expert: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -121,7 +121,6 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
     budget = ["--budget", "25%", "--target-error", "0.1", "--select", "random", "--where-omitted", "renormalize"]
     rest = ["--min-density", "0.1", "--home", "h", "--no-catalog", "--allow-dropped", "*.x"]
     more = ["--continue", "--block-elements", 65536, "--no-resume", "--no-reuse"]
-    more += ["--pack", "stores"]
     given = given_to_api(monkeypatch, run, "r.yml", "o", *options, *budget, *rest, *more)
     expected = MergeOptions(
         threads=3,
@@ -138,7 +137,6 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
         shard_bytes=2_000_000_000,
         resume=False,
         reuse=False,
-        pack="stores",
         allow_dropped=("*.x",),
     )
     keywords = {"budget": "25%", "target_error": "0.1", "force": True, "seed": 7, "options": expected}

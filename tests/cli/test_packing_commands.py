@@ -138,33 +138,3 @@ def test_pack_and_unpack__name_no_option_that_they_lack(work: Workplace, run: Ru
         assert ran.exit_code == 7
         assert "already exists; choose another name" in ran.err
         assert "--force" not in ran.err
-
-
-def test_merge__with_pack_says_what_it_packed_and_what_not_before_it_merges(work: Workplace, run: Runner) -> None:
-    first = run("pack", work.family.base, work.family.experts[0], "-o", work.root / "stores", "--quiet")
-    assert first.exit_code == 0
-    ran = run("merge", work.recipe, work.out, "--pack", work.root / "stores", "--no-catalog")
-    assert ran.exit_code == 0
-    assert ran.error_lines[0].startswith("family/expert-1 is not packed: it was packed before")
-    assert f"packed        {work.root / 'stores' / 'expert-2'}: " in ran.out
-    assert "not packed    family/expert-1: it was packed before" in ran.out
-    again = run("merge", work.recipe, work.root / "two", "--pack", work.root / "more", "--no-catalog", "--json")
-    assert [Path(each["store"]).name for each in again.json()["packed"]] == ["expert-1", "expert-2"]
-    assert file_bytes(work.root / "more" / "expert-2") == file_bytes(work.root / "stores" / "expert-2")
-
-
-def test_merge__with_pack_refuses_a_budget(work: Workplace, run: Runner) -> None:
-    ran = run("merge", work.recipe, work.out, "--pack", work.root / "stores", "--budget", "50%")
-    assert ran.exit_code == 2
-    assert "--pack: cannot be combined with --budget" in ran.err
-    assert work.names() == {"family", "recipe.yml"}
-
-
-def test_analyze__with_pack_packs(work: Workplace, run: Runner) -> None:
-    family = work.family
-    ran = run("analyze", family.base, *family.experts, "--home", work.root / "h", "--pack", work.root / "stores")
-    assert ran.exit_code == 0
-    assert ran.out.count("\npacked ") == 2
-    assert run("pack", family.base, *family.experts, "-o", work.root / "wanted", "--quiet").exit_code == 0
-    for name in ("expert-1", "expert-2"):
-        assert file_bytes(work.root / "stores" / name) == file_bytes(work.root / "wanted" / name)

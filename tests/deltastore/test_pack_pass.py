@@ -60,7 +60,6 @@ def test_pack__of_more_than_fit_at_once_gives_the_same(
     monkeypatch.setattr("mergepipe.jobs.pack.EXPERTS_AT_ONCE", 2)
     monkeypatch.setattr(pack_pass, "REQUEST_BYTES", 1)  # a block at a time
     monkeypatch.setattr(store_building, "EARLY_BYTES", 1)  # what comes early waits on disk
-    monkeypatch.setattr(store_building, "_LEAST_BYTES", 4096)
     mergepipe.pack(family.base, family.experts, tmp_path, threads=3)
     assert store_tree(tmp_path) == wanted
 

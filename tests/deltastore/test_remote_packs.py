@@ -158,6 +158,4 @@ def test_pack__onto_the_hub_or_a_web_server_is_refused_before_anything_is_read(p
         with pytest.raises(UnsupportedError) as caught:
             api.pack(packs.folder / "base", [packs.folder / "expert-1"], place)
         assert caught.value.code == "pack.remote"
-    with pytest.raises(UnsupportedError, match="on the way"):
-        api.merge(packs.recipe(BUCKET), packs.folder / "out", options=MergeOptions(catalog=False, pack=BUCKET))
     assert packs.server.requests == []

@@ -110,9 +110,6 @@ def test_merge__of_a_packed_expert_listed_twice_is_that_of_the_original(family: 
     mergepipe.pack(family / "base", [family / "expert-1"], family / "packed")
     packed = merged(recipe(family, "ties", ["packed/expert-1", "packed/expert-1"]), "from-packs")
     assert packed == merged(recipe(family, "ties", ["expert-1", "expert-1"]), "from-raw")
-    along = MergeOptions(pack=family / "along")
-    report = mergepipe.merge(recipe(family, "ties", ["expert-2", "expert-2"]), family / "packing", options=along)
-    assert [line.reason for line in report.not_packed] == ["it is named twice, and packed once"]
 
 
 def test_merge__leaves_out_a_base_that_is_listed_twice(family: Path) -> None:

@@ -34,10 +34,6 @@ ExpertPart: TypeAlias = Annotated[
         rich_help_panel="Many machines",
     ),
 ]
-PackPath: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--pack", metavar="DIR", help="Pack the experts into DIR/NAME on the way, as `pack` would."),
-]
 OUT_HELP = "The directory to create, or a prefix of a bucket: s3://bucket/prefix, gs://, az://."
 OutPath: TypeAlias = Annotated[str, typer.Argument(metavar="OUT", help=OUT_HELP)]
 ShardSize: TypeAlias = Annotated[

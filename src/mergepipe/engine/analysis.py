@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.engine.make_part import at_tap_cuts
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.pipeline.jobs import Job, TensorWork
 from mergepipe.engine.pipeline.pipeline import Pipeline, ReadSettings, are_dear
@@ -45,7 +44,7 @@ def run_analysis(
     Raises:
         LimitError, StorageError, CorruptError: as `make_part`.
     """
-    cut_of = at_tap_cuts(cut_everywhere(work.block_elements), observer.tap)
+    cut_of = cut_everywhere(work.block_elements)
     cut_of = uncut_blocks(cut_of, work.tasks, options.memory_bytes)
     sizes = choose_buffer_sizes(work.tasks, options.memory_bytes, cut_of)
     pool = BufferPool(sizes.total_bytes, options.memory_bytes, read_ahead_of(store))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import NeedsBase
 from mergepipe.checkpoints.open_files import open_pinned
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS
-from mergepipe.engine.observer import SILENT, Observer, Tap
+from mergepipe.engine.observer import SILENT, Observer
 from mergepipe.engine.pipeline.jobs import Job
 from mergepipe.engine.pipeline.pipeline import Pipeline, ReadSettings, SegmentSink, are_dear
 from mergepipe.engine.pipeline.segment_layout import Piece
@@ -66,7 +66,7 @@ def make_part(
         LimitError: the memory cap is too small for one step.
         StorageError, CorruptError: see `Pipeline.run`.
     """
-    layout = _layout(work, options.memory_bytes - CHUNK_BYTES, observer.tap)
+    layout = _layout(work, options.memory_bytes - CHUNK_BYTES)
     by_shard = work.output.tasks_by_shard()
     part_output = OutputPlan(
         tuple(work.output.shards[shard] for shard in part.shards),
@@ -113,17 +113,17 @@ class _Layout:
     cut_of: CutOf
 
 
-def _layout(work: MergeWork, pool_bytes: int, tap: Tap | None) -> _Layout:
+def _layout(work: MergeWork, pool_bytes: int) -> _Layout:
     """Choose buffers and cuts by all tasks of a work, and leave out what cannot be gathered or reused."""
     tasks = work.output.tasks
     if work.statistics_of:
         trimmed = {task.name for task in tasks if _levels(work, task)}  # more would be read for statistics
         work = replace(work, statistics_of=work.statistics_of - trimmed)
-    if work.statistics_of and not fits_memory(tasks, pool_bytes, _cut_of(work, tap)):
+    if work.statistics_of and not fits_memory(tasks, pool_bytes, _cut_of(work)):
         work = replace(work, statistics_of=frozenset())  # whole blocks of all models are more than the cap allows
     reusable = {task.name: work.reusable[task.name] for task in tasks if can_reuse(work, task)}
     work = replace(work, reusable=reusable, statistics_of=work.statistics_of - reusable.keys())
-    cut_of = uncut_blocks(_cut_of(work, tap), tasks, pool_bytes)
+    cut_of = uncut_blocks(_cut_of(work), tasks, pool_bytes)
     sizes = choose_buffer_sizes(tasks, pool_bytes, cut_of, CHUNK_BYTES)
     return _Layout(work, pool_bytes, sizes, _runs_of(work), cut_of)
 
@@ -133,10 +133,10 @@ def _jobs(
 ) -> Iterator[Job]:
     for shape in shapes:
         works = [tensor_work(work, tasks[i], observer.on_statistics) for i in shape.task_indices]
-        yield Job(shape, works, limits, reads_once=work.access is not None, tap=observer.tap)
+        yield Job(shape, works, limits, reads_once=work.access is not None)
 
 
-def _cut_of(work: MergeWork, tap: Tap | None) -> CutOf:
+def _cut_of(work: MergeWork) -> CutOf:
     """Return where tensors may be cut. A rule that needs whole rows is cut between rows only."""
     if work.access is not None:
         grid = work.access.block_elements
@@ -153,14 +153,7 @@ def _cut_of(work: MergeWork, tap: Tap | None) -> CutOf:
             return math.lcm(granularity, grid)  # encoded blocks are charged once
         return granularity * -(-grid // granularity)  # no more cuts than blocks, and a plan has charged a page for each
 
-    return at_tap_cuts(cut_of, tap)
-
-
-def at_tap_cuts(cut_of: CutOf, tap: Tap | None) -> CutOf:
-    """Restrict the cuts to those that the tap allows."""
-    if tap is None:
-        return cut_of
-    return lambda task: math.lcm(cut_of(task), tap.cut_elements) if task.name in tap.tensors else cut_of(task)
+    return cut_of
 
 
 def _runs_of(work: MergeWork) -> RunsOf:

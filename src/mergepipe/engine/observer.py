@@ -21,12 +21,10 @@ OnStatistics = Callable[[MergeTask, int, TensorStatistics], None]
 class Tap:
     """Shows the bytes read of some tensors (by name), piece by piece, before they are merged.
 
-    `look` is called once for each piece, from compute threads, with the buffer that it lies in. Those tensors are cut
-    at multiples of `cut_elements` only.
+    `look` is called once for each piece, from compute threads, with the buffer that it lies in.
     """
 
     tensors: frozenset[str]
-    cut_elements: int
     look: Callable[[MergeTask, Piece, NDArray[np.uint8]], None]
 
 

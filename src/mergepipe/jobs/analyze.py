@@ -21,7 +21,6 @@ from mergepipe.engine.work import AnalysisWork, EngineOptions
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, ImportedStatistics, Progress, ProgressCallback
 from mergepipe.runs.inputs.opened import open_path
-from mergepipe.runs.packing.request import PackCandidate, refusal_notices, request_packs
 from mergepipe.runs.records.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
 from mergepipe.runs.records.known_content import DigestTap, Recogniser, complete_digests
 from mergepipe.runs.records.statistics_files import export_statistics, import_statistics
@@ -35,8 +34,8 @@ class AnalysisRequest:
     """The statistics to gather of `experts` against `base`, and the catalog's home, where they are kept.
 
     `densities` are those whose exact cuts are wanted. With a `probe_fraction` above 0, only that share of every block
-    is read. Experts are packed into `pack` on the way. The statistics of files are taken in before (`import_from`);
-    in the end those of the experts are written to one (`export_to`).
+    is read. The statistics of files are taken in before (`import_from`); in the end those of the experts are written
+    to one (`export_to`).
     """
 
     base: Location
@@ -45,7 +44,6 @@ class AnalysisRequest:
     block_elements: int
     densities: tuple[float, ...]
     probe_fraction: float = 0.0
-    pack: Path | None = None
     import_from: tuple[Location, ...] = ()
     export_to: Path | None = None
 
@@ -90,28 +88,23 @@ def run_analysis(
         total = store.ledger.total_bytes() + sum(
             task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks
         )
-        candidates = [PackCandidate(str(path), c) for path, c in zip(request.experts, checkpoints, strict=True)]
-        pack_request = request_packs(base_checkpoint, candidates, tasks, request.pack)
 
-        report_progress(refusal_notices(pack_request))
+        report_progress()
         inputs = (base_checkpoint, *checkpoints)
         tensors = (tensor for checkpoint in inputs for tensor in checkpoint.tensors.values())
-        opening = open_files(store, files_of(tensors), inputs)
-        with pack_request.open_packer(engine.threads, report_progress) as packer, opening as files:
+        with open_files(store, files_of(tensors), inputs) as files:
             for checkpoint in inputs:
                 known_content_id(link, checkpoint, files)
             read_whole = () if request.probe_fraction else tasks
             digests = DigestTap((base_checkpoint, *checkpoints), read_whole, files, engine.memory_bytes)
             if tasks:
-                tap = None if request.probe_fraction else digests.beside(packer.tap)
+                tap = None if request.probe_fraction else digests.tap
                 work = AnalysisWork(tasks, request.block_elements, request.densities, request.probe_fraction)
                 observer = Observer(lambda _: report_progress(), recorder.take, tap)
                 analysis.run_analysis(work, files, store, engine, observer)
             digested = digests.finish()
             check_unchanged(store, digested)
-            packer.finish()
             recorder.flush()
-            packed = packer.publish()
         if tasks and not request.probe_fraction:
             usage = store.ledger.usage()
             read_bytes = usage[Purpose.BASE] + usage[Purpose.EXPERT]
@@ -139,8 +132,6 @@ def run_analysis(
         analysis_bytes=usage[Purpose.ANALYSIS],
         seconds=time.perf_counter() - started,
         is_probe=request.probe_fraction > 0,
-        packed=packed,
-        not_packed=pack_request.refused,
         imported=imported,
         exported=exported,
     )

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
+from mergepipe.core.blocks import BlockGrid, element_count
 from mergepipe.deltastore.chain import next_base
-from mergepipe.deltastore.checkpoint import read_store
+from mergepipe.deltastore.checkpoint import OpenedStore, read_store
+from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec
+from mergepipe.deltastore.header import PackedEntry
 from mergepipe.deltastore.pack.base_match import BaseMatch, doubt_about, match_base
 from mergepipe.deltastore.pack.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, open_builder
 from mergepipe.deltastore.pack.encode_pass import EXPERTS_AT_ONCE, pack_all
@@ -25,7 +31,6 @@ from mergepipe.deltastore.pack.originals import (
 from mergepipe.errors import MergePipeError, MismatchError, Problem, RecipeError
 from mergepipe.jobs.unpack import verify_store
 from mergepipe.reports import PackedExpert, PackReport, Progress, ProgressCallback
-from mergepipe.runs.packing.facts import packed_facts
 from mergepipe.snapshots.staging import check_free_space, remove_dead, staging_directory
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
@@ -79,7 +84,9 @@ def pack_experts(
     packed: dict[Location, PackedExpert] = {}
     for first in range(0, len(missing), EXPERTS_AT_ONCE):
         packed |= _pack_together(store, missing[first : first + EXPERTS_AT_ONCE], threads, on_progress)
-    done = tuple(packed.get(job.place) or packed_facts(job, read_store(store, job.place), is_new=False) for job in jobs)
+    done = tuple(
+        packed.get(job.place) or _packed_facts(job, read_store(store, job.place), is_new=False) for job in jobs
+    )
     if replaces:
         for job in jobs:
             _check_replaceable(store, job, threads)
@@ -169,7 +176,7 @@ def _pack_together(
     inputs = set[Location]().union(*(job.weight_files for job in jobs))
     allow_open_files(len(inputs) + len(jobs) * FILES_OF_BUILDER)
     with contextlib.ExitStack() as stack:
-        builders = [stack.enter_context(open_builder(job, store, resumes=True)) for job in jobs]
+        builders = [stack.enter_context(open_builder(job, store)) for job in jobs]
         counter = _Counter(on_progress, sum(builder.done_bytes for builder in builders), total)
         counter.add(0)
         checkpoints = [checkpoint for job in jobs for checkpoint in (*job.bases, job.expert)]
@@ -191,7 +198,7 @@ def _published(builders: Sequence[StoreBuilder]) -> tuple[dict[Location, PackedE
     for builder in builders:
         try:
             builder.finish()
-            expert = packed_facts(builder.job, builder.read(), is_new=True)
+            expert = _packed_facts(builder.job, builder.read(), is_new=True)
             builder.publish()
             published[builder.job.place] = replace(expert, resumed_bytes=builder.done_bytes)
         except MergePipeError as error:
@@ -253,3 +260,47 @@ def _check_replaceable(store: Store, job: PackJob, threads: int) -> None:
     job.check_unchanged(store)
     if job.place.is_local:
         sync_store(opened)
+
+
+def _packed_facts(job: PackJob, opened: OpenedStore, *, is_new: bool) -> PackedExpert:
+    """Describe the store of a job, by its header and index."""
+    return PackedExpert(
+        expert=job.expert.path,
+        store=job.place.local_path if job.place.is_local else job.place,
+        tensor_bytes=job.expert.tensor_bytes,
+        store_bytes=sum(file.size_bytes for file in opened.fingerprints),
+        blocks=_blocks_by_codec(opened),
+        outside_bands=_blocks_outside_bands(opened),
+        seconds=0.0,
+        is_new=is_new,
+    )
+
+
+def _blocks_by_codec(opened: OpenedStore) -> dict[str, int]:
+    """Count the blocks of each codec."""
+    codecs, counts = np.unique(opened.index.rows["codec"], return_counts=True)
+    named = zip((Codec(int(codec)).name.lower() for codec in codecs), counts, strict=True)
+    return {name: int(count) for name, count in sorted(named)}
+
+
+def _blocks_outside_bands(opened: OpenedStore) -> dict[str, int]:
+    """Count the blocks of the simpler codecs by reason."""
+    reasons: Counter[str] = Counter()
+    for tensor in opened.header.tensors:
+        for block, span in enumerate(BlockGrid(element_count(tensor.shape), BLOCK_ELEMENTS).spans()):
+            codec = opened.index.codec(tensor.first_row + block)
+            if codec not in (Codec.SAME, Codec.BANDS) and opened.header.base:
+                reasons[_reason_outside_bands(tensor, span.n_elements, codec)] += 1
+    return dict(sorted(reasons.items()))
+
+
+def _reason_outside_bands(tensor: PackedEntry, n_elements: int, codec: Codec) -> str:
+    if not tensor.has_base:
+        return "no such tensor in the base"
+    if tensor.dtype not in BANDED_DTYPES:
+        return f"{tensor.dtype.name}, which has no bands"
+    if n_elements < BANDED_FROM_ELEMENTS:
+        return f"fewer than {BANDED_FROM_ELEMENTS} elements"
+    if codec is Codec.STANDALONE:
+        return "smaller without the base"
+    return "not finite, or no smaller in levels" if codec is Codec.BYTES else "no smaller in any codec"

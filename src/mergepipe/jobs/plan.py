@@ -25,11 +25,11 @@ from mergepipe.recipes.parse.problems import USUAL, Strictness
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.runs.budget.packed_indices import find_unread
 from mergepipe.runs.budget.planned_cost import planned_cost
 from mergepipe.runs.budget.probe import Prober, probe_unknown
 from mergepipe.runs.inputs.opened import Inputs, PairStatistics, open_inputs, with_known_digests, with_parameters
 from mergepipe.runs.inputs.planned import vocabulary_of
-from mergepipe.runs.packing.indices import find_unread
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.records.statistics_files import StatisticsBeside
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates

@@ -18,7 +18,6 @@ from mergepipe.engine.executors.contract import Executor
 from mergepipe.engine.executors.threads import ThreadExecutor
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.work import EngineOptions, OutputPlan, plan_output
-from mergepipe.errors import OutputError
 from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.recipes.parse.problems import USUAL, Strictness
 from mergepipe.recipes.parse.recipe import ModelInput
@@ -34,7 +33,6 @@ from mergepipe.runs.output_place import (
     Publication,
     most_staged_bytes,
 )
-from mergepipe.runs.packing.request import ExpertPacker, PackCandidate, PackRequest, refusal_notices, request_packs
 from mergepipe.runs.publication.hub_ids import BaseModelIds, hub_id_of
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.records.manifest import (
@@ -91,8 +89,6 @@ class MergeSettings:
 
     With `reuse` a full merge copies blocks with equal keys from earlier snapshots; a planned merge reuses exactly what
     its plan names.
-    With `pack` the experts are packed there while they are read; such a merge reads everything, so it neither reuses
-    nor resumes.
     `strictness` says whether what has no effect in a recipe is refused. With a `plan_key` the plan is kept beside the
     unfinished output, see `stored_plan`. With a `destination` in a bucket the output goes there, and is staged on this
     machine. With `absolute_paths` the snapshot's files name inputs by their absolute paths. `base_model_ids` are ids on
@@ -107,7 +103,6 @@ class MergeSettings:
     resume: Resume = Resume.AUTO
     reuse: bool = False
     allow_dropped: tuple[str, ...] = ()
-    pack: Path | None = None
     small_files: SmallFileChoice = EVERY_SMALL_FILE
     strictness: Strictness = USUAL
     plan_key: str = ""
@@ -130,7 +125,7 @@ class IntermediateWriter:
     def __init__(self, out: Path, settings: MergeSettings, store: Store) -> None:
         self._staging = Staging(out.with_name(f"{out.name}.intermediates"), force=False)
         self._settings = replace(
-            settings, home=None, resume=Resume.NEVER, force=False, reuse=False, pack=None, destination=None,
+            settings, home=None, resume=Resume.NEVER, force=False, reuse=False, destination=None,
         )  # fmt: skip
         self._store = store
         self._stack = contextlib.ExitStack()
@@ -180,12 +175,9 @@ def publish_merge(
     planned = plan_small_files(inputs, store, settings.small_files)
     sidecar_bytes = sum(map(len, planned.contents.values())) + SIDECAR_MARGIN_BYTES
     check_free_space(out, weight_bytes + sidecar_bytes)
-    packs = _pack_request(inputs, output, out, settings.pack)
-    if packs.outs:
-        settings = replace(settings, reuse=False, resume=settings.resume.without_continuing)
     executor = ThreadExecutor(store, settings.engine) if made is None else made.executor
     run = _Run(inputs, plan, output, planned, store, link, settings, started, on_progress, executor)
-    run.tick("merge", refusal_notices(packs))  # from here on the caller may hold signals back until the next report
+    run.tick("merge")  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
     probed_bytes = _earlier_probe_bytes(inputs, plan, store.ledger.usage())
     key = run_key(inputs, plan, output, seed)
@@ -194,10 +186,7 @@ def publish_merge(
         if made is None
         else made.progress
     )
-    with (
-        published_but(settings.destination or out),
-        packs.open_packer(settings.engine.threads, lambda: run.tick("pack")) as packer,
-    ):
+    with published_but(settings.destination or out):
         with (
             Staging(out, force=settings.force, can_continue=_continuation(bucket, progress)) as staging,
             progress.recorded(staging),
@@ -209,18 +198,14 @@ def publish_merge(
             if progress.done:
                 run.resume_at(progress.durable_share)
             earlier = _earlier_snapshots(plan, out, settings, store, link)
-            manifest = run.fill(staging, progress, publication.durable, earlier, packer)
-            packer.finish()
+            manifest = run.fill(staging, progress, publication.durable, earlier)
             if before_publish is not None:
                 before_publish(manifest)
             publication.publish(manifest)
         if bucket is None:
             link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
-        packed = packer.publish()
         return replace(
             run.report(settings.destination or out, manifest),
-            packed=packed,
-            not_packed=packs.refused,
             earlier_expert_bytes=progress.earlier_expert_bytes,
             forgiven_expert_bytes=progress.forgiven_expert_bytes,
         )
@@ -263,33 +248,6 @@ def _earlier_run_facts(progress: MergeProgress) -> dict[str, int]:
         "earlier_runs_forgiven_bytes": progress.forgiven_expert_bytes,  # no part of it
     }
     return {name: nbytes for name, nbytes in facts.items() if nbytes}
-
-
-def _pack_request(inputs: Inputs, output: OutputPlan, out: Path, pack: Path | None) -> PackRequest:
-    """Decide which experts are packed while a full merge reads them.
-
-    Raises:
-        OutputError: the stores would lie in the output, or it in one of them.
-    """
-    candidates = [_pack_candidate(inputs, model) for model in inputs.expert_models]
-    request = request_packs(inputs.base, candidates, output.tasks, pack)
-    for place in request.outs:
-        store, merged = place.resolve(), out.resolve()
-        if store == merged or store in merged.parents or merged in store.parents:
-            raise OutputError.of("output.overlaps-input", place, f"overlaps the output {out}", "pack somewhere else")
-    return request
-
-
-def _pack_candidate(inputs: Inputs, model: int) -> PackCandidate:
-    named = inputs.recipe.inputs()[model]
-    reason = ""
-    if inputs.recipe.base is None:
-        reason = "the recipe names no base_model"
-    elif model in inputs.intermediates:
-        reason = "another document of the recipe makes it"
-    elif named.adapter is not None:
-        reason = "an adapter is applied to it"
-    return PackCandidate(named.text, inputs.checkpoints[model], reason)
 
 
 def _earlier_snapshots(
@@ -343,11 +301,10 @@ class _Run:
         progress: MergeProgress,
         durable: DurableProgress,
         earlier: EarlierSnapshots,
-        packer: ExpertPacker,
     ) -> Manifest:
         """Write all files of the snapshot, reporting what is `durable`; return its manifest, with absolute paths."""
         checkpoints = tuple(checkpoint for _, _, checkpoint in self._inputs.leaves())
-        observer = Observer(lambda _: self.tick("merge"), tap=packer.tap)
+        observer = Observer(lambda _: self.tick("merge"))
         execution = Execution(
             self._store, self._executor, staging.path, self._plan, checkpoints, observer,
         )  # fmt: skip

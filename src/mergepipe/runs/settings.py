@@ -49,7 +49,6 @@ def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSet
         reuse=options.reuse,
         allow_dropped=options.allow_dropped,
         small_files=SmallFileChoice(options.card, options.tokenizer, options.mergekit_config),
-        pack=options.pack_path,
         strictness=Strictness(options.strict, options.lenient),
         absolute_paths=choice("--paths", options.paths, PathStyle) is PathStyle.ABSOLUTE,
         base_model_ids=parse_base_model_ids(options.base_model_ids),
@@ -145,9 +144,6 @@ def check_with_budget(options: MergeOptions, *, planned_by: str | None) -> None:
     Raises:
         RecipeError: `option.pair`.
     """
-    if options.pack is not None and planned_by is not None:
-        message = f"cannot be combined with {planned_by}: only experts that are read in full are packed"
-        raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
     continues = options.plan.continue_
     if continues and (planned_by is None or not options.reuse):
         message = "contradicts --no-reuse" if planned_by else "a full merge copies what comes out the same by itself"

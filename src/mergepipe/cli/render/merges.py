@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable
 
 from mergepipe.cli.render.layout import Fact, facts_text, notice_facts
-from mergepipe.cli.render.packing import packing_facts
 from mergepipe.cli.render.verdicts import verdict_facts
 from mergepipe.core.units import format_bytes, format_percent, format_rate, format_seconds, plural
 from mergepipe.reports import (
@@ -52,7 +51,6 @@ def merge_table(report: MergeReport) -> str:
             ("tensors", counts),
             *(("kept", f"{format_percent(one.share)} of {one.model}, by size of difference") for one in report.kept),
             ("snapshot", report.sid),
-            *packing_facts(report.packed, report.not_packed),
             *notice_facts(report.recipe_notices),
             *(("notice", notice) for notice in report.notices),
             *(("not copied", line) for line in grouped_names((file.reason, file.name) for file in report.left_out)),
@@ -97,7 +95,6 @@ def analyze_table(report: AnalyzeReport) -> str:
             ("base read", format_bytes(report.base_bytes)),
             ("experts read", format_bytes(report.expert_bytes)),
             *again,
-            *packing_facts(report.packed, report.not_packed),
             *([("imported", _imported_text(report.imported))] if report.imported else []),
             *([("exported", _exported_text(report.exported))] if report.exported else []),
             ("time", format_seconds(report.seconds)),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from mergepipe.cli.render.layout import Fact, columns_text, facts_text
 from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_percent, format_rate, format_seconds, plural
-from mergepipe.reports import NotPacked, PackedExpert, PackReport, UnpackReport
+from mergepipe.reports import PackedExpert, PackReport, UnpackReport
 
 _CODEC_WORDS = {
     "same": "equal to the base",
@@ -45,12 +43,6 @@ def _base_of_choice(expert: PackedExpert) -> list[Fact]:
         f"{format_percent(match.next_delta)}{sure}"
     )
     return [("base", text)]
-
-
-def packing_facts(packed: Iterable[PackedExpert], not_packed: Iterable[NotPacked]) -> list[Fact]:
-    """Show the experts that a merge or an analysis packed, and those it did not."""
-    done = [("packed", f"{expert.store}: {_size_text(expert)}") for expert in packed]
-    return done + [("not packed", f"{refused.expert}: {refused.reason}") for refused in not_packed]
 
 
 def _packed_row(expert: PackedExpert) -> tuple[str, ...]:

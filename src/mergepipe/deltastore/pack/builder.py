@@ -35,7 +35,7 @@ from mergepipe.deltastore.ordered_blocks import EARLY_BYTES, OrderedBlocks
 from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
 from mergepipe.deltastore.pack.portable import portable_store
 from mergepipe.deltastore.pack.progress import PackProgress, find_progress, note_progress
-from mergepipe.deltastore.writer import CHUNK_BYTES, GROWING_FILES, StoreWriter
+from mergepipe.deltastore.writer import GROWING_FILES, StoreWriter
 from mergepipe.errors import StorageError
 from mergepipe.snapshots.object_upload import ObjectUpload
 from mergepipe.snapshots.recorded_paths import relative_reference
@@ -49,7 +49,6 @@ NOTE_BLOCKS = 2048
 FILES_OF_BUILDER = len(GROWING_FILES) + 2
 """Open files of one builder: those of the store, the temporary file of early blocks, the lock."""
 _EARLY_NAME = "early"
-_LEAST_BYTES = 64 << 10
 _WORTH_KEEPING = (KeyboardInterrupt, SystemExit, MemoryError, StorageError)
 
 
@@ -167,19 +166,14 @@ def _fingerprints_of(checkpoint: Checkpoint) -> list[list[str | int]]:
     return [[f.name, f.size_bytes, f.version, f.header_digest] for f in checkpoint.files]
 
 
-def _memory_share(nbytes: int, sharing: int) -> int:
-    """One builder's share of the memory limits when more than eight share them, at least 64 KiB."""
-    return max(min(nbytes, 8 * nbytes // sharing) // _LEAST_BYTES * _LEAST_BYTES, _LEAST_BYTES)
-
-
 @contextlib.contextmanager
-def open_builder(job: PackJob, store: Store, *, resumes: bool, sharing: int = 1) -> Iterator[StoreBuilder]:
+def open_builder(job: PackJob, store: Store) -> Iterator[StoreBuilder]:
     """Open a builder in a staging directory next to `job.out`; only its `publish` makes anything visible.
 
     A place in a bucket is claimed while the context lasts.
 
-    With `resumes` it resumes what an interrupted run of the same job left, and if interrupted itself leaves its durable
-    part for the next run. If more than eight builders are `sharing` the memory, each gets less.
+    It resumes what an interrupted run of the same job left, and if interrupted itself leaves its durable part for the
+    next run.
 
     Raises:
         OutputError: `output.exists`, `output.not-ours`, of a place in a bucket.
@@ -189,7 +183,7 @@ def open_builder(job: PackJob, store: Store, *, resumes: bool, sharing: int = 1)
     resumable: list[PackProgress] = []
 
     def can_continue(directory: Path) -> bool:
-        progress = find_progress(directory, job.key) if resumes else None
+        progress = find_progress(directory, job.key)
         resumable.extend([] if progress is None else [progress])
         return progress is not None
 
@@ -197,9 +191,7 @@ def open_builder(job: PackJob, store: Store, *, resumes: bool, sharing: int = 1)
     with growing as staging, _upload_to(job.place) as upload:
         builder = None
         try:
-            builder = StoreBuilder(
-                job, store, staging, upload, resumable[0] if resumable else None, sharing, keeps_notes=resumes
-            )
+            builder = StoreBuilder(job, store, staging, upload, resumable[0] if resumable else None)
             yield builder
         except BaseException as error:
             is_noted = bool(resumable) if builder is None else builder.is_noted
@@ -234,9 +226,6 @@ class StoreBuilder:
         staging: Staging,
         upload: ObjectUpload | None,
         progress: PackProgress | None,
-        sharing: int,
-        *,
-        keeps_notes: bool,
     ) -> None:
         self.job = job
         self.n_done = 0 if progress is None else progress.durable.n_rows
@@ -244,7 +233,6 @@ class StoreBuilder:
         self._store = store
         self._staging = staging
         self._upload = upload
-        self._keeps_notes = keeps_notes
         self._noted_rows = self.n_done
         cuts = () if progress is None else progress.cuts
         self._bands = {
@@ -252,9 +240,8 @@ class StoreBuilder:
         }
         self._content_id = PassingContentId(job.expert)
         durable = None if progress is None else progress.durable
-        self._writer = StoreWriter(staging.path, store.ledger, durable, _memory_share(CHUNK_BYTES, sharing))
-        early, early_bytes = staging.directory / _EARLY_NAME, _memory_share(EARLY_BYTES, sharing)
-        self._blocks = OrderedBlocks(self._writer, early, self._after_writing, early_bytes)
+        self._writer = StoreWriter(staging.path, store.ledger, durable)
+        self._blocks = OrderedBlocks(self._writer, staging.directory / _EARLY_NAME, self._after_writing, EARLY_BYTES)
         try:
             for file in () if self.is_noted else job.expert.files:
                 self._writer.append_header(self._file_header(file))
@@ -301,7 +288,7 @@ class StoreBuilder:
         self._blocks.put(place.first_row + block, encoded, row)
 
     def _after_writing(self, n_rows: int) -> None:
-        if self._keeps_notes and n_rows - self._noted_rows >= NOTE_BLOCKS:
+        if n_rows - self._noted_rows >= NOTE_BLOCKS:
             self._note()
 
     def _note(self) -> None:

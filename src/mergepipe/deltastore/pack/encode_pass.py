@@ -15,7 +15,7 @@ from mergepipe.core.blocks import Span
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.pack.blocks import BandChooser, BlockGroup, Member, block_bytes
-from mergepipe.deltastore.pack.builder import Place, StoreBuilder
+from mergepipe.deltastore.pack.builder import StoreBuilder
 from mergepipe.storage.buffers import PAGE_BYTES, BufferPool, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
@@ -29,19 +29,13 @@ GROUPS_AHEAD = 3
 MEMORY_BYTES = GROUPS_AHEAD * (GROUP_BYTES + 2 * PAGE_BYTES * (EXPERTS_AT_ONCE + 1))
 
 
-def every_tensor(_place: Place) -> bool:
-    """Accept every tensor."""
-    return True
-
-
 def pack_all(
     builders: Sequence[StoreBuilder],
     files: Mapping[Location, RangeFile],
     threads: int,
     on_bytes: Callable[[int], None],
-    wanted: Callable[[Place], bool] = every_tensor,
 ) -> None:
-    """Read the remaining blocks of the `wanted` tensors of all experts and their base, each once; encode them.
+    """Read the remaining blocks of all experts and their base, each once; encode them.
 
     A group of blocks of the base is read with the same blocks of all experts, while earlier groups are encoded in
     `threads` threads. `on_bytes` is called on this thread with the experts' bytes that are done.
@@ -58,7 +52,7 @@ def pack_all(
     task = _Reader(files, encoders)
     ahead: deque[_Ahead] = deque()
     try:
-        for group in _groups(builders, wanted):
+        for group in _groups(builders):
             buffer = pool.take()
             if buffer is None:
                 buffer = _finish(ahead.popleft(), on_bytes)
@@ -101,19 +95,16 @@ def _finish(ahead: _Ahead, on_bytes: Callable[[int], None]) -> NDArray[np.uint8]
     return ahead.buffer
 
 
-def _groups(builders: Sequence[StoreBuilder], wanted: Callable[[Place], bool]) -> Iterator[_Group]:
+def _groups(builders: Sequence[StoreBuilder]) -> Iterator[_Group]:
     """Split the remaining blocks into groups, in the order of the first expert, then of the tensors that it lacks.
 
     Blocks of experts whose tensors are in another order than the first one's arrive early at their builders.
     """
-    numbers = [
-        {place.entry.name: number for number, place in enumerate(builder.job.places) if wanted(place)}
-        for builder in builders
-    ]
+    numbers = [{place.entry.name: number for number, place in enumerate(builder.job.places)} for builder in builders]
     seen: set[tuple[int, int]] = set()
     for first, builder in enumerate(builders):
         for number, place in enumerate(builder.job.places):
-            if (first, number) in seen or place.entry.name not in numbers[first]:
+            if (first, number) in seen:
                 continue
             same_name = [(first, number)]
             if place.base is not None:

@@ -14,8 +14,8 @@ from mergepipe.engine.work import AnalysisWork, EngineOptions
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.planning.budget import BudgetRequest, ShareBudget
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
+from mergepipe.runs.budget.packed_indices import least_full_cost
 from mergepipe.runs.inputs.opened import Inputs
-from mergepipe.runs.packing.indices import least_full_cost
 from mergepipe.storage.contract import Store
 
 MOST_OF_BUDGET = 1 / 8

@@ -122,17 +122,10 @@ class DigestTap:
         wanted = {path: file for path, file in _unknown_files(checkpoints, files) if _passes_by(file, path, shown)}
         self._digests = PassingDigests(wanted, shown, min(WAITING_BYTES, memory_bytes // 8))
 
-    def beside(self, other: Tap | None) -> Tap:
-        """Return a tap that shows what is read to this and to another one."""
-        if other is None:
-            return Tap(self._tensors, 1, self._look)
-
-        def look(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> None:
-            self._look(task, piece, buffer)
-            if task.name in other.tensors:
-                other.look(task, piece, buffer)
-
-        return Tap(self._tensors | other.tensors, other.cut_elements, look)
+    @property
+    def tap(self) -> Tap:
+        """The tap that shows what the analysis reads."""
+        return Tap(self._tensors, self._look)
 
     def _look(self, task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> None:
         sources: list[tuple[Source, int]] = [(task.base, piece.base_offset)]

@@ -52,13 +52,7 @@ class Resume(StrEnum):
 
     AUTO = "auto"  # resume the same merge, else start over
     REQUIRED = "required"  # resume, or refuse; what was read and is not in the output does not count
-    RESTART = "restart"  # start over; bytes of earlier runs count
     NEVER = "never"  # start over with the whole budget
-
-    @property
-    def without_continuing(self) -> Resume:
-        """The same choice for a merge that cannot be resumed."""
-        return Resume.NEVER if self is Resume.NEVER else Resume.RESTART
 
 
 def run_key(inputs: Inputs, plan: Plan | None, output: OutputPlan, seed: int) -> str:
@@ -167,7 +161,7 @@ class MergeProgress:
             self._forgive_earlier_reads(directory)
             return False
         totals = read_totals(directory)
-        state = None if self._resume is Resume.RESTART else read_journal(directory / JOURNAL_NAME)
+        state = read_journal(directory / JOURNAL_NAME)
         refusal = "there is no interrupted run" if state is None else self._resume_refusal(directory, state)
         if refusal and self._resume is Resume.REQUIRED:
             hint = "run without --resume to start over"

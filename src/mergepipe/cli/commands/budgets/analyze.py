@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import BlockElements, ExpertPart, PackPath, ReportFlags, RunFlags
+from mergepipe.cli.options import BlockElements, ExpertPart, ReportFlags, RunFlags
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
@@ -62,7 +62,6 @@ def analyze(
     probe: Probe = None,
     density: Densities = None,
     block_elements: BlockElements = None,
-    pack: PackPath = None,
     import_from: ImportFrom = None,
     export_to: ExportTo = None,
     part: ExpertPart = None,
@@ -96,7 +95,6 @@ def analyze(
             probe_fraction=probe_fraction,
             densities=[parse_fraction(text, "--density", "option.density") for text in density or ()],
             block_elements=block_elements,
-            pack=pack,
             import_from=import_from or (),
             export_to=export_to,
             options=options,

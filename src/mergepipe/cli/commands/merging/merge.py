@@ -20,7 +20,6 @@ from mergepipe.cli.options import (
     Lenient,
     NoCatalog,
     NoReuse,
-    PackPath,
     PlanFlags,
     PublishingFlags,
     ReportFlags,
@@ -79,7 +78,6 @@ class RecipeFlags:
     allow_dropped: AllowDropped = None
     seed: Seed = 0
     no_reuse: NoReuse = False
-    pack: PackPath = None
 
 
 def register(app: typer.Typer) -> None:
@@ -123,7 +121,6 @@ def merge(
         shard_bytes=optional_size(shard_size, "--shard-size"),
         resume=resume,
         reuse=not settings.no_reuse,
-        pack=settings.pack,
         paths=publishing.paths,
         base_model_ids=publishing.base_model_ids,
         allow_dropped=tuple(settings.allow_dropped or ()),

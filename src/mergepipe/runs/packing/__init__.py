@@ -1,1 +1,0 @@
-"""Packing experts while they are merged or analysed, and reading packed ones under a budget."""
