@@ -196,7 +196,7 @@ def test_options__have_these_fields() -> None:
     assert field_names(options.RunOptions) == common
     assert field_names(options.PlanOptions) == [
         "select", "where_omitted", "min_density", "block_elements",
-        "request_cost_bytes", "probe", "continue_", "strict", "lenient",
+        "request_cost_bytes", "probe", "continue_", "importance", "strict", "lenient",
     ]  # fmt: skip
     assert field_names(options.MergeOptions) == [
         *common, "plan", "shard_bytes", "resume", "reuse",

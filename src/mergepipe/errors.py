@@ -50,6 +50,7 @@ KEYWORD_OF_OPTION = {
     "--force": "force=True",
     "--from-log": "from_log",
     "--home": "home",
+    "--importance": "importance",
     "--lenient": "lenient=True",
     "--memory": "memory_bytes",
     "--min-density": "min_density",

@@ -92,6 +92,9 @@ class PlanOptions:
         probe: sample experts of which nothing is known, within the budget.
         continue_: charge nothing for blocks that stand in earlier snapshots, and spend on others what that frees: the
             plan then depends on what was merged before, and names it.
+        importance: with `select="sample"`, what the probabilities of tensors follow, per element: a JSON object of
+            names and numbers, one for each tensor as a whole; safetensors with one number a tensor or an element (such
+            as absolute gradient times delta); or a training checkpoint, by its second moments.
         strict, lenient: as in `MergeOptions`; for merges those of `MergeOptions` count.
 
     Raises:
@@ -105,6 +108,7 @@ class PlanOptions:
     request_cost_bytes: int | None = None
     probe: bool = True
     continue_: bool = False
+    importance: str | Path | None = None
     strict: bool = False
     lenient: bool = False
 
@@ -115,7 +119,9 @@ class PlanOptions:
         density = self.min_density
         if density is not None and not 0.0 < density <= 1.0:
             raise RecipeError.of("option.density", "--min-density", f"{density:g} was given", "it is in (0, 1]")
-        choice("--select", self.select, Policy)
+        if choice("--select", self.select, Policy) is not Policy.SAMPLE and self.importance is not None:
+            message = f"has no effect with --select {self.select}"
+            raise RecipeError.of("option.pair", "--importance", message, "add --select sample")
         choice("--where-omitted", self.where_omitted, OnOmit)
         if self.block_elements is not None:
             block_elements_of(self.block_elements)

@@ -454,6 +454,7 @@ class Sampling:
     least_probability: float
     mean_probability: float
     most_probability: float
+    importance: str = ""  # the file that the probabilities follow, if one was given
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -221,6 +221,16 @@ Continue: TypeAlias = Annotated[
         rich_help_panel=BUDGET_PANEL,
     ),
 ]
+Importance: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--importance",
+        metavar="PATH",
+        help="With --select sample: draw important tensors more often. A JSON object of numbers by tensor, "
+        "safetensors with one number a tensor or an element, or a training checkpoint (second moments).",
+        rich_help_panel=BUDGET_PANEL,
+    ),
+]
 NoProbe: TypeAlias = Annotated[
     bool,
     typer.Option(
@@ -302,6 +312,7 @@ class PlanFlags:
     request_cost: RequestCost = None
     no_probe: NoProbe = False
     continue_: Continue = False
+    importance: Importance = None
 
     def options(self, *, strict: bool = False, lenient: bool = False) -> PlanOptions:
         """Return these as options of the API, with its defaults for what was not given.
@@ -321,6 +332,7 @@ class PlanFlags:
             request_cost_bytes=optional_size(self.request_cost, "--request-cost"),
             probe=not self.no_probe,
             continue_=self.continue_,
+            importance=self.importance,
             strict=strict,
             lenient=lenient,
         )

@@ -11,20 +11,21 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
+from mergepipe.core.canonical_json import digest_of
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import LimitError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import PlanOptions, check_seed, default_memory_bytes, default_threads
 from mergepipe.planning.budget import BudgetRequest, parse_budget, parse_target_error, retry_reserve_bytes
 from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
-from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, Fallback, Plan, PlannedTensor
+from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, Fallback, ImportanceRecord, Plan, PlannedTensor
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.planning.planner import Ranking, rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.parse.problems import USUAL, Strictness
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.parse.yaml_source import RecipeText
-from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.recipes.resolve.tasks import Action, MergeTask
 from mergepipe.runs.budget.packed_indices import find_unread
 from mergepipe.runs.budget.planned_cost import planned_cost
 from mergepipe.runs.budget.probe import Prober, probe_unknown
@@ -64,6 +65,7 @@ class PlanRequest:
     strictness: Strictness = USUAL
     probes: bool = True
     everything: bool = False
+    importance: Location | None = None
 
     @property
     def seed(self) -> int:
@@ -114,6 +116,7 @@ def plan_request(
         Strictness(strict or options.strict, options.lenient),
         options.probe,
         everything,
+        None if options.importance is None else Location.of(options.importance),
     )
 
 
@@ -150,6 +153,12 @@ def make_plan(
             request.choices.target_error,
         )  # fmt: skip
         statistics, probe_bytes = probe.statistics, probe.cost_bytes
+    importance = None
+    if request.importance is not None and not request.everything:
+        from mergepipe.runs.budget.importance import read_importance
+
+        merged = [task for task in inputs.resolution.tasks if task.action is Action.MERGE]
+        importance = read_importance(store, request.importance, merged)
     problem = PlanningProblem(
         operator=inputs.recipe.operator.name,
         recipe=inputs.recipe.source_text,
@@ -164,6 +173,7 @@ def make_plan(
         unread=find_unread(inputs, request.budget),
         probe_bytes=probe_bytes if any(probe_bytes) else (),
         request_bytes=request_bytes if any(request_bytes) else (),
+        importance=importance,
     )
     ranking, budget_bytes = _with_reserve(
         rank_blocks(problem, request.budget, request.policy, request.choices), request, inputs, store
@@ -183,6 +193,9 @@ def make_plan(
         vocabulary=vocabulary_of(inputs),
         recipe_notices=inputs.notices,
     )
+    if request.importance is not None and importance is not None:
+        record = ImportanceRecord(str(request.importance.absolute()), digest_of(importance))
+        plan = replace(plan, importance=record)
     if request.everything:
         plan = _of_everything(plan, inputs.resolution.tasks)
     paths = [reference_text(model) for model in models]

@@ -165,6 +165,17 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class ImportanceRecord:
+    """What the probabilities of a sample follow: where it was read, and a digest of its numbers by tensor.
+
+    The path is true on one machine only, so not in the digest of the plan.
+    """
+
+    path: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fallback:
     """A decision that deviates from the request, and the reason."""
 
@@ -216,6 +227,7 @@ class Plan(Displayed):
     vocabulary: str | None = None  # digest of how tokens are aligned, where a recipe asks for a tokenizer
     error_is_least: bool = False  # `expected_error` leaves out a part of what is lost, see plan.md
     outlook: Outlook | None = None  # where something is known of every tensor
+    importance: ImportanceRecord | None = None  # what the probabilities of a sample follow, if that was given
     recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe; no part of the digest
 
     def __post_init__(self) -> None:
@@ -256,7 +268,8 @@ class Plan(Displayed):
         probabilities = [tensor.probability for tensor in tensors] or [1.0]
         sampled = math.fsum(tensor.probability * tensor.n_elements for tensor in tensors)
         mean = sampled / sum(tensor.n_elements for tensor in tensors) if tensors else 1.0
-        return Sampling(self.block_elements, self.seed, min(probabilities), mean, max(probabilities))
+        followed = "" if self.importance is None else self.importance.path
+        return Sampling(self.block_elements, self.seed, min(probabilities), mean, max(probabilities), followed)
 
     @property
     def saved_bytes(self) -> int:
@@ -370,6 +383,8 @@ def _content(plan: Plan) -> dict[str, object]:
         optional["error_is_least"] = True
     if plan.outlook is not None:
         optional["outlook"] = _outlook_content(plan.outlook)
+    if plan.importance is not None:
+        optional["importance"] = asdict(plan.importance)
     if plan.recipe_notices:
         optional["recipe_notices"] = [_notice_content(notice) for notice in plan.recipe_notices]
     return {
@@ -399,6 +414,8 @@ def _digest(plan: Plan, content: Mapping[str, object]) -> str:
     content["models"] = [_without(_model_content(model), _MACHINE_KEYS) for model in plan.models]
     if plan.reuse:
         content["reuse"] = [_without(_reused_content(reused), _MACHINE_KEYS) for reused in plan.reuse]
+    if plan.importance is not None:
+        content["importance"] = plan.importance.digest
     return digest_of(content)
 
 

@@ -18,6 +18,7 @@ from mergepipe.planning.plan import (
     Access,
     Fallback,
     FileBinding,
+    ImportanceRecord,
     OmissionBound,
     Outlook,
     Plan,
@@ -116,6 +117,7 @@ def _plan_of(top: JsonFields) -> Plan:
     vocabulary = top.text("vocabulary") if top.has("vocabulary") else None
     error_is_least = top.flag("error_is_least") if top.has("error_is_least") else False
     outlook = _outlook_of(top.object("outlook")) if top.has("outlook") else None
+    importance = _importance_of(top.object("importance")) if top.has("importance") else None
     notices = tuple(_notice_of(row) for row in top.objects("recipe_notices")) if top.has("recipe_notices") else ()
     top.done()
     try:
@@ -138,6 +140,7 @@ def _plan_of(top: JsonFields) -> Plan:
             vocabulary=vocabulary,
             error_is_least=error_is_least,
             outlook=outlook,
+            importance=importance,
             recipe_notices=notices,
         )
     except ValueError as error:
@@ -215,6 +218,12 @@ def _file_of(file: JsonFields) -> FileBinding:
         file.text("sha256") if "sha256" in file.remaining() else None,
     )  # fmt: skip
     file.done()
+    return parsed
+
+
+def _importance_of(fields: JsonFields) -> ImportanceRecord:
+    parsed = ImportanceRecord(fields.text("path"), fields.text("digest"))
+    fields.done()
     return parsed
 
 

@@ -279,11 +279,17 @@ class Ranking:
         return self.policy is Policy.SAMPLE
 
     def _positions(self) -> PositionOrder:
-        """Order positions for a sample: by the tensors' norms if they are all on record, else all alike."""
+        """Order positions for a sample: by importance, by the tensors' norms if all are on record, or all alike."""
         data, columns = self.data, self.data.columns
-        energy_T = np.bincount(columns.tensor_B, self.score_EB.sum(axis=0), len(columns.tasks))
-        weight_T = tensor_weights(data.candidates, np.sqrt(energy_T) if self._is_informed() else None)
-        number_B = position_numbers([task.name for task in columns.tasks], columns, self.options.selection_seed)
+        names = [task.name for task in columns.tasks]
+        if self.problem.importance is not None:
+            weight_T = tensor_weights(data.candidates, total_T=np.array([self.problem.importance[n] for n in names]))
+        elif self._is_informed():
+            energy_T = np.bincount(columns.tensor_B, self.score_EB.sum(axis=0), len(columns.tasks))
+            weight_T = tensor_weights(data.candidates, norm_T=np.sqrt(energy_T))
+        else:
+            weight_T = tensor_weights(data.candidates)
+        number_B = position_numbers(names, columns, self.options.selection_seed)
         return order_positions(data.candidates, number_B, weight_T, data.sample_E)
 
     def _sample(self, budget_bytes: int) -> Selection:

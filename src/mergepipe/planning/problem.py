@@ -35,7 +35,8 @@ class PlanningProblem:
 
     Of experts that are `unread` not even the index is read. `probe_bytes` of
     each expert were read to estimate its statistics; none where empty. A request of each expert's files is worth
-    `request_bytes` more bytes: shorter gaps between selected blocks are selected too; none where empty.
+    `request_bytes` more bytes: shorter gaps between selected blocks are selected too; none where empty. A sample is
+    drawn by `importance`, of each task as a whole.
     """
 
     operator: str
@@ -48,6 +49,7 @@ class PlanningProblem:
     unread: frozenset[int] = frozenset()
     probe_bytes: tuple[int, ...] = ()
     request_bytes: tuple[int, ...] = ()
+    importance: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         if self.block_elements < 1:

@@ -29,6 +29,7 @@ PARTIAL_MANIFEST_BYTES: Final = 256 * _MIB  # one record a tensor and shard
 
 # -- files of ours --
 RECIPE_BYTES: Final = 1 * _MIB  # written by hand
+IMPORTANCE_BYTES: Final = 64 * _MIB  # one number a tensor
 PLAN_BYTES: Final = 256 * _MIB  # one record a tensor, with the blocks that are read
 MANIFEST_BYTES: Final = 256 * _MIB  # one record a tensor
 BLOCK_TABLE_BYTES: Final = 1024 * _MIB  # 16 bytes a block of 256 KiB or so: 10**13 elements

@@ -134,7 +134,8 @@ def _sampling_facts(sampling: Sampling | None) -> list[Fact]:
     least, mean, most = sampling.least_probability, sampling.mean_probability, sampling.most_probability
     drawn = f"units of {sampling.unit_elements} elements, drawn with probability {mean:.3g} ({least:.3g} to {most:.3g})"
     factor = f", times {1 / most:.3g} to {1 / least:.3g}" if least > 0 else ""
-    return [("sample", f"{drawn}, seed {sampling.seed}; merged deltas are divided by it{factor}")]
+    by = f", by the importance in {sampling.importance}" if sampling.importance else ""
+    return [("sample", f"{drawn}{by}, seed {sampling.seed}; merged deltas are divided by it{factor}")]
 
 
 def _expert_table(explanation: Explanation) -> str:

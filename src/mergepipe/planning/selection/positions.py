@@ -53,16 +53,22 @@ def position_numbers(names: Sequence[str], columns: Columns, seed: int) -> NDArr
     return np.asarray(np.minimum((prefix_B + rest_B) * 0.5**digits_B, 1.0 - _UNIT), np.float64)
 
 
-def tensor_weights(candidates: Candidates, norm_T: NDArray[np.float64] | None) -> NDArray[np.float64]:
+def tensor_weights(
+    candidates: Candidates, *, norm_T: NDArray[np.float64] | None = None, total_T: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
     """Return how probable the positions of each tensor are, relative to one another.
 
-    All alike, or by the norm of a tensor's merged delta per element, which makes the least variance; small tensors
-    before all others.
+    All alike, or by the norm of a tensor's merged delta per element, which makes the least variance, or by an
+    importance per element, of which `total_T` is the sum; small tensors before all others.
     """
     columns = candidates.columns
     cost_T = np.bincount(columns.tensor_B, _costs(candidates), len(columns.tasks))
     elements_T = np.array([task.base.n_elements for task in columns.tasks], np.int64)
-    weight_T = np.ones(len(cost_T)) if norm_T is None else norm_T / np.sqrt(np.maximum(1, elements_T))
+    weight_T = np.ones(len(cost_T))
+    if norm_T is not None:
+        weight_T = norm_T / np.sqrt(np.maximum(1, elements_T))
+    elif total_T is not None:
+        weight_T = total_T / np.maximum(1, elements_T)
     mean = float((weight_T * cost_T).sum() / max(1.0, cost_T.sum()))
     weight_T = np.maximum(_LEAST_WEIGHT, weight_T / mean) if mean > 0 else np.ones(len(cost_T))
     ascending = np.lexsort((np.arange(len(cost_T)), elements_T))

@@ -60,7 +60,16 @@ Budget = Annotated[
         rich_help_panel=BUDGET_PANEL,
     ),
 ]
-_FOR_BUDGETS = ("select", "where_omitted", "min_density", "block_elements", "request_cost", "no_probe", "continue_")
+_FOR_BUDGETS = (
+    "select",
+    "where_omitted",
+    "min_density",
+    "block_elements",
+    "request_cost",
+    "no_probe",
+    "continue_",
+    "importance",
+)
 EXAMPLES = (
     "mergepipe merge recipe.yml merged/",
     "mergepipe merge recipe.yml merged/ --budget 25%",

@@ -1,0 +1,110 @@
+"""Read how important the tensors of a merge are: one number a tensor, one an element, or a training checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.core.blocks import BlockGrid, element_count
+from mergepipe.core.canonical_json import parse_digestible
+from mergepipe.core.units import plural
+from mergepipe.errors import CorruptError, MismatchError, NotFoundError, did_you_mean
+from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.storage.contract import Store, is_folder
+from mergepipe.storage.limits import IMPORTANCE_BYTES
+from mergepipe.storage.location import Location
+from mergepipe.tailor.checkpoint import EXP_AVG_SQ, WEIGHT, StoredState
+from mergepipe.tailor.composition.composition_plan import unpacked
+from mergepipe.tailor.composition.copy.dtype_cast import values_of
+from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from mergepipe.tailor.formats.trainer_files import weight_state
+from mergepipe.tailor.values import StateReader
+
+_SPAN_ELEMENTS = 4 << 20  # read at once: 16 MiB, and as much again for each step of the sum
+_HINT = "give a JSON object of tensor names and numbers, a safetensors file, or a training checkpoint"
+
+
+def read_importance(store: Store, path: Location, tasks: Sequence[MergeTask]) -> dict[str, float]:
+    """Read the importance of each tensor that is merged, as a whole; what else the file tells of is left alone.
+
+    Tensors of a safetensors file or folder hold one number, or one for each element, which are summed. Of a training
+    checkpoint the second moments v of n elements count as n times the root of their mean: the size of the gradient.
+    Memory: about 64 MiB.
+
+    Raises:
+        NotFoundError: it is not there, or nothing that can be read.
+        CorruptError: `importance.file`, it is no JSON object of numbers; as from opening a checkpoint.
+        MismatchError: `importance.tensor`, a tensor is missing, has another shape, or a number is negative or not
+            finite; all numbers are zero.
+        UnsupportedError, StorageError: as from opening a checkpoint.
+    """
+    if path.name.endswith(".json"):
+        numbers = _numbers(store, path)
+        _check_names(path, tasks, numbers)
+        total_by_name = {task.name: _checked(path, task.name, numbers[task.name]) for task in tasks}
+    else:
+        total_by_name = _totals(store, path, tasks)
+    if not any(total_by_name.values()):
+        raise MismatchError.of("importance.tensor", path, "says that no tensor is important: all are zero", _HINT)
+    return total_by_name
+
+
+def _numbers(store: Store, path: Location) -> Mapping[str, object]:
+    def refuse(reason: str) -> NoReturn:
+        raise CorruptError.of("importance.file", path, reason, _HINT)
+
+    content = parse_digestible(store.read_small(path, IMPORTANCE_BYTES), refuse)
+    return content if isinstance(content, dict) else refuse("is no JSON object")
+
+
+def _totals(store: Store, path: Location, tasks: Sequence[MergeTask]) -> dict[str, float]:
+    states = _second_moments(store, path) or {
+        entry.name: weight_state(entry, WEIGHT)
+        for entry in open_checkpoint(store, path).tensors.values()
+        if isinstance(entry, TensorEntry)
+    }
+    _check_names(path, tasks, states)
+    with StateReader(store) as reader:
+        return {task.name: _total(reader, store, path, states[task.name], task.base.shape) for task in tasks}
+
+
+def _second_moments(store: Store, path: Location) -> Mapping[str, StoredState]:
+    """Return the second moments of a training checkpoint; nothing if it is none."""
+    if not is_folder(store, path):
+        return {}
+    try:
+        checkpoint = open_training_checkpoint(store, path)
+    except NotFoundError:
+        return {}
+    return {parameter: state for (parameter, kind), state in checkpoint.states.items() if kind == EXP_AVG_SQ}
+
+
+def _total(reader: StateReader, store: Store, path: Location, state: StoredState, shape: tuple[int, ...]) -> float:
+    """Sum a tensor in float64, in an order that does not depend on the machine."""
+    if state.shape != shape and (state.n_elements != 1 or state.kind == EXP_AVG_SQ):
+        message = f"tensor '{state.parameter}' has the shape {list(state.shape)}, it is merged as {list(shape)}"
+        raise MismatchError.of("importance.tensor", path, message, "give its shape, or one number")
+    raw_state, total = unpacked(store, state), 0.0
+    for span in BlockGrid(state.n_elements, _SPAN_ELEMENTS).spans():
+        values = values_of(reader.read(raw_state, span), state.dtype, state.parameter)
+        total += _checked(path, state.parameter, float(values.sum(dtype=np.float64)) if (values >= 0).all() else -1.0)
+    return math.sqrt(total * element_count(shape)) if state.kind == EXP_AVG_SQ else total
+
+
+def _checked(path: Location, name: str, number: object) -> float:
+    if isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < math.inf:
+        return float(number)
+    message = f"tensor '{name}' needs numbers from 0 up, all finite"
+    raise MismatchError.of("importance.tensor", path, message, _HINT)
+
+
+def _check_names(path: Location, tasks: Sequence[MergeTask], known: Mapping[str, object]) -> None:
+    missing = [task.name for task in tasks if task.name not in known]
+    if missing:
+        message = f"says nothing of {plural(len(missing), 'tensor')} of {len(tasks)} that are merged: '{missing[0]}'"
+        raise MismatchError.of("importance.tensor", path, message, did_you_mean(missing[0], list(known)))
