@@ -24,6 +24,9 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.goldens import Goldens
+from support.places import GOLDEN
+
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
 
@@ -47,8 +50,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).pare
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that spares the waits for the disk."""
+    """Add the option that spares the waits for the disk, and the one that writes records anew."""
     parser.addoption("--no-fsync", action="store_true", help="check descriptors in os.fsync and do not wait")
+    parser.addoption("--update-goldens", action="store_true", help="write what tests/surface compares with anew")
 
 
 def _check_descriptor(fd: FileDescriptorLike) -> None:
@@ -110,6 +114,12 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def _nothing_durable_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Journal by bytes alone: on a busy machine a tiny merge may take a second, and what is durable is kept."""
     monkeypatch.setattr("mergepipe.runs.recovery.resume.INTERVAL_SECONDS", math.inf)
+
+
+@pytest.fixture
+def goldens(request: pytest.FixtureRequest) -> Goldens:
+    """The records of the surface; with `--update-goldens` they are written anew."""
+    return Goldens(GOLDEN / "surface", request.config.getoption("--update-goldens"))
 
 
 @pytest.fixture(scope="module")

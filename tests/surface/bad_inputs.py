@@ -1,0 +1,256 @@
+"""Files that lie and recipes that are wrong, by name: what `test_bad_inputs` gives to commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from workplace import BLOCK_ELEMENTS, run_command
+
+from support.safetensors_bytes import file_bytes, honest_file, record
+
+MODELS = "base_model: family/base\nmodels:\n  - {model: family/expert-1}\n  - {model: family/expert-2}\n"
+LINEAR = f"merge_method: linear\n{MODELS}dtype: bfloat16\nparameters: {{weight: 0.5}}\n"
+RECIPES: Mapping[str, str] = {
+    "empty": "",
+    "syntax": "merge_method: [linear\n",
+    "tab": "merge_method: linear\nmodels:\n\t- model: a\n",
+    "twice": LINEAR + "merge_method: ties\n",
+    "two-documents": LINEAR + "---\n---\n" + LINEAR,
+    "list": "- linear\n",
+    "tag": "merge_method: !!python/object:os.system linear\n",
+    "deep": "merge_method: " + "[" * 200 + "]" * 200 + "\n",
+    "alias": "a: &a [*a]\n" + LINEAR,
+    "control": 'merge_method: "lin\x07ear"\n' + MODELS,
+    "no-method": MODELS,
+    "unknown-method": LINEAR.replace("linear", "linaer"),
+    "unknown-key": LINEAR + "dytpe: bfloat16\n",
+    "unknown-dtype": LINEAR.replace("bfloat16", "bfloat17"),
+    "unknown-parameter": LINEAR.replace("{weight", "{wieght"),
+    "unsupported-dtype": LINEAR.replace("bfloat16", "int4"),
+    "no-models": "merge_method: linear\ndtype: bfloat16\n",
+    "models-text": "merge_method: linear\nmodels: family/base\n",
+    "models-empty": "merge_method: linear\nmodels: []\n",
+    "model-gone": LINEAR.replace("family/expert-2", "family/expert-9"),
+    "model-number": LINEAR.replace("family/expert-2", "2"),
+    "model-file": LINEAR.replace("family/expert-2", "linear.yml"),
+    "model-no-weights": LINEAR.replace("family/expert-2", "empty-folder"),
+    "model-twice": LINEAR.replace("expert-2", "expert-1"),
+    "model-url": LINEAR.replace("family/expert-2", "ftp://host/model"),
+    "model-training": LINEAR.replace("family/expert-2", "global_step7"),
+    "base-gone": LINEAR.replace("family/base", "family/basis"),
+    "base-missing": "merge_method: ties\nmodels: [{model: family/expert-1}, {model: family/expert-2}]\n",
+    "weight-missing": LINEAR.replace("parameters: {weight: 0.5}", ""),
+    "weight-text": LINEAR.replace("expert-1}", "expert-1, parameters: {weight: much}}"),
+    "weight-flag": LINEAR.replace("expert-1}", "expert-1, parameters: {weight: true}}"),
+    "weight-nan": LINEAR.replace("expert-1}", "expert-1, parameters: {weight: .nan}}"),
+    "weight-sum": LINEAR.replace("expert-1}", "expert-1, parameters: {weight: 1}}").replace(
+        "expert-2}", "expert-2, parameters: {weight: -1}}"
+    ),
+    "density-range": LINEAR.replace("linear", "ties").replace("expert-1}", "expert-1, parameters: {density: 1.5}}"),
+    "filter-unused": LINEAR.replace(
+        "expert-1}", "expert-1, parameters: {weight: [{filter: nothing, value: 1}, {value: 0.5}]}}"
+    ),
+    "filter-key": LINEAR.replace("expert-1}", "expert-1, parameters: {weight: [{fliter: mlp, value: 1}]}}"),
+    "gradient-empty": LINEAR.replace("expert-1}", "expert-1, parameters: {weight: []}}"),
+    "slerp-three": LINEAR.replace("linear", "slerp"),
+    "slice-range": "merge_method: passthrough\nslices: [{sources: [{model: family/base, layer_range: [0, 9]}]}]\n",
+    "slice-empty": "merge_method: passthrough\nslices: []\n",
+    "slice-lengths": "merge_method: linear\nslices:\n  - sources:\n"
+    "    - {model: family/expert-1, layer_range: [0, 2]}\n"
+    "    - {model: family/expert-2, layer_range: [0, 1]}\n",
+    "slice-and-models": LINEAR + "slices: [{sources: [{model: family/base, layer_range: [0, 2]}]}]\n",
+    "tokenizer": LINEAR + "tokenizer_source: nobody\n",
+    "tokenizer-both": LINEAR + "tokenizer_source: base\ntokenizer: {source: base}\n",
+    "chat-template": LINEAR + "chat_template: '{% if %}'\n",
+    "cycle": "name: one\nmerge_method: linear\nmodels: [{model: two}]\n---\n"
+    "name: two\nmerge_method: linear\nmodels: [{model: one}]\n",
+    "other-shape": LINEAR.replace("family/expert-2", "odd/other-shape"),
+    "other-names": LINEAR.replace("family/expert-2", "odd/other-names"),
+    "other-dtype": LINEAR.replace("family/expert-2", "odd/other-dtype"),
+    "adapter": LINEAR.replace("family/expert-2", "odd/adapter"),
+}
+"""Recipes, as `bad/NAME.yml`; each is given to `check`."""
+
+ONE = {"w": record(0, 8)}
+WEIGHTS: Mapping[str, bytes] = {
+    "empty": b"",
+    "short": b"\0" * 7,
+    "long": b"\xff" * 8 + b"{}",
+    "zip": b"PK\x03\x04" + bytes(60),
+    "truncated-header": (300).to_bytes(8, "little") + b"{}",
+    "not-json": file_bytes('{"w":'),
+    "not-object": file_bytes("[]"),
+    "not-utf8": file_bytes(b'{"\xff":1}'),
+    "twice": file_bytes('{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"w":1}', bytes(4)),
+    "dtype": file_bytes({"w": record(0, 8, dtype="F33")}, bytes(8)),
+    "small-dtype": file_bytes({"w": record(0, 8, dtype="F4")}, bytes(8)),
+    "shape": file_bytes({"w": record(0, 8, shape=[-2])}, bytes(8)),
+    "overflow": file_bytes({"w": record(0, 8, shape=[1 << 40, 1 << 40])}, bytes(8)),
+    "size": file_bytes({"w": record(0, 8, shape=[3])}, bytes(8)),
+    "overlap": file_bytes({"v": record(0, 8), "w": record(4, 12)}, bytes(12)),
+    "hole": file_bytes({"v": record(0, 8), "w": record(12, 20)}, bytes(20)),
+    "truncated": file_bytes(ONE, bytes(4)),
+    "trailing": file_bytes(ONE, bytes(12)),
+    "metadata": file_bytes({"__metadata__": {"format": 1}, **ONE}, bytes(8)),
+    "missing-key": file_bytes({"w": {"dtype": "F32", "shape": [2]}}, bytes(8)),
+    "name": file_bytes({"": record(0, 8)}, bytes(8)),
+}
+"""Weight files, as `odd/weights-NAME/model.safetensors`; each is given to `check` as an expert."""
+INDEX_FILES = {"model-00001-of-00002.safetensors": ("v",), "model-00002-of-00002.safetensors": ("w",)}
+INDICES: Mapping[str, object] = {
+    "not-json": "{",
+    "no-map": {"metadata": {}},
+    "shard-gone": {"weight_map": {"v": "model-00001-of-00002.safetensors", "w": "gone.safetensors"}},
+    "outside": {"weight_map": {"v": "../model.safetensors", "w": "model-00002-of-00002.safetensors"}},
+    "misplaced": {"weight_map": dict.fromkeys("vw", "model-00001-of-00002.safetensors")},
+    "unlisted": {"weight_map": {"v": "model-00001-of-00002.safetensors"}},
+}
+"""Indices of sharded checkpoints, as `odd/index-NAME`."""
+
+
+def expert_recipe(folder: str) -> str:
+    """A recipe with this folder as an expert."""
+    return LINEAR.replace("family/expert-2", folder)
+
+
+def write_recipes(root: Path) -> None:
+    """Write all recipes at the root, where their paths begin."""
+    for name, text in RECIPES.items():
+        (root / f"bad-{name}.yml").write_text(text)
+    for name in WEIGHTS:
+        (root / f"weights-{name}.yml").write_text(expert_recipe(f"odd/weights-{name}"))
+    for name in INDICES:
+        (root / f"index-{name}.yml").write_text(expert_recipe(f"odd/index-{name}"))
+    (root / "moving.yml").write_text(expert_recipe("odd/moving"))
+    (root / "latin1.yml").write_bytes("merge_method: linéar\n".encode("latin-1"))
+
+
+def write_odd_models(root: Path) -> None:
+    """Write checkpoints that lie or do not fit, below `odd`."""
+    for name, content in WEIGHTS.items():
+        folder = root / "odd" / f"weights-{name}"
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(content)
+    for name, index in INDICES.items():
+        folder = root / "odd" / f"index-{name}"
+        folder.mkdir()
+        text = index if isinstance(index, str) else json.dumps(index)
+        (folder / "model.safetensors.index.json").write_text(text)
+        for file, tensors in INDEX_FILES.items():
+            (folder / file).write_bytes(honest_file(*tensors))
+    expert = root / "family" / "expert-2"
+    for name in ("other-shape", "other-names", "other-dtype", "moving"):
+        shutil.copytree(expert, root / "odd" / name)
+    header = {"model.norm.weight": record(0, 12)}
+    (root / "odd/other-shape/model.safetensors").write_bytes(file_bytes(header, bytes(12)))
+    (root / "odd/other-names/model.safetensors").write_bytes(honest_file("transformer.wte.weight"))
+    header = {"model.norm.weight": record(0, 32, dtype="U8", shape=[32])}
+    (root / "odd/other-dtype/model.safetensors").write_bytes(file_bytes(header, bytes(32)))
+    adapter = root / "odd" / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3", "r": 4}))
+    (adapter / "adapter_model.safetensors").write_bytes(honest_file("base_model.model.x.lora_A.weight"))
+    (root / "empty-folder").mkdir()
+
+
+def changed_json(path: Path, out: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Store a JSON object with a change elsewhere."""
+    content = json.loads(path.read_text())
+    change(content)
+    out.write_text(json.dumps(content))
+
+
+def flip_last_byte(path: Path) -> None:
+    """Change a file."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def become_newer(content: dict[str, Any]) -> None:
+    """Give a stored object a format that is not known yet."""
+    content["format"] = f"{content['format'][:-1]}99"
+
+
+def write_outputs(root: Path) -> None:
+    """Make what other commands begin with: a snapshot, plans, a pack, a composite; and copies of them that lie."""
+    blocks = ["--block-elements", str(BLOCK_ELEMENTS)]
+    for line in (
+        ["analyze", "family/base", "family/expert-1", "family/expert-2", *blocks, "--export", "family.stats"],
+        ["merge", "linear.yml", "out", "--threads", "2"],
+        ["plan", "linear.yml", "--budget", "50%", *blocks, "-o", "good.plan.json"],
+        ["plan", "linear.yml", "--all", "-o", "all.plan.json"],
+        ["plan", "moving.yml", "--budget", "50%", *blocks, "-o", "stale.plan.json"],
+        ["merge", "moving.yml", "of-moving", "--threads", "2"],
+        ["pack", "family/base", "family/expert-1", "-o", "packed"],
+        ["tailor", "compose", "compose.yml", "composed"],
+    ):
+        ran = run_command([*line, "--quiet"] if line[0] != "plan" else line)
+        assert ran.exit_code == 0, ran.err
+    flip_last_byte(root / "odd/moving/model.safetensors")
+    plan = root / "good.plan.json"
+    changed_json(plan, root / "newer.plan.json", become_newer)
+    changed_json(plan, root / "digest.plan.json", lambda content: content.update(seed=77))
+    changed_json(plan, root / "field.plan.json", lambda content: content.update(colour="red"))
+    (root / "text.plan.json").write_text("not JSON")
+    (root / "list.plan.json").write_text("[]")
+    for name in ("no-manifest", "newer", "lie", "no-json", "damaged", "extra"):
+        shutil.copytree(root / "out", root / f"out-{name}")
+    (root / "out-no-manifest/mergepipe.json").unlink()
+    manifest = root / "out/mergepipe.json"
+    changed_json(
+        manifest,
+        root / "out-newer/mergepipe.json",
+        become_newer,
+    )
+    changed_json(manifest, root / "out-lie/mergepipe.json", lambda content: content.update(sid="0" * 64))
+    (root / "out-no-json/mergepipe.json").write_text("{")
+    (root / "out-extra/mine.txt").write_text("mine")
+    flip_last_byte(root / "out-damaged/model.safetensors")
+    for name in ("cut", "newer", "no-header"):
+        shutil.copytree(root / "packed/expert-1", root / f"packed-{name}")
+    header = root / "packed/expert-1/mergepipe-store.json"
+    changed_json(
+        header,
+        root / "packed-newer/mergepipe-store.json",
+        become_newer,
+    )
+    (root / "packed-no-header/mergepipe-store.json").write_text("{")
+    data = max((root / "packed-cut").iterdir(), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[:-100])
+    (root / "text.stats").write_text("these are none")
+    (root / "cut.stats").write_bytes((root / "family.stats").read_bytes()[:-20])
+
+
+TAILOR_RECIPES: Mapping[str, str] = {
+    "empty": "",
+    "unknown-key": "default: global_step9\ntkae: []\n",
+    "no-default": "take: []\n",
+    "gone": "default: global_step8\n",
+    "unit": "default: global_step9\ntake: [{from: global_step7, units: [layer x]}]\n",
+    "layers": "default: global_step9\ntake: [{from: global_step7, units: [layers 7-9]}]\n",
+    "overlap": "default: global_step9\ntake: [{from: global_step7, units: [layers 0-1]}, "
+    "{from: global_step7, units: [layers 1-2]}]\n",
+    "formats": "default: global_step9\ntake: [{from: checkpoint-7, units: [embed]}]\n",
+    "model": "default: family/base\n",
+    "rank-gone": "default: step-lacks-a-rank\n",
+    "cut": "default: step-cut\n",
+}
+
+
+def write_tailor_inputs(root: Path) -> None:
+    """Write recipes of compositions, and checkpoints that lie."""
+    for name, text in TAILOR_RECIPES.items():
+        (root / f"tailor-{name}.yml").write_text(text)
+    shutil.copytree(root / "global_step7", root / "step-lacks-a-rank")
+    max((root / "step-lacks-a-rank").glob("*optim*")).unlink()
+    shutil.copytree(root / "global_step7", root / "step-cut")
+    path = max((root / "step-cut").glob("*optim*"))
+    path.write_bytes(path.read_bytes()[:-50])
+    shutil.copytree(root / "checkpoint-7", root / "hf-no-weights")
+    (root / "hf-no-weights/model.safetensors").unlink()
+    np.save(root / "array.npy", np.zeros(3))
