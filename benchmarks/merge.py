@@ -50,7 +50,7 @@ def ours(executable: Path, arguments: Sequence[str]) -> Tool:
     """MergePipe by its command line."""
 
     def command(_case: Case, recipe: Path, out: Path) -> Sequence[str]:
-        return [str(executable), "merge", str(recipe), str(out), "--no-reuse", "--json", "--quiet", *arguments]
+        return [str(executable), "merge", str(recipe), str(out), "--json", "--quiet", *arguments]
 
     return Tool("mergepipe", command, {}, OPERATORS)
 

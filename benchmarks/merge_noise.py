@@ -86,7 +86,7 @@ def full_merges(
     for operator in operators:
         recipe.write_text(OPERATORS[operator].recipe(family.base, family.experts, "bfloat16"))
         for seed in seeds if OPERATORS[operator].is_random else seeds[:1]:
-            session.merge(recipe, out, seed=seed, options=MergeOptions(catalog=False, reuse=False))
+            session.merge(recipe, out, seed=seed, options=MergeOptions(catalog=False))
             yield FullMerge(operator, number, seed, mean_loss(heldout_losses(out, heldout)))
             shutil.rmtree(out)
 

@@ -171,7 +171,7 @@ def slow_merge(
     make_cold([base, *experts])
     limit, started_cpu = RateLimit(bytes_a_second), time.process_time()
     with slow_storage(limit):
-        report = session.merge(recipe, work / "out", options=MergeOptions(catalog=False, reuse=False, threads=2))
+        report = session.merge(recipe, work / "out", options=MergeOptions(catalog=False, threads=2))
     cpu_seconds = time.process_time() - started_cpu
     if report.seconds < limit.passed_bytes / bytes_a_second or limit.passed_bytes < report.expert_bytes:
         raise PackedMergingError(f"{operator}, {form}: {report} did not keep to {bytes_a_second} bytes a second")
@@ -251,7 +251,7 @@ class BudgetBench:
         full = self.work / "full"
         recipe = _recipe(self.work, operator, self.family.base, self.family.raw, "float32")
         make_cold([self.family.base, *self.family.raw])
-        report = session.merge(recipe, full, options=MergeOptions(catalog=False, reuse=False))
+        report = session.merge(recipe, full, options=MergeOptions(catalog=False))
         moved = distance(full, self.family.base)
         found = [Budgeted(operator, "full", 1.0, self._read(report), 0.0, self._loss(full), report.seconds)]
         for budget in budgets:

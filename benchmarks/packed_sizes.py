@@ -135,7 +135,7 @@ def measure_store(base: Path, expert: Path, work: Path, threads: int) -> StoreSi
 def _merge_reads(base: Path, store: Path, work: Path, operator: str) -> int:
     recipe, out = work / "recipe.yml", work / "out"
     recipe.write_text(OPERATORS[operator].recipe(base, [store], "bfloat16"))
-    report = session.merge(recipe, out, options=MergeOptions(catalog=False, reuse=False))
+    report = session.merge(recipe, out, options=MergeOptions(catalog=False))
     shutil.rmtree(out)
     return report.expert_bytes + report.analysis_bytes
 

@@ -105,7 +105,7 @@ def check_unpacking(family: PackedFamily, out: Path) -> None:
 def _merge(operator: str, base: Path, experts: Sequence[Path], work: Path, threads: int) -> Path:
     recipe, out = work / "recipe.yml", work / "merged"
     recipe.write_text(OPERATORS[operator].recipe(base, experts, "bfloat16"))
-    session.merge(recipe, out, options=MergeOptions(catalog=False, reuse=False, threads=threads))
+    session.merge(recipe, out, options=MergeOptions(catalog=False, threads=threads))
     return out
 
 

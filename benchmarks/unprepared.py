@@ -26,7 +26,7 @@ class Bench:
 
     def merge(self, name: str, home: Path, budget: str | None, *, probe: bool = True) -> tuple[Path, int | None]:
         """Merge into `root/name`; return where that is, and the budget in bytes."""
-        options = MergeOptions(home=home, reuse=False, resume=False, plan=PlanOptions(probe=probe))
+        options = MergeOptions(home=home, resume=False, plan=PlanOptions(probe=probe))
         out = self.root / name
         report = mergepipe.merge(self.recipe, out, budget=budget, force=True, options=options)
         return out, report.budget_bytes

@@ -196,10 +196,10 @@ def test_options__have_these_fields() -> None:
     assert field_names(options.RunOptions) == common
     assert field_names(options.PlanOptions) == [
         "select", "where_omitted", "min_density", "block_elements",
-        "request_cost_bytes", "probe", "continue_", "importance", "strict", "lenient",
+        "request_cost_bytes", "probe", "importance", "strict", "lenient",
     ]  # fmt: skip
     assert field_names(options.MergeOptions) == [
-        *common, "plan", "shard_bytes", "resume", "reuse",
+        *common, "plan", "shard_bytes", "resume",
         "allow_dropped", "strict", "lenient", "card", "tokenizer", "mergekit_config", "executor",
             "address", "paths", "base_model_ids",
     ]  # fmt: skip
@@ -219,8 +219,8 @@ def test_reports__keep_their_fields() -> None:
     assert [field.name for field in dataclasses.fields(reports.MergeReport)] == [
         "out", "sid", "operator", "merged_tensors", "copied_tensors", "dropped_tensors", "base_bytes",
         "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
-        "planned_bytes", "budget_bytes", "reused_bytes", "notices", "earlier_expert_bytes",
-        "forgiven_expert_bytes", "reused_from", "reused_by", "verdict", "recipe_notices", "traffic",
+        "planned_bytes", "budget_bytes", "notices", "earlier_expert_bytes",
+        "forgiven_expert_bytes", "verdict", "recipe_notices", "traffic",
         "left_out", "kept",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [

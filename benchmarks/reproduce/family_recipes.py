@@ -62,7 +62,7 @@ def full_merge(place: Workplace, recipe: Path) -> Path:
     if not name.exists() or name.read_text() != recipe.read_text():
         out = place.folder / "out"
         shutil.rmtree(out, ignore_errors=True)
-        place.ours("merge", recipe, out, "--no-catalog", "--no-reuse")
+        place.ours("merge", recipe, out, "--no-catalog")
         keep_full(place, recipe)(out)
     return kept / "merged"
 

@@ -117,7 +117,7 @@ class _Work:
     ) -> dict[str, Any]:
         out = self._place.folder / "out"
         shutil.rmtree(out, ignore_errors=True)
-        report, cost = self._place.ours("merge", recipe, out, "--no-reuse", *options, cold=files, rate=rate)
+        report, cost = self._place.ours("merge", recipe, out, *options, cold=files, rate=rate)
         judged = {} if full is None else judge_against(full, self._family.base)(out)
         shutil.rmtree(out)
         expert_bytes = {"expert_bytes": report["expert_bytes"]}

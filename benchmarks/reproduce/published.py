@@ -182,7 +182,7 @@ class _PairWork:
     def _full(self) -> Path:
         full = self.place.folder / "full"
         if not full.exists():
-            self.place.ours("merge", self._recipe(self._expert), full, "--no-catalog", "--no-reuse")
+            self.place.ours("merge", self._recipe(self._expert), full, "--no-catalog")
         return full
 
     def _score(self, model: Path) -> SentenceScores:

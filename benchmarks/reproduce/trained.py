@@ -171,7 +171,7 @@ class TrainedFamily:
         shutil.rmtree(out, ignore_errors=True)
         report, _ = self.place.ours(
             "merge", self._recipe(operator, experts), out, *options, *blocks, "--seed", self._seed,
-            "--home", self.home, "--no-reuse",
+            "--home", self.home,
         )  # fmt: skip
         errors = asdict(merge_errors(out, full, self._base.folder))
         losses = self._base.score(out)
@@ -219,7 +219,7 @@ class TrainedFamily:
         full = self.place.folder / f"merged-{operator}"
         if not full.exists():
             recipe = self._recipe(operator, self.experts)
-            self.place.ours("merge", recipe, full, "--no-catalog", "--no-reuse", "--seed", self._seed)
+            self.place.ours("merge", recipe, full, "--no-catalog", "--seed", self._seed)
         return full
 
     def _recipe(self, operator: str, experts: Sequence[Path]) -> Path:

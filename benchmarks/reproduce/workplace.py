@@ -108,7 +108,7 @@ class Workplace:
         seconds, cpu_seconds, floors, judged = [], [], [], {}
         for left in reversed(range(repeats)):
             shutil.rmtree(out, ignore_errors=True)
-            what = ("--plan", recipe, out) if from_plan else (recipe, out, "--no-reuse")
+            what = ("--plan", recipe, out) if from_plan else (recipe, out)
             report, cost = self.ours("merge", *what, *options, cold=files)
             seconds.append(cost.wall_seconds)
             cpu_seconds.append(cost.cpu_seconds)

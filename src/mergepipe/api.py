@@ -147,7 +147,7 @@ def merge(
         target_error: see `plan`.
         force: replace a snapshot that is already at `out`.
         seed: seed of the random operators and of the policy `random`.
-        options: how to run, what to reuse and to keep; default `MergeOptions()`.
+        options: how to run, and what to keep; default `MergeOptions()`.
         on_progress: called about ten times a second, from the calling thread.
 
     Raises:
@@ -155,11 +155,10 @@ def merge(
     """
     started = time.perf_counter()
     options = options or MergeOptions()
-    from mergepipe.runs.settings import check_with_budget, cluster_request, merge_settings, output_place
+    from mergepipe.runs.settings import cluster_request, merge_settings, output_place
 
     place, settings = output_place(out, merge_settings(options, seed, force=force), options.home)
     planned_by = "--budget" if budget is not None else "--target-error" if target_error is not None else None
-    check_with_budget(options, planned_by=planned_by)
     cluster = cluster_request(options.executor, options.address, options, options.shard_bytes)
     if planned_by is None and cluster is None:
         from mergepipe.jobs.merge import run_merge
@@ -277,7 +276,7 @@ def plan(
             0.25); 0 reads nothing of the experts.
         target_error: spend no more of the budget (default: everything) than is expected to keep the result this close
             to the full merge, relative to what that changes (`10%`, 0.1).
-        everything: plan the full merge, without a budget: for `run_part`. Nothing is reused.
+        everything: plan the full merge, without a budget: for `run_part`.
         seed: seed of the random operators and of the policy `random`.
         home: the catalog's home.
         allow_dropped: see `MergeOptions`.

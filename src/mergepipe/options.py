@@ -90,8 +90,6 @@ class PlanOptions:
         request_cost_bytes: gaps of fewer bytes between what is read of a remote expert are read too, and merged, in
             place of another request; by default 3 MB.
         probe: sample experts of which nothing is known, within the budget.
-        continue_: charge nothing for blocks that stand in earlier snapshots, and spend on others what that frees: the
-            plan then depends on what was merged before, and names it.
         importance: with `select="sample"`, what the probabilities of tensors follow, per element: a JSON object of
             names and numbers, one for each tensor as a whole; safetensors with one number a tensor or an element (such
             as absolute gradient times delta); or a training checkpoint, by its second moments.
@@ -107,7 +105,6 @@ class PlanOptions:
     block_elements: int | None = None
     request_cost_bytes: int | None = None
     probe: bool = True
-    continue_: bool = False
     importance: str | Path | None = None
     strict: bool = False
     lenient: bool = False
@@ -137,8 +134,6 @@ class MergeOptions(_CommonOptions):
         shard_bytes: largest output file, in bytes of tensor data; default 5 GB, on a cluster also less, so that all of
             its nodes have files to make.
         resume: resume an interrupted run of the same merge to the same output; by default where there is one.
-        reuse: copy blocks that come out the same from earlier snapshots: no expert is read for them. A merge under a
-            budget does so with `continue_` of its plan only.
         allow_dropped: patterns (`*.extra.*`) of tensors that an expert may have and the base not; they are left out.
         strict: refuse recipes with anything in them that has no effect, and plans that read
             nothing of an expert, instead of telling so in notices.
@@ -148,7 +143,7 @@ class MergeOptions(_CommonOptions):
         tokenizer: copy the tokenizer's files; those that the recipe asks for are written in any case.
         mergekit_config: write the recipe beside the model as `mergekit_config.yml`, too, where the Hub looks for it.
         executor: who makes the files: `threads` of this process, or tasks on a `ray` cluster, where `threads` and
-            `memory_bytes` are those of one task, nothing is reused, and every node reaches the inputs and the output.
+            `memory_bytes` are those of one task, and every node reaches the inputs and the output.
         address: the Ray cluster; default, the one that runs on this machine, else one that is started for this merge.
         paths: how the snapshot's files name local inputs: `relative` to the recipe and the snapshot, or `absolute`.
         base_model_ids: ids on the Hub that the card names as base models: `org/name`, or `MODEL=org/name` for a model
@@ -161,7 +156,6 @@ class MergeOptions(_CommonOptions):
     plan: PlanOptions = field(default_factory=PlanOptions)
     shard_bytes: int | None = None
     resume: bool | None = None
-    reuse: bool = True
     allow_dropped: tuple[str, ...] = ()
     strict: bool = False
     lenient: bool = False
@@ -178,10 +172,7 @@ class MergeOptions(_CommonOptions):
         _CommonOptions.__post_init__(self)  # `super()` does not know a class that was made again for its slots
         if self.shard_bytes is not None:
             positive("--shard-size", self.shard_bytes)
-        if executor_of(self.executor, self.address) is ExecutorName.RAY:
-            _refuse_on_ray({
-                "--continue": self.plan.continue_,
-            })  # fmt: skip
+        executor_of(self.executor, self.address)
         choice("--paths", self.paths, PathStyle)
 
 
@@ -301,13 +292,6 @@ def executor_of(executor: str, address: str | None) -> ExecutorName:
     if address is not None and name is not ExecutorName.RAY:
         raise RecipeError.of("option.pair", "--address", "only a Ray cluster has one", "add --executor ray")
     return name
-
-
-def _refuse_on_ray(is_given_by_option: dict[str, bool]) -> None:
-    """Refuse options for which one process must see all that is read."""
-    for option in (option for option, is_given in is_given_by_option.items() if is_given):
-        message = "one process has to see the whole merge for it, and tasks of Ray each see a part"
-        raise RecipeError.of("option.pair", option, message, "merge without --executor")
 
 
 def place_of_packs(place: str | Path) -> Location:

@@ -137,12 +137,9 @@ class MergeReport(Displayed):
     peak_rss_bytes: int
     planned_bytes: int | None = None
     budget_bytes: int | None = None
-    reused_bytes: int = 0  # of blocks of earlier snapshots that come out the same
     notices: tuple[str, ...] = ()
     earlier_expert_bytes: int = 0  # of `expert_bytes`: what earlier runs for this output may have read
     forgiven_expert_bytes: int = 0  # the same before a run was told to begin anew: no part of `expert_bytes`
-    reused_from: tuple[str, ...] = ()  # sids of the snapshots that blocks were taken from
-    reused_by: str = ""  # what had to be equal for that
     verdict: BudgetVerdict | None = None  # of a merge under a budget
     recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe, or another one than it asks for
     traffic: Traffic = field(default_factory=Traffic)  # requests for remote files, and their bytes by host
@@ -152,7 +149,7 @@ class MergeReport(Displayed):
     @property
     def read_bytes(self) -> int:
         """All bytes read."""
-        return self.base_bytes + self.expert_bytes + self.reused_bytes + self.analysis_bytes + self.metadata_bytes
+        return self.base_bytes + self.expert_bytes + self.analysis_bytes + self.metadata_bytes
 
     @property
     def bytes_per_second(self) -> float:

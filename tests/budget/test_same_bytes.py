@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mergepipe
-from mergepipe.errors import RecipeError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from support.disk_families import write_single
 
@@ -25,7 +24,7 @@ OPERATORS = {
     "dare_linear": "parameters: {weight: 0.5, density: 0.4}",
     "task_arithmetic": "parameters: {weight: 0.4}",
 }
-EVENTS = ("full", "other budget", "other recipe", "other operator", "sweep", "explain", "plan", "continue", "same")
+EVENTS = ("full", "other budget", "other recipe", "other operator", "sweep", "explain", "plan", "same")
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +77,6 @@ def happen(event: str, family: Path, operator: str, place: Path, number: int) ->
             mergepipe.explain(out, home=home)
         case "plan":
             mergepipe.plan(recipe, "35%", home=home, options=PlanOptions(block_elements=GRAIN))
-        case "continue":
-            merge(recipe, out, home, "25%", continue_=True)
         case "same":
             merge(recipe, out, home, "25%")
 
@@ -99,37 +96,3 @@ def test_merge__gives_the_same_bytes_and_the_same_plan_after_any_other_merges(
             happen(event, family, operator, place, number)
         merge(family / f"{operator}.yml", place / "second", place / "home", budget, select=select)
         assert published(place / "second") == published(place / "first")
-
-
-def test_merge__continues_what_earlier_merges_read_where_that_is_asked_for(family: Path, tmp_path: Path) -> None:
-    recipe, home = family / "task_arithmetic-other.yml", tmp_path / "home"
-    experts = [family / f"expert-{e}" for e in range(N_EXPERTS)]
-    mergepipe.analyze(family / "base", experts, block_elements=GRAIN, options=RunOptions(home=home))
-    first = merge(recipe, tmp_path / "first", home, "40%")
-    again = merge(recipe, tmp_path / "again", home, "40%")
-    further = merge(recipe, tmp_path / "further", home, "40%", continue_=True)
-    assert published(tmp_path / "again") == published(tmp_path / "first")
-    assert again.reused_bytes == 0
-    assert further.reused_bytes > 0
-    manifests = {name: json.loads((tmp_path / name / "mergepipe.json").read_text()) for name in ("again", "further")}
-    assert "reuse" not in manifests["again"]["plan"]
-    sids = {reused["sid"] for reused in manifests["further"]["plan"]["reuse"]}
-    assert sids == set(further.reused_from) <= {first.sid, again.sid}
-    assert further.verdict.expected_error < again.verdict.expected_error
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"plan": PlanOptions(continue_=True)},
-        {"budget": "25%", "reuse": False, "plan": PlanOptions(continue_=True)},
-    ],
-)
-def test_merge__refuses_to_continue_where_that_has_no_meaning(
-    family: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    budget = options.pop("budget", None)
-    with pytest.raises(RecipeError) as caught:
-        mergepipe.merge(family / "ties.yml", tmp_path / "out", budget=budget, options=MergeOptions(**options))
-    assert caught.value.code == "option.pair"
-    assert not (tmp_path / "out").exists()

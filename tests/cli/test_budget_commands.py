@@ -333,7 +333,7 @@ def test_run__does_what_was_planned(work: Workplace, run: Runner) -> None:
     ran = run("run", path, work.out, "--json").json()
     assert ran["expert_bytes"] + ran["analysis_bytes"] <= ran["planned_bytes"] <= ran["budget_bytes"]
     merged = work.root / "merged"
-    assert run("merge", work.recipe, merged, "--budget", "50%", "-q", "--no-reuse").exit_code == 0
+    assert run("merge", work.recipe, merged, "--budget", "50%", "-q").exit_code == 0
     assert weights(merged) == weights(work.out)
 
 

@@ -67,7 +67,7 @@ COMMANDS: dict[str, list[str]] = {
     "check": ["check", "recipe.yml", "--allow-dropped", "extra*"],
     "check-dropped": ["check", "recipe.yml"],
     "plan": ["plan", "recipe.yml", "--budget", "60%", "--allow-dropped", "extra*", "--out", "p.plan.json"],
-    "merge": ["merge", "recipe.yml", "out\u202e", "--allow-dropped", "extra*", "--force", "--no-reuse"],
+    "merge": ["merge", "recipe.yml", "out\u202e", "--allow-dropped", "extra*", "--force"],
     "merge-dropped": ["merge", "recipe.yml", "other"],
     "run": ["run", "p.plan.json", "planned", "--force"],
     "explain": ["explain", "planned"],

@@ -120,7 +120,7 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
     options = ["--threads", 3, "--memory", "1.5GiB", "--seed", 7, "--force", "--shard-size", "2GB"]
     budget = ["--budget", "25%", "--target-error", "0.1", "--select", "random", "--where-omitted", "renormalize"]
     rest = ["--min-density", "0.1", "--home", "h", "--no-catalog", "--allow-dropped", "*.x"]
-    more = ["--continue", "--block-elements", 65536, "--no-resume", "--no-reuse"]
+    more = ["--block-elements", 65536, "--no-resume"]
     given = given_to_api(monkeypatch, run, "r.yml", "o", *options, *budget, *rest, *more)
     expected = MergeOptions(
         threads=3,
@@ -132,11 +132,9 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
             where_omitted="renormalize",
             min_density=0.1,
             block_elements=65536,
-            continue_=True,
         ),
         shard_bytes=2_000_000_000,
         resume=False,
-        reuse=False,
         allow_dropped=("*.x",),
     )
     keywords = {"budget": "25%", "target_error": "0.1", "force": True, "seed": 7, "options": expected}

@@ -76,9 +76,7 @@ def test_merge__under_a_budget_reads_each_index_once_as_the_experts(
     family: DiskFamily, tmp_path: Path, charges: list[tuple[str, Purpose, int]], name: str, budget: str
 ) -> None:
     recipe = recipe_of(family, name, tmp_path)
-    report = mergepipe.merge(
-        recipe, tmp_path / "out", budget=budget, options=MergeOptions(home=tmp_path / "home", reuse=False)
-    )
+    report = mergepipe.merge(recipe, tmp_path / "out", budget=budget, options=MergeOptions(home=tmp_path / "home"))
     reads = index_reads(charges)
     sizes = {str(place / INDEX_NAME): (place / INDEX_NAME).stat().st_size for place in family.places[1:]}
     assert sorted(reads) == sorted((file, Purpose.EXPERT, size) for file, size in sizes.items())
@@ -148,14 +146,7 @@ def test_plan__of_a_useless_budget_names_one_that_is_useful(family: DiskFamily, 
         plan_of(family, f"{least_bytes - 1}B", tmp_path)
 
 
-@pytest.mark.parametrize("reuse", [False, True])
-def test_plan__without_a_budget_has_no_notices_of_what_it_does_not_read(
-    family: DiskFamily, tmp_path: Path, *, reuse: bool
-) -> None:
-    if reuse:
-        mergepipe.merge(
-            recipe_of(family, "average", tmp_path), tmp_path / "out", options=MergeOptions(home=tmp_path / "home")
-        )
+def test_plan__without_a_budget_has_no_notices_of_what_it_does_not_read(family: DiskFamily, tmp_path: Path) -> None:
     assert not any(fallback.decision == NOTHING_READ for fallback in plan_of(family, "0", tmp_path).fallbacks)
 
 
@@ -165,7 +156,7 @@ def test_merge__under_a_budget_that_holds_no_index_is_the_base_and_reads_no_inde
 ) -> None:
     out = tmp_path / "out"
     report = mergepipe.merge(
-        recipe_of(family, "average", tmp_path), out, budget=budget, options=MergeOptions(home=tmp_path, reuse=False)
+        recipe_of(family, "average", tmp_path), out, budget=budget, options=MergeOptions(home=tmp_path)
     )
     assert index_reads(charges) == []
     assert report.expert_bytes + report.analysis_bytes == 0

@@ -91,7 +91,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
 
 
 def without_catalog(**options: Any) -> MergeOptions:
-    return MergeOptions(catalog=False, reuse=False, **options)
+    return MergeOptions(catalog=False, **options)
 
 
 def test_merge__changes_exactly_the_elements_of_the_oracle(case: Case) -> None:
@@ -143,7 +143,7 @@ def packed(case: Case) -> Path:
 def under_a_full_budget(case: Case) -> Iterator[Path]:
     """Without statistics, and with those of `analyze`."""
     home, options = case.folder / "home", PlanOptions(block_elements=GRAIN)
-    merge_options = MergeOptions(home=home, reuse=False, plan=options)
+    merge_options = MergeOptions(home=home, plan=options)
     for number in range(2):
         out = case.folder / f"out-budget{number}"
         mergepipe.merge(case.recipe(), out, budget="100%", options=merge_options)

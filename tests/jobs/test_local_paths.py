@@ -71,7 +71,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outputs(root: Path) -> Path:
     out = root / "out"
-    options = MergeOptions(home=root / "home", threads=2, reuse=False)
+    options = MergeOptions(home=root / "home", threads=2)
     mergepipe.merge(root / "recipe.yml", out / "merged", options=options)
     mergepipe.pack(root / "base", [root / "expert-1"], out / "packs", threads=2)
     mergepipe.extract_lora(root / "base", root / "expert-1", out / "lora", rank=2)

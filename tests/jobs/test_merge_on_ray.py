@@ -37,7 +37,7 @@ from mergepipe.jobs.merge_on_ray import (
     make_part_of_plan,
     shard_sizes,
 )
-from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, PlanOptions, RunOptions
+from mergepipe.options import DEFAULT_SHARD_BYTES, PlanOptions, RunOptions
 from mergepipe.reports import Progress
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.manifest_json import manifest_of_json
@@ -271,13 +271,6 @@ def test_run__on_ray_refuses_what_it_cannot_do(recipe: Path, tmp_path: Path) -> 
     with pytest.raises(RecipeError) as address:
         mergepipe.run(plan, out, address="127.0.0.1:1", options=options)
     assert address.value.code == "option.pair"
-
-
-@pytest.mark.parametrize("option", [{"pack": "packs"}, {"plan": PlanOptions(continue_=True)}])
-def test_merge_options__on_ray_refuse_what_needs_one_process(option: dict[str, object]) -> None:
-    with pytest.raises(RecipeError) as caught:
-        MergeOptions(executor="ray", **option)  # type: ignore[arg-type]  # one of those above
-    assert caught.value.code == "option.pair"
 
 
 def test_merge__without_ray_says_what_to_install(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 import mergepipe
 from mergepipe.errors import MergePipeError
-from mergepipe.options import MergeOptions
 from support.families import TINY, write_family
 from support.fault_server import BucketServer, Fault, cut, status, with_headers
 from support.remote_stores import set_environment
@@ -56,16 +55,16 @@ def weights(out: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("kind", ["s3", "gs", "az", "http"])
 def test_merge__of_remote_models_is_the_local_merge(kind: str, remote: Remote, tmp_path: Path) -> None:
     faults: list[Fault] = [cut(1000), status(503)]
-    mergepipe.merge(remote.recipe("local"), tmp_path / "here", options=MergeOptions(reuse=False))
+    mergepipe.merge(remote.recipe("local"), tmp_path / "here")
     remote.server.faults = faults
-    mergepipe.merge(remote.recipe(kind), tmp_path / "there", options=MergeOptions(reuse=False))
+    mergepipe.merge(remote.recipe(kind), tmp_path / "there")
     assert remote.server.faults == []
     assert weights(tmp_path / "there") == weights(tmp_path / "here")
 
 
 @pytest.mark.parametrize("kind", ["s3", "http"])
 def test_merge__reads_no_more_of_remote_experts_than_the_budget(kind: str, remote: Remote, tmp_path: Path) -> None:
-    report = mergepipe.merge(remote.recipe(kind), tmp_path / "out", budget="30%", options=MergeOptions(reuse=False))
+    report = mergepipe.merge(remote.recipe(kind), tmp_path / "out", budget="30%")
     tensor_reads = [r for r in remote.server.reads if "/expert-" in r.path and r.path.endswith(".safetensors")]
     of_tensors = [r for r in tensor_reads if r.range is not None and r.range[0] > 0]  # headers are read from the start
     assert report.budget_bytes is not None
@@ -78,6 +77,6 @@ def test_merge__reads_no_more_of_remote_experts_than_the_budget(kind: str, remot
 def test_merge__that_fails_publishes_nothing(kind: str, remote: Remote, tmp_path: Path) -> None:
     remote.server.faults = [with_headers()] * 30 + [with_headers(ETag='"other"')] * 10_000
     with pytest.raises(MergePipeError) as caught:
-        mergepipe.merge(remote.recipe(kind), tmp_path / "out", options=MergeOptions(reuse=False))
+        mergepipe.merge(remote.recipe(kind), tmp_path / "out")
     assert caught.value.code == "input.changed"
     assert not (tmp_path / "out").exists()

@@ -80,7 +80,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         yield Bench(tmp_path, store)
 
 
-NAMING_INPUTS = {"mergepipe.json", "mergepipe.keys", "README.md", "mergekit_config.yml", "mergepipe-store.json"}
+NAMING_INPUTS = {"mergepipe.json", "README.md", "mergekit_config.yml", "mergepipe-store.json"}
 
 
 def weights(folder: Path) -> dict[str, bytes]:

@@ -66,7 +66,7 @@ class Bench:
     def merge(self, out: str | Path, method: str = "ties", budget: str | None = None) -> MergeReport:
         """Merge, under a budget or on this machine with a catalog of its own: what it learns changes plans."""
         home = self.folder / ("home" if isinstance(out, str) and budget is None else f"home-{Path(out).name}")
-        options = MergeOptions(home=home, threads=2, shard_bytes=SHARD_BYTES, reuse=False)
+        options = MergeOptions(home=home, threads=2, shard_bytes=SHARD_BYTES)
         return mergepipe.merge(self.recipe(method), out, budget=budget, options=options)
 
     def local(self, method: str = "ties", budget: str | None = None) -> Path:
@@ -272,7 +272,7 @@ def test_merge__of_two_into_one_prefix_publishes_one_whole(
         create(writer, key, content, digest)
 
     monkeypatch.setattr(BucketWriter, "create", create_at_once)
-    homes = {method: MergeOptions(home=bench.folder / f"home-{method}", shard_bytes=SHARD_BYTES, reuse=False)
+    homes = {method: MergeOptions(home=bench.folder / f"home-{method}", shard_bytes=SHARD_BYTES)
              for method in local}  # fmt: skip
     with ThreadPoolExecutor(2) as threads:
         merges = {m: threads.submit(mergepipe.merge, bench.recipe(m), out, options=homes[m]) for m in local}

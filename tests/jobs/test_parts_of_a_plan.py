@@ -27,7 +27,6 @@ from mergepipe.errors import (
     NotFoundError,
     OutputError,
     RecipeError,
-    UnsupportedError,
 )
 from mergepipe.jobs import parts as parts_job
 from mergepipe.jobs.gc import ABANDONED_SECONDS
@@ -119,7 +118,7 @@ def made_by_one(out: Path, recipe: Path, plan: Plan, budget: str | None) -> Case
     report = mergepipe.run(plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS)
     if budget is None:
         out = out.with_name(f"{out.name}-full")
-        options = MergeOptions(catalog=False, reuse=False, shard_bytes=SHARD_BYTES, allow_dropped=("*",), threads=2)
+        options = MergeOptions(catalog=False, shard_bytes=SHARD_BYTES, allow_dropped=("*",), threads=2)
         mergepipe.merge(recipe, out, options=options)
     return Case(plan, report, files_of(out))
 
@@ -197,16 +196,6 @@ def test_run_part__refuses_what_it_cannot_do(cases: Cases, tmp_path: Path) -> No
     run_part(plan, out, 1, 3)
     with pytest.raises(NotFoundError, match=r"of 5 shards are not made: model-0000"):
         mergepipe.run_part(plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS)
-
-
-def test_run_part__refuses_plans_that_reuse_snapshots(family: DiskFamily, tmp_path: Path) -> None:
-    recipe, home = write_recipe(tmp_path / "r.yml", family, "linear", family.places[1:]), tmp_path / "home"
-    options = MergeOptions(home=home, allow_dropped=("*",))
-    mergepipe.merge(recipe, tmp_path / "earlier", options=options)
-    plan = mergepipe.plan(recipe, "90%", home=home, allow_dropped=("*",), options=PlanOptions(continue_=True))
-    assert plan.reuse
-    with pytest.raises(UnsupportedError, match="continue_=True"):
-        run_part(plan, tmp_path / "out", 1, 2)
 
 
 # --- workers that are interrupted, and those that come back ---

@@ -51,7 +51,7 @@ dtype: bfloat16
 """
 SHARD_BYTES = 40_000
 AFTER_READS = 12
-OPTIONS = MergeOptions(reuse=False, catalog=False, threads=1, plan=PlanOptions(probe=False))
+OPTIONS = MergeOptions(catalog=False, threads=1, plan=PlanOptions(probe=False))
 
 
 def whole_file(_request: Request, answer: Answer) -> Answer:

@@ -82,7 +82,7 @@ def test_merge__draws_for_each_entry_by_itself(family: Path, operator: str) -> N
 
     once, twice = recipe(family, operator, ["expert-1"]), recipe(family, operator, ["expert-1", "expert-1"])
     merged(once, "once")
-    assert merged(twice, "twice") == merged(twice, "again", options=MergeOptions(reuse=False))
+    assert merged(twice, "twice") == merged(twice, "again")
     base = load_file(family / "base" / "model.safetensors")
     shares = []
     for name in ("once", "twice"):
@@ -103,7 +103,7 @@ def test_run__in_parts_and_by_a_plan_gives_the_same_bytes(family: Path, operator
     assert weights(family / "parts") == whole
     budgeted = mergepipe.plan(path, "50%")
     mergepipe.run(budgeted, family / "run", options=RunOptions(catalog=False))
-    assert weights(family / "run") == merged(path, "budgeted", budget="50%", options=MergeOptions(reuse=False))
+    assert weights(family / "run") == merged(path, "budgeted", budget="50%")
 
 
 def test_merge__of_a_packed_expert_listed_twice_is_that_of_the_original(family: Path) -> None:

@@ -15,7 +15,7 @@ import mergepipe
 from mergepipe.catalog.home import resolve_home
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.errors import MismatchError, RecipeError
-from mergepipe.options import MergeOptions, PlanOptions
+from mergepipe.options import PlanOptions
 from mergepipe.reports import Progress, SweepReport
 from mergepipe.snapshots.distances import distance
 from mergepipe.storage.local import LocalStore
@@ -47,7 +47,7 @@ def sweep(recipe: Path, *budgets: str, select: str = "norm") -> SweepReport:
 def test_sweep__errors_are_those_of_merges_made_apart(recipe: Path, tmp_path: Path) -> None:
     report = sweep(recipe, "30%")
     mergepipe.merge(recipe, tmp_path / "full")
-    mergepipe.merge(recipe, tmp_path / "budgeted", budget="30%", options=MergeOptions(reuse=False))
+    mergepipe.merge(recipe, tmp_path / "budgeted", budget="30%")
     store = LocalStore()
     full, budgeted, base = (
         open_checkpoint(store, Location.local(tmp_path / name)) for name in ("full", "budgeted", "base")

@@ -21,7 +21,7 @@ from mergepipe.storage.file_version import version_of
 from mergepipe.storage.local import LocalFile, LocalStore
 from mergepipe.storage.location import Location
 from support.faults import replaced
-from support.reuse_cases import RECIPES, Bench, Recipe, make_bench
+from support.small_merges import RECIPES, Bench, Recipe, make_bench
 
 SUM = RECIPES["task_arithmetic"]
 EPOCH = 0
@@ -76,11 +76,11 @@ def expect_of_scratch(bench: Bench, recipe: Recipe, name: str) -> None:
 
 @pytest.mark.parametrize("model", ["base", "expert1"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_merge__reuses_nothing_of_another_version(bench: Bench, change: str, model: str) -> None:
+def test_merge__reads_another_version_as_it_is_now(bench: Bench, change: str, model: str) -> None:
     bench.merge(SUM, "first")
     old = bench.digest("first")
     CHANGES[change](bench.only_file(model))
-    assert bench.merge(SUM, "second").reused_bytes == 0
+    bench.merge(SUM, "second")
     assert bench.digest("second") != old
     expect_of_scratch(bench, SUM, "second")
 
@@ -91,9 +91,9 @@ def test_merge__uses_no_statistics_of_another_version(bench: Bench, change: str)
     mergepipe.analyze(
         bench.folder / "base", [bench.folder / f"expert{i}" for i in (1, 2)], options=RunOptions(home=bench.home)
     )
-    bench.merge(ties, "first", reuse=False)
+    bench.merge(ties, "first")
     CHANGES[change](bench.only_file("expert1"))
-    bench.merge(ties, "second", reuse=False)
+    bench.merge(ties, "second")
     expect_of_scratch(bench, ties, "second")
 
 
@@ -202,7 +202,6 @@ def test_records__hold_files_of_any_time(bench: Bench, time: int) -> None:
     manifest = read_manifest_value(LocalStore(), Location.local(bench.folder / "out"))
     path = bench.only_file("expert1")
     assert manifest.inputs[1].files[0].version == version_of(path, path.stat())
-    assert bench.merge(SUM, "again").expert_bytes == 0
     assert "version" in str(read_manifest_value(LocalStore(), Location.local(bench.folder / "again")).run["reused_by"])
     plan = mergepipe.plan(bench.write(SUM), budget="50%", home=bench.home)
     mergepipe.run(plan, bench.folder / "planned", options=RunOptions(home=bench.home))

@@ -208,14 +208,12 @@ class HomeMachine(RuleBasedStateMachine):
         )
 
     def _wanted(self, wish: Wish) -> str:
-        """What the same merge gives in a place of its own, without a catalog, reuse or anything to go on with."""
+        """What the same merge gives in a place of its own, without a catalog or anything to go on with."""
         contents = tuple(self.visible[s].digest if s in PLACES else s for s in wish.sources)
         key = (wish.operator, contents, wish.weights)
         if key not in self.wanted:
             out = self.root / "wanted"
-            mergepipe.merge(
-                self._recipe(wish), out, options=MergeOptions(catalog=False, reuse=False, resume=False, threads=1)
-            )
+            mergepipe.merge(self._recipe(wish), out, options=MergeOptions(catalog=False, resume=False, threads=1))
             self.wanted[key] = weights_digest(out)
             shutil.rmtree(out)
         return self.wanted[key]

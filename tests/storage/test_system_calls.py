@@ -48,7 +48,7 @@ def test_merge__without_the_calls_of_linux_gives_the_same_bytes(
     recipe.write_text(f"merge_method: ties\nbase_model: {family.base}\nmodels:\n{models}")
     mergepipe.merge(recipe, tmp_path / "linux")
     take_away(monkeypatch, tmp_path)
-    options = mergepipe.MergeOptions(reuse=False)
+    options = mergepipe.MergeOptions()
     for _ in range(2):  # the second one replaces the first, without an exchange
         mergepipe.merge(recipe, tmp_path / "other", force=True, options=options)
     assert mergepipe.verify(tmp_path / "other").is_sound

@@ -46,8 +46,6 @@ def _digest_plan(document: dict[str, Any]) -> None:
     content = {key: value for key, value in document.items() if key != "digest"}
     models = [{k: v for k, v in model.items() if k not in ("path", "files")} for model in content["models"]]
     content["models"] = models
-    if content.get("reuse"):
-        content["reuse"] = [{"sid": each["sid"]} for each in content["reuse"]]
     document["digest"] = digest_of(content)
 
 

@@ -35,11 +35,11 @@ SHAPE = FamilyShape(hidden=64, layers=3, heads=4, kv_heads=2, head_dim=16, inter
 N_EXPERTS = 3
 BLOCK_ELEMENTS = 1 << 14
 NOT_COMPARED = (
-    "mergepipe.json", "mergepipe.keys",
+    "mergepipe.json",
     "mergepipe-store.json", "README.md", "mergekit_config.yml",
 )  # fmt: skip
 """Files that tell of places, times and versions; what they say of results stands in other files as well."""
-IDENTIFYING = {"digest", "files", "path", "identity", "recipe", "mtime_ns", "reuse", "format", "content_id"}
+IDENTIFYING = {"digest", "files", "path", "identity", "recipe", "mtime_ns", "format", "content_id"}
 """Fields of a plan that say which inputs are meant: these may change their form."""
 
 DENSITIES = "{weight: 0.6, density: 0.2}", "{weight: 0.4, density: 0.35}", "{weight: -0.3, density: 0.5}"
@@ -129,7 +129,7 @@ def merges(root: Path) -> dict[str, dict[str, str]]:
 
     def add(name: str, recipe: str, **options: Any) -> None:
         out = root / "out" / name.replace(" ", "-")
-        common = MergeOptions(catalog=False, threads=2, reuse=False)
+        common = MergeOptions(catalog=False, threads=2)
         mergepipe.merge(root / recipe, out, options=replace(common, **options))
         results[name] = tree(out)
 
@@ -169,7 +169,7 @@ def packs(root: Path) -> dict[str, dict[str, str]]:
     text = recipe_text("ties").replace("family/expert-1", "packed/expert-1")
     (root / "packed.yml").write_text(text.replace("family/expert-2", "packed/expert-2"))
     out = root / "out" / "packed"
-    mergepipe.merge(root / "packed.yml", out, options=MergeOptions(catalog=False, reuse=False))
+    mergepipe.merge(root / "packed.yml", out, options=MergeOptions(catalog=False))
     found = {"pack": tree(root / "packed"), "unpack": tree(root / "unpacked"), "merge packed": tree(out)}
     if found["merge packed"] != tree(root / "out" / "merge-ties"):
         raise AssertionError("packed experts are merged to other bytes than the originals")

@@ -27,6 +27,6 @@ def write_recipe(path: Path, family: DiskFamily, operator: str, experts: tuple[P
 def merge_options(executor: str, address: str | None = None) -> MergeOptions:
     """Return the options of a merge into small files that takes nothing from elsewhere."""
     return MergeOptions(
-        executor=executor, address=address, catalog=False, reuse=False, shard_bytes=SHARD_BYTES, allow_dropped=("*",),
+        executor=executor, address=address, catalog=False, shard_bytes=SHARD_BYTES, allow_dropped=("*",),
         plan=PlanOptions(block_elements=16384, probe=False),
     )  # fmt: skip

@@ -115,14 +115,6 @@ Resume: TypeAlias = Annotated[
         rich_help_panel=WORK_PANEL,
     ),
 ]
-NoReuse: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--no-reuse",
-        help="Copy no blocks of earlier snapshots that come out the same. A budget copies none but with --continue.",
-        rich_help_panel=WORK_PANEL,
-    ),
-]
 Quiet: TypeAlias = Annotated[
     bool,
     typer.Option(
@@ -209,15 +201,6 @@ MinDensity: TypeAlias = Annotated[
         "--min-density",
         metavar="SHARE",
         help="Let densities of TIES and DARE fall to this under a tight budget.  [default: they stay]",
-        rich_help_panel=BUDGET_PANEL,
-    ),
-]
-Continue: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--continue",
-        help="Charge nothing for blocks that stand in earlier snapshots, and read others instead: the result then "
-        "depends on what was merged before.",
         rich_help_panel=BUDGET_PANEL,
     ),
 ]
@@ -311,7 +294,6 @@ class PlanFlags:
     block_elements: BlockElements = None
     request_cost: RequestCost = None
     no_probe: NoProbe = False
-    continue_: Continue = False
     importance: Importance = None
 
     def options(self, *, strict: bool = False, lenient: bool = False) -> PlanOptions:
@@ -331,7 +313,6 @@ class PlanFlags:
             block_elements=self.block_elements,
             request_cost_bytes=optional_size(self.request_cost, "--request-cost"),
             probe=not self.no_probe,
-            continue_=self.continue_,
             importance=self.importance,
             strict=strict,
             lenient=lenient,

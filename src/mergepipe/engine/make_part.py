@@ -31,9 +31,8 @@ from mergepipe.engine.pipeline.segments import (
     full_access,
     plan_jobs,
     uncut_blocks,
-    with_reuse,
 )
-from mergepipe.engine.tensor_work import can_reuse, operator_input, tensor_work
+from mergepipe.engine.tensor_work import operator_input, tensor_work
 from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, Part, PartResult
 from mergepipe.planning.candidates.sufficient_levels import sufficient_levels
 from mergepipe.recipes.resolve.tasks import Action, MergeTask
@@ -114,15 +113,13 @@ class _Layout:
 
 
 def _layout(work: MergeWork, pool_bytes: int) -> _Layout:
-    """Choose buffers and cuts by all tasks of a work, and leave out what cannot be gathered or reused."""
+    """Choose buffers and cuts by all tasks of a work, and leave out what cannot be gathered."""
     tasks = work.output.tasks
     if work.statistics_of:
         trimmed = {task.name for task in tasks if _levels(work, task)}  # more would be read for statistics
         work = replace(work, statistics_of=work.statistics_of - trimmed)
     if work.statistics_of and not fits_memory(tasks, pool_bytes, _cut_of(work)):
         work = replace(work, statistics_of=frozenset())  # whole blocks of all models are more than the cap allows
-    reusable = {task.name: work.reusable[task.name] for task in tasks if can_reuse(work, task)}
-    work = replace(work, reusable=reusable, statistics_of=work.statistics_of - reusable.keys())
     cut_of = uncut_blocks(_cut_of(work), tasks, pool_bytes)
     sizes = choose_buffer_sizes(tasks, pool_bytes, cut_of, CHUNK_BYTES)
     return _Layout(work, pool_bytes, sizes, _runs_of(work), cut_of)
@@ -162,8 +159,7 @@ def _runs_of(work: MergeWork) -> RunsOf:
     def sufficient(index: int, task: MergeTask) -> Iterable[Run]:
         return full_access(index, task, levels=() if task.name in work.statistics_of else _levels(work, task))
 
-    runs_of = sufficient if work.access is None else work.access.runs_of
-    return with_reuse(runs_of, work.reusable) if work.reusable else runs_of
+    return sufficient if work.access is None else work.access.runs_of
 
 
 def _levels(work: MergeWork, task: MergeTask) -> Levels:

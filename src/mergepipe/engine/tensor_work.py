@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from mergepipe.checkpoints.content_id import stream_key
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid
@@ -23,9 +22,7 @@ from mergepipe.recipes.resolve.tasks import Action, MergeTask
 
 def tensor_work(work: MergeWork, task: MergeTask, on_statistics: OnStatistics) -> TensorWork:
     """Return the work on one tensor of a merge; it passes on the statistics that are to be gathered."""
-    reusable = work.reusable.get(task.name)
-    is_known = reusable is not None and reusable.is_whole
-    if task.action is Action.COPY or not task.base.n_elements or is_known:
+    if task.action is Action.COPY or not task.base.n_elements:
         return TensorWork(task, None, no_function)
     inputs, operator = operator_input(work, task), work.operator
     if work.access is not None and work.access.factor(task.name) != 1.0:
@@ -67,18 +64,6 @@ def _sampled_work(work: MergeWork, task: MergeTask, inputs: OperatorInput, acces
         lambda reduced: operator.block_function(inputs, recorded if staged is None else reduced),
         sample=Sample(access.factor(task.name), operator.granularity(inputs)),
     )
-
-
-def can_reuse(work: MergeWork, task: MergeTask) -> bool:
-    """Whether known results can be reused: a whole tensor, or some blocks if blocks are independent."""
-    reusable = work.reusable.get(task.name)
-    if reusable is None or reusable.is_whole:
-        return reusable is not None
-    inputs = operator_input(work, task)
-    if work.operator.granularity(inputs) > 1:
-        return False
-    needs = _needs(replace(work, statistics_of=frozenset()), task, inputs)  # known results come before statistics
-    return needs.next(NOTHING_REDUCED)[1] is None
 
 
 def _needs(work: MergeWork, task: MergeTask, inputs: OperatorInput) -> Needs:

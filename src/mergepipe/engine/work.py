@@ -15,7 +15,6 @@ from mergepipe.storage.traffic import RemoteSettings
 
 if TYPE_CHECKING:
     from mergepipe.checkpoints.open_files import PinnedFile
-    from mergepipe.engine.pipeline.segments import Reusable
     from mergepipe.engine.planned_access import PlannedAccess
     from mergepipe.engine.reductions.known_quantities import RecordedQuantities
     from mergepipe.operators.base import Operator
@@ -65,8 +64,7 @@ class MergeWork:
     `renormalize` divides weights by the sum of those selected.
 
     `statistics_of` names the tensors whose experts' statistics are gathered; those are read in full. `recorded`
-    quantities of other tensors are not gathered again. `reusable` are results that stand in earlier snapshots, by
-    tensor; one that must be reduced first is reused whole or not at all.
+    quantities of other tensors are not gathered again.
 
     Laws: it pickles, and unpickles to an equal value, if its inputs are those of a recipe; the bytes that it makes
     depend on nothing else.
@@ -82,7 +80,6 @@ class MergeWork:
     renormalize: bool = False
     statistics_of: frozenset[str] = frozenset()
     recorded: Mapping[str, RecordedQuantities] = field(default_factory=dict)
-    reusable: Mapping[str, Reusable] = field(default_factory=dict)
 
     @property
     def operator(self) -> Operator:

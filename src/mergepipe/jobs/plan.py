@@ -29,12 +29,10 @@ from mergepipe.recipes.resolve.tasks import Action, MergeTask
 from mergepipe.runs.budget.packed_indices import find_unread
 from mergepipe.runs.budget.planned_cost import planned_cost
 from mergepipe.runs.budget.probe import Prober, probe_unknown
-from mergepipe.runs.inputs.opened import Inputs, PairStatistics, open_inputs, with_known_digests, with_parameters
+from mergepipe.runs.inputs.opened import Inputs, PairStatistics, open_inputs, with_known_digests
 from mergepipe.runs.inputs.planned import vocabulary_of
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.records.statistics_files import StatisticsBeside
-from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
-from mergepipe.runs.reuse.planned import ReusingPlanner
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.location import Location
@@ -60,7 +58,6 @@ class PlanRequest:
     choices: PlanningChoices
     block_elements: int | None
     allow_dropped: tuple[str, ...] = ()
-    reuse: bool = False
     request_cost_bytes: int | None = None
     strictness: Strictness = USUAL
     probes: bool = True
@@ -90,8 +87,6 @@ def plan_request(
             `option.pair`, a budget, a target error or earlier merges for everything.
     """
     if everything:
-        if options.continue_:
-            raise RecipeError.of("option.pair", "--continue", "--all reads everything", "leave one out")
         if budget is not None or target_error is not None:
             other = "--target-error" if budget is None else "--budget"
             raise RecipeError.of("option.pair", "--all", f"it reads everything, whatever {other} says", "give only one")
@@ -111,7 +106,6 @@ def plan_request(
         choices,
         options.block_elements,
         tuple(allow_dropped),
-        options.continue_,
         options.request_cost_bytes,
         Strictness(strict or options.strict, options.lenient),
         options.probe,
@@ -125,13 +119,9 @@ def make_plan(
     inputs: Inputs,
     request: PlanRequest,
     link: CatalogLink,
-    replaced: Path | None = None,
     prober: Prober | None = None,
 ) -> Plan:
-    """Plan a merge of opened inputs from the catalog, from indices of packed experts, and with a `prober` from samples.
-
-    With `request.reuse`, what stands in earlier snapshots (that about to be `replaced` among them) is not charged.
-    """
+    """Plan a merge of opened inputs from the catalog, indices of packed experts, and with a `prober` samples."""
     inputs = with_known_digests(inputs, link)
     models = inputs.recipe.inputs()
     if inputs.intermediates:
@@ -178,12 +168,8 @@ def make_plan(
     ranking, budget_bytes = _with_reserve(
         rank_blocks(problem, request.budget, request.policy, request.choices), request, inputs, store
     )
-    earlier = EarlierSnapshots(store, reuse_candidates(link, replaced) if request.reuse else (), link)
-    ids = {model: identity or "" for model, identity in enumerate(facts.content_ids)}
-    plan = ReusingPlanner(
-        ranking, inputs, lambda made: with_parameters(inputs, made).resolution.tasks, ids, earlier
-    ).plan()
-    plan = _of_budget(plan, budget_bytes)
+    plan = ranking.plan(ranking.budget_bytes)
+    plan = _of_budget(replace(plan, outlook=ranking.outlook(plan)), budget_bytes)
     if not request.budget.is_zero:
         ranking.check_usefulness(plan)
     if request.strictness.strict:

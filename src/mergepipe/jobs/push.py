@@ -20,7 +20,6 @@ from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputE
 from mergepipe.jobs.verify_composite import composite_sid, damage_of, is_composite, read_composite
 from mergepipe.recipes.parse.yaml_source import parse_yaml
 from mergepipe.reports import Progress, ProgressCallback, PushReport
-from mergepipe.runs.reuse.keys import KEYS_NAME
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.layout import read_small_file, small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME, record_of
@@ -40,8 +39,6 @@ from mergepipe.storage.remote.hub_commit import HubRepository
 from mergepipe.storage.stores import Stores
 
 _LAST_NAMES = ("config.json", INDEX_NAME)
-_LOCAL_NAMES = (KEYS_NAME,)
-"""Files that serve later merges beside the snapshot, and nobody else."""
 _COMPARED_BYTES = 16 << 20
 _WEIGHTS = (".safetensors", ".bin", INDEX_NAME)
 
@@ -185,15 +182,14 @@ def _read_snapshot(store: Store, path: Path) -> _Push:
         if size_bytes != file.size_bytes:
             message = f"has {size_bytes} bytes, {file.size_bytes} were written"
             raise CorruptError.of("push.damaged", folder / file.name, message, "`mergepipe repair` the snapshot")
-    sidecars = tuple(record for record in manifest.sidecars if record.name not in _LOCAL_NAMES)
-    records = (*sidecars, manifest.blocks)
+    records = (*manifest.sidecars, manifest.blocks)
     small = {record.name: read_small_file(store, folder / record.name, record.size_bytes) for record in records}
     for record in records:
         if small_digest(small[record.name]) != record.blake3:
             message = "is not what was written"
             raise CorruptError.of("push.damaged", folder / record.name, message, "`mergepipe repair` the snapshot")
     small = {name: file_without_paths(name, raw) for name, raw in small.items()}
-    sidecars = tuple(record_of(record.name, small[record.name]) for record in sidecars)
+    sidecars = tuple(record_of(record.name, small[record.name]) for record in manifest.sidecars)
     names = sorted(small, key=lambda name: (name in _LAST_NAMES, name))
     objects = {file.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for file in manifest.files}
     objects |= {name: ObjectContent(small[name], len(small[name]), small_digest(small[name])) for name in names}

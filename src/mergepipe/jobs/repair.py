@@ -16,8 +16,7 @@ from mergepipe.errors import ConflictError, CorruptError, OutputError, Problem
 from mergepipe.jobs.verify import Examination, examine
 from mergepipe.reports import ProgressCallback, RepairReport
 from mergepipe.runs.moved_inputs import with_inputs_found
-from mergepipe.runs.rebuild import RebuiltTensor, open_recorded, rebuild_keys, rebuild_tensors
-from mergepipe.runs.reuse.keys import KEYS_NAME
+from mergepipe.runs.rebuild import RebuiltTensor, open_recorded, rebuild_tensors
 from mergepipe.runs.sidecars import plan_small_files, sidecar_contents
 from mergepipe.runs.stored_plan import plan_of
 from mergepipe.snapshots.block_digests import BlockTable, block_digest
@@ -136,8 +135,6 @@ def _small_files(store: Store, examination: Examination) -> dict[str, bytes]:
     plan = plan_of(manifest, f"{examination.path / MANIFEST_NAME}: plan")
     contents = sidecar_contents(plan_small_files(inputs, store), inputs, store, bare, plan)
     contents[INDEX_NAME] = index_json(_shards(manifest))
-    if KEYS_NAME in wanted:
-        contents[KEYS_NAME] = rebuild_keys(manifest, inputs, store)
     impossible = [
         Problem("repair.impossible", str(examination.path / name), "cannot be made again from the inputs", _HINT)
         for name in wanted

@@ -42,9 +42,8 @@ def replay_snapshot(
     )
     with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:
         inputs = open_recorded(manifest, store, intermediates.write)
-        plan = recorded_plan(manifest)
         return publish_merge(
-            inputs, None if plan is None else plan.without_reuse(), out, settings, store, link, started, on_progress,
+            inputs, recorded_plan(manifest), out, settings, store, link, started, on_progress,
             before_publish=lambda made: _check_same(manifest, made, settings.destination or out),
         )  # fmt: skip
 

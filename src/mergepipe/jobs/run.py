@@ -6,7 +6,6 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
-from mergepipe.errors import ConflictError
 from mergepipe.jobs.plan import PlanRequest, make_plan, no_tick
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.parse.yaml_source import RecipeText
@@ -18,10 +17,8 @@ from mergepipe.runs.inputs.planned import open_planned
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.recovery.resume import Resume
-from mergepipe.runs.reuse.blocks import reuse_candidates
 from mergepipe.runs.stored_plan import plan_key, stored_plan
 from mergepipe.snapshots.staging import staging_directory
-from mergepipe.storage.ledger import EXPERT_PURPOSES, Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
@@ -35,44 +32,25 @@ def run_budgeted(
     started: float,
     on_progress: ProgressCallback | None,
 ) -> MergeReport:
-    """Plan and run at once; an unfinished merge of this very request is resumed with the plan that it was begun with.
-
-    Where another process replaces a snapshot in between, of which blocks were to be reused, it is planned again
-    without reuse, unless something was read of the experts already.
-    """
+    """Plan and run at once; an unfinished merge of this very request is resumed with the plan it was begun with."""
     store = Stores(settings=settings.engine.remote)
     inputs = open_inputs(
         recipe, store, request.allow_dropped, strictness=settings.strictness,
         keeps_absolute_paths=settings.absolute_paths,
     )  # fmt: skip
     settings.base_model_ids.check_names(inputs.leaf_models)
-    planned = Usage({}, {})
-
-    def attempt(wanted: PlanRequest) -> MergeReport:
-        nonlocal planned
-        key = plan_key(inputs, repr(wanted))
-        follows = settings.resume in (Resume.AUTO, Resume.REQUIRED)
-        plan = stored_plan(staging_directory(out.absolute()), key) if follows else None
-        with closing(CatalogLink(settings.home)) as link, ExitStack() as stack:
-            if plan is None:
-                replaced, stop_reading = out if settings.force else None, no_tick
-                prober = Prober(store, settings.engine, no_tick) if wanted.probes else None
-                if not (wanted.reuse and reuse_candidates(link, replaced)):  # else not all of the base may be needed
-                    ahead = base_read_ahead(inputs, store, settings.engine, settings.shard_bytes)
-                    stop_reading = stack.enter_context(ahead).stop
-                plan = make_plan(store, inputs, wanted, link, replaced, prober)
-                stop_reading()
-            planned = store.ledger.usage()
-            merged, keyed = with_parameters(inputs, plan), replace(settings, plan_key=key)
-            return publish_merge(merged, plan, out, keyed, store, link, started, on_progress)
-
-    try:
-        return attempt(request)
-    except ConflictError as error:
-        usage = store.ledger.usage()
-        if error.code != "plan.reuse-gone" or any(usage[purpose] > planned[purpose] for purpose in EXPERT_PURPOSES):
-            raise
-    return attempt(replace(request, reuse=False))
+    key = plan_key(inputs, repr(request))
+    follows = settings.resume in (Resume.AUTO, Resume.REQUIRED)
+    plan = stored_plan(staging_directory(out.absolute()), key) if follows else None
+    with closing(CatalogLink(settings.home)) as link, ExitStack() as stack:
+        if plan is None:
+            prober = Prober(store, settings.engine, no_tick) if request.probes else None
+            ahead = base_read_ahead(inputs, store, settings.engine, settings.shard_bytes)
+            stop_reading = stack.enter_context(ahead).stop
+            plan = make_plan(store, inputs, request, link, prober)
+            stop_reading()
+        merged, keyed = with_parameters(inputs, plan), replace(settings, plan_key=key)
+        return publish_merge(merged, plan, out, keyed, store, link, started, on_progress)
 
 
 def run_plan(

@@ -13,7 +13,7 @@ from pathlib import Path
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.outcome import private_outputs
-from mergepipe.errors import NotFoundError, RecipeError
+from mergepipe.errors import NotFoundError
 from mergepipe.jobs.merge import run_merge
 from mergepipe.jobs.plan import PlanRequest, make_plan, no_tick
 from mergepipe.jobs.run import run_plan
@@ -57,11 +57,8 @@ def sweep_request(budgets: Sequence[str], plan: PlanRequest, home: Path, work: P
     """Return the request for budgets as they are written; each takes the place of the budget of `plan`.
 
     Raises:
-        RecipeError: `budget.*`; `option.pair`, a sweep that continues earlier merges.
+        RecipeError: `budget.*`.
     """
-    if plan.reuse:
-        message = "a sweep measures what budgets give by themselves"
-        raise RecipeError.of("option.pair", "--continue", message, "leave it out")
     return SweepRequest(
         tuple(SweepBudget(text.strip(), parse_budget(text, "--budgets")) for text in budgets), plan, home, work
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain, pairwise
 from operator import le, lt
 
@@ -120,23 +120,10 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True)
-class ReusedSnapshot:
-    """An earlier snapshot whose blocks are reused, and the bytes that this saves for each of the plan's experts.
-
-    Its path is true on one machine only, so not in the digest.
-    """
-
-    sid: str
-    path: str
-    saved_bytes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedTensor:
     """One merged tensor: its size, the operator's parameters in force, and one `Access` for each of its experts.
 
-    `models` says which of the plan's experts these are. `reused` maps runs of blocks to the earlier snapshot (an index
-    into the plan's `reuse`) in which their result stands: whatever `access` says, nothing else is read for them.
+    `models` says which of the plan's experts these are.
     With a `probability` below 1 the blocks are a sample, drawn by it: the merged delta is divided by it.
     """
 
@@ -147,7 +134,6 @@ class PlannedTensor:
     experts: tuple[Mapping[str, Scalar], ...]
     access: tuple[Access, ...]
     models: tuple[int, ...]
-    reused: SharedRuns = ()
     probability: float = 1.0
 
     def __post_init__(self) -> None:
@@ -223,7 +209,6 @@ class Plan(Displayed):
     fallbacks: tuple[Fallback, ...] = ()
     adjustments: tuple[Fallback, ...] = ()
     bound: OmissionBound | None = None
-    reuse: tuple[ReusedSnapshot, ...] = ()
     vocabulary: str | None = None  # digest of how tokens are aligned, where a recipe asks for a tokenizer
     error_is_least: bool = False  # `expected_error` leaves out a part of what is lost, see plan.md
     outlook: Outlook | None = None  # where something is known of every tensor
@@ -232,8 +217,6 @@ class Plan(Displayed):
 
     def __post_init__(self) -> None:
         experts = sum(model.role == "expert" for model in self.models)
-        if any(len(reused.saved_bytes) != experts or min(reused.saved_bytes) < 0 for reused in self.reuse):
-            raise ValueError(f"reuse saves bytes of each of {experts} experts, and no less than none")
         if not 0 <= self.planned_bytes <= self.budget_bytes:
             raise ValueError(f"planned {self.planned_bytes} bytes of a budget of {self.budget_bytes}")
         if self.block_elements < 1:
@@ -247,7 +230,6 @@ class Plan(Displayed):
                 raise ValueError(f"{tensor.name}: not experts of this plan: {list(tensor.models)}")
             n_blocks = -(-tensor.n_elements // self.block_elements)
             _check_runs(tensor, n_blocks)
-            _check_reused(tensor, n_blocks, len(self.reuse))
 
     @property
     def digest(self) -> str:
@@ -272,32 +254,9 @@ class Plan(Displayed):
         return Sampling(self.block_elements, self.seed, min(probabilities), mean, max(probabilities), followed)
 
     @property
-    def saved_bytes(self) -> int:
-        """Expert bytes that are not read because an earlier snapshot holds the result."""
-        return sum(sum(reused.saved_bytes) for reused in self.reuse)
-
-    @property
     def expected_error(self) -> float | None:
         """Expected error relative to what the full merge changes; None if the plan records none."""
         return expected_error_of(access for tensor in self.tensors for access in tensor.access)
-
-    def without_reuse(self) -> Plan:
-        """Return the plan of the same result from the inputs alone, ignoring the budget."""
-        if not self.reuse:
-            return self
-        saved = iter([sum(column) for column in zip(*(reused.saved_bytes for reused in self.reuse), strict=True)])
-        planned_bytes = self.planned_bytes + self.saved_bytes
-        return replace(
-            self,
-            budget_bytes=max(self.budget_bytes, planned_bytes),
-            planned_bytes=planned_bytes,
-            models=tuple(
-                replace(model, planned_bytes=model.planned_bytes + next(saved)) if model.role == "expert" else model
-                for model in self.models
-            ),
-            tensors=tuple(replace(tensor, reused=()) for tensor in self.tensors),
-            reuse=(),
-        )
 
     def to_json(self) -> bytes:
         """Readable JSON (`docs/internals/formats/plan.md`; `schemas/plan.schema.json`)."""
@@ -335,16 +294,6 @@ def _check_shared(runs: SharedRuns, kind: str) -> None:
         raise ValueError(f"runs of {kind} blocks must be sorted, disjoint and joined where they touch")
 
 
-def _check_reused(tensor: PlannedTensor, n_blocks: int, n_snapshots: int) -> None:
-    """Check that a tensor's reused blocks are of one known snapshot."""
-    _check_shared(tensor.reused, "reused")
-    if tensor.reused and tensor.reused[-1][1] > n_blocks:
-        raise ValueError(f"{tensor.name}: a run of reused blocks ends past the last of {n_blocks} blocks")
-    sources = {source for _, _, source in tensor.reused}
-    if len(sources) > 1 or any(source >= n_snapshots for source in sources):
-        raise ValueError(f"{tensor.name}: reused blocks are of one of the plan's {n_snapshots} snapshots")
-
-
 def _check_runs(tensor: PlannedTensor, n_blocks: int) -> None:
     """Check that runs lie in the grid and are disjoint, and that the serving expert reads every shared block."""
     for expert, access in enumerate(tensor.access):
@@ -375,8 +324,6 @@ def _content(plan: Plan) -> dict[str, object]:
     tensors = [_tensor_content(tensor, parameters.index_of(tensor), n_experts) for tensor in plan.tensors]
     bound = plan.bound
     optional: dict[str, object] = {}
-    if plan.reuse:
-        optional["reuse"] = [_reused_content(reused) for reused in plan.reuse]
     if plan.vocabulary is not None:
         optional["vocabulary"] = plan.vocabulary
     if plan.error_is_least:
@@ -412,8 +359,6 @@ def _digest(plan: Plan, content: Mapping[str, object]) -> str:
     """Return the digest of a plan whose `_content` is given."""
     content = _without(content, ("recipe_notices",))
     content["models"] = [_without(_model_content(model), _MACHINE_KEYS) for model in plan.models]
-    if plan.reuse:
-        content["reuse"] = [_without(_reused_content(reused), _MACHINE_KEYS) for reused in plan.reuse]
     if plan.importance is not None:
         content["importance"] = plan.importance.digest
     return digest_of(content)
@@ -447,8 +392,6 @@ def _tensor_content(tensor: PlannedTensor, parameters: int, n_experts: int) -> d
     content = {"name": tensor.name, "n_elements": tensor.n_elements, "parameters": parameters, "access": access}
     if tensor.models != tuple(range(n_experts)):
         content["models"] = list(tensor.models)
-    if tensor.reused:
-        content["reused"] = _shared_text(tensor.reused)
     if tensor.probability < 1:
         content["probability"] = tensor.probability
     return content
@@ -499,10 +442,6 @@ def _model_content(model: PlannedModel) -> dict[str, object]:
         "files": _files_content(model.files),
         **optional,
     }
-
-
-def _reused_content(reused: ReusedSnapshot) -> dict[str, object]:
-    return {"sid": reused.sid, "path": reused.path, "saved_bytes": list(reused.saved_bytes)}
 
 
 def _bound_content(bound: OmissionBound) -> dict[str, object]:

@@ -24,7 +24,6 @@ from mergepipe.planning.plan import (
     Plan,
     PlannedModel,
     PlannedTensor,
-    ReusedSnapshot,
     Runs,
     Scalar,
     SharedRuns,
@@ -113,7 +112,6 @@ def _plan_of(top: JsonFields) -> Plan:
     fallbacks = tuple(_fallback_of(row) for row in top.objects("fallbacks"))
     adjustments = tuple(_fallback_of(row) for row in top.objects("adjustments"))
     bound = _bound_of(top)
-    reuse = tuple(_reused_of(row) for row in top.objects("reuse")) if top.has("reuse") else ()
     vocabulary = top.text("vocabulary") if top.has("vocabulary") else None
     error_is_least = top.flag("error_is_least") if top.has("error_is_least") else False
     outlook = _outlook_of(top.object("outlook")) if top.has("outlook") else None
@@ -136,7 +134,6 @@ def _plan_of(top: JsonFields) -> Plan:
             fallbacks=fallbacks,
             adjustments=adjustments,
             bound=bound,
-            reuse=reuse,
             vocabulary=vocabulary,
             error_is_least=error_is_least,
             outlook=outlook,
@@ -206,12 +203,6 @@ def _model_of(model: JsonFields) -> PlannedModel:
         model.refuse(str(error))
 
 
-def _reused_of(reused: JsonFields) -> ReusedSnapshot:
-    parsed = ReusedSnapshot(reused.text("sid"), reused.text("path"), reused.integers("saved_bytes"))
-    reused.done()
-    return parsed
-
-
 def _file_of(file: JsonFields) -> FileBinding:
     parsed = FileBinding(
         file.text("name"), file.size("size_bytes"), file.text("version"), file.text("header_digest"),
@@ -240,15 +231,11 @@ def _tensor_of(tensor: JsonFields, rows: Sequence[_Parameters], n_experts: int) 
     shared, anchor, experts = rows[index]
     access = tuple(_access_of(entry) for entry in tensor.objects("access"))
     models = tensor.integers("models") if tensor.has("models") else tuple(range(n_experts))
-    try:
-        reused = _parse_shared(tensor.text("reused")) if tensor.has("reused") else ()
-    except ValueError as error:
-        tensor.refuse(str(error))
     name, n_elements = tensor.text("name"), tensor.size("n_elements")
     probability = tensor.number("probability") if tensor.has("probability") else 1.0
     tensor.done()
     try:
-        return PlannedTensor(name, n_elements, shared, anchor, experts, access, models, reused, probability)
+        return PlannedTensor(name, n_elements, shared, anchor, experts, access, models, probability)
     except ValueError as error:
         tensor.refuse(str(error))
 

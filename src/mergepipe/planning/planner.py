@@ -347,7 +347,7 @@ class Ranking:
         """Estimate what a plan of this ranking loses, and what half as much again would leave; None if not known."""
         if self._samples or not self._is_informed():
             return None
-        spent_bytes = max(plan.budget_bytes, plan.planned_bytes + plan.saved_bytes)
+        spent_bytes = max(plan.budget_bytes, plan.planned_bytes)
         larger_bytes = self._half_more_bytes(spent_bytes, self._compared_budgets())
         is_everything = larger_bytes == self.full_cost_bytes  # and nothing is sampled for it
         selected = replace(self, enough_bytes=None)  # beyond a target error too
@@ -493,19 +493,6 @@ class Ranking:
 
     def _is_lower_bound(self, energy_ET2: NDArray[np.float64]) -> bool:
         return expected_error(energy_ET2) > 0 and not is_error_complete(self.data.columns, self.data.rules)
-
-    def read_cost_E(self, plan: Plan, runs: Mapping[str, Runs]) -> NDArray[np.int64]:
-        """Sum per expert the bytes that `plan` charges for the blocks in `runs` (by tensor)."""
-        columns, candidates = self.data.columns, self.data.candidates
-        cost_E = np.zeros(columns.n_experts, np.int64)
-        planned = {tensor.name: tensor for tensor in plan.tensors}
-        for t, task in enumerate(columns.tasks):
-            if task.name in runs:
-                tensor, inside = planned[task.name], columns.of_tensor(t)
-                wanted_B = _mask(runs[task.name], inside.stop - inside.start)
-                for e, access in zip(tensor.models, tensor.access, strict=True):
-                    cost_E[e] += _cost_of(access, candidates, e, t)[wanted_B].sum()
-        return cost_E
 
 
 def _cost_of(access: Access, candidates: Candidates, e: int, t: int) -> NDArray[np.int64]:

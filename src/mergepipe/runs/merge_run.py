@@ -1,4 +1,4 @@
-"""Run one merge: write the output of opened inputs to staging, resume and reuse earlier work, publish a snapshot."""
+"""Run one merge: write the output of opened inputs to staging, resume earlier work, publish a snapshot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from mergepipe.recipes.parse.references import reference_text
 from mergepipe.reports import MergeReport, Progress, ProgressCallback
 from mergepipe.runs.budget.coverage import coverage_of
 from mergepipe.runs.budget.verdict import analysis_advice, verdict_of
-from mergepipe.runs.execution import Execution, MergeResult
 from mergepipe.runs.inputs.opened import Inputs, with_known_digests
 from mergepipe.runs.output_place import (
     BucketTarget,
@@ -40,13 +39,11 @@ from mergepipe.runs.records.manifest import (
     kept_facts,
     kept_shares,
     realized,
-    reuse_facts,
     tensor_bytes_read,
     tensor_records,
     traffic_facts,
 )
 from mergepipe.runs.recovery.resume import MergeProgress, Resume, run_key, samples_cost
-from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.sidecars import (
     EVERY_SMALL_FILE,
     PlannedFiles,
@@ -70,10 +67,10 @@ from mergepipe.snapshots.manifest import (
 )
 from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.recorded_paths import relative_reference, with_changed_paths
-from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, index_json, table_of
+from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, TensorDigest, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
-from mergepipe.storage.ledger import EXPERT_PURPOSES, Purpose, Usage
+from mergepipe.storage.ledger import EXPERT_PURPOSES, Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_all_durably, write_durably
 from mergepipe.storage.system_calls import peak_memory_bytes
@@ -87,8 +84,6 @@ NO_IDS = BaseModelIds()
 class MergeSettings:
     """Settings of one merge run. `home` is the catalog's directory; None runs without a catalog.
 
-    With `reuse` a full merge copies blocks with equal keys from earlier snapshots; a planned merge reuses exactly what
-    its plan names.
     `strictness` says whether what has no effect in a recipe is refused. With a `plan_key` the plan is kept beside the
     unfinished output, see `stored_plan`. With a `destination` in a bucket the output goes there, and is staged on this
     machine. With `absolute_paths` the snapshot's files name inputs by their absolute paths. `base_model_ids` are ids on
@@ -101,7 +96,6 @@ class MergeSettings:
     shard_bytes: int
     home: Path | None
     resume: Resume = Resume.AUTO
-    reuse: bool = False
     allow_dropped: tuple[str, ...] = ()
     small_files: SmallFileChoice = EVERY_SMALL_FILE
     strictness: Strictness = USUAL
@@ -125,7 +119,7 @@ class IntermediateWriter:
     def __init__(self, out: Path, settings: MergeSettings, store: Store) -> None:
         self._staging = Staging(out.with_name(f"{out.name}.intermediates"), force=False)
         self._settings = replace(
-            settings, home=None, resume=Resume.NEVER, force=False, reuse=False, destination=None,
+            settings, home=None, resume=Resume.NEVER, force=False, destination=None,
         )  # fmt: skip
         self._store = store
         self._stack = contextlib.ExitStack()
@@ -197,8 +191,7 @@ def publish_merge(
                 store_plan(staging.directory, settings.plan_key, plan)
             if progress.done:
                 run.resume_at(progress.durable_share)
-            earlier = _earlier_snapshots(plan, out, settings, store, link)
-            manifest = run.fill(staging, progress, publication.durable, earlier)
+            manifest = run.fill(staging, progress, publication.durable)
             if before_publish is not None:
                 before_publish(manifest)
             publication.publish(manifest)
@@ -250,17 +243,6 @@ def _earlier_run_facts(progress: MergeProgress) -> dict[str, int]:
     return {name: nbytes for name, nbytes in facts.items() if nbytes}
 
 
-def _earlier_snapshots(
-    plan: Plan | None, out: Path, settings: MergeSettings, store: Store, link: CatalogLink
-) -> EarlierSnapshots:
-    """Name the snapshots to reuse: those of the plan, else the replaced snapshot and those in the catalog."""
-    if plan is not None:
-        places: tuple[Path, ...] = tuple(Path(snapshot.path) for snapshot in plan.reuse)
-    else:
-        places = reuse_candidates(link, out if settings.force else None) if settings.reuse else ()
-    return EarlierSnapshots(store, places, link)
-
-
 class _Run:
     """Writes one snapshot into a staging directory. Holds its planned small files until they are written."""
 
@@ -300,38 +282,33 @@ class _Run:
         staging: Staging,
         progress: MergeProgress,
         durable: DurableProgress,
-        earlier: EarlierSnapshots,
     ) -> Manifest:
         """Write all files of the snapshot, reporting what is `durable`; return its manifest, with absolute paths."""
         checkpoints = tuple(checkpoint for _, _, checkpoint in self._inputs.leaves())
         observer = Observer(lambda _: self.tick("merge"))
-        execution = Execution(
-            self._store, self._executor, staging.path, self._plan, checkpoints, observer,
-        )  # fmt: skip
         work = merge_work(
             self._inputs, self._output, self._plan, self._settings.seed, self._store, self._link
         )  # fmt: skip
-        result = execution.run(work, earlier, durable)
+        digests = self._executor.run(work, staging.path, observer, durable).digests
         self.tick("publish")
         check_unchanged(self._store, checkpoints)
-        result.reuse.check(result.digests)
-        return self._write_small_files(staging, result, work.content_ids, progress)
+        return self._write_small_files(staging, digests, work.content_ids, progress)
 
     def _write_small_files(
         self,
         staging: Staging,
-        result: MergeResult,
+        digests: tuple[TensorDigest, ...],
         ids: Mapping[int, str],
         progress: MergeProgress,
     ) -> Manifest:
         """Write every file that holds no tensors, the manifest last; return the manifest."""
-        blocks = table_of(self._output.shards, result.digests).to_bytes()
+        blocks = table_of(self._output.shards, digests).to_bytes()
         reference = partial(self._reference, out=staging.out)
-        unfinished = self._manifest(result, ids, progress, record_of(BLOCKS_NAME, blocks))
+        unfinished = self._manifest(digests, ids, progress, record_of(BLOCKS_NAME, blocks))
         small_files = self._settings.small_files.of(
             sidecar_contents(self._planned, self._inputs, self._store, unfinished, self._plan), self._inputs
         )
-        contents = {**small_files, **result.small}
+        contents = dict(small_files)
         if len(self._output.shards) > 1:
             contents[INDEX_NAME] = index_json(self._output.shards)
         sidecars = tuple(record_of(name, content) for name, content in sorted(contents.items()))
@@ -364,7 +341,7 @@ class _Run:
 
     def _manifest(
         self,
-        result: MergeResult,
+        digests: tuple[TensorDigest, ...],
         ids: Mapping[int, str],
         progress: MergeProgress,
         blocks: SmallFileRecord,
@@ -377,8 +354,8 @@ class _Run:
             recipe=self._inputs.recipe_text,
             seed=self._settings.seed if self._plan is None else self._plan.seed,
             inputs=self._input_records(ids, usage),
-            files=file_records(self._output, result.digests),
-            tensors=tensor_records(self._output, result.digests),
+            files=file_records(self._output, digests),
+            tensors=tensor_records(self._output, digests),
             dropped=tuple(
                 DroppedRecord(d.model, d.tensor, d.reason)
                 for d in (*self._inputs.resolution.dropped, *self._inputs.dropped_rows())
@@ -391,7 +368,6 @@ class _Run:
                 "seconds": round(time.perf_counter() - self._started, 3),
                 "threads": self._settings.engine.threads,
                 "memory_bytes": self._settings.engine.memory_bytes,
-                **reuse_facts(result, usage),
                 **traffic_facts(traffic(self._store, usage)),
                 **_earlier_run_facts(progress),
                 **kept_facts(self._kept),
@@ -459,9 +435,6 @@ class _Run:
             analysis_bytes=usage.analysis,
             metadata_bytes=usage.metadata,
             output_bytes=usage.output,
-            reused_bytes=by_purpose[Purpose.REUSE],
-            reused_from=tuple(filter(None, str(manifest.run.get("reused_from", "")).split(","))),
-            reused_by=str(manifest.run.get("reused_by", "")),
             seconds=time.perf_counter() - self._started,
             planned_bytes=None if self._plan is None else self._plan.planned_bytes,
             budget_bytes=None if self._plan is None else self._plan.budget_bytes,

@@ -15,7 +15,7 @@ from mergepipe.engine.make_part import make_part
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.tensor_work import operator_input
 from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, Part, plan_output
-from mergepipe.errors import ConflictError, LimitError, MergePipeError, UnsupportedError
+from mergepipe.errors import ConflictError, LimitError, MergePipeError
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes
 from mergepipe.planning.plan import Plan
@@ -85,9 +85,6 @@ def open_output(plan: Plan, shard_bytes: int, store: Store) -> PlannedOutput:
         UnsupportedError: `parts.reuse`, the plan reuses blocks of earlier snapshots.
         ConflictError, NotFoundError: as `open_planned`.
     """
-    if plan.reuse:
-        message = "it reuses blocks of earlier snapshots, which parts do not"
-        raise UnsupportedError.of("parts.reuse", "plan", message, "plan again without --continue")
     inputs = with_parameters(open_planned(plan, store, CatalogLink(None)), plan)
     return PlannedOutput(plan, inputs, plan_output(inputs.resolution.tasks, shard_bytes))
 

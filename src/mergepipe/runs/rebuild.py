@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
+from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import DTYPES, element_count
 from mergepipe.core.notices import Notice
@@ -21,7 +21,6 @@ from mergepipe.recipes.parse.references import reference_text, referenced_paths
 from mergepipe.runs.inputs.opened import Inputs, Stage, open_recipes, with_parameters
 from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings
 from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.reuse.keys import SourceNames, block_keys
 from mergepipe.runs.stored_plan import plan_of
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.manifest import NOTICES_KEY, InputRecord, Manifest
@@ -43,17 +42,12 @@ class RebuiltTensor:
 
 
 def recorded_plan(manifest: Manifest) -> Plan | None:
-    """Return the recorded plan without its reuse of earlier snapshots; None for a full merge.
+    """Return the recorded plan; None for a full merge.
 
     Raises:
         CorruptError, UnsupportedError: as `parse_plan`.
     """
-    plan = plan_of(manifest, "the manifest's plan")
-    if plan is None or not plan.reuse:
-        return plan
-    limit = max(plan.budget_bytes, plan.full_cost_bytes)  # nothing is free now, whatever was saved then
-    tensors = tuple(replace(tensor, reused=()) for tensor in plan.tensors)
-    return replace(plan, tensors=tensors, reuse=(), planned_bytes=limit, budget_bytes=limit)
+    return plan_of(manifest, "the manifest's plan")
 
 
 def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) -> Inputs:
@@ -139,24 +133,6 @@ def rebuild_tensors(
         rebuilt.append(RebuiltTensor(digest, directory / shard.name, offset))
         offset += spec.nbytes
     return tuple(rebuilt)
-
-
-def rebuild_keys(manifest: Manifest, inputs: Inputs, store: Store) -> bytes:
-    """Recompute the block keys of a snapshot from its opened inputs, with the versions and digests that it recorded."""
-    by_name = {task.name: task for task in inputs.resolution.tasks}
-    tasks = tuple(by_name[tensor.name] for tensor in manifest.tensors if tensor.name in by_name)
-    pairs = zip(manifest.inputs, inputs.leaves(), strict=True)
-    checkpoints = [
-        replace(
-            checkpoint,
-            files=tuple(
-                FileFingerprint(f.name, f.size_bytes, f.version, f.header_blake3, f.sha256) for f in record.files
-            ),
-        )
-        for record, (_, _, checkpoint) in pairs
-    ]
-    work = _work(manifest, inputs, OutputPlan((), tasks), store)
-    return block_keys(work, tasks, SourceNames.of(store, checkpoints)).to_bytes()
 
 
 def _missing_tensor_error(names: Sequence[str]) -> MergePipeError:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergepipe.errors import RecipeError
 from mergepipe.options import (
     DEFAULT_SHARD_BYTES,
     ExecutorName,
@@ -46,7 +45,6 @@ def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSet
         shard_bytes=DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes,
         home=catalog_home(options),
         resume=resume,
-        reuse=options.reuse,
         allow_dropped=options.allow_dropped,
         small_files=SmallFileChoice(options.card, options.tokenizer, options.mergekit_config),
         strictness=Strictness(options.strict, options.lenient),
@@ -133,18 +131,3 @@ def output_place(
     options = {"--force": settings.force}
     check_destination(location, options)
     return staging_place(location, home_of(home)), replace(settings, destination=location)
-
-
-def check_with_budget(options: MergeOptions, *, planned_by: str | None) -> None:
-    """Refuse options that have no meaning with a budget, or none without one.
-
-    Args:
-        planned_by: the option that makes a plan of the merge; None for a full merge.
-
-    Raises:
-        RecipeError: `option.pair`.
-    """
-    continues = options.plan.continue_
-    if continues and (planned_by is None or not options.reuse):
-        message = "contradicts --no-reuse" if planned_by else "a full merge copies what comes out the same by itself"
-        raise RecipeError.of("option.pair", "--continue", message, "leave one out" if planned_by else "add --budget")

@@ -108,14 +108,13 @@ def _name_of_path(quoted: bytes, *, needs_folders: bool) -> str | None:
 
 
 def _plan_with_paths(plan: Mapping[str, object] | None, change: Callable[[str], str]) -> Mapping[str, object] | None:
-    """Change the paths of a plan's models, of the snapshots that it reuses and of the importance that it follows."""
+    """Change the paths of a plan's models and of the importance that it follows."""
     if plan is None:
         return None
     changed = dict(plan)
-    for key in ("models", "reuse"):
-        records = changed.get(key)
-        if isinstance(records, list | tuple):
-            changed[key] = [_record_with_path(record, change) for record in records]
+    models = changed.get("models")
+    if isinstance(models, list | tuple):
+        changed["models"] = [_record_with_path(model, change) for model in models]
     if "importance" in changed:
         changed["importance"] = _record_with_path(changed["importance"], change)
     return changed

@@ -20,7 +20,6 @@ class Purpose(StrEnum):
     METADATA = "metadata"  # headers, indices, sidecar files
     BASE = "base"
     EXPERT = "expert"
-    REUSE = "reuse"  # blocks of an earlier snapshot that come out the same
     ANALYSIS = "analysis"  # reads beyond the one pass: content ids, a second pass for thresholds
     OUTPUT = "output"
 

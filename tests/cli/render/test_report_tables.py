@@ -93,12 +93,6 @@ def test_merge_table__mentions_a_second_read_only_if_there_was_one() -> None:
     assert values(merge_table(replace(MERGED, analysis_bytes=2_500_000)), "read again") == ["2.50 MB"]
 
 
-def test_merge_table__says_of_which_snapshots_and_by_what_was_reused() -> None:
-    table = merge_table(replace(MERGED, reused_bytes=4000, reused_from=("cd" * 16, "ef" * 16), reused_by="the version"))
-    text = "4.00 kB of 2 snapshots (cdcdcdcdcdcd, efefefefefef), which no expert was read for: equal by the version"
-    assert values(table, "reused") == [text]
-
-
 def test_verify_table__counts_blocks_or_the_files_of_a_composite() -> None:
     report = VerifyReport(Path("/s"), "ab" * 16, 1, 3, 4, 100, 1.0, (), ())
     assert values(verify_table(report), "checked") == ["4 blocks of 3 tensors in 1 file"]

@@ -45,7 +45,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _merge(family: Path, out: Path, home: Path, budget: str | None, density: str = "0.2", **plan: Any) -> Any:
-    options = MergeOptions(home=home, reuse=False, plan=PlanOptions(block_elements=GRAIN, **plan), threads=2)
+    options = MergeOptions(home=home, plan=PlanOptions(block_elements=GRAIN, **plan), threads=2)
     return mergepipe.merge(family / f"ties-{density}.yml", out, budget=budget, options=options)
 
 
@@ -126,14 +126,6 @@ def test_merge__of_everything_probes_nothing_and_is_the_full_merge(family: Path,
     assert not any("mergepipe analyze" in notice for notice in report.notices)
 
 
-def test_plan__that_samples_takes_all_that_was_merged_in_full(family: Path, tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    mergepipe.merge(family / "ties-0.2.yml", tmp_path / "full", options=MergeOptions(home=home))
-    plan = mergepipe.plan(family / "ties-0.2.yml", "30%", home=home, options=PlanOptions(continue_=True))
-    assert plan.saved_bytes == plan.full_cost_bytes
-    assert 0 < plan.planned_bytes == sum(model.side_bytes for model in plan.models)
-
-
 @pytest.mark.parametrize("density", ["0.2", "0.37"])
 def test_plan__any_density_is_planned_by_blocks_with_an_error_of_its_share(
     family: Path, tmp_path: Path, density: str
@@ -156,7 +148,7 @@ def test_plan__any_density_is_planned_by_blocks_with_an_error_of_its_share(
 
 def test_merge__strict_refuses_an_expert_of_which_nothing_is_read(family: Path, tmp_path: Path) -> None:
     plan = PlanOptions(block_elements=GRAIN)
-    options = MergeOptions(home=tmp_path / "home", reuse=False, plan=plan)
+    options = MergeOptions(home=tmp_path / "home", plan=plan)
     report = mergepipe.merge(family / "skewed.yml", tmp_path / "out", budget="20%", options=options)
     assert [notice for notice in report.notices if "'expert-1': nothing of it is read" in notice]
     assert report.verdict is not None

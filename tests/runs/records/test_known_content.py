@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from support.reuse_cases import RECIPES, Bench, make_bench
+from support.small_merges import RECIPES, Bench, make_bench
 
 Statistics = dict[str, bytes]
 UNSAMPLED_FROM_THE_END = 20_001
@@ -173,8 +172,6 @@ def test_gc__collects_digests_of_files_that_are_gone_and_made_no_snapshot(bench:
     api.gc(home=bench.home)
     with Catalog.open(bench.home) as catalog:
         assert catalog.gone_digests() == ()
-    digest_in_passing(bench, "expert8")
-    assert bench.merge(replace(recipe, experts=(8,)), "again").expert_bytes == 0  # that of expert1 is known still
 
 
 def test_plan__of_a_moved_model_uses_statistics_once_it_is_known(bench: Bench) -> None:
@@ -191,38 +188,6 @@ def test_plan__of_a_moved_model_uses_statistics_once_it_is_known(bench: Bench) -
     assert (known.tensors, known.bound) == (before.tensors, before.bound)
 
 
-# --- reuse ---
-
-
-def put_elsewhere(bench: Bench, put: Put, *names: str) -> Bench:
-    """Put models into another folder, with the same catalog."""
-    other = Bench(bench.folder / "elsewhere")
-    other.folder.mkdir()
-    for name in names:
-        put(bench, name, f"elsewhere/{name}")
-    return other
-
-
-@pytest.mark.parametrize("put", [move, copy])
-@pytest.mark.parametrize("is_known_before", [False, True])
-def test_merge__of_models_elsewhere_reuses_blocks(bench: Bench, put: Put, is_known_before: bool) -> None:
-    recipe = RECIPES["ties"]
-    if not is_known_before:  # the digests become known after the merge
-        shutil.rmtree(bench.home)
-    bench.merge(recipe, "first")
-    if not is_known_before:
-        digest_in_passing(bench, "base", "expert1", "expert2")
-    elsewhere = put_elsewhere(bench, put, "base", "expert1", "expert2")
-    options = {"home": bench.home}
-    assert elsewhere.merge(recipe, "unknown", **options).reused_bytes == 0
-    digest_in_passing(elsewhere, "base", "expert1", "expert2", home=bench.home)
-    report = elsewhere.merge(recipe, "second", **options)
-    assert (report.expert_bytes, report.reused_bytes > 0) == (0, True)
-    assert elsewhere.digest("second") == bench.digest("first")
-    report = elsewhere.merge(recipe, "third", **options)
-    assert report.expert_bytes == 0
-
-
 def digest_in_passing(bench: Bench, *names: str, home: Path | None = None) -> None:
     """Record the digests of models, as an analysis does."""
     store = LocalStore()
@@ -230,27 +195,6 @@ def digest_in_passing(bench: Bench, *names: str, home: Path | None = None) -> No
         for name in names:
             checkpoint = opened(bench, name)
             catalog.register_model(with_digests(checkpoint, read_digests(store, checkpoint, 1)))
-
-
-def test_merge__reuses_a_snapshot_that_moved_with_its_inputs(bench: Bench) -> None:
-    recipe = RECIPES["linear"]
-    bench.merge(recipe, "first")
-    elsewhere = put_elsewhere(bench, move, "base", "expert1", "expert2", "first")
-    api.rebuild_catalog([elsewhere.folder], home=bench.home)
-    digest_in_passing(elsewhere, "base", "expert1", "expert2", home=bench.home)
-    assert elsewhere.merge(recipe, "second", home=bench.home).expert_bytes == 0
-    assert elsewhere.digest("second") == elsewhere.digest("first")
-
-
-def test_merge__reuses_nothing_of_exchanged_experts(bench: Bench) -> None:
-    recipe = RECIPES["linear"]
-    bench.merge(recipe, "first")
-    for source, target in (("expert1", "aside"), ("expert2", "expert1"), ("aside", "expert2")):
-        move(bench, source, target)
-    digest_in_passing(bench, "expert1", "expert2")
-    assert bench.merge(recipe, "second").reused_bytes == 0
-    bench.scratch(recipe, "scratch")
-    assert bench.digest("second") == bench.digest("scratch") != bench.digest("first")
 
 
 def test_run__a_plan_holds_for_a_copy_put_in_the_place_of_a_model(bench: Bench) -> None:

@@ -17,7 +17,7 @@ from mergepipe.errors import CorruptError
 from mergepipe.options import PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from support.hub_server import HubServer, hub_server
-from support.reuse_cases import RECIPES, Bench, make_bench
+from support.small_merges import RECIPES, Bench, make_bench
 
 NAMES = ("base", "expert1", "expert2")
 RECIPE = RECIPES["ties"]

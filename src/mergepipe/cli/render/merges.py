@@ -21,7 +21,6 @@ from mergepipe.reports import (
 from mergepipe.storage.traffic import Traffic
 
 MAX_PATTERNS = 4
-SHORT_SID = 12
 MAX_NAME_CHARACTERS = 60
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
@@ -32,7 +31,6 @@ def merge_table(report: MergeReport) -> str:
     analysis = [("read again", format_bytes(report.analysis_bytes))] if report.analysis_bytes else []
     earlier_bytes = report.earlier_expert_bytes
     earlier = f", {format_bytes(earlier_bytes)} of it at most by interrupted runs" if earlier_bytes else ""
-    reused = [("reused", _reused_text(report))] if report.reused_from else []
     counts = _counts(report.merged_tensors, report.copied_tensors, report.dropped_tensors)
     return facts_text(
         [
@@ -40,7 +38,6 @@ def merge_table(report: MergeReport) -> str:
             ("operator", report.operator),
             ("base read", format_bytes(report.base_bytes)),
             ("experts read", format_bytes(report.expert_bytes) + earlier),
-            *reused,
             *analysis,
             *_budget_facts(report),
             ("written", format_bytes(report.output_bytes)),
@@ -57,12 +54,6 @@ def merge_table(report: MergeReport) -> str:
             ("output", str(report.out)),
         ]
     )
-
-
-def _reused_text(report: MergeReport) -> str:
-    sids = ", ".join(sid[:SHORT_SID] for sid in report.reused_from)
-    source = f"{plural(len(report.reused_from), 'snapshot')} ({sids})"
-    return f"{format_bytes(report.reused_bytes)} of {source}, which no expert was read for: equal by {report.reused_by}"
 
 
 def _traffic_facts(traffic: Traffic) -> list[Fact]:

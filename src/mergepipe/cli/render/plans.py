@@ -57,7 +57,6 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
         ("policy", f"{plan.policy}, where omitted: {plan.on_omit}"),
         ("budget", _of_everything(plan.budget_bytes, plan.full_cost_bytes)),
         ("planned", _of_everything(plan.planned_bytes, plan.full_cost_bytes)),
-        *([("reused", _reused_text(plan, blocks))] if plan.reuse else []),
         ("error bound", _bound_text(plan.bound.absolute, plan.bound.relative) if plan.bound else "none for this plan"),
         *_sampling_facts(plan.sampling),
         *_expected_facts(plan.expected_error, is_least=plan.error_is_least),
@@ -78,12 +77,6 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
         explanation = explanation_of(Path(), plan, None, None)
         table += f"\n\n{error_table(explanation.layers, [expert.model for expert in explanation.experts])}"
     return f"{facts_text(head)}\n\n{table}\n\n{facts_text(tail)}"
-
-
-def _reused_text(plan: Plan, blocks: int) -> str:
-    reused = sum(stop - start for tensor in plan.tensors for start, stop, _ in tensor.reused)
-    places = listed([snapshot.path for snapshot in plan.reuse])
-    return f"{share_text(reused, blocks)} of all blocks from {places}: {format_bytes(plan.saved_bytes)} are not charged"
 
 
 def explain_table(explanation: Explanation) -> str:

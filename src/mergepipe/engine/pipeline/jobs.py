@@ -231,8 +231,7 @@ def merge_piece(work: TensorWork, piece: Piece, buffer: NDArray[np.uint8]) -> No
     """Merge or copy one piece inside its filled buffer, after `TensorWork.conclude`."""
     task = work.task
     function = work.function
-    is_reused = piece.run.reused is not None
-    if is_reused or function is None or (function.copies_base and task.dtype == task.base.dtype):
+    if function is None or (function.copies_base and task.dtype == task.base.dtype):
         nbytes = piece.run.span.n_elements * task.dtype.itemsize
         source = buffer[piece.base_offset : piece.base_offset + nbytes]
         buffer[piece.out_offset : piece.out_offset + nbytes] = source

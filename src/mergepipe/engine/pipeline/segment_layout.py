@@ -98,9 +98,6 @@ def lay_out(
     needed: list[_NeededElements] = []
     for run in shape.runs:
         task, base = tasks[run.task_index], len(needed)
-        if run.reused is not None:
-            needed.append(_NeededElements(run.reused, run.span, Purpose.REUSE, base))
-            continue
         needed.append(_NeededElements(task.base, run.span, Purpose.BASE, base))
         experts = [run.source(task, e) for e in run.read_experts]
         needed.extend(_NeededElements(source, run.span, Purpose.EXPERT, base) for source in experts)

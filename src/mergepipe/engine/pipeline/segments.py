@@ -6,7 +6,7 @@ Pure planning: no file is opened. A segment holds either a run of one tensor or 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mergepipe.checkpoints.contract import (
@@ -40,8 +40,7 @@ class Run:
     """Consecutive elements of one tensor for which the same experts take part.
 
     `sources[i]` is the expert whose stored bytes serve `present[i]`: itself, or one with identical bytes. `free` are
-    experts that equal the base here and are not read. With `reused` the result is known: it stands in that tensor, and
-    nothing else is read. `levels` are (expert, level) of those that are read in part.
+    experts that equal the base here and are not read. `levels` are (expert, level) of those that are read in part.
     """
 
     task_index: int
@@ -49,7 +48,6 @@ class Run:
     present: tuple[int, ...]
     sources: tuple[int, ...]
     free: tuple[int, ...] = ()
-    reused: TensorEntry | None = None
     levels: tuple[tuple[int, int], ...] = ()
 
     def source(self, task: MergeTask, expert: int) -> Readable:
@@ -105,43 +103,6 @@ def full_access(task_index: int, task: MergeTask, span: Span | None = None, leve
 
 
 @dataclass(frozen=True, slots=True)
-class Reusable:
-    """Spans of one output tensor whose result is already stored in `entry`: sorted, disjoint, between allowed cuts."""
-
-    entry: TensorEntry
-    spans: tuple[Span, ...]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing is left to be merged."""
-        return sum(span.n_elements for span in self.spans) == self.entry.n_elements
-
-
-def with_reuse(runs_of: RunsOf, reusable: Mapping[str, Reusable]) -> RunsOf:
-    """Replace runs by reuse where the result is known."""
-
-    def runs_with_reuse(task_index: int, task: MergeTask) -> Iterable[Run]:
-        reused = reusable.get(task.name)
-        return runs_of(task_index, task) if reused is None else _split(runs_of(task_index, task), reused)
-
-    return runs_with_reuse
-
-
-def _split(runs: Iterable[Run], reusable: Reusable) -> Iterator[Run]:
-    for run in runs:
-        position = run.span.start
-        for span in reusable.spans:
-            start, stop = max(span.start, position), min(span.stop, run.span.stop)
-            if start < stop:
-                if position < start:
-                    yield replace(run, span=Span(position, start))
-                yield Run(run.task_index, Span(start, stop), (), (), reused=reusable.entry)
-                position = stop
-        if position < run.span.stop or not run.span.n_elements:
-            yield replace(run, span=Span(position, run.span.stop))
-
-
-@dataclass(frozen=True, slots=True)
 class SegmentShape:
     """The runs of one segment. `number` counts segments in output order."""
 
@@ -185,8 +146,6 @@ def _widest_item_bytes(source: Source) -> int:
 
 def _run_bytes(task: MergeTask, run: Run, n_elements: int) -> int:
     """Buffer bytes that `n_elements` of what a run reads need at most."""
-    if run.reused is not None:
-        return n_elements * run.reused.dtype.itemsize + ROUNDING_BYTES
     return stored_bytes(task, n_elements, run.read_experts)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,20 +23,17 @@ def planned_cost(plan: Plan, tasks: Sequence[MergeTask]) -> int:
 
 def _tensor_cost(plan: Plan, planned: PlannedTensor, task: MergeTask) -> int:
     grid = BlockGrid(planned.n_elements, plan.block_elements)
-    reused = {block for start, stop, _ in planned.reused for block in range(start, stop)}
     cost = 0
     for source, access in zip(task.experts, planned.access, strict=True):
         if isinstance(source, TensorEntry):
-            cost += _entry_cost(source, access.blocks, reused, grid)
+            cost += _entry_cost(source, access.blocks, grid)
         elif not isinstance(source, Unchanged):
-            cost += _encoded_cost(source, access, reused, grid)
+            cost += _encoded_cost(source, access, grid)
     return cost
 
 
-def _entry_cost(entry: TensorEntry, runs: Sequence[tuple[int, int]], reused: Set[int], grid: BlockGrid) -> int:
+def _entry_cost(entry: TensorEntry, runs: Sequence[tuple[int, int]], grid: BlockGrid) -> int:
     blocks_B = np.concatenate([np.zeros(0, np.int64), *(np.arange(start, stop) for start, stop in runs)])
-    if reused:
-        blocks_B = blocks_B[~np.isin(blocks_B, list(reused))]
     first_B = blocks_B * grid.block_elements
     n_B = np.minimum(grid.block_elements, grid.n_elements - first_B)
     offset, itemsize, granularity = (
@@ -45,13 +42,12 @@ def _entry_cost(entry: TensorEntry, runs: Sequence[tuple[int, int]], reused: Set
     return int(block_costs_bytes(offset, itemsize, first_B, n_B, granularity).sum())
 
 
-def _encoded_cost(source: Readable, access: Access, reused: Set[int], grid: BlockGrid) -> int:
+def _encoded_cost(source: Readable, access: Access, grid: BlockGrid) -> int:
     levels = {block: level for start, stop, level in access.levels for block in range(start, stop)}
     spans = defaultdict[int, list[Span]](list)
     for start, stop in access.blocks:
         for block in range(start, stop):
-            if block not in reused:
-                spans[levels.get(block, 0)].append(grid.span(block))
+            spans[levels.get(block, 0)].append(grid.span(block))
     return sum(_source_cost(at_level(source, level), spans_of_level) for level, spans_of_level in spans.items())
 
 

@@ -1,4 +1,4 @@
-"""Build the manifest's records of one merge: tensors, files, bytes, reuse."""
+"""Build the manifest's records of one merge: tensors, files, bytes."""
 
 from __future__ import annotations
 
@@ -15,29 +15,11 @@ from mergepipe.operators.registry import operator_named
 from mergepipe.planning.candidates.operator_rules import operator_input
 from mergepipe.recipes.resolve.tasks import Action
 from mergepipe.reports import KeptShare
-from mergepipe.runs.execution import MergeResult
 from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.snapshots.manifest import OutputFileRecord, OutputTensor, RealizedBytes
 from mergepipe.snapshots.shards import ShardLayout, TensorDigest
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.traffic import Traffic
-
-_REUSED_BY = (
-    "path, size, version (modification and change time, inode) and header digest of every file of the inputs, "
-    "or its SHA-256 where that is known"
-)
-
-
-def reuse_facts(result: MergeResult, usage: Usage) -> dict[str, float | int | str]:
-    """Return the manifest's facts on reuse: bytes copied, and the sids of the earlier snapshots."""
-    sids = sorted(result.reuse.sids)
-    if not sids:
-        return {}
-    return {
-        "reused_bytes": usage[Purpose.REUSE],
-        "reused_from": ",".join(sids),
-        "reused_by": _REUSED_BY,
-    }
 
 
 def traffic_facts(traffic: Traffic) -> dict[str, float | int | str]:

@@ -19,7 +19,6 @@ from mergepipe.cli.options import (
     Force,
     Lenient,
     NoCatalog,
-    NoReuse,
     PlanFlags,
     PublishingFlags,
     ReportFlags,
@@ -67,7 +66,6 @@ _FOR_BUDGETS = (
     "block_elements",
     "request_cost",
     "no_probe",
-    "continue_",
     "importance",
 )
 EXAMPLES = (
@@ -86,7 +84,6 @@ class RecipeFlags:
     target_error: TargetError = None
     allow_dropped: AllowDropped = None
     seed: Seed = 0
-    no_reuse: NoReuse = False
 
 
 def register(app: typer.Typer) -> None:
@@ -129,7 +126,6 @@ def merge(
         plan=planning.options(strict=strict, lenient=lenient),
         shard_bytes=optional_size(shard_size, "--shard-size"),
         resume=resume,
-        reuse=not settings.no_reuse,
         paths=publishing.paths,
         base_model_ids=publishing.base_model_ids,
         allow_dropped=tuple(settings.allow_dropped or ()),

@@ -1,10 +1,10 @@
-"""Merges to be done again with something changed: a family on disk, and recipes by operator."""
+"""Merges of a small family on disk, and recipes by operator."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ class Bench:
         return self.folder / "home"
 
     def merge(self, recipe: Recipe, name: str, **options: Any) -> MergeReport:
-        """Merge into `name`, with what the catalog knows of earlier snapshots."""
+        """Merge into `name`, with what the catalog knows."""
         return call_flat(
             session.merge,
             self.write(recipe),
@@ -93,7 +93,7 @@ class Bench:
 
     def scratch(self, recipe: Recipe, name: str, **options: Any) -> MergeReport:
         """The same, with nothing to start from."""
-        return self.merge(recipe, name, reuse=False, **options)
+        return self.merge(recipe, name, **{"catalog": False, **options})
 
     def write(self, recipe: Recipe) -> Path:
         """The recipe as a file."""
@@ -128,13 +128,3 @@ def make_bench(
         save_file(tensors, place / "model.safetensors")
         (place / "config.json").write_text(json.dumps({"model_type": "test"}))
     return Bench(folder)
-
-
-def in_layer(value: object, other: object) -> object:
-    """A parameter that is `value` in the first layer, `other` elsewhere."""
-    return [{"filter": "layers.0", "value": value}, {"value": other}]
-
-
-def with_weight(recipe: Recipe, weight: object) -> Recipe:
-    """Another weight of the first expert."""
-    return replace(recipe, weights=(weight, *recipe.weights[1:]))

@@ -1,1 +1,0 @@
-"""Reuse of earlier snapshots: blocks copied by key."""
