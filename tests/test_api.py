@@ -80,7 +80,7 @@ EXPORTED = [
 ]
 CALLS = {
     "check": ("recipe", "shard_bytes allow_dropped strict lenient"),
-    "merge": ("recipe out", "budget target_error force seed options on_progress"),
+    "merge": ("recipe out", "budget target_error target_loss evaluate force seed options on_progress"),
     "analyze": (
         "base experts",
         "probe_fraction densities block_elements import_from export_to options on_progress",
@@ -92,7 +92,7 @@ CALLS = {
     "run_part": ("plan out part", "finish force shard_bytes resume paths base_model_ids options on_progress"),
     "parts_status": ("plan out", "n_parts"),
     "explain": ("subject", "tensor home"),
-    "sweep": ("recipe budgets", "seed work allow_dropped plan options on_progress"),
+    "sweep": ("recipe budgets", "seed work evaluate allow_dropped plan options on_progress"),
     "pack": ("base experts out", "replace chain strict threads home on_progress"),
     "load_file": ("path", "base framework threads"),
     "extract_lora": ("base model out", "rank energy save_modules base_model_id on_progress"),
@@ -221,7 +221,7 @@ def test_reports__keep_their_fields() -> None:
         "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
         "planned_bytes", "budget_bytes", "notices", "earlier_expert_bytes",
         "forgiven_expert_bytes", "verdict", "recipe_notices", "traffic",
-        "left_out", "kept",
+        "left_out", "tried", "kept",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [
         "recipe", "operator", "models", "merged_tensors", "copied", "dropped", "base_bytes", "expert_bytes",

@@ -130,6 +130,8 @@ def merge(
     *,
     budget: str | float | None = None,
     target_error: str | float | None = None,
+    target_loss: float | None = None,
+    evaluate: str | None = None,
     force: bool = False,
     seed: int = 0,
     options: MergeOptions | None = None,
@@ -145,6 +147,9 @@ def merge(
         budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`,
             0.25); 0 reads nothing of the experts.
         target_error: see `plan`.
+        target_loss: merge under 5, 10, 25, 50 and 100 % in turn, until the loss that `evaluate` prints is not larger;
+            only that merge is published. `tried` of the report tells what each read and gave.
+        evaluate: the command that prints the loss: see `sweep`.
         force: replace a snapshot that is already at `out`.
         seed: seed of the random operators and of the policy `random`.
         options: how to run, and what to keep; default `MergeOptions()`.
@@ -160,6 +165,28 @@ def merge(
     place, settings = output_place(out, merge_settings(options, seed, force=force), options.home)
     planned_by = "--budget" if budget is not None else "--target-error" if target_error is not None else None
     cluster = cluster_request(options.executor, options.address, options, options.shard_bytes)
+    if target_loss is not None or evaluate is not None:
+        from mergepipe.jobs.evaluate import TARGET_BUDGETS, merge_to_target, parse_evaluation
+
+        if target_loss is None or evaluate is None:
+            message = "has no meaning by itself"
+            option, other = (
+                ("--evaluate", "--target-loss X") if target_loss is None else ("--target-loss", "--evaluate CMD")
+            )
+            raise RecipeError.of("option.pair", option, message, f"add {other}")
+        if planned_by is not None or cluster is not None or settings.destination is not None:
+            message = "tries budgets in turn, and looks at each merge in a folder of this machine"
+            hint = "leave out --budget and --target-error, and merge into a folder without --executor"
+            raise RecipeError.of("option.pair", "--target-loss", message, hint)
+        from mergepipe.jobs.plan import plan_request
+
+        request = plan_request(
+            TARGET_BUDGETS[0], None, options.plan, seed=seed, allow_dropped=options.allow_dropped, strict=options.strict
+        )
+        return merge_to_target(
+            _recipe(recipe), place, request, settings, parse_evaluation(evaluate), target_loss, started=started,
+            on_progress=on_progress,
+        )  # fmt: skip
     if planned_by is None and cluster is None:
         from mergepipe.jobs.merge import run_merge
 
@@ -439,19 +466,23 @@ def sweep(
     *,
     seed: int = 0,
     work: str | Path | None = None,
+    evaluate: str | None = None,
     allow_dropped: Sequence[str] = (),
     plan: PlanOptions | None = None,
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> SweepReport:
-    """Merge in full and under each budget, and measure error, bytes and time, with `random` beside `select`.
+    """Merge in full and under each budget, and measure bytes, time, and what is lost; nothing is recorded.
 
-    Each budget gives the bytes of the merge under it; nothing is recorded.
+    Each budget gives the bytes of the merge under it. What is lost is the distance from the full merge, with `random`
+    beside `select`, but for samples, of which it tells nothing; with `evaluate` it is the loss too.
 
     Args:
         recipe: see `check`.
         budgets, seed: see `plan`.
         work: where outputs lie while they are measured, two at a time; default, where temporary files go.
+        evaluate: a command, run without a shell, that prints a loss as the last number of its output. `{}` in it stands
+            for the folder of a merge, which comes last without.
         allow_dropped: see `MergeOptions`.
         plan: how each budget is spent; default `PlanOptions()`.
         options: threads, memory, the catalog's home.
@@ -469,7 +500,7 @@ def sweep(
     options = options or RunOptions()
     planned = plan_request("100%", None, plan or PlanOptions(), seed=seed, allow_dropped=allow_dropped)
     place = None if work is None else Path(work)
-    request = sweep_request(budgets, planned, needed_home(options, "a sweep"), place)
+    request = sweep_request(budgets, planned, needed_home(options, "a sweep"), place, evaluate)
     settings = changed(run_settings(options, seed), allow_dropped=planned.allow_dropped)
     return run_sweep(_recipe(recipe), request, settings, on_progress)
 

@@ -118,6 +118,15 @@ class KeptShare:
         return self.kept_elements / self.elements
 
 
+@dataclass(frozen=True, slots=True)
+class TriedBudget:
+    """A budget of a merge with a target loss, the bytes that were read of experts for it, and the loss it gave."""
+
+    budget: str
+    expert_bytes: int
+    loss: float
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class MergeReport(Displayed):
     """A finished merge. Bytes are those requested from storage, page rounding included."""
@@ -144,6 +153,7 @@ class MergeReport(Displayed):
     recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe, or another one than it asks for
     traffic: Traffic = field(default_factory=Traffic)  # requests for remote files, and their bytes by host
     left_out: tuple[LeftOutFile, ...] = ()  # files of the base's directory that are not copied, with the reasons
+    tried: tuple[TriedBudget, ...] = ()  # of a merge with a target loss, the one that met it last
     kept: tuple[KeptShare, ...] = ()  # of each expert that was trimmed; of merges in full, not of those under a budget
 
     @property
@@ -501,7 +511,8 @@ class SweepPoint:
     over `||M - M_0||`; None where the divisor is 0 or the plan has no bound. `expert_bytes` is everything requested
     of expert files but headers; `seconds` includes planning. `expected_error` is what the plan said, at least where
     `error_is_least`; `levels` are blocks by the form in which they are read, where it reads some in part; `unread`
-    names the experts of which nothing is read.
+    names the experts of which nothing is read. `loss` is what the command of the sweep printed, if one was given. No
+    error is measured of samples, which are right on average and far from the full merge in each draw.
     """
 
     budget: str
@@ -517,6 +528,7 @@ class SweepPoint:
     error_is_least: bool = False
     levels: tuple[tuple[str, int], ...] = ()
     unread: tuple[str, ...] = ()
+    loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -539,6 +551,7 @@ class SweepReport(Displayed):
     points: tuple[SweepPoint, ...]
     experts: tuple[str, ...] = ()
     recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe, or another one than it asks for
+    full_loss: float | None = None  # of the full merge
 
 
 # --- snapshots ---

@@ -137,7 +137,15 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
         resume=False,
         allow_dropped=("*.x",),
     )
-    keywords = {"budget": "25%", "target_error": "0.1", "force": True, "seed": 7, "options": expected}
+    keywords = {
+        "budget": "25%",
+        "target_error": "0.1",
+        "target_loss": None,
+        "evaluate": None,
+        "force": True,
+        "seed": 7,
+        "options": expected,
+    }
     assert given.keywords == keywords
     resumed = given_to_api(monkeypatch, run, "r.yml", "o", "--resume").keywords["options"]
     assert resumed == MergeOptions(resume=True)

@@ -156,6 +156,10 @@ TargetError: TypeAlias = Annotated[
         rich_help_panel=BUDGET_PANEL,
     ),
 ]
+EVALUATE_HELP = (
+    "Run this command on each merge, without a shell; the last number that it prints is the loss. {} stands for the "
+    "merge's folder, which comes last without."
+)
 Select: TypeAlias = Annotated[
     str | None,
     typer.Option(

@@ -44,7 +44,7 @@ def replay_snapshot(
         inputs = open_recorded(manifest, store, intermediates.write)
         return publish_merge(
             inputs, recorded_plan(manifest), out, settings, store, link, started, on_progress,
-            before_publish=lambda made: _check_same(manifest, made, settings.destination or out),
+            before_publish=lambda made, _: _check_same(manifest, made, settings.destination or out),
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from mergepipe.runs.merge_run import MergeSettings, publish_merge
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.stored_plan import plan_key, stored_plan
+from mergepipe.snapshots.manifest import Manifest
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
@@ -31,6 +33,7 @@ def run_budgeted(
     *,
     started: float,
     on_progress: ProgressCallback | None,
+    before_publish: Callable[[Manifest, Path], None] | None = None,
 ) -> MergeReport:
     """Plan and run at once; an unfinished merge of this very request is resumed with the plan it was begun with."""
     store = Stores(settings=settings.engine.remote)
@@ -50,7 +53,7 @@ def run_budgeted(
             plan = make_plan(store, inputs, request, link, prober)
             stop_reading()
         merged, keyed = with_parameters(inputs, plan), replace(settings, plan_key=key)
-        return publish_merge(merged, plan, out, keyed, store, link, started, on_progress)
+        return publish_merge(merged, plan, out, keyed, store, link, started, on_progress, before_publish)
 
 
 def run_plan(

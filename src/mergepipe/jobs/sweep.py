@@ -14,6 +14,7 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.outcome import private_outputs
 from mergepipe.errors import NotFoundError
+from mergepipe.jobs.evaluate import Evaluation, parse_evaluation
 from mergepipe.jobs.merge import run_merge
 from mergepipe.jobs.plan import PlanRequest, make_plan, no_tick
 from mergepipe.jobs.run import run_plan
@@ -51,16 +52,23 @@ class SweepRequest:
     plan: PlanRequest
     home: Path
     work: Path | None = None
+    evaluation: Evaluation | None = None
 
 
-def sweep_request(budgets: Sequence[str], plan: PlanRequest, home: Path, work: Path | None) -> SweepRequest:
+def sweep_request(
+    budgets: Sequence[str], plan: PlanRequest, home: Path, work: Path | None, evaluate: str | None
+) -> SweepRequest:
     """Return the request for budgets as they are written; each takes the place of the budget of `plan`.
 
     Raises:
-        RecipeError: `budget.*`.
+        RecipeError: `budget.*`; as `parse_evaluation`.
     """
     return SweepRequest(
-        tuple(SweepBudget(text.strip(), parse_budget(text, "--budgets")) for text in budgets), plan, home, work
+        tuple(SweepBudget(text.strip(), parse_budget(text, "--budgets")) for text in budgets),
+        plan,
+        home,
+        work,
+        None if evaluate is None else parse_evaluation(evaluate),
     )
 
 
@@ -72,12 +80,15 @@ class _Reference:
     report: MergeReport
     changed_norm: float
     full_norm: float
+    loss: float | None
 
 
 def run_sweep(
     recipe: Location | RecipeText, request: SweepRequest, settings: MergeSettings, on_progress: ProgressCallback | None
 ) -> SweepReport:
-    """Merge in full once, then under each budget with the policy of the request and with `random`; see `api.sweep`.
+    """Merge in full once, then under each budget; see `api.sweep`.
+
+    Where distances tell something, and no command does, `random` stands beside the policy of the request.
 
     Every budget is planned as a merge under it is: from what is on record, else from samples. At most two outputs lie
     on the disk at a time, under `request.work` (default: where temporary files go); nothing is left behind or recorded.
@@ -109,6 +120,8 @@ class _Sweep:
         self._request = request.plan
         self._settings = replace(settings, home=None, strictness=request.plan.strictness)
         self._home = request.home
+        self._evaluation = request.evaluation
+        self._measures_error = request.plan.policy is not Policy.SAMPLE
         self._directory = directory
         self._on_progress = on_progress
         self._store = Stores(settings=settings.engine.remote)
@@ -119,7 +132,8 @@ class _Sweep:
         )
         everything = self._plan(inputs, self._request).full_cost_bytes  # refuses what cannot be planned
         reference = self._full_merge(inputs)
-        policies = list(dict.fromkeys((self._request.policy, Policy.RANDOM)))
+        compares = self._measures_error and self._evaluation is None
+        policies = list(dict.fromkeys((self._request.policy, *([Policy.RANDOM] if compares else []))))
         points = tuple(
             self._point(inputs, reference, budget, policy) for budget in self._budgets for policy in policies
         )
@@ -138,6 +152,7 @@ class _Sweep:
             points=points,
             experts=tuple(inputs.recipe.inputs()[model].text for model in inputs.expert_models),
             recipe_notices=inputs.notices,
+            full_loss=reference.loss,
         )
 
     def _plan(self, inputs: Inputs, request: PlanRequest) -> Plan:
@@ -152,7 +167,10 @@ class _Sweep:
         full = open_checkpoint(self._store, Location.local(out))
         changed = distance(self._store, full, inputs.base, self._meter("full merge: measure", full, inputs.base))
         size = norm(self._store, full, self._meter("full merge: measure", full))
-        return _Reference(full, report, changed, size)
+        return _Reference(full, report, changed, size, self._loss(out))
+
+    def _loss(self, folder: Path) -> float | None:
+        return None if self._evaluation is None else self._evaluation.loss_of(folder)
 
     def _point(self, inputs: Inputs, reference: _Reference, budget: SweepBudget, policy: Policy) -> SweepPoint:
         label = f"{budget.text} {policy.value}"
@@ -160,9 +178,7 @@ class _Sweep:
         plan = self._plan(inputs, replace(self._request, budget=budget.request, policy=policy))
         with self._merged() as out:
             report = run_plan(plan, out, self._settings, started=started, on_progress=self._phase(label))
-            merged = open_checkpoint(self._store, Location.local(out))
-            meter = self._meter(f"{label}: measure", merged, reference.full)
-            error = distance(self._store, merged, reference.full, meter)
+            error, loss = self._error(label, out, reference.full), self._loss(out)
         return SweepPoint(
             budget=budget.text,
             policy=policy.value,
@@ -172,12 +188,19 @@ class _Sweep:
             seconds=report.seconds,
             error=_share(error, reference.changed_norm),
             flattering_error=_share(error, reference.full_norm),
+            loss=loss,
             bound=None if plan.bound is None else _share(plan.bound.absolute, reference.changed_norm),
             expected_error=plan.expected_error,
             error_is_least=plan.error_is_least,
             levels=blocks_by_level(access for tensor in plan.tensors for access in tensor.access),
             unread=tuple(expert.model for expert in verdict_of(plan).experts if not expert.share),
         )
+
+    def _error(self, label: str, out: Path, full: Checkpoint) -> float | None:
+        if not self._measures_error:
+            return None
+        merged = open_checkpoint(self._store, Location.local(out))
+        return distance(self._store, merged, full, self._meter(f"{label}: measure", merged, full))
 
     @contextlib.contextmanager
     def _merged(self) -> Iterator[Path]:
@@ -206,5 +229,5 @@ class _Sweep:
         return advance
 
 
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole > 0 else None
+def _share(part: float | None, whole: float) -> float | None:
+    return part / whole if part is not None and whole > 0 else None

@@ -151,14 +151,14 @@ def publish_merge(
     link: CatalogLink,
     started: float,
     on_progress: ProgressCallback | None,
-    before_publish: Callable[[Manifest], None] | None = None,
+    before_publish: Callable[[Manifest, Path], None] | None = None,
     made: MadeOutput | None = None,
 ) -> MergeReport:
     """Merge opened inputs, reading what `plan` says or everything, and publish the result at `out`.
 
     With a destination in the settings it is published there, and `out` is where it is staged. An exception that
-    `before_publish` raises for the finished manifest prevents publishing. Of an output that is `made` already, no
-    tensor is read.
+    `before_publish` raises for the finished manifest and the folder that it describes prevents publishing. Of an output
+    that is `made` already, no tensor is read.
     """
     inputs = with_known_digests(inputs, link)
     output = plan_output(inputs.resolution.tasks, settings.shard_bytes)
@@ -193,7 +193,7 @@ def publish_merge(
                 run.resume_at(progress.durable_share)
             manifest = run.fill(staging, progress, publication.durable)
             if before_publish is not None:
-                before_publish(manifest)
+                before_publish(manifest, staging.path)
             publication.publish(manifest)
         if bucket is None:
             link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))

@@ -40,6 +40,7 @@ def merge_table(report: MergeReport) -> str:
             ("experts read", format_bytes(report.expert_bytes) + earlier),
             *analysis,
             *_budget_facts(report),
+            *_tried_facts(report),
             ("written", format_bytes(report.output_bytes)),
             *_traffic_facts(report.traffic),
             ("time", format_seconds(report.seconds)),
@@ -74,6 +75,17 @@ def _budget_facts(report: MergeReport) -> list[Fact]:
     realized = report.expert_bytes + report.analysis_bytes
     text = f"{format_bytes(realized)} read of {format_bytes(report.planned_bytes)} planned"
     return [("budget", f"{format_bytes(report.budget_bytes)}: {text}")]
+
+
+def _tried_facts(report: MergeReport) -> list[Fact]:
+    """The budgets that a target loss was tried with, and what all of them read."""
+    if not report.tried:
+        return []
+    texts = (
+        f"{one.budget}: loss {one.loss:.6g}, {format_bytes(one.expert_bytes)} of the experts" for one in report.tried
+    )
+    total = format_bytes(sum(one.expert_bytes for one in report.tried))
+    return [*(("tried", text) for text in texts), ("read in all", f"{total} of the experts, the base each time")]
 
 
 def analyze_table(report: AnalyzeReport) -> str:

@@ -14,8 +14,10 @@ _ENOUGH = [(limit, meaning) for limit, meaning in SCALE if limit < BASE_ERROR]
 
 def verdict_text(report: SweepReport) -> str:
     """Say which budgets are the smallest that are enough, by the scale of all verdicts, and which are too small."""
+    if report.full_loss is not None:
+        return f"the loss of the full merge is {loss_text(report.full_loss)}; those under budgets are below"
     if report.policy == Policy.SAMPLE:
-        return NOT_STATED
+        return f"{NOT_STATED}: measure a loss with --evaluate"
     points = sorted((p for p in report.points if p.policy == report.policy and p.error is not None), key=_budget_bytes)
     if not points:
         return "no error could be measured"
@@ -41,6 +43,17 @@ def _budget_bytes(point: SweepPoint) -> int:
     return point.budget_bytes
 
 
+def measured(report: SweepReport) -> tuple[bool, bool]:
+    """Whether errors were measured, and losses."""
+    points = report.points
+    return any(point.error is not None for point in points), any(point.loss is not None for point in points)
+
+
+def loss_text(loss: float | None) -> str:
+    """Return a loss with six significant digits: those of near merges differ in the third or fourth."""
+    return "-" if loss is None else f"{loss:.6g}"
+
+
 def rounding_note(report: SweepReport) -> str:
     """Return the note on the rounding that errors are measured against."""
     return f"errors are taken from the outputs, after rounding to {', '.join(report.dtypes)}; bounds are for before it"
@@ -53,6 +66,12 @@ def expected_text(point: SweepPoint) -> str:
 
 def sweep_table(report: SweepReport) -> str:
     """Budget by budget and policy by policy: error, bytes, time."""
+    has_errors, has_losses = measured(report)
+    error_facts = [
+        ("error", "distance to the full merge, as a share of what the full merge changes"),
+        ("beside", "the same distance as a share of the full merge's norm: it flatters"),
+        ("note", rounding_note(report)),
+    ] if has_errors else []  # fmt: skip
     facts = [
         ("verdict", verdict_text(report)),
         *(("unread", line) for line in unread_lines(report)),
@@ -61,14 +80,13 @@ def sweep_table(report: SweepReport) -> str:
                        f"{format_seconds(report.full_seconds)}"),
         ("changes", f"the full merge is {number_text(report.changed_norm)} away from the base, "
                     f"{share_text(report.changed_norm, report.full_norm)} of its own norm"),
-        ("error", "distance to the full merge, as a share of what the full merge changes"),
-        ("beside", "the same distance as a share of the full merge's norm: it flatters"),
-        ("note", rounding_note(report)),
+        *error_facts,
         *notice_facts(report.recipe_notices),
     ]  # fmt: skip
     is_graded = any(point.expected_error is not None for point in report.points)
     graded = ["expected", "blocks read"] if is_graded else []
-    head = ["budget", "policy", "read", "of all", "time", "error", "bound", "beside", *graded]
+    losses, errors = ["loss"] * has_losses, ["error", "bound", "beside"] * has_errors
+    head = ["budget", "policy", "read", "of all", "time", *losses, *errors, *graded]
     rows = [
         [
             point.budget,
@@ -76,9 +94,8 @@ def sweep_table(report: SweepReport) -> str:
             format_bytes(point.expert_bytes),
             share_text(point.expert_bytes, report.full_cost_bytes),
             format_seconds(point.seconds),
-            number_text(point.error),
-            number_text(point.bound),
-            number_text(point.flattering_error),
+            *([loss_text(point.loss)] if has_losses else []),
+            *([number_text(x) for x in (point.error, point.bound, point.flattering_error)] if has_errors else []),
             *([expected_text(point), levels_text(point.levels)] if is_graded else []),
         ]
         for point in report.points

@@ -8,7 +8,7 @@ from datetime import datetime
 from mergepipe.cli.render.charts import Chart, Line, draw_chart
 from mergepipe.cli.render.levels import levels_text
 from mergepipe.cli.render.pages import render_page
-from mergepipe.cli.render.sweep import expected_text, rounding_note, unread_lines, verdict_text
+from mergepipe.cli.render.sweep import expected_text, loss_text, measured, rounding_note, unread_lines, verdict_text
 from mergepipe.core.units import format_percent
 from mergepipe.planning.level_counts import NAMES
 from mergepipe.reports import SweepPoint, SweepReport
@@ -19,10 +19,12 @@ _LEVEL_STYLES = 6  # classes in the template
 
 def sweep_page(report: SweepReport, made: datetime | None = None) -> str:
     """Render the page, with the day it was made; it loads nothing from anywhere, follows the dark or light setting."""
+    has_errors, has_losses = measured(report)
     return render_page(
         "sweep.html.j2", made, report=report, charts=charts_of(report), note=rounding_note(report),
         verdict=verdict_text(report), unread=unread_lines(report), levels_of=levels_text, expected_of=expected_text,
-        is_graded=any(point.expected_error is not None for point in report.points),
+        loss_of=loss_text, is_graded=any(point.expected_error is not None for point in report.points),
+        has_errors=has_errors, has_losses=has_losses,
     )  # fmt: skip
 
 
@@ -39,17 +41,15 @@ def charts_of(report: SweepReport) -> tuple[Chart, ...]:
     expected = [(point, point.expected_error) for point in report.points if point.policy == report.policy]
     errors.append(Line(f"{report.policy}: expected by the plan", "expected", _places(report, expected)))
     x_label = "expert bytes read, as a share of what reading all costs"
+    losses = [Line(report.policy, _STYLES[0], _places(report, [(point, point.loss) for point in report.points]))]
+    error_label, levels_label = "error relative to what merging changes", "blocks read in this form or a closer one"
     charts = (
-        draw_chart("Error", x_label, "error relative to what merging changes", errors, format_percent, "{:.3g}".format),
+        draw_chart("Loss", x_label, "loss by the given command", losses, format_percent, "{:.4g}".format),
+        draw_chart("Error", x_label, error_label, errors, format_percent, "{:.3g}".format),
+        draw_chart("Levels", x_label, levels_label, _level_lines(report), format_percent, format_percent),
         draw_chart("Time", x_label, "seconds, planning included", times, format_percent, "{:.3g}".format),
     )
-    levels = _level_lines(report)
-    if not levels:
-        return charts
-    drawn = draw_chart(
-        "Levels", x_label, "blocks read in this form or a closer one", levels, format_percent, format_percent
-    )
-    return (charts[0], drawn, charts[1])
+    return tuple(chart for chart in charts if chart.lines)
 
 
 def _level_lines(report: SweepReport) -> list[Line]:

@@ -10,6 +10,7 @@ import typer
 
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import (
+    EVALUATE_HELP,
     AllowDropped,
     Lenient,
     PlanFlags,
@@ -34,11 +35,13 @@ WorkPath = Annotated[
     str | None,
     typer.Option("--work", metavar="DIR", help="Where two outputs fit at a time.  [default: for temporary files]"),
 ]
+Evaluate = Annotated[str | None, typer.Option("--evaluate", metavar="CMD", help=EVALUATE_HELP)]
 
 
 EXAMPLES = (
     "mergepipe sweep recipe.yml --html sweep.html",
     "mergepipe sweep recipe.yml --budgets 5%,10%,20%",
+    "mergepipe sweep recipe.yml --budgets 0,10% --evaluate 'python loss.py {}'",
 )
 
 
@@ -55,6 +58,7 @@ def sweep(
     planning: PlanFlags,
     seed: Seed = 0,
     work: WorkPath = None,
+    evaluate: Evaluate = None,
     html: HtmlPath = None,
     machine: RunFlags,
     allow_dropped: AllowDropped = None,
@@ -62,10 +66,11 @@ def sweep(
     lenient: Lenient = False,
     printing: ReportFlags,
 ) -> None:
-    """Measure error, bytes and time of RECIPE at several budgets.
+    """Measure bytes, time and losses of RECIPE at several budgets.
 
-    It is merged in full once, then under each budget. The policy `random` stands beside the
-    chosen one at the same budgets. The merged models are not kept.
+    It is merged in full once, then under each budget; the merged models are not kept. What is lost is
+    the loss that --evaluate prints, or the distance from the full merge, with the policy `random`
+    beside the chosen one. Of samples the distance tells nothing, and is not measured.
     """
     session: Session = context.obj
     options = machine.options()
@@ -80,6 +85,7 @@ def sweep(
             SWEEP_BUDGETS if budgets is None else budgets.split(","),
             seed=seed,
             work=work,
+            evaluate=evaluate,
             allow_dropped=allow_dropped or (),
             plan=plan,
             options=options,

@@ -12,6 +12,7 @@ from mergepipe.cli.guard import Session
 from mergepipe.cli.options import (
     BUDGET_HELP,
     BUDGET_PANEL,
+    EVALUATE_HELP,
     OUT_HELP,
     RECIPE_ENDINGS,
     AllowDropped,
@@ -59,6 +60,20 @@ Budget = Annotated[
         rich_help_panel=BUDGET_PANEL,
     ),
 ]
+TargetLoss = Annotated[
+    float | None,
+    typer.Option(
+        "--target-loss",
+        metavar="X",
+        help="Merge under 5, 10, 25, 50 and 100 % in turn, until the loss that --evaluate prints is at most X; "
+        "publish that merge alone.",
+        rich_help_panel=BUDGET_PANEL,
+    ),
+]
+Evaluate = Annotated[
+    str | None,
+    typer.Option("--evaluate", metavar="CMD", help="For --target-loss. " + EVALUATE_HELP, rich_help_panel=BUDGET_PANEL),
+]
 _FOR_BUDGETS = (
     "select",
     "where_omitted",
@@ -71,6 +86,7 @@ _FOR_BUDGETS = (
 EXAMPLES = (
     "mergepipe merge recipe.yml merged/",
     "mergepipe merge recipe.yml merged/ --budget 25%",
+    "mergepipe merge recipe.yml merged/ --target-loss 2.3 --evaluate ./loss.sh",
     "mergepipe merge --plan plan.json merged/",
     "mergepipe merge recipe.yml /shared/merged --executor ray",
 )
@@ -82,6 +98,8 @@ class RecipeFlags:
 
     budget: Budget = None
     target_error: TargetError = None
+    target_loss: TargetLoss = None
+    evaluate: Evaluate = None
     allow_dropped: AllowDropped = None
     seed: Seed = 0
 
@@ -145,8 +163,9 @@ def merge(
                 options=run_options, on_progress=on_progress,
             )  # fmt: skip
         return api.merge(
-            recipe, target, budget=settings.budget, target_error=settings.target_error, force=force,
-            seed=settings.seed, options=options, on_progress=on_progress,
+            recipe, target, budget=settings.budget, target_error=settings.target_error,
+            target_loss=settings.target_loss, evaluate=settings.evaluate, force=force, seed=settings.seed,
+            options=options, on_progress=on_progress,
         )  # fmt: skip
 
     with tell_if_published(Location.of(target)), progress_shown(session, silent=printing.silent) as on_progress:
@@ -166,7 +185,7 @@ def _check_arguments(recipe: str, out: str | None, plan: str | None, settings: R
         if out is None:
             raise RecipeError.of("option.invalid", "", "Missing argument 'OUT'", "see 'mergepipe merge --help'")
         refuse_swapped(recipe, out, RECIPE_ENDINGS)
-        if settings.budget is None and settings.target_error is None:
+        if settings.budget is None and settings.target_error is None and settings.target_loss is None:
             _refuse(_options_set(planning, _FOR_BUDGETS), "add --budget")
         return out
     if out is not None:

@@ -1,0 +1,124 @@
+"""Evaluate merges by a command of the user: one number for a snapshot, and budgets that rise until it is low enough."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mergepipe.core.units import format_bytes
+from mergepipe.errors import LimitError, RecipeError
+from mergepipe.jobs.plan import PlanRequest
+from mergepipe.jobs.run import run_budgeted
+from mergepipe.planning.budget import parse_budget
+from mergepipe.recipes.parse.yaml_source import RecipeText
+from mergepipe.reports import MergeReport, ProgressCallback, TriedBudget
+from mergepipe.runs.merge_run import MergeSettings
+from mergepipe.runs.recovery.resume import Resume
+from mergepipe.snapshots.manifest import Manifest
+from mergepipe.storage.location import Location
+
+TARGET_BUDGETS = ("5%", "10%", "25%", "50%", "100%")
+"""The budgets of a merge with a target loss, in turn."""
+_NUMBER = re.compile(
+    r"(?<![\w.])[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)(?![\w.])", re.IGNORECASE
+)
+_FOLDER = "{}"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A command that prints a loss as the last number of its output; `{}` in it stands for the snapshot's folder."""
+
+    words: tuple[str, ...]
+
+    def loss_of(self, folder: Path) -> float:
+        """Run the command on a snapshot, without a shell and without input; what it writes to stderr is not touched.
+
+        Raises:
+            RecipeError: `evaluate.failed`, it cannot be run, fails, or prints no finite number.
+        """
+        words = [word.replace(_FOLDER, str(folder)) for word in self.words]
+        try:
+            ran = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
+        except OSError as error:
+            raise self._failure(f"cannot be run: {error.strerror}") from error
+        numbers = _NUMBER.findall(ran.stdout.decode(errors="replace"))
+        if ran.returncode:
+            raise self._failure(f"failed with exit code {ran.returncode}")
+        if not numbers or not math.isfinite(float(numbers[-1])):
+            printed = f"the last number that it printed is {numbers[-1]}" if numbers else "it printed no number"
+            raise self._failure(f"{printed}; a finite loss is needed")
+        return float(numbers[-1])
+
+    def _failure(self, message: str) -> Exception:
+        return RecipeError.of("evaluate.failed", shlex.join(self.words), message, "try it on a merge that you have")
+
+
+def parse_evaluation(command: str) -> Evaluation:
+    """Split a command as a shell would, without its variables and patterns; without `{}` the folder comes last.
+
+    Raises:
+        RecipeError: `evaluate.failed`, it is empty, its quotes are not closed, or there is no such program.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise RecipeError.of("evaluate.failed", "--evaluate", f"{error}: {command}", "close the quotes") from error
+    if not words or shutil.which(words[0]) is None:
+        message = f"there is no program '{words[0]}'" if words else "the command is empty"
+        raise RecipeError.of("evaluate.failed", "--evaluate", message, "give a command such as 'python loss.py {}'")
+    return Evaluation(tuple(words if any(_FOLDER in word for word in words) else (*words, _FOLDER)))
+
+
+class _TooLossyError(Exception):
+    """The loss of a finished merge is above the target: it is not published."""
+
+
+def merge_to_target(
+    recipe: Location | RecipeText,
+    out: Path,
+    request: PlanRequest,
+    settings: MergeSettings,
+    evaluation: Evaluation,
+    target_loss: float,
+    *,
+    started: float,
+    on_progress: ProgressCallback | None,
+) -> MergeReport:
+    """Merge under one budget of `TARGET_BUDGETS` after the other, and publish the first of which the loss is met.
+
+    Each is made anew where the output grows, and evaluated before it is published. What those before it read is told
+    in the report and the manifest as bytes of earlier runs that do not count.
+
+    Raises:
+        LimitError: `evaluate.target`, the loss of no budget is low enough; nothing is published.
+        RecipeError: as `Evaluation.loss_of`.
+        MergePipeError: as `run_budgeted`.
+    """
+    tried: list[TriedBudget] = []
+    anew = replace(settings, resume=Resume.NEVER)
+
+    def evaluate(made: Manifest, folder: Path) -> None:
+        loss = evaluation.loss_of(folder)
+        nbytes = made.realized.expert + made.realized.analysis
+        tried.append(TriedBudget(TARGET_BUDGETS[len(tried)], nbytes, loss))
+        if loss > target_loss:
+            raise _TooLossyError
+
+    for budget in TARGET_BUDGETS:
+        rung = replace(request, budget=parse_budget(budget))
+        try:
+            report = run_budgeted(
+                recipe, out, rung, anew, started=started, on_progress=on_progress, before_publish=evaluate
+            )
+        except _TooLossyError:
+            continue
+        return replace(report, tried=tuple(tried))
+    losses = "; ".join(f"{one.budget}: {one.loss:.6g} ({format_bytes(one.expert_bytes)} read)" for one in tried)
+    message = f"no budget brings the loss down to {target_loss:g}, and nothing was published: {losses}"
+    raise LimitError.of("evaluate.target", "--target-loss", message, "raise it, or change the recipe")
