@@ -83,7 +83,7 @@ CALLS = {
     "merge": ("recipe out", "budget target_error target_loss evaluate force seed options on_progress"),
     "analyze": (
         "base experts",
-        "probe_fraction densities block_elements import_from export_to options on_progress",
+        "densities block_elements import_from export_to options on_progress",
     ),
     "import_statistics": ("files", "home"),
     "plan": ("recipe budget", "target_error everything seed home allow_dropped options"),
@@ -196,7 +196,7 @@ def test_options__have_these_fields() -> None:
     assert field_names(options.RunOptions) == common
     assert field_names(options.PlanOptions) == [
         "select", "where_omitted", "min_density", "block_elements",
-        "request_cost_bytes", "probe", "importance", "strict", "lenient",
+        "request_cost_bytes", "importance", "strict", "lenient",
     ]  # fmt: skip
     assert field_names(options.MergeOptions) == [
         *common, "plan", "shard_bytes", "resume",

@@ -51,7 +51,6 @@ TABLE: list[Row] = [
     ("check", partial(mergepipe.check, X), "shard_bytes", SIZES),
     ("run", partial(mergepipe.run, X, X), "shard_bytes", SIZES),
     ("analyze", partial(mergepipe.analyze, X, [X]), "block_elements", BLOCKS),
-    ("analyze", partial(mergepipe.analyze, X, [X]), "probe_fraction", [(v, "option.probe") for v in SHARES]),
     ("sweep", partial(mergepipe.sweep, X, ["1%"]), "seed", SEEDS),
     ("verify", partial(mergepipe.verify, X), "deep_fraction", [(v, "option.sample") for v in SHARES]),
     ("pack", partial(mergepipe.pack, X, [X], X), "threads", THREADS),

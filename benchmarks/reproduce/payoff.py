@@ -25,7 +25,7 @@ _MERGES = (1, 2, 5, 10)
 _MOST_MERGES = 10
 _STRATEGIES = {
     "full": "every merge in full",
-    "unprepared": f"budget of {_BUDGET}, nothing prepared",
+    "sampled": f"sample of {_BUDGET}, nothing prepared",
     "analyzed": f"analyze once, budget of {_BUDGET}",
     "packed": "pack once, every merge in full",
 }
@@ -47,7 +47,7 @@ def _measure(place: Workplace, size: Size, results: Results) -> None:
     k = payoff_k(size)
     work = _Work(place, FamilyPaths(family.base, family.experts[:k]))
     for name, rate in _RATES.items() if not size.is_toy else [("local disk", None)]:
-        for step in ("full", "probe", "probed", "analyze", "analyzed", "pack", "packed"):
+        for step in ("full", "sampled", "analyze", "analyzed", "pack", "packed"):
             results.measure(f"{name}/{step}", partial(getattr(work, step), name, rate))
 
 
@@ -61,14 +61,8 @@ class _Work:
     def full(self, name: str, rate: float | None) -> dict[str, Any]:
         return self._merge(rate, "--no-catalog")
 
-    def probe(self, name: str, rate: float | None) -> dict[str, Any]:
-        shutil.rmtree(self._home(name, "probe"), ignore_errors=True)  # nothing is known before
-        return self._merge(rate, "--budget", _BUDGET, "--home", self._home(name, "probe"), judged=True)
-
-    def probed(self, name: str, rate: float | None) -> dict[str, Any]:
-        if not self._home(name, "probe").exists():
-            self.probe(name, None)
-        return self._merge(rate, "--budget", _BUDGET, "--home", self._home(name, "probe"))
+    def sampled(self, name: str, rate: float | None) -> dict[str, Any]:
+        return self._merge(rate, "--budget", _BUDGET, "--select", "sample", "--no-catalog")
 
     def analyze(self, name: str, rate: float | None) -> dict[str, Any]:
         home, models = self._home(name, "analyze"), self._family.models
@@ -147,8 +141,8 @@ def total_seconds(results: Results, rate: str, strategy: str, n_merges: int) -> 
     match strategy:
         case "full":
             return n_merges * of("full")
-        case "unprepared":
-            return of("probe") + (n_merges - 1) * of("probed")
+        case "sampled":
+            return n_merges * of("sampled")
         case "analyzed":
             return of("analyze") + n_merges * of("analyzed")
         case _:
@@ -164,21 +158,20 @@ def first_paying_merge(results: Results, rate: str, strategy: str) -> int | None
 def _page(results: Results) -> Page:
     rates = _stored_rates(results)
     slow, local = rates[0], rates[-1]
-    first = {rate: step_seconds(results, rate, "probe") / step_seconds(results, rate, "full") for rate in (slow, local)}
-    errors = {step: results[f"{slow}/{step}"]["error"] for step in ("probe", "analyzed")}
-    paying = {strategy: first_paying_merge(results, slow, strategy) for strategy in _STRATEGIES}
+    strategies = _stored_strategies(results)
+    paying = {strategy: first_paying_merge(results, slow, strategy) for strategy in strategies}
+    packed = {rate: step_seconds(results, rate, "packed") / step_seconds(results, rate, "full") for rate in rates}
+    merges = {strategy: _merge_number(paying[strategy]) for strategy in ("analyzed", "packed")}
     meaning = (
-        f"**Prepare nothing for one merge; prepare for many where reading is slow.** With nothing prepared the first"
-        f" merge at {_BUDGET} takes {first[slow]:.2f} times as long as the full one at {slow}, {first[local]:.2f} times"
-        f" on a local disk. At {slow} an analysis has paid at {_merge_number(paying['analyzed'])}, packing at"
-        f" {_merge_number(paying['packed'])}. Analyzing buys bounds and exact magnitude cuts more than a lower error:"
-        f" {errors['analyzed']:.3f} against {errors['probe']:.3f} with samples, each at {_BUDGET} of what it knows to"
-        f" differ. Packed experts alone save bytes and give the full result, bit for bit."
+        f"**Prepare nothing for one merge; pack for many where reading is slow.** At {slow} a merge of packed experts"
+        f" takes {packed[slow]:.2f} times as long as the full one, on a local disk {packed[local]:.2f} times;"
+        f" at {slow} packing has paid at {merges['packed']}, an analysis at {merges['analyzed']}."
+        " Packed experts alone save bytes and give the full result, bit for bit."
     )
     header = ("storage", "strategy", *(f"{n} merge{'s' if n > 1 else ''}, s" for n in _MERGES), "pays from merge")
     rows = []
     for rate in rates:
-        for strategy, label in _STRATEGIES.items():
+        for strategy, label in strategies.items():
             totals = tuple(f"{total_seconds(results, rate, strategy, n):.1f}" for n in _MERGES)
             number = first_paying_merge(results, rate, strategy)
             pays = "" if strategy == "full" else "never" if number is None else str(number)
@@ -203,6 +196,12 @@ def _stored_rates(results: Results) -> list[str]:
     return list(dict.fromkeys(key.rsplit("/", 1)[0] for key in results.entries))
 
 
+def _stored_strategies(results: Results) -> dict[str, str]:
+    """Return the strategies that there are results of, by name."""
+    measured = {key.rsplit("/", 1)[1] for key in results.entries}
+    return {strategy: label for strategy, label in _STRATEGIES.items() if strategy in measured}
+
+
 def _merge_number(number: int | None) -> str:
     return "no merge up to the hundredth" if number is None else f"merge {number}"
 
@@ -211,7 +210,7 @@ def _figure(results: Results) -> Figure:
     numbers = tuple(range(1, _MOST_MERGES + 1))
     series = []
     for rate in _stored_rates(results):
-        for strategy in ("unprepared", "analyzed", "packed"):
+        for strategy in list(_stored_strategies(results))[1:]:
             shares = tuple(
                 total_seconds(results, rate, strategy, n) / total_seconds(results, rate, "full", n) for n in numbers
             )

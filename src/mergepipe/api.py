@@ -215,7 +215,6 @@ def analyze(
     base: str | Path,
     experts: Sequence[str | Path],
     *,
-    probe_fraction: float = 0.0,
     densities: Sequence[float] = (),
     block_elements: int | None = None,
     import_from: str | Path | Sequence[str | Path] = (),
@@ -228,7 +227,6 @@ def analyze(
     What the catalog already knows of unchanged files is not read again; an interrupted analysis is resumed.
 
     Args:
-        probe_fraction: read only this share of every block and estimate; 0 reads everything.
         densities: shares whose exact magnitude cuts are wanted beside the common ones.
         block_elements: elements of a block; default 256 Ki.
         import_from: first take in the statistics of this file, or of these, as `import_statistics` does; models that
@@ -243,8 +241,6 @@ def analyze(
     """
     started = time.perf_counter()
     options = options or RunOptions()
-    if not 0.0 <= probe_fraction <= 1.0:
-        raise RecipeError.of("option.probe", "--probe", f"{probe_fraction:g} was given", "give a share from 0 to 1")
     if any(not 0.0 < density <= 1.0 for density in densities):
         raise RecipeError.of("option.density", "--density", "a density is in (0, 1]", "give shares such as 0.2")
     from mergepipe.jobs.analyze import AnalysisRequest, run_analysis
@@ -256,7 +252,6 @@ def analyze(
         home=needed_home(options, "an analysis"),
         block_elements=block_elements_of(block_elements),
         densities=tuple(sorted({*COMMON_DENSITIES, *densities})),
-        probe_fraction=probe_fraction,
         import_from=tuple(map(Location.of, (import_from,) if isinstance(import_from, str | Path) else import_from)),
         export_to=None if export_to is None else Path(export_to),
     )

@@ -61,7 +61,6 @@ KEYWORD_OF_OPTION = {
     "--parts": "n_parts",
     "--paths": "paths",
     "--private": "private=True",
-    "--probe": "probe_fraction",
     "--rank": "rank",
     "--replace": "replace=True",
     "--request-cost": "request_cost_bytes",

@@ -89,7 +89,6 @@ class PlanOptions:
             Statistics of another grid are carried over.
         request_cost_bytes: gaps of fewer bytes between what is read of a remote expert are read too, and merged, in
             place of another request; by default 3 MB.
-        probe: sample experts of which nothing is known, within the budget.
         importance: with `select="sample"`, what the probabilities of tensors follow, per element: a JSON object of
             names and numbers, one for each tensor as a whole; safetensors with one number a tensor or an element (such
             as absolute gradient times delta); or a training checkpoint, by its second moments.
@@ -104,7 +103,6 @@ class PlanOptions:
     min_density: float | None = None
     block_elements: int | None = None
     request_cost_bytes: int | None = None
-    probe: bool = True
     importance: str | Path | None = None
     strict: bool = False
     lenient: bool = False

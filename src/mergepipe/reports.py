@@ -272,7 +272,6 @@ class AnalyzeReport(Displayed):
     expert_bytes: int
     analysis_bytes: int
     seconds: float
-    is_probe: bool
     imported: ImportedStatistics | None = None
     exported: ExportedStatistics | None = None
 

@@ -1,4 +1,4 @@
-"""What ANALYZE, probes and merges on their way put into the catalog, against numpy."""
+"""What ANALYZE and merges on their way put into the catalog, against numpy."""
 
 from __future__ import annotations
 
@@ -12,26 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
-from budget_cases import CASES, make_setting
+from budget_cases import CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mergepipe import api as session
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.rows import Evidence
-from mergepipe.checkpoints.contract import Readable, TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.core.blocks import BF16, DEFAULT_BLOCK_ELEMENTS, F32, BlockGrid
+from mergepipe.core.blocks import BF16, F32
 from mergepipe.engine.pipeline.pipeline import Pipeline
 from mergepipe.errors import MergePipeError
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics, rank_of_density
-from mergepipe.options import MergeOptions, RunOptions
-from mergepipe.storage.buffers import PAGE_BYTES
+from mergepipe.options import MergeOptions
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.budgets import GRAIN, TensorPlanOf, as_float32, make_budget_models, tensor_plans
-from support.disk_families import DiskFamily, Model, make_models, weights_digest, write_family, write_recipe
+from support.disk_families import DiskFamily, Model, make_models, write_family, write_recipe
 from support.faults import Fault, replaced
 from support.flat_options import call_flat
 from support.octaves import decode_octaves
@@ -41,14 +38,14 @@ SMALL_MEMORY = 1_900_000
 DENSITIES = tuple(sorted({*COMMON_DENSITIES, 0.001, 0.37, 1.0}))
 
 
-def recorded(family: DiskFamily, home: Path, *, accept: tuple[Evidence, ...] = (Evidence.EXACT,)) -> list[Any]:
+def recorded(family: DiskFamily, home: Path) -> list[Any]:
     """Per expert the statistics in the catalog by tensor."""
     store = LocalStore()
     with closing(Catalog.open(home)) as catalog:
         base = catalog.model_for(open_checkpoint(store, Location.local(family.places[0])))
         experts = [catalog.model_for(open_checkpoint(store, Location.local(place))) for place in family.places[1:]]
         assert base is not None
-        return [{} if e is None else dict(catalog.statistics(e, base, accept=accept)) for e in experts]
+        return [{} if e is None else dict(catalog.statistics(e, base)) for e in experts]
 
 
 def analyze(family: DiskFamily, home: Path, **options: Any) -> Any:
@@ -289,78 +286,3 @@ def test_analyze__refuses_a_file_that_changes_meanwhile_and_records_nothing_of_i
         analyze(family, home)
     assert caught.value.code == "input.changed"
     assert recorded(family, home)[0] == {}
-
-
-def _is_sampled(tensor: Readable, grid: BlockGrid, fraction: float) -> NDArray[np.bool_]:
-    """Mark the elements in the middle pages of each block, `fraction` of it but at least one page."""
-    assert isinstance(tensor, TensorEntry)
-    offset_N = tensor.offset + np.arange(grid.n_elements) * tensor.dtype.itemsize
-    is_sampled_N = np.zeros(grid.n_elements, np.bool_)
-    for span in grid.spans():
-        start, stop = (
-            tensor.offset + span.start * tensor.dtype.itemsize,
-            offset_N[span.stop - 1] + tensor.dtype.itemsize,
-        )
-        first, last = -(-start // PAGE_BYTES), int(stop) // PAGE_BYTES
-        pages = max(1, int((last - first) * fraction))
-        begin = first + (last - first - pages) // 2
-        if last > first:
-            is_sampled_N |= (offset_N >= begin * PAGE_BYTES) & (offset_N < (begin + pages) * PAGE_BYTES)
-        else:  # no page lies in it: it is read whole
-            is_sampled_N[span.start : span.stop] = True
-    return is_sampled_N
-
-
-@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5])
-def test_probe__estimates_and_reads_only_its_share(tmp_path: Path, fraction: float) -> None:
-    size = 8 * DEFAULT_BLOCK_ELEMENTS // 4
-    plans = tuple(TensorPlanOf(f"layers.{i}.w", (size + i,), dtype, (dtype,)) for i, dtype in enumerate((BF16, F32)))
-    family = write_family(tmp_path, make_budget_models(2, 3, plans))
-    grid = BlockGrid(size, GRAIN * 8)
-    report = analyze(family, tmp_path / "home", block_elements=grid.block_elements, probe_fraction=fraction)
-    whole = sum(expert[plan.name].nbytes for expert in family.models[1:] for plan in plans)
-    n_reads = 2 * sum(BlockGrid(size + i, grid.block_elements).n_blocks for i in range(len(plans)))
-    assert 0 < report.expert_bytes <= fraction * whole + n_reads * 2 * 4096
-    found = recorded(family, tmp_path / "home", accept=(Evidence.PROBE,))
-    assert recorded(family, tmp_path / "home") == [{}, {}]
-    opened = [open_checkpoint(LocalStore(), Location.local(place)) for place in family.places[1:]]
-    for place, (expert, of_expert) in enumerate(zip(family.models[1:], found, strict=True)):
-        assert sorted(of_expert) == sorted(plan.name for plan in plans)
-        for name, statistics in of_expert.items():
-            delta_N = deltas(family.models[0], expert, name).astype(np.float64)
-            for record, span in zip(statistics.blocks_B, statistics.grid.spans(), strict=True):
-                # Parts of 16 Ki elements differ in size by up to five times, and a sample may lie in one of them.
-                norm = float(np.sqrt(np.square(delta_N[span.start : span.stop]).sum()))
-                assert norm / 5 <= float(record["norm"]) <= 5 * norm
-                assert record["changed"] > 0
-            assert statistics.is_estimate
-            # Of the sample a cut's share is exact, but for the weight of the last, shorter block.
-            sampled_N = np.abs(delta_N[_is_sampled(opened[place].tensors[name], statistics.grid, fraction)])
-            cuts_D = np.ascontiguousarray(statistics.cuts_D3[:, 0]).view(np.float32)
-            shares_D = [float((sampled_N >= cut).mean()) for cut in cuts_D]
-            assert np.abs(np.array(shares_D) - statistics.densities_D).max() < 0.01
-
-
-def test_probe__of_even_blocks_is_close(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    base_N = rng.standard_normal(GRAIN * 16).astype(np.float32)
-    models = [{"w": base_N}, {"w": base_N + rng.standard_normal(len(base_N)).astype(np.float32)}]
-    family = write_family(tmp_path, models)
-    analyze(family, tmp_path / "home", block_elements=4 * GRAIN, probe_fraction=0.05)
-    (found,) = recorded(family, tmp_path / "home", accept=(Evidence.PROBE,))
-    delta_N = deltas(models[0], models[1], "w")
-    for record, span in zip(found["w"].blocks_B, found["w"].grid.spans(), strict=True):
-        norm = float(np.linalg.norm(delta_N[span.start : span.stop].astype(np.float64)))
-        assert abs(float(record["norm"]) / norm - 1) < 0.1
-
-
-@pytest.mark.parametrize("name", ["linear", "ties", "dare_ties", "slerp"])
-def test_plan__from_a_probe_is_sound_and_right_in_full(tmp_path: Path, name: str) -> None:
-    setting = make_setting(tmp_path, CASES[name])
-    analyze(setting.family, setting.home, probe_fraction=0.2)
-    for budget in ("20%", "100%"):
-        plan = setting.plan(budget)
-        report = session.run(plan, tmp_path / budget, options=RunOptions(home=setting.home))
-        assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes <= plan.budget_bytes
-        assert plan.bound is None or plan.planned_bytes == plan.full_cost_bytes
-    assert weights_digest(tmp_path / "100%") == weights_digest(setting.full())

@@ -10,7 +10,6 @@ from catalog_cases import NOON, WEIGHTS_NAME, make_manifest, make_statistics
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
 from mergepipe.core.blocks import BF16
 from mergepipe.storage.location import Location
@@ -29,13 +28,13 @@ def golden_checkpoint(name: str) -> Checkpoint:
 
 
 def write_golden(path: Path) -> None:
-    """Two models, exact and probe statistics, two snapshots."""
+    """Two models, statistics, two snapshots."""
     with tempfile.TemporaryDirectory() as home:
         with Catalog.open(Path(home)) as catalog:
             base = catalog.register_model(golden_checkpoint("base"))
             expert = catalog.register_model(golden_checkpoint("expert"), "c" * 32)
             catalog.put_many(expert, base, {"t.weight": make_statistics(1, densities=DENSITIES)})
-            catalog.put_many(expert, base, {"u": make_statistics(2)}, evidence=Evidence.PROBE)
+            catalog.put_many(expert, base, {"u": make_statistics(2)})
             for name in ("one", "two"):
                 catalog.record_snapshot(make_manifest(name), Path("/nowhere", name), created=NOON)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.database import PAGE_BYTES, is_catalog_error
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
-from mergepipe.catalog.rows import Evidence
+from mergepipe.catalog.schema import SCHEMA_VERSION
 from mergepipe.errors import (
     ConflictError,
     CorruptError,
@@ -56,7 +56,7 @@ def use_everything(home: Path) -> None:
         models = catalog.models()
         for expert in models:
             for base in models:
-                catalog.statistics(expert, base, accept=list(Evidence))
+                catalog.statistics(expert, base)
         for snapshot in catalog.snapshots():
             catalog.lineage(snapshot.path)
             catalog.coverage(snapshot.path)
@@ -71,7 +71,7 @@ def test_catalog__is_wal_with_foreign_keys_and_our_mark(tmp_path: Path) -> None:
     with raw(path) as connection:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert connection.execute("PRAGMA application_id").fetchone() == (0x4D504331,)
-        assert connection.execute("PRAGMA user_version").fetchone() == (4,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
         assert connection.execute("PRAGMA page_size").fetchone() == (PAGE_BYTES,)
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
 
@@ -170,7 +170,7 @@ def test_open__a_database_of_another_application_is_left_alone(tmp_path: Path, s
 
 def test_open__a_newer_schema_is_refused_untouched(tmp_path: Path) -> None:
     with raw(filled_home(tmp_path)) as connection:
-        connection.execute("PRAGMA user_version = 5")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     content = (tmp_path / CATALOG_NAME).read_bytes()
     with pytest.raises(UnsupportedError) as caught:
         Catalog.open(tmp_path)

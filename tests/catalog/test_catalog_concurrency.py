@@ -105,7 +105,7 @@ def test_catalog__a_killed_process_leaves_whole_batches(tmp_path: Path) -> None:
         base, expert = (catalog.register_model(make_checkpoint(tmp_path / name)) for name in ("base", "expert"))
         process = _SPAWN.Process(target=put_until_killed, args=(tmp_path,))
         process.start()
-        while len(catalog.evidence(expert, base)) < 40:
+        while len(catalog.tensors_on_record(expert, base)) < 40:
             process.join(0.01)
             assert process.is_alive()
         os.kill(process.pid or 0, signal.SIGKILL)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint
 from mergepipe.checkpoints.file_digests import content_digest, with_digests
 from mergepipe.storage.location import Location
@@ -53,13 +52,11 @@ def test_statistics__of_both_copies_are_put_together(tmp_path: Path) -> None:
             checkpoint = make_checkpoint(tmp_path / name, b"same")
             row = catalog.register_model(checkpoint)
             catalog.put_many(row, base, {f"own{number}": make_statistics(number)})
-            catalog.put_many(row, base, {"probed": make_statistics(9)}, evidence=Evidence.PROBE)
             catalog.put_many(base, row, {"back": make_statistics(3)})
             catalog.put_many(row, row, {"itself": make_statistics(4)})
             rows.append(catalog.register_model(digested(checkpoint)))
         for row in rows:
             assert catalog.statistics(row, base).keys() == {"own0", "own1"}
-            assert catalog.evidence(row, base)["probed"] is Evidence.PROBE
             assert same_bits(catalog.statistics(base, row)["back"], make_statistics(3))
             assert same_bits(catalog.statistics(rows[0], row)["itself"], make_statistics(4))
         assert catalog.drop_corrupt_statistics() == 0
@@ -92,7 +89,7 @@ def test_forget__statistics_stay_as_long_as_a_model_has_them(tmp_path: Path) -> 
         assert catalog.statistics(two, base).keys() == {"a.weight"}
         assert catalog.register_model(first).content_digest == one.content_digest
         catalog.forget_models(row for row in catalog.models() if row != base)
-        assert (catalog.stats().exact_tensors, catalog.models()) == (0, (base,))
+        assert (catalog.stats().analysed_tensors, catalog.models()) == (0, (base,))
 
 
 def test_register_model__a_content_id_that_contradicts_a_digest_wins(tmp_path: Path) -> None:

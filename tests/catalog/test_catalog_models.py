@@ -134,9 +134,9 @@ def test_forget_models__takes_their_statistics_along(tmp_path: Path) -> None:
             catalog.put_many(expert, base, {"a.weight": make_statistics(1)})
         assert catalog.forget_models([one]) == 1
         assert catalog.forget_models([one]) == 0
-        assert (catalog.models(), catalog.stats().exact_tensors) == ((base, two), 1)
+        assert (catalog.models(), catalog.stats().analysed_tensors) == ((base, two), 1)
         assert catalog.forget_models([base]) == 1
-        assert catalog.stats().exact_tensors == 0
+        assert catalog.stats().analysed_tensors == 0
 
 
 def test_register_model__a_path_that_is_no_text_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.database import PAGE_BYTES
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
-from mergepipe.catalog.rows import Evidence, ModelRow, SnapshotRow
+from mergepipe.catalog.rows import ModelRow, SnapshotRow
 from mergepipe.cli.render.catalog import rebuild_table
 from mergepipe.errors import ConflictError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -29,7 +29,6 @@ def family(tmp_path: Path, n_tensors: int = 3) -> tuple[ModelRow, ModelRow]:
         base, expert = (catalog.register_model(checkpoint) for checkpoint in checkpoints)
         for seed in range(n_tensors):
             catalog.put_many(expert, base, {f"t{seed}": make_statistics(seed, 2000)})
-        catalog.put_many(expert, base, {"probed": make_statistics(99)}, evidence=Evidence.PROBE)
         manifest = publish(tmp_path / "out" / "one", (base.path.local_path, expert.path.local_path))
         catalog.record_snapshot(manifest, tmp_path / "out" / "one", created=NOON)
     return expert, base
@@ -138,7 +137,7 @@ def test_rebuild__drops_statistics_that_fail_their_checksum_only(tmp_path: Path)
     report = rebuild(tmp_path / "home", [])
     assert (report.dropped_statistics, report.moved_aside) == (1, None)
     with Catalog.open(tmp_path / "home") as catalog:
-        assert catalog.evidence(expert, base).keys() == {"t0", "t2", "probed"}
+        assert catalog.tensors_on_record(expert, base) == {"t0", "t2"}
 
 
 def page_of(path: Path, marker: bytes) -> int:

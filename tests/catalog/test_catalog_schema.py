@@ -14,7 +14,6 @@ from make_golden import DENSITIES, golden_checkpoint
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
-from mergepipe.catalog.rows import Evidence
 from mergepipe.catalog.schema import SCHEMA_VERSION, TABLES
 from mergepipe.errors import UnsupportedError
 
@@ -33,7 +32,7 @@ def expect_golden(catalog: Catalog) -> None:
     assert catalog.model_for(golden_checkpoint("expert")) == expert
     assert (base.content_id, expert.content_id) == (None, "c" * 32)
     assert same_bits(catalog.statistics(expert, base)["t.weight"], make_statistics(1, densities=DENSITIES))
-    assert catalog.evidence(expert, base) == {"t.weight": Evidence.EXACT, "u": Evidence.PROBE}
+    assert catalog.tensors_on_record(expert, base) == {"t.weight", "u"}
     assert [(row.path, row.sid, row.created) for row in catalog.snapshots()] == [
         (Path("/nowhere", name), make_manifest(name).sid, NOON) for name in ("two", "one")
     ]

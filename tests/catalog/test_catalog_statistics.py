@@ -11,7 +11,7 @@ import pytest
 from catalog_cases import make_checkpoint, make_statistics, same_bits
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.rows import Evidence, ModelRow
+from mergepipe.catalog.rows import ModelRow
 from mergepipe.errors import ConflictError, CorruptError
 from support.family_shapes import QWEN3_0_6B
 
@@ -55,23 +55,10 @@ def test_put_many__is_all_or_nothing(catalog: Catalog, pair: tuple[ModelRow, Mod
     assert catalog.statistics(*pair).keys() == {"a", "b"}
 
 
-def test_put_many__the_latest_of_a_kind_counts(catalog: Catalog, pair: tuple[ModelRow, ModelRow]) -> None:
-    for evidence in (Evidence.PROBE, Evidence.EXACT):
-        for seed in (1, 2):
-            assert catalog.put_many(*pair, {"a": make_statistics(seed)}, evidence=evidence)
-        assert same_bits(catalog.statistics(*pair, accept=[evidence])["a"], make_statistics(2))
-
-
-def test_put_many__exact_ones_replace_probes_and_not_the_other_way_round(
-    catalog: Catalog, pair: tuple[ModelRow, ModelRow]
-) -> None:
-    assert catalog.put_many(*pair, {"a": make_statistics(1)}, evidence=Evidence.PROBE)
-    assert catalog.statistics(*pair) == {}
-    assert catalog.evidence(*pair) == {"a": Evidence.PROBE}
-    assert catalog.put_many(*pair, {"a": make_statistics(2)})
-    assert not catalog.put_many(*pair, {"a": make_statistics(3)}, evidence=Evidence.PROBE)
-    assert catalog.evidence(*pair) == {"a": Evidence.EXACT}
-    assert same_bits(catalog.statistics(*pair, accept=list(Evidence))["a"], make_statistics(2))
+def test_put_many__the_latest_counts(catalog: Catalog, pair: tuple[ModelRow, ModelRow]) -> None:
+    for seed in (1, 2):
+        assert catalog.put_many(*pair, {"a": make_statistics(seed)})
+    assert same_bits(catalog.statistics(*pair)["a"], make_statistics(2))
 
 
 def test_put_many__for_a_model_that_is_gone_is_a_conflict(catalog: Catalog, pair: tuple[ModelRow, ModelRow]) -> None:
@@ -85,15 +72,14 @@ def test_put_many__for_a_model_that_is_gone_is_a_conflict(catalog: Catalog, pair
 def test_missing_statistics__is_what_analysis_still_has_to_do(
     catalog: Catalog, pair: tuple[ModelRow, ModelRow]
 ) -> None:
-    names = ("z", "coarse", "probed", "done", "few")
+    names = ("z", "coarse", "done", "few")
     assert catalog.missing_statistics(*pair, names, 256, (0.1,)) == names
     catalog.put_many(*pair, {"done": make_statistics(1, densities=(0.1, 0.2))})
     catalog.put_many(*pair, {"few": make_statistics(2, densities=(0.2,))})
     catalog.put_many(*pair, {"coarse": make_statistics(3, block_elements=512, densities=(0.1,))})
-    catalog.put_many(*pair, {"probed": make_statistics(4, densities=(0.1,))}, evidence=Evidence.PROBE)
-    assert catalog.missing_statistics(*pair, names, 256, (0.1,)) == ("z", "coarse", "probed", "few")
-    assert catalog.missing_statistics(*pair, names, 256, ()) == ("z", "coarse", "probed")
-    assert catalog.missing_statistics(*pair, names, 512, (0.1,)) == ("z", "probed", "done", "few")
+    assert catalog.missing_statistics(*pair, names, 256, (0.1,)) == ("z", "coarse", "few")
+    assert catalog.missing_statistics(*pair, names, 256, ()) == ("z", "coarse")
+    assert catalog.missing_statistics(*pair, names, 512, (0.1,)) == ("z", "done", "few")
 
 
 def test_put_many__is_there_for_the_next_run_without_a_close(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from catalog_cases import make_statistics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.catalog.rows import Evidence
 from mergepipe.catalog.statistics_bytes import pack
 from mergepipe.catalog.statistics_file import (
     MAGIC,
@@ -51,20 +50,18 @@ def content(number: int, content_id: str | None = None) -> PortableContent:
 def file_of(*names: str) -> StatisticsFile:
     """A base, an expert, and a row for each name."""
     base, expert = content(1), content(2, "c" * 32)
-    rows = tuple(
-        pack_row(n, Evidence.EXACT, make_statistics(i), expert.digest, base.digest) for i, n in enumerate(names)
-    )
+    rows = tuple(pack_row(n, make_statistics(i), expert.digest, base.digest) for i, n in enumerate(names))
     return StatisticsFile((base, expert), (PortablePair(expert.digest, base.digest, rows),))
 
 
 @given(
     st.lists(some_contents, min_size=1, max_size=3, unique_by=lambda each: each.digest).map(tuple),
-    st.dictionaries(st.text(), st.tuples(st.sampled_from(Evidence), st.binary(max_size=50)), max_size=4),
+    st.dictionaries(st.text(), st.binary(max_size=50), max_size=4),
 )
 def test_parse_statistics__is_the_inverse_of_to_bytes(
-    contents: tuple[PortableContent, ...], rows: dict[str, tuple[Evidence, bytes]]
+    contents: tuple[PortableContent, ...], rows: dict[str, bytes]
 ) -> None:
-    packed = tuple(PortableRow(name, evidence, raw) for name, (evidence, raw) in rows.items())
+    packed = tuple(PortableRow(name, raw) for name, raw in rows.items())
     file = StatisticsFile(contents, (PortablePair(contents[-1].digest, contents[0].digest, packed),))
     assert parse_statistics(file.to_bytes(), "x") == file
 
@@ -73,8 +70,7 @@ def test_pair__unpacks_the_statistics_that_were_packed() -> None:
     file = parse_statistics(file_of("a", "b").to_bytes(), "x")
     statistics = file.pairs[0].statistics("x")
     assert list(statistics) == ["a", "b"]
-    for number, (evidence, one) in enumerate(statistics.values()):
-        assert evidence is Evidence.EXACT
+    for number, one in enumerate(statistics.values()):
         assert pack(one, "") == pack(make_statistics(number), "")
 
 
@@ -100,7 +96,6 @@ LIES: dict[str, tuple[Change, str]] = {
     "a negative size": (lambda d: d["pairs"][0]["sizes"].__setitem__(0, -1), "stats.value"),
     "a size beyond the end": (lambda d: d["pairs"][0]["sizes"].__setitem__(1, 1 << 60), "stats.value"),
     "bytes behind the rows": (lambda d: d["pairs"][0]["sizes"].__setitem__(1, 0), "stats.value"),
-    "a probe of nothing": (lambda d: d["pairs"][0].update(probes=[2]), "stats.value"),
 }
 
 
@@ -122,8 +117,8 @@ def test_parse_statistics__refuses_a_header_that_lies(name: str) -> None:
 
 
 def test_parse_statistics__refuses_a_newer_version() -> None:
-    raw = with_header(file_of("a").to_bytes(), lambda d: d.update(format="mergepipe-statistics/3"))
-    with pytest.raises(UnsupportedError, match="version 3, 2 is known"):
+    raw = with_header(file_of("a").to_bytes(), lambda d: d.update(format="mergepipe-statistics/4"))
+    with pytest.raises(UnsupportedError, match="version 4, 3 is known"):
         parse_statistics(raw, "x")
 
 
@@ -161,7 +156,7 @@ def test_pair__refuses_densities_that_no_analysis_writes(densities: tuple[float,
     statistics = make_statistics(1, densities=(0.1, 0.2))
     packed = pack(replace(statistics, densities_D=np.array(densities)), row_subject("a", "e", "b"))
     with pytest.raises(CorruptError) as caught:
-        PortablePair("e", "b", (PortableRow("a", Evidence.EXACT, packed),)).statistics("x")
+        PortablePair("e", "b", (PortableRow("a", packed),)).statistics("x")
     assert caught.value.code == "stats.row"
 
 

@@ -84,7 +84,7 @@ def test_analyze__reads_once_and_skips_what_is_known(work: Workplace, run: Runne
 
 def test_analyze__prints_a_table_and_progress(work: Workplace, run: Runner) -> None:
     ran = run("analyze", work.family.base, *work.family.experts)
-    assert {"statistics", "expert", "experts read", "time", "catalog"} <= labels(ran.out)
+    assert {"expert", "experts read", "time", "catalog"} <= labels(ran.out)
     assert any(line.startswith("analyze: ") for line in ran.error_lines)
 
 
@@ -102,7 +102,7 @@ def test_analyze__carries_statistics_to_another_home(work: Workplace, run: Runne
     imported = run("analyze", "--import", file, "--home", other, "--json").json()
     assert (imported["pairs"], imported["new_tensors"]) == (2, exported["tensors"])
     ran = run("analyze", work.family.base, *work.family.experts, "--import", file, "--home", other)
-    assert {"imported", "statistics"} <= labels(ran.out)
+    assert {"imported"} <= labels(ran.out)
     assert "known by content: imported statistics are used" in " ".join(ran.out.split())
 
 
@@ -111,13 +111,6 @@ def test_analyze__names_an_argument_that_is_missing(run: Runner, given: tuple[st
     ran = run("analyze", *given)
     assert ran.exit_code == 2
     assert any(f"Missing argument '{missing}'" in line for line in ran.error_lines)
-
-
-@pytest.mark.parametrize("share", ["1%", "0.01"])
-def test_analyze__a_probe_reads_less(work: Workplace, run: Runner, share: str) -> None:
-    ran = run("analyze", work.family.base, *work.family.experts, "--probe", share, "--json").json()
-    assert ran["is_probe"]
-    assert run("catalog", "stats", "--json").json()["probed_tensors"] == 48
 
 
 def test_analyze__density_adds_a_cut(work: Workplace, run: Runner) -> None:
@@ -131,11 +124,6 @@ def test_analyze__density_adds_a_cut(work: Workplace, run: Runner) -> None:
 @pytest.mark.parametrize(
     ("options", "exit_code", "code"),
     [
-        (["--probe", "a little"], 2, "option.share"),
-        (["--probe", "0"], 2, "option.share"),
-        (["--probe", "101%"], 2, "option.share"),
-        (["--probe", "-1%"], 2, "option.share"),
-        (["--probe", "1GB"], 2, "option.share"),
         (["--density", "1.5"], 2, "option.density"),
         (["--density", "x"], 2, "option.density"),
         (["--threads", "0"], 10, "option.not-positive"),

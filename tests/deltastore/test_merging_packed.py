@@ -128,9 +128,7 @@ def test_plan__with_unknown_cuts_needs_no_tensor_whole_in_memory(pair: Pair, fol
     case = CASES.get(name, BREADCRUMBS)
     recipe = write_recipe(folder / "recipe.yml", case, pair.packed)
     for budget in ("80%", "100%"):
-        plan = mergepipe.plan(
-            recipe, budget, home=folder / "home", options=PlanOptions(block_elements=BLOCK_ELEMENTS, probe=False)
-        )
+        plan = mergepipe.plan(recipe, budget, home=folder / "home", options=PlanOptions(block_elements=BLOCK_ELEMENTS))
         outs = (folder / f"{budget}-small", folder / f"{budget}-large")
         memories = (smallest_memory(plan, folder / "refused"), LARGE)
         small, large = (
@@ -167,9 +165,7 @@ def test_plan__of_a_tensor_far_above_the_memory_cap_keeps_the_process_small(fold
         stores = pack(family.places[0], family.places[1:], place / "stores", threads=2)
         packed = replace(family, places=(family.places[0], *(expert.folder for expert in stores.experts)))
         recipe = write_recipe(place / "recipe.yml", MergeCase("ties", (0.6, 0.4), (0.3, 0.1)), packed)
-        plan = mergepipe.plan(
-            recipe, "100%", home=place / "home", options=PlanOptions(block_elements=BLOCK_ELEMENTS, probe=False)
-        )
+        plan = mergepipe.plan(recipe, "100%", home=place / "home", options=PlanOptions(block_elements=BLOCK_ELEMENTS))
         (place / "plan.json").write_bytes(plan.to_json())
         command = [sys.executable, "-c", PEAK_OF, f"{place}/plan.json", f"{place}/out", str(SMALL)]
         answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout

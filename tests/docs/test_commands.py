@@ -60,9 +60,3 @@ def test_pages__and_help_agree_on_where_outputs_may_be() -> None:
 
 def test_reference__writes_what_may_be_left_out_in_one_pair_of_brackets() -> None:
     assert "[[" not in (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
-
-
-def test_help__of_plan_says_that_samples_are_read() -> None:
-    plan: Any = build_command().commands["plan"]
-    assert "a sample is read" in plan.help
-    assert "Reads no tensor data" not in plan.help

@@ -75,7 +75,7 @@ class Bench:
         path.write_text(RECIPE.format(root=self.folder, method=method, prefix="packed/" if is_packed else ""))
         return mergepipe.plan(
             path, budget, everything=budget is None, home=self.folder / "plans",
-            options=PlanOptions(block_elements=16384, probe=False),
+            options=PlanOptions(block_elements=16384),
         )  # fmt: skip
 
     def local(self, key: Key) -> tuple[Plan, Path]:

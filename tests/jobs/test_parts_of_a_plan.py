@@ -109,7 +109,7 @@ def write_recipe(path: Path, family: DiskFamily, operator: str, experts: tuple[P
 def plan_of(recipe: Path, budget: str | None, home: Path) -> Plan:
     return mergepipe.plan(
         recipe, budget, everything=budget is None, home=home, allow_dropped=("*",),
-        options=PlanOptions(block_elements=BLOCK_ELEMENTS, probe=False),
+        options=PlanOptions(block_elements=BLOCK_ELEMENTS),
     )  # fmt: skip
 
 

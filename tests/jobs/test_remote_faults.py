@@ -17,7 +17,7 @@ import mergepipe
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.formats.safetensors import FIRST_READ_BYTES
 from mergepipe.errors import MergePipeError
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote import transfers
@@ -51,7 +51,7 @@ dtype: bfloat16
 """
 SHARD_BYTES = 40_000
 AFTER_READS = 12
-OPTIONS = MergeOptions(catalog=False, threads=1, plan=PlanOptions(probe=False))
+OPTIONS = MergeOptions(catalog=False, threads=1)
 
 
 def whole_file(_request: Request, answer: Answer) -> Answer:
@@ -238,7 +238,7 @@ def test_budget__that_the_plan_spends_covers_one_cut_body(kind: str, remote: Rem
     """Of the budget the plan leaves a reserve, and says so; a request that was cut is repeated within it."""
     server = remote.server(kind)
     server.faults = []
-    plan = mergepipe.plan(remote.recipe(kind), "60%", home=tmp_path / "home", options=PlanOptions(probe=False))
+    plan = mergepipe.plan(remote.recipe(kind), "60%", home=tmp_path / "home")
     server.all_sent_bytes()
     server.sent_by_path.clear()
     told = [fallback for fallback in plan.fallbacks if fallback.where == "budget"]

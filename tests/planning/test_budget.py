@@ -120,8 +120,8 @@ def test_parse_target_error__refuses_what_is_no_share(text: str, part: str) -> N
 def test_number_forms__agree_everywhere(units: int) -> None:
     decimal, percent = f"{units / 10_000:.4f}", f"{units / 100:.2f}%"
     assert parse_budget(decimal) == parse_budget(percent)
-    assert parse_target_error(decimal) == parse_target_error(percent) == parse_fraction(decimal, "--probe")
-    assert parse_fraction(decimal, "--probe") == parse_fraction(percent, "--probe")
+    assert parse_target_error(decimal) == parse_target_error(percent) == parse_fraction(decimal, "--density")
+    assert parse_fraction(decimal, "--density") == parse_fraction(percent, "--density")
 
 
 @given(budget=st.integers(0, 1 << 40), more=st.integers(0, 1 << 30), full=st.integers(0, 1 << 41))

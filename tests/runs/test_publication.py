@@ -13,7 +13,7 @@ import yaml
 import mergepipe
 from mergepipe.cli.render.merges import merge_table
 from mergepipe.errors import NotFoundError, RecipeError
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.recipes.parse.written_paths import with_renamed
 from mergepipe.runs.publication.hub_ids import parse_base_model_ids
 from mergepipe.runs.publication.input_cards import InputCard, parse_card
@@ -230,7 +230,7 @@ def test_merge__keeps_absolute_paths_where_they_are_wanted(family: Path) -> None
 
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_run__of_a_plan_takes_the_path_style_and_hub_ids_of_a_merge(family: Path, *, in_parts: bool) -> None:
-    plan = mergepipe.plan(recipe_of(family), "50%", options=PlanOptions(probe=False))
+    plan = mergepipe.plan(recipe_of(family), "50%")
     ids = ("me/whole", f"{family}/odd/expert1=me/tuned")
     if in_parts:
         mergepipe.run_part(plan, family / "out", (1, 1), paths="absolute", base_model_ids=ids)
@@ -243,7 +243,7 @@ def test_run__of_a_plan_takes_the_path_style_and_hub_ids_of_a_merge(family: Path
 
 
 def test_run__of_a_plan_refuses_an_id_of_a_model_that_is_not_in_it(family: Path) -> None:
-    plan = mergepipe.plan(recipe_of(family), "50%", options=PlanOptions(probe=False))
+    plan = mergepipe.plan(recipe_of(family), "50%")
     for call in (mergepipe.run, mergepipe.run_part):
         with pytest.raises(RecipeError, match="the recipe names no model 'nobody'"):
             call(plan, family / "out", base_model_ids=("nobody=me/x",))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mergepipe.catalog.rows import Evidence
 from mergepipe.catalog.statistics_bytes import pack, unpack
 from mergepipe.catalog.statistics_file import (
     MAGIC,
@@ -176,7 +175,7 @@ def _statistics_file_targets() -> tuple[Target, Target]:
     statistics = TensorStatistics(
         BlockGrid(500, 256), np.zeros(2, BLOCK_RECORD), np.array([0.1, 0.2]), np.zeros((2, 3), np.uint32), np.ones(3)
     )
-    rows = tuple(pack_row(name, Evidence.EXACT, statistics, expert.digest, base.digest) for name in ("a", "b"))
+    rows = tuple(pack_row(name, statistics, expert.digest, base.digest) for name in ("a", "b"))
     raw = StatisticsFile((base, expert), (PortablePair(expert.digest, base.digest, rows),)).to_bytes()
 
     def read(raw: bytes) -> object:

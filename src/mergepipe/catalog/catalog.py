@@ -14,7 +14,6 @@ from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, Database, open_data
 from mergepipe.catalog.manifests import SnapshotRecord, parse_manifest, read_manifest
 from mergepipe.catalog.rows import (
     CatalogStats,
-    Evidence,
     LineageNode,
     ModelRow,
     SnapshotRow,
@@ -157,51 +156,40 @@ class Catalog:
 
     # --- statistics ---
 
-    def put_many(
-        self,
-        expert: ModelRow,
-        base: ModelRow,
-        statistics: Mapping[str, TensorStatistics],
-        *,
-        evidence: Evidence = Evidence.EXACT,
-    ) -> int:
+    def put_many(self, expert: ModelRow, base: ModelRow, statistics: Mapping[str, TensorStatistics]) -> int:
         """Store the statistics of several tensors, all or none; return how many rows were written.
-
-        Exact statistics replace any others, probes replace only probes.
 
         Raises:
             ConflictError: `catalog.model-gone`, a model was removed meanwhile.
         """
         with self._database.write_transaction() as connection:
-            return tensor_statistics.put(connection, expert, base, statistics, evidence)
+            return tensor_statistics.put(connection, expert, base, statistics)
 
-    def statistics(
-        self, expert: ModelRow, base: ModelRow, *, accept: Iterable[Evidence] = (Evidence.EXACT,)
-    ) -> Mapping[str, TensorStatistics]:
-        """Return statistics of an expert's tensors against a base, by name; probes only if accepted.
+    def statistics(self, expert: ModelRow, base: ModelRow) -> Mapping[str, TensorStatistics]:
+        """Return statistics of an expert's tensors against a base, by name.
 
         Raises:
             CorruptError: `catalog.corrupt-statistics`, naming the tensor.
         """
         with self._database.read_transaction() as connection:
-            rows = list(tensor_statistics.rows_of(connection, expert, base, accept))
+            rows = list(tensor_statistics.rows_of(connection, expert, base))
         return {row.tensor: row.unpacked() for row in rows}
 
-    def evidence(self, expert: ModelRow, base: ModelRow) -> Mapping[str, Evidence]:
-        """Return the kind of evidence behind the statistics of each tensor of a pair."""
+    def tensors_on_record(self, expert: ModelRow, base: ModelRow) -> frozenset[str]:
+        """Return the tensors of a pair that have statistics, sound or not."""
         with self._database.read_transaction() as connection:
-            return tensor_statistics.evidence_of(connection, expert, base)
+            return tensor_statistics.tensors_of(connection, expert, base)
 
     def missing_statistics(
         self, expert: ModelRow, base: ModelRow, names: Iterable[str], block_elements: int, densities: Iterable[float]
     ) -> tuple[str, ...]:
         """Return those of `names`, in their order, that still have to be analysed.
 
-        A tensor is complete if it has exact, sound statistics on this grid with the cuts of all these densities.
+        A tensor is complete if it has sound statistics on this grid with the cuts of all these densities.
         """
         required_densities = tuple(densities)
         with self._database.read_transaction() as connection:
-            rows = list(tensor_statistics.rows_of(connection, expert, base, (Evidence.EXACT,)))
+            rows = list(tensor_statistics.rows_of(connection, expert, base))
         complete = {row.tensor for row in rows if tensor_statistics.covers(row, block_elements, required_densities)}
         return tuple(name for name in names if name not in complete)
 

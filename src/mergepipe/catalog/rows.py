@@ -61,13 +61,6 @@ class StaleModel:
     staleness: Staleness
 
 
-class Evidence(StrEnum):
-    """The source of statistics: whether they were measured or sampled."""
-
-    EXACT = "exact"  # every element was read
-    PROBE = "probe"  # estimated from a sample
-
-
 @dataclass(frozen=True, slots=True)
 class InputRow:
     """One input of a snapshot, `path` as recorded; `sid` is set if the input was itself a snapshot."""
@@ -131,8 +124,7 @@ class CatalogStats:
     models: int
     pairs: int
     described_bytes: int
-    exact_tensors: int
-    probed_tensors: int
+    analysed_tensors: int
     snapshots: int
 
 

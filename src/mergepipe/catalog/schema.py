@@ -6,7 +6,7 @@ import sqlite3
 from contextlib import closing
 
 APPLICATION_ID = 0x4D504331  # "MPC1"
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 _STATEMENTS = (
     "CREATE TABLE tensor_names (pk INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE)",
     """
@@ -77,7 +77,6 @@ _STATEMENTS = (
         pk INTEGER PRIMARY KEY,
         pair INTEGER NOT NULL REFERENCES pairs ON DELETE CASCADE,
         tensor INTEGER NOT NULL REFERENCES tensor_names,
-        is_probe INTEGER NOT NULL CHECK (is_probe IN (0, 1)),
         packed BLOB NOT NULL,
         UNIQUE (pair, tensor)
     )

@@ -13,7 +13,6 @@ from typing import Final, NoReturn
 import numpy as np
 from blake3 import blake3
 
-from mergepipe.catalog.rows import Evidence
 from mergepipe.catalog.statistics_bytes import pack, unpack
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint
 from mergepipe.checkpoints.file_digests import content_digest, digest_of_files, is_outside
@@ -29,7 +28,7 @@ from mergepipe.storage.regular import read_head
 STATISTICS_NAME: Final = "mergepipe.stats"
 MAGIC: Final = b"MPSTATS\n"
 FORMAT_NAME: Final = "mergepipe-statistics"
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 SEAL_BYTES: Final = 32
 _LENGTH_BYTES = 8
 _HEX = frozenset("0123456789abcdef")
@@ -89,7 +88,6 @@ class PortableRow:
     """The packed statistics of one tensor: what `pack` makes of them, bound to the digests of the two contents."""
 
     tensor: str
-    evidence: Evidence
     packed: bytes
 
 
@@ -101,14 +99,14 @@ class PortablePair:
     base: str
     rows: tuple[PortableRow, ...]
 
-    def statistics(self, where: object) -> Mapping[str, tuple[Evidence, TensorStatistics]]:
+    def statistics(self, where: object) -> Mapping[str, TensorStatistics]:
         """Unpack the rows, by tensor. `where` names the file in errors.
 
         Raises:
             CorruptError: `stats.row`, one is damaged, or cannot be what an analysis made.
             UnsupportedError: `stats.version`, rows of a newer version.
         """
-        return {row.tensor: (row.evidence, self._unpacked(row, where)) for row in self.rows}
+        return {row.tensor: self._unpacked(row, where) for row in self.rows}
 
     def _unpacked(self, row: PortableRow, where: object) -> TensorStatistics:
         try:
@@ -157,7 +155,6 @@ class StatisticsFile:
                     "expert": numbers[pair.expert],
                     "base": numbers[pair.base],
                     "tensors": [row.tensor for row in pair.rows],
-                    "probes": [number for number, row in enumerate(pair.rows) if row.evidence is Evidence.PROBE],
                     "sizes": [len(row.packed) for row in pair.rows],
                 }
                 for pair in self.pairs
@@ -176,9 +173,9 @@ def row_subject(tensor: str, expert: str, base: str) -> str:
     return f"tensor {tensor} of content {expert} against {base}"
 
 
-def pack_row(tensor: str, evidence: Evidence, statistics: TensorStatistics, expert: str, base: str) -> PortableRow:
+def pack_row(tensor: str, statistics: TensorStatistics, expert: str, base: str) -> PortableRow:
     """Pack the statistics of one tensor, bound to the digests of the contents."""
-    return PortableRow(tensor, evidence, pack(statistics, row_subject(tensor, expert, base)))
+    return PortableRow(tensor, pack(statistics, row_subject(tensor, expert, base)))
 
 
 def _content_json(content: PortableContent) -> dict[str, object]:
@@ -276,17 +273,16 @@ def _pair(fields: JsonFields, digests: list[str], rows: _RowCutter) -> PortableP
     expert, base = fields.size("expert"), fields.size("base")
     if max(expert, base) >= len(digests):
         fields.refuse("it names a content that the file does not list")
-    names, sizes, probes = fields.array("tensors"), fields.sizes("sizes"), set(fields.sizes("probes"))
+    names, sizes = fields.array("tensors"), fields.sizes("sizes")
     tensors = [name for name in names if isinstance(name, str)]
-    if not len(set(tensors)) == len(names) == len(sizes) or any(number >= len(names) for number in probes):
+    if not len(set(tensors)) == len(names) == len(sizes):
         fields.refuse("its tensors are not one name and one size each")
     made = []
-    for number, (tensor, nbytes) in enumerate(zip(tensors, sizes, strict=True)):
+    for tensor, nbytes in zip(tensors, sizes, strict=True):
         packed = rows.cut(nbytes)
         if packed is None:
             fields.refuse("it has more rows than the file")
-        evidence = Evidence.PROBE if number in probes else Evidence.EXACT
-        made.append(PortableRow(tensor, evidence, packed))
+        made.append(PortableRow(tensor, packed))
     return PortablePair(digests[expert], digests[base], tuple(made))
 
 

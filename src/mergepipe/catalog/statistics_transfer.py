@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Final
 
 from mergepipe.catalog import models, tensor_statistics
 from mergepipe.catalog.contents import content_with_digest
-from mergepipe.catalog.rows import Evidence, ModelKind, ModelRow
+from mergepipe.catalog.rows import ModelKind, ModelRow
 from mergepipe.catalog.statistics_file import PortableContent, PortablePair, StatisticsFile, pack_row
-from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.storage.location import Location
 
 CONTENT_SCHEME: Final = "content"
@@ -33,19 +31,16 @@ def portable_pair(connection: sqlite3.Connection, expert: ModelRow, base: ModelR
     """
     if expert.content_digest is None or base.content_digest is None:
         raise ValueError(f"a digest of {expert.path} or {base.path} is unknown")
-    rows = tensor_statistics.rows_of(connection, expert, base, Evidence)
+    rows = tensor_statistics.rows_of(connection, expert, base)
     return PortablePair(
         expert.content_digest,
         base.content_digest,
-        tuple(
-            pack_row(row.tensor, row.evidence, row.unpacked(), expert.content_digest, base.content_digest)
-            for row in rows
-        ),
+        tuple(pack_row(row.tensor, row.unpacked(), expert.content_digest, base.content_digest) for row in rows),
     )
 
 
 def take_in(connection: sqlite3.Connection, file: StatisticsFile, where: object) -> int:
-    """Record contents and statistics of a file; return how many rows were new. Rows on record stay, but for probes.
+    """Record contents and statistics of a file; return how many rows were new. Rows on record stay.
 
     Raises:
         CorruptError, UnsupportedError: as `PortablePair.statistics`.
@@ -53,28 +48,10 @@ def take_in(connection: sqlite3.Connection, file: StatisticsFile, where: object)
     rows = {content.digest: _registered(connection, content) for content in file.contents}
     written = 0
     for pair in file.pairs:
-        of_evidence: dict[Evidence, dict[str, TensorStatistics]] = {evidence: {} for evidence in Evidence}
-        for tensor, (evidence, statistics) in pair.statistics(where).items():
-            of_evidence[evidence][tensor] = statistics
-        written += _add(connection, rows[pair.expert], rows[pair.base], of_evidence)
-    return written
-
-
-def _add(
-    connection: sqlite3.Connection,
-    expert: ModelRow,
-    base: ModelRow,
-    of_evidence: Mapping[Evidence, Mapping[str, TensorStatistics]],
-) -> int:
-    on_record = tensor_statistics.evidence_of(connection, expert, base)
-    written = 0
-    for evidence, statistics in of_evidence.items():
-        better = {
-            tensor: of_tensor
-            for tensor, of_tensor in statistics.items()
-            if on_record.get(tensor) not in (evidence, Evidence.EXACT)
-        }
-        written += tensor_statistics.put(connection, expert, base, better, evidence) if better else 0
+        expert, base = rows[pair.expert], rows[pair.base]
+        on_record = tensor_statistics.tensors_of(connection, expert, base)
+        new = {name: one for name, one in pair.statistics(where).items() if name not in on_record}
+        written += tensor_statistics.put(connection, expert, base, new) if new else 0
     return written
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mergepipe.catalog.models import content_key_and_id
-from mergepipe.catalog.rows import Evidence, ModelRow
+from mergepipe.catalog.rows import ModelRow
 from mergepipe.catalog.statistics_bytes import pack, unpack
 from mergepipe.errors import CorruptError
 from mergepipe.operators.statistics import TensorStatistics
@@ -23,7 +23,6 @@ class PackedRow:
     expert_id: str
     base_id: str
     tensor: str
-    evidence: Evidence
     packed: bytes
 
     def unpacked(self) -> TensorStatistics:
@@ -54,26 +53,24 @@ def put(
     expert: ModelRow,
     base: ModelRow,
     statistics: Mapping[str, TensorStatistics],
-    evidence: Evidence,
 ) -> int:
-    """Store statistics of some tensors; return how many rows were written. Probes never replace exact ones."""
+    """Store statistics of some tensors; return how many rows were written."""
     expert_key, expert_id = content_key_and_id(connection, expert)
     base_key, base_id = content_key_and_id(connection, base)
     pair = _pair_key(connection, expert_key, base_key)
     return sum(
-        _put_row(connection, pair, tensor, evidence, pack(of_tensor, subject_of(expert_id, base_id, tensor)))
+        _put_row(connection, pair, tensor, pack(of_tensor, subject_of(expert_id, base_id, tensor)))
         for tensor, of_tensor in statistics.items()
     )
 
 
-def _put_row(connection: sqlite3.Connection, pair: int, tensor: str, evidence: Evidence, packed: bytes) -> int:
+def _put_row(connection: sqlite3.Connection, pair: int, tensor: str, packed: bytes) -> int:
     return connection.execute(
         """
-        INSERT INTO tensor_statistics (pair, tensor, is_probe, packed) VALUES (?, ?, ?, ?)
-        ON CONFLICT (pair, tensor) DO UPDATE SET is_probe = excluded.is_probe, packed = excluded.packed
-        WHERE excluded.is_probe <= tensor_statistics.is_probe
+        INSERT INTO tensor_statistics (pair, tensor, packed) VALUES (?, ?, ?)
+        ON CONFLICT (pair, tensor) DO UPDATE SET packed = excluded.packed
         """,
-        (pair, _name_key(connection, tensor), int(evidence is Evidence.PROBE), packed),
+        (pair, _name_key(connection, tensor), packed),
     ).rowcount
 
 
@@ -87,7 +84,7 @@ def merge_contents(connection: sqlite3.Connection, duplicate: int, other: int) -
         for row in list(_rows_where(connection, "s.pair = ?", (pk,))):
             if row.is_sound:
                 packed = pack(row.unpacked(), subject_of(expert_id, base_id, row.tensor))
-                _put_row(connection, target, row.tensor, row.evidence, packed)
+                _put_row(connection, target, row.tensor, packed)
     connection.execute(
         """
         UPDATE contents SET content_id = coalesce(content_id, (SELECT content_id FROM contents WHERE pk = ?))
@@ -116,27 +113,23 @@ def _name_key(connection: sqlite3.Connection, name: str) -> int:
     return int(row[0])
 
 
-def rows_of(
-    connection: sqlite3.Connection, expert: ModelRow, base: ModelRow, evidence: Iterable[Evidence]
-) -> Iterator[PackedRow]:
+def rows_of(connection: sqlite3.Connection, expert: ModelRow, base: ModelRow) -> Iterator[PackedRow]:
     """Yield the rows of one pair, in the order in which they were first stored."""
-    kinds = set(evidence)
     of_pair = f"p.expert = ({_CONTENT_OF_MODEL}) AND p.base = ({_CONTENT_OF_MODEL})"
-    rows = _rows_where(connection, f"{of_pair} ORDER BY s.tensor", (expert.id, base.id))
-    return (row for row in rows if row.evidence in kinds)
+    return _rows_where(connection, f"{of_pair} ORDER BY s.tensor", (expert.id, base.id))
 
 
-def evidence_of(connection: sqlite3.Connection, expert: ModelRow, base: ModelRow) -> dict[str, Evidence]:
-    """Return the kind of evidence of the rows of one pair, by tensor."""
+def tensors_of(connection: sqlite3.Connection, expert: ModelRow, base: ModelRow) -> frozenset[str]:
+    """Return the tensors that one pair has rows of."""
     rows = connection.execute(
         f"""
-        SELECT n.name, s.is_probe
+        SELECT n.name
         FROM tensor_statistics AS s JOIN tensor_names AS n ON n.pk = s.tensor JOIN pairs AS p ON p.pk = s.pair
         WHERE p.expert = ({_CONTENT_OF_MODEL}) AND p.base = ({_CONTENT_OF_MODEL})
         """,
         (expert.id, base.id),
     )
-    return {str(tensor): _evidence(is_probe) for tensor, is_probe in rows}
+    return frozenset(str(tensor) for (tensor,) in rows)
 
 
 def all_rows(connection: sqlite3.Connection) -> Iterator[PackedRow]:
@@ -147,15 +140,15 @@ def all_rows(connection: sqlite3.Connection) -> Iterator[PackedRow]:
 def _rows_where(connection: sqlite3.Connection, condition: str, values: tuple[str | int, ...]) -> Iterator[PackedRow]:
     rows = connection.execute(
         f"""
-        SELECT s.pk, e.id, b.id, n.name, s.is_probe, s.packed
+        SELECT s.pk, e.id, b.id, n.name, s.packed
         FROM tensor_statistics AS s JOIN tensor_names AS n ON n.pk = s.tensor
         JOIN pairs AS p ON p.pk = s.pair JOIN contents AS e ON e.pk = p.expert JOIN contents AS b ON b.pk = p.base
         WHERE {condition}
         """,
         values,
     )
-    for pk, expert_id, base_id, tensor, is_probe, packed in rows:
-        yield PackedRow(pk, str(expert_id), str(base_id), str(tensor), _evidence(is_probe), _packed(packed))
+    for pk, expert_id, base_id, tensor, packed in rows:
+        yield PackedRow(pk, str(expert_id), str(base_id), str(tensor), _packed(packed))
 
 
 def drop_corrupt(connection: sqlite3.Connection) -> int:
@@ -166,19 +159,15 @@ def drop_corrupt(connection: sqlite3.Connection) -> int:
 
 
 def covers(row: PackedRow, block_elements: int, densities: Iterable[float]) -> bool:
-    """Whether a row is exact, sound, on this grid and has the cuts of these densities."""
+    """Whether a row is sound, on this grid and has the cuts of these densities."""
     try:
         statistics = row.unpacked()
     except CorruptError:
         return False
     has_cuts = set(densities) <= set(statistics.densities_D.tolist())
-    return row.evidence is Evidence.EXACT and statistics.grid.block_elements == block_elements and has_cuts
+    return statistics.grid.block_elements == block_elements and has_cuts
 
 
 def _packed(value: object) -> bytes:
     """The blob; empty bytes for a value of another type in a damaged row."""
     return value if isinstance(value, bytes) else b""
-
-
-def _evidence(is_probe: int) -> Evidence:
-    return Evidence.PROBE if is_probe else Evidence.EXACT

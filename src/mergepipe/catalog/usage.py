@@ -19,7 +19,6 @@ def catalog_stats(connection: sqlite3.Connection, path: Path) -> CatalogStats:
         FROM pairs AS p
         """
     ).fetchone()
-    probed = _count(connection, "tensor_statistics WHERE is_probe = 1")
     return CatalogStats(
         path=path,
         file_bytes=sum(_size_bytes(path.with_name(path.name + suffix)) for suffix in _SIDE_FILES),
@@ -27,8 +26,7 @@ def catalog_stats(connection: sqlite3.Connection, path: Path) -> CatalogStats:
         models=_count(connection, "models"),
         pairs=pairs,
         described_bytes=described,
-        exact_tensors=_count(connection, "tensor_statistics") - probed,
-        probed_tensors=probed,
+        analysed_tensors=_count(connection, "tensor_statistics"),
         snapshots=_count(connection, "snapshots"),
     )
 

@@ -218,14 +218,6 @@ Importance: TypeAlias = Annotated[
         rich_help_panel=BUDGET_PANEL,
     ),
 ]
-NoProbe: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--no-probe",
-        help="Do not sample experts of which nothing is known; spread the budget evenly over them.",
-        rich_help_panel=BUDGET_PANEL,
-    ),
-]
 
 
 Paths = Annotated[
@@ -297,7 +289,6 @@ class PlanFlags:
     min_density: MinDensity = None
     block_elements: BlockElements = None
     request_cost: RequestCost = None
-    no_probe: NoProbe = False
     importance: Importance = None
 
     def options(self, *, strict: bool = False, lenient: bool = False) -> PlanOptions:
@@ -316,7 +307,6 @@ class PlanFlags:
             min_density=None if density is None else parse_fraction(density, "--min-density", "option.density"),
             block_elements=self.block_elements,
             request_cost_bytes=optional_size(self.request_cost, "--request-cost"),
-            probe=not self.no_probe,
             importance=self.importance,
             strict=strict,
             lenient=lenient,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +15,12 @@ from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.engine.pipeline.segments import (
     HoldLimits,
     JobShape,
-    Run,
     choose_buffer_sizes,
     cut_everywhere,
     full_access,
     plan_jobs,
     uncut_blocks,
 )
-from mergepipe.engine.reductions.probe_summary import ProbeSummary, sample_runs
 from mergepipe.engine.reductions.tensor_summary import TensorSummary
 from mergepipe.engine.tensor_work import no_function, reporter
 from mergepipe.engine.work import AnalysisWork, EngineOptions
@@ -30,7 +28,6 @@ from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import BufferPool
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.location import Location
-from mergepipe.storage.read_ahead import read_ahead_of
 from mergepipe.storage.traffic import abort_requests
 
 
@@ -47,13 +44,7 @@ def run_analysis(
     cut_of = cut_everywhere(work.block_elements)
     cut_of = uncut_blocks(cut_of, work.tasks, options.memory_bytes)
     sizes = choose_buffer_sizes(work.tasks, options.memory_bytes, cut_of)
-    pool = BufferPool(sizes.total_bytes, options.memory_bytes, read_ahead_of(store))
-
-    def runs_of(index: int, task: MergeTask) -> Iterable[Run]:
-        if not work.probe_fraction:
-            return full_access(index, task)
-        grid = BlockGrid(task.base.n_elements, work.block_elements)
-        return sample_runs(index, task, grid, work.probe_fraction, work.probe_stride)
+    pool = BufferPool(sizes.total_bytes, options.memory_bytes)
 
     pipeline = Pipeline(
         work.tasks, files, pool, sizes.raw_bytes, _NoSink(), options.threads, lambda: observer.on_progress(None),
@@ -62,7 +53,7 @@ def run_analysis(
     looked_at_twice = [task for task in work.tasks if not _has_few_fine_deltas(task)]
     is_sparing = not are_dear(files, store)
     limits = HoldLimits.sparing(pool.limit, sizes, looked_at_twice) if is_sparing else HoldLimits.of(pool.limit)
-    pipeline.run(_jobs(work, plan_jobs(work.tasks, sizes, runs_of, cut_of), limits, observer))
+    pipeline.run(_jobs(work, plan_jobs(work.tasks, sizes, full_access, cut_of), limits, observer))
 
 
 def _has_few_fine_deltas(task: MergeTask) -> bool:
@@ -75,11 +66,7 @@ def _jobs(work: AnalysisWork, shapes: Iterator[JobShape], limits: HoldLimits, ob
         works = []
         for task in (work.tasks[i] for i in shape.task_indices):
             grid = BlockGrid(task.base.n_elements, work.block_elements)
-            summary: TensorSummary | ProbeSummary
-            if work.probe_fraction:
-                summary = ProbeSummary(grid, task.experts[0], work.probe_stride)
-            else:
-                summary = TensorSummary(grid, len(task.experts), None, work.densities)
+            summary = TensorSummary(grid, len(task.experts), None, work.densities)
             works.append(TensorWork(task, summary, no_function, reporter(task, summary, observer.on_statistics)))
         yield Job(shape, works, limits, writes=False, tap=observer.tap)
 

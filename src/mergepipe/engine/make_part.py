@@ -40,7 +40,6 @@ from mergepipe.snapshots.shards import DurableProgress, ShardWriter
 from mergepipe.storage.buffers import BufferPool
 from mergepipe.storage.contract import Store
 from mergepipe.storage.output import CHUNK_BYTES
-from mergepipe.storage.read_ahead import read_ahead_of
 from mergepipe.storage.traffic import abort_requests
 
 
@@ -80,7 +79,7 @@ def make_part(
         ShardWriter(directory, part_output.shards, store.ledger, progress) as writer,
     ):
         shapes = plan_jobs(tasks, layout.sizes, layout.runs_of, layout.cut_of, starts)
-        pool = BufferPool(layout.sizes.total_bytes, layout.pool_bytes, read_ahead_of(store))
+        pool = BufferPool(layout.sizes.total_bytes, layout.pool_bytes)
         pipeline = Pipeline(
             tasks, files, pool, layout.sizes.raw_bytes, _ShardSink(writer, tasks), options.threads,
             lambda: observer.on_progress(writer.progress),

@@ -11,7 +11,6 @@ from mergepipe.engine.pipeline.jobs import BASE_ALONE, Sample, TensorWork
 from mergepipe.engine.planned_access import PlannedAccess
 from mergepipe.engine.reductions.block_reductions import Reduction
 from mergepipe.engine.reductions.known_quantities import NOTHING_KNOWN
-from mergepipe.engine.reductions.probe_summary import ProbeSummary
 from mergepipe.engine.reductions.staged_reduction import Needs, StagedReduction
 from mergepipe.engine.reductions.tensor_summary import TensorSummary
 from mergepipe.engine.work import MergeWork
@@ -75,7 +74,7 @@ def _needs(work: MergeWork, task: MergeTask, inputs: OperatorInput) -> Needs:
     return Needs(work.operator, inputs, NOTHING_KNOWN)
 
 
-def reporter(task: MergeTask, summary: TensorSummary | ProbeSummary, on_statistics: OnStatistics) -> Callable[[], None]:
+def reporter(task: MergeTask, summary: TensorSummary, on_statistics: OnStatistics) -> Callable[[], None]:
     """Return a function that passes on the statistics of every expert of a task."""
 
     def report() -> None:

@@ -89,17 +89,11 @@ class MergeWork:
 
 @dataclass(frozen=True, slots=True)
 class AnalysisWork:
-    """An analysis to run: tasks with their experts, the grid, and the densities whose cuts are computed.
-
-    With a `probe_fraction` above zero only that share of every `probe_stride`-th block is read, and each task has one
-    expert.
-    """
+    """An analysis to run: tasks with their experts, the grid, and the densities whose cuts are computed."""
 
     tasks: tuple[MergeTask, ...]
     block_elements: int
     densities: tuple[float, ...]
-    probe_fraction: float = 0.0
-    probe_stride: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.rows import Evidence, ModelRow
+from mergepipe.catalog.rows import ModelRow
 from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION
@@ -33,9 +33,8 @@ from mergepipe.storage.stores import Stores
 class AnalysisRequest:
     """The statistics to gather of `experts` against `base`, and the catalog's home, where they are kept.
 
-    `densities` are those whose exact cuts are wanted. With a `probe_fraction` above 0, only that share of every block
-    is read. The statistics of files are taken in before (`import_from`); in the end those of the experts are written
-    to one (`export_to`).
+    `densities` are those whose exact cuts are wanted. The statistics of files are taken in before (`import_from`); in
+    the end those of the experts are written to one (`export_to`).
     """
 
     base: Location
@@ -43,7 +42,6 @@ class AnalysisRequest:
     home: Path
     block_elements: int
     densities: tuple[float, ...]
-    probe_fraction: float = 0.0
     import_from: tuple[Location, ...] = ()
     export_to: Path | None = None
 
@@ -82,9 +80,8 @@ def run_analysis(
         base_checkpoint, checkpoints = recognised.base, list(recognised.experts)
         base_row = catalog.register_model(base_checkpoint)
         subjects = [_subject(catalog, base_checkpoint, base_row, checkpoint, request) for checkpoint in checkpoints]
-        evidence = Evidence.PROBE if request.probe_fraction else Evidence.EXACT
-        recorder = StatisticsRecorder(link, base_row, evidence)
-        tasks = _tasks(base_checkpoint, subjects, recorder, apart=request.probe_fraction > 0)
+        recorder = StatisticsRecorder(link, base_row)
+        tasks = _tasks(base_checkpoint, subjects, recorder)
         total = store.ledger.total_bytes() + sum(
             task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks
         )
@@ -95,17 +92,16 @@ def run_analysis(
         with open_files(store, files_of(tensors), inputs) as files:
             for checkpoint in inputs:
                 known_content_id(link, checkpoint, files)
-            read_whole = () if request.probe_fraction else tasks
-            digests = DigestTap((base_checkpoint, *checkpoints), read_whole, files, engine.memory_bytes)
+            digests = DigestTap((base_checkpoint, *checkpoints), tasks, files, engine.memory_bytes)
             if tasks:
-                tap = None if request.probe_fraction else digests.tap
-                work = AnalysisWork(tasks, request.block_elements, request.densities, request.probe_fraction)
+                tap = digests.tap
+                work = AnalysisWork(tasks, request.block_elements, request.densities)
                 observer = Observer(lambda _: report_progress(), recorder.take, tap)
                 analysis.run_analysis(work, files, store, engine, observer)
             digested = digests.finish()
             check_unchanged(store, digested)
             recorder.flush()
-        if tasks and not request.probe_fraction:
+        if tasks:
             usage = store.ledger.usage()
             read_bytes = usage[Purpose.BASE] + usage[Purpose.EXPERT]
             complete_digests(catalog, store, digested, engine.threads, int(read_bytes * MOST_READ_AGAIN_FRACTION))
@@ -131,7 +127,6 @@ def run_analysis(
         expert_bytes=usage[Purpose.EXPERT],
         analysis_bytes=usage[Purpose.ANALYSIS],
         seconds=time.perf_counter() - started,
-        is_probe=request.probe_fraction > 0,
         imported=imported,
         exported=exported,
     )
@@ -151,11 +146,7 @@ def _subject(
         name for name, entry in base.tensors.items() if _can_compare(entry, checkpoint.tensors.get(name))
     )
     row = catalog.register_model(checkpoint)
-    if request.probe_fraction:
-        recorded_names = catalog.evidence(row, base_row)
-        missing = tuple(name for name in comparable if name not in recorded_names)
-    else:
-        missing = catalog.missing_statistics(row, base_row, comparable, request.block_elements, request.densities)
+    missing = catalog.missing_statistics(row, base_row, comparable, request.block_elements, request.densities)
     incomparable = tuple(
         name for name, entry in base.tensors.items() if entry.dtype.kind is DTypeKind.FLOAT and name not in comparable
     )
@@ -171,10 +162,8 @@ def _can_compare(base: Readable, expert: Readable | None) -> bool:
     )
 
 
-def _tasks(
-    base: Checkpoint, subjects: Sequence[_Subject], recorder: StatisticsRecorder, *, apart: bool
-) -> tuple[MergeTask, ...]:
-    """Build one task per tensor for all experts that need it, or, for a probe, one per expert and tensor."""
+def _tasks(base: Checkpoint, subjects: Sequence[_Subject], recorder: StatisticsRecorder) -> tuple[MergeTask, ...]:
+    """Build one task per tensor for all experts that need it."""
     wanted: dict[str, list[int]] = defaultdict(list)
     for index, subject in enumerate(subjects):
         for name in subject.missing:
@@ -183,14 +172,12 @@ def _tasks(
     rows = [subject.row for subject in subjects]
     for name, entry in base.tensors.items():
         indices = wanted.get(name, [])
-        groups = [[index] for index in indices] if apart else [indices] if indices else []
-        for group in groups:
-            entries = tuple(subjects[i].checkpoint.tensors[name] for i in group)
-            parameters = TensorParameters({}, {}, ({},) * len(entries))
-            models = tuple(i + 1 for i in group)
-            task = MergeTask(
-                name, Action.MERGE, entry.shape, entry.dtype, entry, entries, parameters, expert_models=models
-            )
-            recorder.expect(task, [rows[i] for i in group])
-            tasks.append(task)
+        if not indices:
+            continue
+        entries = tuple(subjects[i].checkpoint.tensors[name] for i in indices)
+        parameters = TensorParameters({}, {}, ({},) * len(entries))
+        models = tuple(i + 1 for i in indices)
+        task = MergeTask(name, Action.MERGE, entry.shape, entry.dtype, entry, entries, parameters, expert_models=models)
+        recorder.expect(task, [rows[i] for i in indices])
+        tasks.append(task)
     return tuple(tasks)

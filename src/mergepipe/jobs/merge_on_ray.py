@@ -25,7 +25,6 @@ from mergepipe.options import DEFAULT_SHARD_BYTES, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, PartReport, Progress, ProgressCallback
-from mergepipe.runs.budget.probe import Prober
 from mergepipe.runs.inputs.opened import Inputs, open_inputs
 from mergepipe.runs.merge_run import MergeSettings
 from mergepipe.runs.parts import (
@@ -127,8 +126,7 @@ def run_merge_on_ray(
         plan = None if settings.resume is Resume.NEVER else _unfinished_plan(place, key)
         if plan is None:
             with closing(CatalogLink(settings.home)) as link:
-                prober = Prober(store, settings.engine, lambda: None) if request.probes else None
-                plan = make_plan(store, inputs, request, link, prober=prober)
+                plan = make_plan(store, inputs, request, link)
         return _opened(plan, settings)
 
     return _publish(decide, inputs, out, cluster, settings, store.ledger, key, started, on_progress)

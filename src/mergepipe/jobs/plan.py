@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import LimitError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
-from mergepipe.options import PlanOptions, check_seed, default_memory_bytes, default_threads
+from mergepipe.options import PlanOptions, check_seed
 from mergepipe.planning.budget import BudgetRequest, parse_budget, parse_target_error, retry_reserve_bytes
 from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
 from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, Fallback, ImportanceRecord, Plan, PlannedTensor
@@ -28,7 +26,6 @@ from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.recipes.resolve.tasks import Action, MergeTask
 from mergepipe.runs.budget.packed_indices import find_unread
 from mergepipe.runs.budget.planned_cost import planned_cost
-from mergepipe.runs.budget.probe import Prober, probe_unknown
 from mergepipe.runs.inputs.opened import Inputs, PairStatistics, open_inputs, with_known_digests
 from mergepipe.runs.inputs.planned import vocabulary_of
 from mergepipe.runs.records.catalog_link import CatalogLink
@@ -41,16 +38,14 @@ from mergepipe.storage.stores import Stores
 PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
 SAMPLED_UNIT_ELEMENTS = 32 * 1024
 """The block of a sample of local files: 64 KiB of bfloat16."""
-PROBE_MEMORY_BYTES = 64 << 20
-"""The buffers that samples are read into: a sample of a block is a few pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     """The request for a plan. Without `block_elements` the block size follows the experts.
 
-    Under strictness an expert of which nothing is read is an error. `probes`: experts of which nothing is known are
-    sampled. With `everything` all experts are read in full, no budget limits that, and nothing has to be known.
+    Under strictness an expert of which nothing is read is an error. With `everything` all experts are read in full, no
+    budget limits that, and nothing has to be known.
     """
 
     budget: BudgetRequest
@@ -60,7 +55,6 @@ class PlanRequest:
     allow_dropped: tuple[str, ...] = ()
     request_cost_bytes: int | None = None
     strictness: Strictness = USUAL
-    probes: bool = True
     everything: bool = False
     importance: Location | None = None
 
@@ -90,7 +84,7 @@ def plan_request(
         if budget is not None or target_error is not None:
             other = "--target-error" if budget is None else "--budget"
             raise RecipeError.of("option.pair", "--all", f"it reads everything, whatever {other} says", "give only one")
-        budget, options = "100%", replace(options, probe=False)
+        budget = "100%"
     if budget is None and target_error is None:
         raise RecipeError.of("budget.missing", "--budget", "no budget is given", "give one, such as 25%")
     density = options.min_density
@@ -108,7 +102,6 @@ def plan_request(
         tuple(allow_dropped),
         options.request_cost_bytes,
         Strictness(strict or options.strict, options.lenient),
-        options.probe,
         everything,
         None if options.importance is None else Location.of(options.importance),
     )
@@ -119,9 +112,8 @@ def make_plan(
     inputs: Inputs,
     request: PlanRequest,
     link: CatalogLink,
-    prober: Prober | None = None,
 ) -> Plan:
-    """Plan a merge of opened inputs from the catalog, indices of packed experts, and with a `prober` samples."""
+    """Plan a merge of opened inputs from the catalog, and indices of packed experts."""
     inputs = with_known_digests(inputs, link)
     models = inputs.recipe.inputs()
     if inputs.intermediates:
@@ -136,13 +128,6 @@ def make_plan(
     samples = request.policy is Policy.SAMPLE
     unit_elements = _sampled_unit(inputs, request_bytes) if samples else _suitable_block(inputs, facts)
     block_elements = request.block_elements or unit_elements
-    statistics, probe_bytes = facts.statistics, (0,) * len(inputs.expert_models)
-    if prober is not None and not samples:
-        probe = probe_unknown(
-            prober, inputs, facts.statistics, request.budget, block_elements, max(request_bytes, default=0),
-            request.choices.target_error,
-        )  # fmt: skip
-        statistics, probe_bytes = probe.statistics, probe.cost_bytes
     importance = None
     if request.importance is not None and not request.everything:
         from mergepipe.runs.budget.importance import read_importance
@@ -159,9 +144,8 @@ def make_plan(
             PlanningModel(model.text, checkpoint, facts.content_ids[place] if place in facts.analysed else None)
             for place, (model, checkpoint) in enumerate(zip(models, inputs.checkpoints, strict=True))
         ),
-        statistics=statistics,
+        statistics=facts.statistics,
         unread=find_unread(inputs, request.budget),
-        probe_bytes=probe_bytes if any(probe_bytes) else (),
         request_bytes=request_bytes if any(request_bytes) else (),
         importance=importance,
     )
@@ -287,7 +271,7 @@ class _KnownFacts:
 
 
 def _lookup_known(catalog: Catalog | None, inputs: Inputs, beside: StatisticsBeside) -> _KnownFacts:
-    pairs = PairStatistics(catalog, inputs, (Evidence.EXACT, Evidence.PROBE), beside)
+    pairs = PairStatistics(catalog, inputs, beside)
     by_model: dict[int, dict[str, TensorStatistics]] = {model: {} for model in inputs.expert_models}
     analysed = set[int]()
     for task in inputs.resolution.tasks:
@@ -305,13 +289,7 @@ def plan_recipe(recipe: Location | RecipeText, request: PlanRequest, home: Path)
     store = Stores()
     inputs = open_inputs(recipe, store, request.allow_dropped, strictness=request.strictness)
     with closing(CatalogLink(home, required=True)) as link:
-        engine = EngineOptions(default_threads(), min(PROBE_MEMORY_BYTES, default_memory_bytes()))
-        prober = Prober(store, engine, no_tick) if request.probes else None
-        return make_plan(store, inputs, request, link, prober=prober)
-
-
-def no_tick() -> None:
-    """Samples are read in moments: nothing is reported."""
+        return make_plan(store, inputs, request, link)
 
 
 def read_plan(store: Store, path: Location) -> Plan:

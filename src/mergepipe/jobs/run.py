@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from mergepipe.jobs.plan import PlanRequest, make_plan, no_tick
+from mergepipe.jobs.plan import PlanRequest, make_plan
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, ProgressCallback
-from mergepipe.runs.base_ahead import base_read_ahead
-from mergepipe.runs.budget.probe import Prober
 from mergepipe.runs.inputs.opened import open_inputs, with_parameters
 from mergepipe.runs.inputs.planned import open_planned
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
@@ -45,13 +43,9 @@ def run_budgeted(
     key = plan_key(inputs, repr(request))
     follows = settings.resume in (Resume.AUTO, Resume.REQUIRED)
     plan = stored_plan(staging_directory(out.absolute()), key) if follows else None
-    with closing(CatalogLink(settings.home)) as link, ExitStack() as stack:
+    with closing(CatalogLink(settings.home)) as link:
         if plan is None:
-            prober = Prober(store, settings.engine, no_tick) if request.probes else None
-            ahead = base_read_ahead(inputs, store, settings.engine, settings.shard_bytes)
-            stop_reading = stack.enter_context(ahead).stop
-            plan = make_plan(store, inputs, request, link, prober)
-            stop_reading()
+            plan = make_plan(store, inputs, request, link)
         merged, keyed = with_parameters(inputs, plan), replace(settings, plan_key=key)
         return publish_merge(merged, plan, out, keyed, store, link, started, on_progress, before_publish)
 

@@ -16,7 +16,7 @@ from mergepipe.core.outcome import private_outputs
 from mergepipe.errors import NotFoundError
 from mergepipe.jobs.evaluate import Evaluation, parse_evaluation
 from mergepipe.jobs.merge import run_merge
-from mergepipe.jobs.plan import PlanRequest, make_plan, no_tick
+from mergepipe.jobs.plan import PlanRequest, make_plan
 from mergepipe.jobs.run import run_plan
 from mergepipe.planning.budget import BudgetRequest, parse_budget
 from mergepipe.planning.choices import Policy
@@ -24,12 +24,10 @@ from mergepipe.planning.level_counts import blocks_by_level
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SweepPoint, SweepReport
-from mergepipe.runs.budget.probe import Prober
 from mergepipe.runs.budget.verdict import verdict_of
 from mergepipe.runs.inputs.opened import Inputs, open_inputs
 from mergepipe.runs.merge_run import MergeSettings
 from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.recovery.resume import samples_cost
 from mergepipe.snapshots.distances import distance, norm
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
@@ -90,7 +88,7 @@ def run_sweep(
 
     Where distances tell something, and no command does, `random` stands beside the policy of the request.
 
-    Every budget is planned as a merge under it is: from what is on record, else from samples. At most two outputs lie
+    Every budget is planned as a merge under it is. At most two outputs lie
     on the disk at a time, under `request.work` (default: where temporary files go); nothing is left behind or recorded.
 
     Raises:
@@ -157,8 +155,7 @@ class _Sweep:
 
     def _plan(self, inputs: Inputs, request: PlanRequest) -> Plan:
         with closing(CatalogLink(self._home, required=True)) as link:
-            prober = Prober(self._store, self._settings.engine, no_tick) if request.probes else None
-            return make_plan(self._store, inputs, request, link, prober=prober)
+            return make_plan(self._store, inputs, request, link)
 
     def _full_merge(self, inputs: Inputs) -> _Reference:
         out = self._directory / "full"
@@ -184,7 +181,7 @@ class _Sweep:
             policy=policy.value,
             budget_bytes=plan.budget_bytes,
             planned_bytes=plan.planned_bytes,
-            expert_bytes=report.expert_bytes + report.analysis_bytes + samples_cost(plan, inputs.checkpoints),
+            expert_bytes=report.expert_bytes + report.analysis_bytes,
             seconds=report.seconds,
             error=_share(error, reference.changed_norm),
             flattering_error=_share(error, reference.full_norm),

@@ -123,11 +123,6 @@ class TensorStatistics:
         if self.cuts_D3.shape != (len(self.densities_D), 3):
             raise ValueError("a cut for each density")
 
-    @property
-    def is_estimate(self) -> bool:
-        """Whether a probe made them: its cuts are estimates, and its norms bound nothing."""
-        return not any(map(math.isfinite, self.products_3.tolist()))
-
     def estimated_cut(self, n_kept: int) -> CutEstimate | None:
         """Estimate the cut that keeps `n_kept` elements from the shares on record around it; None if they are far off.
 

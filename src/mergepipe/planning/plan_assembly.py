@@ -30,7 +30,6 @@ from mergepipe.planning.plan import (
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.planning.selection.select import Selection
 
-SAMPLED = "norms and magnitude cuts are estimates; `mergepipe analyze` makes them exact"
 MOST_UNSPENT = 1 / 20  # of a budget: less is what no further block fits into
 SPREAD = "it was analysed by larger blocks; `mergepipe analyze --block-elements {}` makes them exact"
 
@@ -213,21 +212,12 @@ def unknown_fallbacks(
 def estimate_fallbacks(
     problem: PlanningProblem, columns: Columns, known_statistics: KnownStatistics, rules: Rules
 ) -> tuple[Fallback, ...]:
-    """Build notices per expert: that it was sampled, that its norms are spread, that cuts come from a histogram."""
+    """Build notices per expert: that its norms are spread, that cuts come from a histogram."""
     notices = []
     for e, model in enumerate(problem.experts):
-        of_tensors = [problem.statistics[e].get(task.name) for task in columns.tasks]
-        is_estimate_T = np.array(
-            [statistics is not None and statistics.is_estimate for statistics in of_tensors], np.bool_
-        )
-        sampled_T = known_statistics.known_ET[e] & is_estimate_T
-        spread_T = known_statistics.known_ET[e] & ~known_statistics.exact_ET[e] & ~sampled_T
-        errors = {t: error for (expert, t), error in rules.cut_errors.items() if expert == e}
-        of_histogram = [error for t, error in errors.items() if not sampled_T[t]]
+        spread_T = known_statistics.known_ET[e] & ~known_statistics.exact_ET[e]
+        of_histogram = [error for (expert, _), error in rules.cut_errors.items() if expert == e]
         where, n_tensors = f"expert '{model.text}'", len(columns.tasks)
-        if sampled_T.any():
-            decision = f"{int(sampled_T.sum())} of {n_tensors} tensors are known from a sample of their blocks"
-            notices.append(Fallback(where, decision, SAMPLED))
         if spread_T.any():
             n_spread = int(spread_T.sum())
             decision = f"the norms of {n_spread} of {n_tensors} tensors are those of larger blocks, spread evenly"

@@ -82,7 +82,7 @@ def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy
     if samples and options.target_error is not None:
         message = "a sample is not meant to be near the full merge: no error is expected of it"
         raise RecipeError.of("option.pair", "--target-error", message, "give a --budget, or another --select")
-    problem = replace(problem, statistics=_on_grid(problem, exact_only=samples))
+    problem = replace(problem, statistics=_on_grid(problem))
     data = _planning_data(problem, samples=samples)
     _check_on_omit(problem, data, options.on_omit)
     budget_bytes = request.limit_bytes(int(data.full_E.sum()))
@@ -103,14 +103,10 @@ def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy
     return replace(ranking, enough_bytes=enough_bytes, budget_bytes=enough_bytes)
 
 
-def _on_grid(problem: PlanningProblem, *, exact_only: bool) -> tuple[Mapping[str, TensorStatistics], ...]:
-    """Carry statistics of other blocks over to the plan's; estimates are left out where they must be exact."""
+def _on_grid(problem: PlanningProblem) -> tuple[Mapping[str, TensorStatistics], ...]:
+    """Carry statistics of other blocks over to the plan's."""
     return tuple(
-        {
-            name: on_grid(statistics, problem.block_elements)
-            for name, statistics in of_expert.items()
-            if not (exact_only and statistics.is_estimate)
-        }
+        {name: on_grid(statistics, problem.block_elements) for name, statistics in of_expert.items()}
         for of_expert in problem.statistics
     )
 
@@ -126,7 +122,7 @@ class _PlanningData:
     reasons: Mapping[tuple[int, int], str]  # why tensors are read whole
     unknown: Mapping[tuple[int, int], str]  # why nothing is known of tensors that are planned by blocks
     sample_E: NDArray[np.int64]
-    side_E: NDArray[np.int64]  # bytes of indices and of probes: read to make any plan
+    side_E: NDArray[np.int64]  # bytes of indices: read to make any plan
     full_E: NDArray[np.int64]
 
 
@@ -160,9 +156,8 @@ def _planning_data(problem: PlanningProblem, *, samples: bool) -> _PlanningData:
         find_candidates(columns, cost_EB, known_statistics, whole_ET, ladders),
         request_bytes_E=np.array(problem.request_bytes or np.zeros(columns.n_experts), np.int64),
     )
-    sample_E, index_E = _sample_costs(problem), _side_costs(problem)
-    full_E = full_costs(candidates, sample_E) + index_E + _unread_lower_bounds(problem)
-    side_E = index_E + np.array(problem.probe_bytes or np.zeros(len(index_E)), np.int64)
+    sample_E, side_E = _sample_costs(problem), _side_costs(problem)
+    full_E = full_costs(candidates, sample_E) + side_E + _unread_lower_bounds(problem)
     return _PlanningData(columns, known_statistics, rules, candidates, reasons, unknown, sample_E, side_E, full_E)
 
 
@@ -230,11 +225,6 @@ class Ranking:
         """The cost of reading every expert in full."""
         return int(self.data.full_E.sum())
 
-    @property
-    def everything_bytes(self) -> int:
-        """The budget that reads every expert in full, beside what was sampled to make the plan."""
-        return self.full_cost_bytes + sum(self.problem.probe_bytes)
-
     def select(self, budget_bytes: int) -> Selection:
         """Select within the budget, indices included; a smaller one if that is expected to lose less.
 
@@ -262,8 +252,7 @@ class Ranking:
         return min(next(larger, self.full_cost_bytes), self.full_cost_bytes)
 
     def _compared_budgets(self) -> tuple[int, ...]:
-        compared = compared_budgets(self.full_cost_bytes, self.least_useful_bytes() or 0)
-        return compared if self.everything_bytes <= compared[-1] else (*compared, self.everything_bytes)
+        return compared_budgets(self.full_cost_bytes, self.least_useful_bytes() or 0)
 
     def select_in_order(self, budget_bytes: int) -> Selection:
         """Select in the policy's order within the budget, indices included; see `select_items`."""
@@ -349,12 +338,11 @@ class Ranking:
             return None
         spent_bytes = max(plan.budget_bytes, plan.planned_bytes)
         larger_bytes = self._half_more_bytes(spent_bytes, self._compared_budgets())
-        is_everything = larger_bytes == self.full_cost_bytes  # and nothing is sampled for it
         selected = replace(self, enough_bytes=None)  # beyond a target error too
         return Outlook(
             _three_digits(self.expected_error(plan.budget_bytes)),
             larger_bytes,
-            _three_digits(selected.expected_error(self.everything_bytes if is_everything else larger_bytes)),
+            _three_digits(selected.expected_error(larger_bytes)),
             is_least=not is_error_complete(self.data.columns, self.data.rules),
         )
 

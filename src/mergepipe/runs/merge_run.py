@@ -43,7 +43,7 @@ from mergepipe.runs.records.manifest import (
     tensor_records,
     traffic_facts,
 )
-from mergepipe.runs.recovery.resume import MergeProgress, Resume, run_key, samples_cost
+from mergepipe.runs.recovery.resume import MergeProgress, Resume, run_key
 from mergepipe.runs.sidecars import (
     EVERY_SMALL_FILE,
     PlannedFiles,
@@ -70,7 +70,7 @@ from mergepipe.snapshots.recorded_paths import relative_reference, with_changed_
 from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, TensorDigest, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
-from mergepipe.storage.ledger import EXPERT_PURPOSES, Usage
+from mergepipe.storage.ledger import Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_all_durably, write_durably
 from mergepipe.storage.system_calls import peak_memory_bytes
@@ -173,13 +173,8 @@ def publish_merge(
     run = _Run(inputs, plan, output, planned, store, link, settings, started, on_progress, executor)
     run.tick("merge")  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
-    probed_bytes = _earlier_probe_bytes(inputs, plan, store.ledger.usage())
     key = run_key(inputs, plan, output, seed)
-    progress = (
-        MergeProgress(key, output, plan, store.ledger, settings.resume, probed_bytes=probed_bytes)
-        if made is None
-        else made.progress
-    )
+    progress = MergeProgress(key, output, plan, store.ledger, settings.resume) if made is None else made.progress
     with published_but(settings.destination or out):
         with (
             Staging(out, force=settings.force, can_continue=_continuation(bucket, progress)) as staging,
@@ -225,13 +220,6 @@ def _publication(
     if bucket is None:
         return contextlib.nullcontext(FolderPublication(staging, progress))
     return bucket.publication(staging, progress, output)
-
-
-def _earlier_probe_bytes(inputs: Inputs, plan: Plan | None, usage: Usage) -> int:
-    """Sum the bytes of samples that a plan charges and that an earlier run read, not this one."""
-    if plan is None or any(usage[purpose] for purpose in EXPERT_PURPOSES):
-        return 0
-    return samples_cost(plan, inputs.checkpoints)
 
 
 def _earlier_run_facts(progress: MergeProgress) -> dict[str, int]:

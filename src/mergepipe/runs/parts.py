@@ -24,7 +24,6 @@ from mergepipe.runs.budget.planned_cost import planned_cost
 from mergepipe.runs.inputs.opened import Inputs, with_parameters
 from mergepipe.runs.inputs.planned import open_planned
 from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.recovery.resume import samples_cost
 from mergepipe.runs.work import merge_work, used_experts
 from mergepipe.snapshots.parts_account import CONTENT_IDS, PLANNING, NumberedReading, PartsAccount, index_of
 from mergepipe.snapshots.parts_bucket import PartsBucket, find_job, folder_digests
@@ -134,7 +133,6 @@ class PartsWorker:
             plan, output = self._planned.plan, self._planned.output
             work = merge_work(inputs, output, plan, plan.seed, self._store, CatalogLink(None))
             shared = _sample_cost(self._planned.inputs, plan) + sum(self._index_costs().values())
-            shared += samples_cost(plan, inputs.checkpoints)
             self._shares, self._work = shard_shares(plan, work, shared), work
         return self._work
 
@@ -241,7 +239,7 @@ def record_planning(parts: PartsPlace, plan: Plan, inputs: Inputs, usage: Usage)
     sides = {model: inputs.checkpoints[model].encoded for model in costs}
     contents = {model: side.content for model, side in sides.items() if side is not None and side.is_read}
     account = PartsAccount(parts, plan.planned_bytes, plan.limit_bytes, "", forgives=True)
-    share = samples_cost(plan, inputs.checkpoints) + sum(costs[model] for model in contents)
+    share = sum(costs[model] for model in contents)
     reading = account.admit(PLANNING, share)
     assert reading is not None  # one that forgives is always admitted
     account.spend(reading, usage)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import Checkpoint, NeedsBase, files_of
 from mergepipe.checkpoints.open_files import open_files, pin_files
@@ -123,7 +122,7 @@ def _recorded(work: MergeWork, inputs: Inputs, link: CatalogLink) -> Mapping[str
 
 def _exact_quantities(catalog: Catalog, inputs: Inputs, tasks: Sequence[MergeTask]) -> dict[str, RecordedQuantities]:
     """Return the quantities of the tasks of whose experts all have exact statistics."""
-    pairs = PairStatistics(catalog, inputs, (Evidence.EXACT,))
+    pairs = PairStatistics(catalog, inputs)
     recorded = {}
     for task in tasks:
         statistics = [pairs.of(task, slot) for slot in range(len(task.experts))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,24 +17,14 @@ def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-class OtherUser(Protocol):
-    """A user of memory that counts against the same cap as a pool."""
-
-    def limit_memory(self, most_bytes: int, *, drops: bool) -> bool:
-        """Hold `most_bytes` at most from now on, and return whether that is so; with `drops`, give up more for it."""
-        ...
-
-
 class BufferPool:
     """At most `capacity_bytes // buffer_bytes` buffers, created when first needed. Used from one thread.
 
-    The memory bound is `capacity_bytes`, whatever is in flight, with what an `other` user of that memory holds.
+    The memory bound is `capacity_bytes`, whatever is in flight.
     """
 
-    def __init__(self, buffer_bytes: int, capacity_bytes: int, other: OtherUser | None = None) -> None:
+    def __init__(self, buffer_bytes: int, capacity_bytes: int) -> None:
         self._buffer_bytes = round_up(buffer_bytes, PAGE_BYTES)
-        self._capacity_bytes = capacity_bytes
-        self._other = other
         self._limit = capacity_bytes // self._buffer_bytes
         if self._limit < 1:
             raise ValueError(f"{capacity_bytes} bytes hold no buffer of {self._buffer_bytes}")
@@ -51,17 +40,11 @@ class BufferPool:
         """The largest number of buffers."""
         return self._limit
 
-    def take(self, *, is_urgent: bool = True) -> NDArray[np.uint8] | None:
-        """Return a buffer (uint8, page-aligned, contents undefined), or None when all are in use.
-
-        One that `is_urgent` makes the other user of the memory give up what it can.
-        """
+    def take(self) -> NDArray[np.uint8] | None:
+        """Return a buffer (uint8, page-aligned, contents undefined), or None when all are in use."""
         if self._free:
             return self._free.pop()
         if self._made == self._limit:
-            return None
-        left_bytes = self._capacity_bytes - (self._made + 1) * self._buffer_bytes
-        if self._other is not None and not self._other.limit_memory(left_bytes, drops=is_urgent):
             return None
         self._made += 1
         return aligned_buffer(self._buffer_bytes)

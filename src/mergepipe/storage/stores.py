@@ -13,7 +13,6 @@ from mergepipe.storage.contract import Entry, FileStatus, RangeFile, Store, Stor
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.storage.read_ahead import ReadAhead
 from mergepipe.storage.traffic import (
     NO_REQUESTS,
     RemoteSettings,
@@ -59,7 +58,6 @@ class Stores:
         self._ledger = ledger if ledger is not None else Ledger()
         self._settings = settings or RemoteSettings()
         self._members: dict[str, Store] = {}
-        self._ahead: ReadAhead | None = None
         self._lock = threading.Lock()
 
     @property
@@ -113,22 +111,7 @@ class Stores:
         return self.member(location).real_path(location)
 
     def open(self, location: Location, *, direct: bool = False) -> RangeFile:
-        file = self.member(location).open(location, direct=direct)
-        return file if self._ahead is None else self._ahead.over(file)
-
-    @property
-    def ahead(self) -> ReadAhead | None:
-        """The read-ahead that serves its files."""
-        return self._ahead
-
-    @contextmanager
-    def serve_read_ahead(self, ahead: ReadAhead) -> Iterator[None]:
-        """Serve what was read ahead to the files that are opened while the context lasts."""
-        self._ahead = ahead
-        try:
-            yield
-        finally:
-            self._ahead = None
+        return self.member(location).open(location, direct=direct)
 
     def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
         return self.member(location).read_metadata(location, offset, nbytes)

@@ -20,7 +20,7 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.file_digests import read_digests, with_digests
 from mergepipe.errors import ConflictError
-from mergepipe.options import PlanOptions, RunOptions
+from mergepipe.options import RunOptions
 from mergepipe.reports import AnalyzeReport
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -181,7 +181,7 @@ def test_plan__of_a_moved_model_uses_statistics_once_it_is_known(bench: Bench) -
         copy(bench, name, f"{name}-copy")
         shutil.rmtree(bench.folder / name)
         move(bench, f"{name}-copy", name)
-    unknown = mergepipe.plan(bench.write(recipe), budget="50%", home=bench.home, options=PlanOptions(probe=False))
+    unknown = mergepipe.plan(bench.write(recipe), budget="50%", home=bench.home)
     assert unknown.bound != before.bound
     analyse(bench, "expert1", "expert2")
     known = mergepipe.plan(bench.write(recipe), budget="50%", home=bench.home)

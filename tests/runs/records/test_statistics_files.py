@@ -14,7 +14,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.statistics_file import STATISTICS_NAME, StatisticsFile, parse_statistics
 from mergepipe.checkpoints.formats.safetensors import FIRST_READ_BYTES
 from mergepipe.errors import CorruptError
-from mergepipe.options import PlanOptions, RunOptions
+from mergepipe.options import RunOptions
 from mergepipe.planning.plan import Plan
 from support.hub_server import HubServer, hub_server
 from support.small_merges import RECIPES, Bench, make_bench
@@ -30,8 +30,8 @@ def analyse(
     return api.analyze(bench.folder / "base", places, import_from=import_from, export_to=export_to, options=options)
 
 
-def plan(bench: Bench, home: Path, *, probe: bool = False) -> Plan:
-    return mergepipe.plan(bench.write(RECIPE), "50%", home=home, options=PlanOptions(probe=probe))
+def plan(bench: Bench, home: Path) -> Plan:
+    return mergepipe.plan(bench.write(RECIPE), "50%", home=home)
 
 
 @pytest.fixture(name="first", scope="module")
@@ -96,21 +96,6 @@ def test_import__of_a_damaged_file_records_nothing(first: Bench, tmp_path: Path)
     assert api.catalog_stats(home=tmp_path / "home").pairs == 0
 
 
-def test_export__reads_models_of_unknown_digest_for_it(second: Bench) -> None:
-    report = analyse_probe(second)
-    whole = sum(second.only_file(name).stat().st_size for name in ("base", "expert1"))
-    assert whole <= report.analysis_bytes <= whole + 4 * 32 * 3 * 4096
-    (pair,) = parse_statistics((second.folder / STATISTICS_NAME).read_bytes(), "x").pairs
-    assert {row.evidence.value for row in pair.rows} == {"probe"}
-
-
-def analyse_probe(bench: Bench) -> mergepipe.AnalyzeReport:
-    return api.analyze(
-        bench.folder / "base", [bench.folder / "expert1"], probe_fraction=0.01,
-        export_to=bench.folder / STATISTICS_NAME, options=RunOptions(home=bench.home),
-    )  # fmt: skip
-
-
 # --- beside a model ---
 
 
@@ -133,18 +118,17 @@ def put_beside(hub: HubServer, first: Bench, content: bytes) -> None:
         hub.commit(f"org/{name}", {**files_of(first, name), STATISTICS_NAME: content})
 
 
-def plan_of_hub(folder: Path, *, probe: bool = False, home: Path | None = None) -> Plan:
+def plan_of_hub(folder: Path, *, home: Path | None = None) -> Plan:
     text = RECIPE.text()
     for name in NAMES:
         text = text.replace(f'"{name}"', f'"hf://org/{name}"')
     (folder / "recipe.yml").write_text(text)
-    options = PlanOptions(probe=probe)
-    return mergepipe.plan(folder / "recipe.yml", "50%", home=home or folder / "home", options=options)
+    return mergepipe.plan(folder / "recipe.yml", "50%", home=home or folder / "home")
 
 
 def test_plan__of_the_hub_after_an_import_reads_headers_alone(hub: HubServer, first: Bench, tmp_path: Path) -> None:
     api.import_statistics(first.folder / STATISTICS_NAME, home=tmp_path / "home")
-    decided = plan_of_hub(tmp_path, probe=True)
+    decided = plan_of_hub(tmp_path)
     assert hub.content_bytes <= 3 * FIRST_READ_BYTES
     assert decided.tensors == plan_of_hub(tmp_path, home=first.home).tensors
 
@@ -152,7 +136,7 @@ def test_plan__of_the_hub_after_an_import_reads_headers_alone(hub: HubServer, fi
 def test_plan__uses_statistics_beside_a_model(hub: HubServer, first: Bench, tmp_path: Path) -> None:
     raw = (first.folder / STATISTICS_NAME).read_bytes()
     put_beside(hub, first, raw)
-    decided = plan_of_hub(tmp_path, probe=True)
+    decided = plan_of_hub(tmp_path)
     assert hub.content_bytes < 3 * 2048 + 2 * len(raw)
     analysed = plan_of_hub(tmp_path, home=first.home)
     assert [tensor.access for tensor in decided.tensors] == [tensor.access for tensor in analysed.tensors]

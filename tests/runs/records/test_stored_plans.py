@@ -16,7 +16,7 @@ def test_stored_plan__is_none_where_any_byte_was_changed(tmp_path: Path) -> None
     recipe = tmp_path / "recipe.yml"
     models = f"[{{model: {family.places[1]}, parameters: {{weight: 1, density: 0.5}}}}]"
     recipe.write_text(f"merge_method: ties\nbase_model: {family.places[0]}\nmodels: {models}\n")
-    options = PlanOptions(block_elements=16384, probe=False)
+    options = PlanOptions(block_elements=16384)
     plan = mergepipe.plan(recipe, everything=True, home=tmp_path / "home", allow_dropped=("*",), options=options)
     store_plan(tmp_path, "key", plan)
     stored = tmp_path / STORED_PLAN_NAME

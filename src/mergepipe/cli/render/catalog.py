@@ -96,7 +96,7 @@ def catalog_table(stats: CatalogStats) -> str:
         ("size", f"{format_bytes(stats.file_bytes)}, {share_text(stats.file_bytes, stats.described_bytes)} of "
                  f"the {format_bytes(stats.described_bytes)} of experts it describes"),
         ("models", f"{stats.models}, {plural(stats.pairs, 'pair')} of base and expert"),
-        ("statistics", f"{stats.exact_tensors} tensors exact, {stats.probed_tensors} estimated"),
+        ("statistics", f"{stats.analysed_tensors} tensors"),
         ("snapshots", str(stats.snapshots)),
     ]  # fmt: skip
     rows = [[table.name, str(table.rows), format_bytes(table.payload_bytes)] for table in stats.tables]

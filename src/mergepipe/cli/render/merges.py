@@ -93,7 +93,6 @@ def analyze_table(report: AnalyzeReport) -> str:
     again = [("read again", format_bytes(report.analysis_bytes))] if report.analysis_bytes else []
     return facts_text(
         [
-            ("statistics", "estimated from a sample" if report.is_probe else "exact"),
             *(("expert", _analyzed_text(expert)) for expert in report.experts),
             ("base read", format_bytes(report.base_bytes)),
             ("experts read", format_bytes(report.expert_bytes)),

@@ -256,7 +256,7 @@ class Pipeline:
         while running.unread:
             if not self._may_read_on(running):
                 return False
-            buffer = self._pool.take(is_urgent=running is self._active[0])
+            buffer = self._pool.take()
             if buffer is None:
                 return False
             self._request(running, running.unread.popleft(), buffer)

@@ -35,7 +35,7 @@ class KnownStatistics:
         free_EB: the block equals the base's, or the expert has no part in the tensor.
         same_as_EB: the first expert whose block holds the same bytes of the same dtype; itself if there is none.
         largest_EB, octaves_EOB: see `BLOCK_RECORD`; empty without octaves.
-        exact_ET: known, not from a probe or larger blocks: `norm_EB` is a bound. Also where there is nothing to read.
+        exact_ET: known, not from larger blocks: `norm_EB` is a bound. Also where there is nothing to read.
     """
 
     known_ET: NDArray[np.bool_]
@@ -104,7 +104,7 @@ def gather_statistics(
     for e, t in np.argwhere(known_ET).tolist():
         statistics, inside = problem.statistics[e][columns.tasks[t].name], columns.of_tensor(t)
         _copy(gathered, e, inside, statistics)
-        gathered.exact_ET[e, t] = not (statistics.is_estimate or statistics.are_norms_spread)
+        gathered.exact_ET[e, t] = not statistics.are_norms_spread
         words_B = statistics.blocks_B.view(_HASH_WORDS)
         low_EB[e, inside] = words_B["low"]
         high_EB[e, inside] = words_B["high"]

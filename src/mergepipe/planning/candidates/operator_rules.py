@@ -173,7 +173,7 @@ def known_cut(statistics: TensorStatistics | None, n_kept: int, n_elements: int)
     """Return the cut that exactly `n_kept` elements reach, None if no recorded density has that rank."""
     if n_kept == 0 or n_kept >= n_elements:
         return NOTHING_KEPT if n_kept == 0 else Cut(0)
-    return None if statistics is None or statistics.is_estimate else statistics.cut(n_kept)
+    return None if statistics is None else statistics.cut(n_kept)
 
 
 def estimated_cut(statistics: TensorStatistics | None, n_kept: int) -> CutEstimate | None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from mergepipe.core.units import format_bytes
 from mergepipe.planning.candidates.known_statistics import REASON_MISSING
 from mergepipe.planning.plan import NOTHING_READ, UNSPENT, Plan
-from mergepipe.planning.plan_assembly import SAMPLED
 from mergepipe.reports import BudgetVerdict, ExpertCoverage
 from mergepipe.runs.budget.coverage import coverage_of
 from mergepipe.snapshots.manifest import Coverage
@@ -23,7 +22,6 @@ SCALE = (
 """What errors up to a limit mean, expected and measured ones: distances, no statement about what a model can do."""
 WORSE = "worse than the base: further from the full merge than no merge at all"
 _ADVISED = {
-    SAMPLED: "the plan is made from estimates",
     REASON_MISSING: "nothing is known of tensors, and what is read of them is spread evenly",
 }
 NOT_STATED = "none is stated of a sample: it is right on average, and far from the full merge in each draw"

@@ -30,7 +30,7 @@ from mergepipe.storage.traffic import concurrent_map
 
 if TYPE_CHECKING:
     from mergepipe.catalog.catalog import Catalog
-    from mergepipe.catalog.rows import Evidence, ModelRow
+    from mergepipe.catalog.rows import ModelRow
     from mergepipe.engine.merged_tensor import MergedTensor
     from mergepipe.operators.statistics import TensorStatistics
     from mergepipe.planning.plan import Plan
@@ -297,12 +297,10 @@ class PairStatistics:
         self,
         catalog: Catalog | None,
         inputs: Inputs,
-        accept: Sequence[Evidence],
         beside: StatisticsBeside | None = None,
     ) -> None:
         self._catalog = catalog
         self._inputs = inputs
-        self._accept = tuple(accept)
         self._beside = beside
         self._rows: dict[int, ModelRow | None] = {}
         self._known: dict[tuple[int, int], Mapping[str, TensorStatistics]] = {}
@@ -330,31 +328,20 @@ class PairStatistics:
 
     def _pair(self, expert: int, base: int) -> Mapping[str, TensorStatistics]:
         if (expert, base) not in self._known:
-            on_record = self._on_record(expert, base)
-            if not on_record or any(one.is_estimate for one in on_record.values()):
-                on_record = self._completed(on_record, self._found_beside(expert, base))
-            self._known[expert, base] = on_record
+            self._known[expert, base] = self._on_record(expert, base) or self._found_beside(expert, base)
         return self._known[expert, base]
-
-    @staticmethod
-    def _completed(
-        on_record: Mapping[str, TensorStatistics], beside: Mapping[str, TensorStatistics]
-    ) -> Mapping[str, TensorStatistics]:
-        """Add what lies beside an expert; it takes the place of estimates."""
-        return {**beside, **{name: one for name, one in on_record.items() if name not in beside or not one.is_estimate}}
 
     def _on_record(self, expert: int, base: int) -> Mapping[str, TensorStatistics]:
         row, base_row = self.row(expert), self.row(base)
         if self._catalog is None or row is None or base_row is None:
             return {}
-        return self._catalog.statistics(row, base_row, accept=self._accept)
+        return self._catalog.statistics(row, base_row)
 
     def _found_beside(self, expert: int, base: int) -> Mapping[str, TensorStatistics]:
         if self._beside is None:
             return {}
         checkpoints = self._inputs.checkpoints
-        statistics = self._beside.statistics(checkpoints[expert], checkpoints[base])
-        return {name: one for name, (evidence, one) in statistics.items() if evidence in self._accept}
+        return self._beside.statistics(checkpoints[expert], checkpoints[base])
 
 
 def with_parameters(inputs: Inputs, plan: Plan) -> Inputs:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.database import is_catalog_error
-from mergepipe.catalog.rows import Evidence, ModelRow
+from mergepipe.catalog.rows import ModelRow
 from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.errors import MergePipeError
@@ -65,10 +65,9 @@ class CatalogLink:
 class StatisticsRecorder:
     """Receives statistics from the engine and commits them in batches, so that an interrupted run loses few."""
 
-    def __init__(self, link: CatalogLink, base: ModelRow, evidence: Evidence) -> None:
+    def __init__(self, link: CatalogLink, base: ModelRow) -> None:
         self._link = link
         self._base = base
-        self._evidence = evidence
         self._owners: dict[tuple[str, int], ModelRow] = {}
         self._batch: dict[str, dict[str, TensorStatistics]] = defaultdict(dict)
         self._rows: dict[str, ModelRow] = {}
@@ -101,7 +100,7 @@ class StatisticsRecorder:
         self._waiting = 0
 
     def _put(self, row: ModelRow, statistics: Mapping[str, TensorStatistics]) -> None:
-        self._link.use(lambda catalog: catalog.put_many(row, self._base, statistics, evidence=self._evidence))
+        self._link.use(lambda catalog: catalog.put_many(row, self._base, statistics))
 
 
 def known_content_id(link: CatalogLink, checkpoint: Checkpoint, files: Mapping[Location, RangeFile]) -> str:

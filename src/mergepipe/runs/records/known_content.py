@@ -64,9 +64,9 @@ class Recogniser:
             rows = self._candidates(expert)
             if len(base_rows) + len(rows) == 2:
                 continue  # neither looks like another one
-            recorded = set(self.catalog.evidence(rows[0], base_rows[0]))
+            recorded = self.catalog.tensors_on_record(rows[0], base_rows[0])
             pair = next(
-                (pair for pair in _pairs(rows, base_rows) if set(self.catalog.evidence(*pair)) - recorded), None
+                (pair for pair in _pairs(rows, base_rows) if self.catalog.tensors_on_record(*pair) - recorded), None
             )
             if pair is None:
                 continue

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.rows import Evidence
 from mergepipe.catalog.statistics_file import (
     STATISTICS_NAME,
     PortableContent,
@@ -86,7 +85,7 @@ class StatisticsBeside:
         self._notices = notices
         self._files: dict[Location, StatisticsFile | None] = {}
 
-    def statistics(self, expert: Checkpoint, base: Checkpoint) -> Mapping[str, tuple[Evidence, TensorStatistics]]:
+    def statistics(self, expert: Checkpoint, base: Checkpoint) -> Mapping[str, TensorStatistics]:
         """Return the statistics of an expert by tensor, empty where no file binds to both contents."""
         pair = self._pair(expert, base)
         try:

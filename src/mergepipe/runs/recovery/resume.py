@@ -11,7 +11,6 @@ from enum import StrEnum
 from pathlib import Path
 
 import mergepipe
-from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.engine.work import OutputPlan
 from mergepipe.errors import CorruptError, LimitError, NotFoundError, StorageError
@@ -88,11 +87,8 @@ class MergeProgress:
         ledger: Ledger,
         resume: Resume,
         clock: Callable[[], float] = time.monotonic,
-        *,
-        probed_bytes: int = 0,
     ) -> None:
         self._key = key
-        self._probed_bytes = probed_bytes  # of the plan's bytes those that are not read again
         self._output = output
         self._plan = plan
         self._ledger = ledger
@@ -221,7 +217,7 @@ class MergeProgress:
         if self._plan is None:
             return sum(source.nbytes for task in self._output.tasks[n_durable:] for source in task.experts)
         durable_bytes = planned_cost(self._plan, self._output.tasks[:n_durable])
-        return self._plan.planned_bytes - durable_bytes - self._probed_bytes
+        return self._plan.planned_bytes - durable_bytes
 
     def _refuse_excess(self, directory: Path, used_bytes: int, excess_bytes: int, n_durable: int) -> None:
         budget = 0 if self._plan is None else self._plan.limit_bytes or 0
@@ -417,9 +413,3 @@ def _remove_undurable(content: Path, shards: Sequence[ShardLayout], n_tensors: i
     """Remove everything but the durable bytes of the first `n_tensors`."""
     durable = {shard.name: nbytes for shard, nbytes in _durable_files(shards, n_tensors)}
     owned.keep_only(content, durable)
-
-
-def samples_cost(plan: Plan, checkpoints: Sequence[Checkpoint]) -> int:
-    """Return what a plan charges for the samples that were read to make it."""
-    models = zip(plan.models, checkpoints, strict=True)
-    return sum(model.side_bytes for model, checkpoint in models if checkpoint.encoded is None)

@@ -13,10 +13,6 @@ from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
 from mergepipe.errors import RecipeError
 
-Probe = Annotated[
-    str | None,
-    typer.Option("--probe", metavar="SHARE", help="Read only this share of every block (1%, 0.01) and estimate."),
-]
 Densities = Annotated[
     list[str] | None,
     typer.Option("--density", metavar="SHARE", help="Work out this magnitude cut too; may be given several times."),
@@ -42,7 +38,6 @@ ExportTo = Annotated[
 
 EXAMPLES = (
     "mergepipe analyze base/ expert-1/ expert-2/",
-    "mergepipe analyze base/ expert-1/ --probe 1%",
     "mergepipe analyze base/ expert-1/ --export mergepipe.stats",
     "mergepipe analyze --import part-1.stats --import part-2.stats",
     "mergepipe analyze base/ expert-*/ --part 2/4 --export part-2.stats",
@@ -59,7 +54,6 @@ def analyze(
     base: OptionalBase = None,
     experts: OptionalExperts = None,
     *,
-    probe: Probe = None,
     density: Densities = None,
     block_elements: BlockElements = None,
     import_from: ImportFrom = None,
@@ -82,17 +76,14 @@ def analyze(
         raise RecipeError.of("option.invalid", "", f"Missing argument '{missing}'", "see 'mergepipe analyze --help'")
     session: Session = context.obj
     options = machine.options()
-    from mergepipe.planning.budget import parse_fraction
-
-    probe_fraction = 0.0 if probe is None else parse_fraction(probe, "--probe")
     from mergepipe import api
     from mergepipe.jobs.parts import experts_of_part
+    from mergepipe.planning.budget import parse_fraction
 
     with progress_shown(session, silent=printing.silent) as on_progress:
         report = api.analyze(
             base,
             experts_of_part(experts, part),
-            probe_fraction=probe_fraction,
             densities=[parse_fraction(text, "--density", "option.density") for text in density or ()],
             block_elements=block_elements,
             import_from=import_from or (),

@@ -80,7 +80,7 @@ def plan(
     """Decide what a merge of RECIPE reads under a budget.
 
     Says what of each expert is read, and what the omission costs at most. What is known of the experts comes
-    from the catalog and from the indices of packed ones; of others a sample is read, unless --no-probe is given.
+    from the catalog and from the indices of packed ones.
     """
     options = planning.options(strict=strict, lenient=lenient)
     from mergepipe import api

@@ -80,7 +80,6 @@ _FOR_BUDGETS = (
     "min_density",
     "block_elements",
     "request_cost",
-    "no_probe",
     "importance",
 )
 EXAMPLES = (
