@@ -1,4 +1,4 @@
-"""A merge that reads half of the bytes and says what that costs. `python examples/budgeted_merge.py [FOLDER]`."""
+"""A merge that reads half of the bytes and says what is missing. `python examples/budgeted_merge.py [FOLDER]`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def main(folder: Path) -> None:
     report = mergepipe.merge(recipe, folder / "half", budget="50%", force=True)
     assert report.verdict is not None
     print(f"read {report.expert_bytes:,} of at most {report.budget_bytes:,} bytes")
-    print(f"expected error: {report.verdict.expected_error:.2f} of what a full merge changes")
+    for expert in report.verdict.experts:
+        print(f"{expert.model}: {expert.share:.0%} of the blocks that it changes")
 
 
 if __name__ == "__main__":

@@ -80,13 +80,13 @@ EXPORTED = [
 ]
 CALLS = {
     "check": ("recipe", "shard_bytes allow_dropped strict lenient"),
-    "merge": ("recipe out", "budget target_error target_loss evaluate force seed options on_progress"),
+    "merge": ("recipe out", "budget target_loss evaluate force seed options on_progress"),
     "analyze": (
         "base experts",
         "densities block_elements import_from export_to options on_progress",
     ),
     "import_statistics": ("files", "home"),
-    "plan": ("recipe budget", "target_error everything seed home allow_dropped options"),
+    "plan": ("recipe budget", "everything seed home allow_dropped options"),
     "store_plan": ("plan path", ""),
     "run": ("plan out", "force shard_bytes resume executor address paths base_model_ids options on_progress"),
     "run_part": ("plan out part", "finish force shard_bytes resume paths base_model_ids options on_progress"),

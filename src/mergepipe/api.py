@@ -129,7 +129,6 @@ def merge(
     out: str | Path,
     *,
     budget: str | float | None = None,
-    target_error: str | float | None = None,
     target_loss: float | None = None,
     evaluate: str | None = None,
     force: bool = False,
@@ -140,13 +139,12 @@ def merge(
     """Merge as the recipe says and publish the result at `out`, complete or not at all.
 
     `out` is a folder, or a prefix of a bucket (`s3://bucket/prefix`, `gs://`, `az://`), which must hold nothing yet.
-    Without a `budget` or a `target_error` all experts are read in full. With one, a plan is made and run.
+    Without a `budget` all experts are read in full. With one, a plan is made and run.
 
     Args:
         recipe: see `check`.
         budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`,
             0.25); 0 reads nothing of the experts.
-        target_error: see `plan`.
         target_loss: merge under 5, 10, 25, 50 and 100 % in turn, until the loss that `evaluate` prints is not larger;
             only that merge is published. `tried` of the report tells what each read and gave.
         evaluate: the command that prints the loss: see `sweep`.
@@ -163,7 +161,7 @@ def merge(
     from mergepipe.runs.settings import cluster_request, merge_settings, output_place
 
     place, settings = output_place(out, merge_settings(options, seed, force=force), options.home)
-    planned_by = "--budget" if budget is not None else "--target-error" if target_error is not None else None
+    planned_by = "--budget" if budget is not None else None
     cluster = cluster_request(options.executor, options.address, options, options.shard_bytes)
     if target_loss is not None or evaluate is not None:
         from mergepipe.jobs.evaluate import TARGET_BUDGETS, merge_to_target, parse_evaluation
@@ -176,12 +174,12 @@ def merge(
             raise RecipeError.of("option.pair", option, message, f"add {other}")
         if planned_by is not None or cluster is not None or settings.destination is not None:
             message = "tries budgets in turn, and looks at each merge in a folder of this machine"
-            hint = "leave out --budget and --target-error, and merge into a folder without --executor"
+            hint = "leave out --budget, and merge into a folder without --executor"
             raise RecipeError.of("option.pair", "--target-loss", message, hint)
         from mergepipe.jobs.plan import plan_request
 
         request = plan_request(
-            TARGET_BUDGETS[0], None, options.plan, seed=seed, allow_dropped=options.allow_dropped, strict=options.strict
+            TARGET_BUDGETS[0], options.plan, seed=seed, allow_dropped=options.allow_dropped, strict=options.strict
         )
         return merge_to_target(
             _recipe(recipe), place, request, settings, parse_evaluation(evaluate), target_loss, started=started,
@@ -195,7 +193,7 @@ def merge(
     from mergepipe.jobs.run import run_budgeted
 
     request = plan_request(
-        budget, target_error, options.plan, seed=seed, allow_dropped=options.allow_dropped, strict=options.strict,
+        budget, options.plan, seed=seed, allow_dropped=options.allow_dropped, strict=options.strict,
         everything=planned_by is None,
     )  # fmt: skip
     if cluster is not None:
@@ -281,7 +279,6 @@ def plan(
     recipe: str | Path | Mapping[str, object],
     budget: str | float | None = None,
     *,
-    target_error: str | float | None = None,
     everything: bool = False,
     seed: int = 0,
     home: str | Path | None = None,
@@ -296,8 +293,6 @@ def plan(
         recipe: see `check`.
         budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`,
             0.25); 0 reads nothing of the experts.
-        target_error: spend no more of the budget (default: everything) than is expected to keep the result this close
-            to the full merge, relative to what that changes (`10%`, 0.1).
         everything: plan the full merge, without a budget: for `run_part`.
         seed: seed of the random operators and of the policy `random`.
         home: the catalog's home.
@@ -310,7 +305,7 @@ def plan(
     from mergepipe.jobs.plan import plan_recipe, plan_request
 
     options = options or PlanOptions()
-    request = plan_request(budget, target_error, options, seed=seed, allow_dropped=allow_dropped, everything=everything)
+    request = plan_request(budget, options, seed=seed, allow_dropped=allow_dropped, everything=everything)
     return plan_recipe(_recipe(recipe), request, home_of(home))
 
 
@@ -493,7 +488,7 @@ def sweep(
     from mergepipe.runs.settings import run_settings
 
     options = options or RunOptions()
-    planned = plan_request("100%", None, plan or PlanOptions(), seed=seed, allow_dropped=allow_dropped)
+    planned = plan_request("100%", plan or PlanOptions(), seed=seed, allow_dropped=allow_dropped)
     place = None if work is None else Path(work)
     request = sweep_request(budgets, planned, needed_home(options, "a sweep"), place, evaluate)
     settings = changed(run_settings(options, seed), allow_dropped=planned.allow_dropped)

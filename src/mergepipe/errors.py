@@ -73,7 +73,6 @@ KEYWORD_OF_OPTION = {
     "--state-from": "state_from",
     "--strategy": "strategy",
     "--strict": "strict=True",
-    "--target-error": "target_error",
     "--target-loss": "target_loss",
     "--tensor": "tensor",
     "--threads": "threads",

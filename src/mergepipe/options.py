@@ -128,7 +128,7 @@ class MergeOptions(_CommonOptions):
 
     Args:
         threads, memory_bytes, home, catalog, connections: see `RunOptions`.
-        plan: how a budget is spent; for merges with a `budget` or a `target_error`.
+        plan: how a budget is spent; for merges with a `budget`.
         shard_bytes: largest output file, in bytes of tensor data; default 5 GB, on a cluster also less, so that all of
             its nodes have files to make.
         resume: resume an interrupted run of the same merge to the same output; by default where there is one.

@@ -80,22 +80,20 @@ class ExpertCoverage:
 
 @dataclass(frozen=True, slots=True)
 class BudgetVerdict:
-    """The expected loss of a budgeted merge. Errors are relative to what the full merge changes.
+    """What a budgeted merge reads: `planned_bytes` of the `full_bytes` that reading everything costs, by `policy`.
 
-    `expected_error` is None where nothing is known of some expert, and with `is_least` only a part of what is lost.
     `experts` begin with those of which least is in the merge; `unread` names those of which nothing is read. Of a
-    budget `unspent_bytes` are left for `unspent_reason`, if that is a good part of it. A budget of
-    `larger_budget_bytes`, of the `full_bytes` that reading everything costs, would leave `larger_expected_error`.
+    budget `unspent_bytes` are left for `unspent_reason`, if that is a good part of it. What merges of this kind kept
+    of a gain was `measured` on that page; nothing is said of this one.
     """
 
-    expected_error: float | None
-    is_least: bool
-    meaning: str
+    policy: str
+    is_full: bool
+    planned_bytes: int
+    full_bytes: int
     experts: tuple[ExpertCoverage, ...]
     unread: tuple[str, ...]
-    full_bytes: int
-    larger_budget_bytes: int | None
-    larger_expected_error: float | None
+    measured: str
     unspent_bytes: int = 0
     unspent_reason: str = ""
 
@@ -383,7 +381,6 @@ class ExpertShare:
     `free` blocks equal the base's and are known without reading, `shared` ones were served by another expert's equal
     bytes, `omitted` ones are not in the merge. Bytes are None where nothing planned or nothing read them. Of those read
     `in_part` are at a level of their store below the last; `levels` are blocks by the form in which they are read.
-    `expected_error` is None where the plan expects none.
     """
 
     model: str
@@ -396,7 +393,6 @@ class ExpertShare:
     planned_bytes: int | None
     realized_bytes: int | None
     in_part: int = 0
-    expected_error: float | None = None
     levels: tuple[tuple[str, int], ...] = ()
 
 
@@ -405,18 +401,14 @@ class LayerShare:
     """Blocks of one layer, those that some expert touched, and per expert those it takes part in.
 
     `layer` is the first number in the tensors' names, empty for tensors outside of layers. `levels` are blocks of all
-    experts by the form in which they are read, `errors` what is expected of each expert, as a share of what it brings;
-    `energies` are the squares behind that: what is left out, and all.
+    experts by the form in which they are read.
     """
 
     layer: str
     blocks: int
     touched: int
     taking_part: tuple[int, ...]
-    expected_error: float | None = None
     levels: tuple[tuple[str, int], ...] = ()
-    errors: tuple[float | None, ...] = ()
-    energies: tuple[tuple[float, float] | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,8 +475,6 @@ class Explanation(Displayed):
     planned_bytes: int | None
     full_bytes: int | None
     realized_bytes: int | None
-    bound: float | None
-    relative_bound: float | None
     block_elements: int
     blocks: int
     touched: int
@@ -493,8 +483,6 @@ class Explanation(Displayed):
     tensors: tuple[TensorUse, ...]
     fallbacks: tuple[Decision, ...]
     adjustments: tuple[Decision, ...]
-    expected_error: float | None = None
-    error_is_least: bool = False
     verdict: BudgetVerdict | None = None
     sampling: Sampling | None = None
 
@@ -506,12 +494,11 @@ class Explanation(Displayed):
 class SweepPoint:
     """One merge under a budget beside the full merge M.
 
-    `error` is `||M_A - M|| / ||M - M_0||`, `flattering_error` is `||M_A - M|| / ||M||`, `bound` is the plan's bound
-    over `||M - M_0||`; None where the divisor is 0 or the plan has no bound. `expert_bytes` is everything requested
-    of expert files but headers; `seconds` includes planning. `expected_error` is what the plan said, at least where
-    `error_is_least`; `levels` are blocks by the form in which they are read, where it reads some in part; `unread`
-    names the experts of which nothing is read. `loss` is what the command of the sweep printed, if one was given. No
-    error is measured of samples, which are right on average and far from the full merge in each draw.
+    `error` is `||M_A - M|| / ||M - M_0||`, `flattering_error` is `||M_A - M|| / ||M||`; None where the divisor is 0.
+    `expert_bytes` is everything requested of expert files but headers; `seconds` includes planning. `levels` are blocks
+    by the form in which they are read; `unread` names the experts of which nothing is read. `loss` is what the command
+    of the sweep printed, if one was given. No error is measured of samples, which are right on average and far from the
+    full merge in each draw.
     """
 
     budget: str
@@ -522,9 +509,6 @@ class SweepPoint:
     seconds: float
     error: float | None
     flattering_error: float | None
-    bound: float | None
-    expected_error: float | None = None
-    error_is_least: bool = False
     levels: tuple[tuple[str, int], ...] = ()
     unread: tuple[str, ...] = ()
     loss: float | None = None

@@ -163,7 +163,7 @@ class Tags(HTMLParser):
 def test_sweep_page__holds_no_tag_of_a_name(ran: dict[str, tuple[Ran, Ran]], place: Path) -> None:
     assert ran["sweep"][0].exit_code == 0
     assert raw_characters((place / "sweep.html").read_text(encoding="utf-8")) == []
-    point = SweepPoint(NASTY, NASTY, 10, 10, 10, 1.0, float("nan"), 0.1, None, 0.2)
+    point = SweepPoint(NASTY, NASTY, 10, 10, 10, 1.0, float("nan"), 0.1)
     hostile = sweep_page(
         SweepReport(Location.local(Path(NASTY)), NASTY, NASTY, 0, (NASTY,), 10, 10, 1.0, float("inf"), 1.0, (point,))
     )

@@ -118,7 +118,7 @@ def test_merge__defaults_are_those_of_the_api(monkeypatch: pytest.MonkeyPatch, r
 
 def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runner) -> None:
     options = ["--threads", 3, "--memory", "1.5GiB", "--seed", 7, "--force", "--shard-size", "2GB"]
-    budget = ["--budget", "25%", "--target-error", "0.1", "--select", "random", "--where-omitted", "renormalize"]
+    budget = ["--budget", "25%", "--select", "random", "--where-omitted", "renormalize"]
     rest = ["--min-density", "0.1", "--home", "h", "--no-catalog", "--allow-dropped", "*.x"]
     more = ["--block-elements", 65536, "--no-resume"]
     given = given_to_api(monkeypatch, run, "r.yml", "o", *options, *budget, *rest, *more)
@@ -139,7 +139,6 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
     )
     keywords = {
         "budget": "25%",
-        "target_error": "0.1",
         "target_loss": None,
         "evaluate": None,
         "force": True,

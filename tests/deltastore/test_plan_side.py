@@ -163,13 +163,6 @@ def test_merge__under_a_budget_that_holds_no_index_is_the_base_and_reads_no_inde
     assert (weights_digest(out) == weights_digest(family.places[0])) or report.planned_bytes == 0
 
 
-def test_plan__for_an_error_needs_every_index(family: DiskFamily, tmp_path: Path) -> None:
-    recipe = recipe_of(family, "average", tmp_path)
-    with pytest.raises(Exception, match="without statistics") as refusal:
-        mergepipe.plan(recipe, "5000B", target_error=0.5, home=tmp_path)
-    assert refusal.value.code == "plan.target-unknown"  # type: ignore[attr-defined]
-
-
 def test_plan__refuses_a_budget_below_an_index_that_had_to_be_read(
     family: DiskFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +18,9 @@ from safetensors.numpy import save_file
 
 import mergepipe
 from mergepipe.api import pack
-from mergepipe.cli import main
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level
 from mergepipe.engine.planned_access import level_of_blocks
-from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.candidates.level_ladders import ALL, Ladder, ladder_steps
 from mergepipe.planning.plan import Plan
@@ -103,7 +100,7 @@ def levels_EB(plan: Plan) -> NDArray[np.int16]:
 
 @pytest.mark.parametrize("case", [AVERAGE, TIES], ids=["average", "ties"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_plan__with_levels_loses_no_more_with_a_larger_budget(place: Place, case: MergeCase, policy: str) -> None:
+def test_plan__reads_levels_within_every_budget(place: Place, case: MergeCase, policy: str) -> None:
     plans = [plan_of(place, case, f"{share}%", policy) for share in (0, 7, 20, 45, 70, 100)]
     levels = [levels_EB(plan) for plan in plans]
     assert not levels[0].any()
@@ -111,11 +108,6 @@ def test_plan__with_levels_loses_no_more_with_a_larger_budget(place: Place, case
         assert plan.planned_bytes <= plan.budget_bytes
         assert parse_plan(plan.to_json()) == plan
     assert (levels[0] < levels[-1]).any()
-    errors = [plan.expected_error for plan in plans]
-    for smaller, larger in pairwise(error for error in errors if error is not None):
-        assert larger <= smaller * (1 + 1e-3) or policy == "random"  # errors have 4 digits
-    assert len(errors) == len(plans)
-    assert errors[-1] == 0
     assert plans[-1].planned_bytes == plans[-1].full_cost_bytes
     partial = {int(level) for each in levels for level in np.unique(each)} - {0, ALL}
     assert partial >= ({Level.HEAD_EXACT} if case is TIES else {Level.BODY})
@@ -162,17 +154,6 @@ def float32_error(place: Place, plan: Plan, folder: Path) -> float:
     return float(np.sqrt(left / whole))
 
 
-@pytest.mark.parametrize("budget", ["10%", "25%", "50%"])
-def test_plan__expects_the_error_that_comes_and_bounds_it(place: Place, folder: Path, budget: str) -> None:
-    plan = mergepipe.plan(place.recipe(AVERAGE, "mixed", "float32"), budget, home=place.home)
-    error = float32_error(place, plan, folder)
-    assert plan.expected_error is not None
-    assert error == pytest.approx(plan.expected_error, rel=0.02)
-    assert plan.bound is not None
-    assert plan.bound.relative is not None
-    assert error <= plan.bound.relative * 1.01
-
-
 def test_plan__of_levels_beats_dropping_blocks_of_the_originals(place: Place, folder: Path) -> None:
     recipes = {name: place.recipe(AVERAGE, name, "float32") for name in ("raw", "mixed", "packed")}
     full = mergepipe.plan(recipes["raw"], "100%", home=place.home).full_cost_bytes
@@ -180,23 +161,6 @@ def test_plan__of_levels_beats_dropping_blocks_of_the_originals(place: Place, fo
     errors = {name: float32_error(place, plan, folder) for name, plan in plans.items()}
     assert errors["packed"] < 0.5 * errors["raw"]
     assert errors["packed"] < errors["mixed"] < errors["raw"]
-
-
-@pytest.mark.parametrize("target", [0.5, 0.2, 0.05])
-def test_plan__for_an_error_is_the_cheapest_that_is_expected_to_keep_it(place: Place, target: float) -> None:
-    recipe = place.recipe(AVERAGE)
-    plan = mergepipe.plan(recipe, "100%", target_error=target, home=place.home)
-    assert plan.expected_error is not None
-    assert plan.expected_error <= target
-    cheaper = mergepipe.plan(recipe, f"{plan.planned_bytes - 1}B", home=place.home)
-    assert cheaper.expected_error is not None
-    assert cheaper.expected_error > target
-
-
-def test_plan__for_an_error_beyond_the_budget_is_refused(place: Place) -> None:
-    with pytest.raises(LimitError, match=r"plan.target-error|expected within") as refusal:
-        mergepipe.plan(place.recipe(AVERAGE), "5%", target_error=0.01, home=place.home)
-    assert refusal.value.problems[0].code == "plan.target-error"
 
 
 ladders = st.integers(1, 6).flatmap(
@@ -223,15 +187,12 @@ def test_find_steps__go_up_to_the_last_level_at_falling_rates(drawn: tuple[list[
         assert steps.gain_S[own].sum() == pytest.approx(ladder.unread_B[block])
 
 
-def test_explain__tells_levels_and_the_error_expected_by_expert_and_layer(place: Place, folder: Path) -> None:
+def test_explain__tells_levels_by_expert(place: Place, folder: Path) -> None:
     plan = plan_of(place, AVERAGE, "15%")
     (folder / "plan.json").write_bytes(plan.to_json())
     found = mergepipe.explain(folder / "plan.json", tensor="layers.0.up")
-    assert found.expected_error == plan.expected_error
     assert found.experts[0].in_part + found.experts[1].in_part > 0
     assert found.experts[2].in_part == 0
-    assert {layer.layer for layer in found.layers if layer.expected_error is not None} == {"0", "1"}
-    assert all(expert.expected_error is not None for expert in found.experts)
     levels = level_of_blocks(plan.tensors[0], -(-plan.tensors[0].n_elements // plan.block_elements))
     told = {use.use for use in found.tensors[0].uses if "level" in use.use}
     assert told == {f"read at level {level}" for level in np.unique(levels) if level}
@@ -255,8 +216,6 @@ def test_sweep__of_mixed_experts_comes_closer_with_every_budget(place: Place) ->
 def test_plan__of_packed_experts_alone_needs_no_analysis_and_takes_larger_blocks(place: Place, folder: Path) -> None:
     plan = mergepipe.plan(place.recipe(AVERAGE, "packed", "float32"), "15%", home=folder / "empty")
     assert plan.block_elements == 8 * BLOCK_ELEMENTS
-    assert plan.expected_error is not None
-    assert float32_error(place, plan, folder) == pytest.approx(plan.expected_error, rel=0.05)
     fine = mergepipe.plan(
         place.recipe(AVERAGE, "packed"),
         "15%",
@@ -264,21 +223,6 @@ def test_plan__of_packed_experts_alone_needs_no_analysis_and_takes_larger_blocks
         options=PlanOptions(block_elements=BLOCK_ELEMENTS),
     )
     assert plan.full_cost_bytes < fine.full_cost_bytes
-
-
-def test_cli__plan_and_merge_take_a_target_error(
-    place: Place, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe, asked = str(place.recipe(AVERAGE)), ["--target-error", "0.3", "--home", str(place.home)]
-    assert main(["plan", recipe, *asked, "--json"]) == 0
-    expected = parse_plan(capsys.readouterr().out.encode()).expected_error
-    assert expected is not None
-    assert expected <= 0.3
-    assert main(["merge", recipe, str(folder / "out"), *asked, "--quiet"]) == 0
-    assert main(["plan", recipe, *asked]) == 0
-    assert "error expected" in capsys.readouterr().out
-    assert main(["plan", recipe]) != 0
-    assert "no budget is given" in capsys.readouterr().err
 
 
 def test_plan__mixes_a_store_a_raw_expert_and_an_adapter(tmp_path: Path) -> None:

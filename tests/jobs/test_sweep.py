@@ -59,15 +59,6 @@ def test_sweep__errors_are_those_of_merges_made_apart(recipe: Path, tmp_path: Pa
     assert report.points[0].flattering_error == pytest.approx(error / report.full_norm, rel=1e-12)
 
 
-def test_sweep__bounds_hold_where_outputs_are_not_rounded(recipe: Path, tmp_path: Path) -> None:
-    mergepipe.analyze(tmp_path / "base", [tmp_path / f"expert-{e}" for e in (1, 2)])
-    for point in sweep(recipe, "5%", "25%", "60%", "100%").points:
-        assert point.error is not None
-        assert point.bound is not None
-        assert point.error <= point.bound * (1 + 1e-5) + 1e-9
-        assert point.expert_bytes <= point.planned_bytes <= point.budget_bytes
-
-
 @pytest.mark.parametrize("operator", ["task_arithmetic", "ties", "dare_linear"])
 def test_sweep__everything_is_the_full_merge_and_nothing_is_the_base(recipe: Path, operator: str) -> None:
     density = "" if operator == "task_arithmetic" else ", density: 0.5"

@@ -50,22 +50,14 @@ def test_influence__has_the_coefficients_in_force(operator: str, normalize: bool
     inputs = operator_input(operator, normalize=normalize)
     found, rule = operator_named(operator).influence(inputs, PRODUCTS_E3), rule_of(operator, inputs)
     assert found.coefficients_E.tolist() == rule.coefficients_E.astype(np.float64).tolist()
-    if found.is_additive:
-        assert found.anchor_scale == rule.anchor_scale
 
 
-def test_influence__is_additive_exactly_for_fixed_coefficients() -> None:
+def test_influence__says_what_is_trimmed_and_what_can_be_renormalised() -> None:
     found = {name: operator_named(name).influence(operator_input(name), None) for name in operator_specs()}
-    assert {name for name, each in found.items() if each.is_additive} == {"linear", "task_arithmetic", "passthrough"}
     assert {name for name, each in found.items() if each.trims} == {"ties"}
+    assert {name for name, each in found.items() if each.renormalizes} == {"linear"}
     assert all(each.is_known for each in found.values())
-
-
-def test_influence__of_an_average_can_be_renormalised() -> None:
-    average = operator_named("linear").influence(operator_input("linear"), None).average
-    assert average is not None
-    assert (average.weights_E.tolist(), average.anchor_weight) == ([0.3, -1.2], 0.7)
-    assert operator_named("linear").influence(operator_input("linear", normalize=False), None).average is None
+    assert not operator_named("linear").influence(operator_input("linear", normalize=False), None).renormalizes
 
 
 @pytest.mark.parametrize("operator", ["dare_linear", "dare_ties"])

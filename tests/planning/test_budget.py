@@ -16,7 +16,6 @@ from mergepipe.planning.budget import (
     ShareBudget,
     parse_budget,
     parse_fraction,
-    parse_target_error,
     retry_reserve_bytes,
 )
 
@@ -98,29 +97,10 @@ def test_budgets__refuse_what_is_none() -> None:
         ShareBudget(Fraction(3, 2))
 
 
-@pytest.mark.parametrize(
-    ("text", "error"), [("10%", 0.1), ("0.1", 0.1), (0.1, 0.1), ("0", 0.0), ("1", 1.0), ("100%", 1.0)]
-)
-def test_parse_target_error__reads_the_forms_of_a_budget(text: str | float, error: float) -> None:
-    assert parse_target_error(text) == error
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [("10", "did you mean 10%?"), ("101%", "that of the base"), ("-1", "'-1' was given"), ("1GB", "10% or 0.1")],
-)
-def test_parse_target_error__refuses_what_is_no_share(text: str, part: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        parse_target_error(text)
-    assert caught.value.code == "option.error"
-    assert part in str(caught.value)
-
-
 @given(units=st.integers(1, 10_000))
 def test_number_forms__agree_everywhere(units: int) -> None:
     decimal, percent = f"{units / 10_000:.4f}", f"{units / 100:.2f}%"
     assert parse_budget(decimal) == parse_budget(percent)
-    assert parse_target_error(decimal) == parse_target_error(percent) == parse_fraction(decimal, "--density")
     assert parse_fraction(decimal, "--density") == parse_fraction(percent, "--density")
 
 

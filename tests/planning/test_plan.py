@@ -21,7 +21,6 @@ from mergepipe.planning.plan import (
     Fallback,
     FileBinding,
     ImportanceRecord,
-    OmissionBound,
     Plan,
     PlannedModel,
     PlannedTensor,
@@ -60,7 +59,6 @@ def accesses(draw: st.DrawFn, n_blocks: int) -> tuple[Access, Access]:
     first = Access(
         tuple(own), tuple(free), (), draw(CUTS), draw(PRODUCTS),
         levels=tuple((*run, form) for run, form in zip(own, forms, strict=True) if isinstance(form, int)),
-        energy=draw(st.none() | st.tuples(st.floats(0, 1), st.floats(1, 2))),
     )  # fmt: skip
     for start, stop in own:
         if draw(st.booleans()):
@@ -72,7 +70,6 @@ CUTS = st.none() | st.builds(Cut, *[st.integers(0, 2**32 - 1)] * 3)
 PRODUCTS = st.none() | st.tuples(FINITE, FINITE, FINITE)
 BINDINGS = st.builds(FileBinding, TEXT, COUNTS, TEXT, TEXT)
 FALLBACKS = st.lists(st.builds(Fallback, TEXT, TEXT, TEXT), max_size=2).map(tuple)
-BOUNDS = st.none() | st.builds(OmissionBound, st.floats(0, 1e300), st.none() | st.floats(0, 1e300))
 
 
 def models(role: str) -> st.SearchStrategy[PlannedModel]:
@@ -109,8 +106,6 @@ def plans(draw: st.DrawFn) -> Plan:
         tensors=tuple(tensors),
         fallbacks=draw(FALLBACKS),
         adjustments=draw(FALLBACKS),
-        bound=draw(BOUNDS),
-        error_is_least=draw(st.booleans()),
     )
 
 
@@ -125,7 +120,7 @@ def example() -> Plan:
     tensor = PlannedTensor("w", 8 * BLOCK, {"lambda": 1.0}, {}, ({"weight": 1.0}, {"weight": 0.5}), access, (0, 1))
     return Plan(
         "ties", BLOCK, 0, "norm", "keep", 700, 600, 800, "recipe", (model, *experts), (tensor,),
-        (Fallback("x", "y", "z"),), (), OmissionBound(1.0, None),
+        (Fallback("x", "y", "z"),), (),
     )  # fmt: skip
 
 
@@ -154,8 +149,7 @@ def test_schema__is_a_schema_and_refuses_unknown_keys_everywhere() -> None:
     jsonschema.Draft202012Validator.check_schema(schema())
     content = json.loads(example().to_json())
     for place in (content, content["models"][0], content["models"][0]["files"][0], content["tensors"][0],
-                  content["tensors"][0]["access"][0], content["parameters"][0], content["fallbacks"][0],
-                  content["bound"]):  # fmt: skip
+                  content["tensors"][0]["access"][0], content["parameters"][0], content["fallbacks"][0]):  # fmt: skip
         place["unknown"] = 1
         assert not VALIDATOR.is_valid(content)
         del place["unknown"]
@@ -181,8 +175,6 @@ CHANGES: list[Callable[[Plan], Plan]] = [
     lambda p: replace(p, recipe="other"),
     lambda p: replace(p, fallbacks=()),
     lambda p: replace(p, adjustments=p.fallbacks),
-    lambda p: replace(p, bound=None),
-    lambda p: replace(p, error_is_least=True),
     lambda p: replace(p, importance=ImportanceRecord("/importance.json", "0" * 32)),
     lambda p: replace(p, models=(*p.models[:2], replace(p.models[2], side_bytes=300))),
     lambda p: replace(p, models=(replace(p.models[0], identity="other"), *p.models[1:])),
@@ -201,7 +193,7 @@ def test_plan__digest_is_the_same_on_every_machine() -> None:
     assert example().digest == EXAMPLE_DIGEST
 
 
-EXAMPLE_DIGEST = "53bdc7612cd5650b02de02f21c2a0482"
+EXAMPLE_DIGEST = "4b734ba705e12bb3911675532651bab0"
 
 
 def changed(**values: object) -> bytes:
@@ -223,14 +215,14 @@ def test_parse_plan__refuses_a_plan_edited_by_hand(key: str) -> None:
 
 
 def test_parse_plan__refuses_other_versions_and_foreign_formats() -> None:
-    for version, word in ((2, "older"), (4, "newer")):
+    for version, word in ((3, "older"), (5, "newer")):
         refusal = refused(changed(format=f"mergepipe-plan/{version}"))
         assert isinstance(refusal, UnsupportedError)
         assert refusal.code == "plan.version"
-        assert f"'mergepipe-plan/{version}' is {word} than 'mergepipe-plan/3'" in str(refusal)
+        assert f"'mergepipe-plan/{version}' is {word} than 'mergepipe-plan/4'" in str(refusal)
     for foreign in ("mergepipe-manifest/1", "mergepipe-plan", "mergepipe-plan/x", "mergepipe-plan/0"):
         assert refused(changed(format=foreign)).code == "plan.format"
-    assert PLAN_FORMAT == "mergepipe-plan/3"
+    assert PLAN_FORMAT == "mergepipe-plan/4"
 
 
 def edited(change: Callable[[Json], None]) -> bytes:
@@ -262,8 +254,6 @@ def access_of(content: Json, expert: int = 0) -> Json:
         ("plan.type", changed(seed=True)),
         ("plan.type", changed(tensors={})),
         ("plan.type", changed(operator=None)),
-        ("plan.type", changed(bound={"absolute": "1"})),
-        ("plan.value", changed(bound={"absolute": 10**400})),
         ("plan.value", changed(budget_bytes=-1)),
         ("plan.value", changed(budget_bytes=599)),
         ("plan.value", changed(block_elements=0)),

@@ -220,10 +220,6 @@ class LeveledTensor(Protocol, metaclass=ByType):
         """Return the squared delta that a level omits, for each stretch of `cut_elements`; level 0 reads nothing."""
         ...
 
-    def ends_band(self, n_kept: int) -> bool:
-        """Whether levels tell the `n_kept` largest |deltas|, and what equals the last of them, from the others."""
-        ...
-
 
 class PackedIndex(Protocol):
     """The index of a checkpoint of packed tensors, read when first needed."""

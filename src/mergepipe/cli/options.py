@@ -146,16 +146,6 @@ NoCatalog: TypeAlias = Annotated[
 ]
 
 BUDGET_HELP = "Read at most this from the experts: a share of what reading all would cost (25%, 0.25) or bytes (4GiB)."
-TargetError: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--target-error",
-        metavar="E",
-        help="Spend no more of the budget than is expected to keep the error this small (10%, 0.1: a tenth of what "
-        "merging changes).",
-        rich_help_panel=BUDGET_PANEL,
-    ),
-]
 EVALUATE_HELP = (
     "Run this command on each merge, without a shell; the last number that it prints is the loss. {} stands for the "
     "merge's folder, which comes last without."

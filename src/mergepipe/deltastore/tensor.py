@@ -19,7 +19,6 @@ from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import MANTISSA_BITS, BlockContext, RawBytes, decode_block, decode_deltas
 from mergepipe.deltastore.codec.decode import BAND_PIECES, BandBlocks, decode_band_blocks, padding_bytes
 from mergepipe.deltastore.codec.levels import (
-    BAND_DENSITIES,
     BLOCK_ELEMENTS,
     EXACT_BANDS,
     LADDERS,
@@ -218,10 +217,6 @@ class PackedTensor(EncodedTensor):
     def squared_errors(self, level: int) -> NDArray[np.float64]:
         """The squared error of the delta at `level`, by block (float64)."""
         return self.index.errors(Level(level), self.first_row, self.first_row + self.n_blocks)
-
-    def ends_band(self, n_kept: int) -> bool:
-        """See `LeveledTensor`: the density of the second band's cut."""
-        return int(BAND_DENSITIES[0] * self.n_elements) == n_kept
 
     def elements_above(self, band: int) -> int:
         """Elements with |delta| at or above cut `band` (0, 1, 2): the densities up to which a level is exact."""

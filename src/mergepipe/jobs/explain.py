@@ -18,8 +18,6 @@ from mergepipe.planning.plan import (
     Plan,
     PlannedTensor,
     Runs,
-    energy_of,
-    expected_error_of,
     format_runs,
 )
 from mergepipe.planning.selection.policy_order import layer_of
@@ -100,7 +98,6 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
     tensors = _planned(plan) if plan is not None else _full_merge_tensors(manifest) if manifest is not None else ()
     models = _models(plan, manifest)
     reasons = _reasons(plan, models)
-    bound = plan.bound if plan is not None else None
     return Explanation(
         kind="plan" if manifest is None else "snapshot",
         path=path,
@@ -114,8 +111,6 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
         planned_bytes=None if plan is None else plan.planned_bytes,
         full_bytes=None if plan is None else plan.full_cost_bytes,
         realized_bytes=None if manifest is None else manifest.realized.expert + manifest.realized.analysis,
-        bound=None if bound is None else bound.absolute,
-        relative_bound=None if bound is None else bound.relative,
         block_elements=DEFAULT_BLOCK_ELEMENTS if plan is None else plan.block_elements,
         blocks=sum(tensor.n_blocks for tensor in tensors),
         touched=sum(_count(tensor.touched()) for tensor in tensors),
@@ -124,8 +119,6 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
         tensors=() if pattern is None else _tensor_uses(tensors, pattern, models, reasons),
         fallbacks=() if plan is None else _decisions(plan.fallbacks),
         adjustments=() if plan is None else _decisions(plan.adjustments),
-        expected_error=None if plan is None else plan.expected_error,
-        error_is_least=plan is not None and plan.error_is_least,
         verdict=None if plan is None else verdict_of(plan),
         sampling=None if plan is None else plan.sampling,
     )
@@ -193,7 +186,6 @@ def _expert_shares(
                 planned_bytes=None if planned is None else planned[e].planned_bytes,
                 realized_bytes=None if realized is None else realized[e],
                 in_part=sum(stop - start for access in _accesses(tensors, e) for start, stop, _ in access.levels),
-                expected_error=expected_error_of(_accesses(tensors, e)),
                 levels=blocks_by_level(_accesses(tensors, e)),
             )
         )
@@ -226,10 +218,7 @@ def _layer_shares(tensors: Sequence[_Tensor], n_experts: int) -> tuple[LayerShar
             blocks=sum(tensor.n_blocks for tensor in inside),
             touched=sum(_count(tensor.touched()) for tensor in inside),
             taking_part=tuple(sum(sum(_counts(t, e)[:3]) for t in inside) for e in range(n_experts)),
-            expected_error=expected_error_of(a for e in range(n_experts) for a in _accesses(inside, e)),
             levels=blocks_by_level(a for e in range(n_experts) for a in _accesses(inside, e)),
-            errors=tuple(expected_error_of(_accesses(inside, e)) for e in range(n_experts)),
-            energies=tuple(energy_of(_accesses(inside, e)) for e in range(n_experts)),
         )
         for layer, inside in ordered
     )

@@ -14,7 +14,7 @@ from mergepipe.core.canonical_json import digest_of
 from mergepipe.errors import LimitError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import PlanOptions, check_seed
-from mergepipe.planning.budget import BudgetRequest, parse_budget, parse_target_error, retry_reserve_bytes
+from mergepipe.planning.budget import BudgetRequest, parse_budget, retry_reserve_bytes
 from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
 from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, Fallback, ImportanceRecord, Plan, PlannedTensor
 from mergepipe.planning.plan_json import parse_plan
@@ -66,7 +66,6 @@ class PlanRequest:
 
 def plan_request(
     budget: str | float | None,
-    target_error: str | float | None,
     options: PlanOptions,
     *,
     seed: int,
@@ -77,25 +76,23 @@ def plan_request(
     """Return what a plan is asked for; `everything` takes the place of a budget.
 
     Raises:
-        RecipeError: `budget.*`, neither a budget nor a target error, or one that cannot be; `option.error`;
-            `option.pair`, a budget, a target error or earlier merges for everything.
+        RecipeError: `budget.*`, no budget, or one that cannot be; `option.pair`, a budget for everything.
     """
     if everything:
-        if budget is not None or target_error is not None:
-            other = "--target-error" if budget is None else "--budget"
-            raise RecipeError.of("option.pair", "--all", f"it reads everything, whatever {other} says", "give only one")
+        if budget is not None:
+            message = "it reads everything, whatever --budget says"
+            raise RecipeError.of("option.pair", "--all", message, "give only one")
         budget = "100%"
-    if budget is None and target_error is None:
+    if budget is None:
         raise RecipeError.of("budget.missing", "--budget", "no budget is given", "give one, such as 25%")
     density = options.min_density
     choices = PlanningChoices(
         OnOmit(options.where_omitted),
         None if density is None else AdjustPolicy(density),
         check_seed(seed),
-        None if target_error is None else parse_target_error(target_error),
     )
     return PlanRequest(
-        parse_budget("100%" if budget is None else budget),
+        parse_budget(budget),
         Policy(options.select),
         choices,
         options.block_elements,
@@ -150,10 +147,10 @@ def make_plan(
         importance=importance,
     )
     ranking, budget_bytes = _with_reserve(
-        rank_blocks(problem, request.budget, request.policy, request.choices), request, inputs, store
+        rank_blocks(problem, request.budget, request.policy, request.choices), inputs, store
     )
     plan = ranking.plan(ranking.budget_bytes)
-    plan = _of_budget(replace(plan, outlook=ranking.outlook(plan)), budget_bytes)
+    plan = _of_budget(plan, budget_bytes)
     if not request.budget.is_zero:
         ranking.check_usefulness(plan)
     if request.strictness.strict:
@@ -182,7 +179,7 @@ def _request_bytes(request: PlanRequest, inputs: Inputs, store: Store) -> tuple[
     return tuple(cost if wanted_bytes is None or not cost else wanted_bytes for cost in costs)
 
 
-def _with_reserve(ranking: Ranking, request: PlanRequest, inputs: Inputs, store: Store) -> tuple[Ranking, int]:
+def _with_reserve(ranking: Ranking, inputs: Inputs, store: Store) -> tuple[Ranking, int]:
     """Return a ranking that leaves room for repeated requests where experts lie on servers, and the whole budget."""
     budget_bytes, full_bytes = ranking.budget_bytes, ranking.full_cost_bytes
     least_bytes = ranking.least_useful_bytes()
@@ -190,8 +187,6 @@ def _with_reserve(ranking: Ranking, request: PlanRequest, inputs: Inputs, store:
     if least_bytes is None or not any(term.request_cost_bytes for term in terms):
         return ranking, budget_bytes
     reserve_bytes = retry_reserve_bytes(budget_bytes, full_bytes)
-    if request.choices.target_error is not None:  # what it needs is spent; the reserve comes on top of it
-        return ranking, max(budget_bytes, min(budget_bytes + reserve_bytes, request.budget.limit_bytes(full_bytes)))
     spent_bytes = budget_bytes - reserve_bytes
     return (replace(ranking, budget_bytes=spent_bytes) if spent_bytes >= least_bytes else ranking), budget_bytes
 
@@ -212,7 +207,7 @@ def _of_everything(plan: Plan, tasks: Sequence[MergeTask]) -> Plan:
     Blocks that an index says equal the base are read as well: rules make something else of infinities in them.
     """
     tensors = tuple(_read_whole(tensor, plan.block_elements) for tensor in plan.tensors)
-    everything = replace(plan, policy=READS_ALL, tensors=tensors, fallbacks=(), outlook=None)
+    everything = replace(plan, policy=READS_ALL, tensors=tensors, fallbacks=())
     more = planned_cost(everything, tasks) - planned_cost(plan, tasks)
     return replace(
         everything,

@@ -186,9 +186,6 @@ class _Sweep:
             error=_share(error, reference.changed_norm),
             flattering_error=_share(error, reference.full_norm),
             loss=loss,
-            bound=None if plan.bound is None else _share(plan.bound.absolute, reference.changed_norm),
-            expected_error=plan.expected_error,
-            error_is_least=plan.error_is_least,
             levels=blocks_by_level(access for tensor in plan.tensors for access in tensor.access),
             unread=tuple(expert.model for expert in verdict_of(plan).experts if not expert.share),
         )

@@ -12,33 +12,6 @@ Products = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Average:
-    """Weights that are divided by their sum: the experts' and the anchor's."""
-
-    weights_E: NDArray[np.float64]
-    anchor_weight: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Election:
-    """The selection of deltas and the sign election: the expected error of a consensus depends on them.
-
-    Attributes:
-        weight_E: the experts' weights.
-        share_E: the share of elements that is kept of each.
-        tail_E: the share of the largest from which those are; 1 where they are kept at random.
-        normalize: the mean of those that agree, not the sum.
-        scale: factor on the result.
-    """
-
-    weight_E: NDArray[np.float64]
-    share_E: NDArray[np.float64]
-    tail_E: NDArray[np.float64]
-    normalize: bool
-    scale: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Influence:
     """The effect of one expert's delta on the result of one tensor.
 
@@ -46,21 +19,14 @@ class Influence:
         coefficients_E: signed factor on what is left of the delta (float64 values of the float32 in force).
         energy_factor_E: expected share of ||delta||^2 that random dropping and rescaling leaves; 1 without them.
         trims: only elements at or above the tensor's magnitude cut take part.
-        is_additive: the result is `anchor_scale M_0 + sum_i coefficients_i delta_i` exactly, so that the norm of what
-            is left out bounds the error.
-        anchor_scale: see `is_additive`.
-        average: set where the coefficients are normalised over the anchor too, and can be over what was read only.
-        election: set where only elements of the elected sign take part.
+        renormalizes: the coefficients are divided by a sum of weights, which can be that of what was read only.
         is_known: False where the operator says nothing: an expert's tensor is then read whole or not at all.
     """
 
     coefficients_E: NDArray[np.float64]
     energy_factor_E: NDArray[np.float64]
     trims: bool = False
-    is_additive: bool = False
-    anchor_scale: float = 1.0
-    average: Average | None = None
-    election: Election | None = None
+    renormalizes: bool = False
     is_known: bool = True
 
 

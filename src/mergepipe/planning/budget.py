@@ -1,4 +1,4 @@
-"""Parse budgets, target errors and shares as users write them."""
+"""Parse budgets and shares as users write them."""
 
 from __future__ import annotations
 
@@ -105,23 +105,6 @@ def _share_budget(share: Fraction, text: str, where: str) -> ShareBudget:
         hint = "100% reads everything" if "%" in text else f"did you mean {text.strip()}%?"
         raise RecipeError.of("budget.range", where, f"'{text}' is more than everything", hint)
     return ShareBudget(share)
-
-
-def parse_target_error(value: str | float, where: str = "--target-error") -> float:
-    """Read `10%` or `0.1` as an error relative to what the full merge changes.
-
-    Raises:
-        RecipeError: `option.error`, not a share from 0 to 1; it names `where`.
-    """
-    text = number_text(value)
-    quantity = split_quantity(text)
-    if quantity is None or quantity[1] not in ("", "%") or quantity[0] < 0:
-        raise RecipeError.of("option.error", where, f"'{text[:60]}' was given", "write it as 10% or 0.1")
-    error = quantity[0] / 100 if quantity[1] else quantity[0]
-    if error > 1:
-        hint = "an error of 1 is that of the base" + ("" if quantity[1] else f"; did you mean {text.strip()}%?")
-        raise RecipeError.of("option.error", where, f"'{text[:60]}' was given", hint)
-    return float(error)
 
 
 def parse_fraction(value: str | float, where: str, code: str = "option.share") -> float:

@@ -35,12 +35,8 @@ class AdjustPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PlanningChoices:
-    """Choices beside budget and policy. `selection_seed` is what the policy `random` draws with.
-
-    With a `target_error`, relative to what the full merge changes, no more of the budget is spent than it needs.
-    """
+    """Choices beside budget and policy. `selection_seed` is what the policies `sample` and `random` draw with."""
 
     on_omit: OnOmit = OnOmit.KEEP
     adjust: AdjustPolicy | None = None
     selection_seed: int = 0
-    target_error: float | None = None

@@ -16,7 +16,7 @@ from mergepipe.operators.statistics import Cut
 from mergepipe.reports import Sampling
 
 PLAN_NAME = "mergepipe-plan"
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 PLAN_FORMAT = f"{PLAN_NAME}/{PLAN_VERSION}"
 
 Scalar = float | bool
@@ -82,8 +82,7 @@ class Access:
     `blocks` are half-open runs of block indices to be read, sorted and disjoint. `free` are runs that need no read
     because they equal the base. `shared` maps runs to the expert (an index) whose identical bytes serve them.
     `cut` is the whole tensor's magnitude cut, for operators that trim. `levels` maps runs of the blocks that
-    are read, but only in part, to the level at which they are. `energy` is what is expected to be left out of what this
-    expert brings into the tensor, and all of that, as squares.
+    are read, but only in part, to the level at which they are.
     """
 
     blocks: Runs
@@ -92,7 +91,6 @@ class Access:
     cut: Cut | None = None
     products: tuple[float, float, float] | None = None
     levels: SharedRuns = ()
-    energy: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         for runs in (self.blocks, self.free):
@@ -103,8 +101,6 @@ class Access:
         _check_shared(self.levels, "graded")
         if any(level == 0 for _, _, level in self.levels):
             raise ValueError("a block that is read at level 0 is not read")
-        if self.energy is not None and min(self.energy) < 0:
-            raise ValueError(f"not an energy and what is left of it: {self.energy}")
         if self.cut is not None and not 0 <= min(self.cut) <= max(self.cut) <= _LARGEST_BITS:
             raise ValueError(f"not three numbers of 32 bits: {list(self.cut)}")
 
@@ -170,27 +166,6 @@ class Fallback:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class OmissionBound:
-    """Upper bounds on what omission costs: `absolute` on ||M_full - M_A||, before output rounding.
-
-    `relative` divides by an estimate of ||M_full - M_0|| from the same norms, for reading only.
-    """
-
-    absolute: float
-    relative: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """The expected error of a plan, relative to what the full merge changes, and that of a somewhat larger budget."""
-
-    expected_error: float
-    larger_budget_bytes: int
-    larger_expected_error: float
-    is_least: bool = False  # only a part of what is lost can be expected
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan(Displayed):
     """A decided merge. Laws: `parse_plan(p.to_json()) == p`; the digest is the same on every machine."""
@@ -208,10 +183,7 @@ class Plan(Displayed):
     tensors: tuple[PlannedTensor, ...]
     fallbacks: tuple[Fallback, ...] = ()
     adjustments: tuple[Fallback, ...] = ()
-    bound: OmissionBound | None = None
     vocabulary: str | None = None  # digest of how tokens are aligned, where a recipe asks for a tokenizer
-    error_is_least: bool = False  # `expected_error` leaves out a part of what is lost, see plan.md
-    outlook: Outlook | None = None  # where something is known of every tensor
     importance: ImportanceRecord | None = None  # what the probabilities of a sample follow, if that was given
     recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe; no part of the digest
 
@@ -253,11 +225,6 @@ class Plan(Displayed):
         followed = "" if self.importance is None else self.importance.path
         return Sampling(self.block_elements, self.seed, min(probabilities), mean, max(probabilities), followed)
 
-    @property
-    def expected_error(self) -> float | None:
-        """Expected error relative to what the full merge changes; None if the plan records none."""
-        return expected_error_of(access for tensor in self.tensors for access in tensor.access)
-
     def to_json(self) -> bytes:
         """Readable JSON (`docs/internals/formats/plan.md`; `schemas/plan.schema.json`)."""
         return (json.dumps(self.content(), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
@@ -266,23 +233,6 @@ class Plan(Displayed):
         """Return the content of `to_json` as plain values."""
         content = _content(self)
         return {"digest": _digest(self, content), **content}
-
-
-def expected_error_of(accesses: Iterable[Access]) -> float | None:
-    """Compute the expected error of some accesses, as if deltas were uncorrelated."""
-    energy = energy_of(accesses)
-    if energy is None:
-        return None
-    lost, whole = energy
-    return math.sqrt(lost / whole) if whole > 0 else 0.0
-
-
-def energy_of(accesses: Iterable[Access]) -> tuple[float, float] | None:
-    """Sum the energy that some accesses leave out, and their total energy; None if none is recorded."""
-    energies = [access.energy for access in accesses if access.energy is not None]
-    if not energies:
-        return None
-    return math.fsum(lost for lost, _ in energies), math.fsum(whole for _, whole in energies)
 
 
 def _check_shared(runs: SharedRuns, kind: str) -> None:
@@ -322,14 +272,9 @@ def _content(plan: Plan) -> dict[str, object]:
     parameters = _ParameterTable()
     n_experts = sum(model.role == "expert" for model in plan.models)
     tensors = [_tensor_content(tensor, parameters.index_of(tensor), n_experts) for tensor in plan.tensors]
-    bound = plan.bound
     optional: dict[str, object] = {}
     if plan.vocabulary is not None:
         optional["vocabulary"] = plan.vocabulary
-    if plan.error_is_least:
-        optional["error_is_least"] = True
-    if plan.outlook is not None:
-        optional["outlook"] = _outlook_content(plan.outlook)
     if plan.importance is not None:
         optional["importance"] = asdict(plan.importance)
     if plan.recipe_notices:
@@ -344,7 +289,6 @@ def _content(plan: Plan) -> dict[str, object]:
         "budget_bytes": plan.budget_bytes,
         "planned_bytes": plan.planned_bytes,
         "full_cost_bytes": plan.full_cost_bytes,
-        "bound": None if bound is None else _bound_content(bound),
         "fallbacks": [_fallback_content(fallback) for fallback in plan.fallbacks],
         "adjustments": [_fallback_content(adjustment) for adjustment in plan.adjustments],
         "models": [_model_content(model) for model in plan.models],
@@ -411,8 +355,6 @@ def _access_content(access: Access) -> dict[str, object]:
         content["products"] = list(access.products)
     if access.levels:
         content["levels"] = _shared_text(access.levels)
-    if access.energy is not None:
-        content["energy"] = list(access.energy)
     return content
 
 
@@ -444,22 +386,8 @@ def _model_content(model: PlannedModel) -> dict[str, object]:
     }
 
 
-def _bound_content(bound: OmissionBound) -> dict[str, object]:
-    content: dict[str, object] = {"absolute": bound.absolute}
-    return content if bound.relative is None else {**content, "relative": bound.relative}
-
-
 def _notice_content(notice: Notice) -> dict[str, object]:
     return {**asdict(notice), "other_lines": list(notice.other_lines)}
-
-
-def _outlook_content(outlook: Outlook) -> dict[str, object]:
-    content: dict[str, object] = {
-        "expected_error": outlook.expected_error,
-        "larger_budget_bytes": outlook.larger_budget_bytes,
-        "larger_expected_error": outlook.larger_expected_error,
-    }
-    return {**content, "is_least": True} if outlook.is_least else content
 
 
 def _fallback_content(fallback: Fallback) -> dict[str, object]:

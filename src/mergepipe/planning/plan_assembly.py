@@ -34,13 +34,11 @@ MOST_UNSPENT = 1 / 20  # of a budget: less is what no further block fits into
 SPREAD = "it was analysed by larger blocks; `mergepipe analyze --block-elements {}` makes them exact"
 
 
-def planned_tensors(
-    candidates: Candidates, selection: Selection, rules: Rules, energy_ET2: NDArray[np.float64] | None
-) -> tuple[PlannedTensor, ...]:
-    """Build one `PlannedTensor` per merged tensor; `energy_ET2`, if given, is (energy left out, total energy)."""
+def planned_tensors(candidates: Candidates, selection: Selection, rules: Rules) -> tuple[PlannedTensor, ...]:
+    """Build one `PlannedTensor` per merged tensor."""
     if selection.drawn_B is not None:  # what is equal to the base takes part in a sample's cuts where it was drawn
         candidates = replace(candidates, free_EB=candidates.free_EB & selection.drawn_B)
-    access = [_accesses(e, candidates, selection, rules, energy_ET2) for e in range(candidates.n_experts)]
+    access = [_accesses(e, candidates, selection, rules) for e in range(candidates.n_experts)]
     slot_ET, probability_T = candidates.columns.slot_ET, selection.probability_T
     tensors = []
     for t, task in enumerate(candidates.columns.tasks):
@@ -68,9 +66,7 @@ def _among_participants(access: Access, slot_E: NDArray[np.int16]) -> Access:
     return replace(access, shared=shared)
 
 
-def _accesses(
-    e: int, candidates: Candidates, selection: Selection, rules: Rules, energy_ET2: NDArray[np.float64] | None
-) -> list[Access]:
+def _accesses(e: int, candidates: Candidates, selection: Selection, rules: Rules) -> list[Access]:
     columns = candidates.columns
     read = _runs(selection.read_EB[e], columns)
     level_B = selection.level_EB[e].astype(np.int16)
@@ -96,7 +92,6 @@ def _accesses(
             cut=None if cuts_exactly[t] else rules.cuts.get((e, t)),
             products=rules.products.get((e, t)),
             levels=levels[t],
-            energy=None if energy_ET2 is None else (float(energy_ET2[e, t, 0]), float(energy_ET2[e, t, 1])),
         )
         for t in range(len(columns.tasks))
     ]
@@ -240,19 +235,12 @@ def unread_fallbacks(problem: PlanningProblem, budget_bytes: int) -> tuple[Fallb
     return tuple(fallbacks)
 
 
-def unspent_fallbacks(
-    budget_bytes: int, wanted_bytes: int, planned_bytes: int, full_bytes: int
-) -> tuple[Fallback, ...]:
-    """Build the notice of a budget of which a good part is left though something could still be read.
-
-    Of `wanted_bytes`, less than the budget, least is expected to be lost.
-    """
+def unspent_fallbacks(budget_bytes: int, planned_bytes: int, full_bytes: int) -> tuple[Fallback, ...]:
+    """Build the notice of a budget of which a good part is left though something could still be read."""
     unspent_bytes = budget_bytes - planned_bytes
     if planned_bytes >= full_bytes or unspent_bytes <= MOST_UNSPENT * budget_bytes:
         return ()
     reason = "what else could be read comes in larger pieces"
-    if budget_bytes - wanted_bytes > unspent_bytes / 2:
-        reason = "reading more within this budget is expected to lose more of the full merge"
     return (Fallback("budget", f"{unspent_bytes} of {budget_bytes} bytes {UNSPENT}", reason),)
 
 

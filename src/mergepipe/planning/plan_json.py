@@ -19,8 +19,6 @@ from mergepipe.planning.plan import (
     Fallback,
     FileBinding,
     ImportanceRecord,
-    OmissionBound,
-    Outlook,
     Plan,
     PlannedModel,
     PlannedTensor,
@@ -111,10 +109,7 @@ def _plan_of(top: JsonFields) -> Plan:
     tensors = tuple(_tensor_of(row, rows, n_experts) for row in top.objects("tensors"))
     fallbacks = tuple(_fallback_of(row) for row in top.objects("fallbacks"))
     adjustments = tuple(_fallback_of(row) for row in top.objects("adjustments"))
-    bound = _bound_of(top)
     vocabulary = top.text("vocabulary") if top.has("vocabulary") else None
-    error_is_least = top.flag("error_is_least") if top.has("error_is_least") else False
-    outlook = _outlook_of(top.object("outlook")) if top.has("outlook") else None
     importance = _importance_of(top.object("importance")) if top.has("importance") else None
     notices = tuple(_notice_of(row) for row in top.objects("recipe_notices")) if top.has("recipe_notices") else ()
     top.done()
@@ -133,10 +128,7 @@ def _plan_of(top: JsonFields) -> Plan:
             tensors=tensors,
             fallbacks=fallbacks,
             adjustments=adjustments,
-            bound=bound,
             vocabulary=vocabulary,
-            error_is_least=error_is_least,
-            outlook=outlook,
             importance=importance,
             recipe_notices=notices,
         )
@@ -161,27 +153,6 @@ def _notice_of(fields: JsonFields) -> Notice:
     notice = Notice(code, file, fields.size("line"), key, message, elsewhere, lines, changes_result)
     fields.done()
     return notice
-
-
-def _outlook_of(fields: JsonFields) -> Outlook:
-    outlook = Outlook(
-        fields.number("expected_error"),
-        fields.size("larger_budget_bytes"),
-        fields.number("larger_expected_error"),
-        is_least=fields.flag("is_least") if fields.has("is_least") else False,
-    )
-    fields.done()
-    return outlook
-
-
-def _bound_of(top: JsonFields) -> OmissionBound | None:
-    bound = top.optional_object("bound")
-    if bound is None:
-        return None
-    absolute = bound.number("absolute")
-    relative = bound.number("relative") if bound.has("relative") else None
-    bound.done()
-    return OmissionBound(absolute, relative)
 
 
 def _model_of(model: JsonFields) -> PlannedModel:
@@ -253,12 +224,6 @@ def _access_of(access: JsonFields) -> Access:
         if len(cut_3) != 3:
             access.refuse(f"{len(cut_3)} numbers of a cut, 3 are needed")
         cut = Cut(*cut_3)
-    energy: tuple[float, float] | None = None
-    if access.has("energy"):
-        numbers = access.numbers("energy")
-        if len(numbers) != 2:
-            access.refuse(f"{len(numbers)} energies, 2 are needed")
-        energy = (numbers[0], numbers[1])
     try:
         parsed = Access(
             blocks=parse_runs(access.text("read")) if access.has("read") else (),
@@ -267,7 +232,6 @@ def _access_of(access: JsonFields) -> Access:
             cut=cut,
             products=products,
             levels=_parse_shared(access.text("levels")) if access.has("levels") else (),
-            energy=energy,
         )
     except ValueError as error:
         access.refuse(str(error))

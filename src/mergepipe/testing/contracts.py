@@ -117,7 +117,7 @@ def _check_numbers(operator: Operator, setting: _Setting) -> None:
 
 
 def _check_influence(operator: Operator, setting: _Setting) -> None:
-    """Check that the influence is told of every expert, and true where it claims an exact form."""
+    """Check that the influence is told of every expert, and that what trims asks for a cut."""
     influence, n_experts = operator.influence(setting.inputs, None), len(setting.inputs.experts)
     name = operator.spec.name
     shapes = {influence.coefficients_E.shape, influence.energy_factor_E.shape}
@@ -126,16 +126,6 @@ def _check_influence(operator: Operator, setting: _Setting) -> None:
         request = operator.reduction(setting.inputs)
         law = "an operator that trims must ask for a magnitude cut, or nothing"
         assert request is None or isinstance(request, MagnitudeCut), f"{name}: {law}"
-    if not influence.is_additive:
-        return
-    tensor = StoredTensor(setting.family, F32)
-    merged_N = apply_operator(operator, setting.inputs, tensor, [])
-    base_N = setting.family.base_N.astype(np.float64)
-    deltas_EN = (setting.family.experts_EN - setting.family.base_N).astype(np.float64)
-    parts_PN = np.vstack([influence.anchor_scale * base_N, influence.coefficients_E[:, None] * deltas_EN])
-    error_N = np.abs(merged_N - parts_PN.sum(axis=0))
-    is_wrong = bool((error_N > RELATIVE_ERROR * np.abs(parts_PN).sum(axis=0)).any())
-    assert not is_wrong, f"{name}: the result is not the sum that the influence claims"
 
 
 def _check_empty(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,19 +14,18 @@ from mergepipe.cli.render.catalog import lineage_tree
 from mergepipe.cli.render.charts import Line, draw_chart
 from mergepipe.cli.render.json import REPORT_FORMAT, report_json
 from mergepipe.cli.render.layout import columns_text
-from mergepipe.cli.render.levels import error_table
 from mergepipe.cli.render.plans import plan_table
 from mergepipe.cli.render.sweep import sweep_table, verdict_text
 from mergepipe.cli.render.sweep_page import charts_of, sweep_page
-from mergepipe.planning.plan import Fallback, OmissionBound, Plan, PlannedModel
-from mergepipe.reports import LayerShare, SweepPoint, SweepReport
+from mergepipe.planning.plan import Fallback, Plan, PlannedModel
+from mergepipe.reports import SweepPoint, SweepReport
 from mergepipe.storage.location import Location
 
 
-def point(budget: str, policy: str, share: float, error: float | None, bound: float | None = None) -> SweepPoint:
+def point(budget: str, policy: str, share: float, error: float | None) -> SweepPoint:
     used = round(share * 1_000_000)
     flattering = None if error is None else error / 100
-    return SweepPoint(budget, policy, used, used, used, 1.5, error, flattering, bound)
+    return SweepPoint(budget, policy, used, used, used, 1.5, error, flattering)
 
 
 SWEPT = SweepReport(
@@ -42,7 +40,7 @@ SWEPT = SweepReport(
     changed_norm=2.0,
     full_norm=100.0,
     points=(
-        point("50%", "norm", 0.5, 0.4, 0.5),
+        point("50%", "norm", 0.5, 0.4),
         point("50%", "random", 0.5, 0.7),
         point("10%", "norm", 0.1, 0.9),
         point("10%", "random", 0.1, None),
@@ -50,7 +48,7 @@ SWEPT = SweepReport(
 )
 
 
-def plan_with(fallbacks: tuple[Fallback, ...], bound: OmissionBound | None = None) -> Plan:
+def plan_with(fallbacks: tuple[Fallback, ...]) -> Plan:
     models = tuple(
         PlannedModel(role, name, "/x", "ab" * 16, None, (), 4096, 0) for role, name in (("base", "b"), ("expert", "e"))
     )
@@ -67,7 +65,6 @@ def plan_with(fallbacks: tuple[Fallback, ...], bound: OmissionBound | None = Non
         models=models,
         tensors=(),
         fallbacks=fallbacks,
-        bound=bound,
     )
 
 
@@ -93,17 +90,11 @@ def test_plan_table__many_kinds_of_fallbacks_are_cut_and_counted() -> None:
     assert lines[-1].endswith("and 3 more: see the plan")
 
 
-def test_plan_table__states_the_bound_or_that_there_is_none() -> None:
-    assert "at most 0.25 away" in plan_table(plan_with((), OmissionBound(0.25, 0.5)), None)
-    assert "about 50 % of what the full merge changes" in plan_table(plan_with((), OmissionBound(0.25, 0.5)), None)
-    assert re.search(r"error bound +none", plan_table(plan_with(()), None))
-
-
 def test_sweep_table__one_row_a_point_with_what_could_not_be_measured_marked() -> None:
     rows = [line.split() for line in sweep_table(SWEPT).splitlines()[-4:]]
     assert [row[:2] for row in rows] == [["50%", "norm"], ["50%", "random"], ["10%", "norm"], ["10%", "random"]]
-    assert rows[0][-3:] == ["0.4", "0.5", "0.004"]
-    assert rows[3][-3:] == ["-", "-", "-"]
+    assert rows[0][-2:] == ["0.4", "0.004"]
+    assert rows[3][-2:] == ["-", "-"]
 
 
 def test_sweep_page__escapes_what_comes_from_files() -> None:
@@ -121,7 +112,7 @@ def test_sweep_page__tells_every_point() -> None:
 def test_charts__lines_go_by_rising_bytes_and_leave_out_what_is_unknown() -> None:
     error, _ = charts_of(SWEPT)
     by_name = {line.name: line for line in error.lines}
-    assert [len(line.dots) for line in by_name.values()] == [2, 1, 1]
+    assert [len(line.dots) for line in by_name.values()] == [2, 1]
     xs = [dot.x for dot in by_name["norm"].dots]
     assert xs == sorted(xs)
 
@@ -162,46 +153,13 @@ def test_report_json__knows_paths_times_and_nothing_else() -> None:
         report_json({"x": object()})
 
 
-@pytest.mark.parametrize("columns", [80, 120, 200])
-def test_error_table__shows_every_expert_and_layer_in_the_width_there_is(
-    monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    experts = [f"models/expert-{i}" for i in range(20)]
-    layers = [
-        LayerShare(str(i), 4, 2, (2,) * 20, levels=(("whole", 40),), energies=((0.01, 1.0),) * 20) for i in range(36)
-    ]
-    layers.append(LayerShare("", 3, 0, (0,) * 20, levels=(("largest exactly", 10),), energies=(None,) * 20))
-    lines = error_table(layers, experts).splitlines()
-    assert max(map(len, lines)) <= columns
-    assert [line.split()[0] for line in lines[2:22]] == experts
-    ranges = lines[0].split()[4:]
-    assert (ranges[-1], ranges[-2].rpartition("-")[2], ranges[0].partition("-")[0]) == ("others", "35", "0")
-    assert [" ".join(line.split()[:-1])[:18] for line in lines[22:]] == ["blocks read: large", "blocks read: whole"]
-    assert lines[2].split()[1:] == ["10", "%"] * (len(ranges) - 1) + ["-"]
-
-
-def test_sweep__says_first_which_budget_is_enough() -> None:
-    assert verdict_text(SWEPT).startswith("50% is enough for an error of 0.75 (")
-    closer = replace(SWEPT, points=(*SWEPT.points, point("75%", "norm", 0.75, 0.1)))
-    assert re.fullmatch(r"75% is enough .* 0.25 \(.* 0.1\); 50% is enough .* 0.75 \(.* 0.4\)", verdict_text(closer))
-    assert verdict_text(replace(SWEPT, points=SWEPT.points[2:])) == (
-        "none of the budgets reaches an error of 0.75; 10% leaves 0.9"
-    )
-    worse = replace(SWEPT, points=(point("10%", "norm", 0.1, 1.3),))
-    assert verdict_text(worse) == (
-        "none of the budgets reaches an error of 0.75; 10% leaves 1.3; 10%: worse than the base: further from the full "
-        "merge than no merge at all"
-    )
-    assert "none is stated of a sample" in verdict_text(replace(worse, policy="sample"))  # above 1 by design
-    assert "no error could be measured" in verdict_text(replace(SWEPT, points=SWEPT.points[3:]))
-    assert sweep_table(closer).startswith("verdict ")
-
-
 def test_sweep_page__has_verdict_experts_version_and_date_before_the_charts() -> None:
     text = sweep_page(replace(SWEPT, experts=("math", "<code>")), datetime(2026, 1, 2, 3, 4, tzinfo=UTC))
     head = text.partition("<svg")[0]
-    assert all(part in head for part in ("50% is enough", "math, &lt;code&gt;", "2026-01-02 03:04 UTC", __version__))
+    assert all(
+        part in head
+        for part in ("measure a loss with --evaluate", "math, &lt;code&gt;", "2026-01-02 03:04 UTC", __version__)
+    )
     assert "@media print" in head
     assert "http" not in text
 
@@ -210,3 +168,10 @@ def test_sweep_page__shares_are_of_what_budgets_are_shares_of() -> None:
     error, _ = charts_of(SWEPT)
     assert error.lines[0].dots[-1].title.startswith("norm: 45.5 %")
     assert "45.5 %" in sweep_table(SWEPT)
+
+
+def test_sweep__says_first_that_distances_are_no_gain() -> None:
+    assert verdict_text(SWEPT) == "distances say nothing of a gain: measure a loss with --evaluate"
+    assert "right on average" in verdict_text(replace(SWEPT, policy="sample"))
+    assert verdict_text(replace(SWEPT, full_loss=2.5)).startswith("the loss of the full merge is 2.5")
+    assert sweep_table(SWEPT).startswith("verdict ")

@@ -16,7 +16,7 @@ from test_budget_reports import SWEPT
 from mergepipe.cli.render.explain_page import explain_page, layer_charts
 from mergepipe.cli.render.plans import explain_table
 from mergepipe.cli.render.sweep_page import sweep_page
-from mergepipe.cli.render.verdicts import larger_budget_text, verdict_sentence
+from mergepipe.cli.render.verdicts import verdict_sentence
 from mergepipe.reports import BudgetVerdict, ExpertCoverage, ExpertShare, Explanation, LayerShare
 
 MADE = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
@@ -24,17 +24,22 @@ WIDTHS = (320, 768, 1440)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-def verdict(error: float | None = 0.41) -> BudgetVerdict:
+def verdict() -> BudgetVerdict:
     return BudgetVerdict(
-        expected_error=error,
-        is_least=False,
-        meaning="a part of the merge",
+        policy="norm",
+        is_full=False,
+        planned_bytes=249_000_000,
+        full_bytes=1_000_000_000,
         experts=(ExpertCoverage("expert-<1>", 0.5),),
         unread=(),
-        full_bytes=1_000_000_000,
-        larger_budget_bytes=375_000_000,
-        larger_expected_error=0.29,
+        measured="docs/benchmarks/trained.md",
     )
+
+
+VERDICT = (
+    "24.9 % of the experts' bytes are read, by policy 'norm'. "
+    "What such merges kept of a gain: docs/benchmarks/trained.md."
+)
 
 
 def explained(n_layers: int = 3, n_experts: int = 2) -> Explanation:
@@ -43,7 +48,7 @@ def explained(n_layers: int = 3, n_experts: int = 2) -> Explanation:
     return Explanation(
         kind="plan", path=Path("plan.json"), sid=None, plan_digest="ab" * 16, operator="ties", policy="norm",
         on_omit="keep", seed=0, budget_bytes=250_000_000, planned_bytes=249_000_000, full_bytes=1_000_000_000,
-        realized_bytes=None, bound=None, relative_bound=None, block_elements=131_072, blocks=4 * n_layers,
+        realized_bytes=None, block_elements=131_072, blocks=4 * n_layers,
         touched=2 * n_layers, fallbacks=(), adjustments=(), tensors=(), verdict=verdict(),
         experts=tuple(
             ExpertShare(name, f"/models/{e}", n_layers, 0, 1, 3 * n_layers - 1, 500_000_000, 125_000_000, None)
@@ -87,9 +92,9 @@ def test_explain_page__is_self_contained_and_says_the_verdict_first() -> None:
     assert parsed.loads == []
     assert parsed.open_tags == []
     body = parsed.texts[parsed.texts.index("What is in plan abababababab: ties", 1) :]
-    assert body[1:3] == ["Expected error 0.41: a part of the merge.", "A budget of 375 MB (37.5 %) would leave 0.29."]
-    assert "budget 25 % (250 MB of 1.00 GB)" in body[3]
-    assert body[3].endswith("2026-01-02 03:04 UTC.")
+    assert body[1] == VERDICT
+    assert "budget 25 % (250 MB of 1.00 GB)" in body[2]
+    assert body[2].endswith("2026-01-02 03:04 UTC.")
     assert "<1>" not in page
     assert page.count("expert-&lt;1&gt;") >= 3
     assert "@media print" in page
@@ -122,17 +127,15 @@ def test_explain_page__of_a_full_merge_needs_no_plan() -> None:
     assert "A full merge: every expert is everywhere." in explain_page(full)
 
 
-def test_verdict__says_what_is_known() -> None:
-    assert verdict_sentence(replace(verdict(), is_least=True)).startswith("Expected error at least 0.41:")
-    assert verdict_sentence(replace(verdict(None), meaning="not known")) == "Expected error: not known."
-    assert larger_budget_text(verdict(0.0)) == ""
+def test_verdict__says_what_is_read_and_nothing_of_a_gain() -> None:
+    assert verdict_sentence(verdict()) == VERDICT
+    assert verdict_sentence(replace(verdict(), is_full=True)) == "The full merge: everything of the experts is read."
 
 
 def test_explain_table__says_the_verdict_first_within_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = explain_table(explained()).splitlines()
-    assert lines[0].split()[:4] == ["verdict", "Expected", "error", "0.41:"]
-    assert lines[1].startswith("more budget")
+    assert lines[0].split()[:3] == ["verdict", "24.9", "%"]
     assert all(len(line) <= 80 for line in lines)
 
 

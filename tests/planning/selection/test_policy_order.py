@@ -120,7 +120,7 @@ def one_tensor(base: NDArray[np.float32], deltas: list[NDArray[np.float64]]) -> 
 def blocks_read(problem: PlanningProblem, n_blocks: int, policy: Policy) -> list[set[int]]:
     """Blocks that come first of each expert in `n_blocks` blocks: four pages each, and one more as they lie."""
     ranking = rank_blocks(problem, ShareBudget(Fraction(1)), policy, PlanningChoices())
-    return [set(np.flatnonzero(read_B).tolist()) for read_B in ranking.select_in_order(n_blocks * 5 * 4096).read_EB]
+    return [set(np.flatnonzero(read_B).tolist()) for read_B in ranking.select(n_blocks * 5 * 4096).read_EB]
 
 
 def read_of(problem: PlanningProblem, n_blocks: int, policy: Policy) -> list[int]:

@@ -63,7 +63,7 @@ def test_sample__is_right_in_the_mean(is_known: bool) -> None:
     tensor_B, n_seeds = ranking.data.columns.tensor_B, 1500
     counted_B, squares_B = np.zeros(len(tensor_B)), np.zeros(len(tensor_B))
     for seed in range(n_seeds):
-        drawn = replace(ranking, options=PlanningChoices(selection_seed=seed)).select_in_order(ranking.budget_bytes)
+        drawn = replace(ranking, options=PlanningChoices(selection_seed=seed)).select(ranking.budget_bytes)
         assert drawn.planned_bytes <= ranking.budget_bytes
         assert drawn.drawn_B is not None
         assert drawn.probability_T is not None

@@ -182,10 +182,10 @@ def test_plan__of_a_moved_model_uses_statistics_once_it_is_known(bench: Bench) -
         shutil.rmtree(bench.folder / name)
         move(bench, f"{name}-copy", name)
     unknown = mergepipe.plan(bench.write(recipe), budget="50%", home=bench.home)
-    assert unknown.bound != before.bound
+    assert unknown.fallbacks != before.fallbacks
     analyse(bench, "expert1", "expert2")
     known = mergepipe.plan(bench.write(recipe), budget="50%", home=bench.home)
-    assert (known.tensors, known.bound) == (before.tensors, before.bound)
+    assert (known.tensors, known.fallbacks) == (before.tensors, before.fallbacks)
 
 
 def digest_in_passing(bench: Bench, *names: str, home: Path | None = None) -> None:

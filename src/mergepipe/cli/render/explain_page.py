@@ -10,7 +10,6 @@ from mergepipe.cli.render.layout import share_text
 from mergepipe.cli.render.pages import render_page
 from mergepipe.cli.render.verdicts import (
     coverage_lines,
-    larger_budget_text,
     missing_text,
     unspent_text,
     verdict_sentence,
@@ -70,13 +69,12 @@ def explain_page(explanation: Explanation, made: datetime | None = None) -> str:
 
 
 def _advice(verdict: BudgetVerdict) -> tuple[str, ...]:
-    """Return what follows the verdict: experts of which nothing is there, what is not spent, what more would bring."""
+    """Return what follows the verdict: experts of which nothing is there, and what is not spent."""
     lines = zip(verdict.experts, coverage_lines(verdict), strict=True)
     unspent = unspent_text(verdict)
     return (
         *(f"{line}." for expert, line in lines if not expert.share),
         *([f"Unspent: {unspent}"] if unspent else []),
-        *filter(None, [larger_budget_text(verdict)]),
     )
 
 

@@ -8,20 +8,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from mergepipe.cli.render.layout import Fact, columns_text, facts_text, listed, notice_facts, number_text, share_text
-from mergepipe.cli.render.levels import error_table, error_text, grouped_layers, layers_range, levels_text
+from mergepipe.cli.render.layout import Fact, columns_text, facts_text, listed, notice_facts, share_text
+from mergepipe.cli.render.levels import grouped_layers, layers_range, levels_text
 from mergepipe.cli.render.verdicts import verdict_facts
 from mergepipe.core.escaping import printable
-from mergepipe.core.units import format_bytes, format_percent
-from mergepipe.jobs.explain import explanation_of
-from mergepipe.planning.level_counts import blocks_by_level
-from mergepipe.planning.plan import Plan, expected_error_of
+from mergepipe.core.units import format_bytes
+from mergepipe.planning.level_counts import WHOLE, blocks_by_level
+from mergepipe.planning.plan import Plan
 from mergepipe.reports import ExpertShare, Explanation, Sampling
 from mergepipe.runs.budget.verdict import analysis_advice, verdict_of
 
 MAX_GROUPS = 6
 MAX_RUN_CHARACTERS = 60
-WHY_LEAST = "what else trimming and electing change is not in it"
 
 _NUMBER = re.compile(r"\d+")
 
@@ -38,7 +36,8 @@ class _Choice(Protocol):
 
 
 def plan_table(plan: Plan, stored: Path | None) -> str:
-    """Show what a plan reads of every expert, the cost of omission, and missing statistics."""
+    """Show what a plan reads of every expert, and missing statistics."""
+    is_graded = any(access.levels for tensor in plan.tensors for access in tensor.access)
     blocks = sum(-(-tensor.n_elements // plan.block_elements) for tensor in plan.tensors)
     rows = []
     for e, model in enumerate(model for model in plan.models if model.role == "expert"):
@@ -49,20 +48,17 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
         free = sum(stop - start for access in accesses for start, stop in access.free)
         rows.append([
             model.model, format_bytes(model.planned_bytes), share_text(model.planned_bytes, model.full_cost_bytes),
-            share_text(used_blocks, blocks), share_text(free, blocks), *([] if plan.expected_error is None else
-            [levels_text(blocks_by_level(accesses)), error_text(expected_error_of(accesses))]),
+            share_text(used_blocks, blocks), share_text(free, blocks),
+            *([levels_text(blocks_by_level(accesses))] if is_graded else []),
         ])  # fmt: skip
     head = [
+        *verdict_facts(verdict_of(plan)),
         ("operator", plan.operator),
         ("policy", f"{plan.policy}, where omitted: {plan.on_omit}"),
         ("budget", _of_everything(plan.budget_bytes, plan.full_cost_bytes)),
         ("planned", _of_everything(plan.planned_bytes, plan.full_cost_bytes)),
-        ("error bound", _bound_text(plan.bound.absolute, plan.bound.relative) if plan.bound else "none for this plan"),
         *_sampling_facts(plan.sampling),
-        *_expected_facts(plan.expected_error, is_least=plan.error_is_least),
     ]
-    if plan.outlook is not None:
-        head = [*verdict_facts(verdict_of(plan)), *head]
     tail = [
         *_choices("fallback", plan.fallbacks),
         *_choices("adjusted", plan.adjustments),
@@ -71,19 +67,14 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
         ("digest", plan.digest),
         *([("stored", str(stored))] if stored is not None else []),
     ]
-    graded = [] if plan.expected_error is None else ["how closely", "error expected"]
+    graded = ["how closely"] if is_graded else []
     table = columns_text(["expert", "read", "of it", "blocks read", "as the base", *graded], rows)
-    if graded:
-        explanation = explanation_of(Path(), plan, None, None)
-        table += f"\n\n{error_table(explanation.layers, [expert.model for expert in explanation.experts])}"
     return f"{facts_text(head)}\n\n{table}\n\n{facts_text(tail)}"
 
 
 def explain_table(explanation: Explanation) -> str:
     """An explanation: the whole, by expert, by layer, and tensors that were asked for."""
     parts = [facts_text(_explain_facts(explanation)), _expert_table(explanation), _layer_table(explanation)]
-    if explanation.expected_error is not None:
-        parts.append(error_table(explanation.layers, [expert.model for expert in explanation.experts]))
     tail = [*_choices("fallback", explanation.fallbacks), *_choices("adjusted", explanation.adjustments)]
     parts.extend([facts_text(tail)] if tail else [])
     for tensor in explanation.tensors:
@@ -106,9 +97,6 @@ def _explain_facts(explanation: Explanation) -> list[Fact]:
         facts.append(("budget", _of_everything(explanation.budget_bytes or 0, explanation.full_bytes or 0)))
         facts.append(("planned", _of_everything(explanation.planned_bytes or 0, explanation.full_bytes or 0)))
         facts.extend(_sampling_facts(explanation.sampling))
-        if explanation.bound is not None:
-            facts.append(("error bound", _bound_text(explanation.bound, explanation.relative_bound)))
-        facts.extend(_expected_facts(explanation.expected_error, is_least=explanation.error_is_least))
         if explanation.sid is not None:
             facts.append(("plan digest", explanation.plan_digest or ""))
     if explanation.realized_bytes is not None:
@@ -133,8 +121,13 @@ def _sampling_facts(sampling: Sampling | None) -> list[Fact]:
 
 def _expert_table(explanation: Explanation) -> str:
     head = ["expert", "read", "shared", "as the base", "omitted", "planned", "realized"]
-    graded = [] if explanation.expected_error is None else ["blocks read", "error expected"]
+    graded = ["blocks read"] if _is_graded(explanation) else []
     return columns_text(head + graded, [_expert_row(expert, explanation) for expert in explanation.experts])
+
+
+def _is_graded(explanation: Explanation) -> bool:
+    """Whether some blocks are read at a level of their store."""
+    return any(name != WHOLE for expert in explanation.experts for name, _ in expert.levels)
 
 
 def _expert_row(expert: ExpertShare, explanation: Explanation) -> list[str]:
@@ -142,8 +135,8 @@ def _expert_row(expert: ExpertShare, explanation: Explanation) -> list[str]:
         share_text(count, explanation.blocks) for count in (expert.read, expert.shared, expert.free, expert.omitted)
     ]
     row = [expert.model, *counts, _bytes_or_dash(expert.planned_bytes), _bytes_or_dash(expert.realized_bytes)]
-    if explanation.expected_error is not None:
-        row += [levels_text(expert.levels), error_text(expert.expected_error)]
+    if _is_graded(explanation):
+        row.append(levels_text(expert.levels))
     return row
 
 
@@ -182,18 +175,6 @@ def _before_name(text: str) -> str:
 def _group_text(group: Sequence[_Choice]) -> str:
     first = group[0]
     return f"{listed([choice.where for choice in group])}: {first.decision} ({first.reason})"
-
-
-def _bound_text(absolute: float, relative: float | None) -> str:
-    text = f"the result is at most {number_text(absolute)} away from the full merge, before rounding"
-    return text if relative is None else f"{text}: about {format_percent(relative)} of what the full merge changes"
-
-
-def _expected_facts(error: float | None, *, is_least: bool) -> list[Fact]:
-    if error is None:
-        return []
-    text = f"{error_text(error)} of what the full merge changes, before rounding"
-    return [("error expected", f"at least {text}: {WHY_LEAST}" if is_least else text)]
 
 
 def _of_everything(nbytes: int, full_bytes: int) -> str:

@@ -6,41 +6,23 @@ from mergepipe.cli.render.layout import columns_text, facts_text, listed, notice
 from mergepipe.cli.render.levels import levels_text
 from mergepipe.core.units import format_bytes, format_seconds
 from mergepipe.planning.choices import Policy
-from mergepipe.reports import SweepPoint, SweepReport
-from mergepipe.runs.budget.verdict import BASE_ERROR, NOT_STATED, SCALE, WORSE
-
-_ENOUGH = [(limit, meaning) for limit, meaning in SCALE if limit < BASE_ERROR]
+from mergepipe.planning.level_counts import WHOLE
+from mergepipe.reports import SweepReport
 
 
 def verdict_text(report: SweepReport) -> str:
-    """Say which budgets are the smallest that are enough, by the scale of all verdicts, and which are too small."""
+    """Say what was measured: a loss by a command, or distances, which say little."""
     if report.full_loss is not None:
         return f"the loss of the full merge is {loss_text(report.full_loss)}; those under budgets are below"
     if report.policy == Policy.SAMPLE:
-        return f"{NOT_STATED}: measure a loss with --evaluate"
-    points = sorted((p for p in report.points if p.policy == report.policy and p.error is not None), key=_budget_bytes)
-    if not points:
-        return "no error could be measured"
-    texts: dict[str, str] = {}
-    for level, meaning in _ENOUGH:
-        enough = next((point for point in points if (point.error or 0.0) <= level), None)
-        if enough is not None:
-            text = f"{enough.budget} is enough for an error of {level:g}"
-            texts.setdefault(enough.budget, f"{text} ({meaning}; measured {number_text(enough.error)})")
-    best = points[-1]
-    none = f"none of the budgets reaches an error of {_ENOUGH[-1][0]:g}; {best.budget} leaves {number_text(best.error)}"
-    worse = [point.budget for point in points if (point.error or 0.0) > BASE_ERROR]
-    return "; ".join([*(texts.values() or [none]), *([f"{listed(worse)}: {WORSE}"] if worse else [])])
+        return "a sample is right on average, and far from the full merge in each draw: measure a loss with --evaluate"
+    return "distances say nothing of a gain: measure a loss with --evaluate"
 
 
 def unread_lines(report: SweepReport) -> list[str]:
     """Return a line for each budget under which nothing is read of some expert, by the policy that was chosen."""
     points = (point for point in report.points if point.policy == report.policy and point.unread)
     return [f"{point.budget}: nothing of {listed(point.unread)} is in the merge" for point in points]
-
-
-def _budget_bytes(point: SweepPoint) -> int:
-    return point.budget_bytes
 
 
 def measured(report: SweepReport) -> tuple[bool, bool]:
@@ -56,12 +38,7 @@ def loss_text(loss: float | None) -> str:
 
 def rounding_note(report: SweepReport) -> str:
     """Return the note on the rounding that errors are measured against."""
-    return f"errors are taken from the outputs, after rounding to {', '.join(report.dtypes)}; bounds are for before it"
-
-
-def expected_text(point: SweepPoint) -> str:
-    """Return the error that the plan expected."""
-    return f"{'>= ' * point.error_is_least}{number_text(point.expected_error)}"
+    return f"errors are taken from the outputs, after rounding to {', '.join(report.dtypes)}"
 
 
 def sweep_table(report: SweepReport) -> str:
@@ -83,9 +60,9 @@ def sweep_table(report: SweepReport) -> str:
         *error_facts,
         *notice_facts(report.recipe_notices),
     ]  # fmt: skip
-    is_graded = any(point.expected_error is not None for point in report.points)
-    graded = ["expected", "blocks read"] if is_graded else []
-    losses, errors = ["loss"] * has_losses, ["error", "bound", "beside"] * has_errors
+    is_graded = any(name != WHOLE for point in report.points for name, _ in point.levels)
+    graded = ["blocks read"] if is_graded else []
+    losses, errors = ["loss"] * has_losses, ["error", "beside"] * has_errors
     head = ["budget", "policy", "read", "of all", "time", *losses, *errors, *graded]
     rows = [
         [
@@ -95,8 +72,8 @@ def sweep_table(report: SweepReport) -> str:
             share_text(point.expert_bytes, report.full_cost_bytes),
             format_seconds(point.seconds),
             *([loss_text(point.loss)] if has_losses else []),
-            *([number_text(x) for x in (point.error, point.bound, point.flattering_error)] if has_errors else []),
-            *([expected_text(point), levels_text(point.levels)] if is_graded else []),
+            *([number_text(x) for x in (point.error, point.flattering_error)] if has_errors else []),
+            *([levels_text(point.levels)] if is_graded else []),
         ]
         for point in report.points
     ]

@@ -8,9 +8,9 @@ from datetime import datetime
 from mergepipe.cli.render.charts import Chart, Line, draw_chart
 from mergepipe.cli.render.levels import levels_text
 from mergepipe.cli.render.pages import render_page
-from mergepipe.cli.render.sweep import expected_text, loss_text, measured, rounding_note, unread_lines, verdict_text
+from mergepipe.cli.render.sweep import loss_text, measured, rounding_note, unread_lines, verdict_text
 from mergepipe.core.units import format_percent
-from mergepipe.planning.level_counts import NAMES
+from mergepipe.planning.level_counts import NAMES, WHOLE
 from mergepipe.reports import SweepPoint, SweepReport
 
 _STYLES = ("chosen", "beside")
@@ -22,8 +22,8 @@ def sweep_page(report: SweepReport, made: datetime | None = None) -> str:
     has_errors, has_losses = measured(report)
     return render_page(
         "sweep.html.j2", made, report=report, charts=charts_of(report), note=rounding_note(report),
-        verdict=verdict_text(report), unread=unread_lines(report), levels_of=levels_text, expected_of=expected_text,
-        loss_of=loss_text, is_graded=any(point.expected_error is not None for point in report.points),
+        verdict=verdict_text(report), unread=unread_lines(report), levels_of=levels_text,
+        loss_of=loss_text, is_graded=any(name != WHOLE for point in report.points for name, _ in point.levels),
         has_errors=has_errors, has_losses=has_losses,
     )  # fmt: skip
 
@@ -36,10 +36,6 @@ def charts_of(report: SweepReport) -> tuple[Chart, ...]:
         points = [point for point in report.points if point.policy == policy]
         errors.append(Line(policy, style, _places(report, [(p, p.error) for p in points])))
         times.append(Line(policy, style, _places(report, [(p, p.seconds) for p in points])))
-    chosen = [(point, point.bound) for point in report.points if point.policy == report.policy]
-    errors.append(Line(f"{report.policy}: bound of the plan", "bound", _places(report, chosen)))
-    expected = [(point, point.expected_error) for point in report.points if point.policy == report.policy]
-    errors.append(Line(f"{report.policy}: expected by the plan", "expected", _places(report, expected)))
     x_label = "expert bytes read, as a share of what reading all costs"
     losses = [Line(report.policy, _STYLES[0], _places(report, [(point, point.loss) for point in report.points]))]
     error_label, levels_label = "error relative to what merging changes", "blocks read in this form or a closer one"

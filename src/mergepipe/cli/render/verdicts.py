@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from mergepipe.cli.render.layout import Fact, number_text, share_text
+from mergepipe.cli.render.layout import Fact, share_text
 from mergepipe.core.units import format_bytes
 from mergepipe.reports import BudgetVerdict
 
 
 def verdict_sentence(verdict: BudgetVerdict) -> str:
-    """Say what is expected to be lost, and what that means."""
-    if verdict.expected_error is None:
-        return f"Expected error: {verdict.meaning}."
-    least = "at least " if verdict.is_least else ""
-    return f"Expected error {least}{number_text(verdict.expected_error)}: {verdict.meaning}."
-
-
-def larger_budget_text(verdict: BudgetVerdict) -> str:
-    """Say what half as much budget again would leave; nothing where that is not known or everything is read."""
-    larger_bytes, error = verdict.larger_budget_bytes, verdict.larger_expected_error
-    if larger_bytes is None or error is None or not verdict.expected_error:
-        return ""
-    share = share_text(larger_bytes, verdict.full_bytes)
-    if error >= verdict.expected_error:
-        return f"A budget of {format_bytes(larger_bytes)} ({share}) is not expected to leave less."
-    return f"A budget of {format_bytes(larger_bytes)} ({share}) would leave {number_text(error)}."
+    """Say how much is read and how it is chosen, and where the gain of such merges was measured."""
+    if verdict.is_full:
+        return "The full merge: everything of the experts is read."
+    share = share_text(verdict.planned_bytes, verdict.full_bytes)
+    read = f"{share} of the experts' bytes are read, by policy '{verdict.policy}'"
+    return f"{read}. What such merges kept of a gain: {verdict.measured}."
 
 
 def unspent_text(verdict: BudgetVerdict) -> str:
@@ -32,14 +22,13 @@ def unspent_text(verdict: BudgetVerdict) -> str:
 
 
 def verdict_facts(verdict: BudgetVerdict | None) -> list[Fact]:
-    """Return the lines of a table that tell a verdict: it first, what more would bring, what is missing of whom."""
+    """Return the lines of a table that tell a verdict: it first, then what is missing of whom."""
     if verdict is None:
         return []
-    more, unspent = larger_budget_text(verdict), unspent_text(verdict)
+    unspent = unspent_text(verdict)
     return [
         ("verdict", verdict_sentence(verdict)),
         *([("unspent", unspent)] if unspent else []),
-        *([("more budget", more)] if more else []),
         *(("expert", line) for line in coverage_lines(verdict)),
     ]
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.operators.base import Operator, OperatorInput, Plain, Reduced
-from mergepipe.operators.influence import Average, Influence, Products
+from mergepipe.operators.influence import Influence, Products
 from mergepipe.operators.rules.elementwise import ElementwiseRule, Shares
 from mergepipe.operators.shared_parameters import WEIGHT, delta_spec, normalize_flag
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scope
@@ -50,12 +50,9 @@ class Linear(Plain):
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
         weights_E = inputs.weights_E()
         anchor = float(inputs.anchor["weight"])
-        total = anchor + float(weights_E.sum())
-        ones_E = np.ones_like(weights_E)
-        if not inputs.globals["normalize"]:
-            return Influence(_in_force(weights_E), ones_E, is_additive=True, anchor_scale=total)
-        coefficients_E = _in_force(weights_E / (total or 1.0))
-        return Influence(coefficients_E, ones_E, is_additive=True, average=Average(weights_E, anchor))
+        ones_E, normalizes = np.ones_like(weights_E), bool(inputs.globals["normalize"])
+        total = (anchor + float(weights_E.sum())) if normalizes else 1.0
+        return Influence(_in_force(weights_E / (total or 1.0)), ones_E, renormalizes=normalizes)
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         weights_E = inputs.weights_E()
@@ -84,7 +81,7 @@ class TaskArithmetic(Plain):
 
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
         coefficients_E = fixed_coefficients(inputs).astype(np.float64)
-        return Influence(coefficients_E, np.ones_like(coefficients_E), is_additive=True)
+        return Influence(coefficients_E, np.ones_like(coefficients_E))
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         return ElementwiseRule(coefficients_E=fixed_coefficients(inputs))

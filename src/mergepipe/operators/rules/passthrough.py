@@ -28,9 +28,7 @@ class Passthrough(Plain):
     )
 
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        return Influence(
-            np.empty(0), np.empty(0), is_additive=True, anchor_scale=float(inputs.anchor.get("scale", 1.0))
-        )
+        return Influence(np.empty(0), np.empty(0))
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         return ElementwiseRule(

@@ -19,7 +19,7 @@ from mergepipe.operators.base import (
     ReductionRequest,
     RowSums,
 )
-from mergepipe.operators.influence import Election, Influence, Products
+from mergepipe.operators.influence import Influence, Products
 from mergepipe.operators.measures import KeptMagnitudes
 from mergepipe.operators.rules.elementwise import ElementwiseRule, Keep
 from mergepipe.operators.rules.linear import fixed_coefficients, nonzero_sum
@@ -62,10 +62,9 @@ class Ties(Plain):
     )
 
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        """Trimming is exact; of the consensus only the weights are kept: which elements agree is for `election`."""
+        """Trimming is exact; of the consensus only the weights are kept, not which elements agree."""
         coefficients_E = consensus_coefficients(inputs)
-        election = _election(inputs, trims=True)
-        return Influence(coefficients_E, np.ones_like(coefficients_E), trims=True, election=election)
+        return Influence(coefficients_E, np.ones_like(coefficients_E), trims=True)
 
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         kept_E = tuple(rank_of_density(float(p["density"]), inputs.n_elements) for p in inputs.experts)
@@ -231,8 +230,7 @@ class DareTies(Plain):
     is_random = True
 
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        election = _election(inputs, trims=False)
-        return Influence(consensus_coefficients(inputs), dropped_energy(inputs), election=election)
+        return Influence(consensus_coefficients(inputs), dropped_energy(inputs))
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         limits_E, scales_E = _drop_and_rescale(inputs)
@@ -276,17 +274,6 @@ def consensus_rule(
         consensus=True,
         normalize=bool(inputs.globals["normalize"]),
         delta_scale=float(inputs.globals["lambda"]),
-    )
-
-
-def _election(inputs: OperatorInput, *, trims: bool) -> Election:
-    density_E = densities_E(inputs)
-    return Election(
-        weight_E=inputs.weights_E().astype(np.float64),
-        share_E=density_E,
-        tail_E=density_E if trims else np.ones_like(density_E),
-        normalize=bool(inputs.globals["normalize"]),
-        scale=float(inputs.globals["lambda"]),
     )
 
 

@@ -52,10 +52,6 @@ class Ladder:
         """Return the bytes of each block at its own level."""
         return self.at(level_B, self.cost_KB.astype(np.float64), np.zeros(len(level_B))).astype(np.int64)
 
-    def left_at(self, level_B: NDArray[np.int8]) -> NDArray[np.float64]:
-        """Return the energy left out of each block at its own level."""
-        return self.at(level_B, self.left_KB, self.unread_B)
-
 
 Ladders = Mapping[tuple[int, int], Ladder]
 """By expert and tensor."""

@@ -21,7 +21,7 @@ from mergepipe.operators.base import (
     SoftmaxDivergence,
     SurvivorSums,
 )
-from mergepipe.operators.influence import Average, Election, Influence
+from mergepipe.operators.influence import Influence
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import NOTHING_KEPT, Cut, CutEstimate, TensorStatistics
 from mergepipe.planning.candidates.block_columns import Columns
@@ -43,8 +43,8 @@ class Rules:
     """The operator evaluated on every tensor (T) of every expert (E).
 
     Attributes:
-        coefficient_ET, energy_factor_ET, trims, is_additive, anchor_scale_T: see `Influence`.
-        average_T: see `Influence`; one per tensor.
+        coefficient_ET, energy_factor_ET, trims: see `Influence`.
+        renormalizes: every tensor's coefficients can be; see `Influence`.
         cut_bits_ET: the magnitude cut as float32 bits, `UNKNOWN` where there is none or it is not known.
         products: inner products by (expert, tensor), where the operator wants them.
         lacking: why a tensor-wide quantity is not known, by (expert, tensor).
@@ -53,20 +53,12 @@ class Rules:
     coefficient_ET: NDArray[np.float64]
     energy_factor_ET: NDArray[np.float64]
     trims: bool
-    is_additive: bool
-    anchor_scale_T: NDArray[np.float64]
-    average_T: tuple[Average | None, ...]
+    renormalizes: bool
     cut_bits_ET: NDArray[np.int64]
     products: Mapping[tuple[int, int], _Products]
     lacking: Mapping[tuple[int, int], str]
-    elections_T: tuple[Election | None, ...] = ()  # one per tensor, among its own experts
     cuts: Mapping[tuple[int, int], Cut] = field(default_factory=dict)  # the known ones
     cut_errors: Mapping[tuple[int, int], float] = field(default_factory=dict)  # of the share kept, where estimated
-
-    @property
-    def elects(self) -> bool:
-        """Whether the operator elects signs, so that its expected loss is computed from sampled elements."""
-        return any(election is not None for election in self.elections_T)
 
 
 def operator_input(task: MergeTask) -> OperatorInput:
@@ -212,20 +204,8 @@ def _rules(
         coefficient_ET=np.array(coefficient_TE, np.float64).reshape(shape).T,
         energy_factor_ET=np.array(factor_TE, np.float64).reshape(shape).T,
         trims=any(influence.trims for influence in influences),
-        is_additive=all(influence.is_additive for influence in influences),
-        anchor_scale_T=np.array([influence.anchor_scale for influence in influences], np.float64),
-        average_T=tuple(
-            _average_over_all_experts(columns, t, influence.average) for t, influence in enumerate(influences)
-        ),
+        renormalizes=all(influence.renormalizes for influence in influences),
         cut_bits_ET=cut_bits_ET,
         products=products,
         lacking=lacking,
-        elections_T=tuple(influence.election for influence in influences),
     )
-
-
-def _average_over_all_experts(columns: Columns, t: int, average: Average | None) -> Average | None:
-    """Spread an average of a task's own experts over all experts, with weight 0 for the others."""
-    if average is None:
-        return None
-    return Average(columns.by_expert(t, average.weights_E, 0.0), average.anchor_weight)

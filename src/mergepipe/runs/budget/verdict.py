@@ -1,4 +1,4 @@
-"""Judge a budgeted merge in words and numbers: what it loses, what of each expert is missing, what more would bring."""
+"""Say of a budgeted merge what it reads and what is missing of each expert, and which command would tell more."""
 
 from __future__ import annotations
 
@@ -12,42 +12,24 @@ from mergepipe.reports import BudgetVerdict, ExpertCoverage
 from mergepipe.runs.budget.coverage import coverage_of
 from mergepipe.snapshots.manifest import Coverage
 
-BASE_ERROR = 1.0
-"""The error of the base: what lies above it is further from the full merge than no merge at all."""
-SCALE = (
-    (0.25, "close to the full merge"),
-    (0.75, "a part of the merge"),
-    (BASE_ERROR, "little of the merge: an error of 1 is that of the base"),
-)
-"""What errors up to a limit mean, expected and measured ones: distances, no statement about what a model can do."""
-WORSE = "worse than the base: further from the full merge than no merge at all"
+MEASURED_SAMPLES, MEASURED_ORDERS = "docs/benchmarks/sampling.md", "docs/benchmarks/trained.md"
+"""The pages with what merges under a budget kept of a gain: of samples, and of blocks in an order."""
 _ADVISED = {
     REASON_MISSING: "nothing is known of tensors, and what is read of them is spread evenly",
 }
-NOT_STATED = "none is stated of a sample: it is right on average, and far from the full merge in each draw"
-UNKNOWN = "not known: nothing is known of some experts"
-
-
-def meaning_of(error: float | None) -> str:
-    """Say what an error means: how far the result is from the full merge, beside the base."""
-    return UNKNOWN if error is None else next((text for limit, text in SCALE if error <= limit), WORSE)
 
 
 def verdict_of(plan: Plan) -> BudgetVerdict:
-    """Judge a plan, from what it records."""
-    coverage, outlook = coverage_of(plan), plan.outlook
+    """Say of a plan what it reads, and what is missing of whom."""
     unspent = [fallback for fallback in plan.fallbacks if fallback.decision.endswith(UNSPENT)]
-    is_full = _is_full(plan)
-    error = 0.0 if is_full else None if outlook is None else outlook.expected_error
     return BudgetVerdict(
-        expected_error=error,
-        is_least=outlook is not None and outlook.is_least and not is_full,
-        meaning=NOT_STATED if plan.sampling is not None and not is_full else meaning_of(error),
-        experts=tuple(sorted(_coverage(plan, coverage), key=lambda expert: expert.share)),
-        unread=tuple(fallback.where for fallback in plan.fallbacks if fallback.decision == NOTHING_READ),
+        policy=plan.policy,
+        is_full=_is_full(plan),
+        planned_bytes=plan.planned_bytes,
         full_bytes=plan.full_cost_bytes,
-        larger_budget_bytes=None if outlook is None else outlook.larger_budget_bytes,
-        larger_expected_error=None if outlook is None else outlook.larger_expected_error,
+        experts=tuple(sorted(_coverage(plan, coverage_of(plan)), key=lambda expert: expert.share)),
+        unread=tuple(fallback.where for fallback in plan.fallbacks if fallback.decision == NOTHING_READ),
+        measured=MEASURED_ORDERS if plan.sampling is None else MEASURED_SAMPLES,
         unspent_bytes=plan.budget_bytes - plan.planned_bytes if unspent else 0,
         unspent_reason=unspent[0].reason if unspent else "",
     )

@@ -103,14 +103,12 @@ def _size(nbytes: object) -> str:
 def _verdict_lines(verdict: BudgetVerdict) -> Iterator[str]:
     yield "## Budget"
     yield ""
-    if verdict.expected_error is None:
-        yield f"Expected error: {verdict.meaning}."
+    if verdict.is_full:
+        yield "Everything of the experts was read: this is the full merge."
     else:
-        least = "at least " if verdict.is_least else ""
-        error = f"{least}{verdict.expected_error:g}, {verdict.meaning}"
-        yield f"Expected error, relative to what the full merge changes: {error}."
-        if verdict.larger_expected_error is not None and verdict.expected_error > 0:
-            yield f"A budget of {_size(verdict.larger_budget_bytes)} would leave {verdict.larger_expected_error:g}."
+        share = f"{_size(verdict.planned_bytes)} of {_size(verdict.full_bytes)}"
+        yield f"Read of the experts, by policy `{verdict.policy}`: {share}. What such merges kept of a gain was"
+        yield f"measured in MergePipe's {verdict.measured}; nothing is known of this one."
     yield ""
     yield "| expert | share of the blocks that it changes in the merge |"
     yield "|---|---|"

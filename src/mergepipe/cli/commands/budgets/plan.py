@@ -19,7 +19,6 @@ from mergepipe.cli.options import (
     RecipePath,
     Seed,
     Strict,
-    TargetError,
 )
 from mergepipe.cli.printing import print_text
 from mergepipe.cli.registration import add_command
@@ -31,7 +30,7 @@ Budget = Annotated[
     typer.Option(
         "--budget",
         metavar="BUDGET",
-        help=BUDGET_HELP + "  [needed without --target-error or --all]",
+        help=BUDGET_HELP + "  [needed without --all]",
         rich_help_panel=BUDGET_PANEL,
     ),
 ]
@@ -51,7 +50,6 @@ PlanAsJson = Annotated[
 
 EXAMPLES = (
     "mergepipe plan recipe.yml --budget 25% --out plan.json",
-    "mergepipe plan recipe.yml --target-error 0.2",
     "mergepipe plan recipe.yml --all --out plan.json",
 )
 
@@ -65,7 +63,6 @@ def plan(
     recipe: RecipePath,
     *,
     budget: Budget = None,
-    target_error: TargetError = None,
     everything: Everything = False,
     planning: PlanFlags,
     seed: Seed = 0,
@@ -79,7 +76,7 @@ def plan(
 ) -> None:
     """Decide what a merge of RECIPE reads under a budget.
 
-    Says what of each expert is read, and what the omission costs at most. What is known of the experts comes
+    Says what of each expert is read. What is known of the experts comes
     from the catalog and from the indices of packed ones.
     """
     options = planning.options(strict=strict, lenient=lenient)
@@ -88,7 +85,6 @@ def plan(
     decided = api.plan(
         recipe,
         budget,
-        target_error=target_error,
         everything=everything,
         seed=seed,
         home=home,

@@ -28,7 +28,6 @@ from mergepipe.cli.options import (
     Seed,
     ShardSize,
     Strict,
-    TargetError,
     refuse_swapped,
 )
 from mergepipe.cli.outcomes import tell_if_published
@@ -96,7 +95,6 @@ class RecipeFlags:
     """Options of a merge that a stored plan has decided already."""
 
     budget: Budget = None
-    target_error: TargetError = None
     target_loss: TargetLoss = None
     evaluate: Evaluate = None
     allow_dropped: AllowDropped = None
@@ -162,7 +160,7 @@ def merge(
                 options=run_options, on_progress=on_progress,
             )  # fmt: skip
         return api.merge(
-            recipe, target, budget=settings.budget, target_error=settings.target_error,
+            recipe, target, budget=settings.budget,
             target_loss=settings.target_loss, evaluate=settings.evaluate, force=force, seed=settings.seed,
             options=options, on_progress=on_progress,
         )  # fmt: skip
@@ -184,7 +182,7 @@ def _check_arguments(recipe: str, out: str | None, plan: str | None, settings: R
         if out is None:
             raise RecipeError.of("option.invalid", "", "Missing argument 'OUT'", "see 'mergepipe merge --help'")
         refuse_swapped(recipe, out, RECIPE_ENDINGS)
-        if settings.budget is None and settings.target_error is None and settings.target_loss is None:
+        if settings.budget is None and settings.target_loss is None:
             _refuse(_options_set(planning, _FOR_BUDGETS), "add --budget")
         return out
     if out is not None:

@@ -1,1 +1,0 @@
-"""Estimate the loss of a selection against the full merge."""
