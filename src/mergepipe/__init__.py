@@ -14,7 +14,7 @@ Every call checks its arguments, does one job and returns a report, an immutable
 Merging
     check, merge, operator (merge rules of your own)
 Planning under a budget
-    analyze, import_statistics, plan, store_plan, run, explain, sweep
+    analyze, plan, store_plan, run, explain, sweep
 Merging on many machines
     run_part, parts_status
 Packing experts
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
         explain,
         extract_lora,
         gc,
-        import_statistics,
         lineage,
         list_snapshots,
         load_file,
@@ -79,7 +78,6 @@ if TYPE_CHECKING:
         Explanation,
         ExtractLoraReport,
         GcReport,
-        ImportedStatistics,
         MergeReport,
         PackReport,
         PartReport,
@@ -103,7 +101,6 @@ __all__ = [
     "Explanation",
     "ExtractLoraReport",
     "GcReport",
-    "ImportedStatistics",
     "LineageNode",
     "LoadedTensors",
     "MergeOptions",
@@ -133,7 +130,6 @@ __all__ = [
     "explain",
     "extract_lora",
     "gc",
-    "import_statistics",
     "lineage",
     "list_snapshots",
     "load_file",
@@ -164,7 +160,6 @@ _OTHER_HOMES = {
     "CatalogStats": "catalog.rows",
     "Explanation": "reports",
     "ExtractLoraReport": "reports",
-    "ImportedStatistics": "reports",
     "LineageNode": "catalog.rows",
     "LoadedTensors": "jobs.load",
     "MergeOptions": "options",

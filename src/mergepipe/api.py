@@ -1,7 +1,7 @@
 """The public calls: each checks its arguments, runs one job, and returns a report.
 
 Making models: `check`, `merge`.
-Under a budget: `analyze`, `import_statistics`, `plan`, `store_plan`, `run`, `explain`, `sweep`.
+Under a budget: `analyze`, ``, `plan`, `store_plan`, `run`, `explain`, `sweep`.
 On many machines: `run_part`, `parts_status`.
 Packing experts: `pack`, `unpack`. Reading models: `load_file`.
 Looking after snapshots: `list_snapshots`, `show`, `lineage`, `diff`, `verify`, `repair`, `replay`,
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
         Explanation,
         ExtractLoraReport,
         GcReport,
-        ImportedStatistics,
         MergeReport,
         PackReport,
         PartReport,
@@ -215,23 +214,18 @@ def analyze(
     *,
     densities: Sequence[float] = (),
     block_elements: int | None = None,
-    import_from: str | Path | Sequence[str | Path] = (),
-    export_to: str | Path | None = None,
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> AnalyzeReport:
-    """Read experts once against their base and record in the catalog what plans are made from.
+    """Read experts once against their base, and keep for each a file of what plans are made from.
 
-    What the catalog already knows of unchanged files is not read again; an interrupted analysis is resumed.
+    The files lie in the home folder and are named by the contents of expert and base: a copy of one in the home folder
+    of another machine, or beside the model as `mergepipe.stats`, serves there. What is on record is not read again.
 
     Args:
         densities: shares whose exact magnitude cuts are wanted beside the common ones.
         block_elements: elements of a block; default 256 Ki.
-        import_from: first take in the statistics of this file, or of these, as `import_statistics` does; models that
-            look like those it tells of are read once for their digests.
-        export_to: write what is known of the experts to this file, for other machines; see `import_statistics`.
-            Models of unknown digest are read once more for it.
-        options: threads, memory, the catalog's home.
+        options: threads, memory, the home folder.
         on_progress: see `merge`.
 
     Raises:
@@ -250,28 +244,8 @@ def analyze(
         home=needed_home(options, "an analysis"),
         block_elements=block_elements_of(block_elements),
         densities=tuple(sorted({*COMMON_DENSITIES, *densities})),
-        import_from=tuple(map(Location.of, (import_from,) if isinstance(import_from, str | Path) else import_from)),
-        export_to=None if export_to is None else Path(export_to),
     )
     return run_analysis(request, engine_options(options), started=started, on_progress=on_progress)
-
-
-def import_statistics(*files: str | Path, home: str | Path | None = None) -> ImportedStatistics:
-    """Record the statistics that `analyze` exported elsewhere, for whichever models have the same content.
-
-    Nothing is read of models: one whose digest is not known yet is recognised by the next `analyze`. What is recorded
-    is used like an analysis of one's own: import files of people whom you trust with the result.
-
-    Args:
-        files: paths, or locations in a store. All are read before anything is recorded.
-        home: the catalog's home.
-
-    Raises:
-        MergePipeError: see `mergepipe.errors`; nothing was recorded.
-    """
-    from mergepipe.jobs.analyze import import_files
-
-    return import_files(tuple(map(Location.of, files)), home_of(home))
 
 
 @_with_options(PlanOptions)
@@ -897,7 +871,7 @@ def catalog_stats(*, home: str | Path | None = None) -> CatalogStats:
 
 
 def rebuild_catalog(roots: Sequence[str | Path] = (), *, home: str | Path | None = None) -> RebuildReport:
-    """Make the catalog again from the manifests under `roots` and at known paths; sound statistics stay.
+    """Make the catalog again from the manifests under `roots` and at known paths.
 
     Raises:
         NotFoundError: a root does not exist.

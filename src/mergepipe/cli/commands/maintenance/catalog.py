@@ -31,7 +31,7 @@ def rebuild(
 ) -> None:
     """Make the catalog again from the manifests under ROOT and where snapshots were.
 
-    Sound statistics stay. A damaged catalog is moved aside, and what is sound in it is taken over.
+    A damaged catalog is moved aside. Statistics are files of their own and stay.
     """
     from mergepipe import api
 
