@@ -167,7 +167,7 @@ def test_help__shows_the_example_and_every_name() -> None:
 
 def test_package__offers_tailor_as_the_command_line_does() -> None:
     code = (
-        "import mergepipe; t = mergepipe.tailor; t.compose.__module__; import mergepipe.tailor.composition.compose, "
+        "import mergepipe; t = mergepipe.tailor; t.compose.__module__; import mergepipe.tailor.composition, "
         "mergepipe.tailor.inspect; print(dir(t), "
         "{getattr(t, n).__module__ for n in dir(t)})"
     )

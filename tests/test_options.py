@@ -17,7 +17,7 @@ import mergepipe
 from mergepipe import options
 from mergepipe.cli.failures import failure_of
 from mergepipe.errors import LimitError, MergePipeError, RecipeError
-from mergepipe.kernels.compilation import address_space
+from mergepipe.kernels import address_space
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.tailor import api as tailor
 

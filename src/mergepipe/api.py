@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
     from mergepipe.jobs.load import LoadedTensors
     from mergepipe.planning.plan import Plan
-    from mergepipe.recipes.parse.yaml_source import RecipeText
+    from mergepipe.recipes.yaml_source import RecipeText
     from mergepipe.reports import (
         AnalyzeReport,
         CheckReport,
@@ -117,7 +117,7 @@ def check(
     """
     MergeOptions(shard_bytes=shard_bytes, strict=strict, lenient=lenient)  # checked as those of a merge
     from mergepipe.jobs.check import check_recipe
-    from mergepipe.recipes.parse.problems import Strictness
+    from mergepipe.recipes.fields import Strictness
 
     return check_recipe(_recipe(recipe), shard_bytes, allow_dropped, Strictness(strict, lenient))
 
@@ -518,7 +518,7 @@ def pack(
             whole or not at all.
     """
     n_threads = threads_of(threads)  # before anything compiled is loaded
-    from mergepipe.deltastore.chain import MOST_DEPTH
+    from mergepipe.deltastore.checkpoint import MOST_DEPTH
     from mergepipe.jobs.pack import pack_chain, pack_experts
 
     models = [base] if isinstance(base, str | Path) else base
@@ -916,6 +916,6 @@ def _recipe(recipe: str | Path | Mapping[str, object]) -> Location | RecipeText:
     """Return where a recipe is, or the text of one that is given as a mapping."""
     if not isinstance(recipe, Mapping):
         return Location.of(recipe)
-    from mergepipe.recipes.parse.yaml_source import recipe_text
+    from mergepipe.recipes.yaml_source import recipe_text
 
     return recipe_text(recipe, Location.local(Path.cwd()))

@@ -204,7 +204,7 @@ def threads_of(threads: int | None) -> int:
         RecipeError: more than `MAX_THREADS`.
     """
     n_threads = positive("--threads", default_threads() if threads is None else threads, MAX_THREADS)
-    from mergepipe.kernels.compilation.address_space import check_address_space
+    from mergepipe.kernels.address_space import check_address_space
 
     check_address_space(n_threads)
     return n_threads

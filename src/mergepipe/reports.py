@@ -14,8 +14,8 @@ from mergepipe.storage.traffic import Traffic
 
 if TYPE_CHECKING:
     from mergepipe.core.notices import Notice
-    from mergepipe.deltastore.pack.base_match import BaseMatch
-    from mergepipe.recipes.resolve.tasks import DroppedTensor
+    from mergepipe.deltastore.pack.job import BaseMatch
+    from mergepipe.recipes.tasks import DroppedTensor
     from mergepipe.snapshots.manifest import LeftOutFile
 
 

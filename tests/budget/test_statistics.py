@@ -21,7 +21,7 @@ from mergepipe import api as session
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import statistics_folder
 from mergepipe.core.blocks import BF16, F32
-from mergepipe.engine.pipeline.pipeline import Pipeline
+from mergepipe.engine.pipeline import Pipeline
 from mergepipe.errors import MergePipeError
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics, rank_of_density
 from mergepipe.options import MergeOptions

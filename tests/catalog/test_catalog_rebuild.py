@@ -20,7 +20,7 @@ from mergepipe.checkpoints.file_digests import with_digests
 from mergepipe.cli.render.catalog import rebuild_table
 from mergepipe.errors import ConflictError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.tailor.composition.composite import COMPOSITE_FORMAT
+from mergepipe.tailor.composite import COMPOSITE_FORMAT
 
 
 def family(tmp_path: Path, n_models: int = 2) -> None:

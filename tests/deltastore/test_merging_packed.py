@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import mergepipe
 from mergepipe.api import pack
-from mergepipe.checkpoints.read_cost import range_cost_bytes
+from mergepipe.checkpoints.contract import range_cost_bytes
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level, Piece
 from mergepipe.deltastore.header import PIECE_NAMES
@@ -29,7 +29,7 @@ from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.candidates.sufficient_levels import sufficient_levels
-from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.recipes.tasks import MergeTask
 from mergepipe.runs.inputs.opened import open_inputs, open_path
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import mergepipe
 from mergepipe.core.blocks import BF16, F8_E4M3, F16, F32, DType
-from mergepipe.operators.rules.sparse import band_ranks
+from mergepipe.operators.sparse import band_ranks
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.storage.output import CHUNK_BYTES
 from support.disk_families import read_snapshot, weights_digest, write_sharded, write_single

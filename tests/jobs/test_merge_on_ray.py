@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import mergepipe
-from mergepipe.engine.executors.ray_tasks import (
+from mergepipe.engine.ray_tasks import (
     ClusterNode,
     OnOutcome,
     RayCluster,

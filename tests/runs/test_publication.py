@@ -14,7 +14,7 @@ import mergepipe
 from mergepipe.cli.render.merges import merge_table
 from mergepipe.errors import NotFoundError, RecipeError
 from mergepipe.options import MergeOptions, RunOptions
-from mergepipe.recipes.parse.written_paths import with_renamed
+from mergepipe.recipes.references import with_renamed
 from mergepipe.runs.publication.hub_ids import parse_base_model_ids
 from mergepipe.runs.publication.input_cards import InputCard, parse_card
 from mergepipe.runs.publication.left_out import reason_of

@@ -16,15 +16,13 @@ from mergepipe.catalog.statistics_file import (
     StatisticsFile,
     parse_statistics,
 )
-from mergepipe.checkpoints.computed.adapter import open_adapter
+from mergepipe.checkpoints.adapters import open_adapter, read_adapter_config
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.formats.adapter_config import read_adapter_config
-from mergepipe.checkpoints.formats.inert_pickle import load_inert
-from mergepipe.checkpoints.formats.safetensors import read_header
-from mergepipe.checkpoints.formats.torch_weights import read_torch_weights
-from mergepipe.checkpoints.tokenizers.sentencepiece import read_pieces
-from mergepipe.checkpoints.tokenizers.vocabulary_files import read_vocabulary
+from mergepipe.checkpoints.inert_pickle import load_inert
+from mergepipe.checkpoints.safetensors import read_header
+from mergepipe.checkpoints.torch_file import read_torch_weights
+from mergepipe.checkpoints.vocabulary import read_pieces, read_vocabulary
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
 from mergepipe.planning.plan_json import parse_plan
@@ -35,9 +33,9 @@ from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.composition.request.recipe import load_composition
-from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
-from mergepipe.tailor.formats.partial_manifest import parse_manifest
+from mergepipe.tailor.formats.partial import parse_manifest
+from mergepipe.tailor.formats.registry import open_training_checkpoint
+from mergepipe.tailor.recipe import load_composition
 from mergepipe.tailor.saving.save_log import read_log
 from support import fuzz_seals as seals
 from support import fuzz_seeds as seeds

@@ -74,7 +74,7 @@ def _notes(error: BaseException) -> tuple[str, ...]:
 
 def _is_lack_of_memory(error: BaseException) -> bool:
     """Whether the interpreter or the loader says in its own words that the system gave no memory."""
-    from mergepipe.kernels.compilation.address_space import address_space_limit_bytes
+    from mergepipe.kernels.address_space import address_space_limit_bytes
 
     text = str(error)
     if isinstance(error, RuntimeError):

@@ -20,11 +20,10 @@ from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION, WAITING_BYTES, PassingDigests
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.engine import analysis
-from mergepipe.engine.observer import Observer, Tap
-from mergepipe.engine.pipeline.segment_layout import Piece
-from mergepipe.engine.work import AnalysisWork, EngineOptions
+from mergepipe.engine.segments import Piece
+from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, Tap
 from mergepipe.operators.statistics import TensorStatistics
-from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
+from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.runs.inputs.opened import open_path
 from mergepipe.runs.records.known_statistics import KnownStatistics

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from mergepipe.engine.executors.ray_tasks import Outcome, RayCluster, TaskShape, task_shape
+from mergepipe.engine.ray_tasks import Outcome, RayCluster, TaskShape, task_shape
 from mergepipe.engine.work import plan_output, split
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, OutputError
 from mergepipe.jobs.parts import REPEATABLE, PartChoice, check_output, run_part
 from mergepipe.jobs.plan import PlanRequest, make_plan
 from mergepipe.options import DEFAULT_SHARD_BYTES, RunOptions
 from mergepipe.planning.plan import Plan
-from mergepipe.recipes.parse.yaml_source import RecipeText
+from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, PartReport, Progress, ProgressCallback
 from mergepipe.runs.inputs.opened import Inputs, open_inputs
 from mergepipe.runs.merge_run import MergeSettings

@@ -19,10 +19,10 @@ from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, Fallback, I
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.planning.planner import Ranking, rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
-from mergepipe.recipes.parse.problems import USUAL, Strictness
-from mergepipe.recipes.parse.references import reference_text
-from mergepipe.recipes.parse.yaml_source import RecipeText
-from mergepipe.recipes.resolve.tasks import Action, MergeTask
+from mergepipe.recipes.fields import USUAL, Strictness
+from mergepipe.recipes.references import reference_text
+from mergepipe.recipes.tasks import Action, MergeTask
+from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.runs.budget.packed_indices import find_unread
 from mergepipe.runs.budget.planned_cost import planned_cost
 from mergepipe.runs.inputs.opened import Inputs, PairStatistics, open_inputs, with_known_digests

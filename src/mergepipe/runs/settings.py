@@ -19,7 +19,7 @@ from mergepipe.options import (
     executor_of,
     home_of,
 )
-from mergepipe.recipes.parse.problems import Strictness
+from mergepipe.recipes.fields import Strictness
 from mergepipe.runs.merge_run import MergeSettings
 from mergepipe.runs.output_place import check_destination, refuse_file_name
 from mergepipe.runs.publication.hub_ids import parse_base_model_ids

@@ -8,13 +8,11 @@ from dataclasses import replace
 from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import Checkpoint, NeedsBase, files_of
 from mergepipe.checkpoints.open_files import open_files, pin_files
-from mergepipe.engine.planned_access import PlannedAccess
-from mergepipe.engine.reductions.known_quantities import ExpertQuantities, RecordedQuantities
-from mergepipe.engine.tensor_work import operator_input
+from mergepipe.engine.tensor_work import ExpertQuantities, PlannedAccess, RecordedQuantities, operator_input
 from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.plan import Plan
-from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.recipes.tasks import MergeTask
 from mergepipe.runs.inputs.opened import Inputs, PairStatistics
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.records.known_statistics import KnownStatistics

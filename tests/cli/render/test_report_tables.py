@@ -12,8 +12,8 @@ from mergepipe.cli.render.json import check_json, merge_json
 from mergepipe.cli.render.merges import check_table, merge_table, shorten_names
 from mergepipe.cli.render.packing import pack_table
 from mergepipe.cli.render.snapshots import verify_table
-from mergepipe.deltastore.pack.base_match import BaseMatch
-from mergepipe.recipes.resolve.tasks import DroppedTensor
+from mergepipe.deltastore.pack.job import BaseMatch
+from mergepipe.recipes.tasks import DroppedTensor
 from mergepipe.reports import (
     BudgetVerdict,
     CheckReport,

@@ -17,7 +17,7 @@ import mergepipe
 from mergepipe import api
 from mergepipe.catalog.home import statistics_folder
 from mergepipe.catalog.statistics_file import STATISTICS_NAME, parse_statistics
-from mergepipe.checkpoints.formats.safetensors import FIRST_READ_BYTES
+from mergepipe.checkpoints.safetensors import FIRST_READ_BYTES
 from mergepipe.errors import ConflictError
 from mergepipe.options import RunOptions
 from mergepipe.planning.plan import Plan

@@ -7,23 +7,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from mergepipe.checkpoints.computed.embedding_names import embedding_ending
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.tokenizers.unaligned_rows import unaligned_notices
-from mergepipe.checkpoints.tokenizers.vocabulary import counted
+from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_notices
+from mergepipe.checkpoints.vocabulary import counted
 from mergepipe.core.notices import Notice, notice_at, told_once
 from mergepipe.errors import MergePipeError
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
-from mergepipe.recipes.parse.problems import USUAL, Strictness, refuse_notices
-from mergepipe.recipes.parse.recipe import ModelInput, Recipe
-from mergepipe.recipes.parse.recipe_files import load_recipes
-from mergepipe.recipes.parse.written_paths import with_relative_paths
-from mergepipe.recipes.resolve.anchors import weights_needed
-from mergepipe.recipes.resolve.resolution import resolve
-from mergepipe.recipes.resolve.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
-from mergepipe.recipes.resolve.vocabulary_alignment import Alignment, align_vocabulary
+from mergepipe.recipes.fields import USUAL, Strictness, refuse_notices
+from mergepipe.recipes.output_tensors import weights_needed
+from mergepipe.recipes.recipe import ModelInput, Recipe
+from mergepipe.recipes.recipe_files import load_recipes
+from mergepipe.recipes.references import with_relative_paths
+from mergepipe.recipes.resolution import resolve
+from mergepipe.recipes.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
+from mergepipe.recipes.vocabulary_alignment import Alignment, align_vocabulary
 from mergepipe.runs.inputs.models import open_model
 from mergepipe.storage.location import Location
 from mergepipe.storage.traffic import concurrent_map
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from mergepipe.engine.merged_tensor import MergedTensor
     from mergepipe.operators.statistics import TensorStatistics
     from mergepipe.planning.plan import Plan
-    from mergepipe.recipes.parse.yaml_source import RecipeText
+    from mergepipe.recipes.yaml_source import RecipeText
     from mergepipe.runs.records.catalog_link import CatalogLink
     from mergepipe.runs.records.known_statistics import KnownStatistics
     from mergepipe.storage.contract import Store

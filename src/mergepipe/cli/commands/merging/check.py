@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 def _print_schema(wanted: bool) -> None:
     if wanted:
-        from mergepipe.recipes.parse.schema import schema_text
+        from mergepipe.recipes.schema import schema_text
 
         print(schema_text(), end="")
         raise typer.Exit(0)

@@ -17,7 +17,7 @@ from mergepipe.cli.sizes import parse_size
 from mergepipe.core.escaping import printable_lines
 
 if TYPE_CHECKING:
-    from mergepipe.tailor.composition.compose import CompositionReport, OnProgress
+    from mergepipe.tailor.composition import CompositionReport, OnProgress
 
 Checkpoints = Annotated[list[str], typer.Argument(metavar="CKPT...", help="Training checkpoints: directories.")]
 Checkpoint = Annotated[str, typer.Argument(metavar="CKPT", help="A training checkpoint: a directory.")]
