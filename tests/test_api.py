@@ -83,7 +83,6 @@ CALLS = {
         "base experts",
         "densities block_elements options on_progress",
     ),
-    "import_statistics": ("files", "home"),
     "plan": ("recipe budget", "everything seed home allow_dropped options"),
     "store_plan": ("plan path", ""),
     "run": ("plan out", "force shard_bytes resume executor address paths base_model_ids options on_progress"),
