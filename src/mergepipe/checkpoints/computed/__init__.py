@@ -1,0 +1,1 @@
+"""Compute tensors from stored ones: adapters, stacked experts, vocabulary rows."""

@@ -1,0 +1,1 @@
+"""Read and align tokenizers: vocabularies, chat templates, embedding rows of tokens."""

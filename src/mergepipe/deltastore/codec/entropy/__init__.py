@@ -1,0 +1,1 @@
+"""Entropy coding of small symbols: rANS in numba and as vector code."""

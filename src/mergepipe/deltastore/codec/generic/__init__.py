@@ -1,0 +1,1 @@
+"""Coding of elements of any dtype as byte planes, and byte arrays handled safely."""

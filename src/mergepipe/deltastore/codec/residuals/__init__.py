@@ -1,0 +1,1 @@
+"""Residual bits: their widths, their streams, and how they are packed."""

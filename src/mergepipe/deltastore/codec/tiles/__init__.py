@@ -1,0 +1,1 @@
+"""Tile-by-tile loops between bf16 values and codes with residuals."""

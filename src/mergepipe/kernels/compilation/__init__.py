@@ -1,0 +1,1 @@
+"""Compile kernels, and load the compiler only when it is needed."""

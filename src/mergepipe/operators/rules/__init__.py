@@ -1,0 +1,1 @@
+"""The merge rules, one family a module."""

@@ -1,0 +1,1 @@
+"""Parse the user's YAML into frozen values, collecting every problem."""

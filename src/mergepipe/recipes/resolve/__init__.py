@@ -1,0 +1,1 @@
+"""Resolve a parsed recipe against opened checkpoints into one merge task per output tensor."""

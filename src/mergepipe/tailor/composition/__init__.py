@@ -1,0 +1,1 @@
+"""Compose a resumable training checkpoint from units of several checkpoints."""

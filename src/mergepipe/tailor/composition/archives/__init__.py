@@ -1,0 +1,1 @@
+"""torch.save archives and pickles written or edited as bytes, without torch."""

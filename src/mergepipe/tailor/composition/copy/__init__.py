@@ -1,0 +1,1 @@
+"""Output files as byte ranges of the sources, and the threads that copy them."""

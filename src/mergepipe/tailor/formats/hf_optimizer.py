@@ -1,0 +1,216 @@
+"""Plain Hugging Face Trainer checkpoints: weights in safetensors, optimizer state in `optimizer.pt` by number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
+
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.directory import list_names, open_checkpoint
+from mergepipe.checkpoints.formats.inert_values import PickledTensor
+from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
+from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
+from mergepipe.core.blocks import DTYPES, Span
+from mergepipe.core.strict_json import JsonValue
+from mergepipe.errors import MismatchError, UnsupportedError
+from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
+from mergepipe.tailor.checkpoint import (
+    WEIGHT,
+    AdamStep,
+    Framework,
+    Piece,
+    StoredState,
+    TrainingCheckpoint,
+)
+from mergepipe.tailor.composition.parameter_order import defined_order, trainer_order
+from mergepipe.tailor.formats.contract import Copied
+from mergepipe.tailor.formats.foreign import refuse_foreign_states
+from mergepipe.tailor.formats.pickle_node import Node, PicklePath
+from mergepipe.tailor.formats.scalars import read_scalar
+from mergepipe.tailor.formats.trainer_files import (
+    TRAINER_STATE_NAME,
+    read_global_step,
+    read_json,
+    tied_aliases,
+    weight_state,
+)
+from mergepipe.tailor.formats.transformers_names import ask_transformers
+from mergepipe.tailor.units import model_units
+
+if TYPE_CHECKING:
+    from mergepipe.tailor.composition.request.assignment import Assignment
+    from mergepipe.tailor.composition.skeleton_files import SkeletonFile
+    from mergepipe.tailor.composition.state_overlay import StateOverlay
+
+HF_FORMAT = "hf-optimizer"
+OPTIMIZER_NAME = "optimizer.pt"
+
+
+def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
+    """Read a Trainer checkpoint directory with an `optimizer.pt`; of tensors, only step counters are read.
+
+    Raises:
+        NotFoundError: a file is missing.
+        CorruptError: a file contradicts itself.
+        MismatchError: the optimizer state is not that of the model.
+        UnsupportedError: the order of the optimizer's parameters cannot be known.
+    """
+    model = open_checkpoint(store, folder)
+    archive = read_torch_zip(store, folder / OPTIMIZER_NAME)
+    optimizer = Node(archive.root, OPTIMIZER_NAME)
+    config = read_json(store, folder / CONFIG_NAME)
+    names = _numbering(folder, config, model, optimizer).names
+    entries = {entry.name: entry for tensor in model.tensors.values() for entry in tensor.stored}
+    states = {(t.name, WEIGHT): weight_state(t, WEIGHT) for t in entries.values()}
+    steps = []
+    for number, name in enumerate(names):
+        entry = optimizer.get("state").find(number)
+        for state in optimizer_states(entry, archive, name, entries[name].shape) if entry is not None else ():
+            states[(name, state.kind)] = state
+        if entry is not None and (step := optimizer_step(store, entry, archive, name, ("state", number, "step"))):
+            steps.append(step)
+    parameters = {t.name: t.shape for t in model.tensors.values()}
+    return TrainingCheckpoint(
+        path=folder,
+        root=folder,
+        format=HF_FORMAT,
+        framework=Framework.TRANSFORMERS,
+        stage=None,
+        world_size=rank_count(store, folder),
+        step=read_global_step(store, folder),
+        units=model_units(parameters, tied_aliases(config, parameters)),
+        parameters=MappingProxyType(parameters),
+        states=MappingProxyType(states),
+        steps=tuple(steps),
+        missing=tuple(f"optimizer state of {name}" for name in names if (name, "exp_avg") not in states),
+    )
+
+
+def rank_count(store: Store, folder: Location) -> int:
+    """Count the ranks whose random states are saved, one at least."""
+    return sum(fnmatchcase(entry.name, "rng_state_*.pth") for entry in store.list(folder)) or 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbering:
+    """Parameters with weight decay and without, in the optimizer's order."""
+
+    decayed: tuple[str, ...]
+    plain: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.decayed + self.plain
+
+
+def _numbering(folder: Location, config: Mapping[str, JsonValue], model: Checkpoint, optimizer: Node) -> _Numbering:
+    """The parameter behind each number of the optimizer, checked against the groups and every shape."""
+    model_type = str(config.get("model_type", ""))
+    defined = defined_order(model_type, model.tensors)
+    order = trainer_order(defined) if defined is not None else ask_transformers(folder.local_path, model_type)
+    numbering = _Numbering(*order)
+    _check_groups(folder, optimizer, numbering)
+    _check_shapes(folder, optimizer, numbering.names, model)
+    return numbering
+
+
+def _check_groups(folder: Location, optimizer: Node, numbering: _Numbering) -> None:
+    """Each group must hold its parameters' numbers, counted on from the group before."""
+    groups = [[n.integer() for n in g.get("params").elements()] for g in optimizer.get("param_groups").elements()]
+    n_decayed, n_all = len(numbering.decayed), len(numbering.names)
+    expected = [list(range(n_decayed)), list(range(n_decayed, n_all))]
+    if [g for g in groups if g] != [g for g in expected if g]:
+        raise MismatchError.of(
+            "tailor.hf.groups", folder / OPTIMIZER_NAME,
+            f"groups of {[len(g) for g in groups][:8]} parameters; the Trainer makes groups of "
+            f"{[len(g) for g in expected]} for this model",
+            "only the Trainer's own parameter groups are read, with no frozen parameter",
+        )  # fmt: skip
+
+
+def _check_shapes(folder: Location, optimizer: Node, names: Sequence[str], model: Checkpoint) -> None:
+    states = optimizer.get("state")
+    for number, name in enumerate(names):
+        if name not in model.tensors:
+            raise MismatchError.of("tailor.hf.names", folder, f"parameter {name!r} is not among the weights")
+        entry = states.find(number)
+        average = entry.find("exp_avg") if entry is not None else None
+        if average is not None and average.tensor().shape != model.tensors[name].shape:
+            raise MismatchError.of(
+                "tailor.hf.shapes", folder / OPTIMIZER_NAME,
+                f"state {number} has shape {average.tensor().shape}, {name!r} has {model.tensors[name].shape}",
+            )  # fmt: skip
+    beyond = [key for key in states.mapping() if key not in range(len(names))]
+    if beyond:
+        raise states.error(f"state {str(beyond[0])[:40]!r} belongs to no parameter")
+
+
+def optimizer_states(entry: Node, archive: TorchArchive, name: str, shape: tuple[int, ...]) -> Iterator[StoredState]:
+    """Yield the states of one parameter in an optimizer's state dict.
+
+    Raises:
+        UnsupportedError: one has not the parameter's shape.
+    """
+    refuse_foreign_states(frozenset(kind for kind, _ in entry.named_items()), archive.file)
+    for kind, node in entry.named_items():
+        if kind == "step" or not isinstance(node.value, PickledTensor):
+            continue
+        t = archive.locate(node.value, node.path)
+        if t.shape != shape:
+            raise UnsupportedError.of(
+                "tailor.hf.state", f"{archive.file}: {node.path}",
+                f"state {kind!r} of shape {t.shape} for a parameter of shape {shape}",
+                "only optimizers whose states have their parameter's shape are read, as AdamW",
+            )  # fmt: skip
+        piece = Piece(t.file, t.offset, t.nbytes, Span(0, t.n_elements))
+        yield StoredState(name, kind, t.dtype, t.shape, (piece,) if t.n_elements else ())
+
+
+def optimizer_step(store: Store, entry: Node, archive: TorchArchive, name: str, path: PicklePath) -> AdamStep | None:
+    """Read the step counter of one parameter, which is at `path` in the archive's pickle; None without one.
+
+    Raises:
+        CorruptError: it is no counter.
+    """
+    node = entry.find("step")
+    if node is None:
+        return None
+    if not isinstance(node.value, PickledTensor):
+        return AdamStep(float(node.integer()), (name,), DTYPES["I64"], entries=((archive.file, path),))
+    t = archive.locate(node.value, node.path)
+    if t.n_elements != 1:
+        raise node.error(f"a step counter has shape {t.shape}")
+    value = read_scalar(store, t.file, t.offset, t.dtype)
+    return AdamStep(value, (name,), t.dtype, (Piece(t.file, t.offset, t.nbytes, Span(0, 1)),))
+
+
+class HfFormat(Copied):
+    """Checkpoints of the Hugging Face Trainer that keep the optimizer's state themselves."""
+
+    __slots__ = ()
+    name: ClassVar[str] = HF_FORMAT
+    looked_for: ClassVar[str] = f"{TRAINER_STATE_NAME} with {OPTIMIZER_NAME} (Hugging Face Trainer)"
+    state_file: ClassVar[str] = TRAINER_STATE_NAME
+    records_step: ClassVar[bool] = True
+
+    def recognise(self, store: Store, path: Location) -> bool:
+        """Recognise the format by its two names, whatever stands there: what is no file is refused when it is read."""
+        return {TRAINER_STATE_NAME, OPTIMIZER_NAME} <= list_names(store, path)
+
+    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
+        """See `read_hf_checkpoint`."""
+        return read_hf_checkpoint(store, path)
+
+    def resumes_partial(self, framework: Framework) -> bool:
+        """The Trainer keeps its state in small files, which partial checkpoints hold."""
+        return framework is Framework.TRANSFORMERS
+
+    def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+        """See `composition.state_overlay`."""
+        from mergepipe.tailor.composition.state_overlay import overlay_hf_state
+
+        return overlay_hf_state(store, assignment, files)
