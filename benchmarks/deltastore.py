@@ -24,10 +24,9 @@ from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import BF16, Span
 from mergepipe.deltastore.band_sample import choose_bands
 from mergepipe.deltastore.checkpoint import open_store
-from mergepipe.deltastore.codec.bands import Bands
-from mergepipe.deltastore.codec.decode import decode_band_deltas, decode_band_values
-from mergepipe.deltastore.codec.encode import encode_bands
-from mergepipe.deltastore.codec.generic.bytewise import decode_bytewise, encode_bytewise
+from mergepipe.deltastore.codec.block import decode_band_deltas, decode_band_values, encode_bands
+from mergepipe.deltastore.codec.byte_planes import decode_bytewise, encode_bytewise
+from mergepipe.deltastore.codec.element_codes import Bands
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level
 from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.storage.contract import RangeFile

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16
-from mergepipe.engine.reductions.block_reductions import make_reduction
+from mergepipe.engine.block_reductions import make_reduction
 from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, RawBlock, Scalar
 from mergepipe.operators.registry import operator_named, operator_specs
 from mergepipe.operators.spec import BaseRole, Scope

@@ -168,7 +168,7 @@ def _sync(path: Path) -> None:
 
 
 def _partial_saves(run: Path) -> list[tuple[int, float]]:
-    journal: Any = import_module("mergepipe.tailor.saving.save_journal")
+    journal: Any = import_module("mergepipe.tailor.saving.save_log")
     records = [record for record in journal.read_journal(run).records if not record.is_full]
     return [(record.saved_bytes, record.seconds) for record in records]
 

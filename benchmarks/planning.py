@@ -28,8 +28,8 @@ from mergepipe.planning.budget import ShareBudget
 from mergepipe.planning.choices import PlanningChoices, Policy
 from mergepipe.planning.planner import plan_merge
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
-from mergepipe.recipes.parse.recipe import ModelInput, Recipe
-from mergepipe.recipes.resolve.resolution import resolve
+from mergepipe.recipes.recipe import ModelInput, Recipe
+from mergepipe.recipes.resolution import resolve
 from mergepipe.storage.location import Location
 
 CASES = (

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from mergepipe.checkpoints.formats.inert_values import Global, PickledStorage, PickledTensor, Record
+from mergepipe.checkpoints.inert_values import Global, PickledStorage, PickledTensor, Record
 from mergepipe.core.blocks import F32
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.composition.archives.torch_writer import InertPickler, Size
-from mergepipe.tailor.composition.archives.zip_layout import MemberPlan, lay_out_archive, literal_member
-from mergepipe.tailor.composition.copy.plan import CopyRange, Literal, Segment
-from mergepipe.tailor.composition.copy.writer import Copier
+from mergepipe.tailor.archives import MemberPlan, lay_out_archive, literal_member
+from mergepipe.tailor.copy_plan import CopyRange, Literal, Segment
+from mergepipe.tailor.copy_writer import Copier
+from mergepipe.tailor.torch_writer import InertPickler, Size
 
 LAYERS = 32
 _BYTES_PER_PARAMETER = 12  # masters and both moments; stage 3 stores no 16-bit weights

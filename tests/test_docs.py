@@ -9,8 +9,8 @@ import pytest
 
 from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec
-from mergepipe.recipes.parse.names_elsewhere import RECIPE_KEYS
-from mergepipe.recipes.parse.recipe_files import load_recipes
+from mergepipe.recipes.fields import RECIPE_KEYS
+from mergepipe.recipes.recipe_files import load_recipes
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 

@@ -22,10 +22,10 @@ CONTRACTS = {
     "engine": "mergepipe.engine.work",
     "operators": "mergepipe.operators.base",
     "planning": "mergepipe.planning.plan",
-    "recipes": "mergepipe.recipes.resolve.tasks",
+    "recipes": "mergepipe.recipes.tasks",
     "snapshots": "mergepipe.snapshots.manifest",
     "storage": "mergepipe.storage.contract",
-    "tailor": "mergepipe.tailor.formats.open_checkpoint",
+    "tailor": "mergepipe.tailor.formats.registry",
 }
 """The contract of a room, by the folder of its tests."""
 LIMITS = {"test files with inner imports": 241, "inner imports": 1119}

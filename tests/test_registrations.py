@@ -58,18 +58,14 @@ def importers_of(package: str, module: str) -> set[str]:
 def test_operator__is_named_in_its_family_alone(name: str) -> None:
     places = {place for place in places_of_text(name) if not place.startswith("tailor/")}  # `passthrough` recipes
     assert len(places) == 1
-    assert places.pop().startswith("operators/rules/")
+    assert places.pop().startswith("operators/")
 
 
 def test_operator_families__are_imported_by_the_registry_alone() -> None:
     families = {place for name in operator_specs() for place in places_of_text(name) if place.startswith("operators")}
     for family in families:
-        outside = {
-            place
-            for place in importers_of("mergepipe.operators.rules", Path(family).stem)
-            if not place.startswith("operators/rules/")
-        }
-        assert outside == {"operators/registry.py"}, family
+        importers = importers_of("mergepipe.operators", Path(family).stem)
+        assert importers - families == {"operators/registry.py"}, family
 
 
 @pytest.mark.parametrize("name", [training_format.name for training_format in TRAINING_FORMATS])

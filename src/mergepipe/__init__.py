@@ -14,7 +14,7 @@ Every call checks its arguments, does one job and returns a report, an immutable
 Merging
     check, merge, operator (merge rules of your own)
 Planning under a budget
-    analyze, import_statistics, plan, store_plan, run, explain, sweep
+    analyze, plan, store_plan, run, explain, sweep
 Merging on many machines
     run_part, parts_status
 Packing experts
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
         explain,
         extract_lora,
         gc,
-        import_statistics,
         lineage,
         list_snapshots,
         load_file,
@@ -71,7 +70,7 @@ if TYPE_CHECKING:
     from mergepipe.errors import MergePipeError
     from mergepipe.jobs.load import LoadedTensors
     from mergepipe.operators.custom import operator
-    from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
+    from mergepipe.options import MergeOptions, PlanOptions, RunOptions
     from mergepipe.planning.plan import Plan
     from mergepipe.reports import (
         AnalyzeReport,
@@ -79,7 +78,6 @@ if TYPE_CHECKING:
         Explanation,
         ExtractLoraReport,
         GcReport,
-        ImportedStatistics,
         MergeReport,
         PackReport,
         PartReport,
@@ -103,13 +101,11 @@ __all__ = [
     "Explanation",
     "ExtractLoraReport",
     "GcReport",
-    "ImportedStatistics",
     "LineageNode",
     "LoadedTensors",
     "MergeOptions",
     "MergePipeError",
     "MergeReport",
-    "OutputOptions",
     "PackReport",
     "PartReport",
     "PartsStatus",
@@ -134,7 +130,6 @@ __all__ = [
     "explain",
     "extract_lora",
     "gc",
-    "import_statistics",
     "lineage",
     "list_snapshots",
     "load_file",
@@ -165,11 +160,9 @@ _OTHER_HOMES = {
     "CatalogStats": "catalog.rows",
     "Explanation": "reports",
     "ExtractLoraReport": "reports",
-    "ImportedStatistics": "reports",
     "LineageNode": "catalog.rows",
     "LoadedTensors": "jobs.load",
     "MergeOptions": "options",
-    "OutputOptions": "options",
     "MergePipeError": "errors",
     "PartsStatus": "reports",
     "Plan": "planning.plan",

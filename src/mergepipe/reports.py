@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING
 
 from mergepipe.core.notebooks import Displayed
 from mergepipe.storage.location import Location
@@ -14,8 +14,8 @@ from mergepipe.storage.traffic import Traffic
 
 if TYPE_CHECKING:
     from mergepipe.core.notices import Notice
-    from mergepipe.deltastore.pack.base_match import BaseMatch
-    from mergepipe.recipes.resolve.tasks import DroppedTensor
+    from mergepipe.deltastore.pack.job import BaseMatch
+    from mergepipe.recipes.tasks import DroppedTensor
     from mergepipe.snapshots.manifest import LeftOutFile
 
 
@@ -129,8 +129,6 @@ class TriedBudget:
 class MergeReport(Displayed):
     """A finished merge. Bytes are those requested from storage, page rounding included."""
 
-    COMPUTED: ClassVar = ("read_bytes", "bytes_per_second")  # also told as JSON
-
     out: Path | Location
     sid: str
     operator: str
@@ -165,10 +163,6 @@ class MergeReport(Displayed):
     def bytes_per_second(self) -> float:
         """Bytes read and written per second."""
         return (self.read_bytes + self.output_bytes) / max(self.seconds, 1e-9)
-
-
-IMPORTED_STATISTICS: Final = "imported statistics"
-"""Stands for the model elsewhere where a file of statistics told of its content."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -230,35 +224,14 @@ class PartsStatus(Displayed):
 class AnalyzedExpert:
     """One expert of an analysis: tensors read now, tensors that can be compared, and those that cannot.
 
-    `same_as` is the model elsewhere that it proved to be equal to, and whose statistics are used; `imported statistics`
-    where a file told of it.
+    `statistics` is the file that holds what is known of it; None where nothing can be compared.
     """
 
     model: str
     analyzed_tensors: int
     comparable_tensors: int
     incomparable: tuple[str, ...]
-    same_as: str | None = None
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class ImportedStatistics(Displayed):
-    """Statistics that files brought: pairs of contents, tensors of all of them, and those that were not on record."""
-
-    files: tuple[Location, ...]
-    pairs: int
-    tensors: int
-    new_tensors: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExportedStatistics:
-    """Statistics that were written to a file: pairs of contents, tensors of all of them, and the file's size."""
-
-    file: Path
-    pairs: int
-    tensors: int
-    file_bytes: int
+    statistics: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -272,8 +245,7 @@ class AnalyzeReport(Displayed):
     expert_bytes: int
     analysis_bytes: int
     seconds: float
-    imported: ImportedStatistics | None = None
-    exported: ExportedStatistics | None = None
+    notices: tuple[str, ...] = ()  # files of statistics that were damaged, and are made again
 
 
 # --- delta stores ---

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.formats.adapter_config import AdapterConfig, read_adapter_config
-from mergepipe.checkpoints.formats.delta_mark import DeltaMark, mark_of
+from mergepipe.checkpoints.adapters import AdapterConfig, read_adapter_config
+from mergepipe.checkpoints.safetensors import DeltaMark, mark_of
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.runs.inputs.models import open_model
 from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from mergepipe.kernels.compilation.compiled import sources_digest
-from mergepipe.kernels.compilation.listeners import listen_to_compilation
+from mergepipe.kernels.compiled import sources_digest
+from mergepipe.kernels.listeners import listen_to_compilation
 
 SOURCE = """
-from mergepipe.kernels.compilation.compiled import kernel
+from mergepipe.kernels.compiled import kernel
 
 
 @kernel
@@ -216,7 +216,7 @@ def test_code__written_by_many_processes_at_once_is_whole(place: Path) -> None:
 import sys
 sys.path.insert(0, {str(place)!r})
 import kept_kernels
-from mergepipe.kernels.compilation.listeners import listen_to_compilation
+from mergepipe.kernels.listeners import listen_to_compilation
 heard = []
 with listen_to_compilation(heard.append):
     print(kept_kernels.doubled(7), *heard)
@@ -243,7 +243,7 @@ def test_code__that_finds_no_space_leaves_nothing(place: Path, monkeypatch: pyte
 
 
 def test_code__kept_is_bounded_and_the_oldest_goes_first(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mergepipe.kernels.compilation import code_cache
+    from mergepipe.kernels import code_cache
 
     doubled = kept_file(place)
     os.utime(doubled, (1, 1))

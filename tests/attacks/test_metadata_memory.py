@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.formats.safetensors import MAX_HEADER_BYTES
+from mergepipe.checkpoints.safetensors import MAX_HEADER_BYTES
 from mergepipe.core.strict_json import object_members, parse_object
 from mergepipe.errors import CorruptError
 from mergepipe.storage.limits import CARD_BYTES, WEIGHT_INDEX_BYTES

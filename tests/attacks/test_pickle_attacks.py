@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.formats.inert_pickle import PickleLimits, load_inert
-from mergepipe.checkpoints.formats.torch_zip import StoredTensor, read_torch_zip, walk_tensors
+from mergepipe.checkpoints.inert_pickle import PickleLimits, load_inert
+from mergepipe.checkpoints.torch_file import StoredTensor, read_torch_zip, walk_tensors
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
 from support.stores import MetadataStore

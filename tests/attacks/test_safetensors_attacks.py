@@ -11,7 +11,7 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.formats.safetensors import FIRST_READ_BYTES, MAX_HEADER_BYTES, SafetensorsHeader, read_header
+from mergepipe.checkpoints.safetensors import FIRST_READ_BYTES, MAX_HEADER_BYTES, SafetensorsHeader, read_header
 from mergepipe.core.strict_json import MAX_DEPTH, parse_object
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location

@@ -16,7 +16,7 @@ from mergepipe import api as session
 from mergepipe.checkpoints.contract import Readable, TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.engine.planned_access import FREE, source_of_blocks
+from mergepipe.engine.tensor_work import FREE, source_of_blocks
 from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan

@@ -17,8 +17,8 @@ import pytest
 from budget_cases import CASES, POLICIES, Setting, make_setting
 
 from mergepipe import api as session
+from mergepipe.catalog.database import SCHEMA_VERSION
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.schema import SCHEMA_VERSION
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, F32, GRAIN_ELEMENTS
 from mergepipe.errors import ConflictError, CorruptError, LimitError, MergePipeError, NotFoundError
 from mergepipe.options import MergeOptions, RunOptions

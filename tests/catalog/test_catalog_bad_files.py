@@ -9,10 +9,11 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from catalog_cases import NOON, make_checkpoint, make_manifest, make_statistics
+from catalog_cases import NOON, WEIGHTS_NAME, make_checkpoint, make_manifest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.database import PAGE_BYTES, is_catalog_error
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
-from mergepipe.catalog.schema import SCHEMA_VERSION
+from mergepipe.checkpoints.file_digests import with_digests
 from mergepipe.errors import (
     ConflictError,
     CorruptError,
@@ -40,28 +41,24 @@ def raw(path: Path) -> Iterator[sqlite3.Connection]:
         yield connection
 
 
-def filled_home(home: Path, n_tensors: int = 30) -> Path:
-    """A closed catalog with statistics and a snapshot; return its file."""
+def filled_home(home: Path, n_snapshots: int = 30) -> Path:
+    """A closed catalog with digests and snapshots; return its file."""
     with Catalog.open(home) as catalog:
-        base, expert = (catalog.register_model(make_checkpoint(home.parent / name)) for name in ("base", "expert"))
-        for seed in range(n_tensors):
-            catalog.put_many(expert, base, {f"t{seed}": make_statistics(seed)})
-        catalog.record_snapshot(make_manifest("a"), home.parent / "out", created=NOON)
+        base = make_checkpoint(home.parent / "base")
+        catalog.record_digests(with_digests(base, {WEIGHTS_NAME: "ab" * 32}))
+        for number in range(n_snapshots):
+            manifest = make_manifest(f"{number}", (home.parent / "base",))
+            catalog.record_snapshot(manifest, home.parent / f"out-{number}", created=NOON)
         return catalog.path
 
 
 def use_everything(home: Path) -> None:
     """Read all that a catalog holds."""
     with Catalog.open(home, timeout_seconds=0.05) as catalog:
-        models = catalog.models()
-        for expert in models:
-            for base in models:
-                catalog.statistics(expert, base)
         for snapshot in catalog.snapshots():
             catalog.lineage(snapshot.path)
-            catalog.coverage(snapshot.path)
+        catalog.with_known_digests(make_checkpoint(home.parent / "read"))
         catalog.stats()
-        catalog.stale_models()
 
 
 def test_catalog__is_wal_with_foreign_keys_and_our_mark(tmp_path: Path) -> None:
@@ -71,7 +68,7 @@ def test_catalog__is_wal_with_foreign_keys_and_our_mark(tmp_path: Path) -> None:
     with raw(path) as connection:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert connection.execute("PRAGMA application_id").fetchone() == (0x4D504331,)
-        assert connection.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (5,)
         assert connection.execute("PRAGMA page_size").fetchone() == (PAGE_BYTES,)
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
 
@@ -79,7 +76,7 @@ def test_catalog__is_wal_with_foreign_keys_and_our_mark(tmp_path: Path) -> None:
 def test_open__an_empty_file_is_a_new_catalog(tmp_path: Path) -> None:
     (tmp_path / CATALOG_NAME).touch()
     with Catalog.open(tmp_path) as catalog:
-        assert catalog.models() == ()
+        assert catalog.snapshots() == ()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +103,7 @@ def test_catalog__a_truncated_file_is_corrupt(tmp_path: Path, share: float) -> N
 @functools.cache
 def filled_content() -> bytes:
     with tempfile.TemporaryDirectory() as place:
-        return filled_home(Path(place) / "home", n_tensors=6).read_bytes()
+        return filled_home(Path(place) / "home", n_snapshots=6).read_bytes()
 
 
 @given(page=st.integers(0), offset=st.integers(0, PAGE_BYTES - 16), junk=st.binary(min_size=1, max_size=16))
@@ -138,11 +135,6 @@ def test_open__a_table_that_is_missing_is_corrupt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "sql",
     [
-        "UPDATE models SET files = '[[1]]'",
-        "UPDATE models SET dtypes = '{'",
-        "UPDATE models SET kind = 'cake'",
-        "UPDATE models SET n_tensors = 'many'",
-        "UPDATE models SET path = CAST(x'ff' AS TEXT)",
         "UPDATE snapshots SET created = 'yesterday'",
         "UPDATE snapshots SET expert_bytes = 'few'",
     ],
@@ -170,7 +162,7 @@ def test_open__a_database_of_another_application_is_left_alone(tmp_path: Path, s
 
 def test_open__a_newer_schema_is_refused_untouched(tmp_path: Path) -> None:
     with raw(filled_home(tmp_path)) as connection:
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+        connection.execute("PRAGMA user_version = 6")
     content = (tmp_path / CATALOG_NAME).read_bytes()
     with pytest.raises(UnsupportedError) as caught:
         Catalog.open(tmp_path)
@@ -182,12 +174,13 @@ def test_catalog__a_lock_held_too_long_is_a_conflict_and_reading_goes_on(tmp_pat
     with raw(filled_home(tmp_path / "home")) as other:
         other.execute("BEGIN IMMEDIATE")
         with Catalog.open(tmp_path / "home", timeout_seconds=0.05) as catalog:
-            assert len(catalog.models()) == 2
+            assert len(catalog.snapshots()) == 30
             with pytest.raises(ConflictError) as caught:
-                catalog.forget_models(catalog.models())
+                catalog.forget(catalog.snapshots()[0])
             assert caught.value.code == "catalog.locked"
             other.execute("ROLLBACK")
-            assert catalog.forget_models(catalog.models()) == 2
+            catalog.forget(catalog.snapshots()[0])
+            assert len(catalog.snapshots()) == 29
 
 
 def test_open__a_lock_held_while_it_is_made_is_a_conflict(tmp_path: Path) -> None:
@@ -201,16 +194,17 @@ def test_open__a_lock_held_while_it_is_made_is_a_conflict(tmp_path: Path) -> Non
 def test_catalog__a_full_disk_is_a_storage_error_and_loses_nothing(tmp_path: Path) -> None:
     filled_home(tmp_path / "home")
     with Catalog.open(tmp_path / "home") as catalog:
-        base, expert = catalog.models()
         connection = catalog._database._connection
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {pages}")
+        large = replace(make_manifest("large"), operator="x" * 100_000)
         with pytest.raises(StorageError) as caught:
-            catalog.put_many(expert, base, {"large": make_statistics(1, n_elements=100_000)})
+            catalog.record_snapshot(large, tmp_path / "large", created=NOON)
         assert caught.value.code == "catalog.no-space"
-        assert "large" not in catalog.statistics(expert, base)
+        assert len(catalog.snapshots()) == 30
         connection.execute(f"PRAGMA max_page_count = {pages + 1000}")
-        assert catalog.put_many(expert, base, {"large": make_statistics(1, n_elements=100_000)})
+        catalog.record_snapshot(large, tmp_path / "large", created=NOON)
+        assert len(catalog.snapshots()) == 31
 
 
 @contextlib.contextmanager
@@ -257,9 +251,9 @@ def test_catalog__a_read_only_file_is_a_storage_error_when_it_is_written(reachab
     filled_home(reachable / "home").chmod(0o444)
     with without_privileges(reachable), Catalog.open(reachable / "home") as catalog:
         with pytest.raises(StorageError) as caught:
-            catalog.forget_models(catalog.models())
+            catalog.forget(catalog.snapshots()[0])
         assert caught.value.code == "catalog.permission"
-        assert len(catalog.models()) == 2
+        assert len(catalog.snapshots()) == 30
 
 
 @pytest.mark.parametrize("inner", ["", "deeper"])
@@ -289,4 +283,4 @@ def test_close__can_be_done_twice_and_ends_all_use(tmp_path: Path) -> None:
     catalog.close()
     catalog.close()
     with pytest.raises(sqlite3.ProgrammingError):
-        catalog.models()
+        catalog.snapshots()

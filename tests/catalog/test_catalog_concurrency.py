@@ -8,34 +8,24 @@ import signal
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
-from catalog_cases import (
-    NOON,
-    WEIGHTS_NAME,
-    fingerprint_of,
-    make_checkpoint,
-    make_manifest,
-    make_statistics,
-    same_bits,
-)
+from catalog_cases import NOON, WEIGHTS_NAME, fingerprint_of, make_checkpoint, make_manifest
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.file_digests import with_digests
 from mergepipe.storage.location import Location
 
 _SPAWN = multiprocessing.get_context("spawn")
-_TENSORS = 25
+_SNAPSHOTS = 25
 _WORKERS = 4
 
 
 def fill(place: Path, worker: int) -> int:
-    """Register a common base and an own expert, put statistics of both, record a snapshot."""
+    """Record digests of a common base and of an own expert, and snapshots."""
     with Catalog.open(place / "home") as catalog:
-        base = catalog.register_model(make_existing(place / "base"))
-        common = catalog.register_model(make_existing(place / "common"))
-        own = catalog.register_model(make_existing(place / f"expert-{worker}"))
-        for seed in range(_TENSORS):
-            catalog.put_many(own, base, {f"t{seed}": make_statistics(seed)})
-            catalog.put_many(common, base, {f"t{seed}": make_statistics(seed)})
+        for seed in range(_SNAPSHOTS):
+            for name in ("base", f"expert-{worker}"):
+                catalog.record_digests(with_digests(make_existing(place / name), {WEIGHTS_NAME: "ab" * 32}))
             catalog.record_snapshot(make_manifest(f"{worker}-{seed}"), place / f"out-{worker}-{seed}", created=NOON)
     return os.getpid()
 
@@ -48,20 +38,14 @@ def make_existing(directory: Path) -> Checkpoint:
 
 def expect_everything(place: Path, workers: int) -> None:
     with Catalog.open(place / "home") as catalog:
-        assert len(catalog.models()) == workers + 2
-        base = catalog.register_model(make_existing(place / "base"))
-        for name in ("common", *(f"expert-{worker}" for worker in range(workers))):
-            expert = catalog.model_for(make_existing(place / name))
-            assert expert is not None
-            found = catalog.statistics(expert, base)
-            assert len(found) == _TENSORS
-            assert all(same_bits(found[f"t{seed}"], make_statistics(seed)) for seed in range(_TENSORS))
-        assert len(catalog.snapshots()) == workers * _TENSORS
+        for name in ("base", *(f"expert-{worker}" for worker in range(workers))):
+            assert catalog.with_known_digests(make_existing(place / name)).files[0].sha256 == "ab" * 32
+        assert len(catalog.snapshots()) == workers * _SNAPSHOTS
         catalog.check_integrity()
 
 
 def prepare(place: Path) -> None:
-    for name in ("base", "common", *(f"expert-{worker}" for worker in range(_WORKERS))):
+    for name in ("base", *(f"expert-{worker}" for worker in range(_WORKERS))):
         make_checkpoint(place / name)
 
 
@@ -82,38 +66,37 @@ def test_catalog__threads_with_one_catalog_each_lose_no_row(tmp_path: Path) -> N
 
 def test_catalog__threads_share_one_catalog(tmp_path: Path) -> None:
     with Catalog.open(tmp_path / "home") as catalog:
-        base, expert = (catalog.register_model(make_checkpoint(tmp_path / name)) for name in ("base", "expert"))
 
-        def put(seed: int) -> bool:
-            done = catalog.put_many(expert, base, {f"t{seed}": make_statistics(seed)})
-            return done == 1 and f"t{seed}" in catalog.statistics(expert, base)
+        def record(seed: int) -> bool:
+            row = catalog.record_snapshot(make_manifest(f"{seed}"), tmp_path / f"out-{seed}", created=NOON)
+            return catalog.snapshot(tmp_path / f"out-{seed}") == row
 
         with ThreadPoolExecutor(8) as pool:
-            assert all(pool.map(put, range(80)))
-        assert len(catalog.statistics(expert, base)) == 80
+            assert all(pool.map(record, range(80)))
+        assert len(catalog.snapshots()) == 80
 
 
-def put_until_killed(place: Path) -> None:
+def record_until_killed(place: Path) -> None:
     with Catalog.open(place / "home") as catalog:
-        base, expert = catalog.models()
         for seed in range(1_000_000):
-            catalog.put_many(expert, base, {f"{half}{seed}": make_statistics(seed) for half in "ab"})
+            catalog.record_snapshot(
+                make_manifest(f"{seed}", (place / "base", place / "expert")), place / f"out-{seed}", created=NOON
+            )
 
 
-def test_catalog__a_killed_process_leaves_whole_batches(tmp_path: Path) -> None:
+def test_catalog__a_killed_process_leaves_whole_snapshots(tmp_path: Path) -> None:
+    for name in ("base", "expert"):
+        make_checkpoint(tmp_path / name)
     with Catalog.open(tmp_path / "home") as catalog:
-        base, expert = (catalog.register_model(make_checkpoint(tmp_path / name)) for name in ("base", "expert"))
-        process = _SPAWN.Process(target=put_until_killed, args=(tmp_path,))
+        process = _SPAWN.Process(target=record_until_killed, args=(tmp_path,))
         process.start()
-        while len(catalog.tensors_on_record(expert, base)) < 40:
+        while len(catalog.snapshots()) < 40:
             process.join(0.01)
             assert process.is_alive()
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join()
     with Catalog.open(tmp_path / "home") as catalog:
-        found = catalog.statistics(expert, base)
-        assert {name[1:] for name in found if name[0] == "a"} == {name[1:] for name in found if name[0] == "b"}
-        assert len(found) >= 40
+        assert {len(row.inputs) for row in catalog.snapshots()} == {2}
         catalog.check_integrity()
 
 
@@ -122,9 +105,9 @@ def test_catalog__is_not_used_across_a_fork(tmp_path: Path) -> None:
         child = os.fork()
         if child == 0:
             try:
-                catalog.models()
+                catalog.snapshots()
             except RuntimeError:
                 os._exit(17)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
-        assert catalog.models() == ()
+        assert catalog.snapshots() == ()

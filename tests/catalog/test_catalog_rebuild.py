@@ -1,4 +1,4 @@
-"""Making the catalog again from manifests and from what is sound in a damaged file."""
+"""Making the catalog again from manifests; a damaged file is set aside."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from catalog_cases import NOON, make_checkpoint, make_manifest, make_statistics, publish, same_bits
+from catalog_cases import NOON, WEIGHTS_NAME, make_checkpoint, make_manifest, publish
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.database import PAGE_BYTES
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
-from mergepipe.catalog.rows import ModelRow, SnapshotRow
+from mergepipe.catalog.rows import SnapshotRow
+from mergepipe.checkpoints.file_digests import with_digests
 from mergepipe.cli.render.catalog import rebuild_table
 from mergepipe.errors import ConflictError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.tailor.composition.composite import COMPOSITE_FORMAT
+from mergepipe.tailor.composite import COMPOSITE_FORMAT
 
 
-def family(tmp_path: Path, n_tensors: int = 3) -> tuple[ModelRow, ModelRow]:
-    """A home with statistics of one expert and with one snapshot of it, closed."""
+def family(tmp_path: Path, n_models: int = 2) -> None:
+    """A home with the digests of models and with one snapshot of them, closed."""
     checkpoints = [make_checkpoint(tmp_path / "models" / name) for name in ("base", "expert")]
+    checkpoints += [make_checkpoint(tmp_path / "models" / f"m{number}") for number in range(2, n_models)]
     with Catalog.open(tmp_path / "home") as catalog:
-        base, expert = (catalog.register_model(checkpoint) for checkpoint in checkpoints)
-        for seed in range(n_tensors):
-            catalog.put_many(expert, base, {f"t{seed}": make_statistics(seed, 2000)})
-        manifest = publish(tmp_path / "out" / "one", (base.path.local_path, expert.path.local_path))
+        for number, checkpoint in enumerate(checkpoints):
+            catalog.record_digests(with_digests(checkpoint, {WEIGHTS_NAME: f"{number:064x}"}))
+        manifest = publish(tmp_path / "out" / "one", tuple(each.path.local_path for each in checkpoints[:2]))
         catalog.record_snapshot(manifest, tmp_path / "out" / "one", created=NOON)
-    return expert, base
 
 
 def snapshots_of(home: Path) -> tuple[SnapshotRow, ...]:
@@ -40,13 +40,13 @@ def snapshots_of(home: Path) -> tuple[SnapshotRow, ...]:
 
 
 def test_rebuild__of_a_sound_catalog_changes_nothing(tmp_path: Path) -> None:
-    expert, base = family(tmp_path)
+    family(tmp_path)
     before = snapshots_of(tmp_path / "home")
     report = rebuild(tmp_path / "home", [tmp_path / "out"])
     assert (report.snapshots, report.missing, report.unreadable, report.moved_aside) == (1, (), (), None)
     assert snapshots_of(tmp_path / "home") == before
     with Catalog.open(tmp_path / "home") as catalog:
-        assert same_bits(catalog.statistics(expert, base)["t0"], make_statistics(0, 2000))
+        assert catalog.stats().digests == 2
 
 
 def test_rebuild__finds_snapshots_that_were_never_recorded_and_their_lineage(tmp_path: Path) -> None:
@@ -130,16 +130,6 @@ def test_rebuild__a_root_that_is_not_there_is_an_error_before_anything_happens(t
     assert not (tmp_path / "home").exists()
 
 
-def test_rebuild__drops_statistics_that_fail_their_checksum_only(tmp_path: Path) -> None:
-    expert, base = family(tmp_path)
-    with contextlib.closing(sqlite3.connect(tmp_path / "home" / CATALOG_NAME)) as connection, connection:
-        connection.execute("UPDATE tensor_statistics SET packed = zeroblob(9) WHERE pk = 2")
-    report = rebuild(tmp_path / "home", [])
-    assert (report.dropped_statistics, report.moved_aside) == (1, None)
-    with Catalog.open(tmp_path / "home") as catalog:
-        assert catalog.tensors_on_record(expert, base) == {"t0", "t2"}
-
-
 def page_of(path: Path, marker: bytes) -> int:
     """The number of the page, from 0, that holds `marker`."""
     return path.read_bytes().index(marker) // PAGE_BYTES
@@ -152,15 +142,16 @@ def overwrite_page(path: Path, page: int) -> None:
 
 
 def test_rebuild__of_a_damaged_page_keeps_the_file_aside(tmp_path: Path) -> None:
-    family(tmp_path, n_tensors=40)
+    family(tmp_path, n_models=40)
     path = tmp_path / "home" / CATALOG_NAME
-    overwrite_page(path, page_of(path, make_statistics(20, 2000).blocks_B.tobytes()[:64]))
+    overwrite_page(path, page_of(path, f"{20:064x}".encode()))
     damaged = path.read_bytes()
-    report = rebuild(tmp_path / "home", [])
+    report = rebuild(tmp_path / "home", [tmp_path / "out"])
     assert report.moved_aside == tmp_path / "home" / f"{CATALOG_NAME}.corrupt-1"
     assert report.moved_aside.read_bytes() == damaged
     with Catalog.open(tmp_path / "home") as catalog:
-        assert catalog.models() == ()
+        assert [row.path.name for row in catalog.snapshots()] == ["one"]
+        assert catalog.stats().digests == 0
 
 
 @pytest.mark.parametrize("content", [b"not a database" * 1000, b"SQLite format 3\0" + b"\xff" * 9000])
@@ -216,3 +207,15 @@ def test_adopt_snapshot__without_a_manifest_is_not_found(tmp_path: Path) -> None
         assert caught.value.code == "manifest.missing"
         catalog.record_snapshot(make_manifest("a"), tmp_path / "a", created=NOON)
         assert len(catalog.snapshots()) == 1
+
+
+def test_open__an_older_catalog_is_refused_and_a_rebuild_sets_it_aside(tmp_path: Path) -> None:
+    content = (Path(__file__).resolve().parent.parent / "golden" / "catalog-4" / CATALOG_NAME).read_bytes()
+    (tmp_path / CATALOG_NAME).write_bytes(content)
+    with pytest.raises(UnsupportedError, match="analyze again") as caught:
+        Catalog.open(tmp_path)
+    assert caught.value.code == "catalog.older"
+    assert (tmp_path / CATALOG_NAME).read_bytes() == content
+    aside = rebuild(tmp_path, []).moved_aside
+    assert aside is not None
+    assert (aside.name, aside.read_bytes()) == (f"{CATALOG_NAME}.corrupt-1", content)

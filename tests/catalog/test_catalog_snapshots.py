@@ -17,7 +17,7 @@ from mergepipe.catalog.manifests import parse_manifest
 from mergepipe.catalog.rows import InputRow, LineageNode, SnapshotRow
 from mergepipe.catalog.snapshots import containing
 from mergepipe.errors import CorruptError, NotFoundError, RecipeError, UnsupportedError
-from mergepipe.snapshots.manifest import Coverage, Manifest, RealizedBytes
+from mergepipe.snapshots.manifest import Manifest, RealizedBytes
 
 
 def shape_of(nodes: tuple[LineageNode, ...]) -> list[str]:
@@ -40,7 +40,6 @@ def test_record_snapshot__gives_back_what_the_manifest_says(tmp_path: Path) -> N
             ("expert", str(tmp_path / "expert"), 101, None),
         ]
         assert catalog.snapshots() == (row,)
-        assert catalog.coverage(row.sid) is None
 
 
 def test_record_snapshot__replaces_what_was_at_the_path(tmp_path: Path) -> None:
@@ -278,22 +277,11 @@ def with_fields(**fields: object) -> bytes:
     return json.dumps({**json.loads(make_manifest("a").to_json()), **fields}).encode()
 
 
-def test_record_snapshot__keeps_plan_digest_and_coverage(tmp_path: Path) -> None:
-    coverage = Coverage(blocks=9, touched=4, read=(3, 1), shared=(0, 1), free=(2, 0))
+def test_record_snapshot__keeps_the_plan_digest(tmp_path: Path) -> None:
     with Catalog.open(tmp_path / "home") as catalog:
-        manifest = make_manifest("a", plan_digest="p" * 32, coverage=coverage)
+        manifest = make_manifest("a", plan_digest="p" * 32)
         row = catalog.record_snapshot(manifest, tmp_path / "a", created=NOON)
         assert row.plan_digest == "p" * 32
-        assert catalog.coverage(row.sid) == {
-            "blocks": 9, "touched": 4, "read": [3, 1], "shared": [0, 1], "free": [2, 0]
-        }  # fmt: skip
-
-
-def test_coverage__is_given_back_whatever_the_manifest_has(tmp_path: Path) -> None:
-    (tmp_path / "mergepipe.json").write_bytes(with_fields(coverage={"b": [1, 2.5, None], "a": "ü"}))
-    with Catalog.open(tmp_path / "home") as catalog:
-        row = catalog.adopt_snapshot(tmp_path, created=NOON)
-        assert catalog.coverage(row.sid) == {"b": [1, 2.5, None], "a": "ü"}
 
 
 @pytest.mark.parametrize(

@@ -4,74 +4,77 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from catalog_cases import make_statistics
+from catalog_cases import make_statistics, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.catalog.statistics_bytes import pack
 from mergepipe.catalog.statistics_file import (
     MAGIC,
     PortableContent,
     PortableFile,
-    PortablePair,
-    PortableRow,
     StatisticsFile,
-    pack_row,
     parse_statistics,
-    row_subject,
+    statistics_path,
     write_statistics,
 )
 from mergepipe.checkpoints.contract import CheckpointKind
-from mergepipe.errors import CorruptError, MergePipeError, OutputError, UnsupportedError
+from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from support.fuzz_seals import seal_statistics_file
 
+DENSITIES = (0.1, 1 / 3)
 hexes = st.text("0123456789abcdef", min_size=64, max_size=64)
 files = st.builds(PortableFile, hexes, st.integers(0, 1 << 60), hexes.map(lambda h: h[:32]), st.booleans())
-some_contents = st.builds(
+contents = st.builds(
     PortableContent,
     st.sampled_from(CheckpointKind),
     st.lists(files, min_size=1, max_size=3).map(tuple),
-    st.none() | hexes.map(lambda h: h[:32]),
+    hexes.map(lambda h: h[:32]),
 )
 
 
-def content(number: int, content_id: str | None = None) -> PortableContent:
+def content(number: int) -> PortableContent:
     return PortableContent(
-        CheckpointKind.FULL, (PortableFile(f"{number:064x}", 1000, f"{number:032x}", False),), content_id
+        CheckpointKind.FULL, (PortableFile(f"{number:064x}", 1000, f"{number:032x}", False),), "c" * 32
     )
 
 
-def file_of(*names: str) -> StatisticsFile:
-    """A base, an expert, and a row for each name."""
-    base, expert = content(1), content(2, "c" * 32)
-    rows = tuple(pack_row(n, make_statistics(i), expert.digest, base.digest) for i, n in enumerate(names))
-    return StatisticsFile((base, expert), (PortablePair(expert.digest, base.digest, rows),))
+def file_of(*names: str, densities: tuple[float, ...] = DENSITIES) -> StatisticsFile:
+    """A base, an expert, and statistics for each name."""
+    tensors = {name: make_statistics(i, 1000 + i, densities=densities, is_tied=True) for i, name in enumerate(names)}
+    return StatisticsFile(content(2), content(1), 256, DENSITIES, tensors)
 
 
-@given(
-    st.lists(some_contents, min_size=1, max_size=3, unique_by=lambda each: each.digest).map(tuple),
-    st.dictionaries(st.text(), st.binary(max_size=50), max_size=4),
-)
+@given(contents, contents, st.dictionaries(st.text(), st.integers(0, 600), max_size=4))
 def test_parse_statistics__is_the_inverse_of_to_bytes(
-    contents: tuple[PortableContent, ...], rows: dict[str, bytes]
+    expert: PortableContent, base: PortableContent, sizes: dict[str, int]
 ) -> None:
-    packed = tuple(PortableRow(name, raw) for name, raw in rows.items())
-    file = StatisticsFile(contents, (PortablePair(contents[-1].digest, contents[0].digest, packed),))
-    assert parse_statistics(file.to_bytes(), "x") == file
+    tensors = {name: make_statistics(n, n, densities=DENSITIES) for name, n in sizes.items()}
+    file = StatisticsFile(expert, base, 256, DENSITIES, tensors)
+    parsed = parse_statistics(file.to_bytes(), "x")
+    assert (parsed.expert, parsed.base, parsed.block_elements, parsed.densities) == (expert, base, 256, DENSITIES)
+    assert parsed.tensors.keys() == tensors.keys()
+    assert all(same_bits(parsed.tensors[name], tensors[name]) for name in tensors)
+    assert parsed.to_bytes() == file.to_bytes()
 
 
-def test_pair__unpacks_the_statistics_that_were_packed() -> None:
-    file = parse_statistics(file_of("a", "b").to_bytes(), "x")
-    statistics = file.pairs[0].statistics("x")
-    assert list(statistics) == ["a", "b"]
-    for number, one in enumerate(statistics.values()):
-        assert pack(one, "") == pack(make_statistics(number), "")
+def test_to_bytes__does_not_depend_on_the_order_of_tensors() -> None:
+    file = file_of("a", "b")
+    assert replace(file, tensors=dict(sorted(file.tensors.items(), reverse=True))).to_bytes() == file.to_bytes()
+
+
+def test_covers__asks_for_the_grid_the_tensors_and_the_densities() -> None:
+    file = file_of("a", "b")
+    assert file.covers(["a", "b"], 256, [0.1])
+    assert not file.covers(["a", "c"], 256, [0.1])
+    assert not file.covers(["a"], 512, [0.1])
+    assert not file.covers(["a"], 256, [0.1, 0.2])
 
 
 # --- ways to lie ---
@@ -80,22 +83,23 @@ Change = Callable[[dict[str, Any]], None]
 LIES: dict[str, tuple[Change, str]] = {
     "another format": (lambda d: d.update(format="mergepipe-plan/1"), "stats.value"),
     "an unknown key": (lambda d: d.update(extra=1), "stats.key"),
-    "no pairs": (lambda d: d.pop("pairs"), "stats.key"),
-    "a content twice": (lambda d: d["contents"].append(d["contents"][0]), "stats.value"),
-    "a content of no files": (lambda d: d["contents"][0].update(files=[]), "stats.value"),
-    "a digest of other files": (lambda d: d["contents"][0].update(digest="0" * 32), "stats.value"),
-    "other files of a digest": (lambda d: d["contents"][0]["files"][0].update(sha256="0" * 64), "stats.value"),
-    "a SHA-256 that is none": (lambda d: d["contents"][0]["files"][0].update(sha256="x" * 64), "stats.value"),
-    "a kind that is none": (lambda d: d["contents"][0].update(kind="none"), "stats.value"),
-    "a content id that is none": (lambda d: d["contents"][0].update(content_id="c"), "stats.value"),
-    "a pair twice": (lambda d: d["pairs"].append({**d["pairs"][0], "tensors": [], "sizes": []}), "stats.value"),
-    "a pair of nobody": (lambda d: d["pairs"][0].update(expert=2), "stats.value"),
-    "a tensor twice": (lambda d: d["pairs"][0].update(tensors=["a", "a"]), "stats.value"),
-    "a tensor without a size": (lambda d: d["pairs"][0]["tensors"].append("c"), "stats.value"),
-    "a name that is none": (lambda d: d["pairs"][0].update(tensors=["a", 1]), "stats.value"),
-    "a negative size": (lambda d: d["pairs"][0]["sizes"].__setitem__(0, -1), "stats.value"),
-    "a size beyond the end": (lambda d: d["pairs"][0]["sizes"].__setitem__(1, 1 << 60), "stats.value"),
-    "bytes behind the rows": (lambda d: d["pairs"][0]["sizes"].__setitem__(1, 0), "stats.value"),
+    "no tensors": (lambda d: d.pop("tensors"), "stats.key"),
+    "a content of no files": (lambda d: d["base"].update(files=[]), "stats.value"),
+    "a digest of other files": (lambda d: d["base"].update(digest="0" * 32), "stats.value"),
+    "other files of a digest": (lambda d: d["base"]["files"][0].update(sha256="0" * 64), "stats.value"),
+    "a SHA-256 that is none": (lambda d: d["base"]["files"][0].update(sha256="x" * 64), "stats.value"),
+    "a kind that is none": (lambda d: d["base"].update(kind="none"), "stats.value"),
+    "a content id that is none": (lambda d: d["expert"].update(content_id="c"), "stats.value"),
+    "a tensor twice": (lambda d: d.update(tensors=["a", "a"]), "stats.value"),
+    "a tensor without a size": (lambda d: d["tensors"].append("c"), "stats.value"),
+    "a name that is none": (lambda d: d.update(tensors=["a", 1]), "stats.value"),
+    "a negative size": (lambda d: d["elements"].__setitem__(0, -1), "stats.value"),
+    "a size beyond the end": (lambda d: d["elements"].__setitem__(1, 1 << 60), "stats.arrays"),
+    "cuts beyond the end": (lambda d: d["cuts"].__setitem__(1, 1 << 60), "stats.arrays"),
+    "bytes behind the arrays": (lambda d: d["elements"].__setitem__(1, 0), "stats.arrays"),
+    "no blocks": (lambda d: d.update(block_elements=0), "stats.value"),
+    "cuts that no tensor has": (lambda d: d["densities"].append(0.5), "stats.arrays"),
+    "a density that is none": (lambda d: d.update(densities=["0.1"]), "stats.type"),
 }
 
 
@@ -140,41 +144,22 @@ def test_parse_statistics__refuses_damage(change: Callable[[bytes], bytes], code
     assert caught.value.code == code
 
 
-def test_pair__refuses_rows_that_were_packed_for_others() -> None:
-    file = file_of("a", "b")
-    (pair,) = file.pairs
-    a, b = pair.rows
-    swapped = replace(pair, rows=(replace(a, tensor=b.tensor), replace(b, tensor=a.tensor)))
-    for wrong in (swapped, replace(pair, base=content(3).digest), replace(pair, expert=content(3).digest)):
-        with pytest.raises(CorruptError) as caught:
-            wrong.statistics("x")
-        assert caught.value.code == "stats.row"
-
-
 @pytest.mark.parametrize("densities", [(0.2, 0.1), (0.1, 0.1), (0.0, 0.1), (0.1, 1.5), (0.1, float("nan"))])
-def test_pair__refuses_densities_that_no_analysis_writes(densities: tuple[float, ...]) -> None:
-    statistics = make_statistics(1, densities=(0.1, 0.2))
-    packed = pack(replace(statistics, densities_D=np.array(densities)), row_subject("a", "e", "b"))
+def test_parse_statistics__refuses_densities_that_no_analysis_writes(densities: tuple[float, ...]) -> None:
+    file = file_of("a")
+    wrong = {name: replace(one, densities_D=np.array(densities)) for name, one in file.tensors.items()}
     with pytest.raises(CorruptError) as caught:
-        PortablePair("e", "b", (PortableRow("a", packed),)).statistics("x")
-    assert caught.value.code == "stats.row"
+        parse_statistics(replace(file, densities=(), tensors=wrong).to_bytes(), "x")
+    assert caught.value.code == "stats.arrays"
 
 
-# --- files of this machine ---
-
-
-def test_write_statistics__replaces_its_own_files_alone(tmp_path: Path) -> None:
-    path = tmp_path / "mergepipe.stats"
-    write_statistics(file_of("a"), path)
-    assert write_statistics(file_of("a", "b"), path) == path.stat().st_size
-    assert parse_statistics(path.read_bytes(), path) == file_of("a", "b")
-    path.write_bytes(b"thesis")
-    (tmp_path / "link").symlink_to(path)
-    for place, code in ((path, "stats.not-ours"), (tmp_path, "stats.not-ours"), (tmp_path / "link", "output.link")):
-        with pytest.raises(OutputError) as caught:
-            write_statistics(file_of("a"), place)
-        assert caught.value.code == code
-    assert path.read_bytes() == b"thesis"
+def test_write_statistics__by_many_at_once_leaves_one_whole_file(tmp_path: Path) -> None:
+    file = file_of("a", "b")
+    with ThreadPoolExecutor(8) as pool:
+        places = set(pool.map(lambda _: write_statistics(tmp_path / "home", file), range(32)))
+    assert places == {statistics_path(tmp_path / "home", file.expert.digest, file.base.digest)}
+    (path,) = (tmp_path / "home" / "statistics").iterdir()
+    assert path.read_bytes() == file.to_bytes()
 
 
 @given(st.binary(max_size=300))

@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.contract import TensorEntry
-from mergepipe.checkpoints.read_cost import block_cost_bytes, block_costs_bytes, range_cost_bytes
+from mergepipe.checkpoints.contract import TensorEntry, block_cost_bytes, block_costs_bytes, range_cost_bytes
 from mergepipe.core.blocks import BF16, F32, BlockGrid, DType, Span
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES

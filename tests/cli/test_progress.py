@@ -20,7 +20,7 @@ from mergepipe.cli.progress import (
     choose_display,
     progress_bar,
 )
-from mergepipe.kernels.compilation.listeners import listen_to_compilation, mark_compilation
+from mergepipe.kernels.listeners import listen_to_compilation, mark_compilation
 from mergepipe.reports import Progress
 
 

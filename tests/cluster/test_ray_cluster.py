@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import mergepipe
-from mergepipe.engine.executors.ray_tasks import Outcome, RayCluster, TaskShape
+from mergepipe.engine.ray_tasks import Outcome, RayCluster, TaskShape
 from mergepipe.errors import ConflictError, LimitError, StorageError
 from mergepipe.jobs import merge_on_ray
 from mergepipe.reports import Progress

@@ -20,8 +20,8 @@ from support.source_code import trees_with
 
 HOSTILE = 'a\u202eb\u2028c\x1b[31md\ne\x85f`g|h<i>&"j\\k\x00l\u2066m\x9bn\r\to*p[bold]q#r\U000e0001s'
 PASSED_ON = {
-    "checkpoints/formats/config_json.py",
-    "checkpoints/tokenizers/token_files.py",
+    "checkpoints/directory.py",
+    "checkpoints/vocabulary.py",
     "core/strict_json.py",
 }  # documents of others
 

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 import mergepipe
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.deltastore.pack.base_match import UNRELATED, match_base
+from mergepipe.deltastore.pack.job import UNRELATED, match_base
 from mergepipe.errors import MismatchError, RecipeError
 from mergepipe.reports import Progress
 from mergepipe.storage.ledger import Purpose

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DTYPES
 from mergepipe.deltastore.codec.block import BlockContext, decode_block, encode_block
-from mergepipe.deltastore.codec.generic.byte_planes import (
+from mergepipe.deltastore.codec.byte_planes import (
     FORM_BESIDE,
     FORM_PLAIN,
     FORM_SHORT,
@@ -20,7 +20,7 @@ from mergepipe.deltastore.codec.generic.byte_planes import (
     encode_plane_beside,
     plane_room,
 )
-from mergepipe.deltastore.codec.generic.byte_reader import ByteReader
+from mergepipe.deltastore.codec.byte_reader import ByteReader
 from mergepipe.deltastore.codec.levels import Codec, Piece
 from mergepipe.errors import CorruptError
 

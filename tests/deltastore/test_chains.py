@@ -14,7 +14,7 @@ from packing_cases import SHAPES, PackFamily, halves, tree, write_model
 
 import mergepipe
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.deltastore.chain import MOST_DEPTH, next_base
+from mergepipe.deltastore.checkpoint import MOST_DEPTH, next_base
 from mergepipe.deltastore.header import HEADER_NAME
 from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from mergepipe.options import MergeOptions

@@ -16,27 +16,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.base_bytes import BaseBytes
+from mergepipe.checkpoints.contract import BaseBytes
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.band_sample import choose_bands
-from mergepipe.deltastore.codec.bands import Bands
-from mergepipe.deltastore.codec.decode import (
+from mergepipe.deltastore.codec.block import (
     BAND_PIECES,
     BandBlocks,
     decode_band_blocks,
     decode_band_deltas,
     decode_band_values,
+    encode_bands,
     padding_bytes,
 )
-from mergepipe.deltastore.codec.encode import encode_bands
-from mergepipe.deltastore.codec.entropy.code_scalar_decoder import decode_codes_scalar
-from mergepipe.deltastore.codec.entropy.code_vector_decoder import (
+from mergepipe.deltastore.codec.code_scalar_decoder import decode_codes_scalar
+from mergepipe.deltastore.codec.code_vector_decoder import (
     BODY_ROW,
     N_STARTS,
     decode_codes_vector,
     fill_starts,
 )
-from mergepipe.deltastore.codec.entropy.rans import (
+from mergepipe.deltastore.codec.element_codes import (
+    BODY_SYMBOLS,
+    FIRST_BODY_CODE,
+    FIRST_CELL_CODE,
+    HEAD_SYMBOLS,
+    LAST_CELL_CODE,
+    TILE,
+    Bands,
+)
+from mergepipe.deltastore.codec.levels import PIECES_OF, Level, Piece
+from mergepipe.deltastore.codec.piece_headers import CURSOR_FIELDS, END, POSITION
+from mergepipe.deltastore.codec.rans import (
     LANES,
     MAX_CONTEXTS,
     SKIPPED,
@@ -45,21 +55,10 @@ from mergepipe.deltastore.codec.entropy.rans import (
     fill_decode_table,
     scale_counts,
 )
-from mergepipe.deltastore.codec.entropy.rans_vector_decoder import has_vector_decoder
-from mergepipe.deltastore.codec.levels import PIECES_OF, Level, Piece
-from mergepipe.deltastore.codec.piece_headers import CURSOR_FIELDS, END, POSITION
-from mergepipe.deltastore.codec.residuals.bit_unpacking import HAS_PDEP
+from mergepipe.deltastore.codec.rans_vector_decoder import has_vector_decoder
+from mergepipe.deltastore.codec.residuals import HAS_PDEP
 from mergepipe.deltastore.codec.scratch import KEPT_BYTES, scratch
-from mergepipe.deltastore.codec.tiles.decode import VECTOR_RESIDUALS, VECTOR_SYMBOLS
-from mergepipe.deltastore.codec.tiles.element_codes import (
-    BODY_SYMBOLS,
-    FIRST_BODY_CODE,
-    FIRST_CELL_CODE,
-    HEAD_SYMBOLS,
-    LAST_CELL_CODE,
-    TILE,
-)
-from mergepipe.deltastore.codec.tiles.stream_elements import (
+from mergepipe.deltastore.codec.stream_elements import (
     ALL_ROOM,
     DECODED_TILE,
     HAS_COMPRESSION,
@@ -72,6 +71,7 @@ from mergepipe.deltastore.codec.tiles.stream_elements import (
     place_scalar,
     place_vector,
 )
+from mergepipe.deltastore.codec.tile_decode import VECTOR_RESIDUALS, VECTOR_SYMBOLS
 from mergepipe.errors import CorruptError
 from support.rounding import decode, encode
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from packing_cases import store_tree
 
 from mergepipe.api import pack, unpack, verify
-from mergepipe.checkpoints.base_bytes import BaseBytes
-from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, IndexedEntry, LeveledTensor, NeedsBase
+from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, ComputedTensor, IndexedEntry, LeveledTensor, NeedsBase
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import BF16, F32, Span

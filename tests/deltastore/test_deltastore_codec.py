@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
 from mergepipe.deltastore.band_sample import choose_bands
-from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import (
     BlockContext,
     EncodedBlock,
@@ -21,7 +20,9 @@ from mergepipe.deltastore.codec.block import (
     decode_deltas,
     encode_block,
 )
-from mergepipe.deltastore.codec.entropy.rans import (
+from mergepipe.deltastore.codec.element_codes import Bands
+from mergepipe.deltastore.codec.levels import PIECES_OF, RECORDED_LEVELS, Codec, Level, Piece
+from mergepipe.deltastore.codec.rans import (
     LANES,
     LOWEST_STATE,
     SKIPPED,
@@ -33,8 +34,7 @@ from mergepipe.deltastore.codec.entropy.rans import (
     padded_length,
     scale_counts,
 )
-from mergepipe.deltastore.codec.entropy.rans_vector_decoder import decode_symbols_vector
-from mergepipe.deltastore.codec.levels import PIECES_OF, RECORDED_LEVELS, Codec, Level, Piece
+from mergepipe.deltastore.codec.rans_vector_decoder import decode_symbols_vector
 from mergepipe.errors import CorruptError
 from mergepipe.testing.tensors import SPECIAL
 from support.rounding import decode, encode

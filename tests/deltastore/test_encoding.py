@@ -12,10 +12,28 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
-from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes, base_contexts, encode_block
-from mergepipe.deltastore.codec.entropy.contexts import Contexts
-from mergepipe.deltastore.codec.entropy.rans import (
+from mergepipe.deltastore.codec.byte_arrays import HAS_VECTOR_LOOKUP, bytes_equal, look_up_scalar, look_up_vector
+from mergepipe.deltastore.codec.byte_planes import fold_differences
+from mergepipe.deltastore.codec.element_codes import (
+    BODY_SYMBOLS,
+    EDGE_CLASSES,
+    EXCEPTION_BITS,
+    FIRST_BODY_CODE,
+    HEAD_SYMBOLS,
+    MAX_CELL_BITS,
+    N_CODES,
+    N_WIDTHS,
+    NEAR_CELLS,
+    QUANTILE_BUCKETS,
+    STREAM_CODES,
+    WIDTH_COUNTS,
+    WIDTHS_PER_CLASS,
+    Bands,
+)
+from mergepipe.deltastore.codec.error_sums import ERROR_SUMS, SUMS_SHAPE, sum_tile
+from mergepipe.deltastore.codec.levels import Codec
+from mergepipe.deltastore.codec.rans import (
     LANES,
     MAX_CONTEXTS,
     SKIPPED,
@@ -24,29 +42,16 @@ from mergepipe.deltastore.codec.entropy.rans import (
     padded_length,
     scale_counts,
 )
-from mergepipe.deltastore.codec.entropy.rans_vector_encoder import HAS_VECTOR_ENCODER
-from mergepipe.deltastore.codec.entropy.symbol_stages import encode_stages_scalar, encode_stages_vector
-from mergepipe.deltastore.codec.error_sums import ERROR_SUMS, SUMS_SHAPE, sum_tile
-from mergepipe.deltastore.codec.generic.byte_differences import fold_differences
-from mergepipe.deltastore.codec.generic.byte_equality import bytes_equal
-from mergepipe.deltastore.codec.generic.byte_lookup import HAS_VECTOR_LOOKUP, look_up_scalar, look_up_vector
-from mergepipe.deltastore.codec.levels import Codec
-from mergepipe.deltastore.codec.residuals.bit_packing import pack_residuals, packed_capacity
-from mergepipe.deltastore.codec.residuals.streams import EXCEPTION_BITS, STREAM_CODES, WIDTH_COUNTS
-from mergepipe.deltastore.codec.residuals.widths import FIRST_STEP_COUNT, N_SAMPLE_COUNTS, choose_widths
-from mergepipe.deltastore.codec.tiles.element_codes import (
-    BODY_SYMBOLS,
-    EDGE_CLASSES,
-    FIRST_BODY_CODE,
-    HEAD_SYMBOLS,
-    MAX_CELL_BITS,
-    N_CODES,
-    N_WIDTHS,
-    NEAR_CELLS,
-    QUANTILE_BUCKETS,
-    WIDTHS_PER_CLASS,
+from mergepipe.deltastore.codec.rans_vector_encoder import HAS_VECTOR_ENCODER
+from mergepipe.deltastore.codec.residuals import (
+    FIRST_STEP_COUNT,
+    N_SAMPLE_COUNTS,
+    choose_widths,
+    pack_residuals,
+    packed_capacity,
 )
-from mergepipe.kernels.compilation.compiled import Bytes, Counts
+from mergepipe.deltastore.codec.symbol_stages import Contexts, encode_stages_scalar, encode_stages_vector
+from mergepipe.kernels.compiled import Bytes, Counts
 
 seeds = st.integers(0, 2**32 - 1)
 _FEATURES = [look_up_scalar, *([look_up_vector] if HAS_VECTOR_LOOKUP else [])]

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 import mergepipe
 from mergepipe.api import pack
-from mergepipe.catalog.catalog import Catalog
-from mergepipe.checkpoints.read_cost import range_cost_bytes
+from mergepipe.checkpoints.contract import range_cost_bytes
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level, Piece
 from mergepipe.deltastore.header import PIECE_NAMES
@@ -30,7 +29,7 @@ from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.candidates.sufficient_levels import sufficient_levels
-from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.recipes.tasks import MergeTask
 from mergepipe.runs.inputs.opened import open_inputs, open_path
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -38,6 +37,7 @@ from support.budgets import smallest_memory
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family, write_recipe
 from support.flat_options import call_flat
 from support.oracle import MergeCase
+from support.recorded_statistics import statistics_on_record
 from support.rounding import decode, encode
 from support.slow_cases import slow_unless
 
@@ -233,21 +233,12 @@ def test_analyze__of_packed_experts_records_what_it_records_of_the_originals(pai
     for name, family in (("raw", pair.raw), ("packed", pair.packed)):
         home = folder / name
         mergepipe.analyze(family.places[0], family.places[1:], options=RunOptions(home=home))
-        base = open_path(LocalStore(), Location.local(family.places[0]))
-        with Catalog.open(home) as catalog:
-            base_row = catalog.model_for(base)
-            assert base_row is not None
-            for place in family.places[1:]:
-                row = catalog.model_for(open_path(LocalStore(), Location.local(place), base))
-                assert row is not None
-                statistics = catalog.statistics(row, base_row)
-                assert WIDE in statistics
-                found.append(
-                    (
-                        row.content_id,
-                        {n: (s.blocks_B.tobytes(), s.cuts_D3.tobytes()) for n, s in statistics.items()},
-                    )
-                )
+        for place in family.places[1:]:
+            file = statistics_on_record(home, family.places[0], place)
+            assert file is not None
+            assert WIDE in file.tensors
+            tensors = {n: (s.blocks_B.tobytes(), s.cuts_D3.tobytes()) for n, s in file.tensors.items()}
+            found.append((file.expert.content_id, tensors))
     assert found[:3] == found[3:]
 
 

@@ -17,10 +17,9 @@ import mergepipe
 from mergepipe.deltastore.codec.block import EncodedBlock
 from mergepipe.deltastore.codec.levels import Codec, Piece
 from mergepipe.deltastore.index import digest, make_row
-from mergepipe.deltastore.ordered_blocks import OrderedBlocks
 from mergepipe.deltastore.pack import builder as store_building
 from mergepipe.deltastore.pack import encode_pass as pack_pass
-from mergepipe.deltastore.writer import StoreWriter
+from mergepipe.deltastore.writer import OrderedBlocks, StoreWriter
 from mergepipe.errors import ConflictError, LimitError, OutputError, StorageError, UnsupportedError
 from mergepipe.reports import Progress
 from mergepipe.snapshots.staging import Staging

@@ -20,7 +20,7 @@ import mergepipe
 from mergepipe.api import pack
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level
-from mergepipe.engine.planned_access import level_of_blocks
+from mergepipe.engine.tensor_work import level_of_blocks
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.candidates.level_ladders import ALL, Ladder, ladder_steps
 from mergepipe.planning.plan import Plan

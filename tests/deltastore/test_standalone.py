@@ -21,11 +21,23 @@ from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.deltastore.band_sample import bands_of, sample_of
 from mergepipe.deltastore.codec import block as block_module
-from mergepipe.deltastore.codec.block import BlockContext, EncodedBlock, RawBytes, decode_block, encode_block
-from mergepipe.deltastore.codec.encode import encode_bands
-from mergepipe.deltastore.codec.generic.prefix_words import GROUP, pack_low_bits, unpack_low_bits
-from mergepipe.deltastore.codec.generic.standalone import decode_standalone, encode_standalone, estimate_standalone
+from mergepipe.deltastore.codec.block import (
+    BlockContext,
+    EncodedBlock,
+    RawBytes,
+    decode_block,
+    encode_bands,
+    encode_block,
+)
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece
+from mergepipe.deltastore.codec.standalone import (
+    GROUP,
+    decode_standalone,
+    encode_standalone,
+    estimate_standalone,
+    pack_low_bits,
+    unpack_low_bits,
+)
 from mergepipe.deltastore.header import HEADER_NAME
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError
 from mergepipe.testing.tensors import SPECIAL

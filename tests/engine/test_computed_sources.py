@@ -10,18 +10,26 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.base_bytes import BaseBytes
-from mergepipe.checkpoints.contract import NO_TURNS, Fetch, FetchOnBase, Source, TensorEntry, Turns, Unchanged
+from mergepipe.checkpoints.contract import (
+    NO_TURNS,
+    BaseBytes,
+    Fetch,
+    FetchOnBase,
+    Source,
+    TensorEntry,
+    Turns,
+    Unchanged,
+    block_cost_bytes,
+)
 from mergepipe.checkpoints.open_files import pin_files
-from mergepipe.checkpoints.read_cost import block_cost_bytes
 from mergepipe.core.blocks import BF16, F32, DType, Span
-from mergepipe.engine.executors.threads import ThreadExecutor
 from mergepipe.engine.merged_tensor import MergedTensor, can_fuse
-from mergepipe.engine.pipeline.segments import full_access
+from mergepipe.engine.segments import full_access
+from mergepipe.engine.threads import ThreadExecutor
 from mergepipe.engine.work import EngineOptions, MergeWork, plan_output
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
-from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
+from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore

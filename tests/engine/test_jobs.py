@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import BF16, Span
-from mergepipe.engine.pipeline.jobs import Job, Stage, TensorWork
-from mergepipe.engine.pipeline.segments import (
+from mergepipe.engine.block_reductions import OnePass
+from mergepipe.engine.jobs import Job, Stage, TensorWork
+from mergepipe.engine.segments import (
     HELD_BYTES,
     RESERVED_BUFFERS,
     SHARE_READ_AGAIN,
@@ -21,9 +22,8 @@ from mergepipe.engine.pipeline.segments import (
     Run,
     SegmentShape,
 )
-from mergepipe.engine.reductions.block_reductions import OnePass
 from mergepipe.operators.base import NOTHING_REDUCED, RawBlock, Reduced
-from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
+from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.location import Location
 
 SIZES = BufferSizes(15 << 20, 1 << 20)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mergepipe
-from mergepipe.engine.pipeline.segments import choose_buffer_sizes
+from mergepipe.engine.segments import choose_buffer_sizes
 from mergepipe.engine.work import plan_output
 from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions

@@ -16,15 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mergepipe
-from mergepipe.checkpoints.computed.gathered_rows import RowMap
 from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.gathered_rows import RowMap
 from mergepipe.core.blocks import DTYPES
-from mergepipe.engine.executors.threads import ThreadExecutor
 from mergepipe.engine.make_part import make_part
-from mergepipe.engine.observer import Observer
-from mergepipe.engine.work import MergeWork, OutputPlan, Part, PartResult, joined, plan_output, split, whole
+from mergepipe.engine.threads import ThreadExecutor
+from mergepipe.engine.work import MergeWork, Observer, OutputPlan, Part, PartResult, joined, plan_output, split, whole
 from mergepipe.errors import ConflictError
-from mergepipe.operators.rules.elementwise import ElementwiseRule, Shares
+from mergepipe.operators.elementwise import ElementwiseRule, Shares
 from mergepipe.options import PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.runs.inputs.opened import open_inputs, with_parameters
@@ -197,7 +196,7 @@ def test_make_part__refuses_another_version_of_an_input(tmp_path: Path) -> None:
 def test_make_part__reports_the_shards_it_writes(
     cases: dict[tuple[str, bool], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mergepipe.engine.pipeline.pipeline.TICK_SECONDS", 0.0)  # a report at every event
+    monkeypatch.setattr("mergepipe.engine.pipeline.TICK_SECONDS", 0.0)  # a report at every event
     work, reports = cases["linear", False].work, list[ShardProgress | None]()
     part = split(work.output, 2)[1]
     make_part(work, part, tmp_path, LocalStore(), OPTIONS, Observer(reports.append))

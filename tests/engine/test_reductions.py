@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, BlockGrid, Span
-from mergepipe.engine.reductions import block_reductions, bracketed_ranks
-from mergepipe.engine.reductions.block_reductions import InnerProductSums, MagnitudeCuts, ScoreRanks
-from mergepipe.engine.reductions.order_statistics import RankSearch
-from mergepipe.engine.reductions.tensor_summary import FINE_SHARE, FineMagnitudes, TensorSummary
+from mergepipe.engine import block_reductions, order_statistics
+from mergepipe.engine.block_reductions import InnerProductSums, MagnitudeCuts, ScoreRanks
+from mergepipe.engine.order_statistics import RankSearch
+from mergepipe.engine.tensor_summary import FINE_SHARE, FineMagnitudes, TensorSummary
 from mergepipe.operators.base import InnerProducts, MagnitudeCut, RawBlock
 from mergepipe.testing.in_memory import StoredTensor, run_reduction
 from mergepipe.testing.tensors import Family, make_family
@@ -53,7 +53,7 @@ def test_magnitude_cuts__equals_a_sort(data: st.DataObject, share: float) -> Non
     blocks = [tensor.block(span) for span in tensor.spans(data.draw(st.lists(st.integers(1, n), max_size=4)))]
     sample = blocks[: data.draw(st.integers(0, len(blocks)))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bracketed_ranks, "BRACKET_ELEMENTS", data.draw(st.sampled_from((1, 1 << 18))))
+        patch.setattr(order_statistics, "BRACKET_ELEMENTS", data.draw(st.sampled_from((1, 1 << 18))))
         reduced = run_reduction(MagnitudeCuts(kept_E, n), blocks, sample)
     assert_cuts(family, kept_E, reduced.cuts_E3)
 
@@ -105,7 +105,7 @@ def test_magnitude_cuts__needs_one_pass_after_an_honest_sample() -> None:
 def test_magnitude_cuts__in_memory_look_once_more_or_twice_if_the_first_block_misleads(
     first_scale: float, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bracketed_ranks, "BRACKET_ELEMENTS", 1)
+    monkeypatch.setattr(order_statistics, "BRACKET_ELEMENTS", 1)
     deltas = (np.random.default_rng(0).standard_normal(100_000) * 1e-3).astype(np.float32)
     deltas[:10_000] *= np.float32(first_scale)
     pieces = [Span(i, i + 10_000) for i in range(0, 100_000, 10_000)]

@@ -13,19 +13,20 @@ from hypothesis import strategies as st
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import BF16, F32, F64, GRAIN_ELEMENTS, ByteRange, DType, Span
-from mergepipe.engine.pipeline.segment_layout import SegmentLayout, lay_out
-from mergepipe.engine.pipeline.segments import (
+from mergepipe.engine.segments import (
     FEWEST_BUFFERS,
     JobShape,
     Run,
+    SegmentLayout,
     choose_buffer_sizes,
     cut_everywhere,
     full_access,
+    lay_out,
     plan_jobs,
     stored_bytes,
 )
 from mergepipe.errors import LimitError
-from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
+from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.buffers import PAGE_BYTES, BufferPool, round_up
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location

@@ -15,8 +15,7 @@ from types import FrameType
 import pytest
 
 import mergepipe
-from mergepipe.engine.executors import threads
-from mergepipe.engine.pipeline import pipeline
+from mergepipe.engine import pipeline, threads
 from mergepipe.options import MergeOptions
 from mergepipe.reports import Progress
 from mergepipe.runs import merge_run as merging
@@ -105,7 +104,7 @@ def test_merge__interrupted_at_a_call_leaves_no_trace(
 def test_merge__interrupted_from_the_progress_callback_leaves_no_trace(
     recipe: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mergepipe.engine.pipeline.pipeline.TICK_SECONDS", 0.0)  # a report at every event
+    monkeypatch.setattr("mergepipe.engine.pipeline.TICK_SECONDS", 0.0)  # a report at every event
     digest = tree_digest(recipe.parent / "in")
     seen: list[Progress] = []
 

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.formats.inert_pickle import load_inert
-from mergepipe.checkpoints.formats.safetensors import read_header
-from mergepipe.checkpoints.formats.torch_weights import read_torch_weights
-from mergepipe.checkpoints.tokenizers.sentencepiece import read_pieces
+from mergepipe.checkpoints.inert_pickle import load_inert
+from mergepipe.checkpoints.safetensors import read_header
+from mergepipe.checkpoints.torch_file import read_torch_weights
+from mergepipe.checkpoints.vocabulary import read_pieces
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, Codec, Piece
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.planning.plan_json import parse_plan
-from mergepipe.recipes.parse.recipe_files import reload_recipes
+from mergepipe.recipes.recipe_files import reload_recipes
 from mergepipe.snapshots.journal import read_journal
 from mergepipe.snapshots.manifest_json import manifest_of_json
 from mergepipe.storage.local import LocalStore

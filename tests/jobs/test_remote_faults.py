@@ -15,7 +15,7 @@ import pytest
 
 import mergepipe
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.formats.safetensors import FIRST_READ_BYTES
+from mergepipe.checkpoints.safetensors import FIRST_READ_BYTES
 from mergepipe.errors import MergePipeError
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME

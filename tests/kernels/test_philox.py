@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.content_id import stream_key
-from mergepipe.kernels.philox import GROUP_ELEMENTS, fill_random_words
+from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
 from support.random_oracle import kept_by_dare, philox4x32, stream_key_of, words_of_elements
 
 N = 1 << 18

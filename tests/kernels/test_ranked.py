@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mergepipe.kernels.codec import TILE_ELEMENTS
 from mergepipe.kernels.merge import MARK_BYTES, MARK_ELEMENTS, keep_marked, mark_nonzero
-from mergepipe.kernels.philox import GROUP_ELEMENTS, fill_random_words
+from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
 from mergepipe.kernels.ranked import drop_ranked
 
 KEY = np.uint64(0x1234567890ABCDEF)

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mergepipe.kernels.codec import TILE_ELEMENTS
-from mergepipe.kernels.transcendental import exp_tile, log_tile
+from mergepipe.kernels.numerics import exp_tile, log_tile
 
 Numbers = NDArray[np.float64]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from llvmlite.binding import get_host_cpu_features
 
-from mergepipe.kernels import merge, philox, reduce
+from mergepipe.kernels import merge, numerics, reduce
 from support.vector_code import (
     COUNTS,
     FLOATS,
@@ -45,7 +45,7 @@ def test_vector_instructions__of_a_loop_with_more_to_do_are_more() -> None:
 
 
 def test_kernel__random_words_come_many_at_a_time() -> None:
-    text = optimised_text(philox.fill_random_words, (np.uint64(1), 0, 1, WORDS))
+    text = optimised_text(numerics.fill_random_words, (np.uint64(1), 0, 1, WORDS))
     assert len(re.findall(r" = mul nuw nsw <\d+ x i64>| = mul [\w ]*<\d+ x i64>", text)) >= 10
 
 

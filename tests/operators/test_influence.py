@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mergepipe.operators.base import NOTHING_REDUCED, OperatorInput, Reduced
+from mergepipe.operators.elementwise import ElementwiseRule
 from mergepipe.operators.registry import operator_named, operator_specs
-from mergepipe.operators.rules.elementwise import ElementwiseRule
 from mergepipe.operators.spec import Scope
 
 Scalar = float | bool

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.operators.statistics import OCTAVE_SHARES, TensorStatistics
-from mergepipe.operators.statistics_grid import on_grid
+from mergepipe.operators.statistics import OCTAVE_SHARES, TensorStatistics, on_grid
 from support.planning_problems import Arrays, tensor_statistics
 
 CELL = 256

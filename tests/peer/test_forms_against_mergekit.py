@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from test_mergekit import OFFLINE, PEER_PYTHON, REQUIRED, ulp_distance
 
 import mergepipe
-from mergepipe.checkpoints.tokenizers.chat_templates import NAMED
+from mergepipe.checkpoints.chat_templates import NAMED
 from mergepipe.core.blocks import BF16, F32
 from mergepipe.options import MergeOptions
 from support.chat_conversations import CONVERSATIONS

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.read_cost import source_cost_bytes
+from mergepipe.checkpoints.contract import source_cost_bytes
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.engine.planned_access import source_of_blocks
+from mergepipe.engine.tensor_work import source_of_blocks
 from mergepipe.errors import LimitError, RecipeError
 from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, N_SKETCH, NOTHING_KEPT, Cut
 from mergepipe.planning.budget import BudgetRequest, ByteBudget, ShareBudget

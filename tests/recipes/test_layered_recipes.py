@@ -9,10 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
-from mergepipe.recipes.parse.parameter_values import Case, Cases, Setting, value_at
-from mergepipe.recipes.parse.recipe import EmbeddingSource, Recipe, TokenizerSource, with_intermediate_paths
-from mergepipe.recipes.parse.recipe_files import load_recipes, reload_recipe, reload_recipes
-from mergepipe.recipes.parse.references import reference_text
+from mergepipe.recipes.recipe import (
+    Case,
+    Cases,
+    EmbeddingSource,
+    Recipe,
+    Setting,
+    TokenizerSource,
+    value_at,
+    with_intermediate_paths,
+)
+from mergepipe.recipes.recipe_files import load_recipes, reload_recipe, reload_recipes
+from mergepipe.recipes.references import reference_text
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 

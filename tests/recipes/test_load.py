@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mergepipe.core.blocks import BF16, F16, F32
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.operators.registry import operator_specs
-from mergepipe.recipes.parse.recipe import Recipe
-from mergepipe.recipes.parse.recipe_files import load_recipes
+from mergepipe.recipes.recipe import Recipe
+from mergepipe.recipes.recipe_files import load_recipes
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 

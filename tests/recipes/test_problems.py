@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError
-from mergepipe.recipes.parse.problems import MAX_LISTED, Findings
+from mergepipe.recipes.fields import MAX_LISTED, Findings
 
 
 def test_findings__raise_nothing_when_nothing_was_found() -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from mergepipe.core.notices import Notice, notice_at, told_once
 from mergepipe.errors import MergePipeError, RecipeError
-from mergepipe.recipes.parse.problems import MAX_LISTED, Findings, Strictness, near_miss
-from mergepipe.recipes.parse.recipe import Recipe
-from mergepipe.recipes.parse.recipe_files import load_recipes, reload_recipe
-from mergepipe.recipes.parse.references import reference_text
+from mergepipe.recipes.fields import MAX_LISTED, Findings, Strictness, near_miss
+from mergepipe.recipes.recipe import Recipe
+from mergepipe.recipes.recipe_files import load_recipes, reload_recipe
+from mergepipe.recipes.references import reference_text
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.published_forms import CLAMPED, DELTAS, FORMS, LINEAR, MODELS, STOCK, TIES, Form
@@ -114,7 +114,7 @@ def test_load_recipes__takes_misspelt_names_leniently(folder: Path, form: Form) 
 
 def test_clamping__happens_after_interpolation(folder: Path) -> None:
     """As in mergekit: halfway between 0.5 and 1.5 is 1, not 0.75."""
-    from mergepipe.recipes.parse.parameters import model_values
+    from mergepipe.recipes.parameters import model_values
 
     recipe = load(folder, DELTAS + "merge_method: ties\nparameters: {density: [0.5, 1.5]}\n")
     chain = (recipe.models[0].parameters, recipe.parameters)

@@ -14,10 +14,9 @@ from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, F64, DType, DTypeKind, element_count
 from mergepipe.errors import MergePipeError, MismatchError, UnsupportedError
 from mergepipe.operators.registry import operator_specs
-from mergepipe.recipes.parse.parameter_values import Case, Cases, Setting
-from mergepipe.recipes.parse.recipe import ModelInput, Recipe, Scalar
-from mergepipe.recipes.resolve.resolution import resolve
-from mergepipe.recipes.resolve.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
+from mergepipe.recipes.recipe import Case, Cases, ModelInput, Recipe, Scalar, Setting
+from mergepipe.recipes.resolution import resolve
+from mergepipe.recipes.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
 from mergepipe.storage.location import Location
 
 I64, U8, F8 = DTYPES["I64"], DTYPES["U8"], DTYPES["F8_E8M0"]

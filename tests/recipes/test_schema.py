@@ -13,7 +13,7 @@ from test_load import DARE, LINEAR, TIES
 from test_load import SLERP as SLERP_OF_MODELS
 
 from mergepipe.operators.registry import operator_specs
-from mergepipe.recipes.parse.schema import recipe_schema, schema_text
+from mergepipe.recipes.schema import recipe_schema, schema_text
 from support.published_forms import FORMS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

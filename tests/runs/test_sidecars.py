@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 import mergepipe
-from mergepipe.checkpoints.tokenizers.chat_templates import NAMED
+from mergepipe.checkpoints.chat_templates import NAMED
 from mergepipe.core.blocks import BF16, F32
 from mergepipe.errors import MismatchError, RecipeError
-from mergepipe.recipes.resolve.adapted_config import with_dtype, with_layers
-from mergepipe.recipes.resolve.tasks import LayerCount
+from mergepipe.recipes.output_tensors import with_dtype, with_layers
+from mergepipe.recipes.tasks import LayerCount
 from mergepipe.runs.sidecars import (
     with_chat_template,
     with_token_ids,

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.range_reads import read_matrix, read_span
+from mergepipe.checkpoints.open_files import read_matrix, read_span
 from mergepipe.core.blocks import F32, Span
 from mergepipe.deltastore.band_sample import read_sample
 from mergepipe.deltastore.index_reader import as_expert
-from mergepipe.deltastore.plain_tensor import PlainFetch
+from mergepipe.deltastore.tensor import PlainFetch
 from mergepipe.errors import CorruptError
 from mergepipe.snapshots.distances import norm
 from mergepipe.storage.contract import RangeFile
@@ -28,10 +28,9 @@ from mergepipe.storage.local import LocalFile, LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import OutputFile
 from mergepipe.storage.ranges import fill_from_descriptor, read_descriptor_range, read_exact, request, request_bytes
-from mergepipe.tailor.checkpoint import Piece, StoredState
-from mergepipe.tailor.composition.copy.plan import CopyRange, FilePlan
-from mergepipe.tailor.composition.copy.writer import FEWEST_BYTES, Copier
-from mergepipe.tailor.values import StateReader
+from mergepipe.tailor.checkpoint import Piece, StateReader, StoredState
+from mergepipe.tailor.copy_plan import CopyRange, FilePlan
+from mergepipe.tailor.copy_writer import FEWEST_BYTES, Copier
 from support.faults import replaced
 from support.fetching import AlignedFile
 from support.safetensors_bytes import file_bytes, record

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import sqlite3
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mergepipe.api import run
-from mergepipe.catalog.home import CATALOG_NAME
+from mergepipe.catalog.home import statistics_folder
+from mergepipe.catalog.statistics_file import parse_statistics
 from mergepipe.core.blocks import BF16, F16, F32, F64, BlockGrid, DType
 from mergepipe.errors import LimitError
 from mergepipe.options import RunOptions
@@ -125,12 +124,11 @@ def smallest_memory(plan: Plan, out: Path) -> int:
 
 
 def forget_statistics(home: Path, rng: np.random.Generator, share: float) -> None:
-    """Delete about `share` of the rows of statistics from the catalog under `home`."""
-    with closing(sqlite3.connect(home / CATALOG_NAME)) as connection:
-        keys = [row[0] for row in connection.execute("SELECT pk FROM tensor_statistics ORDER BY pk")]
-        gone = [(key,) for key in keys if rng.random() < share]
-        connection.executemany("DELETE FROM tensor_statistics WHERE pk = ?", gone)
-        connection.commit()
+    """Drop about `share` of the tensors from the files of statistics under `home`."""
+    for path in sorted(statistics_folder(home).iterdir()):
+        file = parse_statistics(path.read_bytes(), path)
+        kept = {name: statistics for name, statistics in file.tensors.items() if rng.random() >= share}
+        path.write_bytes(replace(file, tensors=kept).to_bytes())
 
 
 def planned_tensor(plan: Plan, name: str) -> PlannedTensor:

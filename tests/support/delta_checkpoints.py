@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from mergepipe.checkpoints.base_digest import base_digest
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.formats.delta_mark import BASE_KEY, DELTA_KIND, FULL_KEY, KIND_KEY, DeltaMark
+from mergepipe.checkpoints.safetensors import BASE_KEY, DELTA_KIND, FULL_KEY, KIND_KEY, DeltaMark
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Readable, TensorEntry
-from mergepipe.checkpoints.range_reads import decoded, read_span
-from mergepipe.checkpoints.read_cost import block_cost_bytes
+from mergepipe.checkpoints.contract import Readable, TensorEntry, block_cost_bytes
+from mergepipe.checkpoints.open_files import decoded, read_span
 from mergepipe.core.blocks import Span
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import RangeFile

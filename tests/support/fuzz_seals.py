@@ -78,15 +78,6 @@ def journal_payloads(raw: bytes) -> bytes:
     return b"\n".join(line[_CHECK_DIGITS + 1 :] for line in raw.splitlines())
 
 
-def seal_statistics(subject: str) -> Callable[[bytes], bytes]:
-    """Append the checksum that packed statistics of `subject` end with."""
-
-    def seal(content: bytes) -> bytes:
-        return content + blake3(content, key=blake3(subject.encode()).digest()).digest(16)
-
-    return seal
-
-
 def seal_statistics_file(content: bytes) -> bytes:
     """Append the checksum that a file of statistics ends with."""
     return content + blake3(content).digest()

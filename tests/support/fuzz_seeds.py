@@ -13,7 +13,7 @@ import yaml
 
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.tailor.saving.save_log import SaveRecord, start_line
-from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, layer
+from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, layer
 from support.disk_families import write_sharded, write_single
 from support.torch_bytes import Call, Member, Named, View, zip_bytes
 

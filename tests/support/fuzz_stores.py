@@ -26,11 +26,11 @@ from mergepipe.deltastore.codec.block import (
     RawBytes,
     decode_block,
     decode_deltas,
+    encode_bands,
     encode_block,
     encode_converted,
     raw_block,
 )
-from mergepipe.deltastore.codec.encode import encode_bands
 from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, Codec, Level, Piece
 from mergepipe.deltastore.header import HEADER_NAME, INDEX_NAME, PIECE_NAMES
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex

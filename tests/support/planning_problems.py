@@ -24,8 +24,8 @@ from mergepipe.operators.statistics import (
     rank_of_density,
 )
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
-from mergepipe.recipes.parse.recipe import ModelInput, Recipe, Scalar
-from mergepipe.recipes.resolve.resolution import resolve
+from mergepipe.recipes.recipe import ModelInput, Recipe, Scalar
+from mergepipe.recipes.resolution import resolve
 from mergepipe.storage.location import Location
 
 BLOCK = 4096

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16
-from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import encode_block
-from mergepipe.kernels import codec, merge, overlap, ranked, reduce, select, transcendental
-from mergepipe.kernels.compilation.compiled import Kernel
+from mergepipe.deltastore.codec.element_codes import Bands
+from mergepipe.kernels import codec, merge, numerics, ranked, reduce, select
+from mergepipe.kernels.compiled import Kernel
 
 N = codec.TILE_ELEMENTS
 ONE = np.float32(1)
@@ -38,9 +38,9 @@ LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
     (merge._normalize_agreeing, (FLOATS, FLOATS, FLOATS, 1, True, ONE, ONE), 3),
     (merge.variance_tile, (FLOATS_2N, 2, 2, 1, FLOATS, DOUBLES_2N), 8),  # sce
     (reduce.collect_between, (FLOATS, WORDS, COUNTS), 3),
-    (overlap.merge_overlapping, (BYTES, 0, 3, COUNTS, COUNTS, ONE, FLOATS, BYTES, 0, 3, 1), 27),  # ram
-    (transcendental.exp_tile, (DOUBLES, 1, DOUBLES), 1),  # arcee_fusion
-    (transcendental.log_tile, (DOUBLES, 1, DOUBLES), 1),
+    (select.merge_overlapping, (BYTES, 0, 3, COUNTS, COUNTS, ONE, FLOATS, BYTES, 0, 3, 1), 27),  # ram
+    (numerics.exp_tile, (DOUBLES, 1, DOUBLES), 1),  # arcee_fusion
+    (numerics.log_tile, (DOUBLES, 1, DOUBLES), 1),
     (select._divergence, (DOUBLES, DOUBLES, 1, 1.0, 1.0, DOUBLES), 6),
     (
         ranked._drop_in_row,  # della

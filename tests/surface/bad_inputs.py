@@ -180,7 +180,7 @@ def write_outputs(root: Path) -> None:
     """Make what other commands begin with: a snapshot, plans, a pack, a composite; and copies of them that lie."""
     blocks = ["--block-elements", str(BLOCK_ELEMENTS)]
     for line in (
-        ["analyze", "family/base", "family/expert-1", "family/expert-2", *blocks, "--export", "family.stats"],
+        ["analyze", "family/base", "family/expert-1", "family/expert-2", *blocks],
         ["merge", "linear.yml", "out", "--threads", "2"],
         ["plan", "linear.yml", "--budget", "50%", *blocks, "-o", "good.plan.json"],
         ["plan", "linear.yml", "--all", "-o", "all.plan.json"],
@@ -222,8 +222,6 @@ def write_outputs(root: Path) -> None:
     (root / "packed-no-header/mergepipe-store.json").write_text("{")
     data = max((root / "packed-cut").iterdir(), key=lambda path: path.stat().st_size)
     data.write_bytes(data.read_bytes()[:-100])
-    (root / "text.stats").write_text("these are none")
-    (root / "cut.stats").write_bytes((root / "family.stats").read_bytes()[:-20])
 
 
 TAILOR_RECIPES: Mapping[str, str] = {

@@ -169,10 +169,6 @@ CASES: Mapping[str, tuple[str, ...]] = {
         "family/base family/expert-1 --density 0",
         "family/base family/expert-1 --density 2",
         "family/base family/expert-1 --part 3/2",
-        "family/base family/expert-1 --export linear.yml",
-        "--import nowhere.stats",
-        "--import text.stats",
-        "--import cut.stats",
         "family/base odd/moving --memory 1KiB",
     ),
     "sweep": (

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Packing, StoredState
-from mergepipe.tailor.composition.compose import ComposeOptions, CompositionReport, compose
-from mergepipe.tailor.composition.self_check import Thoroughness
+from mergepipe.tailor.composition import ComposeOptions, CompositionReport, compose
 from mergepipe.tailor.formats.dcp import unpack_piece
-from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from mergepipe.tailor.formats.registry import open_training_checkpoint
+from mergepipe.tailor.self_check import Thoroughness
 from support.stores import MetadataStore
 from support.training_trees import (
     KnownStates,

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.formats.inert_pickle import load_inert
-from mergepipe.checkpoints.formats.inert_values import Global, PickledStorage, PickledTensor, Record
-from mergepipe.checkpoints.formats.zip_directory import Window, read_zip_directory
+from mergepipe.checkpoints.inert_pickle import load_inert
+from mergepipe.checkpoints.inert_values import Global, PickledStorage, PickledTensor, Record
+from mergepipe.checkpoints.torch_file import Window, read_zip_directory
 from mergepipe.core.blocks import BF16
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.composition.archives.torch_writer import InertPickler
-from mergepipe.tailor.composition.archives.zip_layout import MemberPlan, lay_out_archive, literal_member
-from mergepipe.tailor.composition.copy.plan import CopyRange, Literal
-from mergepipe.tailor.composition.copy.writer import Copier
+from mergepipe.tailor.archives import MemberPlan, lay_out_archive, literal_member
+from mergepipe.tailor.copy_plan import CopyRange, Literal
+from mergepipe.tailor.copy_writer import Copier
+from mergepipe.tailor.torch_writer import InertPickler
 from support.stores import MetadataStore
 
 VALUES = st.recursive(

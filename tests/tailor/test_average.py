@@ -22,17 +22,15 @@ from mergepipe.core.blocks import BF16, F32, Span
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.averaging.average import Averaging, open_averaging
-from mergepipe.tailor.averaging.request import AverageRequest, OptimizerState
-from mergepipe.tailor.averaging.schemes import SCHEMES, scheme_weights
-from mergepipe.tailor.averaging.self_check import AverageCheck, _made_states
+from mergepipe.tailor import copy_writer
+from mergepipe.tailor.average_recipe import SCHEMES, AverageRequest, OptimizerState, scheme_weights
+from mergepipe.tailor.averaging import Averaging, open_averaging
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Piece, StoredState
-from mergepipe.tailor.composition.composition_plan import unpacked
-from mergepipe.tailor.composition.copy import writer
-from mergepipe.tailor.composition.copy.plan import AverageRange, ElementRange, FilePlan, average_states, joined
-from mergepipe.tailor.composition.copy.writer import Copier
-from mergepipe.tailor.composition.self_check import Thoroughness
-from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from mergepipe.tailor.composition_plan import unpacked
+from mergepipe.tailor.copy_plan import AverageRange, ElementRange, FilePlan, average_states, joined
+from mergepipe.tailor.copy_writer import Copier
+from mergepipe.tailor.formats.registry import open_training_checkpoint
+from mergepipe.tailor.self_check import AverageCheck, Thoroughness, _made_states
 from support.stores import MetadataStore
 from support.training_trees import STATES, KnownStates, decoder_shapes, known_states, write_hf
 
@@ -262,7 +260,7 @@ def test_copier__averages_many_files_in_little_memory(tmp_path: Path) -> None:
     target = StoredState("p", WEIGHT, BF16, (n_elements,), (place,))
     weights = scheme_weights("decay-cosine", 40)
     plan = FilePlan("out", tuple(patch.segment for _, patch in average_states(states, weights, target)))
-    Copier(LocalStore(), writer.FEWEST_BYTES, lambda _: None).write(plan, tmp_path / "out")
+    Copier(LocalStore(), copy_writer.FEWEST_BYTES, lambda _: None).write(plan, tmp_path / "out")
     made = np.frombuffer((tmp_path / "out").read_bytes(), ml_dtypes.bfloat16).astype(np.float64)
     wanted = mean(values, weights)
     assert np.max(np.abs(made - wanted)) <= 2.0**-8 * np.max(np.abs(wanted))
@@ -343,8 +341,8 @@ def test_average__publishes_nothing_that_differs_from_its_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths, _ = run_of(tmp_path, "zero2")
-    wrong = writer._averaging((0.5, 0.25, 0.25))
-    monkeypatch.setattr(writer, "_averaging", lambda _: wrong)
+    wrong = copy_writer._averaging((0.5, 0.25, 0.25))
+    monkeypatch.setattr(copy_writer, "_averaging", lambda _: wrong)
     with pytest.raises(CorruptError) as caught:
         tailor.average(paths, tmp_path / "out")
     assert (caught.value.code, (tmp_path / "out").exists(), hidden(tmp_path)) == ("tailor.self-check", False, [])

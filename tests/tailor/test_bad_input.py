@@ -16,7 +16,7 @@ from mergepipe import tailor
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from mergepipe.tailor.formats.registry import open_training_checkpoint
 from support.torch_bytes import Array, View, torch_bytes
 from support.training_trees import KnownStates, decay_groups, decoder_shapes, known_states, write_hf, write_zero3
 

@@ -27,7 +27,7 @@ from composing import (
     wrong_values,
 )
 
-from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
+from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.errors import (
     ConflictError,
     CorruptError,
@@ -47,22 +47,20 @@ from mergepipe.storage.file_version import version_of
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.tailor.assignment import StepPolicy, assign, state_to_copy
 from mergepipe.tailor.checkpoint import Framework, Packing
-from mergepipe.tailor.composition.compose import ComposeOptions, check_recipe, compose
-from mergepipe.tailor.composition.composition_plan import plan_composition
-from mergepipe.tailor.composition.copy.plan import CopyRange
-from mergepipe.tailor.composition.request.assignment import assign, state_to_copy
-from mergepipe.tailor.composition.request.recipe import load_composition
-from mergepipe.tailor.composition.self_check import Thoroughness
-from mergepipe.tailor.composition.staleness import StepPolicy
+from mergepipe.tailor.composition import ComposeOptions, check_recipe, compose
+from mergepipe.tailor.composition_plan import plan_composition
+from mergepipe.tailor.copy_plan import CopyRange
 from mergepipe.tailor.formats.dcp import DCP_FORMAT
-from mergepipe.tailor.formats.hf_optimizer import HF_FORMAT
-from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from mergepipe.tailor.formats.hf_trainer import HF_FORMAT
 from mergepipe.tailor.formats.pickle_node import Node
+from mergepipe.tailor.formats.registry import open_training_checkpoint
+from mergepipe.tailor.recipe import load_composition
 from mergepipe.tailor.saving.engine_view import Ranks
-from mergepipe.tailor.saving.partial_run import no_extra_files
-from mergepipe.tailor.saving.partial_writer import PartialJob, write_partial
-from mergepipe.tailor.units import EMBED, Unit, layer
+from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, write_partial
+from mergepipe.tailor.selection import EMBED, Unit, layer
+from mergepipe.tailor.self_check import Thoroughness
 from support.engine_views import known_view, on_ranks
 from support.faults import (
     Fault,

@@ -19,11 +19,9 @@ from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.tailor.archives import stale_checksums
 from mergepipe.tailor.checkpoint import Piece, StoredState
-from mergepipe.tailor.composition.archives.checksums import stale_checksums
-from mergepipe.tailor.composition.copy.chunks import buffer_bytes_for, cut_chunks
-from mergepipe.tailor.composition.copy.dtype_cast import cast_bytes, values_of
-from mergepipe.tailor.composition.copy.plan import (
+from mergepipe.tailor.copy_plan import (
     CastRange,
     Checksum,
     CopyRange,
@@ -31,12 +29,14 @@ from mergepipe.tailor.composition.copy.plan import (
     Literal,
     Patch,
     Segment,
+    buffer_bytes_for,
+    cut_chunks,
     joined,
     patch_states,
     patched_file,
     source_bytes,
 )
-from mergepipe.tailor.composition.copy.writer import FEWEST_BYTES, ChecksumRenewal, Copier
+from mergepipe.tailor.copy_writer import FEWEST_BYTES, ChecksumRenewal, Copier, cast_bytes, values_of
 from support.faults import drop_from_page_cache
 from support.stores import MetadataStore
 from support.torch_bytes import torch_bytes

@@ -14,8 +14,8 @@ from mergepipe.errors import CorruptError, NotFoundError
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.composition.copy.plan import CopyRange, FilePlan, Literal, Segment
-from mergepipe.tailor.composition.copy.writer import FEWEST_BYTES, Copier
+from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Segment
+from mergepipe.tailor.copy_writer import FEWEST_BYTES, Copier
 from support.faults import open_descriptors
 
 SOURCE_BYTES = 3 << 20

@@ -17,8 +17,8 @@ from mergepipe import tailor
 from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, RecipeError
 from mergepipe.storage.location import Location
 from mergepipe.tailor import api
-from mergepipe.tailor.composition.compose import compose
-from mergepipe.tailor.composition.request.strategies import Strategy
+from mergepipe.tailor.composition import compose
+from mergepipe.tailor.recipe import Strategy
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_zero3, write_zero12
 
 
@@ -38,7 +38,7 @@ def test_diff__is_the_relative_change_of_every_unit(tmp_path: Path, kind: str) -
 def test_diff__is_the_same_in_small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_pair(tmp_path, FORMATS["zero2"])
     whole = api.diff(tmp_path / "old", tmp_path / "new").to_json()["units"]
-    monkeypatch.setattr(modules["mergepipe.tailor.composition.checkpoint_diff"], "BLOCK_ELEMENTS", 7)
+    monkeypatch.setattr(modules["mergepipe.tailor.checkpoint_diff"], "BLOCK_ELEMENTS", 7)
     counted: list[int] = []
     pieces = api.diff(tmp_path / "old", tmp_path / "new", on_bytes=counted.append).to_json()["units"]
     assert str(pieces)[:20] == str(whole)[:20]

@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe import tailor
-from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
+from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Packing, StoredState, TrainingCheckpoint
-from mergepipe.tailor.formats import open_checkpoint, registry
+from mergepipe.tailor.formats import registry
 from mergepipe.tailor.formats.dcp import read_dcp, unpack_piece
 from mergepipe.tailor.formats.deepspeed import ZeroFormat, read_zero
-from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from mergepipe.tailor.formats.registry import open_training_checkpoint
 from support.adam_steps import step_of
 from support.stores import MetadataStore
 from support.torch_bytes import Array, Call, Named, torch_bytes
@@ -159,7 +159,7 @@ def test_training_format__of_one_file_is_recognised_opened_and_composed(
     zero(tmp_path / "run" / "inside", known)
     (tmp_path / "run" / "mark.one").touch()
     monkeypatch.setattr(registry, "TRAINING_FORMATS", (OneFile(), *registry.TRAINING_FORMATS))
-    monkeypatch.setattr(open_checkpoint, "CHECKPOINT_KINDS", (OneFile(), *registry.CHECKPOINT_KINDS))
+    monkeypatch.setattr(registry, "CHECKPOINT_KINDS", (OneFile(), *registry.CHECKPOINT_KINDS))
     recipe, out = tmp_path / "composition.yml", tmp_path / "out"
     recipe.write_text("default: run\n")
     report = tailor.compose(recipe, out)

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from mergepipe.errors import NotFoundError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.composition.request.save_log import compose_from_log, composition_from_log_file, unit_selectors
+from mergepipe.tailor.log_recipe import compose_from_log, composition_from_log_file, unit_selectors
 from mergepipe.tailor.saving.save_log import SaveRecord, start_line
-from mergepipe.tailor.selection import parse_selector, select_parameters
-from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, layer, model_units
+from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, layer, model_units, parse_selector, select_parameters
 
 RUN = Location.parse("run")
 MODEL = (EMBED, *(layer(i) for i in range(4)), NORM, LM_HEAD)

@@ -13,7 +13,7 @@ from test_universal import PARITY, from_old
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.location import Location
 from mergepipe.tailor import api
-from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from mergepipe.tailor.formats.registry import open_training_checkpoint
 from support.stores import MetadataStore
 from support.torch_bytes import torch_bytes
 from support.training_trees import KnownStates, decoder_shapes, write_fsdp, write_trainer_files

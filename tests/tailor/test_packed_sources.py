@@ -20,7 +20,7 @@ import mergepipe
 from mergepipe import tailor
 from mergepipe.deltastore import original_files
 from mergepipe.deltastore.header import HEADER_NAME
-from mergepipe.deltastore.unpacked_view import UnpackedView
+from mergepipe.deltastore.original_files import UnpackedView
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose

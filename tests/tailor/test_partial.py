@@ -13,14 +13,12 @@ from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, TrainingCheckpoint
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
-from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
-from mergepipe.tailor.formats.partial import read_partial_manifest
-from mergepipe.tailor.formats.partial_manifest import MANIFEST_NAME, parse_manifest
+from mergepipe.tailor.formats.partial import MANIFEST_NAME, parse_manifest, read_partial_manifest
+from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.inspect import inspect_checkpoints
 from mergepipe.tailor.saving.engine_view import Ranks
-from mergepipe.tailor.saving.partial_run import no_extra_files
-from mergepipe.tailor.saving.partial_writer import PartialJob, write_partial
-from mergepipe.tailor.units import EMBED, Unit, layer
+from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, write_partial
+from mergepipe.tailor.selection import EMBED, Unit, layer
 from support.engine_views import known_view, on_ranks
 from support.stores import MetadataStore
 from support.training_trees import decoder_shapes, known_states, write_zero3

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.formats.inert_pickle import load_inert
+from mergepipe.checkpoints.inert_pickle import load_inert
 from mergepipe.errors import CorruptError
-from mergepipe.tailor.composition.archives.pickle_edit import edit_pickle
+from mergepipe.tailor.archives import edit_pickle
 from mergepipe.tailor.formats.pickle_node import PicklePath
 
 SCALARS = (

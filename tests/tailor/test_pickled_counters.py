@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from composing import Pair, make_pair, wrong_values
 
-from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
+from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.composition.archives.edited_archive import plan_edited
-from mergepipe.tailor.composition.copy.writer import Copier
-from mergepipe.tailor.composition.skeleton_files import SkeletonFile
+from mergepipe.tailor.archives import plan_edited
+from mergepipe.tailor.copy_writer import Copier
 from mergepipe.tailor.formats.deepspeed import base_optimizer_path
-from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath
+from mergepipe.tailor.formats.registry import open_training_checkpoint
+from mergepipe.tailor.sources import SkeletonFile
 from support.stores import MetadataStore
 from support.training_trees import KnownStates, decay_groups, write_hf, write_zero3, write_zero12
 

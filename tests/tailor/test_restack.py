@@ -13,8 +13,8 @@ from composing import FORMATS, FULL, SHARED_STEPS, Pair, make_pair, stored_value
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT
-from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
-from mergepipe.tailor.units import at_layer
+from mergepipe.tailor.formats.registry import open_training_checkpoint
+from mergepipe.tailor.selection import at_layer
 from support.stores import MetadataStore
 from support.training_trees import KnownStates, write_hf
 

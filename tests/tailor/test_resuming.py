@@ -17,7 +17,7 @@ from composing import FULL
 
 from mergepipe.storage.location import Location
 from mergepipe.tailor import api
-from mergepipe.tailor.composition.compose import ComposeOptions, CompositionReport, compose
+from mergepipe.tailor.composition import ComposeOptions, CompositionReport, compose
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mergepipe.errors import CorruptError
 from mergepipe.tailor.saving.save_log import SaveRecord, read_log, start_line
-from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
+from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
 
 MODEL = (EMBED, layer(0), layer(1), layer(2), NORM, LM_HEAD, Unit(UnitKind.OTHER, name="vision.blocks.0"))
 names = st.text(st.characters(exclude_categories=("Cc", "Cs")), min_size=1).filter(

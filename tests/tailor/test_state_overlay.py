@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 from composing import FULL, Pair, make_pair, stored_values, tree, wrong_values
 
-from mergepipe.checkpoints.formats.inert_pickle import load_inert
-from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
+from mergepipe.checkpoints.inert_pickle import load_inert
+from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.tailor.archives import plan_edited
 from mergepipe.tailor.checkpoint import FP32, Framework, TrainingCheckpoint
-from mergepipe.tailor.composition.archives.edited_archive import plan_edited
-from mergepipe.tailor.composition.compose import CompositionReport
-from mergepipe.tailor.composition.copy.writer import Copier
-from mergepipe.tailor.composition.skeleton_files import SkeletonFile
+from mergepipe.tailor.composition import CompositionReport
+from mergepipe.tailor.copy_writer import Copier
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, unpack_piece
-from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.formats.pickle_node import Node
+from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.saving.engine_view import EngineView, Ranks
-from mergepipe.tailor.saving.partial_writer import PartialJob, write_partial
+from mergepipe.tailor.saving.partial_run import PartialJob, write_partial
+from mergepipe.tailor.sources import SkeletonFile
 from support.engine_views import known_view, on_ranks
 from support.stores import MetadataStore
 from support.torch_bytes import torch_bytes

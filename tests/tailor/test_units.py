@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import RecipeError
-from mergepipe.tailor.selection import parse_selector, select_parameters
-from mergepipe.tailor.units import ModelUnits, model_units
+from mergepipe.tailor.selection import ModelUnits, model_units, parse_selector, select_parameters
 from support.training_trees import decoder_shapes
 
 DECODER = model_units(decoder_shapes(12))

@@ -17,8 +17,8 @@ from mergepipe.errors import MergePipeError
 from mergepipe.storage.location import Location
 from mergepipe.tailor import api
 from mergepipe.tailor.checkpoint import FP32
-from mergepipe.tailor.composition.compose import compose
-from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from mergepipe.tailor.composition import compose
+from mergepipe.tailor.formats.registry import open_training_checkpoint
 from support.stores import MetadataStore
 from support.training_trees import KnownStates
 

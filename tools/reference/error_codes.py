@@ -343,7 +343,7 @@ class _Search:
             if caller is not module and not self._may_call(caller, module, function):
                 continue
             given = _argument(call, position, name)
-            if given is None or caller.scopes[call][-1:] == (function,):
+            if given is None or not _fits(call, function) or caller.scopes[call][-1:] == (function,):
                 continue
             found = self._values(caller, caller.scopes[call], given, seen | {parameter})
             own = None if isinstance(function, ast.ClassDef) else (caller, call, function)
@@ -445,6 +445,15 @@ def _is_relay(call: ast.Call) -> bool:
 
 def _is_parameter(given: list[ast.expr], function: Function) -> bool:
     return bool(given) and _name(given[0]) in _parameters(function)
+
+
+def _fits(call: ast.Call, function: Function) -> bool:
+    """Whether a call gives every parameter that a function needs: another of the same name may not be meant."""
+    if isinstance(function, ast.ClassDef) or any(isinstance(each, ast.Starred) for each in call.args):
+        return True
+    positional = [each.arg for each in (*function.args.posonlyargs, *function.args.args) if each.arg != "self"]
+    needed = positional[: len(positional) - len(function.args.defaults)]
+    return set(needed[len(call.args) :]) <= {keyword.arg for keyword in call.keywords}
 
 
 def _argument(call: ast.Call, position: int, name: str) -> ast.expr | None:

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-from mergepipe.catalog import contents, models, snapshots, statistics_transfer, tensor_statistics
-from mergepipe.catalog.contents import FileDigest
-from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, Database, open_database
+from mergepipe.catalog import snapshots
+from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, Database, open_database, stored_text
+from mergepipe.catalog.home import statistics_folder
 from mergepipe.catalog.manifests import SnapshotRecord, parse_manifest, read_manifest
-from mergepipe.catalog.rows import (
-    CatalogStats,
-    LineageNode,
-    ModelRow,
-    SnapshotRow,
-    StaleModel,
-)
-from mergepipe.catalog.statistics_file import PortablePair, StatisticsFile
-from mergepipe.catalog.usage import catalog_stats
-from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.core.strict_json import JsonValue
-from mergepipe.operators.statistics import TensorStatistics
+from mergepipe.catalog.rows import CatalogStats, LineageNode, SnapshotRow
+from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
+from mergepipe.checkpoints.file_digests import with_digests
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage.contract import Store
+from mergepipe.storage.places import resolved
 from mergepipe.storage.stores import Stores
 
 
@@ -42,7 +32,7 @@ class Catalog:
 
     @classmethod
     def open(cls, home: Path, *, store: Store | None = None, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Catalog:
-        """Open the catalog under `home`; create it if needed. Models are looked at through `store`.
+        """Open the catalog under `home`; create it if needed. Inputs are looked at through `store`.
 
         Raises:
             ConflictError: `catalog.locked`.
@@ -70,148 +60,40 @@ class Catalog:
         """The catalog's file."""
         return self._database.path
 
-    # --- models ---
+    # --- digests of files ---
 
-    def register_model(self, checkpoint: Checkpoint, content_id: str | None = None) -> ModelRow:
-        """Record a checkpoint in its present state, or find its row; what was unknown of its content is added.
+    def with_known_digests(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Add to a checkpoint's fingerprints the SHA-256 digests that are on record for these versions of its files."""
+        digests = {}
+        with self._database.read_transaction() as connection:
+            for file in checkpoint.files:
+                if file.sha256 is None:
+                    row = connection.execute(
+                        "SELECT sha256 FROM file_digests WHERE location = ? AND version = ? AND size_bytes = ?",
+                        (self._place_of(checkpoint, file), file.version, file.size_bytes),
+                    ).fetchone()
+                    if row is not None:
+                        digests[file.name] = str(row[0])
+        return with_digests(checkpoint, digests) if digests else checkpoint
 
-        Digests that its fingerprints hold are recorded for the versions of its files. If they say that another model
-        has the same content, the two share all that is known of either.
+    def record_digests(self, checkpoint: Checkpoint) -> None:
+        """Record the digests that a checkpoint's fingerprints hold; a location keeps that of its last version.
 
         Raises:
             UnsupportedError: `catalog.path-encoding`.
         """
+        rows = [
+            (self._place_of(checkpoint, file), file.version, file.size_bytes, file.sha256)
+            for file in checkpoint.files
+            if file.sha256 is not None
+        ]
         with self._database.write_transaction() as connection:
-            described = models.known_digests(connection, self._store, checkpoint)
-            digests = models.digests_of(self._store, described)
-            contents.record_digests(connection, digests)
-            row = models.model_row(self._store, described, content_id)
-            registered = models.register(connection, row, digests)
-            if row.content_digest is not None and registered.content_digest is None:
-                self._share(connection, registered, row.content_digest)
-            return models.model_with_id(connection, registered.id)
+            connection.executemany("INSERT OR REPLACE INTO file_digests VALUES (?, ?, ?, ?)", rows)
 
-    def model_for(self, checkpoint: Checkpoint) -> ModelRow | None:
-        """Find the row of exactly this checkpoint: same path and versions of files, or the same digests of them.
-
-        One that is known by its digests alone is registered.
-        """
-        with self._database.read_transaction() as connection:
-            described = models.known_digests(connection, self._store, checkpoint)
-            row = models.model_row(self._store, described, None)
-            present = models.find(connection, row.id)
-            if present is not None or row.content_digest is None:
-                return present
-            is_known = contents.content_with_digest(connection, row.content_digest) is not None
-        return self.register_model(described) if is_known else None
-
-    def twins(self, checkpoint: Checkpoint, content_id: str) -> tuple[ModelRow, ...]:
-        """Return models of known digest that look like this checkpoint: headers, sizes and content id are equal.
-
-        Whether they are the same, only the digests of this one's files say.
-        """
-        with self._database.read_transaction() as connection:
-            return models.twins(connection, models.model_row(self._store, checkpoint, None), content_id)
-
-    def with_known_digests(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Add to a checkpoint's fingerprints the digests that are on record for these versions of its files."""
-        with self._database.read_transaction() as connection:
-            return models.known_digests(connection, self._store, checkpoint)
-
-    def known_sha256(self, location: str, version: str, size_bytes: int) -> str | None:
-        """Return the SHA-256 that a version of a file had, or has, at a location with links resolved."""
-        with self._database.read_transaction() as connection:
-            return contents.known_sha256(connection, location, version, size_bytes)
-
-    def models(self) -> tuple[ModelRow, ...]:
-        """Return every model, oldest first; a path whose files changed has several."""
-        with self._database.read_transaction() as connection:
-            return models.all_models(connection)
-
-    def stale_models(self) -> tuple[StaleModel, ...]:
-        """Return the models whose files are missing or have another size or version now."""
-        return tuple(stale for row in self.models() if (stale := models.staleness(self._store, row)) is not None)
-
-    def forget_models(self, rows: Iterable[ModelRow]) -> int:
-        """Remove models with all their statistics; return how many there were."""
-        with self._database.write_transaction() as connection:
-            return models.forget(connection, rows)
-
-    def gone_digests(self) -> tuple[FileDigest, ...]:
-        """Return the digests of files of this machine that are gone or changed, and that no snapshot was made from."""
-        with self._database.read_transaction() as connection:
-            return models.gone_digests(connection, self._store)
-
-    def forget_digests(self, digests: Iterable[FileDigest]) -> None:
-        """Forget the digests of files."""
-        with self._database.write_transaction() as connection:
-            contents.forget_digests(connection, digests)
-
-    @staticmethod
-    def _share(connection: sqlite3.Connection, model: ModelRow, digest: str) -> None:
-        """Record a model's digest; share all that is known with the content that has it already."""
-        keys = models.set_digest(connection, model, digest)
-        if keys is not None:
-            tensor_statistics.merge_contents(connection, *keys)
-
-    # --- statistics ---
-
-    def put_many(self, expert: ModelRow, base: ModelRow, statistics: Mapping[str, TensorStatistics]) -> int:
-        """Store the statistics of several tensors, all or none; return how many rows were written.
-
-        Raises:
-            ConflictError: `catalog.model-gone`, a model was removed meanwhile.
-        """
-        with self._database.write_transaction() as connection:
-            return tensor_statistics.put(connection, expert, base, statistics)
-
-    def statistics(self, expert: ModelRow, base: ModelRow) -> Mapping[str, TensorStatistics]:
-        """Return statistics of an expert's tensors against a base, by name.
-
-        Raises:
-            CorruptError: `catalog.corrupt-statistics`, naming the tensor.
-        """
-        with self._database.read_transaction() as connection:
-            rows = list(tensor_statistics.rows_of(connection, expert, base))
-        return {row.tensor: row.unpacked() for row in rows}
-
-    def tensors_on_record(self, expert: ModelRow, base: ModelRow) -> frozenset[str]:
-        """Return the tensors of a pair that have statistics, sound or not."""
-        with self._database.read_transaction() as connection:
-            return tensor_statistics.tensors_of(connection, expert, base)
-
-    def missing_statistics(
-        self, expert: ModelRow, base: ModelRow, names: Iterable[str], block_elements: int, densities: Iterable[float]
-    ) -> tuple[str, ...]:
-        """Return those of `names`, in their order, that still have to be analysed.
-
-        A tensor is complete if it has sound statistics on this grid with the cuts of all these densities.
-        """
-        required_densities = tuple(densities)
-        with self._database.read_transaction() as connection:
-            rows = list(tensor_statistics.rows_of(connection, expert, base))
-        complete = {row.tensor for row in rows if tensor_statistics.covers(row, block_elements, required_densities)}
-        return tuple(name for name in names if name not in complete)
-
-    def portable_pair(self, expert: ModelRow, base: ModelRow) -> PortablePair:
-        """Return all statistics of a pair, bound to the digests of the contents in place of this catalog's rows.
-
-        Raises:
-            CorruptError: `catalog.corrupt-statistics`, naming the tensor.
-            ValueError: a digest is unknown.
-        """
-        with self._database.read_transaction() as connection:
-            return statistics_transfer.portable_pair(connection, expert, base)
-
-    def take_in(self, file: StatisticsFile, where: object) -> int:
-        """Record the statistics of a file for whichever models have these contents; return how many rows were new.
-
-        Raises:
-            CorruptError: `stats.row`; nothing was recorded.
-            UnsupportedError: `stats.version`.
-        """
-        with self._database.write_transaction() as connection:
-            return statistics_transfer.take_in(connection, file, where)
+    def _place_of(self, checkpoint: Checkpoint, file: FileFingerprint) -> str:
+        """Return the location of a file, links resolved."""
+        location = checkpoint.root / file.name
+        return stored_text(str(resolved(self._store, location)), location)
 
     # --- snapshots ---
 
@@ -258,11 +140,6 @@ class Catalog:
         with self._database.read_transaction() as connection:
             return snapshots.one_snapshot(connection, reference)
 
-    def coverage(self, reference: str | Path) -> JsonValue:
-        """Return the coverage from a snapshot's manifest, None if it has none. Raises as `snapshot` does."""
-        with self._database.read_transaction() as connection:
-            return snapshots.coverage_of(connection, snapshots.one_snapshot(connection, reference))
-
     def lineage(self, reference: str | Path, *, down: bool = False) -> tuple[LineageNode, ...]:
         """Return all that a snapshot was made from, or with `down` all that is made from it: a tree in preorder.
 
@@ -282,22 +159,28 @@ class Catalog:
     # --- maintenance ---
 
     def stats(self) -> CatalogStats:
-        """Return counts and sizes."""
+        """Return counts and sizes; `file_bytes` includes SQLite's log."""
         with self._database.read_transaction() as connection:
-            return catalog_stats(connection, self.path)
+            counts = [
+                int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+                for table in ("snapshots", "file_digests")
+            ]
+        files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
+        statistics = list(statistics_folder(self.path.parent).glob("*.stats"))
+        return CatalogStats(
+            path=self.path,
+            file_bytes=sum(file.stat().st_size for file in files if file.exists()),
+            snapshots=counts[0],
+            digests=counts[1],
+            statistics=len(statistics),
+            statistics_bytes=sum(file.stat().st_size for file in statistics),
+        )
 
     def check_integrity(self) -> None:
-        """Read every page of the file and every row except statistics, which have their own checksums.
+        """Read every page of the file and every snapshot.
 
         Raises:
             CorruptError: `catalog.corrupt`.
         """
         self._database.check_integrity()
-        with self._database.read_transaction() as connection:
-            models.check_rows(connection)
-            snapshots.check_rows(connection)
-
-    def drop_corrupt_statistics(self) -> int:
-        """Remove statistics that fail their checksum; return how many."""
-        with self._database.write_transaction() as connection:
-            return tensor_statistics.drop_corrupt(connection)
+        self.snapshots()

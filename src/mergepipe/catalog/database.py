@@ -12,18 +12,10 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.schema import (
-    APPLICATION_ID,
-    SCHEMA_VERSION,
-    create_schema,
-    expected_schema,
-    schema,
-    schema_version,
-)
 from mergepipe.errors import (
     ConflictError,
     CorruptError,
@@ -35,6 +27,8 @@ from mergepipe.errors import (
 )
 from mergepipe.storage.regular import regular_status
 
+APPLICATION_ID = 0x4D504331  # "MPC1"
+SCHEMA_VERSION = 5
 LOCK_TIMEOUT_SECONDS = 10.0
 FILE_SUFFIXES = ("", "-wal", "-shm", "-journal")
 PAGE_BYTES = 1024  # most rows are a few hundred bytes: 4096 costs a fifth more space and reads only a quarter faster
@@ -45,6 +39,47 @@ _BUSY_CODES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _CORRUPT_CODES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _PERMISSION_CODES = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_AUTH)
 _IO_CODES = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_NOLFS)
+
+_STATEMENTS = (
+    """
+    CREATE TABLE snapshots (
+        pk INTEGER PRIMARY KEY,
+        path TEXT NOT NULL UNIQUE,
+        sid TEXT NOT NULL,
+        operator TEXT NOT NULL,
+        created TEXT NOT NULL,
+        plan_digest TEXT,
+        manifest_digest TEXT NOT NULL,
+        base_bytes INTEGER NOT NULL,
+        expert_bytes INTEGER NOT NULL,
+        analysis_bytes INTEGER NOT NULL,
+        metadata_bytes INTEGER NOT NULL,
+        output_bytes INTEGER NOT NULL
+    )
+    """,
+    "CREATE INDEX snapshots_by_sid ON snapshots (sid)",
+    """
+    CREATE TABLE snapshot_inputs (
+        snapshot INTEGER NOT NULL REFERENCES snapshots ON DELETE CASCADE,
+        position INTEGER NOT NULL,
+        role TEXT NOT NULL,
+        model TEXT NOT NULL,
+        path TEXT NOT NULL,
+        content_id TEXT,
+        read_bytes INTEGER NOT NULL,
+        sid TEXT,
+        PRIMARY KEY (snapshot, position)
+    ) WITHOUT ROWID
+    """,
+    """
+    CREATE TABLE file_digests (
+        location TEXT NOT NULL PRIMARY KEY,
+        version TEXT NOT NULL,
+        size_bytes INTEGER NOT NULL,
+        sha256 TEXT NOT NULL
+    ) WITHOUT ROWID
+    """,
+)
 
 
 def is_catalog_error(error: MergePipeError) -> bool:
@@ -261,3 +296,63 @@ def catalog_os_error(error: OSError, home: Path) -> MergePipeError:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
         return StorageError.of("catalog.permission", home, reason, "check the path, or use --home")
     return StorageError.of("catalog.io", home, reason, "check the disk, then run again")
+
+
+# --- the schema, of one version ---
+
+
+def schema_version(connection: sqlite3.Connection) -> int:
+    """Return the `user_version` of the file: 0 for an empty one."""
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def schema(connection: sqlite3.Connection) -> dict[str, str]:
+    """Return tables and indexes by name, each with the statement that created it."""
+    rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+    return {str(name): str(sql) for name, sql in rows}
+
+
+def expected_schema() -> dict[str, str]:
+    """Return what `schema` gives of a new file."""
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        create_schema(connection)
+        return schema(connection)
+
+
+def create_schema(connection: sqlite3.Connection) -> None:
+    """Make the tables of an empty file in one transaction: after a failure or a crash the file is unchanged.
+
+    Safe when several processes do it at once. The connection must be in autocommit mode.
+    """
+    if schema_version(connection):
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        if not schema_version(connection):  # else another process was faster
+            for statement in _STATEMENTS:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def stored_text(text: str, where: object) -> str:
+    """Return a text that SQLite can hold.
+
+    Raises:
+        UnsupportedError: `catalog.path-encoding`, it is not UTF-8 or holds a NUL.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        pass
+    else:
+        if "\0" not in text:
+            return text
+    raise UnsupportedError.of(
+        "catalog.path-encoding", ascii(str(where)), "paths that are not UTF-8 are not recorded", "rename it"
+    )

@@ -1,4 +1,4 @@
-"""Locate the catalog: an explicit path, else the environment, else the platform's user data folder."""
+"""Locate the home folder: an explicit path, else the environment, else the platform's user data folder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from pathlib import Path
 
 HOME_VARIABLE = "MERGEPIPE_HOME"
 CATALOG_NAME = "catalog.sqlite3"
+
+
+def statistics_folder(home: Path) -> Path:
+    """Return the folder that holds statistics by content."""
+    return home / "statistics"
 
 
 def resolve_home(explicit: Path | None, environment: Mapping[str, str] | None = None, platform: str = "") -> Path:

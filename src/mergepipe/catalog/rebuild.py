@@ -1,4 +1,4 @@
-"""Rebuild the catalog: snapshots from their manifests; statistics stay where the file is sound."""
+"""Rebuild the catalog: snapshots from their manifests; digests of files stay where the file is sound."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _SIDE_FILES = ("", "-wal", "-shm")
 def rebuild(home: Path, roots: Sequence[Path], *, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> RebuildReport:
     """Recreate snapshots and lineage from the manifests under `roots` and at recorded paths.
 
-    Statistics of a sound file are kept. A file that is damaged or of an older version is moved aside, never deleted:
-    analyze again. Close other processes that use it first: they would continue to write to the moved file.
+    Digests of files in a sound catalog are kept. One that is damaged or of an older version is moved aside, never
+    deleted. Close other processes that use it first: they would continue to write to the moved file.
 
     Raises:
         NotFoundError: `catalog.root-missing`.
@@ -37,14 +37,12 @@ def rebuild(home: Path, roots: Sequence[Path], *, timeout_seconds: float = LOCK_
     manifest_paths = list(find_manifests(roots, unreadable))
     catalog, moved_aside = _open_sound(home, timeout_seconds)
     with catalog:
-        dropped = catalog.drop_corrupt_statistics()
         registered_paths = [snapshot.path for snapshot in catalog.snapshots()]
         adopted = _adopt_all(catalog, [*manifest_paths, *registered_paths], unreadable)
         return RebuildReport(
             snapshots=len(adopted.recorded),
             missing=_still_missing(catalog, adopted.recorded, adopted.missing),
             unreadable=tuple(unreadable),
-            dropped_statistics=dropped,
             moved_aside=moved_aside,
             composites=tuple(adopted.composites),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sqlite3
@@ -12,11 +11,9 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
-from mergepipe.catalog.database import REBUILD_HINT
+from mergepipe.catalog.database import REBUILD_HINT, stored_text
 from mergepipe.catalog.manifests import SnapshotRecord, sid_of_unchanged_input
-from mergepipe.catalog.models import bad_path, utf8_text
 from mergepipe.catalog.rows import InputRow, LineageNode, SnapshotRow
-from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, RecipeError, did_you_mean
 from mergepipe.snapshots.manifest import RealizedBytes
 from mergepipe.storage.contract import Store
@@ -37,10 +34,7 @@ def path_text(path: Path) -> str:
     Raises:
         UnsupportedError: `catalog.path-encoding`, the path is not valid UTF-8 text.
     """
-    try:
-        return utf8_text(os.path.realpath(path))
-    except ValueError:
-        raise bad_path(path) from None
+    return stored_text(os.path.realpath(path), path)
 
 
 def record(
@@ -90,8 +84,8 @@ def _insert(connection: sqlite3.Connection, snapshot_record: SnapshotRecord, pat
         """
         INSERT INTO snapshots (
             sid, path, operator, created, plan_digest, manifest_digest,
-            base_bytes, expert_bytes, analysis_bytes, metadata_bytes, output_bytes, coverage
-        ) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+            base_bytes, expert_bytes, analysis_bytes, metadata_bytes, output_bytes
+        ) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
         """,
         (
             snapshot_record.sid,
@@ -105,7 +99,6 @@ def _insert(connection: sqlite3.Connection, snapshot_record: SnapshotRecord, pat
             realized.analysis,
             realized.metadata,
             realized.output,
-            snapshot_record.coverage,
         ),
     )
     return int(cursor.lastrowid or 0)
@@ -160,28 +153,6 @@ def _unknown(connection: sqlite3.Connection, reference: str | Path) -> MergePipe
 def _row_at(connection: sqlite3.Connection, path: Path) -> SnapshotRow | None:
     row = connection.execute(f"SELECT {_COLUMNS} FROM snapshots WHERE path = ?", (path_text(path),)).fetchone()
     return None if row is None else _snapshot(connection, row)
-
-
-def coverage_of(connection: sqlite3.Connection, snapshot: SnapshotRow) -> JsonValue:
-    """Return the manifest's coverage; None if there is none."""
-    row = connection.execute("SELECT coverage FROM snapshots WHERE path = ?", (str(snapshot.path),)).fetchone()
-    if row is None or row[0] is None:
-        return None
-    try:
-        coverage: JsonValue = json.loads(str(row[0]))
-    except ValueError as error:
-        raise _damaged(snapshot.path, error) from error
-    return coverage
-
-
-def check_rows(connection: sqlite3.Connection) -> None:
-    """Validate every row.
-
-    Raises:
-        CorruptError: `catalog.corrupt`, a row is invalid.
-    """
-    for snapshot in all_snapshots(connection):
-        coverage_of(connection, snapshot)
 
 
 def forget(connection: sqlite3.Connection, snapshot: SnapshotRow) -> None:
@@ -285,7 +256,7 @@ def _snapshot(connection: sqlite3.Connection, row: tuple[object, ...]) -> Snapsh
     pk, sid, path, operator, created, plan_digest, manifest_digest, *sizes = row
     edges = connection.execute(
         f"SELECT {_EDGE_COLUMNS} FROM snapshot_inputs WHERE snapshot = ? ORDER BY position", (pk,)
-    )
+    ).fetchall()  # the row may be refused: no cursor stays open
     try:
         return SnapshotRow(
             sid=str(sid),

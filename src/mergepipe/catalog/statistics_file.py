@@ -1,11 +1,11 @@
-"""The file that carries statistics to another machine, `mergepipe.stats`: contents, and packed rows of their pairs.
+"""Statistics of one expert's content against one base's as a file: in the home folder by content, or beside a model.
 
-Format: docs/internals/formats/stats.md. Law: `parse_statistics(file.to_bytes(), where) == file`.
+Format: docs/internals/formats/stats.md. Law: `parse_statistics(file.to_bytes(), where).to_bytes() == file.to_bytes()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
@@ -13,26 +13,27 @@ from typing import Final, NoReturn
 import numpy as np
 from blake3 import blake3
 
-from mergepipe.catalog.statistics_bytes import pack, unpack
+from mergepipe.catalog.home import statistics_folder
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint
 from mergepipe.checkpoints.file_digests import content_digest, digest_of_files, is_outside
+from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.canonical_json import canonical_json, parse_digestible
 from mergepipe.core.json_fields import FieldCodes, JsonFields
-from mergepipe.errors import CorruptError, LimitError, MergePipeError, OutputError, UnsupportedError
-from mergepipe.operators.statistics import TensorStatistics
+from mergepipe.errors import CorruptError, LimitError, MergePipeError, UnsupportedError
+from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.limits import STATISTICS_BYTES
-from mergepipe.storage.output import replace_durably
-from mergepipe.storage.regular import read_head
+from mergepipe.storage.output import make_folders, replace_durably
 
 STATISTICS_NAME: Final = "mergepipe.stats"
+"""The name of the file beside a model."""
 MAGIC: Final = b"MPSTATS\n"
 FORMAT_NAME: Final = "mergepipe-statistics"
 FORMAT_VERSION: Final = 3
 SEAL_BYTES: Final = 32
 _LENGTH_BYTES = 8
 _HEX = frozenset("0123456789abcdef")
-_HINT = "get the file again, or make it with `mergepipe analyze --export`"
+_HINT = "get the file again, or make it with `mergepipe analyze`"
 _CODES = FieldCodes("stats.key", "stats.type", "stats.value", _HINT)
 
 
@@ -48,33 +49,29 @@ class PortableFile:
 
 @dataclass(frozen=True, slots=True)
 class PortableContent:
-    """The content of a model, wherever it lies; files sorted. `content_id` is the sampled one, None where unknown."""
+    """The content of a model, wherever it lies; files sorted. `content_id` is the sampled one."""
 
     kind: CheckpointKind
     files: tuple[PortableFile, ...]
-    content_id: str | None
-
-    @property
-    def fingerprints(self) -> tuple[FileFingerprint, ...]:
-        """The files as fingerprints whose versions are their digests, named by number."""
-        return tuple(
-            FileFingerprint(f"/{i}" if f.is_outside else str(i), f.size_bytes, f"sha256:{f.sha256}", f.header_digest)
-            for i, f in enumerate(self.files)
-        )
+    content_id: str
 
     @property
     def digest(self) -> str:
         """The content digest, see `checkpoints.file_digests.content_digest`."""
-        digest = digest_of_files(self.kind, self.fingerprints)
+        fingerprints = [
+            FileFingerprint(f"/{i}" if f.is_outside else str(i), f.size_bytes, "", f.header_digest, f.sha256)
+            for i, f in enumerate(self.files)
+        ]
+        digest = digest_of_files(self.kind, fingerprints)
         if digest is None:
             raise ValueError("a content without files")
         return digest
 
 
-def portable_content(checkpoint: Checkpoint, content_id: str | None) -> PortableContent | None:
-    """Describe what a checkpoint holds; None unless the digest of every file is known."""
+def portable_content(checkpoint: Checkpoint, content_id: str) -> PortableContent:
+    """Describe what a checkpoint holds; the digest of every file must be known."""
     if content_digest(checkpoint) is None:
-        return None
+        raise ValueError(f"a digest of {checkpoint.path} is unknown")
     files = [
         PortableFile(file.sha256 or "", file.size_bytes, file.header_digest, is_outside(file))
         for file in checkpoint.files
@@ -83,62 +80,23 @@ def portable_content(checkpoint: Checkpoint, content_id: str | None) -> Portable
     return PortableContent(checkpoint.kind, tuple(ordered), content_id)
 
 
-@dataclass(frozen=True, slots=True)
-class PortableRow:
-    """The packed statistics of one tensor: what `pack` makes of them, bound to the digests of the two contents."""
-
-    tensor: str
-    packed: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PortablePair:
-    """The rows of an expert's content against a base's, which are named by their digests."""
-
-    expert: str
-    base: str
-    rows: tuple[PortableRow, ...]
-
-    def statistics(self, where: object) -> Mapping[str, TensorStatistics]:
-        """Unpack the rows, by tensor. `where` names the file in errors.
-
-        Raises:
-            CorruptError: `stats.row`, one is damaged, or cannot be what an analysis made.
-            UnsupportedError: `stats.version`, rows of a newer version.
-        """
-        return {row.tensor: self._unpacked(row, where) for row in self.rows}
-
-    def _unpacked(self, row: PortableRow, where: object) -> TensorStatistics:
-        try:
-            statistics = unpack(row.packed, row_subject(row.tensor, self.expert, self.base))
-        except CorruptError as error:
-            raise _corrupt("stats.row", where, error.problems[0].message) from error
-        except UnsupportedError as error:
-            raise _too_new(where, error.problems[0].message) from error
-        densities_D = statistics.densities_D
-        if not ((densities_D > 0) & (densities_D <= 1)).all() or (np.diff(densities_D) <= 0).any():
-            raise _corrupt("stats.row", where, f"tensor {row.tensor[:80]!r} has densities that are no ascending shares")
-        return statistics
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StatisticsFile:
-    """The content of a file: contents by their order, pairs of them with their rows."""
+    """The statistics of all tensors of an expert's content that can be compared with the base's, on one grid.
 
-    contents: tuple[PortableContent, ...]
-    pairs: tuple[PortablePair, ...]
+    `densities` are those whose exact cuts every tensor has; a tensor may have others beside them.
+    """
 
-    @property
-    def n_rows(self) -> int:
-        return sum(len(pair.rows) for pair in self.pairs)
+    expert: PortableContent
+    base: PortableContent
+    block_elements: int
+    densities: tuple[float, ...]
+    tensors: Mapping[str, TensorStatistics]
 
-    def pair(self, expert: str, base: str) -> PortablePair | None:
-        """Find the rows of two contents by their digests."""
-        return next((pair for pair in self.pairs if (pair.expert, pair.base) == (expert, base)), None)
-
-    def content(self, digest: str) -> PortableContent | None:
-        """Find a content by its digest."""
-        return next((content for content in self.contents if content.digest == digest), None)
+    def covers(self, names: Iterable[str], block_elements: int, densities: Iterable[float]) -> bool:
+        """Whether all these tensors are there, on this grid, with the cuts of all these densities."""
+        has_cuts = set(densities) <= set(self.densities)
+        return has_cuts and block_elements == self.block_elements and set(names) <= self.tensors.keys()
 
     def to_bytes(self) -> bytes:
         """Encode the file.
@@ -146,36 +104,23 @@ class StatisticsFile:
         Raises:
             LimitError: `stats.too-large`, no reader would take it.
         """
-        numbers = {content.digest: number for number, content in enumerate(self.contents)}
+        tensors = sorted(self.tensors.items())
         header = canonical_json({
             "format": f"{FORMAT_NAME}/{FORMAT_VERSION}",
-            "contents": [_content_json(content) for content in self.contents],
-            "pairs": [
-                {
-                    "expert": numbers[pair.expert],
-                    "base": numbers[pair.base],
-                    "tensors": [row.tensor for row in pair.rows],
-                    "sizes": [len(row.packed) for row in pair.rows],
-                }
-                for pair in self.pairs
-            ],
+            "expert": _content_json(self.expert),
+            "base": _content_json(self.base),
+            "block_elements": self.block_elements,
+            "densities": list(self.densities),
+            "tensors": [name for name, _ in tensors],
+            "elements": [statistics.grid.n_elements for _, statistics in tensors],
+            "cuts": [len(statistics.densities_D) for _, statistics in tensors],
         })  # fmt: skip
-        rows = (row.packed for pair in self.pairs for row in pair.rows)
-        content = b"".join((MAGIC, len(header).to_bytes(_LENGTH_BYTES, "little"), header, *rows))
+        arrays = (part for _, statistics in tensors for part in _encoded(statistics))
+        content = b"".join((MAGIC, len(header).to_bytes(_LENGTH_BYTES, "little"), header, *arrays))
         if len(content) + SEAL_BYTES > STATISTICS_BYTES:
             message = f"{len(content)} bytes of statistics, at most {STATISTICS_BYTES} go into one file"
-            raise LimitError.of("stats.too-large", STATISTICS_NAME, message, "export fewer experts at once")
+            raise LimitError.of("stats.too-large", STATISTICS_NAME, message, "analyze with larger --block-elements")
         return content + blake3(content).digest()
-
-
-def row_subject(tensor: str, expert: str, base: str) -> str:
-    """Describe whose statistics a row holds, by the digests of the contents: the key of its checksum."""
-    return f"tensor {tensor} of content {expert} against {base}"
-
-
-def pack_row(tensor: str, statistics: TensorStatistics, expert: str, base: str) -> PortableRow:
-    """Pack the statistics of one tensor, bound to the digests of the contents."""
-    return PortableRow(tensor, pack(statistics, row_subject(tensor, expert, base)))
 
 
 def _content_json(content: PortableContent) -> dict[str, object]:
@@ -186,15 +131,23 @@ def _content_json(content: PortableContent) -> dict[str, object]:
     return {"kind": content.kind.value, "content_id": content.content_id, "digest": content.digest, "files": files}
 
 
+def _encoded(statistics: TensorStatistics) -> Iterator[bytes]:
+    """Encode the arrays of one tensor; nothing is compressed: hashes, norms and sketches are close to random bytes."""
+    yield statistics.products_3.astype("<f8").tobytes()
+    yield statistics.densities_D.astype("<f8").tobytes()
+    yield statistics.cuts_D3.astype("<u4").tobytes()
+    yield statistics.blocks_B.tobytes()
+
+
 # --- parsing ---
 
 
 def parse_statistics(raw: bytes, where: object) -> StatisticsFile:
-    """Parse and check a file; rows are unpacked, and their own checksums compared, when they are used.
+    """Parse and check a file; the arrays are views of `raw`.
 
     Raises:
         CorruptError: it is damaged or contradicts the format.
-        UnsupportedError: `stats.version`, it is of a newer version.
+        UnsupportedError: `stats.version`, it is of another version.
     """
     start = len(MAGIC) + _LENGTH_BYTES
     if len(raw) < start + SEAL_BYTES or not raw.startswith(MAGIC):
@@ -210,18 +163,21 @@ def parse_statistics(raw: bytes, where: object) -> StatisticsFile:
 
     fields = JsonFields(parse_digestible(raw[start:stop], refuse), _CODES, where)
     _check_version(fields, where)
-    contents = fields.each("contents", _content)
-    digests = [content.digest for content in contents]
-    if len(set(digests)) != len(digests):
-        fields.refuse("two contents are the same")
-    cut = _RowCutter(raw, stop, len(raw) - SEAL_BYTES)
-    pairs = fields.each("pairs", lambda pair: _pair(pair, digests, cut))
+    expert, base = (fields.object(name).read(_content) for name in ("expert", "base"))
+    block_elements = fields.size("block_elements")
+    densities = fields.numbers("densities")
+    names, elements, cuts = fields.array("tensors"), fields.sizes("elements"), fields.sizes("cuts")
     fields.done()
-    if cut.at != cut.stop:
-        fields.refuse("there are bytes behind the last row")
-    if len({(pair.expert, pair.base) for pair in pairs}) != len(pairs):
-        fields.refuse("two pairs are the same")
-    return StatisticsFile(contents, pairs)
+    tensors = [name for name in names if isinstance(name, str)]
+    if not len(set(tensors)) == len(names) == len(elements) == len(cuts) or not block_elements:
+        fields.refuse("tensors are not one name, one size and one count of cuts each")
+    decoder = _Decoder(memoryview(raw)[stop:-SEAL_BYTES], where)
+    statistics = {
+        name: decoder.next(name, BlockGrid(n, block_elements), n_cuts, densities)
+        for name, n, n_cuts in zip(tensors, elements, cuts, strict=True)
+    }
+    decoder.done()
+    return StatisticsFile(expert, base, block_elements, densities, statistics)
 
 
 def _check_version(fields: JsonFields, where: object) -> None:
@@ -229,14 +185,15 @@ def _check_version(fields: JsonFields, where: object) -> None:
     if name != FORMAT_NAME or not (version.isascii() and version.isdecimal()):
         fields.refuse("the format is not that of statistics")
     if version != str(FORMAT_VERSION):
-        raise _too_new(where, f"statistics of version {version[:20]}, {FORMAT_VERSION} is known")
+        message = f"statistics of version {version[:20]}, {FORMAT_VERSION} is known"
+        raise UnsupportedError.of("stats.version", where, message, "analyze again, or update mergepipe")
 
 
 def _content(fields: JsonFields) -> PortableContent:
-    kind, content_id = fields.text("kind"), fields.optional_text("content_id")
+    kind, content_id = fields.text("kind"), fields.text("content_id")
     if kind not in set(CheckpointKind):
         fields.refuse("'kind' has an unknown value")
-    if content_id is not None and not _is_hex(content_id, 32):
+    if not _is_hex(content_id, 32):
         fields.refuse("'content_id' is not 32 hex digits")
     content = PortableContent(CheckpointKind(kind), fields.each("files", _file), content_id)
     if not content.files or fields.text("digest") != content.digest:
@@ -253,68 +210,64 @@ def _file(fields: JsonFields) -> PortableFile:
     return file
 
 
-class _RowCutter:
-    """Cuts rows off a file's bytes, one after another."""
-
-    def __init__(self, raw: bytes, start: int, stop: int) -> None:
-        self._raw = raw
-        self.at = start
-        self.stop = stop
-
-    def cut(self, nbytes: int) -> bytes | None:
-        """Return the next `nbytes`, None where the file has fewer."""
-        if nbytes > self.stop - self.at:
-            return None
-        self.at += nbytes
-        return self._raw[self.at - nbytes : self.at]
-
-
-def _pair(fields: JsonFields, digests: list[str], rows: _RowCutter) -> PortablePair:
-    expert, base = fields.size("expert"), fields.size("base")
-    if max(expert, base) >= len(digests):
-        fields.refuse("it names a content that the file does not list")
-    names, sizes = fields.array("tensors"), fields.sizes("sizes")
-    tensors = [name for name in names if isinstance(name, str)]
-    if not len(set(tensors)) == len(names) == len(sizes):
-        fields.refuse("its tensors are not one name and one size each")
-    made = []
-    for tensor, nbytes in zip(tensors, sizes, strict=True):
-        packed = rows.cut(nbytes)
-        if packed is None:
-            fields.refuse("it has more rows than the file")
-        made.append(PortableRow(tensor, packed))
-    return PortablePair(digests[expert], digests[base], tuple(made))
-
-
 def _is_hex(text: str, n_digits: int) -> bool:
     return len(text) == n_digits and _HEX.issuperset(text)
+
+
+class _Decoder:
+    """Takes the arrays of one tensor after another from the bytes behind the header."""
+
+    def __init__(self, raw: memoryview, where: object) -> None:
+        self._raw = raw
+        self._where = where
+        self._at = 0
+
+    def next(self, tensor: str, grid: BlockGrid, n_cuts: int, densities: Iterable[float]) -> TensorStatistics:
+        """Decode the statistics of one tensor, which has the cuts of all `densities`."""
+        products_3 = np.frombuffer(self._take(3 * 8), "<f8")
+        densities_D = np.frombuffer(self._take(n_cuts * 8), "<f8")
+        cuts_D3 = np.frombuffer(self._take(n_cuts * 12), "<u4").reshape(-1, 3)
+        blocks_B = np.frombuffer(self._take(grid.n_blocks * BLOCK_RECORD.itemsize), BLOCK_RECORD)
+        is_ascending = ((densities_D > 0) & (densities_D <= 1)).all() and (np.diff(densities_D) > 0).all()
+        if not is_ascending or not set(densities) <= set(densities_D.tolist()):
+            message = f"tensor {tensor[:80]!r} has densities that are no ascending shares, or lacks some"
+            raise _corrupt("stats.arrays", self._where, message)
+        return TensorStatistics(grid, blocks_B, densities_D, cuts_D3, products_3)
+
+    def _take(self, nbytes: int) -> memoryview:
+        if nbytes > len(self._raw) - self._at:
+            raise _corrupt("stats.arrays", self._where, "its header tells of more than the file holds")
+        self._at += nbytes
+        return self._raw[self._at - nbytes : self._at]
+
+    def done(self) -> None:
+        """Refuse bytes that the header does not tell of."""
+        if self._at != len(self._raw):
+            raise _corrupt("stats.arrays", self._where, "there are bytes behind the last tensor")
 
 
 def _corrupt(code: str, where: object, message: str) -> MergePipeError:
     return CorruptError.of(code, where, message, _HINT)
 
 
-def _too_new(where: object, message: str) -> MergePipeError:
-    return UnsupportedError.of("stats.version", where, message, "update mergepipe")
+# --- files of the home folder ---
 
 
-# --- files of this machine ---
+def statistics_path(home: Path, expert_digest: str, base_digest: str) -> Path:
+    """Return where the home folder holds the statistics of an expert's content against a base's."""
+    return statistics_folder(home) / f"{expert_digest}-{base_digest}.stats"
 
 
-def write_statistics(file: StatisticsFile, path: Path) -> int:
-    """Write a file in one step, and return its size; refuse to replace one that holds no statistics.
+def write_statistics(home: Path, file: StatisticsFile) -> Path:
+    """Write a file under its contents' name in one step, in place of what was there; return its path.
+
+    Any number of processes may do so at once: what they write of equal contents is equal.
 
     Raises:
         LimitError: `stats.too-large`.
-        OutputError: `output.link`, `stats.not-ours`.
-        StorageError, NotFoundError: it cannot be written there.
+        StorageError: it cannot be written there.
     """
-    content = file.to_bytes()
-    if path.is_symlink():
-        message = "is a link, and nothing is written through links"
-        raise OutputError.of("output.link", path, message, "name the file itself")
-    if path.exists() and not (path.is_file() and read_head(path, len(MAGIC)) == MAGIC):
-        message = "exists, and holds no statistics of mergepipe"
-        raise OutputError.of("stats.not-ours", path, message, "choose another name")
-    replace_durably(path, content, Ledger())
-    return len(content)
+    path, content = statistics_path(home, file.expert.digest, file.base.digest), file.to_bytes()
+    make_folders(path.parent)
+    replace_durably(path, content, Ledger(), path.parent)
+    return path

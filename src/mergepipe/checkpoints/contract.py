@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
@@ -10,15 +11,18 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.core.blocks import DELTA_FLAG, DType, Span, element_count
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.file_version import sha256_of_version
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+
+# --- the contract of checkpoints: named tensors, each stored in one byte range or computed from stored ones ---
+
 
 if TYPE_CHECKING:
     from abc import ABCMeta as ProtocolType
@@ -365,3 +369,72 @@ class Checkpoint:
         if self.encoded is not None:  # without a look at the index
             return self.encoded.stored_bytes
         return sum(t.nbytes for t in self.tensors.values())
+
+
+# --- compute the bytes that reading blocks of a file costs: the one cost function of planner and engine ---
+
+
+def range_cost_bytes(start: int, stop: int, granularity_bytes: int = PAGE_BYTES) -> int:
+    """Bytes requested to read `[start, stop)` of a file: rounded outwards at both ends, 0 if it is empty."""
+    step = granularity_bytes
+    return -(-stop // step) * step - start // step * step if stop > start else 0
+
+
+def block_cost_bytes(entry: TensorEntry, span: Span) -> int:
+    """Bytes requested to read the elements `span` of `entry` on their own.
+
+    Law: blocks read together, in requests that are cut at block boundaries only, request at most the sum of their
+    costs, since touching pages are joined.
+    """
+    start = entry.offset + span.start * entry.dtype.itemsize
+    return range_cost_bytes(start, start + span.n_elements * entry.dtype.itemsize, entry.granularity_bytes)
+
+
+def source_cost_bytes(source: Source, span: Span) -> int:
+    """Bytes requested to have the elements `span` of any source on their own; none where nothing is read."""
+    if isinstance(source, TensorEntry):
+        return block_cost_bytes(source, span)
+    return 0 if isinstance(source, Unchanged) else source.cost_bytes(span)
+
+
+def block_costs_bytes(
+    offset_B: NDArray[np.int64],
+    itemsize_B: NDArray[np.int64],
+    first_B: NDArray[np.int64],
+    n_B: NDArray[np.int64],
+    granularity_B: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """`block_cost_bytes` of many blocks.
+
+    File offset and item size of their tensors, first element, elements (> 0), granularity of the files.
+    """
+    start_B = offset_B + first_B * itemsize_B
+    stop_B = start_B + n_B * itemsize_B
+    steps_B = -(-stop_B // granularity_B) - start_B // granularity_B
+    return np.asarray(steps_B * granularity_B, np.int64)
+
+
+# --- the base's stored bytes of some elements, as they are shared by all that is encoded on them ---
+
+
+_DIGEST_BYTES = 16
+
+
+class BaseBytes:
+    """Stored bytes (uint8) that do not change while this is used. Safe to use from many threads.
+
+    Memory beside the bytes: a digest for each range that was asked for.
+    """
+
+    def __init__(self, stored: NDArray[np.uint8]) -> None:
+        self.stored = stored
+        self._lock = threading.Lock()
+        self._digests: dict[tuple[int, int], bytes] = {}
+
+    def digest(self, start: int, stop: int) -> bytes:
+        """BLAKE3-128 of the bytes `[start, stop)`, taken once."""
+        with self._lock:  # who comes meanwhile would else take the same digest
+            digest = self._digests.get((start, stop))
+            if digest is None:
+                digest = self._digests[start, stop] = blake3(self.stored[start:stop].data).digest(_DIGEST_BYTES)
+            return digest

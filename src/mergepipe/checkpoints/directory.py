@@ -2,32 +2,278 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+import unicodedata
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice
 from types import MappingProxyType
+from typing import Any
 
-from mergepipe.checkpoints.contained_files import is_plain_name, stat_regular
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint, TensorEntry
-from mergepipe.checkpoints.formats.delta_mark import DeltaMark, mark_of
-from mergepipe.checkpoints.formats.safetensors import read_header
-from mergepipe.checkpoints.formats.torch_weights import read_torch_weights
-from mergepipe.checkpoints.formats.weight_files import (
-    GGUF_MAGIC,
-    SAFETENSORS,
-    TORCH,
-    choose_weights,
-    gguf_refusal,
-    names_shown,
-)
-from mergepipe.core.strict_json import JsonValue, object_members, shown
-from mergepipe.errors import CorruptError, NotFoundError, Problem, UnsupportedError
+from mergepipe.checkpoints.safetensors import DeltaMark, mark_of, read_header
+from mergepipe.checkpoints.torch_file import SUFFIXES as TORCH_SUFFIXES
+from mergepipe.checkpoints.torch_file import read_torch_weights
+from mergepipe.core.strict_json import MAX_DEPTH, JsonValue, is_too_deep, object_members, shown
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, UnsupportedError
 from mergepipe.storage.contract import FileStatus, Store, is_folder
 from mergepipe.storage.limits import WEIGHT_INDEX_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.traffic import concurrent_map
+
+# --- check the files that a checkpoint directory names ---
+# regular ones inside it, or blobs of the same hub cache folder
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether `name` is one file name: no separator of any system, no `.` or `..`, printable as UTF-8."""
+    if name in ("", ".", "..") or "/" in name or "\\" in name:
+        return False
+    return not any(unicodedata.category(c) in ("Cc", "Cs") for c in name)
+
+
+def require_text_path(path: Location) -> None:
+    """Check that the absolute form of a path can be written into a record of what was read.
+
+    Raises:
+        UnsupportedError: `path.encoding`, it has bytes that are not UTF-8.
+    """
+    text = str(path.normal())
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        message = "has bytes that are not UTF-8, which no record of ours can state"
+        raise UnsupportedError.of("path.encoding", ascii(text), message, "rename it") from None
+
+
+def stat_regular(store: Store, root: Location, name: str) -> FileStatus | None:
+    """Look up the file `name` (relative, posix) of the checkpoint directory `root`; None if there is none.
+
+    Raises:
+        CorruptError: the name cannot be used, a link leads out of the checkpoint, or it is not a regular file.
+        StorageError: the store refused to look.
+    """
+    if not all(is_plain_name(part) for part in name.split("/")):
+        raise CorruptError.of("checkpoint.files.name", root, f"the file name {shown(name)} cannot be used")
+    path = root / name
+    target = store.real_path(path)
+    status = None if target is None else store.stat(target)
+    if target is None or status is None:
+        return None
+    _check_contained(path, target, store.real_path(root) or root)
+    if not status.is_file:
+        raise CorruptError.of("checkpoint.files.not_regular", path, "must be a regular file")
+    return status
+
+
+def is_linked_folder(store: Store, folder: Location, name: str) -> bool:
+    """Whether the folder `name` of `folder` is a link, so that what is below it lies elsewhere too."""
+    return store.real_path(folder / name) != (store.real_path(folder) or folder) / name
+
+
+def _check_contained(path: Location, target: Location, root: Location) -> None:
+    """Check that what the link `path` leads to belongs to the checkpoint in `root` (both resolved)."""
+    if target.is_relative_to(root):
+        return
+    blobs = _hub_blobs(root)
+    if blobs is not None and target.is_relative_to(blobs):
+        return
+    raise CorruptError.of(
+        "checkpoint.files.link_outside", path, f"is a link to {target}, outside of the checkpoint {root}",
+        "copy the file into the checkpoint",
+    )  # fmt: skip
+
+
+def _hub_blobs(root: Location) -> Location | None:
+    """The blob folder that links of a hub cache snapshot (`models--X/snapshots/REV[/...]`) point into."""
+    for folder in (root, *root.parents):
+        snapshots, repository = folder.parent, folder.parent.parent
+        if snapshots.name == "snapshots" and repository.name.startswith("models--"):
+            return repository / "blobs"
+    return None
+
+
+# --- a model's configuration as loaders parse it: one judgement for what is merged and for what is verified ---
+
+
+Json = dict[str, Any]
+
+_HINT = "put the model's own configuration in its place"
+
+
+def parse_config(raw: bytes, where: object) -> Json:
+    """Parse a configuration: one JSON object in UTF-8, nested no deeper than `MAX_DEPTH`.
+
+    As in loaders, the last of two equal keys counts, and NaN and half surrogate pairs pass.
+
+    Raises:
+        CorruptError: `config.not-json`, `config.not-object`, `config.too-deep`.
+    """
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        message = f"is not JSON: byte 0x{raw[error.start]:02x} at {error.start} is not UTF-8"
+        raise CorruptError.of("config.not-json", where, message, _HINT) from None
+    if is_too_deep(raw):
+        raise CorruptError.of("config.too-deep", where, f"is nested deeper than {MAX_DEPTH} levels", _HINT)
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        message = f"is not JSON: {error}" if raw.strip() else "is empty, a JSON object is needed"
+        raise CorruptError.of("config.not-json", where, message, _HINT) from None
+    if not isinstance(content, dict):
+        raise CorruptError.of("config.not-object", where, f"is not a JSON object, found {shown(content)}", _HINT)
+    return content
+
+
+def config_bytes(content: Json) -> bytes:
+    """Write a configuration; text that is no UTF-8 (half surrogate pairs) is escaped as it was."""
+    try:
+        return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(content, indent=2) + "\n").encode()
+
+
+# --- choose the file of a directory that holds the weights, from the names alone ---
+
+
+SAFETENSORS_SUFFIXES = (".safetensors",)
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+ADAPTER_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
+STORE_HEADER_NAME = "mergepipe-store.json"
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.[a-z]+$", re.ASCII)
+_INDEX_ENDING = ".index.json"
+_FOREIGN_SUFFIXES = (".gguf", ".h5", ".msgpack", ".onnx")
+GGUF_MAGIC = b"GGUF"
+_GGUF_ADVICE = "name the safetensors model that it was converted from"
+# What training leaves beside the weights, in files of the same kind.
+_NOT_WEIGHTS = (
+    "training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng_state*", "*optim_states.pt", "adapter_model.*",
+    "*.distcp",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights of a directory: the `name` of an index, or of the only file of weights."""
+
+    name: str
+    is_index: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """The file names of one format. `single` and `index` win over other names."""
+
+    suffixes: tuple[str, ...]
+    single: str
+    index: str
+
+    def files(self, names: Sequence[str]) -> list[str]:
+        return [
+            name for name in names
+            if name.endswith(self.suffixes) and not any(fnmatchcase(name, other) for other in _NOT_WEIGHTS)
+        ]  # fmt: skip
+
+    def indices(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if name.endswith(tuple(f"{suffix}{_INDEX_ENDING}" for suffix in self.suffixes))]
+
+
+SAFETENSORS = _Format(SAFETENSORS_SUFFIXES, "model.safetensors", f"model.safetensors{_INDEX_ENDING}")
+TORCH = _Format(TORCH_SUFFIXES, "pytorch_model.bin", f"pytorch_model.bin{_INDEX_ENDING}")
+
+
+def is_adapter(names: Collection[str]) -> bool:
+    """Whether a directory holds an adapter and no weights of a model beside it."""
+    if ADAPTER_CONFIG_NAME not in names and not any(name in names for name in ADAPTER_NAMES):
+        return False
+    visible = _visible(names)
+    return not any(fmt.files(visible) or fmt.indices(visible) for fmt in (SAFETENSORS, TORCH))
+
+
+def choose_weights(root: Location, names: Collection[str]) -> Weights:
+    """Decide from the file names of the directory `root` which of them holds the tensors; safetensors come first.
+
+    Raises:
+        NotFoundError, UnsupportedError, CorruptError: nothing, nothing readable, or no single answer.
+    """
+    visible = _visible(names)
+    if STORE_HEADER_NAME in names:
+        raise UnsupportedError.of(
+            "model.store", root, f"is a delta store (it has a {STORE_HEADER_NAME}), read only as an expert of a recipe",
+            "restore the model with `mergepipe unpack`, and use that",
+        )  # fmt: skip
+    for fmt in (SAFETENSORS, TORCH):
+        if fmt.index in visible:
+            return Weights(fmt.index, is_index=True)
+        if fmt.single in visible:
+            return Weights(fmt.single, is_index=False)
+        indices, singles = fmt.indices(visible), fmt.files(visible)
+        if len(indices) == 1:
+            return Weights(indices[0], is_index=True)
+        if not indices and len(singles) == 1:
+            return _whole_file(root, singles[0], fmt)
+        if indices or singles:
+            raise _ambiguous(root, indices or singles, fmt)
+    raise _no_weights(root, visible)
+
+
+def _visible(names: Collection[str]) -> list[str]:
+    return sorted(name for name in names if not name.startswith("."))
+
+
+def _whole_file(root: Location, name: str, fmt: _Format) -> Weights:
+    shard = _SHARD.search(name)
+    if shard and int(shard[2]) > 1:
+        raise CorruptError.of(
+            "checkpoint.directory.incomplete", root,
+            f"holds only {shown(name)}, one of {int(shard[2])} shards, and no {fmt.index}", "download it again",
+        )  # fmt: skip
+    return Weights(name, is_index=False)
+
+
+def gguf_refusal(path: Location, message: str) -> MergePipeError:
+    """The error for GGUF files in place of weights."""
+    return UnsupportedError.of("checkpoint.gguf", path, f"{message}, which are not read", _GGUF_ADVICE)
+
+
+def _ambiguous(root: Location, candidates: list[str], fmt: _Format) -> MergePipeError:
+    return CorruptError.of(
+        "checkpoint.directory.ambiguous", root,
+        f"there is neither {fmt.index} nor {fmt.single}, but {len(candidates)} candidates: {names_shown(candidates)}",
+        "add the index of the shards, or name one file",
+    )  # fmt: skip
+
+
+def _no_weights(root: Location, visible: list[str]) -> MergePipeError:
+    if is_adapter(visible):
+        return UnsupportedError.of(
+            "checkpoint.directory.adapter", root, "this is an adapter, which means something only beside its base",
+            "use it as an expert, or write base+adapter",
+        )  # fmt: skip
+    foreign = [name for name in visible if name.endswith(_FOREIGN_SUFFIXES)]
+    gguf = [name for name in foreign if name.endswith(".gguf")]
+    if gguf:
+        return gguf_refusal(root, f"holds {names_shown(gguf)}, GGUF files: weights as llama.cpp quantises them")
+    if foreign:
+        return UnsupportedError.of(
+            "checkpoint.directory.format", root, f"holds {names_shown(foreign)}: not yet read", "convert to safetensors"
+        )
+    return NotFoundError.of(
+        "checkpoint.directory.no_weights", root, f"no weights here, found: {names_shown(visible) or 'nothing'}"
+    )
+
+
+def names_shown(names: Sequence[str]) -> str:
+    """At most ten names for a message."""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(shown(name) for name in names[:10]) + more
+
+
+# --- a Hugging Face directory, or one bare file of weights, opened as a checkpoint ---
+
 
 MAX_PROBLEMS = 20
 TEMPLATE_FOLDER = "additional_chat_templates"

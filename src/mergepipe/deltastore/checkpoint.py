@@ -1,18 +1,29 @@
-"""Open a delta store as a checkpoint relative to its base; the index is read when it is first needed."""
+"""Open a delta store as a checkpoint relative to its base, which may be a store as well."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from mergepipe.checkpoints.contained_files import stat_regular
-from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable, TensorEntry
-from mergepipe.checkpoints.directory import SIDECAR_NAMES
+import numpy as np
+
+from mergepipe.checkpoints.contract import (
+    BaseBytes,
+    Checkpoint,
+    ComputedTensor,
+    FileFingerprint,
+    NeedsBase,
+    Readable,
+    TensorEntry,
+)
+from mergepipe.checkpoints.directory import SIDECAR_NAMES, open_checkpoint, stat_regular
+from mergepipe.core.blocks import DType, Span
 from mergepipe.core.strict_json import shown
-from mergepipe.deltastore.chained_tensor import ChainedTensor
-from mergepipe.deltastore.codec.bands import Bands
-from mergepipe.deltastore.codec.generic.byte_reader import corrupt
-from mergepipe.deltastore.codec.levels import Piece
+from mergepipe.deltastore.codec.block import RawBytes
+from mergepipe.deltastore.codec.byte_reader import corrupt
+from mergepipe.deltastore.codec.element_codes import Bands
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece
 from mergepipe.deltastore.header import (
     HEADER_NAME,
     HEADERS_NAME,
@@ -25,13 +36,95 @@ from mergepipe.deltastore.header import (
 )
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
 from mergepipe.deltastore.index_reader import Charged, StoreIndexReader, as_expert, as_metadata
-from mergepipe.deltastore.plain_tensor import PlainTensor
-from mergepipe.deltastore.tensor import PackedTensor, StandaloneTensor
-from mergepipe.errors import MismatchError, NotFoundError
+from mergepipe.deltastore.tensor import PackedTensor, PlainTensor, StandaloneTensor
+from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, RecipeError
 from mergepipe.snapshots.recorded_paths import absolute_reference
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.limits import STORE_HEADER_BYTES
 from mergepipe.storage.location import Location
+
+# --- a packed tensor whose base is a tensor of another store ---
+# a checkpoint of a training run, packed on the one before
+
+
+@dataclass(frozen=True, slots=True)
+class ChainedTensor:
+    """One tensor of a store on the same tensor of its base's store, which may be chained as well; read in full."""
+
+    packed: PackedTensor
+    base: ComputedTensor
+
+    is_delta = False
+    is_unit = False
+
+    @property
+    def name(self) -> str:
+        return self.packed.name
+
+    @property
+    def dtype(self) -> DType:
+        return self.packed.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.packed.shape
+
+    @property
+    def n_elements(self) -> int:
+        return self.packed.n_elements
+
+    @property
+    def kernel_code(self) -> int:
+        return self.packed.kernel_code
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + self.base.nbytes
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        """The byte ranges of this store, of those below it, and of the first one's base."""
+        below = (self.base.encoded_on,) if isinstance(self.base, NeedsBase) else ()
+        return (*self.packed.stored, *self.base.stored, *below)
+
+    def cost_bytes(self, span: Span) -> int:
+        """Bytes requested to fetch `span` on its own, in whole pages, of all stores of the chain."""
+        return self.packed.cost_bytes(span) + self.base.cost_bytes(self._whole_blocks(span))
+
+    def opened(self, files: Mapping[Location, RangeFile]) -> ChainedFetch:
+        """Make the fetch over open files; it keeps nothing between calls."""
+        return ChainedFetch(self, files)
+
+    def _whole_blocks(self, span: Span) -> Span:
+        start = span.start // BLOCK_ELEMENTS * BLOCK_ELEMENTS
+        return Span(start, min(-(-span.stop // BLOCK_ELEMENTS) * BLOCK_ELEMENTS, self.n_elements))
+
+
+class ChainedFetch:
+    """Fetches spans of one chained tensor. Safe to call from many threads.
+
+    Memory: the elements of the span's blocks, once for each store of the chain.
+    """
+
+    def __init__(self, tensor: ChainedTensor, files: Mapping[Location, RangeFile]) -> None:
+        self._tensor = tensor
+        self._fetch_base = tensor.base.opened(files)
+        self._fetch = tensor.packed.opened_on_base(files)
+
+    def __call__(self, span: Span, out: RawBytes, purpose: Purpose) -> None:
+        """Write the elements of `span`; all that is read is charged to `purpose`, but for the first store's base."""
+        size = self._tensor.dtype.itemsize
+        blocks = self._tensor._whole_blocks(span)
+        base = np.empty(blocks.n_elements * self._tensor.base.dtype.itemsize, np.uint8)
+        self._fetch_base(blocks, base, purpose)
+        whole = out if blocks == span else np.empty(blocks.n_elements * size, np.uint8)
+        self._fetch(blocks, BaseBytes(base), whole, purpose)
+        if whole is not out:
+            out[:] = whole[(span.start - blocks.start) * size :][: len(out)]
+
+
+# --- open a delta store as a checkpoint relative to its base; the index is read when it is first needed ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +248,92 @@ def _fingerprint(
         needed = "it is needed" if size_bytes is None else f"{size_bytes} bytes are needed"
         raise corrupt(root / name, f"{what}, {needed}")
     return FileFingerprint(name, status.size_bytes, status.version, header.index_blake3)
+
+
+# --- open a store by itself, with the base that it was packed with, which may be a store as well ---
+
+
+MOST_DEPTH = 32
+"""A longer chain is taken for damage: each store of it is opened, and decoded for each block."""
+
+
+def open_packed(
+    store: Store, path: Location, base: Location | None = None
+) -> tuple[OpenedStore, Checkpoint, tuple[Checkpoint, ...]]:
+    """Open a packed expert by itself: header and index, the expert, and its bases, which lie where it was packed.
+
+    There is no base for one that was packed without. That of a checkpoint in a chain is the store of the one before,
+    which may have moved together with it, with its own bases behind it; or that one unpacked, if it is given as `base`.
+
+    Raises:
+        RecipeError: `option.pair`, a base for a store that was packed without one.
+        NotFoundError, MismatchError: the store or its base is gone, or it is another base.
+        CorruptError, UnsupportedError: header or index are damaged, or of another version.
+    """
+    opened = read_store(store, path)
+    is_chained = opened.header.depth > 0 and (base is None or is_store(store, base))
+    bases = _open_chain(store, opened, base) if is_chained else _open_base(store, opened, base)
+    return opened, open_store(store, path, bases[0] if bases else None), bases
+
+
+def _open_chain(store: Store, opened: OpenedStore, base: Location | None) -> tuple[Checkpoint, ...]:
+    """Open the bases of a store that is packed on another one; that one's chain is shorter, so that none is endless."""
+    _check_depth(opened.root, opened.header.depth)
+    place = base or Location.parse(opened.header.base)
+    if not is_store(store, place):
+        place = opened.root.parent / place.name
+    if not is_store(store, place):
+        raise _missing(opened)
+    depth = read_header(store, place).header.depth
+    if depth != opened.header.depth - 1:  # before it is opened: it may name itself
+        message = f"its base {place} is at depth {depth} of a chain, {opened.header.depth - 1} is needed"
+        raise corrupt(opened.root, message)
+    _, below, bases = open_packed(store, place)
+    return below, *bases
+
+
+def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> tuple[Checkpoint, ...]:
+    if not opened.header.base:
+        if base is not None:
+            raise RecipeError.of("option.pair", "--base", f"{opened.root} was packed without a base", "leave it out")
+        return ()
+    try:
+        return (open_checkpoint(store, Location.parse(opened.header.base) if base is None else base),)
+    except NotFoundError as error:
+        if base is not None:
+            raise
+        raise _missing(opened) from error
+
+
+def _check_depth(place: Location, depth: int) -> None:
+    if depth > MOST_DEPTH:
+        raise corrupt(place, f"is at depth {depth} of a chain, {MOST_DEPTH} is the most")
+
+
+def _missing(opened: OpenedStore) -> MergePipeError:
+    message = f"its base is not at {opened.header.base} any more"
+    return NotFoundError.of("store.base-missing", opened.root, message, "give it with --base")
+
+
+def next_base(store: Store, last: Location, length: int) -> Location:
+    """The base of the checkpoint after `last` in a chain: `last`, or what its chain begins on once that is long enough.
+
+    `length` is the most stores that are decoded to restore a checkpoint.
+
+    Raises:
+        CorruptError, NotFoundError, UnsupportedError, StorageError: a store of the chain cannot be opened.
+    """
+    if not is_store(store, last):
+        return last
+    header = read_header(store, last).header
+    if header.depth + 1 < length:
+        return last
+    _check_depth(last, header.depth)
+    for depth in range(header.depth - 1, -1, -1):
+        place = Location.parse(header.base)
+        place = place if is_store(store, place) else last.parent / place.name
+        header = read_header(store, place).header
+        if header.depth != depth:
+            raise corrupt(place, f"is at depth {header.depth} of a chain, {depth} is needed")
+        last = place
+    return Location.parse(header.base) if header.base else last

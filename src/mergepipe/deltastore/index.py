@@ -15,7 +15,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
-from mergepipe.deltastore.codec.generic.byte_reader import corrupt
+from mergepipe.deltastore.codec.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import RECORDED_LEVELS, Codec, Level, Piece
 
 DIGEST_BYTES = 16

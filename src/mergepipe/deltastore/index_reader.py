@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from mergepipe.checkpoints.read_cost import range_cost_bytes
+from mergepipe.checkpoints.contract import range_cost_bytes
 from mergepipe.core.strict_json import shown
-from mergepipe.deltastore.codec.generic.byte_reader import corrupt
+from mergepipe.deltastore.codec.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
 from mergepipe.deltastore.header import INDEX_NAME, PIECE_NAMES, StoreHeader
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex

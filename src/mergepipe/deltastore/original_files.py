@@ -9,26 +9,76 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
+from blake3 import blake3
 
-from mergepipe.checkpoints.base_bytes import BaseBytes
-from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable, TensorEntry, files_of
+from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, FileFingerprint, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
+from mergepipe.checkpoints.safetensors import parse_header
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.deltastore.chain import open_packed
-from mergepipe.deltastore.chained_tensor import ChainedTensor
-from mergepipe.deltastore.checkpoint import OpenedStore
+from mergepipe.core.strict_json import shown
+from mergepipe.deltastore.checkpoint import ChainedTensor, OpenedStore, open_packed
 from mergepipe.deltastore.codec.block import RawBytes
+from mergepipe.deltastore.codec.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.deltastore.header import is_own_name
-from mergepipe.deltastore.original_headers import original_checkpoint, read_original_header
-from mergepipe.deltastore.plain_tensor import PlainTensor
-from mergepipe.deltastore.tensor import EncodedTensor
-from mergepipe.storage.contract import RangeFile, Store
-from mergepipe.storage.ledger import Purpose
+from mergepipe.deltastore.header import HEADERS_NAME, is_own_name, is_store
+from mergepipe.deltastore.tensor import EncodedTensor, PlainTensor
+from mergepipe.errors import CorruptError
+from mergepipe.storage.contract import Entry, FileKind, FileStatus, RangeFile, Store, StoreTerms
+from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import read_exact
+
+# --- the headers of the weight files that a store was packed from ---
+# read, and compared with what the store says of them
+
+
+def read_original_header(store: Store, opened: OpenedStore, number: int) -> bytes:
+    """Read the header of weight file `number`, length prefix included, and check it.
+
+    Raises:
+        CorruptError: it is damaged, or has other tensors than the store.
+        StorageError: the read failed.
+    """
+    packed = opened.header.files
+    start = sum(file.header_bytes for file in packed[:number])
+    where = opened.root / HEADERS_NAME
+    content = store.read_metadata(where, start, packed[number].header_bytes)
+    if blake3(content).hexdigest(16) != packed[number].header_blake3:
+        raise corrupt(where, f"the header of {shown(packed[number].name)} is damaged")
+    header = parse_header(content, where, packed[number].size_bytes)
+    of_file = [(t.name, t.dtype, t.shape) for t in opened.header.tensors if t.file == number]
+    if [(entry.name, entry.dtype, entry.shape) for entry in header.entries] != of_file:
+        raise corrupt(where, f"the header of {shown(packed[number].name)} has other tensors than the store")
+    return content
+
+
+def check_original_headers(store: Store, opened: OpenedStore) -> None:
+    """Check the headers of all weight files. Raises as `read_original_header`."""
+    for number in range(len(opened.header.files)):
+        read_original_header(store, opened, number)
+
+
+def original_checkpoint(opened: OpenedStore) -> Checkpoint:
+    """Return the tensors as they lay in the original files, which need not be there any more."""
+    tensors = {entry.name: entry for entry in _original_entries(opened)}
+    return Checkpoint(opened.root, opened.root, MappingProxyType(tensors), (), ())
+
+
+def _original_entries(opened: OpenedStore) -> Iterator[TensorEntry]:
+    ends = [file.header_bytes for file in opened.header.files]
+    for tensor in opened.header.tensors:
+        file: Location = opened.root / opened.header.files[tensor.file].name
+        yield TensorEntry(tensor.name, tensor.dtype, tensor.shape, file, ends[tensor.file], tensor.nbytes)
+        ends[tensor.file] += tensor.nbytes
+
+
+# --- the weight files that experts were packed from, as files to read ---
+# each block is decoded when bytes of it are read
+
 
 _FEWEST_KEPT_BYTES = 64 << 20
 _KEPT_BYTES_OF_STORE = 3 << 20  # three blocks of fp32: those that readers of one place of each store are at
@@ -278,3 +328,109 @@ def _root_of(tensor: Readable) -> Location:
     if not isinstance(encoded, EncodedTensor | PlainTensor):
         raise TypeError(f"{tensor.name} is no tensor of a packed expert")
     return encoded.root
+
+
+# --- a store in which packed experts are the folders that they were packed from; all else is as it is ---
+
+
+class UnpackedView:
+    """Serves the original weight files of packed experts, decoded as they are read; a chain with all stores below.
+
+    The files of stores stay where they are and can be read too; listings leave them out. Safe to use from many
+    threads. Memory: see `OriginalFiles`.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._folders: dict[Location, OriginalFolder | None] = {}
+        self._originals: OriginalFiles | None = None
+
+    @property
+    def has_packed(self) -> bool:
+        """Whether a packed expert was opened."""
+        return self._originals is not None
+
+    def stored_files(self, location: Location) -> tuple[Location, ...]:
+        """Return the files that a file's bytes come from: itself, or those of its store and of all that it is on."""
+        folder = self._holder(location)
+        return (location,) if folder is None else folder.stored_files
+
+    def _folder(self, location: Location) -> OriginalFolder | None:
+        """Open the packed expert in a folder, once; None where there is none."""
+        with self._lock:
+            if location not in self._folders:
+                self._folders[location] = self._opened(location) if is_store(self._store, location) else None
+            return self._folders[location]
+
+    def _opened(self, location: Location) -> OriginalFolder:
+
+        if self._originals is None:
+            self._originals = OriginalFiles(self._store)
+        return self._originals.folder(location)
+
+    def _holder(self, location: Location) -> OriginalFolder | None:
+        """Return the packed expert whose original weight file this is."""
+        folder = self._folder(location.parent)
+        return folder if folder is not None and location.name in folder.sizes_bytes else None
+
+    # --- the contract of stores
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._store.ledger
+
+    def terms(self, location: Location) -> StoreTerms:
+        return self._store.terms(location)
+
+    def pin(self, location: Location) -> Location:
+        return self._store.pin(location)
+
+    def stat(self, location: Location) -> FileStatus | None:
+        folder = self._holder(location)
+        if folder is None:
+            return self._store.stat(location)
+        return FileStatus(FileKind.FILE, folder.sizes_bytes[location.name], folder.version)
+
+    def list(self, location: Location) -> tuple[Entry, ...]:
+        folder, entries = self._folder(location), self._store.list(location)
+        if folder is None:
+            return entries
+        kept = [entry for entry in entries if not is_own_name(entry.name) and entry.name not in folder.sizes_bytes]
+        weights = [Entry(name, FileKind.FILE) for name in folder.sizes_bytes]
+        return tuple(sorted(kept + weights, key=lambda entry: entry.name))
+
+    def real_path(self, location: Location) -> Location | None:
+        if self._holder(location) is None:
+            return self._store.real_path(location)
+        folder = self._store.real_path(location.parent)
+        return None if folder is None else folder / location.name
+
+    def open(self, location: Location, *, direct: bool = False) -> RangeFile:
+        folder = self._holder(location)
+        return self._store.open(location, direct=direct) if folder is None else folder.open(location)
+
+    def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
+        folder = self._holder(location)
+        if folder is None:
+            return self._store.read_metadata(location, offset, nbytes)
+        stop = min(offset + nbytes, folder.sizes_bytes[location.name])
+        file = folder.open(location)
+        try:
+            return read_exact(file, offset, max(offset, stop), Purpose.METADATA).tobytes()
+        finally:
+            file.close()
+
+    def read_small(self, location: Location, limit_bytes: int) -> bytes:
+        folder = self._holder(location)
+        if folder is None:
+            return self._store.read_small(location, limit_bytes)
+        size_bytes = folder.sizes_bytes[location.name]
+        if size_bytes > limit_bytes:
+            message = f"has {size_bytes} bytes, at most {limit_bytes} are read"
+            raise CorruptError.of("storage.too-large", location, message)
+        return self.read_metadata(location, 0, size_bytes)
+
+    def size_bytes(self, location: Location) -> int:
+        folder = self._holder(location)
+        return self._store.size_bytes(location) if folder is None else folder.sizes_bytes[location.name]

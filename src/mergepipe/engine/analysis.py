@@ -8,23 +8,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.engine.observer import Observer
-from mergepipe.engine.pipeline.jobs import Job, TensorWork
-from mergepipe.engine.pipeline.pipeline import Pipeline, ReadSettings, are_dear
-from mergepipe.engine.pipeline.segment_layout import Piece
-from mergepipe.engine.pipeline.segments import (
+from mergepipe.engine.jobs import Job, TensorWork
+from mergepipe.engine.pipeline import Pipeline, ReadSettings, are_dear
+from mergepipe.engine.segments import (
     HoldLimits,
     JobShape,
+    Piece,
     choose_buffer_sizes,
     cut_everywhere,
     full_access,
     plan_jobs,
     uncut_blocks,
 )
-from mergepipe.engine.reductions.tensor_summary import TensorSummary
+from mergepipe.engine.tensor_summary import TensorSummary
 from mergepipe.engine.tensor_work import no_function, reporter
-from mergepipe.engine.work import AnalysisWork, EngineOptions
-from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer
+from mergepipe.recipes.tasks import MergeTask
 from mergepipe.storage.buffers import BufferPool
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.location import Location

@@ -14,16 +14,15 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import NeedsBase
 from mergepipe.checkpoints.open_files import open_pinned
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS
-from mergepipe.engine.observer import SILENT, Observer
-from mergepipe.engine.pipeline.jobs import Job
-from mergepipe.engine.pipeline.pipeline import Pipeline, ReadSettings, SegmentSink, are_dear
-from mergepipe.engine.pipeline.segment_layout import Piece
-from mergepipe.engine.pipeline.segments import (
+from mergepipe.engine.jobs import Job
+from mergepipe.engine.pipeline import Pipeline, ReadSettings, SegmentSink, are_dear
+from mergepipe.engine.segments import (
     BufferSizes,
     CutOf,
     HoldLimits,
     JobShape,
     Levels,
+    Piece,
     Run,
     RunsOf,
     choose_buffer_sizes,
@@ -33,9 +32,9 @@ from mergepipe.engine.pipeline.segments import (
     uncut_blocks,
 )
 from mergepipe.engine.tensor_work import operator_input, tensor_work
-from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, Part, PartResult
+from mergepipe.engine.work import SILENT, EngineOptions, MergeWork, Observer, OutputPlan, Part, PartResult
 from mergepipe.planning.candidates.sufficient_levels import sufficient_levels
-from mergepipe.recipes.resolve.tasks import Action, MergeTask
+from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.snapshots.shards import DurableProgress, ShardWriter
 from mergepipe.storage.buffers import BufferPool
 from mergepipe.storage.contract import Store

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Fetch, TensorEntry
-from mergepipe.checkpoints.read_cost import source_cost_bytes
+from mergepipe.checkpoints.contract import Fetch, TensorEntry, source_cost_bytes
 from mergepipe.core.blocks import DType, Span
-from mergepipe.engine.pipeline.jobs import TensorWork, merge_piece
-from mergepipe.engine.pipeline.pipeline import fill_now, opened_sources
-from mergepipe.engine.pipeline.segment_layout import lay_out
-from mergepipe.engine.pipeline.segments import SegmentShape, full_access, stored_bytes
+from mergepipe.engine.jobs import TensorWork, merge_piece
+from mergepipe.engine.pipeline import fill_now, opened_sources
+from mergepipe.engine.segments import SegmentShape, full_access, lay_out, stored_bytes
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput, Reduced
 from mergepipe.operators.registry import operator_named
-from mergepipe.recipes.resolve.tasks import Action, MergeTask
+from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose

@@ -1,24 +1,81 @@
-"""Describe work for the engine as values: what to merge or to analyse, and the parts that a merge is made in."""
+"""Describe work for the engine as values: what to merge or to analyse: tensors, parts, observers and executors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.engine.segments import Piece
 from mergepipe.operators.registry import operator_named
-from mergepipe.snapshots.shards import ShardLayout, TensorDigest, TensorSpec, plan_shards
+from mergepipe.operators.statistics import TensorStatistics
+from mergepipe.recipes.tasks import MergeTask
+from mergepipe.snapshots.shards import (
+    DurableProgress,
+    ShardLayout,
+    ShardProgress,
+    TensorDigest,
+    TensorSpec,
+    plan_shards,
+)
 from mergepipe.storage.ledger import Usage
 from mergepipe.storage.traffic import RemoteSettings
 
 if TYPE_CHECKING:
     from mergepipe.checkpoints.open_files import PinnedFile
-    from mergepipe.engine.planned_access import PlannedAccess
-    from mergepipe.engine.reductions.known_quantities import RecordedQuantities
+    from mergepipe.engine.tensor_work import PlannedAccess, RecordedQuantities
     from mergepipe.operators.base import Operator
-    from mergepipe.recipes.resolve.tasks import MergeTask
+    from mergepipe.recipes.tasks import MergeTask
+
+# --- observe a run of the engine from the process that makes it: progress, statistics, and the bytes that are read ---
+
+
+OnStatistics = Callable[[MergeTask, int, TensorStatistics], None]
+"""Receives the statistics of one expert (by its index in the task) of one tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """Shows the bytes read of some tensors (by name), piece by piece, before they are merged.
+
+    `look` is called once for each piece, from compute threads, with the buffer that it lies in.
+    """
+
+    tensors: frozenset[str]
+    look: Callable[[MergeTask, Piece, NDArray[np.uint8]], None]
+
+
+def _ignore_progress(_: ShardProgress | None) -> None:
+    """Ignore progress."""
+
+
+def _ignore_statistics(_: MergeTask, __: int, ___: TensorStatistics) -> None:
+    """Ignore statistics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observer:
+    """Callbacks of one run, passed beside the work and never part of it: they have no effect on the output.
+
+    `on_progress` is called about ten times a second with the shard that is being written, if any; `on_statistics` for
+    the tensors of which the work gathers statistics. Both are called on the calling thread.
+    """
+
+    on_progress: Callable[[ShardProgress | None], None] = _ignore_progress
+    on_statistics: OnStatistics = _ignore_statistics
+    tap: Tap | None = None
+
+
+SILENT = Observer()
+
+
+# --- describe work for the engine as values: what to merge or to analyse, and the parts that a merge is made in ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +227,29 @@ class PartResult:
 def joined(results: Iterable[PartResult]) -> PartResult:
     """Join the results of disjoint parts, each made once."""
     return reduce(add, results, PartResult())
+
+
+# --- the executor contract: divide a merge into parts and make them ---
+
+
+class Executor(Protocol):
+    """Makes all parts of a merge, wherever it wants and in any order; none of that changes the bytes.
+
+    A worker needs the work's value and storage that reaches its files and the staging directory, nothing else.
+    """
+
+    def run(
+        self,
+        work: MergeWork,
+        directory: Path,
+        observer: Observer = SILENT,
+        progress: DurableProgress | None = None,
+    ) -> PartResult:
+        """Write the work's shards into the staging `directory`, and return the sum of the results of its parts.
+
+        What `progress` says is durable already is neither read nor written.
+
+        Raises:
+            MergePipeError: as `make_part`, from any worker; every worker has stopped.
+        """
+        ...

@@ -1,29 +1,33 @@
-"""Analyze experts: one streaming pass over base and experts that fills the catalog, resumable by tensor."""
+"""Analyze experts: one streaming pass over base and experts, which makes one file of statistics for each expert."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.rows import ModelRow
-from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
+from mergepipe.catalog.statistics_file import StatisticsFile, portable_content, statistics_path, write_statistics
+from mergepipe.checkpoints.content_id import content_id
+from mergepipe.checkpoints.contract import Checkpoint, Readable, Source, TensorEntry, files_of
+from mergepipe.checkpoints.file_digests import read_digests, with_digests
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
-from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION
+from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION, WAITING_BYTES, PassingDigests
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.engine import analysis
-from mergepipe.engine.observer import Observer
-from mergepipe.engine.work import AnalysisWork, EngineOptions
-from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
-from mergepipe.reports import AnalyzedExpert, AnalyzeReport, ImportedStatistics, Progress, ProgressCallback
+from mergepipe.engine.segments import Piece
+from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, Tap
+from mergepipe.operators.statistics import TensorStatistics
+from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
+from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.runs.inputs.opened import open_path
-from mergepipe.runs.records.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
-from mergepipe.runs.records.known_content import DigestTap, Recogniser, complete_digests
-from mergepipe.runs.records.statistics_files import export_statistics, import_statistics
+from mergepipe.runs.records.known_statistics import KnownStatistics
+from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
@@ -31,10 +35,9 @@ from mergepipe.storage.stores import Stores
 
 @dataclass(frozen=True, slots=True)
 class AnalysisRequest:
-    """The statistics to gather of `experts` against `base`, and the catalog's home, where they are kept.
+    """The statistics to gather of `experts` against `base`, and the home folder, where they are kept.
 
-    `densities` are those whose exact cuts are wanted. The statistics of files are taken in before (`import_from`); in
-    the end those of the experts are written to one (`export_to`).
+    `densities` are those whose exact cuts are wanted.
     """
 
     base: Location
@@ -42,19 +45,17 @@ class AnalysisRequest:
     home: Path
     block_elements: int
     densities: tuple[float, ...]
-    import_from: tuple[Location, ...] = ()
-    export_to: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """One expert: its tensors that can be compared with the base, and those without statistics."""
+    """One expert: its tensors that can be compared with the base, those that cannot, and whether it is analyzed."""
 
     checkpoint: Checkpoint
-    row: ModelRow
     comparable: tuple[str, ...]
     incomparable: tuple[str, ...]
-    missing: tuple[str, ...]
+    on_record: StatisticsFile | None
+    is_wanted: bool
 
 
 def run_analysis(
@@ -62,95 +63,116 @@ def run_analysis(
 ) -> AnalyzeReport:
     """Analyse and record; see `api.analyze`. `started` is the `perf_counter` reading that time is taken from."""
     store = Stores(settings=engine.remote)
-    base_checkpoint = open_path(store, request.base)
-    checkpoints = [open_path(store, path, base_checkpoint) for path in request.experts]
-    with closing(CatalogLink(request.home, required=True)) as link, Catalog.open(request.home, store=store) as catalog:
+    base = open_path(store, request.base)
+    opened = [open_path(store, path, base) for path in request.experts]
+    notices: list[str] = []
+    total = 0
 
-        def report_progress(notices: tuple[str, ...] = ()) -> None:
-            if on_progress is not None:
-                on_progress(Progress("analyze", store.ledger.total_bytes(), total, notices))
+    def report_progress() -> None:
+        if on_progress is not None:
+            on_progress(Progress("analyze", store.ledger.total_bytes(), total))
 
-        total = 0
-        imported = import_statistics(catalog, store, request.import_from) if request.import_from else None
-        recogniser = Recogniser(catalog, link, store, engine.threads, report_progress)
-        recognised = recogniser.recognise(
-            catalog.with_known_digests(base_checkpoint),
-            [catalog.with_known_digests(c) for c in checkpoints],
-        )
-        base_checkpoint, checkpoints = recognised.base, list(recognised.experts)
-        base_row = catalog.register_model(base_checkpoint)
-        subjects = [_subject(catalog, base_checkpoint, base_row, checkpoint, request) for checkpoint in checkpoints]
-        recorder = StatisticsRecorder(link, base_row)
-        tasks = _tasks(base_checkpoint, subjects, recorder)
+    with Catalog.open(request.home, store=store) as catalog:
+        base = catalog.with_known_digests(base)
+        known = KnownStatistics(store, request.home, notices, beside=False)
+        subjects = [_subject(known, base, catalog.with_known_digests(expert), request) for expert in opened]
+        wanted = [subject for subject in subjects if subject.is_wanted]
+        tasks = _tasks(base, wanted)
         total = store.ledger.total_bytes() + sum(
             task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks
         )
-
         report_progress()
-        inputs = (base_checkpoint, *checkpoints)
-        tensors = (tensor for checkpoint in inputs for tensor in checkpoint.tensors.values())
-        with open_files(store, files_of(tensors), inputs) as files:
-            for checkpoint in inputs:
-                known_content_id(link, checkpoint, files)
-            digests = DigestTap((base_checkpoint, *checkpoints), tasks, files, engine.memory_bytes)
-            if tasks:
-                tap = digests.tap
-                work = AnalysisWork(tasks, request.block_elements, request.densities)
-                observer = Observer(lambda _: report_progress(), recorder.take, tap)
-                analysis.run_analysis(work, files, store, engine, observer)
-            digested = digests.finish()
-            check_unchanged(store, digested)
-            recorder.flush()
-        if tasks:
-            usage = store.ledger.usage()
-            read_bytes = usage[Purpose.BASE] + usage[Purpose.EXPERT]
-            complete_digests(catalog, store, digested, engine.threads, int(read_bytes * MOST_READ_AGAIN_FRACTION))
-        exported = None
-        if request.export_to is not None:
-            base, *experts = digested
-            exported = export_statistics(catalog, store, base, experts, request.export_to, engine.threads)
+        files = _analyze(store, base, wanted, tasks, request, engine, report_progress)
+        for file in files:
+            write_statistics(request.home, file.statistics)
+            catalog.record_digests(file.expert)
+            catalog.record_digests(file.base)
+    made = iter(files)
     usage = store.ledger.usage()
     return AnalyzeReport(
         base=request.base,
         experts=tuple(
             AnalyzedExpert(
                 str(path),
-                len(subject.missing),
+                len(subject.comparable) if subject.is_wanted else 0,
                 len(subject.comparable),
                 subject.incomparable,
-                recognised.twins.get(index),
+                _place(request.home, next(made).statistics if subject.is_wanted else subject.on_record),
             )
-            for index, (path, subject) in enumerate(zip(request.experts, subjects, strict=True))
+            for path, subject in zip(request.experts, subjects, strict=True)
         ),
         home=request.home,
         base_bytes=usage[Purpose.BASE],
         expert_bytes=usage[Purpose.EXPERT],
         analysis_bytes=usage[Purpose.ANALYSIS],
         seconds=time.perf_counter() - started,
-        imported=imported,
-        exported=exported,
+        notices=tuple(notices),
     )
 
 
-def import_files(locations: Sequence[Location], home: Path) -> ImportedStatistics:
-    """Take in the statistics of files; see `api.import_statistics`."""
-    store = Stores()
-    with Catalog.open(home, store=store) as catalog:
-        return import_statistics(catalog, store, locations)
+def _place(home: Path, file: StatisticsFile | None) -> Path | None:
+    return None if file is None else statistics_path(home, file.expert.digest, file.base.digest)
 
 
-def _subject(
-    catalog: Catalog, base: Checkpoint, base_row: ModelRow, checkpoint: Checkpoint, request: AnalysisRequest
-) -> _Subject:
-    comparable = tuple(
-        name for name, entry in base.tensors.items() if _can_compare(entry, checkpoint.tensors.get(name))
-    )
-    row = catalog.register_model(checkpoint)
-    missing = catalog.missing_statistics(row, base_row, comparable, request.block_elements, request.densities)
+@dataclass(frozen=True, slots=True)
+class _Analyzed:
+    """The statistics of one expert, and the checkpoints whose contents they are of, with their digests."""
+
+    statistics: StatisticsFile
+    expert: Checkpoint
+    base: Checkpoint
+
+
+def _analyze(
+    store: Stores,
+    base: Checkpoint,
+    wanted: Sequence[_Subject],
+    tasks: Sequence[MergeTask],
+    request: AnalysisRequest,
+    engine: EngineOptions,
+    report_progress: Callable[[], None],
+) -> list[_Analyzed]:
+    """Read what the tasks need, once, and the files whose digests did not pass by; return what each expert gave."""
+    if not tasks:
+        return []
+    checkpoints = (base, *(subject.checkpoint for subject in wanted))
+    densities = _densities(request, wanted)
+    gathered: list[dict[str, TensorStatistics]] = [{} for _ in checkpoints]
+
+    def gather(task: MergeTask, e: int, statistics: TensorStatistics) -> None:
+        gathered[task.expert_models[e]][task.base.name] = statistics
+
+    tensors = (tensor for checkpoint in checkpoints for tensor in checkpoint.tensors.values())
+    with open_files(store, files_of(tensors), checkpoints) as files:
+        ids = [content_id(checkpoint, files) for checkpoint in checkpoints]
+        passing = _DigestTap(checkpoints, tasks, files, engine.memory_bytes)
+        work = AnalysisWork(tuple(tasks), request.block_elements, densities)
+        analysis.run_analysis(work, files, store, engine, Observer(lambda _: report_progress(), gather, passing.tap))
+        checkpoints = passing.finish()
+        check_unchanged(store, checkpoints)
+    digested = [
+        with_digests(checkpoint, read_digests(store, checkpoint, engine.threads, report_progress))
+        for checkpoint in checkpoints
+    ]
+    contents = [portable_content(checkpoint, identity) for checkpoint, identity in zip(digested, ids, strict=True)]
+    return [
+        _Analyzed(
+            StatisticsFile(contents[model], contents[0], request.block_elements, densities, gathered[model]),
+            digested[model],
+            digested[0],
+        )
+        for model in range(1, len(digested))
+    ]
+
+
+def _subject(known: KnownStatistics, base: Checkpoint, expert: Checkpoint, request: AnalysisRequest) -> _Subject:
+    comparable = tuple(name for name, entry in base.tensors.items() if _can_compare(entry, expert.tensors.get(name)))
     incomparable = tuple(
         name for name, entry in base.tensors.items() if entry.dtype.kind is DTypeKind.FLOAT and name not in comparable
     )
-    return _Subject(checkpoint, row, comparable, incomparable, missing)
+    on_record = known.file(expert, base)
+    is_covered = on_record is not None and on_record.covers(comparable, request.block_elements, request.densities)
+    return _Subject(expert, comparable, incomparable, on_record, bool(comparable) and not is_covered)
 
 
 def _can_compare(base: Readable, expert: Readable | None) -> bool:
@@ -162,22 +184,91 @@ def _can_compare(base: Readable, expert: Readable | None) -> bool:
     )
 
 
-def _tasks(base: Checkpoint, subjects: Sequence[_Subject], recorder: StatisticsRecorder) -> tuple[MergeTask, ...]:
-    """Build one task per tensor for all experts that need it."""
+def _densities(request: AnalysisRequest, subjects: Iterable[_Subject]) -> tuple[float, ...]:
+    """Return the densities that are asked for, and those that files to be replaced have the cuts of."""
+    replaced = [subject.on_record.densities for subject in subjects if subject.on_record is not None]
+    return tuple(sorted({*request.densities, *(density for densities in replaced for density in densities)}))
+
+
+def _tasks(base: Checkpoint, subjects: Sequence[_Subject]) -> tuple[MergeTask, ...]:
+    """Build one task for each tensor, of all experts that it is analyzed for; a base's model is 0."""
     wanted: dict[str, list[int]] = defaultdict(list)
-    for index, subject in enumerate(subjects):
-        for name in subject.missing:
-            wanted[name].append(index)
+    for model, subject in enumerate(subjects, 1):
+        for name in subject.comparable:
+            wanted[name].append(model)
     tasks = []
-    rows = [subject.row for subject in subjects]
     for name, entry in base.tensors.items():
-        indices = wanted.get(name, [])
-        if not indices:
-            continue
-        entries = tuple(subjects[i].checkpoint.tensors[name] for i in indices)
-        parameters = TensorParameters({}, {}, ({},) * len(entries))
-        models = tuple(i + 1 for i in indices)
-        task = MergeTask(name, Action.MERGE, entry.shape, entry.dtype, entry, entries, parameters, expert_models=models)
-        recorder.expect(task, [rows[i] for i in indices])
-        tasks.append(task)
+        models = tuple(wanted[name])
+        if models:
+            experts = tuple(subjects[model - 1].checkpoint.tensors[name] for model in models)
+            parameters = TensorParameters({}, {}, ({},) * len(experts))
+            tasks.append(
+                MergeTask(
+                    name, Action.MERGE, entry.shape, entry.dtype, entry, experts, parameters, expert_models=models
+                )
+            )
     return tuple(tasks)
+
+
+# --- digests of what an analysis reads ---
+
+
+class _DigestTap:
+    """Takes the digests of checkpoints' files from what an analysis of `tasks` reads of them.
+
+    Only files of plain tensors, all but an eighth of whose bytes the tasks read, take part. Memory: an eighth of
+    `memory_bytes`, at most 256 MiB.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Sequence[Checkpoint],
+        tasks: Sequence[MergeTask],
+        files: Mapping[Location, RangeFile],
+        memory_bytes: int,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._tensors = frozenset(task.name for task in tasks)
+        sources = [source for task in tasks for source in (task.base, *task.experts)]
+        shown = [source for source in sources if isinstance(source, TensorEntry)]
+        wanted = {path: file for path, file in _unknown_files(checkpoints, files) if _passes_by(file, path, shown)}
+        self._digests = PassingDigests(wanted, shown, min(WAITING_BYTES, memory_bytes // 8))
+
+    @property
+    def tap(self) -> Tap:
+        """The tap that shows what the analysis reads."""
+        return Tap(self._tensors, self._look)
+
+    def _look(self, task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> None:
+        sources: list[tuple[Source, int]] = [(task.base, piece.base_offset)]
+        sources += [(task.experts[e], at) for e, at in zip(piece.run.present, piece.expert_offsets, strict=True)]
+        span = piece.run.span
+        for source, at in sources:
+            if isinstance(source, TensorEntry):
+                size = source.dtype.itemsize
+                self._digests.show(source, span.start * size, buffer[at : at + span.n_elements * size])
+
+    def finish(self) -> tuple[Checkpoint, ...]:
+        """Return the checkpoints with the digests of their files."""
+        digests = self._digests.finish()
+        return tuple(_with_paths(checkpoint, digests) for checkpoint in self._checkpoints)
+
+
+def _unknown_files(
+    checkpoints: Sequence[Checkpoint], files: Mapping[Location, RangeFile]
+) -> Iterator[tuple[Location, RangeFile]]:
+    for checkpoint in checkpoints:
+        for file in checkpoint.files:
+            path = checkpoint.root / file.name
+            if file.sha256 is None and path in files:
+                yield path, files[path]
+
+
+def _passes_by(file: RangeFile, path: Location, shown: Sequence[TensorEntry]) -> bool:
+    read = {(entry.offset, entry.nbytes) for entry in shown if entry.file == path}
+    return sum(nbytes for _, nbytes in read) >= file.size_bytes * (1 - MOST_READ_AGAIN_FRACTION)
+
+
+def _with_paths(checkpoint: Checkpoint, digests: Mapping[Location, str]) -> Checkpoint:
+    path_of = {file.name: checkpoint.root / file.name for file in checkpoint.files}
+    return with_digests(checkpoint, {name: digests[path] for name, path in path_of.items() if path in digests})

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mergepipe.engine.work import plan_output
-from mergepipe.recipes.parse.problems import USUAL, Strictness
-from mergepipe.recipes.parse.references import reference_text
-from mergepipe.recipes.resolve.tasks import Action
+from mergepipe.recipes.fields import USUAL, Strictness
+from mergepipe.recipes.references import reference_text
+from mergepipe.recipes.tasks import Action
 from mergepipe.reports import CheckReport, ModelUse
 from mergepipe.runs.inputs.opened import Inputs, open_inputs
 from mergepipe.runs.sidecars import planned_sidecars
 from mergepipe.storage.stores import Stores
 
 if TYPE_CHECKING:
-    from mergepipe.recipes.parse.recipe import ModelInput
-    from mergepipe.recipes.parse.yaml_source import RecipeText
+    from mergepipe.recipes.recipe import ModelInput
+    from mergepipe.recipes.yaml_source import RecipeText
     from mergepipe.storage.location import Location
 
 

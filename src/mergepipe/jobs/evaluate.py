@@ -15,7 +15,7 @@ from mergepipe.errors import LimitError, RecipeError
 from mergepipe.jobs.plan import PlanRequest
 from mergepipe.jobs.run import run_budgeted
 from mergepipe.planning.budget import parse_budget
-from mergepipe.recipes.parse.yaml_source import RecipeText
+from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, ProgressCallback, TriedBudget
 from mergepipe.runs.merge_run import MergeSettings
 from mergepipe.runs.recovery.resume import Resume

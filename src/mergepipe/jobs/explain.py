@@ -21,7 +21,7 @@ from mergepipe.planning.plan import (
     format_runs,
 )
 from mergepipe.planning.selection.policy_order import layer_of
-from mergepipe.recipes.resolve.tasks import Action
+from mergepipe.recipes.tasks import Action
 from mergepipe.reports import BlockUse, Decision, ExpertShare, Explanation, LayerShare, TensorUse
 from mergepipe.runs.budget.verdict import verdict_of
 from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value

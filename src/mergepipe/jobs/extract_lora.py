@@ -12,13 +12,11 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.computed.embedding_names import embedding_ending
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, files_of
-from mergepipe.checkpoints.formats.config_json import Json, parse_config
-from mergepipe.checkpoints.formats.weight_files import ADAPTER_CONFIG_NAME
-from mergepipe.checkpoints.open_files import check_unchanged, open_files
-from mergepipe.checkpoints.range_reads import decoded, read_span
-from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
+from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json, parse_config
+from mergepipe.checkpoints.embedding_rows import embedding_ending
+from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_files, read_span
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import F32, DTypeKind, Span
 from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.reports import ExtractedTensor, ExtractLoraReport, NotExtracted, Progress, ProgressCallback

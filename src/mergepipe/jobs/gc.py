@@ -1,4 +1,4 @@
-"""Collect garbage: remove staging of dead runs, and catalog rows of deleted snapshots and models."""
+"""Collect garbage: remove staging of dead runs, and catalog rows of deleted snapshots."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Final
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.rows import SnapshotRow, Staleness
-from mergepipe.core.units import plural
+from mergepipe.catalog.rows import SnapshotRow
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.reports import Garbage, GcReport
 from mergepipe.runs.snapshots import is_snapshot_of
@@ -32,12 +31,12 @@ ABANDONED_SECONDS: Final = 7 * 24 * 3600.0
 
 
 def collect_garbage(home: Path, places: Sequence[Location], *, dry_run: bool) -> GcReport:
-    """Remove staging of dead runs in `places` and beside known snapshots, and rows of deleted files.
+    """Remove staging of dead runs in `places` and beside known snapshots, and rows of deleted snapshots.
 
     Of buckets, what unfinished uploads left at and below the places is removed, snapshots never.
 
-    Files on a disk that is not mounted do not count as deleted: a row goes only if the folder that held its
-    files is there and they are not. What another snapshot was made from keeps its row.
+    A snapshot on a disk that is not mounted does not count as deleted: a row goes only if the folder that held it is
+    there and it is not. What another snapshot was made from keeps its row.
 
     Raises:
         NotFoundError: `gc.root-missing`, a place is no directory and no bucket.
@@ -64,8 +63,6 @@ def collect_garbage(home: Path, places: Sequence[Location], *, dry_run: bool) ->
         folders = _folders(catalog.snapshots(), roots)
         garbage.extend(_left_beside(folders, living, dry_run=dry_run))
         garbage.extend(_snapshot_rows(catalog, dry_run=dry_run))
-        garbage.extend(_model_rows(catalog, dry_run=dry_run))
-        garbage.extend(_digest_rows(catalog, dry_run=dry_run))
     return GcReport(tuple(garbage), tuple(living), dry_run, tuple(notices))
 
 
@@ -187,24 +184,3 @@ def _snapshot_rows(catalog: Catalog, *, dry_run: bool) -> Iterator[Garbage]:
         if not dry_run:
             catalog.forget(row)
         yield Garbage("snapshot-row", f"{row.sid} {row.path}", "the snapshot is gone", 0, not dry_run)
-
-
-def _model_rows(catalog: Catalog, *, dry_run: bool) -> Iterator[Garbage]:
-    """Find rows of models, with their statistics, whose files no longer exist."""
-    for stale in catalog.stale_models():
-        if stale.staleness is Staleness.MISSING and not stale.model.root.parent.local_path.is_dir():
-            continue
-        if not dry_run:
-            catalog.forget_models([stale.model])
-        reason = "its files have changed" if stale.staleness is Staleness.CHANGED else "its files are gone"
-        yield Garbage("model-row", str(stale.model.path), reason, 0, not dry_run)
-
-
-def _digest_rows(catalog: Catalog, *, dry_run: bool) -> Iterator[Garbage]:
-    """Find digests of files that no longer exist in that version, where no snapshot was made from them."""
-    gone = catalog.gone_digests()
-    if not gone:
-        return
-    if not dry_run:
-        catalog.forget_digests(gone)
-    yield Garbage("model-row", plural(len(gone), "digest"), "files that are gone or have changed", 0, not dry_run)

@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, files_of
-from mergepipe.checkpoints.open_files import open_files
-from mergepipe.checkpoints.range_reads import decoded, read_span
+from mergepipe.checkpoints.open_files import decoded, open_files, read_span
 from mergepipe.core.blocks import BlockGrid, DType, DTypeKind, Span
 from mergepipe.core.strict_json import shown
-from mergepipe.deltastore.chain import open_packed
+from mergepipe.deltastore.checkpoint import open_packed
 from mergepipe.deltastore.header import is_store
-from mergepipe.deltastore.original_headers import check_original_headers
+from mergepipe.deltastore.original_files import check_original_headers
 from mergepipe.errors import RecipeError, UnsupportedError
 from mergepipe.runs.inputs.opened import open_path
 from mergepipe.storage.buffers import aligned_buffer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from mergepipe.recipes.parse.yaml_source import RecipeText
+from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.inputs.opened import open_inputs
 from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings, publish_merge

@@ -15,14 +15,12 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
 from mergepipe.core.blocks import BlockGrid, element_count
-from mergepipe.deltastore.chain import next_base
-from mergepipe.deltastore.checkpoint import OpenedStore, read_store
+from mergepipe.deltastore.checkpoint import OpenedStore, next_base, read_store
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec
 from mergepipe.deltastore.header import PackedEntry
-from mergepipe.deltastore.pack.base_match import BaseMatch, doubt_about, match_base
 from mergepipe.deltastore.pack.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, open_builder
 from mergepipe.deltastore.pack.encode_pass import EXPERTS_AT_ONCE, pack_all
-from mergepipe.deltastore.pack.job import check_names, is_packed, job_of, open_base
+from mergepipe.deltastore.pack.job import BaseMatch, check_names, doubt_about, is_packed, job_of, match_base, open_base
 from mergepipe.deltastore.pack.originals import (
     check_same,
     remove_original,

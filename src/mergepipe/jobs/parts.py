@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.core.outcome import published_but
-from mergepipe.engine.observer import Observer
-from mergepipe.engine.work import Part, split, split_sizes
+from mergepipe.engine.work import Observer, Part, split, split_sizes
 from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, OutputError, RecipeError
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus

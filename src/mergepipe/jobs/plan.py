@@ -7,7 +7,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergepipe.catalog.catalog import Catalog
 from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.core.canonical_json import digest_of
@@ -20,16 +19,16 @@ from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, Fallback, I
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.planning.planner import Ranking, rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
-from mergepipe.recipes.parse.problems import USUAL, Strictness
-from mergepipe.recipes.parse.references import reference_text
-from mergepipe.recipes.parse.yaml_source import RecipeText
-from mergepipe.recipes.resolve.tasks import Action, MergeTask
+from mergepipe.recipes.fields import USUAL, Strictness
+from mergepipe.recipes.references import reference_text
+from mergepipe.recipes.tasks import Action, MergeTask
+from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.runs.budget.packed_indices import find_unread
 from mergepipe.runs.budget.planned_cost import planned_cost
 from mergepipe.runs.inputs.opened import Inputs, PairStatistics, open_inputs, with_known_digests
 from mergepipe.runs.inputs.planned import vocabulary_of
 from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.records.statistics_files import StatisticsBeside
+from mergepipe.runs.records.known_statistics import KnownStatistics
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.location import Location
@@ -117,8 +116,8 @@ def make_plan(
         name = models[min(inputs.intermediates)].text
         message = "a budget does not reach into what another document makes"
         raise UnsupportedError.of("plan.intermediate", name, message, "merge that document first, into a snapshot")
-    beside = StatisticsBeside(store, link.notices)
-    facts = link.use(lambda catalog: _lookup_known(catalog, inputs, beside)) or _lookup_known(None, inputs, beside)
+    known = KnownStatistics(store, link.home, link.notices, beside=True)
+    facts = _lookup_known(PairStatistics(known, inputs), inputs)
     if request.everything:
         facts = replace(facts, statistics=({},) * len(inputs.expert_models))
     request_bytes = _request_bytes(request, inputs, store)
@@ -138,7 +137,7 @@ def make_plan(
         block_elements=block_elements,
         resolution=inputs.resolution,
         models=tuple(
-            PlanningModel(model.text, checkpoint, facts.content_ids[place] if place in facts.analysed else None)
+            PlanningModel(model.text, checkpoint, facts.content_ids[place])
             for place, (model, checkpoint) in enumerate(zip(models, inputs.checkpoints, strict=True))
         ),
         statistics=facts.statistics,
@@ -255,28 +254,23 @@ def _sampled_unit(inputs: Inputs, request_bytes: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _KnownFacts:
-    """Content ids by model, statistics by expert and task, and the models that were analyzed.
-
-    Merges record content ids too, so plans take those of analyzed models alone: else they would depend on history.
-    """
+    """Content ids by model, and statistics by expert and task."""
 
     content_ids: tuple[str | None, ...]
     statistics: tuple[Mapping[str, TensorStatistics], ...]
-    analysed: frozenset[int]
 
 
-def _lookup_known(catalog: Catalog | None, inputs: Inputs, beside: StatisticsBeside) -> _KnownFacts:
-    pairs = PairStatistics(catalog, inputs, beside)
+def _lookup_known(pairs: PairStatistics, inputs: Inputs) -> _KnownFacts:
     by_model: dict[int, dict[str, TensorStatistics]] = {model: {} for model in inputs.expert_models}
-    analysed = set[int]()
+    content_ids: list[str | None] = [None] * len(inputs.checkpoints)
     for task in inputs.resolution.tasks:
         for slot, model in enumerate(task.expert_models):
             statistics = pairs.of(task, slot)
-            if statistics is not None:
+            file = pairs.file(model, task.base_model) if statistics is not None else None
+            if statistics is not None and file is not None:
                 by_model[model][task.name] = statistics
-                analysed |= {model, task.base_model}
-    content_ids = tuple(pairs.content_id(model) for model in range(len(inputs.checkpoints)))
-    return _KnownFacts(content_ids, tuple(by_model.values()), frozenset(analysed))
+                content_ids[model], content_ids[task.base_model] = file.expert.content_id, file.base.content_id
+    return _KnownFacts(tuple(content_ids), tuple(by_model.values()))
 
 
 def plan_recipe(recipe: Location | RecipeText, request: PlanRequest, home: Path) -> Plan:

@@ -15,10 +15,10 @@ from mergepipe.core.outcome import note_committed
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.header import HEADER_NAME, is_own_name, is_store
-from mergepipe.deltastore.pack.portable import published_store
+from mergepipe.deltastore.pack.builder import published_store
 from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, StorageError
 from mergepipe.jobs.verify_composite import composite_sid, damage_of, is_composite, read_composite
-from mergepipe.recipes.parse.yaml_source import parse_yaml
+from mergepipe.recipes.yaml_source import parse_yaml
 from mergepipe.reports import Progress, ProgressCallback, PushReport
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.layout import read_small_file, small_digest

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mergepipe.jobs.plan import PlanRequest, make_plan
 from mergepipe.planning.plan import Plan
-from mergepipe.recipes.parse.yaml_source import RecipeText
+from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.inputs.opened import open_inputs, with_parameters
 from mergepipe.runs.inputs.planned import open_planned

@@ -22,7 +22,7 @@ from mergepipe.planning.budget import BudgetRequest, parse_budget
 from mergepipe.planning.choices import Policy
 from mergepipe.planning.level_counts import blocks_by_level
 from mergepipe.planning.plan import Plan
-from mergepipe.recipes.parse.yaml_source import RecipeText
+from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SweepPoint, SweepReport
 from mergepipe.runs.budget.verdict import verdict_of
 from mergepipe.runs.inputs.opened import Inputs, open_inputs

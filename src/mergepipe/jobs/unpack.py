@@ -14,18 +14,16 @@ from blake3 import blake3
 
 from mergepipe.checkpoints.content_id import PassingContentId
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, files_of
-from mergepipe.checkpoints.open_files import check_unchanged, open_files
-from mergepipe.checkpoints.range_reads import read_span
+from mergepipe.checkpoints.open_files import check_unchanged, open_files, read_span
 from mergepipe.core.blocks import BlockGrid, Span, element_count
-from mergepipe.deltastore.chain import open_packed
-from mergepipe.deltastore.checkpoint import OpenedStore, open_store, read_store
+from mergepipe.deltastore.checkpoint import OpenedStore, open_packed, open_store, read_store
 from mergepipe.deltastore.codec.block import RawBytes
-from mergepipe.deltastore.codec.generic.byte_reader import corrupt
+from mergepipe.deltastore.codec.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, PackedEntry
 from mergepipe.deltastore.index import digest
-from mergepipe.deltastore.original_headers import original_checkpoint, read_original_header
-from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
+from mergepipe.deltastore.original_files import original_checkpoint, read_original_header
+from mergepipe.deltastore.pack.builder import file_parts, write_kept
 from mergepipe.deltastore.tensor import PackedFetch
 from mergepipe.errors import CorruptError
 from mergepipe.reports import Damage, Progress, ProgressCallback, UnpackReport, VerifyReport

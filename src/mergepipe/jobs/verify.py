@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from mergepipe.checkpoints.formats.safetensors import read_header
-from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
+from mergepipe.checkpoints.safetensors import read_header
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError, UnsupportedError

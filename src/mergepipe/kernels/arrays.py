@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, encode_tile, itemsize_of
-from mergepipe.kernels.compilation.compiled import Bytes, Counts, Floats, kernel
+from mergepipe.kernels.compiled import Bytes, Counts, Floats, kernel
 from mergepipe.kernels.merge import decode_against
 
 _TILE = TILE_ELEMENTS

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG
-from mergepipe.kernels.compilation.compiled import Bits32, Bytes, Floats, kernel
+from mergepipe.kernels.compiled import Bits32, Bytes, Floats, kernel
 
 TILE_ELEMENTS = 2048
 

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import ALL_TIES
 from mergepipe.kernels.codec import IS_DELTA, TILE_ELEMENTS, decode_tile, encode_tile, itemsize_of
-from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel
-from mergepipe.kernels.philox import GROUP_ELEMENTS, fill_random_words
+from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel
+from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
 
 KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_BAND, KEEP_NEAR, KEEP_VARIED, KEEP_MARKED = 0, 1, 2, 3, 4, 5, 6
 NEAREST = np.float32(1e-6)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from mergepipe.kernels.atoms import atom_of, atom_stop
 from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, itemsize_of
-from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel
+from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel
 from mergepipe.kernels.merge import MARK_ELEMENTS, decode_against, mark_nonzero
-from mergepipe.kernels.philox import GROUP_ELEMENTS, fill_random_words
+from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
+from mergepipe.kernels.products import atom_of, atom_stop
 from mergepipe.kernels.select import fold_magnitudes
 
 _TILE = TILE_ELEMENTS

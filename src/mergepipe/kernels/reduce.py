@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.kernels.codec import TILE_ELEMENTS
-from mergepipe.kernels.compilation.compiled import Bits16, Bits32, Bytes, Counts, Floats, kernel
+from mergepipe.kernels.compiled import Bits16, Bits32, Bytes, Counts, Floats, kernel
 from mergepipe.kernels.merge import decode_delta, index_hash, keyed_hash
 
 COARSE_SHIFT = 16

@@ -6,7 +6,7 @@ import numpy as np
 
 from mergepipe.core.blocks import GRAIN_ELEMENTS
 from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, itemsize_of
-from mergepipe.kernels.compilation.compiled import Bits32, Bytes, Counts, Doubles, Floats, kernel
+from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, kernel
 from mergepipe.kernels.merge import decode_delta
 from mergepipe.kernels.reduce import COARSE_BINS, COARSE_SHIFT
 

@@ -6,15 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mergepipe.errors import UnsupportedError
+from mergepipe.operators import linear, passthrough, ranked, selective, sparse, spherical
 from mergepipe.operators.base import Operator
-from mergepipe.operators.rules import linear, passthrough, ranked, selective, slerp, sparse, spherical
 from mergepipe.operators.spec import OperatorSpec
 
 _FAMILIES: tuple[Iterable[Operator], ...] = (
     linear.OPERATORS,
     sparse.OPERATORS,
     ranked.OPERATORS,
-    slerp.OPERATORS,
     spherical.OPERATORS,
     selective.OPERATORS,
     passthrough.OPERATORS,

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
-from mergepipe.operators.statistics import TensorStatistics
-from mergepipe.operators.statistics_grid import on_grid
+from mergepipe.operators.statistics import TensorStatistics, on_grid
 from mergepipe.planning.budget import BudgetRequest
 from mergepipe.planning.candidates.block_columns import Columns, lay_out_columns, read_costs
 from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes

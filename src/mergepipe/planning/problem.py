@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.operators.statistics import TensorStatistics
-from mergepipe.recipes.resolve.tasks import Action, MergeTask, Resolution
+from mergepipe.recipes.tasks import Action, MergeTask, Resolution
 
 
 @dataclass(frozen=True, slots=True)

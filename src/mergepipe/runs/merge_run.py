@@ -14,14 +14,12 @@ from pathlib import Path
 import mergepipe
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.outcome import private_outputs, published_but
-from mergepipe.engine.executors.contract import Executor
-from mergepipe.engine.executors.threads import ThreadExecutor
-from mergepipe.engine.observer import Observer
-from mergepipe.engine.work import EngineOptions, OutputPlan, plan_output
+from mergepipe.engine.threads import ThreadExecutor
+from mergepipe.engine.work import EngineOptions, Executor, Observer, OutputPlan, plan_output
 from mergepipe.planning.plan import NOTHING_READ, Plan
-from mergepipe.recipes.parse.problems import USUAL, Strictness
-from mergepipe.recipes.parse.recipe import ModelInput
-from mergepipe.recipes.parse.references import reference_text
+from mergepipe.recipes.fields import USUAL, Strictness
+from mergepipe.recipes.recipe import ModelInput
+from mergepipe.recipes.references import reference_text
 from mergepipe.reports import MergeReport, Progress, ProgressCallback
 from mergepipe.runs.budget.coverage import coverage_of
 from mergepipe.runs.budget.verdict import analysis_advice, verdict_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.errors import MergePipeError
-from mergepipe.recipes.parse.references import referenced_paths
+from mergepipe.recipes.references import referenced_paths
 from mergepipe.snapshots.manifest import InputRecord, Manifest
 from mergepipe.storage.contract import Store
 

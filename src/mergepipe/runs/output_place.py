@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Final, Protocol
 
-from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.engine.work import OutputPlan
 from mergepipe.errors import OutputError, RecipeError
 from mergepipe.runs.records.manifest import file_digest_of

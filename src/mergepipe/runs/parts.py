@@ -12,14 +12,13 @@ import mergepipe
 from mergepipe.checkpoints.contract import NeedsBase
 from mergepipe.core.canonical_json import canonical_json
 from mergepipe.engine.make_part import make_part
-from mergepipe.engine.observer import Observer
 from mergepipe.engine.tensor_work import operator_input
-from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, Part, plan_output
+from mergepipe.engine.work import EngineOptions, MergeWork, Observer, OutputPlan, Part, plan_output
 from mergepipe.errors import ConflictError, LimitError, MergePipeError
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes
 from mergepipe.planning.plan import Plan
-from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.recipes.tasks import MergeTask
 from mergepipe.runs.budget.planned_cost import planned_cost
 from mergepipe.runs.inputs.opened import Inputs, with_parameters
 from mergepipe.runs.inputs.planned import open_planned

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from mergepipe.engine.executors.made_parts import MadeParts, made_shards
+from mergepipe.engine.made_parts import MadeParts, made_shards
 from mergepipe.engine.work import OutputPlan
 from mergepipe.planning.plan import Plan
 from mergepipe.runs.merge_run import MadeOutput

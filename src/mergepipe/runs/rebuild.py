@@ -11,13 +11,13 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import DTYPES, element_count
 from mergepipe.core.notices import Notice
-from mergepipe.engine.executors.threads import ThreadExecutor
+from mergepipe.engine.threads import ThreadExecutor
 from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_output
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem
 from mergepipe.planning.plan import Plan
-from mergepipe.recipes.parse.problems import LENIENT
-from mergepipe.recipes.parse.recipe_files import reload_recipes
-from mergepipe.recipes.parse.references import reference_text, referenced_paths
+from mergepipe.recipes.fields import LENIENT
+from mergepipe.recipes.recipe_files import reload_recipes
+from mergepipe.recipes.references import reference_text, referenced_paths
 from mergepipe.runs.inputs.opened import Inputs, Stage, open_recipes, with_parameters
 from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings
 from mergepipe.runs.records.catalog_link import CatalogLink

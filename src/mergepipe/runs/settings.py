@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,14 +10,16 @@ from mergepipe.options import (
     DEFAULT_SHARD_BYTES,
     ExecutorName,
     MergeOptions,
-    OutputOptions,
     PathStyle,
+    RunOptions,
     catalog_home,
     check_seed,
+    choice,
     engine_options,
+    executor_of,
     home_of,
 )
-from mergepipe.recipes.parse.problems import Strictness
+from mergepipe.recipes.fields import Strictness
 from mergepipe.runs.merge_run import MergeSettings
 from mergepipe.runs.output_place import check_destination, refuse_file_name
 from mergepipe.runs.publication.hub_ids import parse_base_model_ids
@@ -26,32 +29,55 @@ from mergepipe.snapshots.object_upload import staging_place
 from mergepipe.storage.location import Location
 
 
-def merge_settings(options: MergeOptions) -> MergeSettings:
+def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSettings:
     """Return the settings of a merge.
 
     Raises:
-        RecipeError: `option.base-model-id`.
+        RecipeError: `option.seed`.
         LimitError: `memory.address-space`.
     """
-    return replace(
-        run_settings(options, options.seed),
+    resume = resume_of(options.resume)
+    engine = engine_options(options)
+    return MergeSettings(
+        engine=engine,
+        seed=check_seed(seed),
+        force=force,
+        shard_bytes=DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes,
+        home=catalog_home(options),
+        resume=resume,
         allow_dropped=options.allow_dropped,
         small_files=SmallFileChoice(options.card, options.tokenizer, options.mergekit_config),
         strictness=Strictness(options.strict, options.lenient),
+        absolute_paths=choice("--paths", options.paths, PathStyle) is PathStyle.ABSOLUTE,
+        base_model_ids=parse_base_model_ids(options.base_model_ids),
     )
 
 
-def run_settings(options: OutputOptions, seed: int) -> MergeSettings:
-    """Return the settings of a run whose plan or manifest says what is merged. Raises as `merge_settings`."""
+def run_settings(
+    options: RunOptions,
+    seed: int = 0,
+    *,
+    force: bool = False,
+    shard_bytes: int | None = None,
+    resume: bool | None = None,
+    paths: str = PathStyle.RELATIVE.value,
+    base_model_ids: Sequence[str] = (),
+) -> MergeSettings:
+    """Return the settings of a run whose plan or manifest says what is merged.
+
+    Raises:
+        RecipeError: `option.seed`, `option.choice`, `option.base-model-id`.
+        LimitError: `memory.address-space`.
+    """
     return MergeSettings(
         engine=engine_options(options),
         seed=check_seed(seed),
-        force=options.force,
-        shard_bytes=DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes,
+        force=force,
+        shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
         home=catalog_home(options),
-        resume=resume_of(options.resume),
-        absolute_paths=options.paths == PathStyle.ABSOLUTE,
-        base_model_ids=parse_base_model_ids(options.base_model_ids),
+        resume=resume_of(resume),
+        absolute_paths=choice("--paths", paths, PathStyle) is PathStyle.ABSOLUTE,
+        base_model_ids=parse_base_model_ids(base_model_ids),
     )
 
 
@@ -76,11 +102,17 @@ class ClusterRequest:
     home: str | Path | None = None
 
 
-def cluster_request(options: OutputOptions) -> ClusterRequest | None:
-    """Return the cluster that makes an output; None if this process does."""
-    if options.executor == ExecutorName.THREADS:
+def cluster_request(
+    executor: str, address: str | None, options: RunOptions | MergeOptions, shard_bytes: int | None
+) -> ClusterRequest | None:
+    """Return the cluster that makes an output; None if this process does.
+
+    Raises:
+        RecipeError: `option.choice`, `option.pair`.
+    """
+    if executor_of(executor, address) is ExecutorName.THREADS:
         return None
-    return ClusterRequest(options.address, options.threads, options.memory_bytes, options.shard_bytes, options.home)
+    return ClusterRequest(address, options.threads, options.memory_bytes, shard_bytes, options.home)
 
 
 def output_place(

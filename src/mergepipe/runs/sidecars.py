@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mergepipe.checkpoints.formats.config_json import config_bytes, parse_config
-from mergepipe.checkpoints.tokenizers.chat_templates import (
+from mergepipe.checkpoints.chat_templates import (
     TEMPLATE_JSON_NAME,
     TEMPLATE_KEY,
     TEMPLATE_NAME,
     chosen_template,
 )
-from mergepipe.checkpoints.tokenizers.embeddings import VOCAB_SIZE_KEY
-from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME, SETTINGS_NAME, TOKENIZER_NAMES
+from mergepipe.checkpoints.directory import config_bytes, parse_config
+from mergepipe.checkpoints.embedding_rows import VOCAB_SIZE_KEY
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME, SETTINGS_NAME, TOKENIZER_NAMES
 from mergepipe.errors import CorruptError
-from mergepipe.recipes.resolve.adapted_config import parsed_config, text_sections, with_dtype, with_layers
+from mergepipe.recipes.output_tensors import parsed_config, text_sections, with_dtype, with_layers
 from mergepipe.runs.publication.input_cards import InputCard, read_input_card
 from mergepipe.runs.publication.left_out import left_out_files
 from mergepipe.snapshots.manifest import CARD_NAME, LeftOutFile, Manifest
@@ -27,7 +27,7 @@ from mergepipe.storage.traffic import concurrent_map
 if TYPE_CHECKING:
     from mergepipe.checkpoints.contract import Checkpoint
     from mergepipe.planning.plan import Plan
-    from mergepipe.recipes.resolve.vocabulary_alignment import Alignment
+    from mergepipe.recipes.vocabulary_alignment import Alignment
     from mergepipe.runs.inputs.opened import Inputs
     from mergepipe.storage.contract import Store
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from mergepipe.catalog.catalog import Catalog
 from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import Checkpoint, NeedsBase, files_of
 from mergepipe.checkpoints.open_files import open_files, pin_files
-from mergepipe.engine.planned_access import PlannedAccess
-from mergepipe.engine.reductions.known_quantities import ExpertQuantities, RecordedQuantities
-from mergepipe.engine.tensor_work import operator_input
+from mergepipe.engine.tensor_work import ExpertQuantities, PlannedAccess, RecordedQuantities, operator_input
 from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.plan import Plan
-from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.recipes.tasks import MergeTask
 from mergepipe.runs.inputs.opened import Inputs, PairStatistics
-from mergepipe.runs.records.catalog_link import CatalogLink, known_content_id
+from mergepipe.runs.records.catalog_link import CatalogLink
+from mergepipe.runs.records.known_statistics import KnownStatistics
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 
@@ -42,17 +40,18 @@ def merge_work(
     """
     checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
     paths = _paths(inputs, output.tasks)
+    pairs = PairStatistics(KnownStatistics(store, link.home, link.notices, beside=False), inputs)
     work = MergeWork(
         output,
         inputs.recipe.operator.name,
         seed if plan is None else plan.seed,
-        _content_ids(inputs, plan, paths, checkpoints, store, link),
+        _content_ids(inputs, plan, paths, checkpoints, store, pairs),
         pin_files(store, paths, checkpoints),
         inputs.repeats,
         access=planned_access(plan),
         renormalize=renormalizes(plan),
     )
-    return work if plan is not None else replace(work, recorded=_recorded(work, inputs, link))
+    return work if plan is not None else replace(work, recorded=_recorded(work, pairs))
 
 
 def planned_access(plan: Plan | None) -> PlannedAccess | None:
@@ -79,7 +78,7 @@ def _content_ids(
     paths: set[Location],
     checkpoints: Sequence[Checkpoint],
     store: Store,
-    link: CatalogLink,
+    pairs: PairStatistics,
 ) -> dict[int, str]:
     """Return the content ids that key randomness, by model; experts that the plan leaves out are not read."""
     if not operator_named(inputs.recipe.operator.name).is_random:
@@ -92,10 +91,10 @@ def _content_ids(
     ids = dict.fromkeys(inputs.expert_models, "") | planned
     with open_files(store, paths | sampled, checkpoints) as files:  # dropped tensors are sampled too
         for model in (model for model in models if model not in planned):
-            checkpoint = inputs.checkpoints[model]
-            # that of an unwritten intermediate is derived from its inputs
-            is_made = model in inputs.intermediates
-            ids[model] = content_id(checkpoint, files) if is_made else known_content_id(link, checkpoint, files)
+            on_record = pairs.file(model, 0)
+            ids[model] = (
+                content_id(inputs.checkpoints[model], files) if on_record is None else on_record.expert.content_id
+            )
     return ids
 
 
@@ -109,22 +108,14 @@ def used_experts(plan: Plan) -> set[int]:
     }
 
 
-def _recorded(work: MergeWork, inputs: Inputs, link: CatalogLink) -> Mapping[str, RecordedQuantities]:
-    """Look up the quantities on record of tensors that must be reduced first."""
-    tasks = [
-        task
-        for task in work.output.tasks
-        if task.experts and task.base.n_elements
-        and work.operator.reduction(operator_input(work, task)) is not None
-    ]  # fmt: skip
-    return (link.use(lambda catalog: _exact_quantities(catalog, inputs, tasks)) if tasks else None) or {}
-
-
-def _exact_quantities(catalog: Catalog, inputs: Inputs, tasks: Sequence[MergeTask]) -> dict[str, RecordedQuantities]:
-    """Return the quantities of the tasks of whose experts all have exact statistics."""
-    pairs = PairStatistics(catalog, inputs)
+def _recorded(work: MergeWork, pairs: PairStatistics) -> Mapping[str, RecordedQuantities]:
+    """Look up the quantities of tensors that must be reduced first, where statistics of all their experts are known."""
     recorded = {}
-    for task in tasks:
+    for task in work.output.tasks:
+        if not task.experts or not task.base.n_elements:
+            continue
+        if work.operator.reduction(operator_input(work, task)) is None:
+            continue
         statistics = [pairs.of(task, slot) for slot in range(len(task.experts))]
         experts = tuple(ExpertQuantities.of(one) for one in statistics if one is not None)
         if len(experts) == len(statistics):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
-from mergepipe.checkpoints.range_reads import read_span
+from mergepipe.checkpoints.open_files import read_span
 from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
-from mergepipe.checkpoints.formats.weight_files import STORE_HEADER_NAME
+from mergepipe.checkpoints.directory import STORE_HEADER_NAME
 from mergepipe.core.canonical_json import canonical_json, digest_of
 from mergepipe.core.outcome import note_committed
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, StorageError, UnsupportedError

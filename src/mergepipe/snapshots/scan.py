@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.formats.safetensors import MAX_HEADER_BYTES, PREFIX_BYTES
+from mergepipe.checkpoints.safetensors import MAX_HEADER_BYTES, PREFIX_BYTES
 from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, F32, F64, DType
 from mergepipe.errors import CorruptError, NotFoundError, StorageError
 from mergepipe.snapshots.block_digests import block_digest

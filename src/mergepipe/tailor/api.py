@@ -11,10 +11,10 @@ from mergepipe.storage.location import Location
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mergepipe.deltastore.unpacked_view import UnpackedView
-    from mergepipe.tailor.averaging.request import AverageRequest
-    from mergepipe.tailor.composition.checkpoint_diff import DiffReport
-    from mergepipe.tailor.composition.compose import CompositionReport, OnProgress
+    from mergepipe.deltastore.original_files import UnpackedView
+    from mergepipe.tailor.average_recipe import AverageRequest
+    from mergepipe.tailor.checkpoint_diff import DiffReport
+    from mergepipe.tailor.composition import CompositionReport, OnProgress
     from mergepipe.tailor.inspect import InspectReport
 
 DEFAULT_MEMORY_BYTES = 256 << 20
@@ -45,7 +45,7 @@ def check(
     Raises:
         MergePipeError: every problem found, in one error.
     """
-    from mergepipe.tailor.composition.compose import ComposeOptions, check_recipe
+    from mergepipe.tailor.composition import ComposeOptions, check_recipe
 
     options = ComposeOptions(
         DEFAULT_MEMORY_BYTES, is_universal=_is_universal(export),
@@ -53,7 +53,7 @@ def check(
     )  # fmt: skip
     request = _average_request(recipe, state_from=state_from, export=export)
     if request is not None:
-        from mergepipe.tailor.averaging.average import check_average
+        from mergepipe.tailor.averaging import check_average
 
         return check_average(request)
     return check_recipe(Location.of(recipe), options)
@@ -85,9 +85,9 @@ def compose(
         MergePipeError: see `mergepipe.errors`; nothing is left behind.
     """
     from mergepipe.core.bounds import positive
-    from mergepipe.tailor.composition.compose import ComposeOptions
-    from mergepipe.tailor.composition.compose import compose as run
-    from mergepipe.tailor.composition.self_check import Thoroughness
+    from mergepipe.tailor.composition import ComposeOptions
+    from mergepipe.tailor.composition import compose as run
+    from mergepipe.tailor.self_check import Thoroughness
 
     options = ComposeOptions(
         DEFAULT_MEMORY_BYTES if memory_bytes is None else positive("--memory", memory_bytes),
@@ -96,7 +96,7 @@ def compose(
     )  # fmt: skip
     request = _average_request(recipe, state_from=state_from, export=export)
     if request is not None:
-        from mergepipe.tailor.averaging.average import average as run_average
+        from mergepipe.tailor.averaging import average as run_average
 
         return run_average(request, Path(out), options, on_progress or (lambda *_: None))
     return run(Location.of(recipe), Path(out), options, on_progress or (lambda *_: None))
@@ -134,10 +134,10 @@ def average(
         MergePipeError: see `mergepipe.errors`; nothing is left behind.
     """
     from mergepipe.core.bounds import positive
-    from mergepipe.tailor.averaging.average import average as run
-    from mergepipe.tailor.averaging.request import AverageRequest, optimizer_state, out_dtype, weights_of
-    from mergepipe.tailor.composition.compose import ComposeOptions
-    from mergepipe.tailor.composition.self_check import Thoroughness
+    from mergepipe.tailor.average_recipe import AverageRequest, optimizer_state, out_dtype, weights_of
+    from mergepipe.tailor.averaging import average as run
+    from mergepipe.tailor.composition import ComposeOptions
+    from mergepipe.tailor.self_check import Thoroughness
 
     request = AverageRequest(
         tuple(absolute(path) for path in checkpoints),
@@ -158,7 +158,7 @@ def _average_request(recipe: str | Path, *, state_from: str | Path | None, expor
     Raises:
         MergePipeError: it is wrong.
     """
-    from mergepipe.tailor.averaging.request import load_average
+    from mergepipe.tailor.average_recipe import load_average
 
     composing = {"--state-from": state_from is not None, "--export": export is not None}
     request = load_average(Location.of(recipe), _store())
@@ -180,8 +180,8 @@ def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], Non
     Raises:
         MergePipeError: one cannot be read, or they are of different models.
     """
-    from mergepipe.tailor.composition.checkpoint_diff import diff_checkpoints
-    from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+    from mergepipe.tailor.checkpoint_diff import diff_checkpoints
+    from mergepipe.tailor.formats.registry import open_training_checkpoint
 
     store = _store()
     a, b = (open_training_checkpoint(store, store.pin(absolute(path))) for path in (first, second))
@@ -205,7 +205,7 @@ def recipe(
         RecipeError: not exactly one of `strategy` and `from_log`; a log without `at`; an unknown strategy.
         MergePipeError: as `recipe_text` and `recipe_from_log`.
     """
-    from mergepipe.tailor.composition.request.strategies import Strategy
+    from mergepipe.tailor.recipe import Strategy
 
     if (strategy is None) == (from_log is None):
         raise RecipeError.of("option.invalid", "--strategy", "give either --strategy or --from-log")
@@ -239,7 +239,7 @@ def recipe_text(
         MergePipeError: there are too few checkpoints.
     """
     from mergepipe.core.bounds import shown_number
-    from mergepipe.tailor.composition.request.strategies import Strategy, find_checkpoints, strategy_recipe
+    from mergepipe.tailor.recipe import Strategy, find_checkpoints, strategy_recipe
 
     if ends < 0:
         raise LimitError.of("option.negative", "--ends", f"{shown_number(ends)} was given", "give a number of layers")
@@ -259,8 +259,8 @@ def recipe_from_log(
         MergePipeError: the log is not one, or something it needs was never saved or is gone.
     """
     from mergepipe.errors import NotFoundError
-    from mergepipe.tailor.composition.request.save_log import composition_from_log_file
-    from mergepipe.tailor.composition.request.strategies import find_checkpoints
+    from mergepipe.tailor.log_recipe import composition_from_log_file
+    from mergepipe.tailor.recipe import find_checkpoints
 
     store = _store()
     try:
@@ -278,7 +278,7 @@ def absolute(path: str | Path) -> Location:
 
 def _store() -> UnpackedView:
     """Make the store that sources are read from, packed ones as their originals."""
-    from mergepipe.deltastore.unpacked_view import UnpackedView
+    from mergepipe.deltastore.original_files import UnpackedView
     from mergepipe.storage.stores import Stores
 
     return UnpackedView(Stores())

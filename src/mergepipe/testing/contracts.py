@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, F32, GRAIN_ELEMENTS
-from mergepipe.engine.reductions.block_reductions import make_reduction
-from mergepipe.engine.reductions.staged_reduction import Needs, StagedReduction
+from mergepipe.engine.block_reductions import make_reduction
+from mergepipe.engine.tensor_work import Needs, StagedReduction
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, MagnitudeCut, Operator, OperatorInput, Scalar
 from mergepipe.operators.spec import Scope
 from mergepipe.testing.in_memory import StoredTensor, apply_operator, run_reduction

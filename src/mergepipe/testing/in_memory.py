@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, DType, Span
-from mergepipe.engine.reductions.block_reductions import Reduction, make_reduction
-from mergepipe.engine.reductions.staged_reduction import Needs, StagedReduction
+from mergepipe.engine.block_reductions import Reduction, make_reduction
+from mergepipe.engine.tensor_work import Needs, StagedReduction
 from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, RawBlock, Reduced
 from mergepipe.testing.tensors import STORED_DTYPES, Family
 

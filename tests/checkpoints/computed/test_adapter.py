@@ -12,8 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from small_models import Named, lora, opened, product, random, write_adapter, write_model
 
-from mergepipe.checkpoints.computed.adapted import Adapted
-from mergepipe.checkpoints.computed.low_rank import LowRankDelta
+from mergepipe.checkpoints.adapted_tensors import Adapted, LowRankDelta
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.runs.inputs.models import open_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mergepipe.checkpoints.computed.embedding_names import embedding_ending
+from mergepipe.checkpoints.embedding_rows import embedding_ending
 
 
 @pytest.mark.parametrize(

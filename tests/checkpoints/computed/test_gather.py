@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.computed.gathered_rows import (
+from mergepipe.checkpoints.contract import Readable, TensorEntry
+from mergepipe.checkpoints.gathered_rows import (
     LARGE_MEAN_ROWS,
     ZERO,
     GatheredRows,
@@ -23,7 +24,6 @@ from mergepipe.checkpoints.computed.gathered_rows import (
     mean_origin,
     resized,
 )
-from mergepipe.checkpoints.contract import Readable, TensorEntry
 from mergepipe.core.blocks import BF16, F16, F32, DType, Span
 from mergepipe.errors import CorruptError
 from mergepipe.storage.buffers import PAGE_BYTES

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from small_models import opened, random, write_model
 
-from mergepipe.checkpoints.computed.expert_layouts import in_layout_of, pieces_of
-from mergepipe.checkpoints.computed.stacked import Stacked
 from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.stacked_experts import Stacked, in_layout_of, pieces_of
 from mergepipe.core.blocks import F32, Span
 from support.fetching import fetched
 

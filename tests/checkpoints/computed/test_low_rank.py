@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from small_models import random
 
-from mergepipe.checkpoints.computed.adapted import Adapted
-from mergepipe.checkpoints.computed.low_rank import LowRankDelta
+from mergepipe.checkpoints.adapted_tensors import Adapted, LowRankDelta
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import BF16, F16, F32, DType, Span
 from mergepipe.storage.buffers import PAGE_BYTES

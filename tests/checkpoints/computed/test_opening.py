@@ -12,8 +12,8 @@ from small_models import Named, opened, random, write_model
 
 from mergepipe.checkpoints.base_digest import base_digest
 from mergepipe.checkpoints.contract import CheckpointKind
-from mergepipe.checkpoints.formats.delta_mark import DeltaMark
-from mergepipe.checkpoints.formats.torch_weights import SUFFIXES, WRAPPERS
+from mergepipe.checkpoints.safetensors import DeltaMark
+from mergepipe.checkpoints.torch_file import SUFFIXES, WRAPPERS
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
 from mergepipe.runs.inputs.models import open_model
 from mergepipe.storage.local import LocalStore

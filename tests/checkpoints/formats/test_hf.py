@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe.checkpoints.directory import SIDECAR_NAMES, disagreements, open_checkpoint
-from mergepipe.checkpoints.formats.safetensors import read_header
-from mergepipe.checkpoints.formats.weight_files import Weights, choose_weights
+from mergepipe.checkpoints.directory import SIDECAR_NAMES, Weights, choose_weights, disagreements, open_checkpoint
+from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.location import Location

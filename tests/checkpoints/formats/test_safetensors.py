@@ -14,7 +14,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.formats.safetensors import SafetensorsHeader, read_header
+from mergepipe.checkpoints.safetensors import SafetensorsHeader, read_header
 from mergepipe.core.blocks import BF16, DTYPES, F32
 from mergepipe.errors import NotFoundError
 from mergepipe.storage.ledger import Purpose

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.formats.torch_weights import TorchWeights, read_torch_weights
+from mergepipe.checkpoints.torch_file import TorchWeights, read_torch_weights
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
 from support.stores import MetadataStore

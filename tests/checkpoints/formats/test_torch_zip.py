@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.formats.inert_pickle import load_inert
-from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
-from mergepipe.checkpoints.formats.zip_directory import Window
+from mergepipe.checkpoints.inert_pickle import load_inert
+from mergepipe.checkpoints.torch_file import TorchArchive, Window, read_torch_zip
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.location import Location
 from support.stores import MetadataStore

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from vocabulary_cases import EMBED, HEAD, WIDTH, embedding, fast_tokenizer, values_of, write_model
 
-from mergepipe.checkpoints.computed.gathered_rows import RowRange
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.tokenizers.row_rules import Given, TokenRows, fill_rows, model_rows, no_rows, of_sources
-from mergepipe.checkpoints.tokenizers.vocabulary import Vocabulary
+from mergepipe.checkpoints.embedding_rows import Given, TokenRows, fill_rows, model_rows, no_rows, of_sources
+from mergepipe.checkpoints.gathered_rows import RowRange
+from mergepipe.checkpoints.vocabulary import Vocabulary
 from mergepipe.core.blocks import BF16, F32
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError
-from mergepipe.recipes.parse.recipe import EmbeddingSource, TokenEmbedding, TokenizerRequest, TokenizerSource
-from mergepipe.recipes.resolve.vocabulary_alignment import Alignment, DroppedTokens, align_vocabulary
+from mergepipe.recipes.recipe import EmbeddingSource, TokenEmbedding, TokenizerRequest, TokenizerSource
+from mergepipe.recipes.vocabulary_alignment import Alignment, DroppedTokens, align_vocabulary
 from mergepipe.storage.local import LocalStore
 
 UNION = TokenizerRequest(TokenizerSource.UNION)

@@ -9,7 +9,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from vocabulary_cases import write_model
 
-from mergepipe.checkpoints.tokenizers.chat_templates import AUTO, NAMED, chosen_template, template_of
+from mergepipe.checkpoints.chat_templates import AUTO, NAMED, chosen_template, template_of
 from mergepipe.errors import RecipeError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location

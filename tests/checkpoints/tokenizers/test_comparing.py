@@ -9,7 +9,7 @@ import pytest
 from vocabulary_cases import EMBED, HEAD, write_model
 
 from mergepipe.api import check, merge
-from mergepipe.checkpoints.tokenizers.unaligned_rows import unaligned_notices
+from mergepipe.checkpoints.embedding_rows import unaligned_notices
 from mergepipe.options import MergeOptions
 from mergepipe.storage.local import LocalStore
 

@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 from vocabulary_cases import fast_tokenizer
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.tokenizers.sentencepiece import read_pieces
-from mergepipe.checkpoints.tokenizers.token_files import extended, extended_files
-from mergepipe.checkpoints.tokenizers.vocabulary import AddedToken, Vocabulary
-from mergepipe.checkpoints.tokenizers.vocabulary_files import TokenizerFiles, read_vocabulary
+from mergepipe.checkpoints.vocabulary import (
+    AddedToken,
+    TokenizerFiles,
+    Vocabulary,
+    extended,
+    extended_files,
+    read_pieces,
+    read_vocabulary,
+)
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from mergepipe.deltastore.codec.entropy import rans
+from mergepipe.deltastore.codec import rans
 from mergepipe.errors import UnsupportedError
 from mergepipe.kernels import reduce, summary
-from mergepipe.kernels.compilation.compiled import CORE, Kernel, kernel, room_of, sources_digest
+from mergepipe.kernels.compiled import CORE, Kernel, kernel, room_of, sources_digest
 
-DELTASTORE = Path(rans.__file__).parents[2]
+DELTASTORE = Path(rans.__file__).parents[1]
 
 
 @kernel
@@ -41,7 +41,7 @@ def test_kernel__has_one_dispatcher_whichever_threads_ask() -> None:
 
 
 def test_kernel__with_the_compiler_turned_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mergepipe.kernels.compilation.compiler import numba
+    from mergepipe.kernels.compiler import numba
 
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     with pytest.raises(UnsupportedError, match="NUMBA_DISABLE_JIT"):

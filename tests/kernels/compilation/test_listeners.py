@@ -8,10 +8,10 @@ from types import ModuleType
 
 import pytest
 
-from mergepipe.kernels.compilation.listeners import listen_to_compilation, mark_compilation
+from mergepipe.kernels.listeners import listen_to_compilation, mark_compilation
 
 SOURCE = """
-from mergepipe.kernels.compilation.compiled import kernel
+from mergepipe.kernels.compiled import kernel
 
 
 @kernel

@@ -16,7 +16,7 @@ from mergepipe.planning.candidates.block_columns import lay_out_columns
 from mergepipe.planning.candidates.known_statistics import gather_statistics, match_statistics
 from mergepipe.planning.candidates.operator_rules import evaluate_rules
 from mergepipe.planning.candidates.scores import octave_position, score_blocks
-from mergepipe.recipes.parse.recipe import Scalar
+from mergepipe.recipes.recipe import Scalar
 from support.octaves import decode_octaves
 from support.planning_problems import BLOCK, Given, make
 

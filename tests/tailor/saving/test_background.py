@@ -13,16 +13,12 @@ from numpy.typing import NDArray
 from test_partial_run import at_step, known_bytes, save, save_on, stored
 
 from mergepipe.errors import StorageError
-from mergepipe.tailor.formats.partial_manifest import ShardFile
-from mergepipe.tailor.saving import partial_writer
-from mergepipe.tailor.saving.background import BackgroundWriter
-from mergepipe.tailor.saving.changes import ChangeTracker
+from mergepipe.tailor.formats.partial import ShardFile
+from mergepipe.tailor.saving import partial_run
 from mergepipe.tailor.saving.engine_view import EngineView, LocalShard, Ranks, SingleRank
-from mergepipe.tailor.saving.partial_run import PartialRun
-from mergepipe.tailor.saving.partial_writer import PartialJob
-from mergepipe.tailor.saving.save_journal import read_journal
-from mergepipe.tailor.saving.save_log import SaveRecord
-from mergepipe.tailor.saving.unit_choice import LatestChanged, Parity
+from mergepipe.tailor.saving.partial_run import BackgroundWriter, PartialJob, PartialRun
+from mergepipe.tailor.saving.save_log import SaveRecord, read_journal
+from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Parity
 from support.engine_views import known_view, on_ranks
 
 
@@ -68,13 +64,13 @@ def test_save__in_the_background_returns_at_once_and_the_next_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_on(1, tmp_path, 2)
-    release, write_shard = threading.Event(), partial_writer._write_shard
+    release, write_shard = threading.Event(), partial_run._write_shard
 
     def blocked(job: PartialJob, folder: Path, rank: int) -> ShardFile | None:
         assert release.wait(30)
         return write_shard(job, folder, rank)
 
-    monkeypatch.setattr(partial_writer, "_write_shard", blocked)
+    monkeypatch.setattr(partial_run, "_write_shard", blocked)
     with BackgroundWriter() as writer, ThreadPoolExecutor(1) as pool:
         saves = PartialRun(tmp_path, Parity(), SingleRank(), writer=writer)
         saves.save(known_view(at_step(4)), 4, saves.history(4))
@@ -92,7 +88,7 @@ def test_save__that_fails_in_the_background_is_raised_by_the_next_on_every_rank(
 ) -> None:
     save_on(2, tmp_path, 2)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    write_shard = partial_writer._write_shard
+    write_shard = partial_run._write_shard
 
     def full(job: PartialJob, folder: Path, rank: int) -> ShardFile | None:
         if rank == bad_rank:
@@ -108,7 +104,7 @@ def test_save__that_fails_in_the_background_is_raised_by_the_next_on_every_rank(
             return list(saves.history(6))
 
     with monkeypatch.context() as patched:
-        patched.setattr(partial_writer, "_write_shard", full)
+        patched.setattr(partial_run, "_write_shard", full)
         results = on_ranks(2, act)
     assert [[r.step for r in kept] for kept in results if isinstance(kept, list)] == [[2], [2]]
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

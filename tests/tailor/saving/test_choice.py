@@ -19,7 +19,7 @@ from mergepipe.tailor.saving.unit_choice import (
     Strategy,
     choose_units,
 )
-from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
+from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
 
 
 def model(n_layers: int) -> tuple[Unit, ...]:

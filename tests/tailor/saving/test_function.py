@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mergepipe.errors import RecipeError
-from mergepipe.tailor.saving.training_loop import LoopState
+from mergepipe.tailor.saving.callback import LoopState
 
 
 @pytest.mark.parametrize("key", ["model", "optim"])

@@ -13,16 +13,13 @@ import pytest
 from mergepipe.errors import ConflictError, MergePipeError, RecipeError, StorageError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.composition.request.save_log import composition_from_log_file
-from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
-from mergepipe.tailor.saving.changes import ChangeTracker
+from mergepipe.tailor.formats.registry import open_training_checkpoint
+from mergepipe.tailor.log_recipe import composition_from_log_file
 from mergepipe.tailor.saving.engine_view import EngineView, LocalShard, Ranks, SingleRank
-from mergepipe.tailor.saving.partial_run import PartialRun, no_extra_files
-from mergepipe.tailor.saving.partial_writer import PartialJob, write_partial
-from mergepipe.tailor.saving.save_journal import LOG_NAME, PAPER_LOG_NAME, read_journal
-from mergepipe.tailor.saving.save_log import SaveRecord
-from mergepipe.tailor.saving.unit_choice import Filter, LatestChanged, Parity, Strategy
-from mergepipe.tailor.units import LM_HEAD, Unit, layer
+from mergepipe.tailor.saving.partial_run import PartialJob, PartialRun, no_extra_files, write_partial
+from mergepipe.tailor.saving.save_log import LOG_NAME, PAPER_LOG_NAME, SaveRecord, read_journal
+from mergepipe.tailor.saving.unit_choice import ChangeTracker, Filter, LatestChanged, Parity, Strategy
+from mergepipe.tailor.selection import LM_HEAD, Unit, layer
 from support.engine_views import known_view, on_ranks
 from support.training_trees import KnownStates, decoder_shapes, known_states
 

@@ -129,7 +129,7 @@ def train_by_hand(kind: str, out: Path, chosen: str, rank: int, *, background: b
 
 def crash_at(step: int, place: str, rank: int) -> None:
     """Make rank 1 die without a word half way through its shard of `step`, or rank 0 when all is written."""
-    saving: Any = import_module("mergepipe.tailor.saving.partial_writer")
+    saving: Any = import_module("mergepipe.tailor.saving.partial_run")
     append, publish = saving.ShardWriter.append, saving.Staging.publish
 
     def dying_append(self: Any, content: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
-from mergepipe.cli.render.layout import columns_text, facts_text, share_text
+from mergepipe.cli.render.layout import columns_text, facts_text
 from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, plural
 from mergepipe.reports import SnapshotReport
@@ -90,27 +90,23 @@ def _node_text(node: LineageNode, of: str) -> str:
 
 
 def catalog_table(stats: CatalogStats) -> str:
-    """Show the contents of the catalog, and its size beside that of the models it describes."""
-    facts = [
+    """Show what the home folder holds, and its size."""
+    return facts_text([
         ("catalog", str(stats.path)),
-        ("size", f"{format_bytes(stats.file_bytes)}, {share_text(stats.file_bytes, stats.described_bytes)} of "
-                 f"the {format_bytes(stats.described_bytes)} of experts it describes"),
-        ("models", f"{stats.models}, {plural(stats.pairs, 'pair')} of base and expert"),
-        ("statistics", f"{stats.analysed_tensors} tensors"),
+        ("size", format_bytes(stats.file_bytes)),
         ("snapshots", str(stats.snapshots)),
-    ]  # fmt: skip
-    rows = [[table.name, str(table.rows), format_bytes(table.payload_bytes)] for table in stats.tables]
-    return f"{facts_text(facts)}\n\n{columns_text(['table', 'rows', 'content'], rows)}"
+        ("digests", f"of {plural(stats.digests, 'file')}"),
+        ("statistics", f"of {plural(stats.statistics, 'expert')}, {format_bytes(stats.statistics_bytes)}"),
+    ])  # fmt: skip
 
 
 def rebuild_table(report: RebuildReport) -> str:
-    """Show the snapshots and models that a rebuild found, and those it did not."""
+    """Show the snapshots that a rebuild found, and those it did not."""
     moved = [("moved aside", str(report.moved_aside))] if report.moved_aside is not None else []
     return facts_text([
         ("snapshots", str(report.snapshots)),
         *(("missing", str(path)) for path in report.missing),
         *(("unreadable", str(problem)) for problem in report.unreadable),
         *(("composite", f"{path}: a training checkpoint, no snapshot") for path in report.composites),
-        ("dropped", f"statistics of {plural(report.dropped_statistics, 'tensor')}, damaged"),
         *moved,
     ])  # fmt: skip

@@ -10,12 +10,9 @@ from mergepipe.cli.render.layout import Fact, facts_text, notice_facts
 from mergepipe.cli.render.verdicts import verdict_facts
 from mergepipe.core.units import format_bytes, format_percent, format_rate, format_seconds, plural
 from mergepipe.reports import (
-    IMPORTED_STATISTICS,
     AnalyzedExpert,
     AnalyzeReport,
     CheckReport,
-    ExportedStatistics,
-    ImportedStatistics,
     MergeReport,
 )
 from mergepipe.storage.traffic import Traffic
@@ -97,35 +94,16 @@ def analyze_table(report: AnalyzeReport) -> str:
             ("base read", format_bytes(report.base_bytes)),
             ("experts read", format_bytes(report.expert_bytes)),
             *again,
-            *([("imported", _imported_text(report.imported))] if report.imported else []),
-            *([("exported", _exported_text(report.exported))] if report.exported else []),
+            *(("statistics", str(expert.statistics)) for expert in report.experts if expert.statistics is not None),
             ("time", format_seconds(report.seconds)),
-            ("catalog", str(report.home)),
+            *(("notice", notice) for notice in report.notices),
         ]
     )
-
-
-def import_table(report: ImportedStatistics) -> str:
-    """Show the statistics that were imported."""
-    return facts_text([("imported", _imported_text(report))])
-
-
-def _imported_text(report: ImportedStatistics) -> str:
-    counts = f"{plural(report.tensors, 'tensor')}, {report.new_tensors} of them new"
-    return f"{plural(report.pairs, 'expert')} ({counts}) from {', '.join(map(str, report.files))}"
-
-
-def _exported_text(report: ExportedStatistics) -> str:
-    counts = f"{plural(report.tensors, 'tensor')}, {format_bytes(report.file_bytes)}"
-    return f"{plural(report.pairs, 'expert')} ({counts}) to {report.file}"
 
 
 def _analyzed_text(expert: AnalyzedExpert) -> str:
     n_known = expert.comparable_tensors - expert.analyzed_tensors
     parts = [f"{expert.analyzed_tensors} read now", f"{n_known} known before"]
-    if expert.same_as is not None:
-        source = expert.same_as if expert.same_as == IMPORTED_STATISTICS else f"statistics of {expert.same_as}"
-        parts.append(f"known by content: {source} are used")
     if expert.incomparable:
         parts.append(f"not comparable: {shorten_names(expert.incomparable)}")
     return f"{expert.model} ({plural(expert.comparable_tensors, 'tensor')}: {', '.join(parts)})"

@@ -6,16 +6,16 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mergepipe.cli.printing import report_json
+from mergepipe.cli.render.json import report_json
 from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
     from mergepipe.core.strict_json import JsonValue
-    from mergepipe.tailor.composition.checkpoint_diff import Change, DiffReport
-    from mergepipe.tailor.composition.compose import CompositionReport
-    from mergepipe.tailor.composition.composite import AverageRecord
-    from mergepipe.tailor.composition.staleness import UnitStaleness
+    from mergepipe.tailor.assignment import UnitStaleness
+    from mergepipe.tailor.checkpoint_diff import Change, DiffReport
+    from mergepipe.tailor.composite import AverageRecord
+    from mergepipe.tailor.composition import CompositionReport
     from mergepipe.tailor.inspect import CheckpointReport, InspectReport, UnitReport
 
 _STALE_NOTE = (

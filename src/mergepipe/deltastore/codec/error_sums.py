@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from mergepipe.deltastore.codec.entropy.llvm_vectors import (
+from mergepipe.deltastore.codec.element_codes import N_CODES
+from mergepipe.deltastore.codec.llvm_vectors import (
     I32,
     I64,
     array_pointers,
@@ -19,9 +20,8 @@ from mergepipe.deltastore.codec.entropy.llvm_vectors import (
     load_vector,
     store_vector,
 )
-from mergepipe.deltastore.codec.entropy.rans import MAX_CONTEXTS, Bits16
-from mergepipe.deltastore.codec.tiles.element_codes import N_CODES
-from mergepipe.kernels.compilation.compiled import Bytes, Doubles, Floats, intrinsic, kernel
+from mergepipe.deltastore.codec.rans import MAX_CONTEXTS, Bits16
+from mergepipe.kernels.compiled import Bytes, Doubles, Floats, intrinsic, kernel
 
 N_KEYS = MAX_CONTEXTS * N_CODES
 _CODE_BITS = N_CODES.bit_length() - 1

@@ -9,17 +9,17 @@ from enum import IntEnum
 
 import numpy as np
 
-from mergepipe.deltastore.codec.entropy.code_vector_decoder import BODY_ROW, fill_starts
-from mergepipe.deltastore.codec.entropy.rans import LANES, MAX_CONTEXTS, TOTAL, Bits16, fill_decode_row
-from mergepipe.deltastore.codec.residuals.streams import CHUNK_ELEMENTS
-from mergepipe.deltastore.codec.tiles.element_codes import (
+from mergepipe.deltastore.codec.code_vector_decoder import BODY_ROW, fill_starts
+from mergepipe.deltastore.codec.element_codes import (
     BODY_SYMBOLS,
+    CHUNK_ELEMENTS,
     EDGE_CLASSES,
     MAX_CELL_BITS,
     N_CODES,
     WIDTHS_PER_CLASS,
 )
-from mergepipe.kernels.compilation.compiled import Bits32, Bytes, Counts, Floats, kernel
+from mergepipe.deltastore.codec.rans import LANES, MAX_CONTEXTS, TOTAL, Bits16, fill_decode_row
+from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Floats, kernel
 
 NO_WIDTH_INDEX = 255
 """An index of width tables that has width 0."""

@@ -3,46 +3,152 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
+from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
 import mergepipe
-from mergepipe.checkpoints.computed.expert_layouts import pieces_of
 from mergepipe.checkpoints.content_id import PassingContentId
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
+from mergepipe.checkpoints.stacked_experts import pieces_of
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.deltastore.checkpoint import OpenedStore, read_store
-from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
+from mergepipe.deltastore.codec.element_codes import Bands
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, can_be_base_of
 from mergepipe.deltastore.header import (
     FORMAT,
     HEADER_NAME,
+    HEADERS_NAME,
     KeptFile,
     PackedEntry,
     PackedFile,
     StoreHeader,
 )
-from mergepipe.deltastore.ordered_blocks import EARLY_BYTES, OrderedBlocks
-from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
-from mergepipe.deltastore.pack.portable import portable_store
 from mergepipe.deltastore.pack.progress import PackProgress, find_progress, note_progress
-from mergepipe.deltastore.writer import GROWING_FILES, StoreWriter
+from mergepipe.deltastore.writer import EARLY_BYTES, GROWING_FILES, OrderedBlocks, StoreWriter
 from mergepipe.errors import StorageError
-from mergepipe.snapshots.object_upload import ObjectUpload
-from mergepipe.snapshots.recorded_paths import relative_reference
+from mergepipe.snapshots.layout import small_digest
+from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, OutputContent
+from mergepipe.snapshots.recorded_paths import file_without_paths, relative_reference
 from mergepipe.snapshots.staging import Staging, kept_note
+from mergepipe.storage import owned
 from mergepipe.storage.contract import Store
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.limits import sidecar_limit
+from mergepipe.storage.local import os_error
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
+
+# --- copy the files that a delta store holds unchanged: read in parts, written durably ---
+
+
+_PART_BYTES = 8 << 20
+
+
+def file_parts(store: Store, path: Location, size_bytes: int) -> Iterator[bytes]:
+    """Read the first `size_bytes` of a file in parts of 8 MiB, charged as metadata.
+
+    Raises:
+        StorageError, CorruptError: it could not be read.
+    """
+    for start in range(0, size_bytes, _PART_BYTES):
+        yield store.read_metadata(path, start, min(_PART_BYTES, size_bytes - start))
+
+
+def write_kept(store: Store, target: Path, parts: Iterable[bytes], size_bytes: int, doing: str) -> None:
+    """Write a new file durably, with its folders; `size_bytes` are charged as output, `doing` is for the error.
+
+    Raises:
+        StorageError: the operating system refused.
+    """
+    try:
+        owned.make_folders(target.parent)
+        descriptor = owned.create_file(target)
+        try:
+            for part in parts:
+                owned.write_all(descriptor, part)
+            owned.sync_file(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise os_error(error, target, doing) from error
+    store.ledger.charge(str(target), Purpose.OUTPUT, size_bytes)
+
+
+# --- describe a packed expert of this machine as others get it: its files by digests that its header implies ---
+
+
+_IN_MEMORY_BYTES: Final = 1 << 20  # files up to this size are sent in one request
+
+
+def portable_store(
+    store: Store, opened: OpenedStore, changed: Mapping[str, bytes] = MappingProxyType({})
+) -> OutputContent:
+    """Describe a store of this machine; of a local base and expert the header keeps the last names, as hints.
+
+    `changed` files of the original take the place of those that the store keeps.
+
+    Raises:
+        StorageError: a small file cannot be read.
+    """
+    kept = tuple(
+        KeptFile(file.name, len(changed[file.name]), small_digest(changed[file.name])) if file.name in changed else file
+        for file in opened.header.kept
+    )
+    header = replace(opened.header, kept=kept)
+    paths = [path for path in (header.base, header.expert) if path and Location.parse(path).is_local]
+    names = {path: PurePath(path).name for path in paths if PurePath(path).name != path}
+    base, expert = (names.get(path, path) for path in (header.base, header.expert))
+    objects = {
+        file.name: _object(store, opened.root / file.name, file.size_bytes, _digest(header, file.name))
+        for file in opened.fingerprints
+        if file.name != HEADER_NAME
+    }
+    objects |= {name: ObjectContent(raw, len(raw), small_digest(raw)) for name, raw in changed.items()}
+    record = replace(header, base=base, expert=expert).to_json()
+    return OutputContent(HEADER_NAME, record, objects)
+
+
+def published_store(store: Store, opened: OpenedStore) -> OutputContent:
+    """Describe a store as it is published: kept files that name paths of this machine are without them.
+
+    Raises:
+        CorruptError: `storage.too-large`, a small file of the original.
+        StorageError: a small file cannot be read.
+    """
+    names = [file.name for file in opened.header.kept if file.name.endswith(".json")]
+    contents = {name: store.read_small(opened.root / name, sidecar_limit(name)) for name in names}
+    cleaned = {name: file_without_paths(name, raw) for name, raw in contents.items()}
+    return portable_store(store, opened, {name: raw for name, raw in cleaned.items() if raw != contents[name]})
+
+
+def _object(store: Store, place: Location, size_bytes: int, digest: str) -> ObjectContent:
+    is_small = size_bytes <= _IN_MEMORY_BYTES
+    source = store.read_metadata(place, 0, size_bytes) if is_small else place.local_path
+    return ObjectContent(source, size_bytes, digest)
+
+
+def _digest(header: StoreHeader, name: str) -> str:
+    """Identify the bytes of a file without reading it: the index has a checksum of every piece of the others."""
+    if name == HEADERS_NAME:
+        return digest_of([file.header_blake3 for file in header.files])
+    digest = next((file.blake3 for file in header.kept if file.name == name), None)
+    return digest or digest_of([header.index_blake3, name])
+
+
+# --- build the store of one expert in its staging directory: accept blocks in any order, publish a finished store ---
+
 
 NOTE_BLOCKS = 2048
 """Blocks between two progress records, 1 GiB of bf16: the most work that a crash loses."""

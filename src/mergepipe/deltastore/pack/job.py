@@ -1,16 +1,25 @@
-"""Decide which experts can be packed, into which store, and whether a store holds one already."""
+"""Decide which experts can be packed, on which base, into which store, and whether a store holds one already."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Final
 
-from mergepipe.checkpoints.contained_files import is_linked_folder, require_text_path
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint
-from mergepipe.checkpoints.directory import open_checkpoint, stat_present
-from mergepipe.deltastore.chain import MOST_DEPTH, open_packed
-from mergepipe.deltastore.checkpoint import read_header, read_store
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint, Readable, files_of
+from mergepipe.checkpoints.directory import is_linked_folder, open_checkpoint, require_text_path, stat_present
+from mergepipe.checkpoints.open_files import decoded, open_files, read_elements
+from mergepipe.core.blocks import DTypeKind, Span
+from mergepipe.core.units import format_percent
+from mergepipe.deltastore.checkpoint import MOST_DEPTH, open_packed, read_header, read_store
+from mergepipe.deltastore.codec.levels import can_be_base_of
 from mergepipe.deltastore.header import is_own_name, is_store
 from mergepipe.deltastore.pack.builder import PackJob
 from mergepipe.deltastore.pack.originals import (
@@ -21,8 +30,155 @@ from mergepipe.deltastore.pack.originals import (
 from mergepipe.errors import OutputError, RecipeError, UnsupportedError
 from mergepipe.snapshots.object_upload import check_apart, staging_place
 from mergepipe.snapshots.staging import check_target
-from mergepipe.storage.contract import FileKind, Store
+from mergepipe.storage.contract import FileKind, RangeFile, Store
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.traffic import concurrent_map
+
+# --- compare an expert with the bases that it may have been fine-tuned from, by samples of tensors of the same ---
+
+
+UNRELATED: Final = 2**0.5
+"""The relative delta of two independent tensors of equal variance."""
+DOUBTFUL_DELTA: Final = 0.5
+"""From here on most of what a delta saves is gone: usual fine-tunes stay below 0.2."""
+_SAMPLE_BYTES = 4096
+_REQUEST_BYTES = 2 * _SAMPLE_BYTES  # a sample that begins inside a page
+_MOST_SAMPLES = 256
+_LEAST_SAMPLES = 16
+_SHARE = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class BaseMatch:
+    """How close an expert is to a base: the norm of the sampled deltas over that of the weights' deviations.
+
+    Weights that the base lacks, or has in another shape or in a dtype that is not converted, count as unrelated.
+    `nearest_fraction`: the share of `n_samples` at which no other candidate is nearer; `next_base` is the second best
+    of several.
+    """
+
+    base: Location
+    relative_delta: float
+    n_samples: int
+    nearest_fraction: float = 1.0
+    next_base: Location | None = None
+    next_delta: float | None = None
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the deltas are so large that this is hardly the base of the expert."""
+        return self.relative_delta >= DOUBTFUL_DELTA
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the base was told from all others: nearest nearly everywhere, and no other nearly as near."""
+        is_far_ahead = self.next_delta is None or self.relative_delta <= 0.9 * self.next_delta
+        return self.n_samples > 0 and not self.is_doubtful and self.nearest_fraction >= 0.9 and is_far_ahead
+
+
+def doubt_about(match: BaseMatch) -> str:
+    """Say why a base may be the wrong one; empty if nothing speaks against it."""
+    if not match.n_samples:
+        return f"{match.base} is taken as its base unseen: it has no floating-point tensor to compare"
+    if match.is_doubtful:
+        size = format_percent(match.relative_delta)
+        return f"{match.base} is hardly its base: deltas are as large as {size} of the weights, and a pack saves little"
+    if not match.is_sure and match.next_delta is not None:
+        return (
+            f"{match.base} is taken as its base, deltas of {format_percent(match.relative_delta)} of the weights, but "
+            f"{match.next_base} is as near: {format_percent(match.next_delta)}"
+        )
+    return ""
+
+
+def match_base(store: Store, expert: Checkpoint, candidates: Sequence[Checkpoint]) -> tuple[int, BaseMatch]:
+    """Find the candidate that an expert is nearest to; return its number and how sure that is.
+
+    Reads the same samples of the expert and of each candidate: at most 0.1 % of the expert's bytes, or 128 KiB. An
+    expert without a floating-point tensor is taken as equal to the first candidate.
+
+    Raises:
+        ConflictError, StorageError, CorruptError: a sample could not be read.
+    """
+    spans = tuple(sample_spans(expert))
+    if not spans:
+        return 0, BaseMatch(candidates[0].path, 0.0, 0)
+    weights_S, deltas_CS = _squares(store, expert, candidates, spans)
+    total = float(weights_S.sum())
+    relative_C = [float(np.sqrt(deltas_S.sum() / total)) if total else 0.0 for deltas_S in deltas_CS]
+    order = sorted(range(len(candidates)), key=lambda c: (relative_C[c], c))
+    best = order[0]
+    nearest = float((deltas_CS[best] <= deltas_CS.min(axis=0)).mean())
+    match = BaseMatch(candidates[best].path, relative_C[best], len(spans), nearest)
+    if len(order) == 1:
+        return best, match
+    following = order[1]
+    return best, BaseMatch(
+        match.base, match.relative_delta, len(spans), nearest, candidates[following].path, relative_C[following]
+    )
+
+
+def sample_spans(expert: Checkpoint) -> Iterator[tuple[str, Span]]:
+    """Yield the spans to compare, at equal distances over all floating-point tensors in the order of their names."""
+    names = sorted(name for name, tensor in expert.tensors.items() if tensor.dtype.kind is DTypeKind.FLOAT)
+    tensors = [expert.tensors[name] for name in names if expert.tensors[name].n_elements]
+    sizes = [tensor.n_elements * tensor.dtype.itemsize for tensor in tensors]
+    ends = list(accumulate(sizes))
+    if not ends:
+        return
+    wanted = max(_LEAST_SAMPLES, min(_MOST_SAMPLES, int(_SHARE * ends[-1] / _REQUEST_BYTES)))
+    n_samples = max(1, min(wanted, ends[-1] // _SAMPLE_BYTES))
+    for number in range(n_samples):
+        at = ends[-1] * (2 * number + 1) // (2 * n_samples)
+        place = bisect_right(ends, at)
+        tensor, size = tensors[place], tensors[place].dtype.itemsize
+        n_elements = min(_SAMPLE_BYTES // size, tensor.n_elements)
+        start = min((at - (ends[place] - sizes[place])) // size, tensor.n_elements - n_elements)
+        yield tensor.name, Span(start, start + n_elements)
+
+
+def _squares(
+    store: Store, expert: Checkpoint, candidates: Sequence[Checkpoint], spans: Sequence[tuple[str, Span]]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Sum up the squares of the weights' deviations, by sample, and of the deltas, by candidate and sample."""
+    checkpoints = (expert, *candidates)
+    present = [
+        checkpoint.tensors[name] for checkpoint in checkpoints for name, _ in spans if name in checkpoint.tensors
+    ]
+    weights_S, deltas_CS = np.zeros(len(spans)), np.zeros((len(candidates), len(spans)))
+    with (
+        open_files(store, files_of(present), checkpoints) as files,
+        concurrent_map(store, [checkpoint.path for checkpoint in checkpoints]) as map_all,
+    ):
+
+        def compare(number: int) -> None:
+            name, span = spans[number]
+            tensor = expert.tensors[name]
+            values = _values(tensor, span, files)
+            weights_S[number] = _square_sum(values - values.mean())
+            for c, candidate in enumerate(candidates):
+                other = candidate.tensors.get(name)
+                if other is None or other.shape != tensor.shape or not can_be_base_of(other.dtype, tensor.dtype):
+                    deltas_CS[c, number] = UNRELATED**2 * weights_S[number]
+                else:
+                    deltas_CS[c, number] = _square_sum(values - _values(other, span, files))
+
+        list(map_all(compare, range(len(spans))))
+    return weights_S, deltas_CS
+
+
+def _values(tensor: Readable, span: Span, files: Mapping[Location, RangeFile]) -> NDArray[np.float64]:
+    values = decoded(read_elements(tensor, span, files, Purpose.METADATA), tensor.dtype.kernel_code).astype(np.float64)
+    return np.nan_to_num(values, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _square_sum(values: NDArray[np.float64]) -> float:
+    return float(values @ values)
+
+
+# --- decide which experts can be packed, into which store, and whether a store holds one already ---
+
 
 _SUFFIX = ".safetensors"
 

@@ -14,14 +14,12 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable, TensorEntry, files_of
-from mergepipe.checkpoints.open_files import open_files
-from mergepipe.checkpoints.range_reads import read_elements
+from mergepipe.checkpoints.open_files import open_files, read_elements
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.deltastore.checkpoint import OpenedStore
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.index import digest
-from mergepipe.deltastore.pack.builder import PackJob
-from mergepipe.deltastore.pack.kept_files import file_parts
+from mergepipe.deltastore.pack.builder import PackJob, file_parts
 from mergepipe.errors import ConflictError
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Store

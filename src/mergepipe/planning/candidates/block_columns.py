@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import ComputedTensor, TensorEntry, Unchanged
-from mergepipe.checkpoints.read_cost import block_costs_bytes
+from mergepipe.checkpoints.contract import ComputedTensor, TensorEntry, Unchanged, block_costs_bytes
 from mergepipe.core.blocks import Span
 from mergepipe.errors import UnsupportedError
-from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.recipes.tasks import MergeTask
 
 ABSENT = -1
 

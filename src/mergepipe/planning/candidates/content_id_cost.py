@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mergepipe.checkpoints.content_id import samples
-from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
-from mergepipe.checkpoints.read_cost import range_cost_bytes
+from mergepipe.checkpoints.contract import Checkpoint, TensorEntry, range_cost_bytes
 
 
 def sample_cost_bytes(checkpoint: Checkpoint) -> int:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from mergepipe.planning.choices import AdjustPolicy
 from mergepipe.planning.plan import Fallback
 from mergepipe.planning.problem import PlanningProblem
-from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
+from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 
 NO_DENSITY = "the operator has no density"
 

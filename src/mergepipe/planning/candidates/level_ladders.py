@@ -13,7 +13,7 @@ from mergepipe.operators.base import Operator
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.operator_rules import operator_input
 from mergepipe.planning.candidates.sufficient_levels import sufficient_levels
-from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.recipes.tasks import MergeTask
 
 _FOR_NOTHING = 1e150  # the rate of what costs nothing more
 ALL = 126  # above every level of a store

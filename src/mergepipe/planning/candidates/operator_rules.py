@@ -26,7 +26,7 @@ from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import NOTHING_KEPT, Cut, CutEstimate, TensorStatistics
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.problem import PlanningProblem
-from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.recipes.tasks import MergeTask
 
 REASON_NO_CUT = "the magnitude cut of its density is not in the statistics"
 REASON_NO_PRODUCTS = "its inner products are not finite"

@@ -6,7 +6,7 @@ import numpy as np
 
 from mergepipe.checkpoints.contract import as_leveled
 from mergepipe.operators.base import NOTHING_REDUCED, MagnitudeCut, Operator, OperatorInput, Reduced
-from mergepipe.recipes.resolve.tasks import Action, MergeTask
+from mergepipe.recipes.tasks import Action, MergeTask
 
 
 def sufficient_levels(operator: Operator, inputs: OperatorInput, task: MergeTask) -> tuple[tuple[int, int], ...]:

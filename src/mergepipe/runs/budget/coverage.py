@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.engine.planned_access import FREE, source_of_blocks
+from mergepipe.engine.tensor_work import FREE, source_of_blocks
 from mergepipe.planning.plan import Plan
 from mergepipe.snapshots.manifest import Coverage
 

@@ -14,16 +14,15 @@ from mergepipe.core.blocks import BlockGrid, element_count
 from mergepipe.core.canonical_json import parse_digestible
 from mergepipe.core.units import plural
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, did_you_mean
-from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.recipes.tasks import MergeTask
 from mergepipe.storage.contract import Store, is_folder
 from mergepipe.storage.limits import IMPORTANCE_BYTES
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import EXP_AVG_SQ, WEIGHT, StoredState
-from mergepipe.tailor.composition.composition_plan import unpacked
-from mergepipe.tailor.composition.copy.dtype_cast import values_of
-from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
-from mergepipe.tailor.formats.trainer_files import weight_state
-from mergepipe.tailor.values import StateReader
+from mergepipe.tailor.checkpoint import EXP_AVG_SQ, WEIGHT, StateReader, StoredState
+from mergepipe.tailor.composition_plan import unpacked
+from mergepipe.tailor.copy_writer import values_of
+from mergepipe.tailor.formats.hf_trainer import weight_state
+from mergepipe.tailor.formats.registry import open_training_checkpoint
 
 _SPAN_ELEMENTS = 4 << 20  # read at once: 16 MiB, and as much again for each step of the sum
 _HINT = "give a JSON object of tensor names and numbers, a safetensors file, or a training checkpoint"

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mergepipe.checkpoints.contract import Readable, TensorEntry, Unchanged
-from mergepipe.checkpoints.read_cost import block_cost_bytes, block_costs_bytes
+from mergepipe.checkpoints.contract import Readable, TensorEntry, Unchanged, block_cost_bytes, block_costs_bytes
 from mergepipe.core.blocks import BlockGrid, Span
-from mergepipe.engine.pipeline.segments import at_level
+from mergepipe.engine.segments import at_level
 from mergepipe.planning.plan import Access, Plan, PlannedTensor
-from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.recipes.tasks import MergeTask
 
 
 def planned_cost(plan: Plan, tasks: Sequence[MergeTask]) -> int:

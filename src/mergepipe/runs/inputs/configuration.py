@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from mergepipe.checkpoints.formats.config_json import parse_config
+from mergepipe.checkpoints.directory import parse_config
 from mergepipe.core.blocks import DTYPES, DTypeKind
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import MergePipeError, NotFoundError
-from mergepipe.recipes.parse.yaml_source import shortened
+from mergepipe.recipes.yaml_source import shortened
 from mergepipe.reports import Damage
 from mergepipe.snapshots.manifest import Manifest, OutputTensor
 from mergepipe.storage.contract import Store

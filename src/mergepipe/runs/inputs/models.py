@@ -8,15 +8,13 @@ from typing import Protocol
 
 from blake3 import blake3
 
+from mergepipe.checkpoints.adapted_tensors import Adapted
+from mergepipe.checkpoints.adapters import apply_adapter, open_adapter
 from mergepipe.checkpoints.base_digest import base_digest
-from mergepipe.checkpoints.computed.adapted import Adapted
-from mergepipe.checkpoints.computed.adapter import apply_adapter, open_adapter
-from mergepipe.checkpoints.computed.expert_layouts import in_layout_of
-from mergepipe.checkpoints.contained_files import require_text_path
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
-from mergepipe.checkpoints.directory import list_names, open_checkpoint
-from mergepipe.checkpoints.formats.quantised import refuse_quantised
-from mergepipe.checkpoints.formats.weight_files import ADAPTER_NAMES, is_adapter
+from mergepipe.checkpoints.directory import ADAPTER_NAMES, is_adapter, list_names, open_checkpoint, require_text_path
+from mergepipe.checkpoints.quantised import refuse_quantised
+from mergepipe.checkpoints.stacked_experts import in_layout_of
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.deltastore.header import is_store
 from mergepipe.errors import MismatchError, UnsupportedError

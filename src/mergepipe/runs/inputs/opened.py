@@ -7,36 +7,34 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from mergepipe.checkpoints.computed.embedding_names import embedding_ending
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.tokenizers.unaligned_rows import unaligned_notices
-from mergepipe.checkpoints.tokenizers.vocabulary import counted
+from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_notices
+from mergepipe.checkpoints.vocabulary import counted
 from mergepipe.core.notices import Notice, notice_at, told_once
 from mergepipe.errors import MergePipeError
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
-from mergepipe.recipes.parse.problems import USUAL, Strictness, refuse_notices
-from mergepipe.recipes.parse.recipe import ModelInput, Recipe
-from mergepipe.recipes.parse.recipe_files import load_recipes
-from mergepipe.recipes.parse.written_paths import with_relative_paths
-from mergepipe.recipes.resolve.anchors import weights_needed
-from mergepipe.recipes.resolve.resolution import resolve
-from mergepipe.recipes.resolve.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
-from mergepipe.recipes.resolve.vocabulary_alignment import Alignment, align_vocabulary
+from mergepipe.recipes.fields import USUAL, Strictness, refuse_notices
+from mergepipe.recipes.output_tensors import weights_needed
+from mergepipe.recipes.recipe import ModelInput, Recipe
+from mergepipe.recipes.recipe_files import load_recipes
+from mergepipe.recipes.references import with_relative_paths
+from mergepipe.recipes.resolution import resolve
+from mergepipe.recipes.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
+from mergepipe.recipes.vocabulary_alignment import Alignment, align_vocabulary
 from mergepipe.runs.inputs.models import open_model
 from mergepipe.storage.location import Location
 from mergepipe.storage.traffic import concurrent_map
 
 if TYPE_CHECKING:
-    from mergepipe.catalog.catalog import Catalog
-    from mergepipe.catalog.rows import ModelRow
+    from mergepipe.catalog.statistics_file import StatisticsFile
     from mergepipe.engine.merged_tensor import MergedTensor
     from mergepipe.operators.statistics import TensorStatistics
     from mergepipe.planning.plan import Plan
-    from mergepipe.recipes.parse.yaml_source import RecipeText
+    from mergepipe.recipes.yaml_source import RecipeText
     from mergepipe.runs.records.catalog_link import CatalogLink
-    from mergepipe.runs.records.statistics_files import StatisticsBeside
+    from mergepipe.runs.records.known_statistics import KnownStatistics
     from mergepipe.storage.contract import Store
 
 DOCUMENT_MARK = "\n---\n"
@@ -291,57 +289,27 @@ def open_path(store: Store, path: Location, base: Checkpoint | None = None) -> C
 
 
 class PairStatistics:
-    """The statistics of the pairs that a merge is made of: the catalog's, else those `beside` the models."""
+    """The statistics on record of the pairs that a merge is made of."""
 
-    def __init__(
-        self,
-        catalog: Catalog | None,
-        inputs: Inputs,
-        beside: StatisticsBeside | None = None,
-    ) -> None:
-        self._catalog = catalog
+    def __init__(self, known: KnownStatistics, inputs: Inputs) -> None:
+        self._known = known
         self._inputs = inputs
-        self._beside = beside
-        self._rows: dict[int, ModelRow | None] = {}
-        self._known: dict[tuple[int, int], Mapping[str, TensorStatistics]] = {}
+        self._files: dict[tuple[int, int], StatisticsFile | None] = {}
 
-    def row(self, model: int) -> ModelRow | None:
-        """The catalog's row of a model."""
-        if model not in self._rows:
-            catalog, checkpoint = self._catalog, self._inputs.checkpoints[model]
-            self._rows[model] = None if catalog is None else catalog.model_for(checkpoint)
-        return self._rows[model]
-
-    def content_id(self, model: int) -> str | None:
-        """The content id of a model, None where it is on record nowhere."""
-        row = self.row(model)
-        if row is not None and row.content_id is not None:
-            return row.content_id
-        return None if self._beside is None else self._beside.content_id(self._inputs.checkpoints[model])
+    def file(self, expert: int, base: int) -> StatisticsFile | None:
+        """Return what is on record of one model against another."""
+        if (expert, base) not in self._files:
+            checkpoints = self._inputs.checkpoints
+            self._files[expert, base] = self._known.file(checkpoints[expert], checkpoints[base])
+        return self._files[expert, base]
 
     def of(self, task: MergeTask, slot: int) -> TensorStatistics | None:
         """Look up the statistics of one expert of a task."""
         name = self._inputs.pair_name(task, slot)
-        statistics = None if name is None else self._pair(task.expert_models[slot], task.base_model).get(name)
+        file = None if name is None else self.file(task.expert_models[slot], task.base_model)
+        statistics = None if file is None or name is None else file.tensors.get(name)
         fits = statistics is not None and statistics.grid.n_elements == task.base.n_elements
         return statistics if fits else None
-
-    def _pair(self, expert: int, base: int) -> Mapping[str, TensorStatistics]:
-        if (expert, base) not in self._known:
-            self._known[expert, base] = self._on_record(expert, base) or self._found_beside(expert, base)
-        return self._known[expert, base]
-
-    def _on_record(self, expert: int, base: int) -> Mapping[str, TensorStatistics]:
-        row, base_row = self.row(expert), self.row(base)
-        if self._catalog is None or row is None or base_row is None:
-            return {}
-        return self._catalog.statistics(row, base_row)
-
-    def _found_beside(self, expert: int, base: int) -> Mapping[str, TensorStatistics]:
-        if self._beside is None:
-            return {}
-        checkpoints = self._inputs.checkpoints
-        return self._beside.statistics(checkpoints[expert], checkpoints[base])
 
 
 def with_parameters(inputs: Inputs, plan: Plan) -> Inputs:

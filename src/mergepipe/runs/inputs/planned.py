@@ -8,9 +8,9 @@ from dataclasses import replace
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.errors import ConflictError, NotFoundError, Problem
 from mergepipe.planning.plan import Plan, PlannedModel
-from mergepipe.recipes.parse.problems import LENIENT
-from mergepipe.recipes.parse.recipe_files import reload_recipe
-from mergepipe.recipes.parse.references import reference_text
+from mergepipe.recipes.fields import LENIENT
+from mergepipe.recipes.recipe_files import reload_recipe
+from mergepipe.recipes.references import reference_text
 from mergepipe.runs.inputs.opened import Inputs, open_recipes, with_known_digests
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.storage.contract import Store

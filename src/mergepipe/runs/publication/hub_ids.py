@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mergepipe.errors import RecipeError
-from mergepipe.recipes.parse.recipe import ModelInput
-from mergepipe.recipes.parse.references import reference_text
+from mergepipe.recipes.recipe import ModelInput
+from mergepipe.recipes.references import reference_text
 from mergepipe.snapshots.manifest import BASE_MODEL_IDS_KEY, Manifest
 from mergepipe.snapshots.recorded_paths import CACHED_MODEL
 from mergepipe.storage.contract import Store

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from fnmatch import fnmatchcase
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.formats.weight_files import SAFETENSORS, TORCH
+from mergepipe.checkpoints.directory import SAFETENSORS, TORCH
 from mergepipe.core.units import plural
 from mergepipe.snapshots.manifest import CARD_NAME, MANIFEST_NAME, LeftOutFile
 from mergepipe.storage.contract import FileKind, Store

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME, TOKENIZER_NAMES
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TOKENIZER_NAMES
 from mergepipe.core.escaping import printable
 from mergepipe.planning.plan import Plan
-from mergepipe.recipes.parse.written_paths import with_renamed
-from mergepipe.recipes.resolve.adapted_config import parsed_config
+from mergepipe.recipes.output_tensors import parsed_config
+from mergepipe.recipes.references import with_renamed
 from mergepipe.runs.budget.verdict import verdict_of
 from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.runs.publication.card_lines import body_lines, metadata_lines

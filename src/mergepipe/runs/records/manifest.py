@@ -13,7 +13,7 @@ from mergepipe.engine.work import OutputPlan
 from mergepipe.operators.base import MagnitudeBand, MagnitudeCut
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.candidates.operator_rules import operator_input
-from mergepipe.recipes.resolve.tasks import Action
+from mergepipe.recipes.tasks import Action
 from mergepipe.reports import KeptShare
 from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.snapshots.manifest import OutputFileRecord, OutputTensor, RealizedBytes

@@ -10,14 +10,13 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
-from mergepipe.checkpoints.contained_files import is_plain_name
-from mergepipe.checkpoints.formats.inert_pickle import load_inert
-from mergepipe.checkpoints.formats.inert_values import TORCH_DTYPES, PickledTensor, Record
-from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
-from mergepipe.checkpoints.formats.zip_directory import Window, read_zip_directory
+from mergepipe.checkpoints.directory import is_plain_name
+from mergepipe.checkpoints.inert_pickle import load_inert
+from mergepipe.checkpoints.inert_values import TORCH_DTYPES, PickledTensor, Record
+from mergepipe.checkpoints.torch_file import Window, read_torch_zip, read_zip_directory
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
+from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import PICKLE_BYTES
 from mergepipe.storage.location import Location
@@ -30,16 +29,111 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import Copied
-from mergepipe.tailor.formats.foreign import refuse_foreign_states
-from mergepipe.tailor.formats.pickle_node import Node
-from mergepipe.tailor.formats.scalars import read_scalar
-from mergepipe.tailor.units import model_units
+from mergepipe.tailor.formats.contract import Copied, refuse_foreign_states
+from mergepipe.tailor.formats.pickle_node import Node, read_scalar
+from mergepipe.tailor.selection import model_units
+from mergepipe.tailor.torch_writer import Size
 
 if TYPE_CHECKING:
-    from mergepipe.tailor.composition.request.assignment import Assignment
-    from mergepipe.tailor.composition.skeleton_files import SkeletonFile
-    from mergepipe.tailor.composition.state_overlay import StateOverlay
+    from mergepipe.tailor.assignment import Assignment
+    from mergepipe.tailor.sources import SkeletonFile
+    from mergepipe.tailor.state_overlay import StateOverlay
+
+# --- the metadata of torch DCP directories as inert values that are changed and written back ---
+
+
+_SIZED_FIELDS = {
+    "TensorStorageMetadata": ("size",),
+    "ChunkStorageMetadata": ("offsets", "sizes"),
+    "MetadataIndex": ("offset",),
+}
+_DESCRIBED = "state_dict_metadata"
+_STORED = "storage_data"
+_KEYS = "planner_data"
+_MAX_NAMED = 3
+
+
+def read_dcp_metadata(store: Store, folder: Location) -> object:
+    """Read `.metadata`; shapes are `Size`, so that it can be written back."""
+    path = folder / METADATA_NAME
+    metadata = load_inert(store.read_small(path, PICKLE_BYTES), str(path))
+    _restore_sizes(metadata)
+    return metadata
+
+
+def _restore_sizes(root: object) -> None:
+    """Make shapes `torch.Size` again, which the inert reader turns into tuples."""
+    waiting, seen = [root], set()
+    while waiting:
+        value = waiting.pop()
+        if not isinstance(value, dict | list | tuple | Record) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            waiting.extend([*value, *value.values()])
+        elif isinstance(value, Record):
+            waiting.append(value.state)
+            state = value.state if isinstance(value.state, dict) else {}
+            for field in _SIZED_FIELDS.get(value.kind.name, ()):
+                if isinstance(state.get(field), tuple):
+                    state[field] = Size(state[field])
+        else:
+            waiting.extend(value)
+
+
+def merge_state(metadata: object, folder: Location, state: object, state_folder: Location) -> dict[str, str]:
+    """Take every entry of `state` into `metadata` (changed in place), in place of entries of the same key.
+
+    Returns the state's files with the names they must have beside `metadata`.
+
+    Raises:
+        MismatchError: `metadata` has values that are no tensors and that the state lacks.
+        UnsupportedError: the state's files do not lie in its directory.
+    """
+    metadata_root, new = _root(metadata, folder), _root(state, state_folder)
+    described, added = metadata_root.get(_DESCRIBED).mapping(), new.get(_DESCRIBED).mapping()
+    lacking = [str(k) for k, v in described.items() if _is_plain_value(v) and k not in added]
+    if lacking:
+        more = f" and {len(lacking) - _MAX_NAMED} more" if len(lacking) > _MAX_NAMED else ""
+        raise MismatchError.of(
+            "tailor.state.files", state_folder, f"lacks {', '.join(lacking[:_MAX_NAMED])}{more}, which {folder} holds",
+            "save the same state with every partial checkpoint, or name a complete one in state_from",
+        )  # fmt: skip
+    described.update(added)
+    keys, added_keys = metadata_root.find(_KEYS), new.find(_KEYS)
+    if keys is not None and added_keys is not None:
+        keys.mapping().update(added_keys.mapping())
+    stored = metadata_root.get(_STORED).mapping()
+    for index in [index for index in stored if _key(index, metadata_root) in added]:
+        del stored[index]
+    renamed: dict[str, str] = {}
+    for index, place in new.get(_STORED).items():
+        fields = place.fields("_StorageInfo")
+        relative = fields.get("relative_path").text()
+        if not is_plain_name(relative):
+            raise UnsupportedError.of("tailor.state.files", state_folder, f"its state lies in {relative[:80]!r}")
+        renamed[relative] = f"state-{relative}"
+        fields.mapping()["relative_path"] = renamed[relative]
+        stored[index] = place.value
+    return renamed
+
+
+def _root(metadata: object, folder: Location) -> Node:
+    return Node(metadata, str(folder / METADATA_NAME)).fields("Metadata")
+
+
+def _is_plain_value(described: object) -> bool:
+    """Whether an entry is no tensor."""
+    return isinstance(described, Record) and described.kind.name == "BytesStorageMetadata"
+
+
+def _key(index: object, where: Node) -> str:
+    return Node(index, where.file, where.path).fields("MetadataIndex").get("fqn").text()
+
+
+# --- torch.distributed.checkpoint directories (FSDP2) ---
+# every chunk is a small torch.save archive inside a shared file
+
 
 DCP_FORMAT = "torch-dcp"
 METADATA_NAME = ".metadata"
@@ -314,6 +408,6 @@ class DcpFormat(Copied):
 
     def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
         """See `composition.state_overlay`."""
-        from mergepipe.tailor.composition.state_overlay import overlay_dcp_state
+        from mergepipe.tailor.state_overlay import overlay_dcp_state
 
         return overlay_dcp_state(store, assignment, files)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
-from mergepipe.checkpoints.contained_files import is_plain_name
-from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.checkpoints.formats.inert_values import PickledTensor, Record
-from mergepipe.checkpoints.formats.torch_zip import StoredTensor, TorchArchive, read_torch_zip
+from mergepipe.checkpoints.directory import is_plain_name, open_checkpoint
+from mergepipe.checkpoints.inert_values import PickledTensor, Record
+from mergepipe.checkpoints.torch_file import StoredTensor, TorchArchive, read_torch_zip
 from mergepipe.core.blocks import DTYPES, Span, element_count
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file, is_folder
@@ -27,18 +26,16 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import Copied
-from mergepipe.tailor.formats.foreign import refuse_foreign_states
-from mergepipe.tailor.formats.pickle_node import Node
-from mergepipe.tailor.formats.scalars import read_scalar
-from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME, read_global_step, weight_state
-from mergepipe.tailor.units import model_units
+from mergepipe.tailor.formats.contract import Copied, refuse_foreign_states
+from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME, read_global_step, weight_state
+from mergepipe.tailor.formats.pickle_node import Node, read_scalar
+from mergepipe.tailor.selection import model_units
 
 if TYPE_CHECKING:
-    from mergepipe.tailor.composition.composition_plan import CompositionPlan
-    from mergepipe.tailor.composition.request.assignment import Assignment
-    from mergepipe.tailor.composition.skeleton_files import SkeletonFile
-    from mergepipe.tailor.composition.state_overlay import StateOverlay
+    from mergepipe.tailor.assignment import Assignment
+    from mergepipe.tailor.composition_plan import CompositionPlan
+    from mergepipe.tailor.sources import SkeletonFile
+    from mergepipe.tailor.state_overlay import StateOverlay
 
 ZERO_FORMAT = "deepspeed-zero"
 LATEST_NAME = "latest"
@@ -460,13 +457,13 @@ class ZeroFormat(Copied):
 
     def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
         """See `composition.state_overlay`."""
-        from mergepipe.tailor.composition.state_overlay import overlay_zero_state
+        from mergepipe.tailor.state_overlay import overlay_zero_state
 
         return overlay_zero_state(store, assignment, files)
 
     def plan_universal(self, store: Store, assignment: Assignment) -> CompositionPlan:
         """See `composition.universal`."""
-        from mergepipe.tailor.composition.universal import plan_universal
+        from mergepipe.tailor.universal_plan import plan_universal
 
         return plan_universal(store, assignment)
 

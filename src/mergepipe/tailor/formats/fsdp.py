@@ -7,8 +7,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import ClassVar
 
-from mergepipe.checkpoints.formats.inert_values import PickledTensor
-from mergepipe.checkpoints.formats.torch_zip import StoredTensor, read_torch_zip
+from mergepipe.checkpoints.inert_values import PickledTensor
+from mergepipe.checkpoints.torch_file import StoredTensor, read_torch_zip
 from mergepipe.core.blocks import Span
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import Store, is_file, is_folder
@@ -17,10 +17,15 @@ from mergepipe.tailor.checkpoint import WEIGHT, Framework, Piece, StoredState, T
 from mergepipe.tailor.formats.contract import Copied
 from mergepipe.tailor.formats.dcp import dcp_checkpoint, read_tensors
 from mergepipe.tailor.formats.deepspeed import with_export
-from mergepipe.tailor.formats.hf_optimizer import optimizer_states, optimizer_step, rank_count
+from mergepipe.tailor.formats.hf_trainer import (
+    TRAINER_STATE_NAME,
+    optimizer_states,
+    optimizer_step,
+    rank_count,
+    read_global_step,
+)
 from mergepipe.tailor.formats.pickle_node import Node
-from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME, read_global_step
-from mergepipe.tailor.units import model_units
+from mergepipe.tailor.selection import model_units
 
 FSDP_FORMAT = "accelerate-fsdp"
 WEIGHTS_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"

@@ -1,16 +1,21 @@
-"""The training formats: each is registered here by one line."""
+"""The training formats: each is registered here by one line, and tried when a path is opened."""
 
 from __future__ import annotations
 
-from mergepipe.tailor.formats.contract import CheckpointKind, TrainingFormat
+from mergepipe.errors import NotFoundError
+from mergepipe.storage.contract import Store, is_folder
+from mergepipe.storage.location import Location
+from mergepipe.tailor.checkpoint import TrainingCheckpoint
+from mergepipe.tailor.formats.contract import CheckpointKind, ForeignKind, TrainingFormat
 from mergepipe.tailor.formats.dcp import DcpFormat
 from mergepipe.tailor.formats.deepspeed import ZeroFormat
-from mergepipe.tailor.formats.foreign import ForeignKind
 from mergepipe.tailor.formats.fsdp import FsdpFormat
-from mergepipe.tailor.formats.hf_optimizer import HfFormat
+from mergepipe.tailor.formats.hf_trainer import HfFormat, WeightsFormat
 from mergepipe.tailor.formats.partial import PartialKind
 from mergepipe.tailor.formats.universal import UniversalFormat
-from mergepipe.tailor.formats.weights_only import WeightsFormat
+
+# --- the training formats: each is registered here by one line ---
+
 
 TRAINING_FORMATS: tuple[TrainingFormat, ...] = (
     DcpFormat(),
@@ -32,3 +37,25 @@ def format_named(name: str) -> TrainingFormat:
         KeyError: there is none.
     """
     return {training_format.name: training_format for training_format in TRAINING_FORMATS}[name]
+
+
+# --- opens a path as a training checkpoint, whichever format it turns out to be ---
+
+
+def open_training_checkpoint(store: Store, path: Location, home: Location | None = None) -> TrainingCheckpoint:
+    """Open a Trainer checkpoint, a DeepSpeed tag or save directory, a DCP directory or a partial checkpoint of ours.
+
+    Reads structure and step counters, never another tensor byte. `home` is where it will lie, if that is elsewhere.
+
+    Raises:
+        NotFoundError: there is no such directory, or no training checkpoint in it.
+        CorruptError, MismatchError: it contradicts itself.
+        UnsupportedError: a kind this version does not read.
+    """
+    if not is_folder(store, path):
+        raise NotFoundError.of("tailor.path", path, "there is no such directory")
+    kind = next((candidate for candidate in CHECKPOINT_KINDS if candidate.recognise(store, path)), None)
+    if kind is None:
+        looked_for = "; ".join(candidate.looked_for for candidate in CHECKPOINT_KINDS if candidate.looked_for)
+        raise NotFoundError.of("tailor.none", path, "no training checkpoint is here", f"looked for {looked_for}")
+    return kind.open(store, path, home or path)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
-from mergepipe.checkpoints.contained_files import is_plain_name
-from mergepipe.checkpoints.formats.inert_values import PickledTensor
-from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
+from mergepipe.checkpoints.directory import is_plain_name
+from mergepipe.checkpoints.inert_values import PickledTensor
+from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import DTYPES, Span, element_count
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file, is_folder
@@ -23,7 +23,7 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import Copied
+from mergepipe.tailor.formats.contract import Copied, refuse_foreign_states
 from mergepipe.tailor.formats.deepspeed import (
     LATEST_NAME,
     check_trainer_step,
@@ -33,15 +33,13 @@ from mergepipe.tailor.formats.deepspeed import (
     with_export,
     zero_stage,
 )
-from mergepipe.tailor.formats.foreign import refuse_foreign_states
-from mergepipe.tailor.formats.pickle_node import Node, PicklePath
-from mergepipe.tailor.formats.scalars import read_scalar
-from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME
-from mergepipe.tailor.units import model_units
+from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME
+from mergepipe.tailor.formats.pickle_node import Node, PicklePath, read_scalar
+from mergepipe.tailor.selection import model_units
 
 if TYPE_CHECKING:
-    from mergepipe.tailor.composition.composition_plan import CompositionPlan
-    from mergepipe.tailor.composition.request.assignment import Assignment
+    from mergepipe.tailor.assignment import Assignment
+    from mergepipe.tailor.composition_plan import CompositionPlan
 
 UNIVERSAL_FORMAT = "deepspeed-universal"
 LATEST_UNIVERSAL_NAME = "latest_universal"
@@ -194,6 +192,6 @@ class UniversalFormat(Copied):
 
     def plan_universal(self, store: Store, assignment: Assignment) -> CompositionPlan:
         """It is universal already."""
-        from mergepipe.tailor.composition.composition_plan import plan_composition
+        from mergepipe.tailor.composition_plan import plan_composition
 
         return plan_composition(store, assignment)

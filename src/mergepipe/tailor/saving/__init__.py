@@ -6,12 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mergepipe.tailor.saving.background import BackgroundWriter
-    from mergepipe.tailor.saving.callback import PartialCheckpointCallback
-    from mergepipe.tailor.saving.changes import ChangeTracker
+    from mergepipe.tailor.saving.callback import PartialCheckpointCallback, save_partial
     from mergepipe.tailor.saving.frameworks import restore_random_state
-    from mergepipe.tailor.saving.training_loop import save_partial
-    from mergepipe.tailor.saving.unit_choice import Filter, LatestChanged, PaperFilter, PaperParity, Parity, Strategy
+    from mergepipe.tailor.saving.partial_run import BackgroundWriter
+    from mergepipe.tailor.saving.unit_choice import (
+        ChangeTracker,
+        Filter,
+        LatestChanged,
+        PaperFilter,
+        PaperParity,
+        Parity,
+        Strategy,
+    )
 
 __all__ = [
     "BackgroundWriter",
@@ -28,8 +34,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BackgroundWriter": "background",
-    "ChangeTracker": "changes",
+    "BackgroundWriter": "partial_run",
+    "ChangeTracker": "unit_choice",
     "Filter": "unit_choice",
     "LatestChanged": "unit_choice",
     "PaperFilter": "unit_choice",
@@ -38,7 +44,7 @@ _HOMES = {
     "PartialCheckpointCallback": "callback",
     "Strategy": "unit_choice",
     "restore_random_state": "frameworks",
-    "save_partial": "training_loop",
+    "save_partial": "callback",
 }
 
 

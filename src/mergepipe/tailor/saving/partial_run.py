@@ -1,23 +1,308 @@
-"""Manage the partial saves of a run: when a full save is due, which units are next, and the log."""
+"""Manage the partial saves of a run: which units are next, what each rank writes, and the log."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
+from typing import TypeVar
 
-from mergepipe.errors import RecipeError
-from mergepipe.tailor.composition.request.save_log import partial_name
-from mergepipe.tailor.saving.background import BackgroundWriter
-from mergepipe.tailor.saving.changes import ChangeTracker, Samples
-from mergepipe.tailor.saving.engine_view import EngineView, Ranks
-from mergepipe.tailor.saving.partial_writer import PartialJob, open_partial
-from mergepipe.tailor.saving.save_journal import note_save, note_start, read_journal
-from mergepipe.tailor.saving.save_log import SaveRecord
-from mergepipe.tailor.saving.unit_choice import LatestChanged, Situation, Strategy, choose_units
-from mergepipe.tailor.units import Unit
+import numpy as np
+
+from mergepipe.core.blocks import DTYPES
+from mergepipe.errors import MergePipeError, Problem, RecipeError, StorageError
+from mergepipe.snapshots.shards import ShardWriter, TensorSpec, plan_shards
+from mergepipe.snapshots.staging import Staging
+from mergepipe.storage import owned
+from mergepipe.storage.ledger import Ledger
+from mergepipe.storage.local import os_error
+from mergepipe.storage.output import write_durably
+from mergepipe.tailor.formats.partial import MANIFEST_NAME, PartialManifest, ShardFile, ShardTensor
+from mergepipe.tailor.log_recipe import partial_name
+from mergepipe.tailor.saving.engine_view import EngineView, LocalCounter, Ranks
+from mergepipe.tailor.saving.save_log import SaveRecord, note_save, note_start, read_journal
+from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Samples, Situation, Strategy, choose_units
+from mergepipe.tailor.selection import Unit
+
+# --- write saves behind the training step ---
+# at most one at a time; a failure is raised by the next save or at the end
+
+
+class BackgroundWriter:
+    """Writes one save of a run at a time in a thread. A context manager, which waits for the last one.
+
+    Every method is called on every rank together. Memory: a copy of what is being saved of this rank's part.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "mergepipe-save")
+        self._saving: Future[SaveRecord] | None = None
+        self._ranks: Ranks | None = None
+
+    def __enter__(self) -> BackgroundWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+
+    def start(self, ranks: Ranks, write: Callable[[Ranks], SaveRecord]) -> None:
+        """Call `write` in the thread, with the ranks as they are seen from there.
+
+        Raises:
+            MergePipeError: the save before failed; `write` is not called.
+        """
+        self.wait()
+        if self._ranks is None:
+            self._ranks = ranks.for_another_thread()
+        self._saving = self._pool.submit(write, self._ranks)
+
+    def wait(self) -> SaveRecord | None:
+        """Wait for the save that is being written; None without one.
+
+        Raises:
+            MergePipeError: it failed, on whichever rank. Raised once; the run's earlier saves are as they were.
+        """
+        saving, self._saving = self._saving, None
+        return None if saving is None else saving.result()
+
+
+# --- write one partial checkpoint: every rank writes its shard into staging, rank 0 publishes ---
+
+
+_COUNTER_DTYPE = DTYPES["F32"]
+_NO_LIMIT = 2**62
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class PartialJob:
+    """A partial save: `units` of `view` at `step`, published as `out`.
+
+    `write_extra(folder)` writes small files of this rank beside the shard and returns their paths.
+    """
+
+    view: EngineView
+    units: tuple[Unit, ...]
+    step: int
+    out: Path
+    write_extra: Callable[[Path], Iterable[Path]]
+
+
+def write_partial(job: PartialJob, ranks: Ranks) -> int:
+    """Save, called on every rank; return the bytes of all files. Published only after everything is durable.
+
+    All ranks must see one file system. Memory: the largest local shard, and a write chunk of 8 MiB.
+
+    Raises:
+        ConflictError: `out` exists.
+        MergePipeError: a rank failed; every rank raises, and nothing becomes visible.
+    """
+    return open_partial(job, ranks, copies=False).write(ranks)
+
+
+def open_partial(job: PartialJob, ranks: Ranks, *, copies: bool) -> OpenedPartial:
+    """Begin a save: write the small files, which hold the state of now, and with `copies` copy the rest to the host.
+
+    Raises:
+        ConflictError: `out` exists.
+        MergePipeError: a rank failed; every rank raises, and nothing is left.
+    """
+    with ExitStack() as stack:
+        staging = Staging(job.out, force=False) if ranks.rank == 0 else None
+        opened = _agree(ranks, lambda: str(stack.enter_context(staging).path) if staging is not None else "")
+        folder = Path(opened[0])
+
+        def prepare() -> tuple[PartialJob, tuple[Path, ...]]:
+            extra = tuple(job.write_extra(folder))
+            return (replace(job, view=job.view.copied(_names(job))) if copies else job), extra
+
+        prepared: list[tuple[PartialJob, tuple[Path, ...]]] = []
+        _agree(ranks, lambda: prepared.append(prepare()))
+        return OpenedPartial(*prepared[0], folder, staging, stack.pop_all())
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedPartial:
+    """A save that is begun: `extra` are this rank's small files in `folder`, where rank 0 has its staging."""
+
+    job: PartialJob
+    extra: tuple[Path, ...]
+    folder: Path
+    staging: Staging | None
+    _stack: ExitStack
+
+    def write(self, ranks: Ranks) -> int:
+        """Write the rest and publish, from any thread; see `write_partial`."""
+
+        def write(staged: Path) -> _Written:
+            shard = _write_shard(self.job, staged, ranks.rank)
+            return _Written(shard, sum(_make_durable(path) for path in self.extra))
+
+        def finish(staged: Path, written: list[_Written]) -> int:
+            content = _manifest(self.job, [w.shard for w in written if w.shard is not None]).to_json()
+            write_durably(staged / MANIFEST_NAME, content, Ledger())
+            shards_bytes = sum(w.shard.size_bytes for w in written if w.shard is not None)
+            return len(content) + shards_bytes + sum(w.extra_bytes for w in written)
+
+        with self._stack:
+            return _publish(self.staging, self.folder, ranks, write, finish)
+
+
+def write_together(
+    out: Path,
+    ranks: Ranks,
+    write: Callable[[Path], Value],
+    finish: Callable[[Path, list[Value]], int],
+) -> int:
+    """Let every rank `write` into one staging directory, rank 0 `finish` and publish it as `out`, durably.
+
+    Returns what `finish` returned, on every rank. A rank that fails makes all fail, and nothing becomes visible.
+
+    Raises:
+        MergePipeError: as it was raised on the rank that failed.
+    """
+    with ExitStack() as stack:
+        staging = Staging(out, force=False) if ranks.rank == 0 else None
+        opened = _agree(ranks, lambda: str(stack.enter_context(staging).path) if staging is not None else "")
+        return _publish(staging, Path(opened[0]), ranks, write, finish)
+
+
+def _publish(
+    staging: Staging | None,
+    staged: Path,
+    ranks: Ranks,
+    write: Callable[[Path], Value],
+    finish: Callable[[Path, list[Value]], int],
+) -> int:
+    written = _agree(ranks, lambda: write(staged))
+
+    def publish() -> int:
+        if staging is None:
+            return 0
+        result = finish(staged, written)
+        staging.publish()
+        return result
+
+    return _agree(ranks, publish)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """The files that one rank wrote."""
+
+    shard: ShardFile | None
+    extra_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error in a form that can be sent between ranks."""
+
+    kind: type[MergePipeError]
+    problems: tuple[Problem, ...]
+
+
+def _agree(ranks: Ranks, act: Callable[[], Value]) -> list[Value]:
+    """Call `act` and gather every rank's result; if one rank failed, raise its error on all.
+
+    Any exception is caught: a rank that left now would let the others wait for it for ever.
+    """
+    outcome: Value | _Failure
+    cause: Exception | None = None
+    try:
+        outcome = act()
+    except Exception as error:
+        cause = error
+        problem = Problem("train.rank", f"rank {ranks.rank}", f"{type(error).__name__}: {error}")
+        outcome = _Failure(StorageError, (problem,))
+        if isinstance(error, MergePipeError):
+            outcome = _Failure(type(error), error.problems)
+    outcomes = ranks.gather(outcome)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
+    if failures:
+        raise failures[0].kind(*failures[0].problems) from cause
+    return [outcome for outcome in outcomes if not isinstance(outcome, _Failure)]
+
+
+def _write_shard(job: PartialJob, folder: Path, rank: int) -> ShardFile | None:
+    """Write this rank's part as one safetensors file; None where it has none."""
+    names = _names(job)
+    shards = {f"{s.kind}/{s.parameter}": s for s in job.view.shards_of(names) if s.span.n_elements}
+    counters = _counters(job) if job.view.writes_counters else ()
+    held = {f"step/{number}": counter for number, counter in enumerate(counters)}
+    if not shards and not held:
+        return None
+    specs = [TensorSpec(key, shard.dtype, (shard.span.n_elements,)) for key, shard in shards.items()]
+    specs += [TensorSpec(key, _COUNTER_DTYPE, ()) for key in held]
+    (planned,) = plan_shards(specs, _NO_LIMIT)
+    layout = replace(planned, name=f"rank-{rank:05d}.safetensors")
+    with ShardWriter(folder, [layout], Ledger()) as writer:
+        for spec in layout.tensors:
+            writer.append(shards[spec.name].read() if spec.name in shards else _counter_bytes(held[spec.name]))
+        writer.finish()
+    tensors = tuple(ShardTensor(s.parameter, s.kind, s.dtype, s.span) for s in shards.values())
+    return ShardFile(layout.name, layout.file_bytes, tensors, tuple(range(len(counters))))
+
+
+def _names(job: PartialJob) -> frozenset[str]:
+    of_unit = job.view.units.parameters
+    return frozenset(name for unit in job.units for name in of_unit[unit])
+
+
+def _counters(job: PartialJob) -> tuple[LocalCounter, ...]:
+    """Return the counters of the saved parameters, restricted to them."""
+    names = _names(job)
+    cut = (replace(c, parameters=tuple(n for n in c.parameters if n in names)) for c in job.view.counters)
+    return tuple(counter for counter in cut if counter.parameters)
+
+
+def _counter_bytes(counter: LocalCounter) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.frombuffer(np.float32(counter.read()).tobytes(), np.uint8)
+
+
+def _manifest(job: PartialJob, shards: list[ShardFile]) -> PartialManifest:
+    view = job.view
+    return PartialManifest(
+        origin=view.origin,
+        framework=view.framework,
+        stage=view.stage,
+        world_size=view.world_size,
+        step=job.step,
+        parameters=view.parameters,
+        tied=view.tied,
+        flat_groups=view.flat_groups,
+        units=tuple(str(unit) for unit in job.units),
+        counters=tuple(counter.parameters for counter in _counters(job)),
+        options=view.options,
+        shards=tuple(shards),
+    )
+
+
+def _make_durable(path: Path) -> int:
+    try:
+        descriptor = owned.open_file(path, flags=os.O_RDONLY)
+        try:
+            owned.sync_file(descriptor)
+            return os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise os_error(error, path, "making it durable") from error
+
+
+# --- manage the partial saves of a run: when a full save is due, which units are next, and the log ---
+
 
 FULL = "full"
 

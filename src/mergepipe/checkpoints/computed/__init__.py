@@ -1,1 +1,0 @@
-"""Compute tensors from stored ones: adapters, stacked experts, vocabulary rows."""

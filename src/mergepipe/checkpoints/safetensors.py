@@ -1,0 +1,294 @@
+"""The safetensors header of one file: parsed strictly and held against the file's size, never trusted."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from blake3 import blake3
+
+from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.core.blocks import DTYPES, DType
+from mergepipe.core.strict_json import JsonValue, object_members, shown
+from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
+from mergepipe.storage.buffers import PAGE_BYTES
+from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
+
+# --- the safetensors header of one file: parsed strictly and held against the file's size, never trusted ---
+
+
+MAX_HEADER_BYTES = 16 << 20  # 130,000 tensors in one file; the library takes 100 MB, which are 2 GB as values
+FIRST_READ_BYTES = 8 << 10
+PREFIX_BYTES = 8
+METADATA_KEY = "__metadata__"
+_MAX_COUNT = 2**63 - 1
+_SUB_BYTE_DTYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
+_ENTRY_KEYS = ("dtype", "shape", "data_offsets")
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """The header of one file. Law: `entries`, in order, tile `[data_start, size_bytes)` exactly."""
+
+    entries: tuple[TensorEntry, ...]
+    metadata: Mapping[str, str]
+    data_start: int
+    size_bytes: int
+    header_digest: str  # BLAKE3-128 (32 hex digits) of the length prefix + header
+
+
+def read_header(store: Store, path: Location) -> SafetensorsHeader:
+    """Read and check the header of `path`; no tensor byte is read. Memory: 10 times the header, of at most 16 MiB.
+
+    Raises:
+        CorruptError: the header lies; each lie has its own code under `checkpoint.header.`.
+        UnsupportedError: a tensor has a dtype whose elements are smaller than a byte.
+        NotFoundError, StorageError: from the store.
+    """
+    size_bytes = store.size_bytes(path)
+    content = b"".join(_read_raw(store, path, size_bytes))
+    return parse_header(content, path, size_bytes, store.terms(path).granularity_bytes)
+
+
+def parse_header(content: bytes, path: Location, size_bytes: int, granularity: int = PAGE_BYTES) -> SafetensorsHeader:
+    """Check a header, length prefix included, of a file of `size_bytes` that is read in multiples of `granularity`.
+
+    Raises:
+        CorruptError, UnsupportedError: as `read_header`.
+    """
+    metadata: dict[str, str] = {}
+    unsorted: list[TensorEntry] = []
+    members = object_members(content[PREFIX_BYTES:], where=path, code="checkpoint.header.not_json", nested=METADATA_KEY)
+    for outer, name, record in members:
+        if outer:
+            metadata[name] = _metadata_text(name, record, path)
+        elif name == METADATA_KEY:
+            message = f"{METADATA_KEY} must be an object of strings, found {shown(record)}"
+            raise CorruptError.of("checkpoint.header.metadata", path, message)
+        else:
+            unsorted.append(_entry(path, name, record, len(content), granularity))
+    # An empty tensor shares its offset with the next one: it sorts before it.
+    entries = tuple(sorted(unsorted, key=lambda e: (e.offset, e.nbytes, e.name)))
+    _check_tiling(path, entries, len(content), size_bytes)
+    digest = blake3(content).hexdigest(length=16)
+    return SafetensorsHeader(entries, MappingProxyType(metadata), len(content), size_bytes, digest)
+
+
+def _read_raw(store: Store, path: Location, size_bytes: int) -> tuple[bytes, bytes]:
+    """Return the length prefix and the header bytes."""
+    is_dear = store.terms(path).request_cost_bytes > 0  # then one request for most headers, not two
+    start = store.read_metadata(path, 0, FIRST_READ_BYTES if is_dear else PREFIX_BYTES)
+    prefix, rest = start[:PREFIX_BYTES], start[PREFIX_BYTES:]
+    if len(prefix) < PREFIX_BYTES:
+        raise CorruptError.of(
+            "checkpoint.header.too_short", path,
+            f"a safetensors file starts with {PREFIX_BYTES} bytes of header length, found {len(prefix)} bytes",
+        )  # fmt: skip
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise CorruptError.of(
+            "checkpoint.header.too_long", path,
+            f"the header claims {length} bytes, at most {MAX_HEADER_BYTES} are read", _origin_hint(prefix),
+        )  # fmt: skip
+    raw = rest[:length]
+    if len(raw) < length and PREFIX_BYTES + length <= size_bytes:
+        raw += store.read_metadata(path, PREFIX_BYTES + len(raw), length - len(raw))
+    if len(raw) < length:
+        raise CorruptError.of(
+            "checkpoint.header.truncated", path,
+            f"truncated inside the header: {PREFIX_BYTES + length} bytes are needed, the file has {size_bytes}",
+            _origin_hint(prefix),
+        )  # fmt: skip
+    if raw[:1] != b"{":
+        raise CorruptError.of(
+            "checkpoint.header.start", path, f"the header must start with '{{', found {shown(raw[:8])}"
+        )
+    return prefix, raw
+
+
+def _origin_hint(prefix: bytes) -> str:
+    """Name what a file that is no safetensors file most often is."""
+    if prefix == b"version ":
+        return "this looks like a git LFS pointer: fetch the file itself"
+    if prefix.startswith(b"PK\x03\x04"):
+        return "this looks like a PyTorch file: convert it to safetensors"
+    return "is it a safetensors file, copied or downloaded to the end?"
+
+
+def _metadata_text(key: str, value: JsonValue, path: Location) -> str:
+    if not isinstance(value, str):
+        raise CorruptError.of(
+            "checkpoint.header.metadata", path, f"{METADATA_KEY} {shown(key)} must be a string, found {shown(value)}"
+        )
+    return value
+
+
+def _entry(path: Location, name: str, record: JsonValue, data_start: int, granularity: int) -> TensorEntry:
+    _check_name(path, name)
+    fields = _fields(path, name, record)
+    dtype = _dtype(path, name, fields["dtype"])
+    shape = _shape(path, name, fields["shape"])
+    begin, end = _data_offsets(path, name, fields["data_offsets"])
+    nbytes = _checked_product(path, name, (*shape, dtype.itemsize))
+    if end - begin != nbytes:
+        raise CorruptError.of(
+            "checkpoint.header.data_size", path,
+            f"tensor {shown(name)} of shape {shown(list(shape))} and dtype {dtype.name} needs {nbytes} bytes, "
+            f"its data_offsets [{begin}, {end}] give {end - begin}",
+        )  # fmt: skip
+    return TensorEntry(name, dtype, shape, path, data_start + begin, nbytes, granularity_bytes=granularity)
+
+
+def _check_name(path: Location, name: str) -> None:
+    if not name:
+        raise CorruptError.of("checkpoint.header.tensor_name", path, "a tensor has an empty name")
+    # isprintable is fast and mostly True; it also refuses harmless spaces, hence the second look.
+    if not name.isprintable() and any(unicodedata.category(c) == "Cc" for c in name):
+        raise CorruptError.of(
+            "checkpoint.header.tensor_name", path, f"the tensor name {shown(name)} holds control characters"
+        )
+
+
+def _fields(path: Location, name: str, record: JsonValue) -> dict[str, JsonValue]:
+    if not isinstance(record, dict):
+        raise CorruptError.of(
+            "checkpoint.header.entry", path, f"tensor {shown(name)} must be an object, found {shown(record)}"
+        )
+    for key in _ENTRY_KEYS:
+        if key not in record:
+            raise CorruptError.of("checkpoint.header.missing_key", path, f"tensor {shown(name)} has no '{key}'")
+    if len(record) > len(_ENTRY_KEYS):
+        extra = next(key for key in record if key not in _ENTRY_KEYS)
+        raise CorruptError.of(
+            "checkpoint.header.unknown_key", path, f"tensor {shown(name)} has an unknown key {shown(extra)}",
+            did_you_mean(extra[:40], _ENTRY_KEYS),
+        )  # fmt: skip
+    return record
+
+
+def _dtype(path: Location, name: str, value: JsonValue) -> DType:
+    if not isinstance(value, str):
+        raise CorruptError.of(
+            "checkpoint.header.dtype", path, f"the dtype of tensor {shown(name)} must be a string, found {shown(value)}"
+        )
+    if value in _SUB_BYTE_DTYPES:
+        raise UnsupportedError.of(
+            "checkpoint.header.dtype_unsupported", path,
+            f"tensor {shown(name)} has dtype {value}, whose elements are smaller than a byte; not yet read",
+        )  # fmt: skip
+    if value not in DTYPES:
+        raise CorruptError.of(
+            "checkpoint.header.dtype", path, f"tensor {shown(name)} has the unknown dtype {shown(value)}",
+            did_you_mean(value[:40], tuple(DTYPES)),
+        )  # fmt: skip
+    return DTYPES[value]
+
+
+def _shape(path: Location, name: str, value: JsonValue) -> tuple[int, ...]:
+    shape: list[int] = []
+    for length in value if isinstance(value, list) else [None]:
+        if type(length) is not int or length < 0:  # bool is an int to Python, not to the format
+            raise CorruptError.of(
+                "checkpoint.header.shape", path,
+                f"the shape of tensor {shown(name)} must be a list of non-negative integers, found {shown(value)}",
+            )  # fmt: skip
+        shape.append(length)
+    return tuple(shape)
+
+
+def _checked_product(path: Location, name: str, factors: tuple[int, ...]) -> int:
+    """Multiply from the left as a 63-bit machine would: an overflow is one even if a later factor is 0."""
+    product = 1
+    for factor in factors:
+        product *= factor
+        if product > _MAX_COUNT or factor > _MAX_COUNT:
+            raise CorruptError.of(
+                "checkpoint.header.shape_overflow", path,
+                f"the shape {shown(list(factors[:-1]))} of tensor {shown(name)} overflows 63 bits",
+            )  # fmt: skip
+    return product
+
+
+def _data_offsets(path: Location, name: str, value: JsonValue) -> tuple[int, int]:
+    match value:
+        case [begin, end] if type(begin) is int and type(end) is int and 0 <= begin <= end:
+            return begin, end
+    raise CorruptError.of(
+        "checkpoint.header.data_offsets", path,
+        f"the data_offsets of tensor {shown(name)} must be two integers with 0 <= begin <= end, found {shown(value)}",
+    )  # fmt: skip
+
+
+def _check_tiling(path: Location, entries: tuple[TensorEntry, ...], data_start: int, size_bytes: int) -> None:
+    """Check that the sorted entries follow one another without overlap or hole, up to the end of the file."""
+    end, last = data_start, "the header"
+    for entry in entries:
+        if entry.offset != end:
+            what = "overlap" if entry.offset < end else "hole"
+            raise CorruptError.of(
+                f"checkpoint.header.{what}", path,
+                f"tensor {shown(entry.name)} starts at byte {entry.offset - data_start} of the data, "
+                f"{last} ends at {end - data_start}; tensors must follow one another without overlap or hole",
+            )  # fmt: skip
+        if entry.nbytes:
+            end, last = entry.offset + entry.nbytes, f"tensor {shown(entry.name)}"
+    if end > size_bytes:
+        raise CorruptError.of(
+            "checkpoint.header.data_truncated", path,
+            f"truncated: the header describes {end} bytes, the file has {size_bytes}", "copy or download it again",
+        )  # fmt: skip
+    if end < size_bytes:
+        raise CorruptError.of(
+            "checkpoint.header.data_trailing", path,
+            f"the header describes {end} bytes, the file has {size_bytes}: {size_bytes - end} bytes are in no tensor",
+        )  # fmt: skip
+
+
+# --- mark safetensors files whose tensors are differences from a base, and recognise the mark ---
+
+
+KIND_KEY = "mergepipe.kind"
+BASE_KEY = "mergepipe.base"
+FULL_KEY = "mergepipe.full"
+DELTA_KIND = "delta"
+_DIGEST_DIGITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaMark:
+    """`base` identifies the base (32 hex digits); `full` names the tensors that are stored as weights after all."""
+
+    base: str
+    full: frozenset[str] = frozenset()
+
+
+def mark_of(metadata: Mapping[str, str], path: Location) -> DeltaMark | None:
+    """Read the mark of a file with this metadata; None where it holds plain weights.
+
+    Raises:
+        UnsupportedError: it is marked as something that this version does not know.
+        CorruptError: the mark is incomplete.
+    """
+    kind = metadata.get(KIND_KEY)
+    if kind is None:
+        return None
+    if kind != DELTA_KIND:
+        raise UnsupportedError.of("delta.kind", path, f"{KIND_KEY} is {shown(kind)}, only '{DELTA_KIND}' is known")
+    base = metadata.get(BASE_KEY, "")
+    if len(base) != _DIGEST_DIGITS or not set(base) <= set("0123456789abcdef"):
+        raise CorruptError.of("delta.mark", path, f"{BASE_KEY} must be 32 hex digits, found {shown(base)}")
+    return DeltaMark(base, _names(metadata.get(FULL_KEY, "[]"), path))
+
+
+def _names(text: str, path: Location) -> frozenset[str]:
+    try:
+        names = json.loads(text)
+    except (ValueError, RecursionError):
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CorruptError.of("delta.mark", path, f"{FULL_KEY} must be a JSON list of names, found {shown(text)}")
+    return frozenset(names)

@@ -1,0 +1,215 @@
+"""Mixture-of-experts weights in either layout, fused or expert by expert, as stacked tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.contract import Checkpoint, Fetch, IndexedEntry, Readable, TensorEntry, block_cost_bytes
+from mergepipe.checkpoints.open_files import decoded_into, read_span
+from mergepipe.core.blocks import DELTA_FLAG, F32, DType, Span, element_count
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
+
+# --- stack tensors of one shape into a tensor, along its first dimensions ---
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """The elements of `parts` in order, seen in `shape`; float32 where the parts' dtypes differ.
+
+    Law: fetching a span gives the bytes that it has in the concatenation of the parts.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[TensorEntry, ...]
+
+    def __post_init__(self) -> None:
+        first = self.parts[0]
+        if any(part.shape != first.shape or part.is_delta != first.is_delta for part in self.parts):
+            raise ValueError(f"{self.name}: parts of different shapes or kinds")
+        if element_count(self.shape) != len(self.parts) * first.n_elements:
+            raise ValueError(f"{self.name}: {len(self.parts)} parts of {first.shape} are not {self.shape}")
+
+    @property
+    def dtype(self) -> DType:
+        first = self.parts[0].dtype
+        return first if all(part.dtype == first for part in self.parts) else F32
+
+    @property
+    def is_delta(self) -> bool:
+        return self.parts[0].is_delta
+
+    @property
+    def is_unit(self) -> bool:
+        return False
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        return self.parts
+
+    @property
+    def n_elements(self) -> int:
+        return element_count(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def kernel_code(self) -> int:
+        return self.dtype.kernel_code | (DELTA_FLAG if self.is_delta else 0)
+
+    def pieces(self, span: Span) -> Iterator[tuple[TensorEntry, Span]]:
+        """Yield the parts that `span` touches, in order, with the span inside each."""
+        part_elements = self.parts[0].n_elements
+        at = span.start
+        while at < span.stop:
+            index = at // part_elements
+            stop = min(span.stop, (index + 1) * part_elements)
+            yield self.parts[index], Span(at - index * part_elements, stop - index * part_elements)
+            at = stop
+
+    def cost_bytes(self, span: Span) -> int:
+        return sum(block_cost_bytes(part, inside) for part, inside in self.pieces(span))
+
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
+        """Return a fetch of spans; keeps nothing."""
+        return _StackedFetch(self, self.dtype, files)
+
+
+@dataclass(frozen=True, slots=True)
+class _StackedFetch:
+    """Reads one span part by part."""
+
+    tensor: Stacked
+    dtype: DType
+    files: Mapping[Location, RangeFile]
+
+    def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
+        done = 0
+        for part, inside in self.tensor.pieces(span):
+            nbytes = inside.n_elements * self.dtype.itemsize
+            target = out[done : done + nbytes]
+            raw = read_span(part, inside, self.files, purpose)
+            if part.dtype == self.dtype:
+                target[:] = raw
+            else:
+                decoded_into(raw, part.dtype.kernel_code, target.view(np.float32))
+            done += nbytes
+
+
+# --- convert mixture-of-experts weights between layouts: fused, or expert by expert ---
+
+
+ROUTER = -1
+_MOST_EXPERTS = 1 << 16
+# How the three matrices of one expert are named: by role, as most families do, and by number, as Mixtral does.
+_ROLES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+_FUSED = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+_BLOCK = r"(?P<layer>.+)\.(?:mlp|block_sparse_moe|feed_forward)"
+_SINGLE = re.compile(rf"{_BLOCK}\.experts\.(?P<expert>\d{{1,6}})\.(?P<role>{'|'.join(_ROLES)})\.weight")
+_FUSED_NAME = re.compile(rf"{_BLOCK}\.experts\.(?P<roles>{'|'.join(_FUSED)})")
+_ROUTER_NAME = re.compile(rf"{_BLOCK}\.gate\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One matrix of one expert of one layer, or the layer's router."""
+
+    layer: str
+    expert: int
+    role: str
+
+
+def in_layout_of(base: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with expert tensors in the layout of `base`.
+
+    A fused tensor is `Stacked` from the experts' matrices, a matrix is a stretch of the fused tensor; nothing is
+    copied. Tensors that do not fit stay as they are.
+    """
+    missing = [tensor for name, tensor in base.tensors.items() if name not in checkpoint.tensors]
+    wanted = {tensor.name: pieces for tensor in missing if (pieces := pieces_of(tensor.name, tensor.shape))}
+    if not wanted:
+        return checkpoint
+    spare = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in base.tensors}
+    stock = dict(_stock(spare))
+    made: dict[str, Readable] = {}
+    used: set[Piece] = set()
+    for name, pieces in wanted.items():
+        tensor = _made_of(base.tensors[name], [stock[piece] for piece in pieces if piece in stock], len(pieces))
+        if tensor is not None:
+            made[name] = tensor
+            used.update(pieces)
+    return replace(checkpoint, tensors=MappingProxyType(_replaced(checkpoint.tensors, spare, made, used)))
+
+
+def pieces_of(name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    """List the pieces of a tensor of this name and shape, in order; empty if it is no matrix of experts."""
+    if match := _SINGLE.fullmatch(name):
+        return (Piece(match["layer"], int(match["expert"]), _ROLES[match["role"]]),)
+    if match := _ROUTER_NAME.fullmatch(name):
+        return (Piece(match["layer"], ROUTER, "router"),)
+    if (match := _FUSED_NAME.fullmatch(name)) and _is_fused(shape, len(_FUSED[match["roles"]])):
+        roles = _FUSED[match["roles"]]
+        return tuple(Piece(match["layer"], expert, role) for expert in range(shape[0]) for role in roles)
+    return ()
+
+
+def _is_fused(shape: tuple[int, ...], n_roles: int) -> bool:
+    return len(shape) == 3 and 0 < shape[0] <= _MOST_EXPERTS and shape[1] % n_roles == 0
+
+
+def _stock(spare: Mapping[str, Readable]) -> Iterator[tuple[Piece, TensorEntry]]:
+    """Return every piece of the stored tensors as a tensor of its own."""
+    for tensor in spare.values():
+        pieces = pieces_of(tensor.name, tensor.shape)
+        entry = tensor.entry() if pieces and isinstance(tensor, IndexedEntry) else tensor
+        if pieces and isinstance(entry, TensorEntry):
+            shape, nbytes = _piece_shape(entry.shape, len(pieces)), entry.nbytes // len(pieces)
+            for index, piece in enumerate(pieces):
+                yield piece, replace(entry, shape=shape, offset=entry.offset + index * nbytes, nbytes=nbytes)
+
+
+def _piece_shape(shape: tuple[int, ...], n_pieces: int) -> tuple[int, ...]:
+    if len(shape) != 3 or not n_pieces:
+        return shape
+    return (shape[1] * shape[0] // n_pieces, shape[2])
+
+
+def _made_of(wanted: Readable, pieces: list[TensorEntry], n_needed: int) -> Readable | None:
+    """Assemble a tensor from its pieces; None if one is missing or has another shape."""
+    shape = _piece_shape(wanted.shape, n_needed)
+    if len(pieces) != n_needed or any(piece.shape != shape for piece in pieces):
+        return None
+    if len(wanted.shape) != 3:
+        return replace(pieces[0], name=wanted.name)
+    if any(piece.is_delta != pieces[0].is_delta for piece in pieces):
+        return None
+    return Stacked(wanted.name, wanted.shape, tuple(pieces))
+
+
+def _replaced(
+    tensors: Mapping[str, Readable], spare: Mapping[str, Readable], made: Mapping[str, Readable], used: set[Piece]
+) -> dict[str, Readable]:
+    """Replace the tensors that were used up by those that were assembled, in storage order."""
+    unused = (t for name, t in tensors.items() if name not in spare or not _is_used_up(t, used))
+    return {tensor.name: tensor for tensor in sorted([*unused, *made.values()], key=_place)}
+
+
+def _is_used_up(tensor: Readable, used: set[Piece]) -> bool:
+    pieces = pieces_of(tensor.name, tensor.shape)
+    return bool(pieces) and all(piece in used for piece in pieces)
+
+
+def _place(tensor: Readable) -> tuple[str, int]:
+    """Return the position of a tensor's first stored byte, as a sort key; files are ordered by name."""
+    first = next(iter(tensor.stored), None)
+    return ("", 0) if first is None else (str(first.file), first.offset)

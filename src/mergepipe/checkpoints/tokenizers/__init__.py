@@ -1,1 +1,0 @@
-"""Read and align tokenizers: vocabularies, chat templates, embedding rows of tokens."""

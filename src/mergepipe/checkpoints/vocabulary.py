@@ -1,0 +1,433 @@
+"""A model's vocabulary, read from untrusted tokenizer files; ambiguous ones are an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.core.strict_json import JsonValue, parse_object, shown
+from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.storage.contract import Store
+from mergepipe.storage.limits import sidecar_limit
+from mergepipe.storage.location import Location
+
+# --- a model's vocabulary as frozen values: token ids, and settings of added tokens ---
+
+
+MAX_TOKEN_ID = (1 << 24) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that is matched in text before the tokenizer's own rules, with the settings of that match."""
+
+    content: str
+    special: bool = False
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = True
+
+    def settings(self) -> dict[str, str | bool]:
+        """Return the settings as tokenizer files write them, without the id."""
+        return {
+            "content": self.content,
+            "single_word": self.single_word,
+            "lstrip": self.lstrip,
+            "rstrip": self.rstrip,
+            "normalized": self.normalized,
+            "special": self.special,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """`ids`: every token with its id, added ones too, by id; no two share one. `file` is the source."""
+
+    ids: Mapping[str, int]
+    added: Mapping[str, AddedToken]
+    file: str
+
+    def __post_init__(self) -> None:
+        if not self.ids:
+            raise ValueError("a vocabulary needs a token")
+
+    @property
+    def n_ids(self) -> int:
+        """One more than the largest id: the rows of an embedding of all tokens."""
+        return max(self.ids.values()) + 1
+
+    def as_added(self, token: str) -> AddedToken:
+        """Return the token as another tokenizer adds it, with its settings here if it is an added one."""
+        return self.added.get(token, AddedToken(token))
+
+
+def counted(n: int, noun: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{n} {noun}" + ("" if n == 1 else "s")
+
+
+# --- parse the pieces of a sentencepiece model file: known protobuf fields, everything else skipped ---
+
+
+_PIECES_FIELD, _TEXT_FIELD = 1, 1
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_MAX_VARINT_BYTES = 10
+
+
+def read_pieces(raw: bytes, *, where: object) -> tuple[str, ...]:
+    """Read the pieces in order of id.
+
+    Raises:
+        CorruptError: `tokenizer.pieces.*`: it is no sentencepiece model, or a piece occurs twice.
+    """
+    parser = _Parser(raw, where)
+    pieces: dict[str, None] = {}
+    for number, value in parser.fields(0, len(raw)):
+        if number != _PIECES_FIELD:
+            continue
+        if not isinstance(value, tuple):
+            raise parser.error("not_a_piece", f"field {number} must be a message")
+        piece = parser.piece(*value)
+        if piece in pieces:
+            raise parser.error("duplicate", f"the piece {shown(piece)} occurs twice")
+        pieces[piece] = None
+        if len(pieces) > MAX_TOKEN_ID:
+            raise parser.error("too_many", f"more than {MAX_TOKEN_ID} pieces")
+    if not pieces:
+        raise parser.error("none", "no piece found; is it a sentencepiece model?")
+    return tuple(pieces)
+
+
+class _Parser:
+    """Walks protobuf messages in a byte string; no length is trusted."""
+
+    def __init__(self, raw: bytes, where: object) -> None:
+        self._raw = raw
+        self._where = where
+
+    def error(self, what: str, message: str) -> MergePipeError:
+        return CorruptError.of(f"tokenizer.pieces.{what}", self._where, message)
+
+    def piece(self, start: int, stop: int) -> str:
+        """Return the text of one piece message."""
+        text: str | None = None
+        for number, value in self.fields(start, stop):
+            if number == _TEXT_FIELD and isinstance(value, tuple):
+                text = self._text(*value)
+        if not text:
+            raise self.error("no_text", f"the piece at byte {start} has no text")
+        return text
+
+    def fields(self, start: int, stop: int) -> Iterator[tuple[int, int | tuple[int, int]]]:
+        """Yield the fields of one message: number, and value or byte range `[start, stop)`."""
+        at = start
+        while at < stop:
+            key, at = self._varint(at, stop)
+            number, kind = key >> 3, key & 7
+            if number == 0:
+                raise self.error("field", f"field 0 at byte {at}")
+            if kind == _VARINT:
+                value, at = self._varint(at, stop)
+                yield number, value
+                continue
+            n_bytes, at = self._extent(kind, at, stop)
+            if n_bytes > stop - at:
+                raise self.error("truncated", f"field {number} needs {n_bytes} bytes at byte {at}, found {stop - at}")
+            yield number, (at, at + n_bytes)
+            at += n_bytes
+
+    def _extent(self, kind: int, at: int, stop: int) -> tuple[int, int]:
+        if kind == _BYTES:
+            return self._varint(at, stop)
+        if kind in (_FIXED32, _FIXED64):
+            return (4 if kind == _FIXED32 else 8), at
+        raise self.error("wire_type", f"wire type {kind} at byte {at}")
+
+    def _varint(self, at: int, stop: int) -> tuple[int, int]:
+        value = 0
+        for position in range(at, min(at + _MAX_VARINT_BYTES, stop)):
+            byte = self._raw[position]
+            value |= (byte & 0x7F) << (7 * (position - at))
+            if byte < 0x80:
+                return value, position + 1
+        raise self.error("varint", f"the number at byte {at} does not end")
+
+    def _text(self, start: int, stop: int) -> str:
+        try:
+            return self._raw[start:stop].decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.error("not_utf8", f"the piece at byte {start} is not UTF-8") from None
+
+
+# --- read a checkpoint's vocabulary from untrusted tokenizer files; ambiguous ones are an error ---
+
+
+FAST_NAME = "tokenizer.json"
+SETTINGS_NAME = "tokenizer_config.json"
+ADDED_NAME = "added_tokens.json"
+CONFIG_NAME = "config.json"
+DECODER_KEY = "added_tokens_decoder"
+_MAX_INTEGER_DIGITS = 40  # settings state "no maximal length" as int(1e30)
+_FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
+# Their ids are not the places of their pieces.
+_SHIFTED = ("XLMRoberta", "Camembert", "MBart", "Barthez", "Nllb", "XGLM", "Pegasus", "XLMProphetNet")
+_TIKTOKEN_SUFFIX = ".tiktoken"
+
+
+def read_vocabulary(checkpoint: Checkpoint, store: Store) -> Vocabulary | None:
+    """Read the vocabulary of a checkpoint; None if it has no tokenizer file.
+
+    Raises:
+        CorruptError: `tokenizer.*`, a file contradicts itself or its format.
+        UnsupportedError: a tokenizer whose ids are not in its files.
+    """
+    for name, read in _READERS.items():
+        if name in checkpoint.sidecars:
+            return read(TokenizerFiles(checkpoint, store), name)
+    foreign = next((name for name in checkpoint.sidecars if name.endswith(_TIKTOKEN_SUFFIX)), None)
+    if foreign is not None:
+        raise UnsupportedError.of(
+            "tokenizer.tiktoken", checkpoint.root / foreign, "its ids are given by code, which is never run",
+            f"save the tokenizer with a {FAST_NAME}",
+        )  # fmt: skip
+    return None
+
+
+class TokenizerFiles:
+    """The small files of one checkpoint, of a bounded size."""
+
+    def __init__(self, checkpoint: Checkpoint, store: Store) -> None:
+        self._checkpoint = checkpoint
+        self._store = store
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._checkpoint.sidecars
+
+    def path(self, name: str) -> Location:
+        """Return the path of a file."""
+        return self._checkpoint.root / name
+
+    def raw(self, name: str) -> bytes:
+        """Read all bytes of one file."""
+        return self._store.read_small(self.path(name), sidecar_limit(name))
+
+    def document(self, name: str) -> dict[str, JsonValue]:
+        """Read one file as a JSON object; empty if it does not exist."""
+        if name not in self:
+            return {}
+        return parse_object(
+            self.raw(name), where=self.path(name), code="tokenizer.not_json", max_integer_digits=_MAX_INTEGER_DIGITS
+        )
+
+    def error(self, name: str, what: str, message: str) -> MergePipeError:
+        return CorruptError.of(f"tokenizer.{what}", self.path(name), message)
+
+
+def _read_fast(files: TokenizerFiles, name: str) -> Vocabulary:
+    """Read `tokenizer.json`, then tokens that only `tokenizer_config.json` adds, as loaders do."""
+    document = files.document(name)
+    model = document.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids = _Ids(files, name)
+    if isinstance(vocab, dict):
+        ids.add_all(vocab.items())
+    elif isinstance(vocab, list):
+        ids.add_all((_piece(files, name, pair), index) for index, pair in enumerate(vocab))
+    else:
+        raise files.error(name, "vocab", f"'model' needs a 'vocab', found {shown(vocab)}")
+    added = {}
+    listed = document.get("added_tokens")
+    for record in listed if isinstance(listed, list) else []:
+        token = _added_token(files, name, record)
+        ids.add(token.content, record.get("id") if isinstance(record, dict) else None)
+        added[token.content] = token
+    for token, index in _decoder(files):
+        if token.content not in ids:
+            ids.add_next(token.content, index)
+            added[token.content] = token
+    return ids.vocabulary(added)
+
+
+def _piece(files: TokenizerFiles, name: str, pair: JsonValue) -> str:
+    match pair:
+        case [str() as piece, *_]:
+            return piece
+    raise files.error(name, "vocab", f"a list of [piece, score] is needed, found {shown(pair)}")
+
+
+def _read_slow_json(files: TokenizerFiles, name: str) -> Vocabulary:
+    ids = _Ids(files, name)
+    ids.add_all(files.document(name).items())
+    return _with_added(files, ids)
+
+
+def _read_pieces(files: TokenizerFiles, name: str) -> Vocabulary:
+    kind = files.document(SETTINGS_NAME).get("tokenizer_class")
+    if isinstance(kind, str) and kind.startswith(_SHIFTED):
+        raise UnsupportedError.of(
+            "tokenizer.shifted", files.path(name), f"{shown(kind)} gives its pieces other ids than their places",
+            f"save the tokenizer with a {FAST_NAME}",
+        )  # fmt: skip
+    ids = _Ids(files, name)
+    ids.add_all((piece, index) for index, piece in enumerate(read_pieces(files.raw(name), where=files.path(name))))
+    return _with_added(files, ids)
+
+
+def _read_lines(files: TokenizerFiles, name: str) -> Vocabulary:
+    raw = files.raw(name)
+    try:
+        lines = raw.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise files.error(
+            name, "not_utf8", f"must be UTF-8, found byte 0x{raw[error.start]:02x} at {error.start}"
+        ) from None
+    ids = _Ids(files, name)
+    ids.add_all((line.rstrip("\r"), index) for index, line in enumerate(lines[:-1] if not lines[-1] else lines))
+    return _with_added(files, ids)
+
+
+_READERS: Mapping[str, Callable[[TokenizerFiles, str], Vocabulary]] = {
+    FAST_NAME: _read_fast,
+    "vocab.json": _read_slow_json,
+    "tokenizer.model": _read_pieces,
+    "spiece.model": _read_pieces,
+    "sentencepiece.bpe.model": _read_pieces,
+    "vocab.txt": _read_lines,
+}
+VOCABULARY_NAMES = (*_READERS, ADDED_NAME)  # what says which token has which id
+TOKENIZER_NAMES = frozenset({*_READERS, SETTINGS_NAME, ADDED_NAME, "special_tokens_map.json", "merges.txt"})
+
+
+def _with_added(files: TokenizerFiles, ids: _Ids) -> Vocabulary:
+    """Add the tokens of the files beside a slow tokenizer."""
+    added = {}
+    for token, index in files.document(ADDED_NAME).items():
+        ids.add(token, index)
+        added[token] = AddedToken(token)
+    for described, index in _decoder(files):
+        ids.add(described.content, index)
+        added[described.content] = described
+    return ids.vocabulary(added)
+
+
+def _decoder(files: TokenizerFiles) -> list[tuple[AddedToken, int]]:
+    """Read the added tokens of `tokenizer_config.json`, by id."""
+    decoder = files.document(SETTINGS_NAME).get(DECODER_KEY, {})
+    if not isinstance(decoder, dict):
+        raise files.error(SETTINGS_NAME, "added", f"'{DECODER_KEY}' must be an object, found {shown(decoder)}")
+    added_tokens = []
+    for text, record in decoder.items():
+        if not (text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_TOKEN_ID))):
+            raise files.error(SETTINGS_NAME, "id", f"'{DECODER_KEY}' has the id {shown(text)}")
+        added_tokens.append((_added_token(files, SETTINGS_NAME, record), int(text)))
+    return sorted(added_tokens, key=lambda pair: pair[1])
+
+
+def _added_token(files: TokenizerFiles, name: str, record: JsonValue) -> AddedToken:
+    content = record.get("content") if isinstance(record, dict) else None
+    if not isinstance(record, dict) or not isinstance(content, str):
+        raise files.error(name, "added", f"an added token needs its 'content', found {shown(record)}")
+    flags = {}
+    for flag in _FLAGS:
+        value = record.get(flag, flag == "normalized")
+        if not isinstance(value, bool):
+            raise files.error(
+                name, "added", f"'{flag}' of {shown(content)} must be true or false, found {shown(value)}"
+            )
+        flags[flag] = value
+    return AddedToken(content, **flags)
+
+
+class _Ids:
+    """Collects the ids of one file; refuses duplicate tokens and ids."""
+
+    def __init__(self, files: TokenizerFiles, name: str) -> None:
+        self._files = files
+        self._name = name
+        self._ids: dict[str, int] = {}
+        self._tokens: dict[int, str] = {}
+
+    def __contains__(self, token: object) -> bool:
+        return token in self._ids
+
+    def add_all(self, pairs: Iterable[tuple[str, JsonValue]]) -> None:
+        for token, index in pairs:
+            self.add(token, index)
+
+    def add(self, token: str, index: JsonValue) -> None:
+        if type(index) is not int or not 0 <= index <= MAX_TOKEN_ID:
+            raise self._error(
+                "id", f"the id of {shown(token)} must be between 0 and {MAX_TOKEN_ID}, found {shown(index)}"
+            )
+        if self._ids.setdefault(token, index) != index:
+            raise self._error("two_ids", f"{shown(token)} has the ids {self._ids[token]} and {index}")
+        if self._tokens.setdefault(index, token) != token:
+            raise self._error("shared_id", f"{shown(self._tokens[index])} and {shown(token)} both have the id {index}")
+
+    def add_next(self, token: str, index: int) -> None:
+        """Add a token that loaders number themselves, after all others."""
+        after = max(self._tokens, default=-1) + 1
+        if index != after:
+            raise self._error(
+                "added_id",
+                f"{SETTINGS_NAME} gives {shown(token)}, which {self._name} lacks, the id {index}: it would get {after}",
+            )
+        self.add(token, index)
+
+    def vocabulary(self, added: Mapping[str, AddedToken]) -> Vocabulary:
+        if not self._ids:
+            raise self._error("empty", "there is no token")
+        by_id = {token: index for index, token in sorted(self._tokens.items())}
+        return Vocabulary(MappingProxyType(by_id), MappingProxyType(dict(added)), self._name)
+
+    def _error(self, what: str, message: str) -> MergePipeError:
+        return self._files.error(self._name, what, message)
+
+
+# --- add tokens to tokenizer files ---
+
+
+def extended(vocabulary: Vocabulary, tokens: Sequence[AddedToken]) -> Vocabulary:
+    """Append `tokens`, which the vocabulary lacks, after all others."""
+    first = vocabulary.n_ids
+    ids = {**vocabulary.ids, **{token.content: first + n for n, token in enumerate(tokens)}}
+    added = {**vocabulary.added, **{token.content: token for token in tokens}}
+    return Vocabulary(ids, added, vocabulary.file)
+
+
+def extended_files(files: TokenizerFiles, output: Vocabulary, tokens: Sequence[AddedToken]) -> dict[str, bytes]:
+    """Return the files that change when `tokens` are added, with new content; `output` has the tokens' ids."""
+    if not tokens:
+        return {}
+    changed = {}
+    is_fast = FAST_NAME in files
+    if is_fast:
+        document = files.document(FAST_NAME)
+        listed = document.get("added_tokens")
+        records = [{"id": output.ids[token.content], **token.settings()} for token in tokens]
+        changed[FAST_NAME] = _written(
+            {**document, "added_tokens": [*(listed if isinstance(listed, list) else []), *records]}
+        )
+    settings = files.document(SETTINGS_NAME)
+    if not is_fast or DECODER_KEY in settings:
+        changed[SETTINGS_NAME] = _written(_with_decoder(settings, output, tokens))
+    if not is_fast or ADDED_NAME in files:
+        ids = {token.content: output.ids[token.content] for token in tokens}
+        changed[ADDED_NAME] = _written({**files.document(ADDED_NAME), **ids})
+    return changed
+
+
+def _with_decoder(
+    settings: Mapping[str, JsonValue], output: Vocabulary, tokens: Sequence[AddedToken]
+) -> dict[str, object]:
+    decoder = settings.get(DECODER_KEY)
+    records = {str(output.ids[token.content]): token.settings() for token in tokens}
+    return {**settings, DECODER_KEY: {**(decoder if isinstance(decoder, dict) else {}), **records}}
+
+
+def _written(document: Mapping[str, object]) -> bytes:
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,1 @@
+"""Commands that plan what is read under a budget."""

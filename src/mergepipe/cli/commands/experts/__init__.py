@@ -1,0 +1,1 @@
+"""Commands that pack and unpack experts."""

@@ -1,0 +1,1 @@
+"""Commands that clean up and look after the catalog."""

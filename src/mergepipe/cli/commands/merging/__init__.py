@@ -1,0 +1,1 @@
+"""Commands that check recipes and merge."""

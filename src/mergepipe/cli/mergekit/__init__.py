@@ -1,0 +1,1 @@
+"""The command `mergepipe-yaml`, which takes the flags of mergekit-yaml."""

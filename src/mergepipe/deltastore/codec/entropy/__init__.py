@@ -1,1 +1,0 @@
-"""Entropy coding of small symbols: rANS in numba and as vector code."""

@@ -1,1 +1,0 @@
-"""Coding of elements of any dtype as byte planes, and byte arrays handled safely."""

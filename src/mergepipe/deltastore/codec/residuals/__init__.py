@@ -1,1 +1,0 @@
-"""Residual bits: their widths, their streams, and how they are packed."""

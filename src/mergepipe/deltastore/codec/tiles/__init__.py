@@ -1,1 +1,0 @@
-"""Tile-by-tile loops between bf16 values and codes with residuals."""

@@ -1,0 +1,460 @@
+"""Reduce blocks to tensor-wide quantities: cuts of magnitudes and scores, inner products, sums by row."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.core.blocks import GRAIN_ELEMENTS
+from mergepipe.engine.order_statistics import BRACKET_ELEMENTS, BracketedRanks, BracketedScores, RankSearch, TieSearch
+from mergepipe.operators.base import (
+    ColumnGram,
+    InnerProducts,
+    MagnitudeBand,
+    MagnitudeCut,
+    Measure,
+    RawBlock,
+    Reduced,
+    ReductionRequest,
+    RowGram,
+    RowSums,
+    Score,
+    ScoreCut,
+    ScoreShare,
+    SoftmaxDivergence,
+    SurvivorMeasure,
+    SurvivorSums,
+)
+from mergepipe.operators.statistics import Cut
+
+SCORED_ELEMENTS = 64 * 1024
+MOST_MARK_BYTES = 128 << 20  # of one tensor
+
+
+class Reduction(Protocol):
+    """Computes one tensor-wide quantity from the blocks it is given."""
+
+    def survey(self, block: RawBlock) -> None:
+        """Process a sample block, before any `accumulate`."""
+        ...
+
+    def narrow(self) -> None:
+        """Narrow the search by the surveyed sample."""
+        ...
+
+    def accumulate(self, block: RawBlock) -> None:
+        """Add a block; every element is added exactly once."""
+        ...
+
+    def finish(self) -> bool:
+        """Whether the result is known; if not, pass every block to `refine`, then call `finish` again."""
+        ...
+
+    def refine(self, block: RawBlock) -> None:
+        """Add a block a second time."""
+        ...
+
+    def result(self) -> Reduced:
+        """Return the answer, after `finish` returned True."""
+        ...
+
+
+def make_reduction(
+    request: ReductionRequest, n_elements: int, n_experts: int, n_ranked: int | None = None
+) -> Reduction:
+    """Make the reduction that answers `request`; of a sample only `n_ranked` of the tensor's elements are ranked."""
+    n_ranked = n_elements if n_ranked is None else n_ranked
+    match request:
+        case MagnitudeCut(kept_E):
+            return MagnitudeCuts(kept_E, n_ranked)
+        case MagnitudeBand(kept_E, dropped_E):
+            return MagnitudeCuts(kept_E, n_ranked, dropped_E)
+        case InnerProducts():
+            return InnerProductSums(n_elements, n_experts)
+        case RowGram(row_elements):
+            return RowGrams(n_elements, n_experts, row_elements)
+        case ColumnGram(n_columns, cell_elements):
+            return ColumnGrams(n_elements, n_experts, n_columns, cell_elements)
+        case RowSums(measure, row_elements):
+            return MeasureSums(measure, n_elements, row_elements)
+        case SurvivorSums(measure, row_elements):
+            return MarkedSums(measure, n_elements, row_elements)
+        case ScoreCut(score, ranks):
+            return ScoreRanks(score, n_ranked, ranks)
+        case ScoreShare(score, share):
+            return ScoreRanks(score, n_ranked, share=share)
+        case SoftmaxDivergence(row_elements):
+            return SoftmaxDivergences(n_elements, row_elements)
+
+
+class MagnitudeCuts:
+    """Per expert the cut that exactly `kept_E[e]` elements reach by |delta|, and that of `dropped_E[e]`, if wanted.
+
+    Where elements at a cut are tied, one more look decides. Memory: see `BracketedRanks` and `TieSearch`, per expert.
+    """
+
+    def __init__(self, kept_E: Sequence[int], n_elements: int, dropped_E: Sequence[int] | None = None) -> None:
+        self._kept_E = tuple(kept_E)
+        self._dropped_E = None if dropped_E is None else tuple(dropped_E)
+        ranks = zip(self._kept_E, self._dropped_E or self._kept_E, strict=True)
+        self._search_E = [BracketedRanks(set(both), n_elements) for both in ranks]
+        self._ties_E: list[TieSearch] = []
+
+    def survey(self, block: RawBlock) -> None:
+        _look(self._search_E, block, BracketedRanks.survey)
+
+    def narrow(self) -> None:
+        for search in self._search_E:
+            search.narrow()
+
+    def accumulate(self, block: RawBlock) -> None:
+        _look(self._search_E, block, BracketedRanks.accumulate)
+
+    def refine(self, block: RawBlock) -> None:
+        if self._ties_E:
+            _look(self._ties_E, block, TieSearch.count)
+        else:
+            _look(self._search_E, block, BracketedRanks.refine)
+
+    def finish(self) -> bool:
+        searches: Sequence[Search] = self._ties_E or self._search_E
+        decided = [search.decide() for search in searches]  # each one, so that all open ones start refining
+        if self._ties_E or not all(decided):
+            return all(decided)
+        self._ties_E = [TieSearch(search.places) for search in self._search_E]
+        return not any(ties.is_open for ties in self._ties_E)
+
+    def result(self) -> Reduced:
+        upper_E3 = None if self._dropped_E is None else cuts_of(self._ties_E, self._dropped_E)
+        return Reduced(cuts_E3=cuts_of(self._ties_E, self._kept_E), upper_cuts_E3=upper_E3)
+
+
+class Search(Protocol):
+    """A search in one expert's deltas, which some looks at the blocks decide."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def decide(self) -> bool: ...
+
+
+S = TypeVar("S", bound=Search)
+
+
+def _look(search_E: Sequence[S], block: RawBlock, step: Callable[[S, RawBlock, int], None]) -> None:
+    """Run a step for every open expert, starting at another one for each block: threads seldom contend."""
+    shift = block.first_element // GRAIN_ELEMENTS
+    n = len(block.present_E)
+    for i in range(n):
+        place = (i + shift) % n
+        search = search_E[int(block.present_E[place])]
+        if search.is_open:
+            step(search, block, place)
+
+
+def cuts_of(ties_E: Sequence[TieSearch], rank_E: Sequence[int]) -> NDArray[np.uint32]:
+    """The cut (E, 3) of each expert at its rank."""
+    return np.array([ties.cut(rank) for ties, rank in zip(ties_E, rank_E, strict=True)], np.uint32).reshape(-1, 3)
+
+
+class OnePass:
+    """Base of reductions that need no sample and each block once."""
+
+    def survey(self, block: RawBlock) -> None:
+        """Nothing to learn from a sample."""
+
+    def narrow(self) -> None:
+        """Nothing to narrow."""
+
+    def finish(self) -> bool:
+        """One pass is enough."""
+        return True
+
+    def refine(self, block: RawBlock) -> None:
+        """Called only beside other reductions; does nothing."""
+
+
+class InnerProductSums(OnePass):
+    """<base, base>, <delta, delta>, <base, delta> in float64, the same however the tensor is cut for reading.
+
+    Memory: 8 bytes per 16 Ki elements, and 16 per expert and 16 Ki elements.
+    """
+
+    def __init__(self, n_elements: int, n_experts: int) -> None:
+        n_cells = -(-n_elements // GRAIN_ELEMENTS)
+        self._base_C = np.zeros(n_cells, np.float64)
+        self._cells_EC2 = np.zeros((n_experts, n_cells, 2), np.float64)
+
+    def accumulate(self, block: RawBlock) -> None:
+        from mergepipe.kernels.summary import sum_products, sum_squares
+
+        first_cell = block.first_element // GRAIN_ELEMENTS
+        sum_squares(block.raw, block.base_offset, block.base_code, block.n_elements, self._base_C[first_cell:])
+        for place, e in enumerate(block.present_E):
+            sum_products(
+                block.raw, block.base_offset, block.base_code, int(block.offsets_E[place]),
+                int(block.codes_E[place]), block.n_elements, self._cells_EC2[e, first_cell:],
+            )  # fmt: skip
+
+    def result(self) -> Reduced:
+        return Reduced(products_E3=join_products(self._base_C, self._cells_EC2))
+
+
+class RowGrams(OnePass):
+    """Inner products of base and deltas by row, the same however the tensor is cut. Memory: 8 (E + 1)^2 an atom."""
+
+    def __init__(self, n_elements: int, n_experts: int, row_elements: int) -> None:
+        from mergepipe.kernels.products import count_atoms
+
+        self._n_elements, self._row_elements = n_elements, row_elements
+        self._gram_AFF = np.zeros((count_atoms(n_elements, row_elements), n_experts + 1, n_experts + 1), np.float64)
+
+    def accumulate(self, block: RawBlock) -> None:
+        from mergepipe.kernels.products import add_row_grams, common_multiple
+
+        add_row_grams(
+            block.raw, block.base_offset, block.base_code, block.present_E, block.offsets_E, block.codes_E,
+            block.first_element, block.n_elements, self._row_elements, common_multiple(self._row_elements),
+            self._gram_AFF,
+        )  # fmt: skip
+
+    def result(self) -> Reduced:
+        from mergepipe.kernels.products import join_atoms
+
+        gram_RFF = join_atoms(self._gram_AFF, self._n_elements, self._row_elements)
+        return Reduced(gram_GFF=_both_triangles(gram_RFF))
+
+
+class ColumnGrams(OnePass):
+    """Inner products of base and deltas by column. Memory: 8 (E + 1)^2 for each column of each cell."""
+
+    def __init__(self, n_elements: int, n_experts: int, n_columns: int, cell_elements: int) -> None:
+        self._n_columns, self._cell_elements = n_columns, cell_elements
+        n_cells = -(-n_elements // cell_elements)
+        self._gram_CFFP = np.zeros((n_cells, n_experts + 1, n_experts + 1, n_columns), np.float64)
+
+    def accumulate(self, block: RawBlock) -> None:
+        from mergepipe.kernels.products import add_column_grams
+
+        add_column_grams(
+            block.raw, block.base_offset, block.base_code, block.present_E, block.offsets_E, block.codes_E,
+            block.first_element, block.n_elements, self._n_columns, self._cell_elements, self._gram_CFFP,
+        )  # fmt: skip
+
+    def result(self) -> Reduced:
+        return Reduced(gram_GFF=_both_triangles(self._gram_CFFP.sum(axis=0).transpose(2, 0, 1)))
+
+
+def _both_triangles(upper_GFF: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Complete a symmetric matrix from its upper triangle."""
+    return np.triu(upper_GFF) + np.triu(upper_GFF, 1).transpose(0, 2, 1)
+
+
+class MeasureSums(OnePass):
+    """Sums of a measure by row, the same however the tensor is cut. Memory: 8 bytes for each sum of an atom."""
+
+    def __init__(self, measure: Measure, n_elements: int, row_elements: int) -> None:
+        from mergepipe.kernels.products import count_atoms
+
+        self._measure, self._n_elements, self._row_elements = measure, n_elements, row_elements
+        self._sums_AK = np.zeros((count_atoms(n_elements, row_elements), measure.n_sums), np.float64)
+
+    def accumulate(self, block: RawBlock) -> None:
+        self._measure(block, self._row_elements, self._sums_AK)
+
+    def result(self) -> Reduced:
+        from mergepipe.kernels.products import join_atoms
+
+        return Reduced(sums=(join_atoms(self._sums_AK, self._n_elements, self._row_elements),))
+
+
+class MarkedSums(OnePass):
+    """Sums of a measure by row, and the marks of what survives it.
+
+    Memory: as `MeasureSums`, and the marks: a bit for each element and row of marks, 128 MiB at most, else none.
+    """
+
+    def __init__(self, measure: SurvivorMeasure, n_elements: int, row_elements: int) -> None:
+        from mergepipe.kernels.merge import MARK_BYTES, MARK_ELEMENTS
+        from mergepipe.kernels.products import count_atoms
+
+        self._measure, self._n_elements, self._row_elements = measure, n_elements, row_elements
+        self._sums_AK = np.zeros((count_atoms(n_elements, row_elements), measure.n_sums), np.float64)
+        row_bytes = -(-n_elements // MARK_ELEMENTS) * MARK_BYTES
+        is_small = measure.mark_rows * row_bytes <= MOST_MARK_BYTES
+        self._mark_elements = MARK_ELEMENTS
+        self._marks_MB = np.zeros((measure.mark_rows if is_small else 0, row_bytes), np.uint8)
+
+    def accumulate(self, block: RawBlock) -> None:
+        if len(self._marks_MB) and block.first_element % self._mark_elements:
+            raise ValueError(
+                f"a block starts at element {block.first_element}, inside a group of {self._mark_elements} marks"
+            )
+        self._measure(block, self._row_elements, self._sums_AK, self._marks_MB)
+
+    def result(self) -> Reduced:
+        from mergepipe.kernels.products import join_atoms
+
+        sums = join_atoms(self._sums_AK, self._n_elements, self._row_elements)
+        return Reduced(sums=(sums,), marks_MB=self._marks_MB if self._marks_MB.size else None)
+
+
+class ScoreRanks:
+    """The exact scores of some ranks; or the cut that a share of those that are not zero reach, and how many they are.
+
+    The first look at a large tensor is into brackets. Where one misses, or a sample was shown, histograms are counted.
+    Where scores at the cut are tied, one more look decides.
+    Memory: see `RankSearch` and `BracketedScores`, and 512 KiB a thread.
+    """
+
+    def __init__(self, score: Score, n_elements: int, ranks: Sequence[int] = (), share: float | None = None) -> None:
+        self._score, self._n_elements, self._share = score, n_elements, share
+        self._ranks = tuple(ranks)
+        self._search = RankSearch(set(ranks), n_elements)
+        self._brackets = BracketedScores() if n_elements >= BRACKET_ELEMENTS else None
+        self._has_missed = False
+        self._ties: TieSearch | None = None
+        self._n_nonzero = 0
+        self._lock = threading.Lock()
+
+    def survey(self, block: RawBlock) -> None:
+        if self._share is None:
+            for scores_N in scores_of(self._score, block):
+                self._search.count_coarse_scores(scores_N)
+
+    def narrow(self) -> None:
+        if self._share is None:
+            self._brackets = None
+            self._search.narrow()
+
+    def accumulate(self, block: RawBlock) -> None:
+        if self._share is None and not self._search.is_open:
+            return
+        for scores_N in scores_of(self._score, block):
+            if self._share is not None:
+                self._count_nonzero(scores_N)
+            if self._brackets is not None:
+                self._look_into_brackets(self._brackets, scores_N)
+            else:
+                self._search.count_coarse_scores(scores_N)
+                self._search.count_fine_scores(scores_N)
+
+    def refine(self, block: RawBlock) -> None:
+        element = block.first_element
+        for scores_N in scores_of(self._score, block):
+            if self._ties is not None:
+                self._ties.count_scores(scores_N, element)
+                element += len(scores_N)
+            elif self._has_missed:
+                self._search.count_coarse_scores(scores_N)
+            else:
+                self._search.count_fine_scores(scores_N)
+
+    def finish(self) -> bool:
+        if self._ties is not None:
+            return self._ties.decide()
+        if not self._find_ranks():
+            return False
+        if self._share is None:
+            return True
+        self._ties = TieSearch(self._search.places)
+        return not self._ties.is_open
+
+    def _find_ranks(self) -> bool:
+        if self._share is not None and not self._ranks:
+            self._ranks = (int(self._n_nonzero * self._share),)
+            self._search.seek(self._ranks[0])
+        if self._brackets is not None and self._search.is_open:
+            answers = self._brackets.answers(self._search.open_ranks)
+            self._brackets, self._has_missed = None, answers is None
+            for rank, place in (answers or {}).items():
+                self._search.answer(rank, place)
+            return answers is not None
+        self._has_missed = False
+        return self._search.decide()
+
+    def result(self) -> Reduced:
+        if self._ties is not None:
+            cuts, counts = [self._ties.cut(rank) for rank in self._ranks], [np.array([[self._n_nonzero]], np.float64)]
+        else:
+            cuts, counts = [Cut(self._search.places[rank].bits) for rank in self._ranks], []
+        return Reduced(sums=tuple(counts), score_cuts_R3=np.array(cuts, np.uint32))
+
+    def _look_into_brackets(self, brackets: BracketedScores, scores_N: NDArray[np.float32]) -> None:
+        with self._lock:
+            if not brackets.is_placed:
+                ranks = self._search.open_ranks
+                brackets.place(scores_N, [rank / self._n_elements for rank in ranks], self._share)
+        brackets.accumulate(scores_N)
+
+    def _count_nonzero(self, scores_N: NDArray[np.float32]) -> None:
+        from mergepipe.kernels.reduce import count_nonzero
+
+        n_nonzero = int(count_nonzero(scores_N))
+        with self._lock:
+            self._n_nonzero += n_nonzero
+
+
+def scores_of(score: Score, block: RawBlock) -> Iterator[NDArray[np.float32]]:
+    """Yield the scores of a block in pieces, each in the place of the one before."""
+    room_N = np.empty(min(SCORED_ELEMENTS, block.n_elements), np.float32)
+    for skip in range(0, block.n_elements, SCORED_ELEMENTS):
+        scores_N = room_N[: block.n_elements - skip]
+        score(block, skip, scores_N)
+        yield scores_N
+
+
+class SoftmaxDivergences(OnePass):
+    """The divergence of the model's softmax from the base's by row, the same however the tensor is cut.
+
+    Rows that lie inside a block are done in the first look, the others need their totals for a second one.
+    Memory: 24 bytes an atom, a byte a row, and 256 KiB a thread.
+    """
+
+    def __init__(self, n_elements: int, row_elements: int) -> None:
+        from mergepipe.kernels.products import count_atoms
+
+        self._n_elements, self._row_elements = n_elements, row_elements
+        n_atoms = count_atoms(n_elements, row_elements)
+        self._totals_A2 = np.zeros((n_atoms, 2), np.float64)
+        self._totals_R2 = np.empty((0, 2), np.float64)
+        self._sums_A = np.zeros(n_atoms, np.float64)
+        self._is_done_R = np.zeros(-(-n_elements // row_elements), np.uint8)
+
+    def accumulate(self, block: RawBlock) -> None:
+        from mergepipe.kernels.products import common_multiple
+        from mergepipe.kernels.select import add_divergences
+
+        add_divergences(
+            block.raw, block.base_offset, block.base_code, block.offsets_E, block.codes_E, block.first_element,
+            block.n_elements, self._row_elements, common_multiple(self._row_elements), self._totals_R2,
+            self._totals_A2, self._sums_A, self._is_done_R,
+        )  # fmt: skip
+
+    def refine(self, block: RawBlock) -> None:
+        self.accumulate(block)
+
+    def finish(self) -> bool:
+        from mergepipe.kernels.products import join_atoms
+
+        if self._is_done_R.all() or len(self._totals_R2):
+            return True
+        self._totals_R2 = join_atoms(self._totals_A2, self._n_elements, self._row_elements)
+        return False
+
+    def result(self) -> Reduced:
+        from mergepipe.kernels.products import join_atoms
+
+        return Reduced(sums=(join_atoms(self._sums_A[:, None], self._n_elements, self._row_elements),))
+
+
+def join_products(base_C: NDArray[np.float64], cells_EC2: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sum over cells: per expert <base, base>, <delta, delta>, <base, delta>."""
+    products_E3 = np.empty((len(cells_EC2), 3), np.float64)
+    products_E3[:, 0] = base_C.sum()
+    products_E3[:, 1:] = cells_EC2.sum(axis=1)
+    return products_E3

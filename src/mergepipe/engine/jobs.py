@@ -1,0 +1,275 @@
+"""Run one job: the passes over its segments, from the first read to the results passed to the writer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.core.blocks import F32, itemsize_of_code
+from mergepipe.engine.block_reductions import Reduction
+from mergepipe.engine.segments import HoldLimits, JobShape, Piece, SegmentLayout, SegmentShape
+from mergepipe.engine.work import Tap
+from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, RawBlock, Reduced
+from mergepipe.operators.elementwise import ElementwiseRule
+from mergepipe.recipes.tasks import MergeTask
+from mergepipe.storage.buffers import round_up
+
+SURVEY_SEGMENTS = 8
+SAMPLED_PIECE_ELEMENTS = 64 * 1024
+BASE_ALONE = ElementwiseRule(np.zeros(0, np.float32))
+_NONE: frozenset[int] = frozenset()
+
+
+class Stage(Enum):
+    """The computation on a filled buffer."""
+
+    SURVEY = auto()
+    ACCUMULATE = auto()
+    REFINE = auto()
+    MERGE = auto()
+
+
+class Afterwards(Enum):
+    """The fate of a buffer after the stage, where it is not held for the next pass."""
+
+    RELEASE = auto()
+    WRITE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One stage over some segments: `unread` are read first, the others are held from the pass before."""
+
+    stage: Stage
+    segments: tuple[SegmentShape, ...]
+    unread: tuple[SegmentShape, ...]
+    held: frozenset[int]  # numbers of the segments whose bytes are needed by the next pass
+    afterwards: Afterwards
+    last_reads: bool  # no later pass of this job reads anything
+    repeated: bool = False  # it reads what was read before: on top of the one pass that every merge makes, or spilled
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether the next pass needs every segment's bytes."""
+        return len(self.held) == len(self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What is read of a tensor is a sample: its merged delta is multiplied by `factor`, in float32; the rest is base.
+
+    Pieces are cut at multiples of `granularity` elements. Memory: a piece, in float32 and with the base's bytes, is
+    384 KiB a thread, or one stretch of `granularity`.
+    """
+
+    factor: float
+    granularity: int = 1
+
+    @property
+    def piece_elements(self) -> int:
+        """Elements that are merged at once."""
+        return self.granularity * max(1, SAMPLED_PIECE_ELEMENTS // self.granularity)
+
+
+class TensorWork:
+    """The work on one tensor: an optional reduction over all of it, then a function for each block.
+
+    Args:
+        make_function: given what was reduced, the block function; None where nothing is written or bytes are copied.
+        on_reduced: told once when the reduction is finished, on the coordinating thread.
+        sample: how the result of the function is scaled, where only a sample is read; None where nothing is scaled.
+    """
+
+    def __init__(
+        self,
+        task: MergeTask,
+        reduction: Reduction | None,
+        make_function: Callable[[Reduced], BlockFunction | None],
+        on_reduced: Callable[[], None] = lambda: None,
+        sample: Sample | None = None,
+    ) -> None:
+        self.task = task
+        self.sample = sample
+        self.reduction = reduction
+        self.function: BlockFunction | None = None
+        self._make_function = make_function
+        self._on_reduced = on_reduced
+
+    def conclude(self) -> None:
+        """Make the block function and release the reduction."""
+        reduced = NOTHING_REDUCED
+        if self.reduction is not None:
+            reduced = self.reduction.result()
+            self._on_reduced()
+        self.function = self._make_function(reduced)
+        self.reduction = None
+
+
+class Job:
+    """Runs the passes of one `JobShape`. Used by the coordinating thread, but for `compute`.
+
+    A tensor that is reduced first is held, as far as `limits` allow; what is not held is read again by each pass.
+    `writes` is False for an analysis: then the work ends with the reductions. `reads_once` keeps what a budget has been
+    charged for: what is read of a tensor that is not held whole `spills` to disk. A `tap` looks on.
+    """
+
+    def __init__(
+        self,
+        shape: JobShape,
+        works: Sequence[TensorWork],
+        limits: HoldLimits,
+        *,
+        writes: bool = True,
+        reads_once: bool = False,
+        tap: Tap | None = None,
+    ) -> None:
+        self.shape = shape
+        self._works = dict(zip(shape.task_indices, works, strict=True))
+        self._limits = limits
+        self._writes = writes
+        self._tap = tap
+        self._is_streamed = any(work.reduction for work in works) and len(shape.segments) > limits.whole_tensor
+        self.spills = reads_once and self._is_streamed
+        # The first stage that sees every piece: a survey sees a sample, which is accumulated after it.
+        self._first_stage = Stage.ACCUMULATE if any(work.reduction for work in works) else Stage.MERGE
+
+    def passes(self) -> Iterator[Pass]:
+        """Yield the passes in order; each may be computed only when the one before is complete."""
+        segments = self.shape.segments
+        if not any(work.reduction for work in self._works.values()):
+            self._conclude()
+            if self._writes:
+                yield Pass(Stage.MERGE, segments, segments, _NONE, Afterwards.WRITE, last_reads=True)
+        elif self._is_streamed:
+            yield from self._passes_streaming()
+        else:
+            yield from self._passes_in_memory()
+
+    def _passes_in_memory(self) -> Iterator[Pass]:
+        segments = self.shape.segments
+        everything = _numbers(segments)
+        yield Pass(Stage.ACCUMULATE, segments, segments, everything, Afterwards.RELEASE, last_reads=True)
+        while not self._finish_reductions():
+            yield Pass(Stage.REFINE, segments, (), everything, Afterwards.RELEASE, last_reads=True)
+        self._conclude()
+        last = Afterwards.WRITE if self._writes else Afterwards.RELEASE
+        yield Pass(Stage.MERGE, segments, (), _NONE, last, last_reads=True)
+
+    def _passes_streaming(self) -> Iterator[Pass]:
+        segments = self.shape.segments
+        sample = _spread(segments, min(SURVEY_SEGMENTS, self._limits.whole_tensor))
+        sampled = _numbers(sample)
+        rest = tuple(s for s in segments if s.number not in sampled)
+        held = _numbers((*sample, *rest)[: self._limits.part_of_tensor])
+        again = tuple(s for s in segments if s.number not in held)
+        yield Pass(Stage.SURVEY, sample, sample, sampled, Afterwards.RELEASE, last_reads=False)
+        for work in self._works.values():
+            if work.reduction:
+                work.reduction.narrow()
+        yield Pass(Stage.ACCUMULATE, segments, rest, held, Afterwards.RELEASE, last_reads=False)
+        while not self._finish_reductions():
+            yield Pass(Stage.REFINE, segments, again, held, Afterwards.RELEASE, last_reads=False, repeated=True)
+        self._conclude()
+        if self._writes:
+            yield Pass(Stage.MERGE, segments, again, _NONE, Afterwards.WRITE, last_reads=True, repeated=True)
+        elif held:
+            kept = tuple(s for s in segments if s.number in held)
+            yield Pass(Stage.MERGE, kept, (), _NONE, Afterwards.RELEASE, last_reads=True)
+
+    def _finish_reductions(self) -> bool:
+        finished = [work.reduction.finish() for work in self._works.values() if work.reduction]
+        return all(finished)
+
+    def _conclude(self) -> None:
+        for work in self._works.values():
+            work.conclude()
+
+    def compute(self, stage: Stage, layout: SegmentLayout, buffer: NDArray[np.uint8]) -> None:
+        """Run `stage` on the filled `buffer`. Called from compute threads."""
+        if stage is Stage.MERGE and not self._writes:
+            return
+        for piece in layout.pieces:
+            if piece.run.span.n_elements:
+                if self._tap is not None and stage is self._first_stage:
+                    self._show(self._tap, piece, buffer)
+                self._compute_piece(stage, piece, buffer)
+
+    def _show(self, tap: Tap, piece: Piece, buffer: NDArray[np.uint8]) -> None:
+        task = self._works[piece.run.task_index].task
+        if task.name in tap.tensors:
+            tap.look(task, piece, buffer)
+
+    def _compute_piece(self, stage: Stage, piece: Piece, buffer: NDArray[np.uint8]) -> None:
+        work = self._works[piece.run.task_index]
+        if stage is Stage.MERGE:
+            merge_piece(work, piece, buffer)
+        elif work.reduction and (work.sample is None or piece.run.is_counted):
+            steps: dict[Stage, Callable[[RawBlock], None]] = {
+                Stage.SURVEY: work.reduction.survey,
+                Stage.ACCUMULATE: work.reduction.accumulate,
+                Stage.REFINE: work.reduction.refine,
+            }
+            steps[stage](_raw_block(work.task, piece, buffer))
+
+
+def _spread(segments: tuple[SegmentShape, ...], size: int) -> tuple[SegmentShape, ...]:
+    """Return `size` segments spread evenly over the tensor."""
+    chosen = {len(segments) * (2 * i + 1) // (2 * size) for i in range(size)}
+    return tuple(s for i, s in enumerate(segments) if i in chosen)
+
+
+def _numbers(segments: Iterable[SegmentShape]) -> frozenset[int]:
+    return frozenset(segment.number for segment in segments)
+
+
+def merge_piece(work: TensorWork, piece: Piece, buffer: NDArray[np.uint8]) -> None:
+    """Merge or copy one piece inside its filled buffer, after `TensorWork.conclude`."""
+    task = work.task
+    function = work.function
+    if function is None or (function.copies_base and task.dtype == task.base.dtype):
+        nbytes = piece.run.span.n_elements * task.dtype.itemsize
+        source = buffer[piece.base_offset : piece.base_offset + nbytes]
+        buffer[piece.out_offset : piece.out_offset + nbytes] = source
+    elif work.sample is None:
+        function(_raw_block(task, piece, buffer))
+    elif piece.run.is_counted:
+        merge_scaled(_raw_block(task, piece, buffer), function, work.sample)
+    else:
+        BASE_ALONE(_raw_block(task, piece, buffer))
+
+
+def merge_scaled(block: RawBlock, function: BlockFunction, sample: Sample) -> None:
+    """Merge a block in float32 and write the base plus the sample's factor times what that changed, rounded once."""
+    rescale = ElementwiseRule(np.array([sample.factor], np.float32))
+    most = min(sample.piece_elements, block.n_elements)
+    merged_offset = round_up(most * itemsize_of_code(block.base_code), F32.itemsize)
+    room = np.empty(merged_offset + most * F32.itemsize, np.uint8)
+    only, offset, code = (np.array([value], np.int64) for value in (0, merged_offset, F32.kernel_code))
+    for skip in range(0, block.n_elements, most):
+        piece = block.part(skip, min(most, block.n_elements - skip))
+        function(replace(piece, out=room, out_offset=merged_offset, out_code=F32.kernel_code))
+        base_bytes = piece.n_elements * itemsize_of_code(block.base_code)
+        room[:base_bytes] = piece.raw[piece.base_offset : piece.base_offset + base_bytes]
+        rescale(replace(piece, raw=room, base_offset=0, present_E=only, counted_E=only, offsets_E=offset, codes_E=code))
+
+
+def _raw_block(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> RawBlock:
+    present = piece.run.present
+    return RawBlock(
+        raw=buffer,
+        base_offset=piece.base_offset,
+        base_code=task.base.kernel_code,
+        present_E=np.array(present, np.int64),
+        counted_E=np.array(sorted((*present, *piece.run.free)), np.int64),
+        offsets_E=np.array(piece.expert_offsets, np.int64),
+        codes_E=np.array([piece.run.source(task, e).kernel_code for e in present], np.int64),
+        first_element=piece.run.span.start,
+        n_elements=piece.run.span.n_elements,
+        out=buffer,
+        out_offset=piece.out_offset,
+        out_code=task.dtype.kernel_code,
+    )

@@ -1,0 +1,579 @@
+"""Compute exact cuts of |delta| and of scores of one tensor: by radix selection, or in brackets of a sample."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.core.blocks import ALL_TIES, DELTA_FLAG, ITEMSIZE_BY_KERNEL_CODE
+from mergepipe.operators.base import RawBlock
+from mergepipe.operators.statistics import NOTHING_KEPT_BITS, Cut, tie_key
+
+# --- compute exact cuts of |delta| of one tensor ---
+# by two-level radix selection on float32 bits, then by hash in ties
+
+
+WINDOW_BINS = 8
+FINE_CHUNKS = 256
+BRACKET_SIGMAS = 10
+FEW_TIES = 1 << 12  # are all collected
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The magnitude at a rank, as float32 bits, and how many elements of the tensor are larger, and are equal to it."""
+
+    bits: int
+    n_larger: int = 0
+    n_equal: int = 0
+
+    @property
+    def key(self) -> int:
+        """The key of the hashes that order the equal ones."""
+        return tie_key(self.bits, self.n_larger, self.n_equal)
+
+    def is_tied_at(self, rank: int) -> bool:
+        """Whether an element of that magnitude is among the `rank` largest and another is not; zeros do not matter."""
+        return bool(self.bits) and rank - self.n_larger < self.n_equal
+
+
+class RankSearch:
+    """Finds the bit patterns of the k-th largest |delta| for some ranks k. Safe to feed from many threads.
+
+    Level one counts the upper 15 magnitude bits, level two the lower 16 bits in the bins that hold a wanted rank. A
+    sample, if one is shown first, lets level two run along in a window of bins around the expected ones. The bit
+    pattern of a non-negative float32 orders as its value does; NaN sorts above infinity.
+
+    Memory: 320 KiB, and 256 KiB per watched bin.
+    """
+
+    def __init__(self, ranks: Iterable[int], n_elements: int) -> None:
+        self._n_elements = n_elements
+        self._answers: dict[int, Place | None] = {rank: self._trivial(rank) for rank in ranks}
+        self._bin_R = np.empty(0, np.uint32)
+        self._row_of_bin_B: NDArray[np.int16] | None = None
+        self._fine_RB: NDArray[np.int32] | None = None
+        self._totals_R = np.empty(0, np.int64)
+        self._lock = threading.Lock()
+
+    @cached_property
+    def _coarse_B(self) -> NDArray[np.int64]:
+        from mergepipe.kernels.reduce import COARSE_BINS
+
+        return np.zeros(COARSE_BINS, np.int64)
+
+    def seek(self, rank: int) -> None:
+        """Look for one more rank, before `decide`."""
+        self._answers[rank] = self._trivial(rank)
+
+    def _trivial(self, rank: int) -> Place | None:
+        if rank == 0:
+            return Place(NOTHING_KEPT_BITS)
+        return Place(0) if rank >= self._n_elements else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some rank is still unknown."""
+        return None in self._answers.values()
+
+    @property
+    def open_ranks(self) -> list[int]:
+        """The ranks that are still unknown."""
+        return [rank for rank, answer in self._answers.items() if answer is None]
+
+    @property
+    def places(self) -> dict[int, Place]:
+        """The answers by rank.
+
+        Raises:
+            ValueError: some are not decided.
+        """
+        if self.is_open:
+            raise ValueError(f"ranks {self.open_ranks} are not decided")
+        return {rank: place for rank, place in self._answers.items() if place is not None}
+
+    def histogram(self) -> NDArray[np.int64]:
+        """Return the counts by upper magnitude bits, after `decide`."""
+        return self._coarse_B
+
+    def move_counts(self, counts_B: NDArray[np.int64]) -> None:
+        """Add a block's coarse histogram, computed elsewhere, and clear it."""
+        from mergepipe.kernels.reduce import move_counts
+
+        with self._lock:
+            move_counts(counts_B, self._coarse_B)
+
+    def count_coarse(self, block: RawBlock, place: int, elements: range | None = None) -> None:
+        """Add the coarse histogram of a block, or of some elements of it."""
+        from mergepipe.kernels.reduce import count_magnitudes
+
+        shown, code = elements or range(block.n_elements), int(block.codes_E[place])
+        base_offset = block.base_offset + shown.start * ITEMSIZE_BY_KERNEL_CODE[block.base_code]
+        offset = int(block.offsets_E[place]) + shown.start * ITEMSIZE_BY_KERNEL_CODE[code & ~DELTA_FLAG]
+        with self._lock:
+            count_magnitudes(block.raw, base_offset, block.base_code, offset, code, len(shown), self._coarse_B)
+
+    def count_fine(self, block: RawBlock, place: int) -> None:
+        """Add the watched bins of a block."""
+        from mergepipe.kernels.reduce import count_fine
+
+        if self._fine_RB is None or self._row_of_bin_B is None:
+            return
+        with self._lock:
+            count_fine(
+                block.raw, block.base_offset, block.base_code, int(block.offsets_E[place]),
+                int(block.codes_E[place]), block.n_elements, self._bin_R, self._row_of_bin_B, self._fine_RB,
+                self._totals_R,
+            )  # fmt: skip
+
+    def count_coarse_scores(self, scores_N: NDArray[np.float32]) -> None:
+        """Add the coarse histogram of scores instead of deltas."""
+        from mergepipe.kernels.reduce import count_bits
+
+        with self._lock:
+            count_bits(scores_N.view(np.uint32), len(scores_N), self._coarse_B)
+
+    def count_fine_scores(self, scores_N: NDArray[np.float32]) -> None:
+        """Add the watched bins of scores instead of deltas."""
+        from mergepipe.kernels.reduce import count_fine_scores
+
+        if self._fine_RB is not None and self._row_of_bin_B is not None:
+            with self._lock:
+                count_fine_scores(scores_N, self._bin_R, self._row_of_bin_B, self._fine_RB, self._totals_R)
+
+    def narrow(self) -> None:
+        """Treat the counts so far as a sample: watch the bins around the ranks' expected ones and restart."""
+        bins: set[int] = set()
+        for center in self.expected_bins():
+            bins.update(range(max(0, center - WINDOW_BINS // 2), center + WINDOW_BINS // 2))
+        self.watch(bins)
+        self._coarse_B[:] = 0
+
+    def expected_bins(self) -> list[int]:
+        """Return the bins of the open ranks, if the elements counted so far are like the others."""
+        seen = int(self._coarse_B.sum())
+        from_top = _FromTop(self._coarse_B)
+        ranks = self.open_ranks if seen else []
+        return [from_top.bin_of_rank(max(1, round(rank * seen / self._n_elements)))[0] for rank in ranks]
+
+    def watch(self, bins: set[int]) -> None:
+        """Have `count_fine` count the elements of some bins."""
+        self._row_of_bin_B = self._fine_RB = None
+        self._bin_R = np.array(sorted(bins), np.uint32)
+        self._totals_R = np.zeros(len(bins), np.int64)
+        if bins:
+            from mergepipe.kernels.reduce import COARSE_BINS, FINE_BINS
+
+            self._row_of_bin_B = np.full(COARSE_BINS, -1, np.int16)
+            self._row_of_bin_B[self._bin_R] = np.arange(len(bins))
+            self._fine_RB = np.zeros((len(bins), FINE_BINS), np.int32)
+
+    def answer(self, rank: int, place: Place) -> None:
+        """Answer a rank that was found otherwise."""
+        self._answers[rank] = place
+
+    def decide_inside(self, rank: int, bins: range, rank_inside: int) -> None:
+        """Answer a rank that is the `rank_inside`-th largest element of some bins, watched from the start."""
+        assert self._fine_RB is not None
+        assert self._row_of_bin_B is not None
+        rows = self._row_of_bin_B[bins.start : bins.stop]
+        index, inside = _FromTop(self._totals_R[rows]).bin_of_rank(rank_inside)
+        total = int(self._totals_R[rows[index]])
+        self._answers[rank] = _place_in_bin(rank, bins[index], self._fine_RB[rows[index]], total, inside)
+
+    def decide(self, fine: NDArray[np.uint32] | None = None) -> bool:
+        """Answer the ranks that are decided; if any is left, watch the bins it needs and return False.
+
+        `fine`, where they are known, are the magnitudes of all elements with nonzero lower 16 bits, rising: with the
+        coarse counts they decide every rank.
+        """
+        self._coarse_B[0] += self._n_elements - self._coarse_B.sum()  # what was not shown equals the base
+        missing: set[int] = set()
+        from_top = _FromTop(self._coarse_B)
+        for rank in self.open_ranks:
+            bin_index, rank_inside = from_top.bin_of_rank(rank)
+            row = -1 if self._row_of_bin_B is None else int(self._row_of_bin_B[bin_index])
+            total = int(self._coarse_B[bin_index])
+            if fine is not None:
+                self._answers[rank] = _place_among(rank, fine, bin_index, total, rank_inside)
+            elif row < 0 or self._fine_RB is None:
+                missing.add(bin_index)
+            else:
+                self._answers[rank] = _place_in_bin(rank, bin_index, self._fine_RB[row], total, rank_inside)
+        self.watch(missing)
+        return not missing
+
+
+def _place_among(rank: int, fine: NDArray[np.uint32], bin_index: int, total: int, rank_inside: int) -> Place:
+    """Return the place of a bin's `rank_inside`-th largest element; those of the `total` not fine are its edge."""
+    edges = np.array([bin_index << 16, (bin_index + 1) << 16], np.uint32)
+    first, stop = np.searchsorted(fine, edges).tolist()
+    if rank_inside > stop - first:
+        return Place(bin_index << 16, rank - rank_inside + stop - first, total - (stop - first))
+    bits = fine[stop - rank_inside]
+    low, high = (int(np.searchsorted(fine, bits, side)) for side in ("left", "right"))
+    return Place(int(bits), rank - rank_inside + stop - high, high - low)
+
+
+class _FromTop:
+    """A histogram's cumulative counts from the top: finds the bin of a rank in logarithmic time."""
+
+    def __init__(self, counts_B: NDArray[np.int64]) -> None:
+        self._from_top_B = np.cumsum(counts_B[::-1])
+
+    def bin_of_rank(self, rank: int) -> tuple[int, int]:
+        """Find the bin of the `rank`-th largest element (1-based), and the element's rank inside it."""
+        index = int(np.searchsorted(self._from_top_B, rank))
+        above = int(self._from_top_B[index - 1]) if index else 0
+        return len(self._from_top_B) - 1 - index, rank - above
+
+
+def _place_in_bin(rank: int, bin_index: int, counts_B: NDArray[np.int32], total: int, rank_inside: int) -> Place:
+    """Return the place of a bin's `rank_inside`-th largest element from counts by its 16 low bits, first by 8 of them.
+
+    Low bits 0 are left out by the kernel: theirs is what the others lack of the total.
+    """
+    from mergepipe.kernels.reduce import chunk_sums
+
+    sums_C = np.empty(FINE_CHUNKS, np.int64)
+    chunk_sums(counts_B, sums_C)
+    zeros = total - int(sums_C.sum())
+    sums_C[0] += zeros
+    chunk, inside = _FromTop(sums_C).bin_of_rank(rank_inside)
+    fine_C = counts_B.reshape(FINE_CHUNKS, -1)[chunk].astype(np.int64)
+    if chunk == 0:
+        fine_C[0] += zeros
+    low, among_equal = _FromTop(fine_C).bin_of_rank(inside)
+    return Place((bin_index << 16) | chunk * len(fine_C) | low, rank - among_equal, int(fine_C[low]))
+
+
+class TieSearch:
+    """Completes the cuts at some ranks: where elements at one are tied, finds the last hash of those that reach it.
+
+    One look at the tensor's elements is enough unless positions were chosen to defy the hash, then 32 are. Safe to feed
+    from many threads. Memory: 4 bytes for the about 10 standard deviations of hashes around each wanted one, 50 MiB at
+    most.
+    """
+
+    def __init__(self, places: Mapping[int, Place]) -> None:
+        self._places = places
+        tied = {rank: place for rank, place in places.items() if place.is_tied_at(rank)}
+        self._ties = {rank: _Tie(rank - place.n_larger, place.n_equal) for rank, place in sorted(tied.items())}
+        self._lock = threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some last hash is still unknown."""
+        return any(tie.answer is None for tie in self._ties.values())
+
+    def count(self, block: RawBlock, place: int) -> None:
+        """Look at a block of deltas."""
+        from mergepipe.kernels.reduce import collect_ties
+
+        brackets_R4, hashes_RN, counts_R2 = self._work_arrays(block.n_elements)
+        collect_ties(
+            block.raw, block.base_offset, block.base_code, int(block.offsets_E[place]), int(block.codes_E[place]),
+            block.first_element, block.n_elements, brackets_R4, hashes_RN, counts_R2,
+        )  # fmt: skip
+        self._add(hashes_RN, counts_R2)
+
+    def count_scores(self, scores_N: NDArray[np.float32], first_element: int) -> None:
+        """Look at scores instead of deltas."""
+        from mergepipe.kernels.reduce import collect_tied_scores
+
+        brackets_R4, hashes_RN, counts_R2 = self._work_arrays(len(scores_N))
+        collect_tied_scores(scores_N, first_element, brackets_R4, hashes_RN, counts_R2)
+        self._add(hashes_RN, counts_R2)
+
+    def decide(self) -> bool:
+        """Whether all cuts are known after a look at every element; if not, another one is needed."""
+        for _, tie in self._open_ties():
+            tie.decide()
+        return not self.is_open
+
+    def cut(self, rank: int) -> Cut:
+        """The cut that exactly `rank` elements reach."""
+        place, tie = self._places[rank], self._ties.get(rank)
+        if tie is None:
+            return Cut(place.bits)
+        if tie.answer is None:
+            raise ValueError(f"rank {rank} is not decided")
+        return Cut(place.bits, place.key, tie.answer)
+
+    def _open_ties(self) -> list[tuple[int, _Tie]]:
+        return [(rank, tie) for rank, tie in self._ties.items() if tie.answer is None]
+
+    def _work_arrays(self, n_elements: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.int64]]:
+        places = [(self._places[rank], tie) for rank, tie in self._open_ties()]
+        brackets_R4 = np.array([(place.bits, place.key, *tie.bracket) for place, tie in places], np.uint32)
+        hashes_RN = np.empty((len(places), n_elements), np.uint32)  # hardly any of it is touched
+        return brackets_R4, hashes_RN, np.zeros((len(places), 2), np.int64)
+
+    def _add(self, hashes_RN: NDArray[np.uint32], counts_R2: NDArray[np.int64]) -> None:
+        with self._lock:
+            for r, (_, tie) in enumerate(self._open_ties()):
+                tie.n_below += int(counts_R2[r, 0])
+                tie.collected.append(hashes_RN[r, : counts_R2[r, 1]].copy())
+
+
+class _Tie:
+    """The search for the `wanted`-th smallest of `n` different hashes, which are spread evenly, in brackets."""
+
+    def __init__(self, wanted: int, n: int) -> None:
+        self._wanted = wanted
+        self._low, self._high, self._n_lower, self._n = 0, ALL_TIES - 1, 0, n
+        self.answer: int | None = None
+        self._look(wanted / n)
+
+    def _look(self, share: float) -> None:
+        """Begin a look at a bracket around `share` of the hashes from `_low` to `_high`."""
+        margin = BRACKET_SIGMAS * math.sqrt(max(share * (1.0 - share), 1.0 / self._n) / self._n)
+        width = self._high - self._low
+        first, last = max(0.0, share - margin) * width, min(1.0, share + margin) * width
+        is_few = self._n <= FEW_TIES
+        self.bracket = (self._low, self._high) if is_few else (self._low + int(first), self._low + math.ceil(last))
+        self.n_below = 0
+        self.collected: list[NDArray[np.uint32]] = []
+
+    def decide(self) -> None:
+        """Find the answer in what was collected; else look into the half of the hashes that it must be in."""
+        n_inside = sum(map(len, self.collected))
+        first, last = self.bracket
+        if self.n_below < self._wanted <= self.n_below + n_inside:
+            place = self._wanted - self.n_below - 1
+            self.answer = int(np.partition(np.concatenate(self.collected), place)[place])
+            self.collected = []
+        elif self._wanted <= self.n_below:
+            self._high, self._n = first - 1, self.n_below - self._n_lower
+            self._look(0.5)
+        elif last < self._high:
+            self._n -= self.n_below + n_inside - self._n_lower
+            self._low, self._n_lower = last + 1, self.n_below + n_inside
+            self._look(0.5)
+        else:  # it is the largest of all hashes, which two elements share, 2^32 apart: both are left out
+            self.answer = self._high
+
+
+# --- compute exact order statistics of |delta| of one tensor, in a bracket that a sample suggests ---
+
+
+BRACKET_ELEMENTS = 1 << 18  # a smaller tensor is not worth a bracket
+SAMPLE_RUNS = 8
+RUN_ELEMENTS = 4096
+EDGES = 14
+EDGE_BINS = 2  # from one edge to the next; a bin is 1/128 of a power of two
+
+
+class Stage(Enum):
+    """What the next look at the blocks is for."""
+
+    EDGES = auto()  # counting from the edges of brackets on
+    INTERVALS = auto()  # counting all of the bins between two edges
+    HISTOGRAM = auto()  # counting all bins, as a bracket missed
+    RANKS = auto()  # whatever `RankSearch` needs
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The bins between two edges, and the place of a rank among the elements in them, from the largest on."""
+
+    bins: range
+    rank_inside: int
+
+
+class BracketedRanks:
+    """Finds the bit patterns of the k-th largest |delta| for some ranks k. Safe to feed from many threads.
+
+    A sample of the first block suggests a bracket for each rank. The first look at the blocks counts the elements
+    from each of its edges on, the second one all bit patterns between the two edges that enclose the rank. Both are
+    vector code, while a histogram of all elements is not: that is made only where a bracket misses, by `RankSearch`,
+    which also does the work where blocks cannot be looked at again in memory: after `survey`.
+
+    Memory: see `RankSearch`, and 512 KiB a rank.
+    """
+
+    def __init__(self, ranks: Iterable[int], n_elements: int) -> None:
+        self._search = RankSearch(ranks, n_elements)
+        self._n_elements = n_elements
+        self._stage = Stage.EDGES if n_elements >= BRACKET_ELEMENTS else Stage.RANKS
+        self._edges_W: NDArray[np.uint16] | None = None
+        self._from_edge_W = np.zeros(0, np.int64)
+        self._intervals: dict[int, Interval] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some rank is still unknown."""
+        return self._search.is_open
+
+    @property
+    def places(self) -> dict[int, Place]:
+        """The answers by rank, after `decide` returned True."""
+        return self._search.places
+
+    def survey(self, block: RawBlock, place: int) -> None:
+        """Add a block of a sample."""
+        self._stage = Stage.RANKS
+        self._search.count_coarse(block, place)
+
+    def narrow(self) -> None:
+        """Narrow the search by the sample."""
+        self._search.narrow()
+
+    def accumulate(self, block: RawBlock, place: int) -> None:
+        """Look at a block for the first time."""
+        if self._stage is Stage.EDGES:
+            self._count_from_edges(block, place)
+        else:
+            self._search.count_coarse(block, place)
+            self._search.count_fine(block, place)
+
+    def refine(self, block: RawBlock, place: int) -> None:
+        """Look at a block once more."""
+        if self._stage is Stage.HISTOGRAM:
+            self._search.count_coarse(block, place)
+        else:
+            self._search.count_fine(block, place)
+
+    def decide(self) -> bool:
+        """Answer the ranks that are decided; return whether all are."""
+        match self._stage:
+            case Stage.EDGES:
+                self._stage = self._enclose()
+                return not self.is_open
+            case Stage.INTERVALS:
+                for rank, interval in self._intervals.items():
+                    self._search.decide_inside(rank, interval.bins, interval.rank_inside)
+                return True
+            case _:
+                self._stage = Stage.RANKS
+                return self._search.decide()
+
+    def _count_from_edges(self, block: RawBlock, place: int) -> None:
+        from mergepipe.kernels.reduce import count_from_edges
+
+        with self._lock:
+            if self._edges_W is None:
+                self._edges_W = self._suggest_edges(block, place)
+                self._from_edge_W = np.zeros(len(self._edges_W), np.int64)
+        counts_W = np.zeros(len(self._edges_W), np.int64)
+        count_from_edges(
+            block.raw, block.base_offset, block.base_code, int(block.offsets_E[place]), int(block.codes_E[place]),
+            block.n_elements, self._edges_W, counts_W,
+        )  # fmt: skip
+        with self._lock:
+            self._from_edge_W += counts_W
+
+    def _suggest_edges(self, block: RawBlock, place: int) -> NDArray[np.uint16]:
+        """Return rising edges around the bins that the ranks have in runs of a block; none of them is bin 0."""
+        sample = RankSearch(self._search.open_ranks, self._n_elements)
+        for start in range(0, block.n_elements, max(RUN_ELEMENTS, block.n_elements // SAMPLE_RUNS)):
+            sample.count_coarse(block, place, range(start, min(start + RUN_ELEMENTS, block.n_elements)))
+        edges: set[int] = set()
+        for center in sample.expected_bins():
+            first = center - EDGES * EDGE_BINS // 2
+            edges.update(range(first, first + EDGES * EDGE_BINS, EDGE_BINS))
+        return np.array(sorted(edge for edge in edges if 0 < edge < 1 << 15), np.uint16)
+
+    def _enclose(self) -> Stage:
+        """Find the interval of each open rank and watch its bins; where one is outside all, start with a histogram."""
+        edges_W = np.zeros(0, np.uint16) if self._edges_W is None else self._edges_W
+        for rank in self._search.open_ranks:
+            enclosing = np.flatnonzero(self._from_edge_W >= rank)
+            if not len(enclosing) or enclosing[-1] == len(edges_W) - 1:
+                return Stage.HISTOGRAM
+            w = int(enclosing[-1])
+            bins = range(int(edges_W[w]), int(edges_W[w + 1]))
+            if len(bins) > EDGE_BINS:  # between two brackets
+                return Stage.HISTOGRAM
+            self._intervals[rank] = Interval(bins, rank - int(self._from_edge_W[w + 1]))
+        self._search.watch({b for interval in self._intervals.values() for b in interval.bins})
+        return Stage.INTERVALS
+
+
+# --- compute exact order statistics of the scores of one tensor in one look, in brackets that a sample suggests ---
+
+
+SCORE_SAMPLE_RUNS = 16
+SCORE_RUN_ELEMENTS = 1024
+MARGIN = 0.03  # of all elements, on both sides of a rank
+MOST_COLLECTED = 1 << 24  # elements, of 4 bytes
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_BEYOND = 0x7FFFFFFF  # the bits above all scores, undefined ones included
+
+
+class BracketedScores:
+    """Counts the scores above brackets around ranks and collects those inside. Safe to feed from many threads.
+
+    Scores that are not shown are zero. Memory: 4 bytes a collected score, 64 MiB at most.
+    """
+
+    def __init__(self) -> None:
+        self._edges_W = np.zeros(0, np.uint32)
+        self._from_edge_W = np.zeros(0, np.int64)
+        self._collected: list[NDArray[np.uint32]] = []
+        self._n_collected = 0
+        self._lock = threading.Lock()
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the brackets are known."""
+        return len(self._edges_W) > 0
+
+    def place(self, scores_N: NDArray[np.float32], shares: Sequence[float], share_of_nonzero: float | None) -> None:
+        """Place brackets around the ranks of some shares, or of a share of the scores other than zero, by a sample."""
+        step = max(SCORE_RUN_ELEMENTS, len(scores_N) // SCORE_SAMPLE_RUNS)
+        runs = [scores_N[start : start + SCORE_RUN_ELEMENTS] for start in range(0, len(scores_N), step)]
+        rising_N = np.sort(np.concatenate(runs).view(np.uint32) & _MAGNITUDE)
+        if share_of_nonzero is not None:
+            shares = [share_of_nonzero * np.count_nonzero(rising_N) / len(rising_N)]
+        edges: list[int] = []
+        for share in sorted(shares, reverse=True):
+            low, high = (int((1.0 - share + margin) * len(rising_N)) for margin in (-MARGIN, MARGIN))
+            first = max(1, int(rising_N[low])) if low >= 0 else 1  # no zeros are collected
+            last = max(first, int(rising_N[high])) + 1 if high < len(rising_N) else _BEYOND
+            if edges and first <= edges[-1]:
+                edges[-1] = last
+            else:
+                edges += [first, last]
+        self._edges_W = np.array(edges, np.uint32)
+        self._from_edge_W = np.zeros(len(edges), np.int64)
+
+    def accumulate(self, scores_N: NDArray[np.float32]) -> None:
+        """Look at some scores, which are overwritten."""
+        from mergepipe.kernels.reduce import collect_between
+
+        counts_W = np.zeros(len(self._edges_W), np.int64)
+        n_inside = int(collect_between(scores_N, self._edges_W, counts_W))
+        with self._lock:
+            self._from_edge_W += counts_W
+            self._n_collected += n_inside
+            if self._n_collected <= MOST_COLLECTED:
+                self._collected.append(scores_N[:n_inside].view(np.uint32).copy())
+
+    def answers(self, ranks: Iterable[int]) -> dict[int, Place] | None:
+        """Return the place of the score of each rank, the largest being 1; None where one is outside the brackets."""
+        if self._n_collected > MOST_COLLECTED or not self.is_placed:
+            return None
+        rising_N = np.sort(np.concatenate(self._collected))
+        answers = {}
+        for rank in ranks:
+            w = int(np.count_nonzero(self._from_edge_W >= rank)) - 1  # the last edge that the score reaches
+            if w < 0 and self._edges_W[0] == 1:
+                answers[rank] = Place(0)  # all that is not zero was counted
+                continue
+            if w < 0 or w % 2:
+                return None
+            n_larger = int(self._from_edge_W[w + 1])
+            stop = int(np.searchsorted(rising_N, self._edges_W[w + 1]))
+            bits = rising_N[stop - (rank - n_larger)]
+            low, high = (int(np.searchsorted(rising_N, bits, side)) for side in ("left", "right"))
+            answers[rank] = Place(int(bits), n_larger + stop - high, high - low)
+        return answers

@@ -1,0 +1,461 @@
+"""Run the pipeline: reader threads fill buffers, compute threads process them, one writer writes in output order."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from operator import attrgetter
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.contract import NO_TURNS, BaseBytes, ComputedTensor, NeedsBase, TensorEntry, Turns, Unchanged
+from mergepipe.engine.jobs import Afterwards, Job, Pass, Stage
+from mergepipe.engine.segments import Computation, Piece, Read, SegmentLayout, SegmentShape, is_on_base, lay_out
+from mergepipe.errors import StorageError
+from mergepipe.recipes.tasks import MergeTask
+from mergepipe.storage.buffers import BufferPool
+from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import request
+from mergepipe.storage.spill import SpilledFiles
+
+FEWEST_READERS = 8
+LOOKAHEAD_BUFFERS = 24
+REMOTE_LOOKAHEAD_BUFFERS = 192  # a network is never idle while a large tensor is computed
+TICK_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSettings:
+    """Limits of concurrent reads: `readers` requests, and the buffers that are filled before the oldest job is done."""
+
+    readers: int = FEWEST_READERS
+    lookahead_buffers: int = LOOKAHEAD_BUFFERS
+
+    @classmethod
+    def of(cls, files: Collection[Location], store: Store, most_buffers: int) -> ReadSettings:
+        """Return what suits the most able store of some files, and the dearest: then 3/4 of all buffers at most."""
+        terms = [store.terms(file) for file in files]
+        readers = max((term.most_requests for term in terms), default=FEWEST_READERS)
+        if not are_dear(files, store):
+            return cls(readers)
+        return cls(readers, min(REMOTE_LOOKAHEAD_BUFFERS, max(LOOKAHEAD_BUFFERS, most_buffers * 3 // 4)))
+
+
+def are_dear(files: Iterable[Location], store: Store) -> bool:
+    """Whether requests for some of the files cost anything."""
+    return any(store.terms(file).request_cost_bytes for file in files)
+
+
+class SegmentSink(Protocol):
+    """Receives finished segments in output order, on one thread."""
+
+    def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None: ...
+
+
+Bases = dict[int, BaseBytes]
+"""The base's bytes in one buffer, by where they begin, for all that are encoded on them."""
+
+Fill = Callable[[Computation, NDArray[np.uint8], Bases], None]
+"""Fetches the elements that a computation names into their place in a buffer."""
+
+
+@dataclass(slots=True)
+class _Filled:
+    """A buffer that is being processed by one job."""
+
+    job: _RunningJob
+    layout: SegmentLayout
+    buffer: NDArray[np.uint8]
+    orders_left: int = 0
+    is_held: bool = False  # by its job, for passes after the one that read it
+    on_base: list[Computation] = field(default_factory=list)  # what can start only when all else is there
+    bases: Bases = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _RunningJob:
+    """A job with its current pass and the segments that the pass still waits for.
+
+    `opened` holds what computed tensors keep between their blocks, as long as the job runs. `spill`: the files, where
+    what is read of experts is kept on disk.
+    """
+
+    job: Job
+    passes: Iterator[Pass]
+    current: Pass
+    files: Mapping[Location, RangeFile]
+    spill: SpilledFiles | None
+    unread: deque[SegmentShape] = field(default_factory=deque)
+    pending: int = 0
+    buffers: int = 0
+    n_held: int = 0  # of these, held between passes
+    held: list[_Filled] = field(default_factory=list)
+    opened: dict[tuple[int, bool], Fill] = field(default_factory=dict)
+    finished: bool = False
+
+    def close(self) -> None:
+        """Give up what was spilled. Nothing is read any more."""
+        if self.spill is not None:
+            self.spill.close()
+
+
+class _Step(Enum):
+    """The step that a worker completed on a buffer."""
+
+    FILLED = auto()  # by one of its reads or computations
+    COMPUTED = auto()
+    WRITTEN = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A success reported by a worker thread."""
+
+    step: _Step
+    filled: _Filled
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A failure reported by a worker thread."""
+
+    error: BaseException
+
+
+class Pipeline:
+    """Runs jobs in order over open files. For one run only.
+
+    `reading` bounds what is read at once. `on_failure` is called when a run ends early, before its threads are waited
+    for: it gives up reads that could take long. `scratch_folder` is where jobs spill.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[MergeTask],
+        files: Mapping[Location, RangeFile],
+        pool: BufferPool,
+        out_start: int,
+        sink: SegmentSink,
+        threads: int,
+        on_tick: Callable[[], None],
+        reading: ReadSettings = ReadSettings(),
+        on_failure: Callable[[], None] = lambda: None,
+        scratch_folder: Path = Path(),
+    ) -> None:
+        self._tasks = tasks
+        self._files = files
+        self._pool = pool
+        self._out_start = out_start
+        self._sink = sink
+        self._threads = threads
+        self._on_tick = on_tick
+        self._reading = reading
+        self._on_failure = on_failure
+        self._scratch_folder = scratch_folder
+        self._events: SimpleQueue[_Done | _Failed] = SimpleQueue()
+        self._read_queue: SimpleQueue[tuple[_Filled, Read | Computation] | None] = SimpleQueue()
+        self._compute_queue: SimpleQueue[tuple[_Filled, Stage] | None] = SimpleQueue()
+        self._write_queue: SimpleQueue[_Filled | None] = SimpleQueue()
+        self._stopping = threading.Event()
+        self._turns = threading.Semaphore(threads)
+        self._active: deque[_RunningJob] = deque()
+        self._ready: dict[int, _Filled] = {}
+        self._next_to_write = 0
+        self._next_tick = 0.0
+
+    def run(self, jobs: Iterable[Job]) -> None:
+        """Run all jobs to completion, or raise the first worker's error after every thread has stopped.
+
+        Raises:
+            StorageError: a read or a write failed.
+            CorruptError: an input ended before a tensor did.
+        """
+        workers: list[threading.Thread] = []
+        try:
+            for loop in (
+                *[self._read_loop] * self._reading.readers,
+                *[self._compute_loop] * self._threads,
+                self._write_loop,
+            ):
+                self._start(loop, workers)
+            self._coordinate(iter(jobs))
+        except BaseException:
+            self._stopping.set()
+            self._on_failure()
+            raise
+        finally:
+            try:
+                self._stop(workers)
+            except KeyboardInterrupt:  # it came while stopping: no worker may outlive this call
+                self._stop(workers)
+                raise
+            finally:
+                for running in self._active:
+                    running.close()
+
+    # -- the coordinating thread ---------------------------------------------------------------------------------
+
+    def _coordinate(self, jobs: Iterator[Job]) -> None:
+        reading = self._admit(jobs)
+        while True:
+            while reading is not None and self._issue_reads(reading):
+                reading = self._admit(jobs)
+            if reading is None and not self._active:
+                return
+            self._tick()
+            with contextlib.suppress(Empty):
+                self._handle(self._events.get(timeout=TICK_SECONDS))
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_SECONDS
+            self._on_tick()
+
+    def _admit(self, jobs: Iterator[Job]) -> _RunningJob | None:
+        """Start the next job; None after the last."""
+        job = next(jobs, None)
+        if job is None:
+            return None
+        passes = job.passes()
+        spill = SpilledFiles(self._files, self._scratch_folder) if job.spills else None
+        running = _RunningJob(job, passes, next(passes), self._files if spill is None else spill, spill)
+        self._active.append(running)
+        self._begin_pass(running, running.current)
+        return running
+
+    def _begin_pass(self, running: _RunningJob, new: Pass) -> None:
+        running.current = new
+        running.pending = len(new.segments)
+        if new.repeated and running.spill is not None:
+            running.spill.replay()
+        running.unread = deque(new.unread)
+        held, running.held = running.held, []
+        for filled in held:
+            self._compute_queue.put((filled, new.stage))
+
+    def _issue_reads(self, running: _RunningJob) -> bool:
+        """Request reads of segments while buffers are free; True once this job has no more to read."""
+        while running.unread:
+            if not self._may_read_on(running):
+                return False
+            buffer = self._pool.take()
+            if buffer is None:
+                return False
+            self._request(running, running.unread.popleft(), buffer)
+        return running.finished or running.current.last_reads
+
+    def _may_read_on(self, running: _RunningJob) -> bool:
+        """Whether one more buffer may be filled. A job that holds all of its tensor may use all once it is oldest."""
+        oldest = self._active[0]
+        ahead = sum(job.buffers for job in self._active if job is not oldest)
+        if running is oldest and not running.current.holds_all:
+            ahead += oldest.buffers - oldest.n_held
+        return ahead < self._reading.lookahead_buffers
+
+    def _request(self, running: _RunningJob, shape: SegmentShape, buffer: NDArray[np.uint8]) -> None:
+        layout = lay_out(shape, self._tasks, self._out_start, lambda path: self._files[path].alignment)
+        if running.current.repeated and running.spill is None:
+            layout = _as_analysis(layout)
+        filled = _Filled(running, layout, buffer)
+        running.buffers += 1
+        now: list[Read | Computation] = list(layout.reads)
+        for computation in layout.computations:
+            if computation.key not in running.opened:
+                on_base = computation.on_base
+                opened = _opened(computation.source, running.files, on_base=on_base, turns=self._turns)
+                running.opened[computation.key] = opened
+            if computation.on_base and computation.base_offset not in filled.bases:
+                filled.bases[computation.base_offset] = _base_bytes(computation, buffer)
+            (filled.on_base if computation.on_base else now).append(computation)
+        self._order(filled, now)
+
+    def _order(self, filled: _Filled, orders: Sequence[Read | Computation]) -> None:
+        """Queue these reads, then the computations that depend on them."""
+        if not orders and filled.on_base:
+            orders, filled.on_base = filled.on_base, []
+        filled.orders_left = len(orders)
+        if not orders:
+            self._compute_queue.put((filled, filled.job.current.stage))
+        for order in orders:
+            self._read_queue.put((filled, order))
+
+    def _handle(self, event: _Done | _Failed) -> None:
+        if isinstance(event, _Failed):
+            raise event.error
+        filled = event.filled
+        match event.step:
+            case _Step.FILLED:
+                filled.orders_left -= 1
+                if filled.orders_left == 0:
+                    self._order(filled, ())
+            case _Step.COMPUTED:
+                self._after_compute(filled)
+            case _Step.WRITTEN:
+                self._release(filled)
+                self._retire()
+
+    def _after_compute(self, filled: _Filled) -> None:
+        running, number = filled.job, filled.layout.shape.number
+        if number in running.current.held:
+            running.n_held += not filled.is_held
+            filled.is_held = True
+            running.held.append(filled)
+        elif running.current.afterwards is Afterwards.RELEASE:
+            self._release(filled)
+        else:
+            self._ready[number] = filled
+            self._hand_to_writer()
+        running.pending -= 1
+        if running.pending == 0:
+            following = next(running.passes, None)
+            if following is None:
+                running.finished = True
+                self._retire()
+            else:
+                self._begin_pass(running, following)
+
+    def _hand_to_writer(self) -> None:
+        while (filled := self._ready.pop(self._next_to_write, None)) is not None:
+            self._write_queue.put(filled)
+            self._next_to_write += 1
+
+    def _release(self, filled: _Filled) -> None:
+        filled.job.buffers -= 1
+        filled.job.n_held -= filled.is_held
+        self._pool.give_back(filled.buffer)
+
+    def _retire(self) -> None:
+        while self._active and self._active[0].finished and self._active[0].buffers == 0:
+            self._active.popleft().close()
+
+    # -- worker threads --------------------------------------------------------------------------------------------
+
+    def _start(self, loop: Callable[[], None], workers: list[threading.Thread]) -> None:
+        thread = threading.Thread(target=self._guard, args=(loop,), daemon=True, name=f"mergepipe-{loop.__name__}")
+        workers.append(thread)  # first, so that an interrupt cannot come between
+        try:
+            thread.start()
+        except RuntimeError as error:  # what the interpreter makes of a refusal
+            if isinstance(error.__context__, KeyboardInterrupt):  # or of an interrupt while it waits for the start
+                raise error.__context__ from None
+            raise StorageError.of(
+                "storage.no-threads", "--threads", "the system starts no more threads for this process",
+                "lower --threads, or raise the limits on its threads and memory (ulimit -u, ulimit -v)",
+            ) from error  # fmt: skip
+
+    def _guard(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except BaseException as error:  # every failure is raised again by the coordinating thread
+            self._events.put(_Failed(error))
+
+    def _read_loop(self) -> None:
+        while (entry := self._read_queue.get()) is not None and not self._stopping.is_set():
+            filled, order = entry
+            if isinstance(order, Read):
+                _read(order, filled.buffer, filled.job.files)
+            else:
+                filled.job.opened[order.key](order, filled.buffer, filled.bases)
+            self._events.put(_Done(_Step.FILLED, filled))
+
+    def _compute_loop(self) -> None:
+        while (order := self._compute_queue.get()) is not None and not self._stopping.is_set():
+            filled, stage = order
+            with self._turns:
+                filled.job.job.compute(stage, filled.layout, filled.buffer)
+            self._events.put(_Done(_Step.COMPUTED, filled))
+
+    def _write_loop(self) -> None:
+        while (filled := self._write_queue.get()) is not None and not self._stopping.is_set():
+            self._sink.write_segment(filled.layout.pieces, filled.buffer)
+            self._events.put(_Done(_Step.WRITTEN, filled))
+
+    def _stop(self, workers: Sequence[threading.Thread]) -> None:
+        self._stopping.set()
+        for _ in range(self._reading.readers):
+            self._read_queue.put(None)
+        for _ in range(self._threads):
+            self._compute_queue.put(None)
+        self._write_queue.put(None)
+        for worker in workers:
+            if worker.ident is not None:  # it was started
+                worker.join()
+
+
+def _as_analysis(layout: SegmentLayout) -> SegmentLayout:
+    """Charge the reads to analysis: they come on top of the one pass that every merge makes."""
+    return replace(
+        layout,
+        reads=tuple(replace(read, purpose=Purpose.ANALYSIS) for read in layout.reads),
+        computations=tuple(replace(order, purpose=Purpose.ANALYSIS) for order in layout.computations),
+    )
+
+
+def _read(read: Read, buffer: NDArray[np.uint8], files: Mapping[Location, RangeFile]) -> None:
+    file = files[read.file]
+    view = buffer[read.buffer_offset : read.buffer_offset + read.nbytes]
+    request(file, read.offset, view, min(read.nbytes, file.size_bytes - read.offset), read.purpose)
+
+
+Opened = Mapping[tuple[int, bool], Fill]
+
+
+def opened_sources(tasks: Sequence[MergeTask], files: Mapping[Location, RangeFile]) -> Opened:
+    """Open the computed tensors of some tasks, by `Computation.key`."""
+    opened: dict[tuple[int, bool], Fill] = {}
+    for task in tasks:
+        for source in (task.base, *task.experts):
+            if not isinstance(source, TensorEntry | Unchanged):
+                on_base = is_on_base(source, task.base)
+                opened[id(source), on_base] = _opened(source, files, on_base=on_base)
+    return opened
+
+
+def fill_now(
+    layout: SegmentLayout,
+    buffer: NDArray[np.uint8],
+    files: Mapping[Location, RangeFile],
+    opened: Opened,
+    purpose: Purpose,
+) -> None:
+    """Fill a buffer on the calling thread, charging everything to one purpose.
+
+    Raises:
+        StorageError, CorruptError: as `Pipeline.run`.
+    """
+    for read in layout.reads:
+        _read(replace(read, purpose=purpose), buffer, files)
+    bases = {order.base_offset: _base_bytes(order, buffer) for order in layout.computations if order.on_base}
+    for order in sorted(layout.computations, key=attrgetter("on_base")):
+        opened[order.key](replace(order, purpose=purpose), buffer, bases)
+
+
+def _base_bytes(order: Computation, buffer: NDArray[np.uint8]) -> BaseBytes:
+    return BaseBytes(buffer[order.base_offset : order.base_offset + order.base_bytes])
+
+
+def _opened(
+    source: ComputedTensor, files: Mapping[Location, RangeFile], *, on_base: bool, turns: Turns = NO_TURNS
+) -> Fill:
+    """Return a function that fetches elements of a computed tensor into their place in a buffer."""
+    if on_base and isinstance(source, NeedsBase):
+        fetch_on_base = source.opened_on_base(files, turns)
+
+        def fill_on_base(order: Computation, buffer: NDArray[np.uint8], bases: Bases) -> None:
+            fetch_on_base(order.span, bases[order.base_offset], order.place_in(buffer), order.purpose)
+
+        return fill_on_base
+    fetch = source.opened(files)
+    return lambda order, buffer, _: fetch(order.span, order.place_in(buffer), order.purpose)

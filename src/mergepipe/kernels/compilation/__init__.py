@@ -1,1 +1,0 @@
-"""Compile kernels, and load the compiler only when it is needed."""

@@ -1,0 +1,229 @@
+"""Compute inner products of a base and its deltas, and products of thin matrices."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.core.blocks import GRAIN_ELEMENTS
+from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, itemsize_of
+from mergepipe.kernels.compiled import Bytes, Counts, Doubles, Floats, kernel
+from mergepipe.kernels.merge import decode_against
+
+# --- divide a tensor into atoms, the intersections of rows and grains, so that sums by row do not depend on block ---
+#
+# Reads are cut at multiples of `GRAIN_ELEMENTS` or at row starts, so each atom is summed by one thread into its own
+# entry; the sum of a row is that of its atoms in order.
+
+
+_GRAIN = GRAIN_ELEMENTS
+
+
+@kernel
+def atom_of(element: int, row_elements: int, common: int) -> int:
+    """The number of the atom of an element; `common` is the least common multiple of rows and grains."""
+    return element // row_elements + element // _GRAIN - element // common
+
+
+@kernel
+def atom_stop(element: int, row_elements: int) -> int:
+    """The first element after the atom of an element."""
+    return min((element // row_elements + 1) * row_elements, (element // _GRAIN + 1) * _GRAIN)
+
+
+def common_multiple(row_elements: int) -> int:
+    """The argument `common` of `atom_of`."""
+    return math.lcm(row_elements, _GRAIN)
+
+
+def count_atoms(n_elements: int, row_elements: int) -> int:
+    """The number of atoms of a tensor."""
+    return int(atom_of(n_elements - 1, row_elements, common_multiple(row_elements))) + 1 if n_elements else 0
+
+
+def join_atoms(atoms_A: NDArray[np.float64], n_elements: int, row_elements: int) -> NDArray[np.float64]:
+    """Add up sums by atom to sums by row (first axis); an empty tensor has one row of zeros."""
+    if not n_elements:
+        return np.zeros((1, *atoms_A.shape[1:]))
+    starts_R = np.arange(0, n_elements, row_elements)
+    common = common_multiple(row_elements)
+    first_R = starts_R // row_elements + starts_R // _GRAIN - starts_R // common
+    return np.asarray(np.add.reduceat(atoms_A, first_R, axis=0))
+
+
+# --- compute inner products of a base and its deltas with each other, by row or by column ---
+
+
+_TILE = TILE_ELEMENTS
+
+
+@kernel
+def decode_frame(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    offsets_E: Counts,
+    codes_E: Counts,
+    start: int,
+    n: int,
+    model: Floats,
+    frame_FN: Floats,
+) -> None:
+    """Decode `n` elements from `start` on into `frame_FN`: row 0 the base, then the deltas of the experts present."""
+    base = frame_FN[0]
+    decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, n, base)
+    for e in range(offsets_E.shape[0]):
+        decode_against(raw, offsets_E[e], codes_E[e], start, n, base, model, frame_FN[e + 1])
+
+
+@kernel
+def fold(values: Doubles, n: int) -> float:
+    """Sum `values[:n]` (at most a tile) by a binary tree; the values are overwritten."""
+    width = 1
+    while width < n:
+        width *= 2
+    for i in range(n, width):
+        values[i] = 0.0
+    while width >= 8:  # three levels at once
+        width //= 8
+        second, third, fourth = values[width:], values[2 * width :], values[3 * width :]
+        fifth, sixth, seventh, eighth = (
+            values[4 * width :],
+            values[5 * width :],
+            values[6 * width :],
+            values[7 * width :],
+        )
+        for i in range(width):
+            even = (values[i] + fifth[i]) + (third[i] + seventh[i])
+            values[i] = even + ((second[i] + sixth[i]) + (fourth[i] + eighth[i]))
+    while width > 1:
+        width //= 2
+        for i in range(width):
+            values[i] += values[i + width]
+    return float(values[0])
+
+
+@kernel
+def fold_product(x: Floats, y: Floats, n: int, products: Doubles) -> float:
+    """Sum `x[:n] * y[:n]` in float64 by a binary tree: the same order of additions on every machine."""
+    for i in range(n):
+        products[i] = np.float64(x[i]) * np.float64(y[i])
+    return fold(products, n)
+
+
+@kernel
+def add_row_grams(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    present_E: Counts,
+    offsets_E: Counts,
+    codes_E: Counts,
+    first_element: int,
+    n: int,
+    row_elements: int,
+    common: int,
+    gram_AFF: Doubles,
+) -> None:
+    """Add the inner products (upper triangle; base 0, expert `e` at `e + 1`) of `n` elements by atom."""
+    n_present = offsets_E.shape[0]
+    frame_FN = np.empty((n_present + 1, _TILE), np.float32)
+    model = np.empty(_TILE, np.float32)
+    products = np.empty(_TILE, np.float64)
+    start = 0
+    while start < n:
+        element = first_element + start
+        m = min(_TILE, n - start, atom_stop(element, row_elements) - element)
+        atom = atom_of(element, row_elements, common)
+        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
+        for i in range(n_present + 1):
+            row = 0 if i == 0 else present_E[i - 1] + 1
+            for j in range(i, n_present + 1):
+                column = 0 if j == 0 else present_E[j - 1] + 1
+                gram_AFF[atom, row, column] += fold_product(frame_FN[i], frame_FN[j], m, products)
+        start += m
+
+
+@kernel
+def add_column_grams(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    present_E: Counts,
+    offsets_E: Counts,
+    codes_E: Counts,
+    first_element: int,
+    n: int,
+    n_columns: int,
+    cell_elements: int,
+    gram_CFFP: Doubles,
+) -> None:
+    """Add the products of `n` elements by cell (C) and column (P), in element order."""
+    n_present = offsets_E.shape[0]
+    frame_FN = np.empty((n_present + 1, _TILE), np.float32)
+    model = np.empty(_TILE, np.float32)
+    start = 0
+    while start < n:
+        element = first_element + start
+        column = element % n_columns
+        # A tile has each column at most once, so that its sums are independent.
+        m = min(_TILE, n - start, n_columns - column)
+        cell = element // cell_elements
+        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
+        for i in range(n_present + 1):
+            row = 0 if i == 0 else present_E[i - 1] + 1
+            for j in range(i, n_present + 1):
+                sums = gram_CFFP[cell, row, 0 if j == 0 else present_E[j - 1] + 1, column : column + m]
+                for k in range(m):
+                    sums[k] += np.float64(frame_FN[i, k]) * np.float64(frame_FN[j, k])
+        start += m
+
+
+# --- multiply two thin matrices, for any range of the flattened product ---
+
+
+TILE_COLUMNS = 1024  # a tile of results and four of the right factor fit into the L1 cache
+
+
+@kernel
+def low_rank_product(left_RK: Floats, right_KC: Floats, scale: float, first: int, out: Floats) -> None:
+    """Write `scale * (left_RK @ right_KC)`, flattened, from element `first` on into all of `out` (float32).
+
+    Each element is summed in float32 in the order of K and scaled last: the result does not depend on how elements
+    are grouped into calls. `first + len(out)` is at most R * C; `scale` is rounded to float32.
+    """
+    n_columns = right_KC.shape[1]
+    factor = np.float32(scale)
+    done = 0
+    while done < len(out):
+        row, column = divmod(first + done, n_columns)
+        count = min(n_columns - column, len(out) - done, TILE_COLUMNS)
+        _row_tile(left_RK[row], right_KC, column, factor, out[done : done + count])
+        done += count
+
+
+@kernel
+def _row_tile(left_K: Floats, right_KC: Floats, column: int, factor: np.float32, out: Floats) -> None:
+    n, rank = len(out), len(left_K)
+    for j in range(n):
+        out[j] = np.float32(0.0)
+    k = 0
+    while k + 4 <= rank:
+        a, b, c, d = left_K[k], left_K[k + 1], left_K[k + 2], left_K[k + 3]
+        row_a = right_KC[k, column : column + n]
+        row_b = right_KC[k + 1, column : column + n]
+        row_c = right_KC[k + 2, column : column + n]
+        row_d = right_KC[k + 3, column : column + n]
+        for j in range(n):
+            out[j] = (((out[j] + a * row_a[j]) + b * row_b[j]) + c * row_c[j]) + d * row_d[j]
+        k += 4
+    while k < rank:
+        last = left_K[k]
+        row = right_KC[k, column : column + n]
+        for j in range(n):
+            out[j] = out[j] + last * row[j]
+        k += 1
+    for j in range(n):
+        out[j] = out[j] * factor

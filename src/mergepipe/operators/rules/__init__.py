@@ -1,1 +1,0 @@
-"""The merge rules, one family a module."""

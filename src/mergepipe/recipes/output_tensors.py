@@ -1,0 +1,511 @@
+"""List every output tensor with its sources, and the configuration of the output."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from mergepipe.checkpoints.contract import CheckpointKind, Readable
+from mergepipe.checkpoints.directory import Json, config_bytes, parse_config
+from mergepipe.core.blocks import DType
+from mergepipe.errors import CorruptError, MismatchError, RecipeError, UnsupportedError, did_you_mean
+from mergepipe.operators.spec import BaseRole
+from mergepipe.recipes.fields import Findings
+from mergepipe.recipes.recipe import ModelInput, ModelKey, OutputModule, OutputSlice, Recipe, Setting
+from mergepipe.recipes.tasks import LayerCount
+
+# --- choose the anchor of each group of models, and the models that must be opened as full weights ---
+
+
+def anchor_of(members: Sequence[ModelKey], base: ModelKey | None, *, is_slice: bool) -> ModelKey:
+    """Return the model that deltas are taken against: the base if listed (or only naming), else the first."""
+    return base if base is not None and (base in members or not is_slice) else members[0]
+
+
+def base_key(recipe: Recipe, base: ModelInput | None) -> ModelKey | None:
+    """Return the key of `base_model`, if the operator uses a base and the recipe merges that model."""
+    if base is None or recipe.operator.base_role is BaseRole.NONE:
+        return None
+    return base.key if any(model.key == base.key for model in recipe.inputs()) else None
+
+
+def weights_needed(recipe: Recipe) -> frozenset[ModelKey]:
+    """Find the models that must be opened as full weights: anchors, and models whose layers are moved."""
+    return frozenset(_needed(recipe))
+
+
+def _needed(recipe: Recipe) -> Iterator[ModelKey]:
+    for models in (recipe.models, *(module.models for module in recipe.modules)):
+        if models:
+            yield anchor_of([model.key for model in models], base_key(recipe, recipe.base), is_slice=False)
+    for pieces in (recipe.slices, *(module.slices for module in recipe.modules)):
+        for piece in pieces:
+            yield from _needed_in(recipe, piece)
+
+
+def _needed_in(recipe: Recipe, piece: OutputSlice) -> Iterator[ModelKey]:
+    starts = {source.model.key: source.start for source in piece.sources}
+    anchor = anchor_of(list(starts), base_key(recipe, piece.base or recipe.base), is_slice=True)
+    yield anchor
+    yield from (key for key, start in starts.items() if start != starts[anchor])
+
+
+# --- find a model's layers from its tensor names, for any architecture ---
+
+
+# The first number between dots counts layers; later ones count what is inside a layer (experts, sublayers).
+_NUMBERED = re.compile(r"(?:(?P<prefix>.*?)\.)??(?P<index>\d+)\.")
+# Tensors outside the layers that come before them; all others come after.
+_BEFORE = re.compile(
+    r"embed(?!_out)|embd|(^|[._])(wte|wpe|wpm|shared|relative_\w+|pos_emb|rotary\w*|project_in|conv[12]|ln_pre)[._]"
+)
+# Parts of a model of several, by a word in the names of their tensors; the first that fits.
+_PARTS = (
+    ("projector", re.compile(r"(^|\.)(multi_modal_projector|mm_projector|merger|deepstack_merger_list|connector)\.")),
+    ("vision", re.compile(r"(^|\.)(visual|vision\w*|image_\w+)\.")),
+    ("audio", re.compile(r"(^|\.)audio\w*\.")),
+    ("encoder", re.compile(r"(^|\.)encoder\.")),
+    ("decoder", re.compile(r"(^|\.)decoder\.")),
+)
+_REST = "text"
+# mergekit's names of modules, and what they are here.
+_MODULES = {
+    "default": "", "text_decoder": _REST, "text": _REST, "language_model": _REST, "shared": _REST,
+    "multi_modal_projector": "projector", "projector": "projector",
+    "vision_tower": "vision", "vision_model": "vision", "visual": "vision", "vision": "vision",
+    "audio_tower": "audio", "audio": "audio", "encoder": "encoder", "decoder": "decoder",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LayerList:
+    """The numbered layers of a model: tensors `prefix` + number + `.` + the rest, numbers from 0."""
+
+    prefix: str
+    n_layers: int
+
+    def split(self, name: str) -> tuple[int, str] | None:
+        """Split a tensor's name into layer number and rest; None if it is in no layer."""
+        parts = _numbered(name)
+        return parts[1:] if parts is not None and parts[0] == self.prefix else None
+
+    def name(self, index: int, rest: str) -> str:
+        """Join a layer number and a rest into a tensor's name: the inverse of `split`."""
+        return f"{self.prefix}{index}.{rest}"
+
+    def __str__(self) -> str:
+        return f"'{self.prefix}0.' to '{self.prefix}{self.n_layers - 1}.'"
+
+
+def _numbered(name: str) -> tuple[str, int, str] | None:
+    match = _NUMBERED.match(name)
+    if match is None:
+        return None
+    return name[: match.start("index")], int(match["index"]), name[match.end() :]
+
+
+def template(name: str) -> str:
+    """Remove the layer number from a name, so that all layers share it. Other names stay."""
+    parts = _numbered(name)
+    return name if parts is None else f"{parts[0]}*.{parts[2]}"
+
+
+def layer_lists(names: Iterable[str]) -> dict[str, LayerList]:
+    """Find every list of layers by prefix: those numbered 0, 1, 2 ... without a gap."""
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for name in names:
+        parts = _numbered(name)
+        if parts is not None:
+            numbers[parts[0]].add(parts[1])
+    return {
+        prefix: LayerList(prefix, len(indices))
+        for prefix, indices in numbers.items()
+        if max(indices) == len(indices) - 1
+    }
+
+
+def longest(lists: Mapping[str, LayerList]) -> tuple[LayerList, ...]:
+    """Return the longest lists: one if the layers are unambiguous, none if there are none."""
+    most = max((layers.n_layers for layers in lists.values()), default=0)
+    return tuple(layers for layers in lists.values() if layers.n_layers == most)
+
+
+def depth_of(index: int, n_layers: int) -> float:
+    """Return a layer's depth between the first (0) and the last (1); 1 for a single layer, as in mergekit."""
+    return index / (n_layers - 1) if n_layers > 1 else 1.0
+
+
+def is_before_layers(name: str) -> bool:
+    """Whether a tensor outside the layers precedes them: embeddings do, norms and heads do not."""
+    return _BEFORE.search(name) is not None
+
+
+def module_names(names: Iterable[str]) -> list[str]:
+    """List the names that a recipe may use for the modules of a model with these tensors."""
+    parts = {_part(name) for name in names}
+    return [module for module, part in _MODULES.items() if not part or part in parts]
+
+
+def module_tensors(module: str, names: Iterable[str]) -> list[str]:
+    """Find the tensors of a module by mergekit's name for it, or by prefix. Empty if unknown."""
+    if module in _MODULES:
+        part = _MODULES[module]
+        return [name for name in names if not part or _part(name) == part]
+    return [name for name in names if name.startswith(f"{module}.")]
+
+
+def _part(name: str) -> str:
+    return next((part for part, pattern in _PARTS if pattern.search(name)), _REST)
+
+
+# --- list every output tensor with its sources, from the recipe's models, slices or modules ---
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A model of the recipe with its tensors under the names that the first model has for them, in storage order."""
+
+    input: ModelInput
+    tensors: Mapping[str, Readable]
+    kind: CheckpointKind
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One model of a group: its index, its own parameters, and its first layer in a slice."""
+
+    model: int
+    own: Mapping[str, Setting]
+    first_layer: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Models that are merged together. `shared` are the enclosing parameters, innermost first.
+
+    `takes_part`: the anchor is merged with the experts, and is not only what deltas are taken against or what lends
+    names; `is_listed`: it stands among the models, with parameters of its own.
+    """
+
+    anchor: Member
+    experts: tuple[Member, ...]
+    shared: tuple[Mapping[str, Setting], ...]
+    takes_part: bool
+    is_listed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """One tensor of the output: `sources` names the anchor's tensor, then the experts'. Without a group, a copy."""
+
+    name: str
+    group: Group | None
+    sources: tuple[str, ...]
+    depth: float = 0.0
+    model: int = 0
+
+
+class OutputListing:
+    """Lists the output tensors of a recipe. The list is complete only if no problem is reported."""
+
+    def __init__(
+        self, recipe: Recipe, models: Sequence[OpenModel], findings: Findings, allow_dropped: Sequence[str] = ()
+    ) -> None:
+        self.layer_counts: list[LayerCount] = []
+        self._recipe = recipe
+        self._models = models
+        self._findings = findings
+        self._allow_dropped = allow_dropped
+        self._index = {model.input.key: index for index, model in enumerate(models)}
+        self._lists = [layer_lists(model.tensors) for model in models]
+
+    def output_tensors(self) -> Iterator[OutputTensor]:
+        """List every output tensor in the base's storage order, or slices' layers between the tensors around them."""
+        recipe = self._recipe
+        if recipe.models:
+            yield from self._of_models(recipe.models, (recipe.parameters,), self._models[0].tensors)
+        elif recipe.slices:
+            yield from self._of_slices(recipe.slices, (recipe.parameters,), "default", recipe.slices[0].where)
+        else:
+            yield from self._of_modules()
+
+    def _of_modules(self) -> Iterator[OutputTensor]:
+        names = self._models[0].tensors
+        module_of: dict[str, str] = {}
+        for module in self._recipe.modules:
+            owned_names = module_tensors(module.name, names)
+            self._check_module(module, owned_names, module_of)
+            module_of |= dict.fromkeys(owned_names, module.name)
+            if not owned_names:
+                continue
+            shared = (module.parameters, self._recipe.parameters)
+            if module.models:
+                yield from self._of_models(module.models, shared, owned_names)
+            else:
+                yield from self._of_slices(module.slices, shared, module.name, module.where)
+        yield from (OutputTensor(name, None, (name,)) for name in names if name not in module_of)
+
+    def _check_module(self, module: OutputModule, owned_names: Sequence[str], module_of: Mapping[str, str]) -> None:
+        names, text = self._models[0].tensors, self._models[0].input.text
+        if not owned_names:
+            message = f"'{text}' has no module '{module.name}'"
+            hint = did_you_mean(module.name, module_names(names))
+            self._findings.add(RecipeError, "recipe.module.unknown", module.where, message, hint)
+        twice = next((name for name in owned_names if name in module_of), None)
+        if twice is not None:
+            message = f"'{twice}' belongs to this module and to '{module_of[twice]}'"
+            self._findings.add(RecipeError, "recipe.module.overlap", module.where, message, "keep one of the two")
+
+    def _of_models(
+        self,
+        models: Sequence[ModelInput],
+        shared: tuple[Mapping[str, Setting], ...],
+        names: Sequence[str] | Mapping[str, Readable],
+    ) -> Iterator[OutputTensor]:
+        members = [Member(self._index[model.key], model.parameters) for model in models]
+        group = self._group(members, self._recipe.base, shared, is_slice=False)
+        self._check_layer_counts(group)
+        lists = self._lists[group.anchor.model]
+        n_sources = 1 + len(group.experts)
+        for name in names:
+            yield OutputTensor(name, group, (name,) * n_sources, _depth(name, lists), group.anchor.model)
+
+    def _group(
+        self,
+        members: list[Member],
+        base: ModelInput | None,
+        shared: tuple[Mapping[str, Setting], ...],
+        *,
+        is_slice: bool,
+    ) -> Group:
+        """Split a group into anchor and experts: the anchor is the base if listed (or naming only), else the first."""
+        role = self._recipe.operator.base_role
+        key = base_key(self._recipe, base)
+        keys = [self._models[member.model].input.key for member in members]
+        anchor = self._index[anchor_of(keys, key, is_slice=is_slice)]
+        listed = next((member for member in members if member.model == anchor), None)
+        is_origin = role is BaseRole.REQUIRED or (role is BaseRole.ORIGIN and key is not None)
+        experts = tuple(member for member in members if member.model != anchor)
+        self._check_is_full(anchor)
+        return Group(listed or Member(anchor, {}), experts, shared, not is_origin, listed is not None)
+
+    def _check_is_full(self, index: int) -> None:
+        model = self._models[index]
+        if model.kind is not CheckpointKind.FULL:
+            message = f"'{model.input.text}' holds differences from a base, but weights are needed here"
+            hint = "name it beside its base_model, with a method that has one"
+            self._findings.add(UnsupportedError, "merge.base.delta", model.input.where, message, hint)
+
+    def _check_layer_counts(self, group: Group) -> None:
+        anchor = self._models[group.anchor.model]
+        lists = self._lists[group.anchor.model]
+        for member in group.experts:
+            model = self._models[member.model]
+            if model.kind is not CheckpointKind.FULL:
+                continue
+            for prefix, layers in lists.items():
+                member_layers = self._lists[member.model].get(prefix)
+                if (
+                    member_layers is not None
+                    and member_layers.n_layers != layers.n_layers
+                    and not self._may_drop(model, layers)
+                ):
+                    message = (
+                        f"'{model.input.text}' has {member_layers.n_layers} layers, "
+                        f"{layers.n_layers} has '{anchor.input.text}' ({layers})"
+                    )
+                    hint = "merge equally many of each with slices"
+                    self._findings.add(MismatchError, "merge.layers.count", model.input.where, message, hint)
+
+    def _may_drop(self, model: OpenModel, layers: LayerList) -> bool:
+        """Whether a model has tensors beyond some layers and all of them may be dropped."""
+        split = ((name, layers.split(name)) for name in model.tensors)
+        beyond = [name for name, place in split if place is not None and place[0] >= layers.n_layers]
+        return bool(beyond) and all(is_allowed(model, name, self._allow_dropped) for name in beyond)
+
+    def _of_slices(
+        self, slices: Sequence[OutputSlice], shared: tuple[Mapping[str, Setting], ...], module: str, where: str
+    ) -> Iterator[OutputTensor]:
+        layers = self._layers(module, where)
+        if layers is None or not self._check_ranges(slices, layers):
+            return
+        groups = [self._slice_group(piece, shared) for piece in slices]
+        starts = zip((group.anchor.first_layer for group in groups), slices, strict=True)
+        origins = tuple(start + offset for start, piece in starts for offset in range(piece.n_layers))
+        self.layer_counts.append(LayerCount(layers.prefix, layers.n_layers, origins))
+        yield from self._around(groups[0], layers, module, before=True)
+        first = 0
+        for piece, group in zip(slices, groups, strict=True):
+            yield from self._of_slice(piece, group, layers, first)
+            first += piece.n_layers
+        yield from self._around(groups[-1], layers, module, before=False)
+
+    def _layers(self, module: str, where: str) -> LayerList | None:
+        """Find the layers that slices of a module select from."""
+        text = self._models[0].input.text
+        lists = longest(layer_lists(module_tensors(module, self._models[0].tensors)))
+        if len(lists) == 1:
+            return lists[0]
+        if not lists:
+            message, hint = f"'{text}' has no numbered layers to take slices of", "use 'models:' instead"
+        else:
+            message = f"'{text}' has several lists of layers equally long: {' and '.join(map(str, lists))}"
+            hint = "name the one that is meant with 'modules:'"
+        self._findings.add(RecipeError, "recipe.slice.layers", where, message, hint)
+        return None
+
+    def _check_ranges(self, slices: Sequence[OutputSlice], layers: LayerList) -> bool:
+        is_sound = True
+        for source in (source for piece in slices for source in piece.sources):
+            index = self._index[source.model.key]
+            source_layers = (
+                self._lists[index].get(layers.prefix) if self._models[index].kind is CheckpointKind.FULL else layers
+            )
+            n_layers = 0 if source_layers is None else source_layers.n_layers
+            if source.stop > n_layers:
+                message = f"[{source.start}, {source.stop}] goes beyond the {n_layers} layers of '{source.model.text}'"
+                self._findings.add(
+                    RecipeError, "recipe.slice.range", source.where, message, f"counted as {source_layers or layers}"
+                )
+                is_sound = False
+        return is_sound
+
+    def _slice_group(self, piece: OutputSlice, shared: tuple[Mapping[str, Setting], ...]) -> Group:
+        members = [Member(self._index[s.model.key], s.model.parameters, s.start) for s in piece.sources]
+        return self._group(members, piece.base or self._recipe.base, (piece.parameters, *shared), is_slice=True)
+
+    def _around(self, group: Group, layers: LayerList, module: str, *, before: bool) -> Iterator[OutputTensor]:
+        """List tensors outside the layers, from the models of the first or last slice; at depth 0, as in mergekit."""
+        n_sources = 1 + len(group.experts)
+        for name in module_tensors(module, self._models[group.anchor.model].tensors):
+            if layers.split(name) is None and is_before_layers(name) is before:
+                yield OutputTensor(name, group, (name,) * n_sources, 0.0, group.anchor.model)
+
+    def _of_slice(self, piece: OutputSlice, group: Group, layers: LayerList, first: int) -> Iterator[OutputTensor]:
+        members = (group.anchor, *group.experts)
+        if self._models[group.anchor.model].kind is not CheckpointKind.FULL:
+            return  # noted with the group: differences may lack any layer
+        anchor_tensors = self._models[group.anchor.model].tensors
+        by_layer: dict[int, list[str]] = {}
+        for name in anchor_tensors:
+            parts = layers.split(name)
+            if parts is not None:
+                by_layer.setdefault(parts[0], []).append(parts[1])
+        for offset in range(piece.n_layers):
+            depth = depth_of(offset, piece.n_layers)
+            for rest in by_layer[group.anchor.first_layer + offset]:
+                sources = tuple(layers.name(member.first_layer + offset, rest) for member in members)
+                yield OutputTensor(layers.name(first + offset, rest), group, sources, depth, group.anchor.model)
+
+
+def is_allowed(model: OpenModel, name: str, patterns: Sequence[str]) -> bool:
+    """Whether a model's tensor, by its own name or the first model's, matches one of `patterns`."""
+    return any(fnmatchcase(candidate, glob) for glob in patterns for candidate in (name, model.tensors[name].name))
+
+
+def _depth(name: str, lists: Mapping[str, LayerList]) -> float:
+    for layers in lists.values():
+        parts = layers.split(name)
+        if parts is not None:
+            return depth_of(parts[0], layers.n_layers)
+    return 0.0
+
+
+# --- adapt a model's configuration to the output: its dtype, the number and order of its layers ---
+
+
+_DTYPE_KEYS = ("torch_dtype", "dtype")
+_LAYER_KEYS = (
+    "num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
+    "num_encoder_layers", "num_decoder_layers", "depth",
+)  # fmt: skip
+_SIDES = ("decoder", "encoder")  # of a model with layers of both
+_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+_TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "text_model")
+_SECTION_SUFFIX = "_config"
+
+
+def with_dtype(config: bytes, dtype: DType) -> bytes:
+    """Set the configuration's dtype to the output's, so that loaders do not cast; unchanged if it states none."""
+    content = parsed_config(config)
+    if content is None:
+        return config
+    changed = False
+    for section in (content, *(value for value in content.values() if isinstance(value, dict))):
+        for key in _DTYPE_KEYS:
+            if isinstance(section.get(key), str) and section[key] != dtype.recipe_name:
+                section[key] = dtype.recipe_name
+                changed = True
+    return config_bytes(content) if changed else config
+
+
+def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:
+    """Set the number of layers to that of the slices, and reorder lists with one entry per layer likewise.
+
+    Raises:
+        MismatchError: `config.layers`, nothing states the number of layers before.
+    """
+    content = parsed_config(config) or {}
+    sections = _sections_of(content, layers.prefix)
+    stated = [(section, keys) for section in sections if (keys := _layer_keys(section, layers))]
+    if not stated:
+        raise MismatchError.of(
+            "config.layers", where,
+            f"{layers.after} layers '{layers.prefix}*' cannot be stated: none of {', '.join(_LAYER_KEYS)} is "
+            f"{layers.before}, which is their number before",
+            "is it the configuration of this model?",
+        )  # fmt: skip
+    if layers.origins == tuple(range(layers.before)):
+        return config
+    for section, keys in stated:
+        section.update(dict.fromkeys(keys, layers.after))
+        for name in _LAYER_LISTS:
+            listed = section.get(name)
+            if isinstance(listed, list) and len(listed) == layers.before:
+                section[name] = [listed[origin % layers.before] for origin in layers.origins]
+    return config_bytes(content)
+
+
+def states_layers(config: bytes, layers: LayerCount) -> bool:
+    """Whether the configuration states the number of these layers."""
+    sections = _sections_of(parsed_config(config) or {}, layers.prefix)
+    return any(_layer_keys(section, layers) for section in sections)
+
+
+def _layer_keys(section: Json, layers: LayerCount) -> list[str]:
+    """Find the keys that state the number of these layers, such as `num_hidden_layers` or `decoder_layers`."""
+    stated_keys = [key for key in _LAYER_KEYS if section.get(key) == layers.before]
+    side = next((side for side in _SIDES if side in layers.prefix), None)
+    if side is None:
+        return stated_keys
+    side_keys = [key for key in stated_keys if side in key]
+    neutral = [key for key in stated_keys if not any(other_side in key for other_side in _SIDES)]
+    if side_keys and side == "decoder":
+        return side_keys
+    return side_keys + neutral  # models with both count encoders without naming them
+
+
+def _sections_of(content: Json, prefix: str) -> list[Json]:
+    """Find the sections that describe the layers of a prefix: `vision_config` for `vision_tower.layers.`."""
+    named = [
+        section
+        for name, section in content.items()
+        if isinstance(section, dict) and name.endswith(_SECTION_SUFFIX) and name.removesuffix(_SECTION_SUFFIX) in prefix
+    ]
+    return named or text_sections(content)
+
+
+def text_sections(content: Json) -> list[Json]:
+    """List the configuration and, for a multimodal model, its text section."""
+    return [content, *(content[name] for name in _TEXT_SECTIONS if isinstance(content.get(name), dict))]
+
+
+def parsed_config(raw: bytes) -> Json | None:
+    """Parse a JSON object; None if the file holds none, in which case it is copied as it is."""
+    try:
+        return parse_config(raw, "")
+    except CorruptError:
+        return None

@@ -1,0 +1,245 @@
+"""Check a recipe's parameters against the operator's specification, and look them up with defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite, nan
+
+from mergepipe.operators.spec import OperatorSpec, ParameterSpec, Scope
+from mergepipe.recipes.fields import (
+    DocumentReader,
+    describe,
+    key_elsewhere,
+    near_miss,
+    parameter_elsewhere,
+    parameter_names,
+)
+from mergepipe.recipes.recipe import EVERY_TENSOR, Case, Cases, Scalar, Setting, value_at
+from mergepipe.recipes.yaml_source import KeyPath, Value, shortened
+
+FLOAT32_MAX = 3.4028234663852886e38
+SMALLEST_PERCENTAGE = 5  # that a share is taken to be written as: published recipes have shares of 1.3, 2 and 3
+_WITHOUT_MEANING = (None, False, "false", "False")  # of a parameter that has no effect
+CASE_KEYS = ("value", "filter")
+TRUE_TEXTS = ("true", "yes", "on", "y", "t", "1")
+FALSE_TEXTS = ("false", "no", "off", "n", "f", "0")
+
+# Stands for a value that was refused, so that it does not also count as missing. It never leaves the loader: a
+# refused value is a finding, and a recipe with findings is not built.
+REFUSED = nan
+
+
+def read_parameters(
+    reader: DocumentReader, section: Value, key_path: KeyPath, operator: OperatorSpec, scope: Scope
+) -> dict[str, Setting]:
+    """Check one `parameters:` mapping, of a model or (`Scope.GLOBAL`) of a slice, a module or the whole recipe."""
+    entries = reader.mapping(section, key_path)
+    if entries is None:
+        return {parameter.name: REFUSED for parameter in operator.parameters}
+    checked: dict[str, Setting] = {}
+    for name, value in entries.items():
+        spec, at = operator.parameter(name), (*key_path, name)
+        if spec is None:
+            _report_unknown(reader, name, at, operator)
+        elif spec.ignored:
+            if value not in _WITHOUT_MEANING:
+                reader.notice("recipe.ignored-parameter", at, f"{name} has no effect here", spec.help)
+        elif scope is Scope.MODEL and spec.scope is Scope.GLOBAL:
+            message = f"{name} holds for the whole merge: under a model it has no effect"
+            place = "of the slice or at the top level" if "slices" in key_path else "at the top level"
+            reader.warning("recipe.parameter.scope", at, message, f"under the parameters {place} it is: {spec.help}")
+        else:
+            checked[name] = _setting(reader, value, at, operator, spec)
+    return checked
+
+
+def _report_unknown(reader: DocumentReader, name: str, at: KeyPath, operator: OperatorSpec) -> None:
+    """Report a parameter that the operator does not have: misspelt, of another operator, or of none."""
+    message, meaning = f"{operator.name} has no parameter '{shortened(name)}'", ""
+    meaning = parameter_elsewhere(name) or key_elsewhere(name)
+    own_names = [parameter.name for parameter in operator.parameters]
+    real_name = None if meaning else near_miss(name, *own_names) or near_miss(name, *parameter_names())
+    if real_name is not None:
+        reader.misspelt("recipe.unknown-parameter", at, message, f"did you mean '{real_name}'?")
+    else:
+        reader.notice("recipe.ignored-parameter", at, f"{message}: it has no effect", meaning)
+
+
+def model_values(
+    operator: OperatorSpec, chain: Sequence[Mapping[str, Setting]], tensor: str = "", depth: float = 0.0
+) -> dict[str, Scalar]:
+    """Look up a model's parameters for one tensor: the first value in `chain`, else the default.
+
+    What has neither is left out.
+    """
+    return _values(operator, Scope.MODEL, chain, tensor, depth)
+
+
+def global_values(
+    operator: OperatorSpec, chain: Sequence[Mapping[str, Setting]], tensor: str = "", depth: float = 0.0
+) -> dict[str, Scalar]:
+    """Look up the global parameters for one tensor; as `model_values`."""
+    return _values(operator, Scope.GLOBAL, chain, tensor, depth)
+
+
+def missing_values(operator: OperatorSpec, scope: Scope, values: Mapping[str, Scalar]) -> list[ParameterSpec]:
+    """List the required parameters of a scope that were not found."""
+    return [p for p in _that_matter(operator, scope) if p.required and p.name not in values]
+
+
+def is_constant(chain: Sequence[Mapping[str, Setting]]) -> bool:
+    """Whether no parameter depends on the tensor."""
+    return not any(isinstance(setting, Cases) for settings in chain for setting in settings.values())
+
+
+def _values(
+    operator: OperatorSpec, scope: Scope, chain: Sequence[Mapping[str, Setting]], tensor: str, depth: float
+) -> dict[str, Scalar]:
+    values: dict[str, Scalar] = {}
+    for spec in _that_matter(operator, scope):
+        settings = (parameters[spec.name] for parameters in chain if spec.name in parameters)
+        candidates = (value_at(setting, tensor, depth) for setting in settings)
+        value = next((value for value in candidates if value is not None), spec.default)
+        if value is not None:
+            values[spec.name] = spec.clamped(value)
+    return values
+
+
+def _that_matter(operator: OperatorSpec, scope: Scope) -> list[ParameterSpec]:
+    return [p for p in operator.parameters if p.scope is scope and not p.ignored]
+
+
+def _setting(
+    reader: DocumentReader, value: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+) -> Setting:
+    where = reader.source.where(*key_path)
+    if isinstance(value, dict):
+        case = _case(reader, value, key_path, operator, spec)
+        return Cases((case,), where) if case else REFUSED
+    if not isinstance(value, list):
+        return _scalar(reader, value, key_path, operator, spec)
+    if value and all(isinstance(item, dict) for item in value):
+        return _cases(reader, value, key_path, operator, spec)
+    if any(isinstance(item, dict) for item in value):
+        message = "needs either values or entries with 'filter' and 'value', found both"
+        reader.refuse("recipe.parameter.mixed", key_path, message, "write '- value: ...' for every entry")
+        return REFUSED
+    values = _gradient(reader, value, key_path, operator, spec)
+    if len(values) == 1:
+        return values[0]
+    return Cases((Case("", values),), where) if values else REFUSED
+
+
+def _cases(
+    reader: DocumentReader, entries: Sequence[Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+) -> Setting:
+    parsed = [
+        _case(reader, item, (*key_path, index), operator, spec)
+        for index, item in enumerate(entries)
+        if isinstance(item, dict)
+    ]
+    cases = tuple(case for case in parsed if case is not None)
+    if len(cases) < len(parsed):
+        return REFUSED
+    final = next((index for index, case in enumerate(cases) if case.filter in EVERY_TENSOR), len(cases))
+    for index in range(final + 1, len(cases)):
+        message = f"is never reached: entry [{final}] before it holds for every tensor"
+        reader.notice("recipe.filter.unreachable", (*key_path, index), message, "the entry without filter goes last")
+    return Cases(cases, reader.source.where(*key_path))
+
+
+def _case(
+    reader: DocumentReader, entry: dict[str, Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+) -> Case | None:
+    reader.unknown_keys(entry, CASE_KEYS, key_path)
+    if "value" not in entry:
+        reader.refuse("recipe.missing-key", (*key_path, "value"), "the entry has no value", "write 'value: ...'")
+        return None
+    wanted = "" if entry.get("filter") is None else reader.text(entry["filter"], (*key_path, "filter"))
+    value, at = entry["value"], (*key_path, "value")
+    if isinstance(value, list):
+        values = _gradient(reader, value, at, operator, spec)
+    else:
+        values = (_scalar(reader, value, at, operator, spec),)
+    return Case(wanted, values) if wanted is not None and values else None
+
+
+def _gradient(
+    reader: DocumentReader, items: Sequence[Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+) -> tuple[Scalar, ...]:
+    """Parse values spread evenly over the layers; a single one holds for all of them, none if one was refused."""
+    if not items:
+        message = "a list of values over the layers needs at least 1, found 0"
+        reader.refuse("recipe.gradient.length", key_path, message, "give values, or one number")
+    return tuple(_scalar(reader, item, (*key_path, i), operator, spec) for i, item in enumerate(items))
+
+
+def _scalar(
+    reader: DocumentReader, entry: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+) -> Scalar:
+    value = _flag(reader, entry, key_path) if spec.is_flag else _number(reader, entry, key_path, spec)
+    if spec.only_default and value == value and value != spec.default:  # REFUSED is not itself
+        reader.unsupported(
+            key_path,
+            f"{spec.name}: {_text(value)} is",
+            f"{operator.name} knows only {spec.name}: {_text(spec.default)}",
+        )
+        return REFUSED
+    return value
+
+
+def _text(value: Scalar | None) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _flag(reader: DocumentReader, value: Value, key_path: KeyPath) -> Scalar:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float) and value in (0, 1):  # as mergekit's own examples write it
+        return bool(value)
+    if isinstance(value, str) and value.lower() in (*TRUE_TEXTS, *FALSE_TEXTS):
+        return value.lower() in TRUE_TEXTS
+    reader.refuse("recipe.parameter.type", key_path, f"needs true or false, found {describe(value)}")
+    return REFUSED
+
+
+def _number(reader: DocumentReader, value: Value, key_path: KeyPath, spec: ParameterSpec) -> float:
+    if isinstance(value, str):
+        value = quoted_number(value) if quoted_number(value) is not None else value
+    if isinstance(value, bool):
+        message = f"{describe(value)} is taken as {int(value)}"
+        reader.warning("recipe.parameter.flag-for-number", key_path, message, "mergekit takes it so; write the number")
+        value = int(value)
+    if not isinstance(value, int | float):
+        reader.refuse("recipe.parameter.type", key_path, f"needs a number, found {describe(value)}")
+        return REFUSED
+    if not isinstance(value, int) and not isfinite(value):
+        reader.refuse("recipe.parameter.not-finite", key_path, f"needs a finite number, found {describe(value)}")
+        return REFUSED
+    if spec.is_whole and value != int(value):
+        reader.refuse("recipe.parameter.type", key_path, f"needs a whole number, found {describe(value)}")
+        return REFUSED
+    if abs(value) > FLOAT32_MAX:
+        reader.refuse("recipe.parameter.range", key_path, f"{spec.name} is {describe(value)}, beyond float32")
+        return REFUSED
+    too_low = value <= spec.low if spec.low_open else value < spec.low
+    if not too_low and value <= spec.high:
+        return float(value)
+    is_percentage = SMALLEST_PERCENTAGE <= value <= 100 and spec.low <= value / 100 <= spec.high <= 1
+    if spec.clamps and (reader.findings.strictness.lenient or not is_percentage):
+        message = f"{spec.name} is {value:g}, taken as {spec.clamped(float(value)):g}"
+        reader.warning("recipe.clamped", key_path, message, f"it is in {spec.range_text()}")
+        return float(value)
+    message = f"{spec.name} is {value:g}, must be in {spec.range_text()}"
+    meant = f"did you mean {value / 100:g}?" if is_percentage else ""
+    as_mergekit = f"--lenient takes it as {spec.clamped(value):g}, as mergekit does" if spec.clamps else ""
+    reader.refuse("recipe.parameter.range", key_path, message, "; ".join(filter(None, (meant, as_mergekit))))
+    return REFUSED
+
+
+def quoted_number(text: str) -> float | None:
+    """Return the number that a text spells; None if it spells none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None

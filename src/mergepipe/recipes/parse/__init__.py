@@ -1,1 +1,0 @@
-"""Parse the user's YAML into frozen values, collecting every problem."""

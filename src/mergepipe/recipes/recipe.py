@@ -1,0 +1,276 @@
+"""The recipe as frozen values: validated, and not yet resolved to tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TypeAlias
+
+from mergepipe.core.blocks import DType
+from mergepipe.core.notices import Notice
+from mergepipe.operators.spec import OperatorSpec
+from mergepipe.storage.location import Location
+
+# --- parameter values of a recipe: one scalar, or values by tensor name and depth ---
+
+
+Scalar: TypeAlias = float | bool
+
+EVERY_TENSOR = ("", "*")  # filters that hold for any name
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A parameter's value for tensors whose name contains `filter`: one value, or several spread over the layers."""
+
+    filter: str
+    values: tuple[Scalar, ...]
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise ValueError("a case needs a value")
+
+    def holds_for(self, tensor: str) -> bool:
+        """Whether the case applies to `tensor`."""
+        return self.filter in EVERY_TENSOR or self.filter in tensor
+
+    def at(self, depth: float) -> Scalar:
+        """Return the value at `depth` in [0, 1]: numbers are interpolated, flags switch."""
+        last = len(self.values) - 1
+        position = depth * last
+        below = int(position)
+        lower, upper = self.values[below], self.values[min(last, below + 1)]
+        if isinstance(lower, bool) or isinstance(upper, bool):
+            return lower
+        share = position - below
+        return (1 - share) * lower + share * upper
+
+
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """A parameter that depends on the tensor: the first applicable case decides. `where` is its place in the recipe."""
+
+    cases: tuple[Case, ...]
+    where: str
+
+
+Setting: TypeAlias = Scalar | Cases
+
+
+def value_at(setting: Setting, tensor: str, depth: float) -> Scalar | None:
+    """Return the value of `setting` for a tensor at `depth` in [0, 1]; None if no case applies."""
+    if not isinstance(setting, Cases):
+        return setting
+    return next((case.at(depth) for case in setting.cases if case.holds_for(tensor)), None)
+
+
+# --- the recipe as frozen values: validated, and not yet resolved to tensors ---
+
+
+__all__ = ["ModelInput", "ModelKey", "Recipe", "Scalar", "Setting", "TokenizerRequest"]
+
+ModelKey: TypeAlias = tuple[Location, Location | None, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """One model a recipe names: `text` as written, `path` absolute, `parameters` as written (no defaults).
+
+    `adapter` is the folder of an adapter that is applied to it. `intermediate` names the document of the recipe that
+    makes the model; `path` is then a placeholder until `with_intermediate_paths`. `is_delta`: the recipe says that
+    its tensors are differences from the base. `repeat` counts earlier entries of the same list that name the same.
+    """
+
+    text: str
+    path: Location
+    parameters: Mapping[str, Setting]
+    where: str
+    adapter: Location | None = None
+    intermediate: str | None = None
+    is_delta: bool = False
+    repeat: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.path.is_absolute:
+            raise ValueError(f"not an absolute path: {self.path}")
+
+    @property
+    def key(self) -> ModelKey:
+        """Identity of the model: equal for all references to it, but for those that are listed again to count again."""
+        return self.path, self.adapter, self.repeat
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSource:
+    """Layers `[start, stop)` of one model, with the parameters of this use. `where` is the range's position."""
+
+    model: ModelInput
+    start: int
+    stop: int
+    where: str = ""
+
+    @property
+    def n_layers(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSlice:
+    """Some layers of the output, merged from as many layers of every source. `base` is the slice's own base_model."""
+
+    sources: tuple[LayerSource, ...]
+    base: ModelInput | None
+    parameters: Mapping[str, Setting]
+    where: str
+
+    @property
+    def n_layers(self) -> int:
+        return self.sources[0].n_layers
+
+
+@dataclass(frozen=True, slots=True)
+class OutputModule:
+    """One module of a multimodal model, e.g. its text decoder: merged from whole models or from slices, never both."""
+
+    name: str
+    models: tuple[ModelInput, ...]
+    slices: tuple[OutputSlice, ...]
+    parameters: Mapping[str, Setting]
+    where: str
+
+
+class TokenizerSource(StrEnum):
+    """The source of the output's tokenizer."""
+
+    UNION = "union"
+    BASE = "base"
+    MODEL = "model"
+
+
+class EmbeddingSource(StrEnum):
+    """The source of one token's embedding."""
+
+    USUAL = "usual"  # as for any other token
+    ZERO = "zero"
+    MODEL = "model"  # the same token in one model
+    MODEL_TOKEN = "model_token"  # another token in one model
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEmbedding:
+    """A recipe's rule for the embedding of one token. `model` is an index into `Recipe.inputs()`.
+
+    `force`: every model's row is taken from the source, even where the model has the token.
+    """
+
+    source: EmbeddingSource
+    model: int | None = None
+    token: str | None = None
+    token_id: int | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerRequest:
+    """The requested tokenizer of the output. `model` is an index into `Recipe.inputs()`, for a single model's."""
+
+    source: TokenizerSource
+    model: int | None = None
+    tokens: Mapping[str, TokenEmbedding] = field(default_factory=dict)
+    pad_to_multiple_of: int | None = None
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A validated recipe. References to the same files have equal keys, but for models that are listed again.
+
+    `base` is what `base_model` names. It may be listed among `models` too. Exactly one of `models`, `slices` and
+    `modules` is not empty. `name` is what other documents of the same file call the result. `keeps_dtypes`: the dtype
+    is `auto`, so that every tensor keeps the base's. `notices` are those of all documents of the file.
+    """
+
+    path: Location
+    source_text: str
+    operator: OperatorSpec
+    base: ModelInput | None
+    models: tuple[ModelInput, ...]
+    parameters: Mapping[str, Setting]
+    dtype: DType | None
+    out_dtype: DType | None
+    slices: tuple[OutputSlice, ...] = ()
+    modules: tuple[OutputModule, ...] = ()
+    tokenizer: TokenizerRequest | None = None
+    chat_template: str | None = None
+    name: str | None = None
+    keeps_dtypes: bool = False
+    notices: tuple[Notice, ...] = ()
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.models, self.slices, self.modules))) != 1:
+            raise ValueError("a recipe has models, slices or modules")
+
+    def inputs(self) -> tuple[ModelInput, ...]:
+        """List every distinct model: first the one that provides configuration and tokenizer, then by first use.
+
+        The first is `base_model`, else the first model named. Entries of `models` come with their parameters.
+        """
+        first = (self.base,) if self.base is not None else ()
+        distinct: dict[ModelKey, ModelInput] = {}
+        for model in (*first, *self._mentioned()):
+            distinct.setdefault(model.key, model)
+        return tuple(distinct.values())
+
+    def anchor(self) -> ModelInput:
+        """The model that provides configuration and tokenizer: `base_model`, else the first model."""
+        return self.inputs()[0]
+
+    def experts(self) -> tuple[ModelInput, ...]:
+        """Models other than the anchor, in recipe order."""
+        return self.inputs()[1:]
+
+    def intermediates(self) -> tuple[str, ...]:
+        """List the names of the documents whose results this one merges, in order."""
+        names = (model.intermediate for model in self.inputs())
+        return tuple(dict.fromkeys(name for name in names if name is not None))
+
+    def _mentioned(self) -> Iterator[ModelInput]:
+        yield from self.models
+        yield from _of_slices(self.slices)
+        for module in self.modules:
+            yield from module.models
+            yield from _of_slices(module.slices)
+
+
+def _of_slices(slices: tuple[OutputSlice, ...]) -> Iterator[ModelInput]:
+    return (source.model for piece in slices for source in piece.sources)
+
+
+def with_intermediate_paths(recipe: Recipe, places: Mapping[str, Location]) -> Recipe:
+    """Return the recipe with its intermediate models at the paths that `places` maps their names to."""
+
+    def placed(model: ModelInput) -> ModelInput:
+        place = places.get(model.intermediate) if model.intermediate is not None else None
+        return model if place is None else replace(model, path=place)
+
+    return with_changed_models(recipe, placed)
+
+
+def with_changed_models(recipe: Recipe, model: Callable[[ModelInput], ModelInput]) -> Recipe:
+    """Return the recipe with every reference to a model changed by `model`."""
+
+    def piece(slice_: OutputSlice) -> OutputSlice:
+        sources = tuple(replace(source, model=model(source.model)) for source in slice_.sources)
+        return replace(slice_, sources=sources, base=None if slice_.base is None else model(slice_.base))
+
+    def module(output: OutputModule) -> OutputModule:
+        return replace(output, models=tuple(map(model, output.models)), slices=tuple(map(piece, output.slices)))
+
+    return replace(
+        recipe,
+        base=None if recipe.base is None else model(recipe.base),
+        models=tuple(map(model, recipe.models)),
+        slices=tuple(map(piece, recipe.slices)),
+        modules=tuple(map(module, recipe.modules)),
+    )

@@ -1,0 +1,289 @@
+"""Load recipes in mergekit's YAML: report every problem at once, ignore nothing silently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME, DType
+from mergepipe.errors import NotFoundError, Problem, RecipeError, UnsupportedError, did_you_mean
+from mergepipe.operators.custom import load_entry_points
+from mergepipe.operators.registry import has_operator, operator_named, operator_specs
+from mergepipe.operators.spec import OperatorSpec, Scope
+from mergepipe.recipes.entries import EntryContext, check_base, check_keys, read_models, read_modules, read_slices
+from mergepipe.recipes.fields import (
+    CONTENT_KEYS,
+    LENIENT,
+    RECIPE_KEYS,
+    USUAL,
+    DocumentReader,
+    Findings,
+    Strictness,
+    describe,
+)
+from mergepipe.recipes.recipe import ModelInput, OutputModule, OutputSlice, Recipe, Setting
+from mergepipe.recipes.references import read_model
+from mergepipe.recipes.tokenizer_source import read_tokenizer
+from mergepipe.recipes.yaml_source import (
+    RecipeText,
+    Value,
+    YamlSource,
+    parse_documents,
+    read_documents,
+    shortened,
+)
+from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
+
+# --- order the documents of a recipe file so that each comes after the documents whose results it merges ---
+
+
+def document_names(sources: Sequence[YamlSource], findings: Findings) -> frozenset[str]:
+    """Collect the names of several documents' results; report names used twice."""
+    if len(sources) == 1:
+        return frozenset()
+    first: dict[str, str] = {}
+    for source in sources:
+        name = source.root.get("name") if isinstance(source.root, dict) else None
+        if not isinstance(name, str) or not name.strip():
+            continue
+        if name in first:
+            message = f"the name '{shortened(name)}' is taken, by {first[name]}"
+            findings.add(RecipeError, "recipe.documents.name", source.where("name"), message, "choose another name")
+        first.setdefault(name, source.where("name").split(" ")[0])
+    return frozenset(first)
+
+
+def sort_documents(readers: Sequence[DocumentReader], recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
+    """Sort recipes so that each comes after those whose results it merges; the output comes last.
+
+    Reports cycles, and documents other than the output that nothing merges.
+    """
+    by_name = {recipe.name: index for index, recipe in enumerate(recipes) if recipe.name is not None}
+    needs = [[by_name[name] for name in recipe.intermediates()] for recipe in recipes]
+    cycle = _cycle(needs)
+    if cycle:
+        names = " -> ".join(f"'{recipes[index].name}'" for index in cycle)
+        message, hint = f"documents wait for each other: {names}", "a document merges models made before it"
+        readers[cycle[0]].refuse("recipe.documents.cycle", ("name",), message, hint)
+        return ()
+    output = _output(recipes, needs)
+    order: list[int] = []
+    _visit(output, needs, order)
+    for index in sorted(set(range(len(recipes))) - set(order)):
+        message = "nothing merges the result of this document"
+        hint = "name it as a model of the output, or keep it in a file of its own"
+        readers[index].refuse("recipe.documents.unused", ("name",) if recipes[index].name else (), message, hint)
+    return tuple(recipes[index] for index in order)
+
+
+def _output(recipes: Sequence[Recipe], needs: Sequence[Sequence[int]]) -> int:
+    """Find the document of the output: of those that nothing merges the one without a name, else the last."""
+    used = {index for need in needs for index in need}
+    free = [index for index in range(len(recipes)) if index not in used]
+    return next((index for index in free if recipes[index].name is None), free[-1])
+
+
+def _visit(index: int, needs: Sequence[Sequence[int]], order: list[int]) -> None:
+    if index in order:
+        return
+    for needed in needs[index]:
+        _visit(needed, needs, order)
+    order.append(index)
+
+
+def _cycle(needs: Sequence[Sequence[int]]) -> list[int]:
+    """Find a cycle of documents, its first one repeated at the end; empty if there is none."""
+    done: set[int] = set()
+    for start in range(len(needs)):
+        path = [start] if start not in done else []
+        while path:
+            ahead = next((index for index in needs[path[-1]] if index not in done), None)
+            if ahead is None:
+                done.add(path.pop())
+            elif ahead in path:
+                return [*path[path.index(ahead) :], ahead]
+            else:
+                path.append(ahead)
+    return []
+
+
+# --- load recipes in mergekit's YAML: report every problem at once, ignore nothing silently ---
+
+
+AUTO = "auto"
+TORCH = "torch."
+_MIXTURE_KEYS = ("gate_mode", "experts")
+DTYPE_NAMES = (*DTYPES_BY_RECIPE_NAME, AUTO)
+
+
+def load_recipes(path: Location | RecipeText, store: Store, strictness: Strictness = USUAL) -> tuple[Recipe, ...]:
+    """Read and validate the recipes in a file or a text, one a document, dependencies first; the last is the output's.
+
+    Model paths must exist; no model is opened. What has no effect is in the recipes' notices.
+
+    Raises:
+        RecipeError: everything that is wrong with them, one problem each.
+        UnsupportedError: nothing is wrong with them but what this version does not do.
+        NotFoundError: there is no such file, or nothing is wrong but models that do not exist.
+        StorageError: it cannot be read.
+    """
+    return _load(read_documents(path, store), store, {}, strictness)
+
+
+def reload_recipes(text: str, store: Store, model_paths: Mapping[str, str]) -> tuple[Recipe, ...]:
+    """Read recipes that were accepted and stored as text, with models at the paths in `model_paths`.
+
+    Raises as `load_recipes` does.
+    """
+    return _load(parse_documents(Location.local(Path.cwd() / "recipe"), text), store, model_paths, LENIENT)
+
+
+def reload_recipe(text: str, store: Store, model_paths: Mapping[str, str]) -> Recipe:
+    """Read a single recipe that was stored as text, as `reload_recipes`; intermediate models are keyed by name."""
+    recipes = reload_recipes(text, store, model_paths)
+    if len(recipes) > 1:
+        where, message = recipes[-1].path.name, f"one recipe is expected here, found {len(recipes)} documents"
+        raise RecipeError(Problem("recipe.yaml.documents", where, message, "keep one recipe a file"))
+    return recipes[0]
+
+
+def _load(
+    sources: Sequence[YamlSource], store: Store, model_paths: Mapping[str, str], strictness: Strictness
+) -> tuple[Recipe, ...]:
+    findings = Findings(RecipeError, NotFoundError, strictness=strictness)
+    for source in sources:
+        for key_path, message in source.repeated_keys:
+            findings.add_notice("recipe.yaml.duplicate-key", source.where(*key_path), message)
+    places: dict[Location, Location] = {}
+    names = document_names(sources, findings)
+    readers = [DocumentReader(source, findings, store, model_paths, names, places) for source in sources]
+    recipes = [_read(reader, reader.source.root) for reader in readers]
+    _raise_any(findings)
+    sound = [replace(recipe, notices=findings.notices) for recipe in recipes if recipe is not None]
+    if len(sound) < len(recipes):
+        raise AssertionError("no recipe, and nothing found wrong with it")
+    ordered = sort_documents(readers, sound)
+    _raise_any(findings)
+    return ordered
+
+
+def _raise_any(findings: Findings) -> None:
+    try:
+        findings.raise_any()
+    except RecipeError as error:
+        if all(problem.code == "recipe.unsupported" for problem in error.problems):
+            raise UnsupportedError(*error.problems) from None
+        raise
+
+
+def _read(reader: DocumentReader, root: Value) -> Recipe | None:
+    if not isinstance(root, dict):
+        message = f"a recipe is a mapping of names to values, found {describe(root)}"
+        reader.refuse("recipe.wrong-kind", (), message)
+        return None
+    if "merge_method" not in root and any(key in root for key in _MIXTURE_KEYS):
+        what = "a recipe that builds a mixture of experts (gate_mode, experts) is"
+        reader.unsupported((), what, "mergekit-moe makes it, and MergePipe merges what comes out")
+        return None
+    _check_keys(reader, root)
+    operator = _operator(reader, root)
+    dtypes = _dtypes(reader, root)
+    base = _base(reader, root)
+    shared = _shared_parameters(reader, root, operator)
+    if operator is not None:
+        check_base(reader, operator, is_given=root.get("base_model") is not None or _has_slice_bases(root))
+    content = _content(EntryContext(reader, operator, base, (shared,)), root)
+    template = None if root.get("chat_template") is None else reader.text(root["chat_template"], ("chat_template",))
+    name = None if root.get("name") is None else reader.text(root["name"], ("name",))
+    if operator is None or content is None or (base is None and root.get("base_model") is not None):
+        read_tokenizer(reader, root, (), has_base=root.get("base_model") is not None)
+        return None
+    models, slices, modules = content
+    source = reader.source
+    recipe = Recipe(source.path, source.text, operator, base, models, shared, *dtypes, slices, modules)
+    tokenizer = read_tokenizer(reader, root, recipe.inputs(), has_base=base is not None)
+    keeps_dtypes = AUTO in (root.get("out_dtype"), root.get("dtype"))
+    return replace(recipe, tokenizer=tokenizer, chat_template=template, name=name, keeps_dtypes=keeps_dtypes)
+
+
+def _check_keys(reader: DocumentReader, root: dict[str, Value]) -> None:
+    check_keys(reader, root, (), RECIPE_KEYS)
+    content = [key for key in CONTENT_KEYS if root.get(key)]
+    if len(content) > 1:
+        message = f"stands beside '{content[0]}'"
+        reader.refuse("recipe.content", (content[1],), message, "a recipe has one of models, slices and modules")
+
+
+def _has_slice_bases(root: dict[str, Value]) -> bool:
+    """Whether every slice names its own base, so that the recipe needs none."""
+    slices = root.get("slices")
+    return isinstance(slices, list) and all(
+        isinstance(output_slice, dict) and output_slice.get("base_model") for output_slice in slices
+    )
+
+
+def _operator(reader: DocumentReader, root: dict[str, Value]) -> OperatorSpec | None:
+    if root.get("merge_method") is None:
+        message, hint = "the recipe has no merge_method", did_you_mean("", list(operator_specs()))
+        reader.refuse("recipe.missing-key", ("merge_method",), message, hint)
+        return None
+    name = reader.text(root["merge_method"], ("merge_method",))
+    if name is not None and not has_operator(name):
+        load_entry_points()
+    if name is None or has_operator(name):
+        return operator_named(name).spec if name else None
+    message = f"unknown merge method '{shortened(name)}'"
+    nearest = partial(did_you_mean, shortened(name), list(operator_specs()))
+    reader.refuse("recipe.unknown-operator", ("merge_method",), message, nearest)
+    return None
+
+
+def _dtypes(reader: DocumentReader, root: dict[str, Value]) -> tuple[DType | None, DType | None]:
+    """`dtype` and `out_dtype`. `auto` keeps each tensor's dtype as it is in the base, whatever `dtype` says."""
+    dtype, out_dtype = _dtype(reader, root, "dtype"), _dtype(reader, root, "out_dtype")
+    return (None, None) if root.get("out_dtype") == AUTO else (dtype, out_dtype)
+
+
+def _dtype(reader: DocumentReader, root: dict[str, Value], key: str) -> DType | None:
+    if root.get(key) in (None, "", AUTO):
+        return None
+    name = reader.text(root[key], (key,))
+    if name is None or name.removeprefix(TORCH) in DTYPES_BY_RECIPE_NAME:
+        return DTYPES_BY_RECIPE_NAME[name.removeprefix(TORCH)] if name else None
+    hint = did_you_mean(shortened(name), DTYPE_NAMES)
+    reader.refuse("recipe.unknown-dtype", (key,), f"unknown dtype '{shortened(name)}'", hint)
+    return None
+
+
+def _base(reader: DocumentReader, root: dict[str, Value]) -> ModelInput | None:
+    if root.get("base_model") is None:
+        return None
+    return read_model(reader, root["base_model"], ("base_model",), {}, ("base_model",))
+
+
+def _shared_parameters(
+    reader: DocumentReader, root: dict[str, Value], operator: OperatorSpec | None
+) -> dict[str, Setting]:
+    return EntryContext(reader, operator, None, ()).parameters(root, (), Scope.GLOBAL)
+
+
+def _content(
+    context: EntryContext, root: dict[str, Value]
+) -> tuple[tuple[ModelInput, ...], tuple[OutputSlice, ...], tuple[OutputModule, ...]] | None:
+    """Parse models, slices or modules, the others empty; None if they are invalid."""
+    written = [key for key in CONTENT_KEYS if root.get(key) is not None]
+    content = next((key for key in written if root[key]), written[0] if written else None)
+    if content == "models":
+        models = read_models(context, root["models"], ("models",))
+        return (models, (), ()) if models else None
+    if content == "slices":
+        slices = read_slices(context, root["slices"], ("slices",))
+        return ((), slices, ()) if slices else None
+    if content == "modules":
+        modules = read_modules(context, root["modules"], ("modules",))
+        return ((), (), modules) if modules else None
+    context.reader.refuse("recipe.missing-key", ("models",), "the recipe has no models")
+    return None

@@ -1,0 +1,343 @@
+"""Resolve a recipe against opened checkpoints: one task per output tensor, a reason for every dropped tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from mergepipe.checkpoints.contract import Checkpoint, Readable, Source, stored_dtype
+from mergepipe.checkpoints.embedding_rows import TIED_HEADS, is_head
+from mergepipe.core.blocks import DType, DTypeKind, promoted_dtype
+from mergepipe.errors import CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError
+from mergepipe.operators.spec import BaseRole, Scope
+from mergepipe.recipes.entries import SMALLEST_WEIGHT_SUM, normalized_sum
+from mergepipe.recipes.fields import USUAL, Findings, Strictness, near_miss
+from mergepipe.recipes.output_tensors import Group, Member, OpenModel, OutputListing, OutputTensor, is_allowed, template
+from mergepipe.recipes.pairing import Pairing, renamed_to_match
+from mergepipe.recipes.parameters import global_values, is_constant, missing_values, model_values
+from mergepipe.recipes.recipe import EVERY_TENSOR, Cases, Recipe, Scalar, Setting
+from mergepipe.recipes.tasks import (
+    Action,
+    DroppedTensor,
+    MergeTask,
+    Resolution,
+    TensorParameters,
+    count_text,
+    group_by_pattern,
+)
+
+# --- account for every input tensor: used, or dropped for a reason; report unexpected ones ---
+
+
+REASON_EXACT = "integer or boolean buffer"
+REASON_COMPUTED = "buffer that a model computes itself"
+REASON_COPIED = "copied from the base"
+REASON_NO_MODULE = "in no module of the recipe"
+REASON_ALLOWED = "not in the base, allowed to be dropped"
+REASON_LAYER = "in a layer that no slice takes"
+REASON_AROUND = "outside the layers, taken from another slice"
+REASON_LENDER = "lends its configuration only"
+
+# Buffers that some models store and recompute on loading.
+_COMPUTED = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb|rotary_embedding)\.\w+$|(^|\.)attn\.(masked_bias|bias)$")
+_MASK_DIMENSIONS = 4
+_KEEP_HEAD = (
+    " (nothing is lost where it equals the embedding); to keep it, give the base a head of its own: store its "
+    "embedding as '{}', too"
+)
+
+
+def is_computed(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is a buffer that models recompute: rotary frequencies, causal masks."""
+    if _COMPUTED.search(name) is None:
+        return False
+    return "rotary" in name or len(shape) in (0, _MASK_DIMENSIONS)
+
+
+class TensorAccount:
+    """Finds the reason for each tensor that no task uses."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        models: Sequence[OpenModel],
+        outputs: Sequence[OutputTensor],
+        used: Sequence[set[str]],
+        allow: Sequence[str],
+    ) -> None:
+        self._models = models
+        self._used = used
+        self._allow = allow
+        self._is_sliced = not recipe.models
+        self._names = {output.name for output in outputs}
+        self._templates = {template(output.name) for output in outputs if output.group is not None}
+        taking_part = {output.model for output in outputs}
+        taking_part |= {member.model for output in outputs if output.group for member in output.group.experts}
+        self._taking_part = taking_part
+
+    def dropped(self, findings: Findings, unrelated: Collection[int] = ()) -> Iterator[DroppedTensor]:
+        """List every tensor that no task uses, by model in storage order; report unexpected ones.
+
+        Of `unrelated` models enough was said before.
+        """
+        for index, model in enumerate(self._models):
+            unexpected: list[str] = []
+            for name, entry in model.tensors.items():
+                if name in self._used[index]:
+                    continue
+                reason = self._reason(index, name)
+                stored = entry.name
+                if reason is None and is_allowed(model, name, self._allow):
+                    reason = REASON_ALLOWED
+                if reason is not None:
+                    yield DroppedTensor(model.input.text, stored, reason)
+                else:
+                    unexpected.append(stored)
+            if index not in unrelated:
+                self._note_unexpected(model, unexpected, findings)
+
+    def _note_unexpected(self, model: OpenModel, names: Sequence[str], findings: Findings) -> None:
+        base = self._models[0].input.text
+        for pattern, group in group_by_pattern(names).items():
+            message = f"'{model.input.text}' has {count_text(group)}, the base '{base}' has not"
+            hint = f"to leave {'it' if len(group) == 1 else 'them'} out: --allow-dropped '{pattern}'"
+            if is_head(pattern):
+                hint += _KEEP_HEAD.format(pattern)
+            findings.add(MismatchError, "merge.tensor.unexpected", pattern, message, hint)
+
+    def _reason(self, index: int, name: str) -> str | None:
+        """Return why a tensor is expected to be unused; empty if it is not."""
+        entry = self._models[index].tensors[name]
+        if index not in self._taking_part:
+            return REASON_LENDER
+        if self._is_sliced and template(name) in self._templates:
+            return REASON_LAYER if template(name) != name else REASON_AROUND
+        if name in self._names:
+            return REASON_COPIED
+        if entry.dtype.kind is DTypeKind.EXACT:
+            return REASON_EXACT
+        return REASON_COMPUTED if is_computed(name, entry.shape) else None
+
+
+# --- resolve a recipe against opened checkpoints: one task per output tensor, a reason for every dropped tensor ---
+
+
+_NOTHING = TensorParameters({}, {}, ())
+_SHOWN_PARTS = 12
+
+
+def resolve(
+    recipe: Recipe,
+    checkpoints: Sequence[Checkpoint],
+    allow_dropped: Sequence[str] = (),
+    strictness: Strictness = USUAL,
+) -> Resolution:
+    """Pair the tensors of `checkpoints`, opened from `recipe.inputs()` in that order, into merge tasks.
+
+    `allow_dropped` are patterns (`*`, `?`, `[...]`) of names that models may have and the base not.
+
+    Raises:
+        MismatchError: a tensor of the base is missing in an expert or has another shape there, or an expert has one
+            that the base has not; layer counts differ.
+        RecipeError: layers that are not there, filters that match nothing, parameters without a value for a tensor.
+        UnsupportedError: nothing but dtypes that cannot be merged.
+    """
+    inputs = recipe.inputs()
+    if len(inputs) != len(checkpoints):
+        raise ValueError(f"the recipe has {len(inputs)} models, {len(checkpoints)} were opened")
+    precedence = (NotFoundError, CorruptError, MismatchError, UnsupportedError, RecipeError)
+    findings = Findings(*precedence, strictness=strictness)
+    models = [
+        OpenModel(
+            input_, renamed_to_match(checkpoints[0], checkpoint) if index else checkpoint.tensors, checkpoint.kind
+        )
+        for index, (input_, checkpoint) in enumerate(zip(inputs, checkpoints, strict=True))
+    ]
+    listing = OutputListing(recipe, models, findings, allow_dropped)
+    outputs = list(listing.output_tensors())
+    findings.raise_any()
+    resolver = _Resolver(recipe, models, findings)
+    tasks = tuple(task for output in outputs if (task := resolver.task(output)) is not None)
+    unrelated = resolver.pairing.note_missing()
+    resolver.pairing.note_short_vocabularies()
+    _report_idle_filters(recipe, outputs, findings)
+    _report_mixed_dtypes(recipe, tasks, findings)
+    account = TensorAccount(recipe, models, outputs, resolver.pairing.used, tuple(allow_dropped))
+    dropped = tuple(account.dropped(findings, unrelated))
+    findings.raise_any()
+    return Resolution(tasks, dropped, inputs, tuple(listing.layer_counts), findings.notices)
+
+
+class _Resolver:
+    """Builds one task at a time, and reports what does not fit."""
+
+    def __init__(self, recipe: Recipe, models: Sequence[OpenModel], findings: Findings) -> None:
+        self.pairing = Pairing(models, findings)
+        self._recipe = recipe
+        self._findings = findings
+        self._dtype = recipe.out_dtype or recipe.dtype
+        self._constant: dict[Group, TensorParameters] = {}
+        self._is_constant: dict[Group, bool] = {}
+        self._without_value: set[str] = set()
+        self._inputs = recipe.inputs()
+        self._conflicting: list[Member] = []
+
+    def task(self, output: OutputTensor) -> MergeTask | None:
+        """Build the task of one output tensor; None if a problem was reported."""
+        anchor = output.sources[0]
+        base = self.pairing.base(output.model, anchor)
+        if base is None:
+            return None
+        reason = _why_copied(output, base)
+        if reason or output.group is None:
+            return MergeTask(
+                output.name, Action.COPY, base.shape, base.dtype, base, (), _NOTHING, reason, output.model
+            )  # fmt: skip
+        experts = self._experts(output, output.group, base)
+        parameters = self._parameters(output, output.group)
+        if experts is None:
+            return None
+        members = tuple(member.model for member in output.group.experts)
+        dtype = self._dtype or (stored_dtype(base) if self._recipe.keeps_dtypes else _promoted(base, experts))
+        return MergeTask(
+            output.name, Action.MERGE, base.shape, dtype, base, experts, parameters, "", output.model, members
+        )
+
+    def _experts(self, output: OutputTensor, group: Group, base: Readable) -> tuple[Source, ...] | None:
+        pairs = zip(group.experts, output.sources[1:], strict=True)
+        partners = [self.pairing.partner(member.model, name, base, output.model) for member, name in pairs]
+        matching = tuple(partner for partner in partners if partner is not None)
+        return matching if len(matching) == len(partners) else None
+
+    def _parameters(self, output: OutputTensor, group: Group) -> TensorParameters:
+        if group not in self._is_constant:
+            settings = (*group.shared, group.anchor.own, *(member.own for member in group.experts))
+            self._is_constant[group] = is_constant(settings)
+        if not self._is_constant[group]:
+            return self._evaluated(output, group)
+        if group not in self._constant:
+            self._constant[group] = self._evaluated(output, group)
+        return self._constant[group]
+
+    def _evaluated(self, output: OutputTensor, group: Group) -> TensorParameters:
+        operator, depth = self._recipe.operator, output.depth
+        shared = global_values(operator, group.shared, output.name, depth)
+        self._note_missing(shared, Scope.GLOBAL, group.shared, output.name)
+        chains = [(member.own, *group.shared) for member in (group.anchor, *group.experts)]
+        values = [
+            model_values(operator, chain, name, depth) for chain, name in zip(chains, output.sources, strict=True)
+        ]
+        if not self._is_constant[group]:  # else checked on loading
+            self._note_conflicts(group, values[1:], output.name)
+        anchor = self._anchor_values(group, values[0])
+        for index, chain in enumerate(chains):
+            if index or (group.takes_part and group.is_listed):
+                self._note_missing(values[index], Scope.MODEL, chain, output.sources[index])
+        if operator.base_role is BaseRole.OPTIONAL and not self._is_constant[group]:  # else checked on loading
+            self._check_weights(shared, [v for v in (anchor, *values[1:]) if v], output.name)
+        return TensorParameters(shared, anchor, tuple(values[1:]))
+
+    def _anchor_values(self, group: Group, values: dict[str, Scalar]) -> dict[str, Scalar]:
+        if not group.takes_part:
+            return {}
+        if not group.is_listed and self._recipe.operator.parameter("weight") is not None and "weight" not in values:
+            return {"weight": 0.0}  # it lends its tensors' names, shapes and dtypes, and has no part in the average
+        return values  # with a weight for every model it is one of them, as in mergekit
+
+    def _note_missing(
+        self, values: Mapping[str, Scalar], scope: Scope, chain: Sequence[Mapping[str, Setting]], tensor: str
+    ) -> None:
+        """Report a required parameter of which no case applies to a tensor; missing ones are reported on loading."""
+        for spec in missing_values(self._recipe.operator, scope, values):
+            settings = (settings_of_scope[spec.name] for settings_of_scope in chain if spec.name in settings_of_scope)
+            where = next((setting.where for setting in settings if isinstance(setting, Cases)), self._recipe.path.name)
+            if where in self._without_value:
+                continue
+            self._without_value.add(where)
+            message, hint = f"{spec.name} has no value for '{tensor}'", "end the list with '- value: ...'"
+            self._findings.add(RecipeError, "recipe.parameter.missing", where, message, hint)
+
+    def _note_conflicts(self, group: Group, values: Sequence[Mapping[str, Scalar]], tensor: str) -> None:
+        """Report, once per model, contradicting parameters that depend on the tensor."""
+        for member, parameters in zip(group.experts, values, strict=True):
+            conflict = self._recipe.operator.conflict_of(parameters)
+            if conflict and member not in self._conflicting:
+                self._conflicting.append(member)
+                model = self._inputs[member.model]
+                message = f"'{model.text}': for '{tensor}' {conflict}"
+                hint = "change one of the two"
+                self._findings.add(RecipeError, "recipe.parameter.conflict", model.where, message, hint)
+
+    def _check_weights(self, shared: dict[str, Scalar], values: list[dict[str, Scalar]], tensor: str) -> None:
+        total = normalized_sum(shared, values)
+        if total is not None and abs(total) < SMALLEST_WEIGHT_SUM:
+            message = f"the weights sum to {total:g} and cannot be normalized"
+            hint = "change a weight, or set normalize: false"
+            self._findings.add(RecipeError, "recipe.weights.sum", tensor, message, hint)
+
+
+def _why_copied(output: OutputTensor, base: Readable) -> str:
+    if base.dtype.kind is DTypeKind.EXACT:
+        return REASON_EXACT
+    if is_computed(output.name, base.shape):
+        return REASON_COMPUTED
+    return REASON_NO_MODULE if output.group is None else ""
+
+
+def _promoted(base: Readable, experts: Sequence[Source]) -> DType:
+    """The dtype that holds what all weights hold, as torch promotes dtypes; what is stored as differences has none."""
+    dtype = stored_dtype(base)
+    for source in experts:
+        if not source.is_delta:
+            dtype = promoted_dtype(dtype, stored_dtype(source))
+    return dtype
+
+
+def _report_mixed_dtypes(recipe: Recipe, tasks: Sequence[MergeTask], findings: Findings) -> None:
+    """Report tensors whose dtype becomes another than the base's because the recipe states none."""
+    if recipe.dtype or recipe.out_dtype or recipe.keeps_dtypes:
+        return
+    widened = [task for task in tasks if task.action is Action.MERGE and task.dtype != stored_dtype(task.base)]
+    if widened:
+        before, after = stored_dtype(widened[0].base).recipe_name, widened[0].dtype.recipe_name
+        message = f"no dtype is stated: {len(widened)} tensors, e.g. '{widened[0].name}', become {after}"
+        meaning = f"they are {before} in the base and not in every other model; `dtype: auto` keeps the base's"
+        findings.add_notice("recipe.dtype.mixed", recipe.path.name, message, meaning, changes_result=True)
+
+
+def _report_idle_filters(recipe: Recipe, outputs: Sequence[OutputTensor], findings: Findings) -> None:
+    """Report filters that match no tensor name; an output head that is tied counts as a tensor."""
+    settings = [setting for setting in _settings(recipe) if isinstance(setting, Cases)]
+    filters = {(case.filter, s.where) for s in settings for case in s.cases if case.filter not in EVERY_TENSOR}
+    if not filters:
+        return
+    names = {
+        *TIED_HEADS,
+        *(output.name for output in outputs),
+        *(name for output in outputs for name in output.sources),
+    }
+    parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
+    for text, where in sorted(filters, key=lambda pair: (pair[1], pair[0])):
+        if any(text in name for name in names):
+            continue
+        message, real_name = f"the filter '{text}' is in no tensor's name", near_miss(text, *parts)
+        if real_name is not None:
+            findings.add_misspelt("recipe.filter.misspelt", where, message, f"did you mean '{real_name}'?")
+        else:
+            shown_parts = ", ".join(parts[:_SHOWN_PARTS]) + (", ..." if len(parts) > _SHOWN_PARTS else "")
+            findings.add_notice("recipe.filter.matches-nothing", where, message, f"names are made of {shown_parts}")
+
+
+def _settings(recipe: Recipe) -> Iterator[Setting]:
+    """Yield every parameter value of a recipe."""
+    yield from recipe.parameters.values()
+    for model in recipe.models:
+        yield from model.parameters.values()
+    for module in recipe.modules:
+        yield from module.parameters.values()
+        for model in module.models:
+            yield from model.parameters.values()
+    for piece in (*recipe.slices, *(piece for module in recipe.modules for piece in module.slices)):
+        yield from piece.parameters.values()
+        for source in piece.sources:
+            yield from source.model.parameters.values()

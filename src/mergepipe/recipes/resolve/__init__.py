@@ -1,1 +1,0 @@
-"""Resolve a parsed recipe against opened checkpoints into one merge task per output tensor."""

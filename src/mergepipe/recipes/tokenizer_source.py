@@ -1,0 +1,135 @@
+"""Parse a recipe's tokenizer settings: its source, and the sources of single tokens' embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mergepipe.errors import NotFoundError, RecipeError
+from mergepipe.recipes.fields import DocumentReader, Findings
+from mergepipe.recipes.recipe import (
+    EmbeddingSource,
+    ModelInput,
+    TokenEmbedding,
+    TokenizerRequest,
+    TokenizerSource,
+)
+from mergepipe.recipes.references import read_reference
+from mergepipe.recipes.yaml_source import KeyPath, Value, shortened
+
+TOKENIZER_KEYS = ("source", "tokens", "pad_to_multiple_of")
+TOKEN_KEYS = ("source", "force")
+MODEL_TOKEN_KEYS = ("kind", "model", "token", "token_id")
+EMBEDDING_KINDS = ("zero", "model_token")
+
+
+def read_tokenizer(
+    reader: DocumentReader, root: dict[str, Value], inputs: Sequence[ModelInput], *, has_base: bool
+) -> TokenizerRequest | None:
+    """Parse the requested tokenizer, given the recipe's models `inputs`; None if none is requested."""
+    whole, short = root.get("tokenizer"), root.get("tokenizer_source")
+    if whole is not None and short is not None:
+        message, hint = "stands beside 'tokenizer'", "write it as 'source:' under 'tokenizer:'"
+        reader.refuse("recipe.tokenizer.both", ("tokenizer_source",), message, hint)
+    if whole is None and short is None:
+        return None
+    tokenizer = _Tokenizer(reader, inputs, has_base)
+    return tokenizer.read(whole, ("tokenizer",)) if whole is not None else tokenizer.short(short)
+
+
+class _Tokenizer:
+    """Parses tokenizer settings, resolving references to the recipe's models."""
+
+    def __init__(self, reader: DocumentReader, inputs: Sequence[ModelInput], has_base: bool) -> None:
+        self._reading = reader
+        self._inputs = inputs
+        self._has_base = has_base
+
+    def short(self, value: Value) -> TokenizerRequest:
+        at: KeyPath = ("tokenizer_source",)
+        return TokenizerRequest(*self._source(value, at), where=self._reading.source.where(*at))
+
+    def read(self, value: Value, at: KeyPath) -> TokenizerRequest | None:
+        entry = self._reading.mapping(value, at, "write 'source: union', 'source: base' or 'source: PATH' under it")
+        if entry is None:
+            return None
+        self._reading.unknown_keys(entry, TOKENIZER_KEYS, at)
+        source = self._source("union" if entry.get("source") is None else entry["source"], (*at, "source"))
+        tokens = self._reading.mapping(entry.get("tokens"), (*at, "tokens")) or {}
+        embeddings = {token: self._embedding(embedding, (*at, "tokens", token)) for token, embedding in tokens.items()}
+        read = {token: embedding for token, embedding in embeddings.items() if embedding is not None}
+        padding = self._padding(entry.get("pad_to_multiple_of"), (*at, "pad_to_multiple_of"))
+        return TokenizerRequest(*source, read, padding, self._reading.source.where(*at))
+
+    def _source(self, value: Value, at: KeyPath) -> tuple[TokenizerSource, int | None]:
+        if value == "union":
+            return TokenizerSource.UNION, None
+        if value == "base":
+            if not self._has_base:
+                message, hint = "there is no base_model", "name base_model, or give the model's path here"
+                self._reading.refuse("recipe.tokenizer.base", at, message, hint)
+            return TokenizerSource.BASE, None
+        return TokenizerSource.MODEL, self._model(value, at)
+
+    def _model(self, value: Value, at: KeyPath) -> int | None:
+        """Return the index of a model among the recipe's inputs."""
+        unreported = replace(self._reading, findings=Findings(RecipeError, NotFoundError))
+        reference = read_reference(unreported, value, at)
+        key = None if reference is None else (reference.path, reference.adapter, 0)
+        index = next((index for index, model in enumerate(self._inputs) if model.key == key), None)
+        if reference is None or index is not None or not self._inputs:
+            read_reference(self._reading, value, at)  # reports what is wrong with the reference itself
+            return index
+        message = f"'{shortened(reference.text)}' is not one of the models that are merged"
+        names = ", ".join(shortened(model.text) for model in self._inputs[:8])
+        hint = f"name one of: {names}" + ("" if at[-1] == "model" else "; or write union or base")
+        self._reading.refuse("recipe.tokenizer.model", at, message, hint)
+        return None
+
+    def _padding(self, value: Value, at: KeyPath) -> int | None:
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self._reading.wrong_kind(value, at, "a whole number of at least 1")
+            return None
+        return value
+
+    def _embedding(self, value: Value, at: KeyPath) -> TokenEmbedding | None:
+        entry = self._reading.mapping(value, at, "write 'source: ...' under the token")
+        if entry is None:
+            return None
+        self._reading.unknown_keys(entry, TOKEN_KEYS, at)
+        force = entry.get("force", False)
+        if not isinstance(force, bool):
+            self._reading.wrong_kind(force, (*at, "force"), "true or false")
+            return None
+        return self._token_source(entry.get("source"), (*at, "source"), force=force)
+
+    def _token_source(self, value: Value, at: KeyPath, *, force: bool) -> TokenEmbedding | None:
+        if value is None:
+            return TokenEmbedding(EmbeddingSource.USUAL, force=force)
+        if not isinstance(value, dict) or "kind" not in value:
+            return TokenEmbedding(EmbeddingSource.MODEL, self._model(value, at), force=force)
+        self._reading.unknown_keys(value, MODEL_TOKEN_KEYS, at)
+        if value["kind"] == "zero":
+            return TokenEmbedding(EmbeddingSource.ZERO, force=force)
+        if value["kind"] != "model_token":
+            self._reading.wrong_kind(value["kind"], (*at, "kind"), "zero or model_token")
+            return None
+        return self._model_token(value, at, force=force)
+
+    def _model_token(self, value: dict[str, Value], at: KeyPath, *, force: bool) -> TokenEmbedding | None:
+        token, token_id = value.get("token"), value.get("token_id")
+        if (token is None) == (token_id is None):
+            present_keys = "neither" if token is None else "both"
+            message = f"needs either 'token' or 'token_id', found {present_keys}"
+            self._reading.refuse("recipe.tokenizer.token", at, message)
+            return None
+        if token is not None and not isinstance(token, str):
+            self._reading.wrong_kind(token, (*at, "token"), "text")
+            return None
+        if token_id is not None and (isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0):
+            self._reading.wrong_kind(token_id, (*at, "token_id"), "a whole number of at least 0")
+            return None
+        model = self._model(value.get("model"), (*at, "model"))
+        return TokenEmbedding(EmbeddingSource.MODEL_TOKEN, model, token, token_id, force)

@@ -1,0 +1,312 @@
+"""Align the embedding rows of checkpoints with different vocabularies by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+from blake3 import blake3
+
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable
+from mergepipe.checkpoints.embedding_rows import (
+    Given,
+    TokenRows,
+    embeddings_of,
+    fill_rows,
+    model_rows,
+    no_rows,
+    of_sources,
+    paired_embeddings,
+)
+from mergepipe.checkpoints.gathered_rows import GatheredRows, RowMap, RowRange, common_dtype, mean_origin
+from mergepipe.checkpoints.vocabulary import (
+    AddedToken,
+    TokenizerFiles,
+    Vocabulary,
+    counted,
+    extended,
+    extended_files,
+    read_vocabulary,
+)
+from mergepipe.core.blocks import DTypeKind
+from mergepipe.core.canonical_json import canonical_json
+from mergepipe.core.strict_json import shown
+from mergepipe.errors import MismatchError, NotFoundError, RecipeError, UnsupportedError, did_you_mean
+from mergepipe.recipes.recipe import EmbeddingSource, TokenEmbedding, TokenizerRequest, TokenizerSource
+from mergepipe.storage.contract import Store
+
+_MAX_EXAMPLES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedTokens:
+    """Tokens of one model that the output's tokenizer lacks: how many, and the first of them."""
+
+    model: int
+    n_tokens: int
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """The result of aligning vocabularies.
+
+    `checkpoints`: the given ones in order, their embeddings as aligned ones of `n_rows` rows; a tensor that already
+    is aligned stays itself. `lender`: whose tokenizer the output has; `files` are those of its tokenizer files that
+    change, with their new content. `dropped`: tokens that the output does not have. `digest` (32 hex digits) is of
+    the output's tokens and of where every row comes from: tokenizer files may change where weights do not.
+    """
+
+    checkpoints: tuple[Checkpoint, ...]
+    n_rows: int
+    lender: int
+    files: Mapping[str, bytes]
+    dropped: tuple[DroppedTokens, ...]
+    digest: str
+
+    def notices(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Format one line per model that loses tokens; `names` are the models' names."""
+        return tuple(
+            f"{counted(dropped.n_tokens, 'token')} of '{names[dropped.model]}' not in the output's tokenizer, "
+            f"embeddings left out: "
+            f"{', '.join(map(shown, dropped.examples))}{', ...' if dropped.n_tokens > len(dropped.examples) else ''}"
+            for dropped in self.dropped
+        )
+
+
+def align_vocabulary(
+    request: TokenizerRequest, models: Sequence[Checkpoint], store: Store, *, has_base: bool
+) -> Alignment:
+    """Align the embeddings of `models` (of `Recipe.inputs()`) with the requested tokenizer.
+
+    `has_base`: the recipe names a `base_model`, which is `models[0]`; its row is used for a token that some model
+    lacks, else the mean of those that have one. Models without tokenizer files have that of `models[0]`.
+
+    Raises:
+        NotFoundError, RecipeError: no tokenizer, or a token or id that is asked for is not there.
+        MismatchError: a model's embeddings do not fit its tokenizer, or differ in width.
+        CorruptError, UnsupportedError: from reading tokenizers.
+    """
+    vocabularies = _vocabularies(models, store)
+    lender = request.model if request.source is TokenizerSource.MODEL and request.model is not None else 0
+    embeddings = [embeddings_of(model, vocab, store) for model, vocab in zip(models, vocabularies, strict=True)]
+    n_ids_of_models = [
+        min((tensor.shape[0] for tensor in named.values()), default=vocabulary.n_ids)
+        for named, vocabulary in zip(embeddings, vocabularies, strict=True)
+    ]
+    added = _added_tokens(request, vocabularies, n_ids_of_models, lender)
+    output = extended(vocabularies[lender], added)
+    aligner = _Aligner(request, models, vocabularies, output, lender, 0 if has_base else None)
+    groups = paired_embeddings(embeddings)
+    n_rows = aligner.n_rows([group[lender] for group in groups if lender in group])
+    replaced: list[dict[str, Readable]] = [{} for _ in models]
+    for group in groups:
+        for index, tensor in aligner.aligned(group, n_rows).items():
+            replaced[index][group[index].name] = tensor
+    return Alignment(
+        tuple(_with_tensors(model, tensors) for model, tensors in zip(models, replaced, strict=True)),
+        n_rows,
+        lender,
+        MappingProxyType(extended_files(TokenizerFiles(models[lender], store), output, added)),
+        tuple(_dropped(vocabularies, output)),
+        _digest(output, replaced),
+    )
+
+
+def _digest(output: Vocabulary, replaced: Sequence[Mapping[str, Readable]]) -> str:
+    hasher = blake3(canonical_json([list(output.ids.items()), output.n_ids]))
+    for model, tensors in enumerate(replaced):
+        for name, tensor in sorted(tensors.items()):
+            hasher.update(canonical_json([model, name, list(tensor.shape), tensor.dtype.name]))
+            if isinstance(tensor, GatheredRows):
+                hasher.update(tensor.rows.origin_R.tobytes())
+                hasher.update(tensor.rows.row_R.tobytes())
+                hasher.update(canonical_json([[astuple(part) for part in mean] for mean in tensor.rows.means]))
+    return hasher.hexdigest(length=16)
+
+
+def _with_tensors(model: Checkpoint, replaced: Mapping[str, Readable]) -> Checkpoint:
+    tensors = {name: replaced.get(name, tensor) for name, tensor in model.tensors.items()}
+    return replace(model, tensors=MappingProxyType(tensors)) if replaced else model
+
+
+def _vocabularies(models: Sequence[Checkpoint], store: Store) -> tuple[Vocabulary, ...]:
+    """Read every model's vocabulary; adapters and deltas have the first model's."""
+    first = read_vocabulary(models[0], store)
+    if first is None:
+        raise NotFoundError.of(
+            "tokenizer.missing", models[0].path, "no tokenizer file found, and the recipe asks for aligned tokens",
+            "put the model's tokenizer.json beside it, or leave out the recipe's tokenizer",
+        )  # fmt: skip
+    read = (read_vocabulary(model, store) if model.kind is CheckpointKind.FULL else None for model in models[1:])
+    return (first, *(other or first for other in read))
+
+
+def _added_tokens(
+    request: TokenizerRequest, vocabularies: Sequence[Vocabulary], n_ids_of_models: Sequence[int], lender: int
+) -> list[AddedToken]:
+    """List the tokens added to the lender's vocabulary in order of new id: by model and id, then the recipe's own."""
+    added: dict[str, AddedToken] = {}
+    lender_ids = vocabularies[lender].ids
+    if request.source is TokenizerSource.UNION:
+        for vocabulary, n_ids in zip(vocabularies, n_ids_of_models, strict=True):
+            for token, index in vocabulary.ids.items():
+                if index < n_ids and token not in lender_ids:
+                    added.setdefault(token, vocabulary.as_added(token))
+    for token in request.tokens:
+        if token not in lender_ids:
+            added.setdefault(token, AddedToken(token))
+    return list(added.values())
+
+
+def _dropped(vocabularies: Sequence[Vocabulary], output: Vocabulary) -> list[DroppedTokens]:
+    dropped = []
+    for index, vocabulary in enumerate(vocabularies):
+        missing = [token for token in vocabulary.ids if token not in output.ids]
+        if missing:
+            dropped.append(DroppedTokens(index, len(missing), tuple(missing[:_MAX_EXAMPLES])))
+    return dropped
+
+
+class _Aligner:
+    """Aligns groups of paired embeddings."""
+
+    def __init__(
+        self,
+        request: TokenizerRequest,
+        models: Sequence[Checkpoint],
+        vocabularies: Sequence[Vocabulary],
+        output: Vocabulary,
+        lender: int,
+        base: int | None,
+    ) -> None:
+        self._request = request
+        self._models = models
+        self._vocabularies = vocabularies
+        self._output = output
+        self._lender = lender
+        self._base = base
+
+    def n_rows(self, lent: Sequence[Readable]) -> int:
+        """Return the output's rows: those of the lender's embeddings plus added tokens, or the requested padding."""
+        n_tokens, multiple = self._output.n_ids, self._request.pad_to_multiple_of
+        if multiple:
+            return -(-n_tokens // multiple) * multiple
+        return max((n_tokens, *(tensor.shape[0] for tensor in lent)))
+
+    def aligned(self, group: Mapping[int, Readable], n_rows: int) -> dict[int, Readable]:
+        """Align the embeddings of one group: by model, with `n_rows` rows each."""
+        self._check(group)
+        multiple = self._request.pad_to_multiple_of
+        n_mapped = self._output.n_ids if multiple else n_rows
+        limits = [group[m].shape[0] if m in group else 0 for m in range(len(self._models))]
+        rows = TokenRows.of(self._output, self._vocabularies, n_mapped).cut(limits)
+        token_rules = self._token_rules(group, rows)
+        donors = [model for model, tensor in group.items() if not tensor.is_delta]
+        fill = fill_rows(rows, donors, self._base if self._base in group else None, token_rules)
+        return {
+            model: _padded(self._tensor(group, model, rows, fill, token_rules), n_rows)
+            if multiple
+            else self._tensor(group, model, rows, fill, token_rules)
+            for model in group
+        }
+
+    def _tensor(
+        self,
+        group: Mapping[int, Readable],
+        model: int,
+        rows: TokenRows,
+        fill: RowMap,
+        token_rules: Mapping[int, Given],
+    ) -> Readable:
+        stored = group[model]
+        if stored.is_delta:
+            fill = no_rows(rows.is_token_R.size)
+        chosen = model_rows(rows, model, fill, self._padding(group, model), token_rules)
+        row_map, order = of_sources(chosen, model)
+        if row_map.is_identity(stored.shape[0]):
+            return stored
+        sources = tuple(group[source] for source in order)
+        # The first model lends the output's dtype: rows of others are rounded to it, as the output is.
+        dtype = stored.dtype if model == 0 else common_dtype(sources)
+        return GatheredRows(stored.name, dtype, sources, row_map, stored.is_delta)
+
+    def _padding(self, group: Mapping[int, Readable], model: int) -> list[tuple[int, int]]:
+        """Choose the models that provide rows without tokens: the model itself if its ids match, then the lender."""
+        lenders = [model] if self._vocabularies[model].ids == self._output.ids else []
+        if self._lender in group and not group[self._lender].is_delta and not group[model].is_delta:
+            lenders.append(self._lender)
+        return [(lender, group[lender].shape[0]) for lender in lenders]
+
+    def _check(self, group: Mapping[int, Readable]) -> None:
+        first, *further = group
+        for model in further:
+            if group[model].shape[1:] != group[first].shape[1:]:
+                raise MismatchError.of(
+                    "tokenizer.width", group[model].name,
+                    f"shape {list(group[model].shape)} in '{self._models[model].path}', "
+                    f"{list(group[first].shape)} in '{self._models[first].path}': only the number of rows may differ",
+                )  # fmt: skip
+        for model, tensor in group.items():
+            if tensor.dtype.kind is not DTypeKind.FLOAT:
+                raise UnsupportedError.of(
+                    "tokenizer.dtype", tensor.name,
+                    f"{tensor.dtype.name} in '{self._models[model].path}' cannot be aligned", "convert the model first",
+                )  # fmt: skip
+
+    def _token_rules(self, group: Mapping[int, Readable], rows: TokenRows) -> dict[int, Given]:
+        """Collect the recipe's rules for single tokens, by output row."""
+        rules = {}
+        for token, wanted in self._request.tokens.items():
+            row = self._output.ids[token]
+            if wanted.source is EmbeddingSource.USUAL:
+                rules[row] = Given(wanted.force, is_usual=True)
+            elif wanted.source is EmbeddingSource.ZERO:
+                rules[row] = Given(wanted.force)
+            else:
+                rules[row] = self._from_model(token, wanted, group, rows)
+        return rules
+
+    def _from_model(self, token: str, wanted: TokenEmbedding, group: Mapping[int, Readable], rows: TokenRows) -> Given:
+        model = wanted.model
+        if model is None or not 0 <= model < len(self._models):
+            raise ValueError(f"{token}: a token of no model")
+        path = self._models[model].path
+        if model not in group or group[model].is_delta:
+            name = next(iter(group.values())).name
+            content = "only differences of it" if model in group else "none"
+            raise self._error(token, f"the row of '{name}' in '{path}' is needed, the model has {content}")
+        n_rows = group[model].shape[0]
+        row = self._row_of(token, wanted, model)
+        if not 0 <= row < n_rows:
+            raise self._error(token, f"the row {row} of '{path}' is needed, its '{group[model].name}' has {n_rows}")
+        return Given(wanted.force, model=model, row=row)
+
+    def _row_of(self, token: str, wanted: TokenEmbedding, model: int) -> int:
+        if wanted.token_id is not None:
+            return wanted.token_id
+        source_token = token if wanted.token is None else wanted.token
+        ids = self._vocabularies[model].ids
+        if source_token not in ids:
+            message = f"'{self._models[model].path}' has no token {shown(source_token)}"
+            raise self._error(token, message, did_you_mean(source_token, list(self._vocabularies[model].added)))
+        return ids[source_token]
+
+    def _error(self, token: str, message: str, hint: str = "") -> RecipeError:
+        error = RecipeError.of("tokenizer.token", self._request.where, f"token {shown(token)}: {message}", hint)
+        assert isinstance(error, RecipeError)
+        return error
+
+
+def _padded(tensor: Readable, n_rows: int) -> Readable:
+    """Append the mean of the tensor's rows up to `n_rows` rows."""
+    n_own = tensor.shape[0]
+    if n_own == n_rows:
+        return tensor
+    origin_R = np.full(n_rows, mean_origin(0), np.int32)
+    origin_R[:n_own] = 0
+    row_R = np.arange(n_rows, dtype=np.int64)
+    rows = RowMap(origin_R, row_R, ((RowRange(0, 0, n_own),),))
+    return GatheredRows(tensor.name, tensor.dtype, (tensor,), rows, tensor.is_delta)

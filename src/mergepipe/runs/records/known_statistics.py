@@ -1,0 +1,61 @@
+"""Look up statistics by the contents of an expert and its base: in the home folder, else beside the expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mergepipe.catalog.statistics_file import STATISTICS_NAME, StatisticsFile, parse_statistics, statistics_path
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.file_digests import content_digest
+from mergepipe.errors import MergePipeError
+from mergepipe.operators.statistics import TensorStatistics
+from mergepipe.storage.contract import Store, is_file
+from mergepipe.storage.limits import STATISTICS_BYTES
+from mergepipe.storage.location import Location
+
+_NOTHING: Mapping[str, TensorStatistics] = {}
+
+
+class KnownStatistics:
+    """The statistics on record of experts whose content, and their base's, is known; digests are not taken here.
+
+    Those of the `home` folder are an analysis made there, or a file that its owner put there. With `beside`, a file
+    `mergepipe.stats` in an expert's folder counts too, for the content that this very expert has: of other models such
+    a file proves nothing. What is wrong with a file becomes one of `notices`, and the file is not used.
+    """
+
+    def __init__(self, store: Store, home: Path | None, notices: list[str], *, beside: bool) -> None:
+        self._store = store
+        self._home = home
+        self._notices = notices
+        self._beside = beside
+        self._files: dict[Location, StatisticsFile | None] = {}
+
+    def file(self, expert: Checkpoint, base: Checkpoint) -> StatisticsFile | None:
+        """Return what is on record of an expert against a base; None if nothing is."""
+        digests = content_digest(expert), content_digest(base)
+        if digests[0] is None or digests[1] is None:
+            return None
+        places = [] if self._home is None else [Location.local(statistics_path(self._home, digests[0], digests[1]))]
+        places += [expert.root / STATISTICS_NAME] if self._beside else []
+        for place in places:
+            file = self._read(place)
+            if file is not None and (file.expert.digest, file.base.digest) == digests:
+                return file
+        return None
+
+    def tensors(self, expert: Checkpoint, base: Checkpoint) -> Mapping[str, TensorStatistics]:
+        """Return the statistics of an expert's tensors against a base's, by name."""
+        file = self.file(expert, base)
+        return _NOTHING if file is None else file.tensors
+
+    def _read(self, place: Location) -> StatisticsFile | None:
+        if place not in self._files:
+            self._files[place] = None
+            try:
+                if is_file(self._store, place):
+                    self._files[place] = parse_statistics(self._store.read_small(place, STATISTICS_BYTES), place)
+            except MergePipeError as error:
+                self._notices.append(f"statistics are not used: {error}")
+        return self._files[place]

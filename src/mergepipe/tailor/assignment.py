@@ -1,0 +1,526 @@
+"""Assign each parameter to a source checkpoint, by the recipe and the opened sources; compute staleness. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from types import MappingProxyType
+
+from mergepipe.core.strict_json import JsonValue
+from mergepipe.errors import MismatchError, RecipeError, did_you_mean
+from mergepipe.recipes.fields import Findings
+from mergepipe.recipes.tasks import LayerCount
+from mergepipe.storage.location import Location
+from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, StoredState, TrainingCheckpoint
+from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT
+from mergepipe.tailor.formats.pickle_node import PicklePath
+from mergepipe.tailor.inspect import differences
+from mergepipe.tailor.recipe import (
+    CompositionRecipe,
+    ExactName,
+    NumberedUnit,
+    StackedLayers,
+    Take,
+)
+from mergepipe.tailor.selection import (
+    EMBED,
+    LM_HEAD,
+    NORM,
+    ModelUnits,
+    Selector,
+    Unit,
+    UnitKind,
+    at_layer,
+    layer,
+    select_parameters,
+)
+
+# --- restack layers: the same model with its layers in another order. Pure ---
+
+
+_FIRST = layer(0)
+
+
+def fits_in_place(checkpoint: TrainingCheckpoint, origins: Sequence[int]) -> bool:
+    """Whether the restacked model has the parameters, by name and shape, that the checkpoint has."""
+    shapes, layers = checkpoint.parameters, checkpoint.units.parameters
+
+    def fits(place: int, origin: int) -> bool:
+        stacked = {at_layer(name, place): shapes[name] for name in layers[layer(origin)]}
+        return stacked == {name: shapes[name] for name in layers[layer(place)]}
+
+    return len(origins) == checkpoint.units.n_layers and all(fits(*pair) for pair in enumerate(origins))
+
+
+def layer_count(units: ModelUnits, origins: Sequence[int]) -> LayerCount:
+    """Describe the restacking for the model's configuration."""
+    name = units.parameters[_FIRST][0]
+    prefix = name[: next(i for i, (a, b) in enumerate(zip(name, at_layer(name, 1), strict=True)) if a != b)]
+    return LayerCount(prefix, units.n_layers, tuple(origins))
+
+
+# --- assign each parameter to a source checkpoint, by the recipe and the opened sources. Pure ---
+
+
+DERIVED_KINDS = (WEIGHT, EXPORT)  # copies of the master, in the dtype they are stored in
+_MAX_LISTED_UNITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """`source_of` maps every parameter to its source's place in `sources`. The skeleton gives everything else:
+    structure, scheduler, random states, options of the optimizer. With `state_index` a partial checkpoint takes the
+    skeleton's place in all but structure.
+
+    With `layers` the result's layers are these layers of their sources; `origin_of` has the source's name of every
+    parameter that is another layer's there.
+    """
+
+    sources: tuple[TrainingCheckpoint, ...]
+    skeleton_index: int
+    source_of: Mapping[str, int]
+    state_index: int | None = None
+    layers: tuple[int, ...] | None = None
+    origin_of: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def skeleton(self) -> TrainingCheckpoint:
+        return self.sources[self.skeleton_index]
+
+    @property
+    def state(self) -> TrainingCheckpoint:
+        """The source of step, scheduler and random states: training resumes at its step."""
+        return self.sources[self.skeleton_index if self.state_index is None else self.state_index]
+
+    def source(self, parameter: str) -> TrainingCheckpoint:
+        """Return the source of a parameter."""
+        return self.sources[self.source_of[parameter]]
+
+    def origin(self, parameter: str) -> str:
+        """Return the name that a parameter has in its source."""
+        return self.origin_of.get(parameter, parameter)
+
+    def keeps(self, name: str) -> bool:
+        """Whether a parameter, or the owner of an alias, is the skeleton's own, in its place."""
+        owner = self.skeleton.units.tied.get(name, name)
+        return self.source_of[owner] == self.skeleton_index and owner not in self.origin_of
+
+    def find_state(self, name: str, kind: str) -> StoredState | None:
+        """Return the source's state that a parameter or an alias is copied from, if there is one."""
+        owner = self.skeleton.units.tied.get(name, name)
+        return state_to_copy(self.source(owner), self.origin(name), kind)
+
+    def state_of(self, name: str, kind: str) -> StoredState:
+        """Return the source's state that a parameter or an alias is copied from; `assign` has seen it there."""
+        stored = self.find_state(name, kind)
+        if stored is None:
+            raise AssertionError(f"{kind} of {name} was checked to be there")
+        return stored
+
+    def unit_sources(self) -> Iterator[tuple[Unit, tuple[int, ...]]]:
+        """Yield each unit with the distinct indices of its sources."""
+        for unit, names in self.skeleton.units.parameters.items():
+            yield unit, tuple(dict.fromkeys(self.source_of[name] for name in names))
+
+
+def assign(recipe: CompositionRecipe, sources: Mapping[Location, TrainingCheckpoint]) -> Assignment:
+    """Decide where each parameter comes from. `sources` has every location that the recipe names.
+
+    Raises:
+        RecipeError: units that do not exist, are named twice, or not at all.
+        MismatchError: sources that do not fit together, or lack what is taken from them.
+    """
+    places = {place: index for index, place in enumerate(sources)}
+    opened = tuple(sources.values())
+    findings = Findings(RecipeError, MismatchError)
+    skeleton = _skeleton(recipe, opened, places, findings)
+    findings.raise_any()
+    layers = _layers(recipe, opened[skeleton], findings)
+    claims = _ParameterClaims(opened[skeleton].units, findings)
+    for take in recipe.takes:
+        claims.add(take, places[take.source])
+    default = places[recipe.default] if recipe.default is not None else None
+    source_of = claims.complete(default, recipe.path.name)
+    _check_dtype(recipe, opened[skeleton], findings)
+    state = _state(recipe, opened, places, skeleton)
+    assignment = Assignment(
+        opened, skeleton, MappingProxyType(source_of), state if state != skeleton else None, layers,
+        MappingProxyType(claims.origins),
+    )  # fmt: skip
+    for index in sorted({*source_of.values()} - {skeleton}):
+        _check_fit(assignment, opened[index], [n for n, i in source_of.items() if i == index], findings)
+    findings.raise_any()
+    return assignment
+
+
+def _layers(recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findings: Findings) -> tuple[int, ...] | None:
+    """Return the layer behind each layer of a restacked model; None if it is not restacked."""
+    layers = recipe.stacked_layers
+    n_layers = skeleton.units.n_layers
+    if layers is None or layers == tuple(range(n_layers)):
+        return None
+    beyond = [index for index in layers if layer(index) not in skeleton.units.parameters]
+    if beyond:
+        findings.add(
+            RecipeError, "tailor.units.no_layer", f"{recipe.path.name} slices", f"the model has no layer {beyond[0]}",
+            f"its layers are 0 to {n_layers - 1}",
+        )  # fmt: skip
+        findings.raise_any()
+    if not fits_in_place(skeleton, layers):
+        findings.add(
+            RecipeError, "tailor.restack", f"{recipe.path.name} slices",
+            f"they stack {len(layers)} layers on a model of {n_layers}: training state keeps its number of layers, and "
+            "the shapes in each", "stack the weights alone: merge the models by this recipe",
+        )  # fmt: skip
+        findings.raise_any()
+    return layers
+
+
+def _state(
+    recipe: CompositionRecipe, opened: Sequence[TrainingCheckpoint], places: Mapping[Location, int], skeleton: int
+) -> int:
+    """Choose the source of the state: the requested one, else the newest that has state."""
+    if recipe.state_from is not None:
+        return places[recipe.state_from]
+    newer = [i for i, source in enumerate(opened) if source.has_state and source.step > opened[skeleton].step]
+    return max(newer, key=lambda index: opened[index].step, default=skeleton)
+
+
+def _skeleton(
+    recipe: CompositionRecipe, opened: Sequence[TrainingCheckpoint], places: Mapping[Location, int], findings: Findings
+) -> int:
+    """Choose the source of structure: the requested one if complete, else the newest complete one."""
+    if recipe.state_from is not None:
+        index = places[recipe.state_from]
+        if not opened[index].missing:
+            return index
+    complete = [index for index, source in enumerate(opened) if not source.missing]
+    if not complete:
+        newest = max(opened, key=lambda source: source.step)
+        _refuse_incomplete(newest, findings)
+        return 0
+    return max(complete, key=lambda index: opened[index].step)
+
+
+def _refuse_incomplete(source: TrainingCheckpoint, findings: Findings) -> None:
+    more = f" and {len(source.missing) - 1} more" if len(source.missing) > 1 else ""
+    findings.add(
+        MismatchError, "tailor.incomplete", str(source.path), f"lacks {source.missing[0]}{more}",
+        "a composition needs one complete checkpoint of the run, as default or in state_from",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A recipe entry that takes a parameter: source, position in the recipe, and the alias used, if any.
+
+    `selector` is the text that selects it among others; empty where it is named by itself.
+    """
+
+    source: int
+    where: str
+    alias: str | None
+    selector: str = ""
+
+
+class _ParameterClaims:
+    """Collects which recipe entry takes which parameter; reports conflicts.
+
+    `origins` are the names that restacked parameters have in their sources.
+    """
+
+    def __init__(self, units: ModelUnits, findings: Findings) -> None:
+        self.origins: dict[str, str] = {}
+        self._units = units
+        self._findings = findings
+        self._claims: dict[str, _Claim] = {}
+
+    def add(self, take: Take, source: int) -> None:
+        for choice in take.choices:
+            if isinstance(choice, StackedLayers):
+                self._stack(choice, take, source)
+                continue
+            try:
+                names, alias = self._resolve(choice, take.where)
+            except RecipeError as error:
+                for problem in error.problems:
+                    self._findings.add(RecipeError, problem.code, problem.where, problem.message, problem.hint)
+                continue
+            for name in names:
+                self._claim(name, _Claim(source, take.where, alias, _selector_text(choice)))
+
+    def _stack(self, choice: StackedLayers, take: Take, source: int) -> None:
+        for place, origin in enumerate(choice.origins, choice.start):
+            for before in self._units.parameters[layer(origin)]:
+                name = at_layer(before, place)
+                self._claim(name, _Claim(source, take.where, None))
+                if name != before:
+                    self.origins[name] = before
+
+    def _resolve(self, choice: Selector | ExactName | NumberedUnit, where: str) -> tuple[tuple[str, ...], str | None]:
+        """Return the parameters that a choice selects, and the alias if it named one."""
+        if isinstance(choice, NumberedUnit):
+            return _numbered(choice, self._units, where)
+        return _resolve(choice, self._units, where)
+
+    def _claim(self, name: str, claim: _Claim) -> None:
+        first = self._claims.setdefault(name, claim)
+        if first.source == claim.source:
+            if first is not claim and first.selector and claim.selector:
+                self._findings.add(
+                    RecipeError, "tailor.recipe.overlap", claim.where, f"{claim.selector!r} takes {name!r} once more, "
+                    f"which {first.selector!r} takes", "name every unit once",
+                )  # fmt: skip
+            return
+        alias = first.alias or claim.alias
+        if alias is not None:
+            self._findings.add(
+                MismatchError, "tailor.tied", claim.where, f"{alias!r} is tied to {name!r}, and the two are taken "
+                f"from different checkpoints (see {first.where})", "take both from one",
+            )  # fmt: skip
+        else:
+            self._findings.add(
+                RecipeError, "tailor.recipe.overlap", claim.where, f"{name!r} is taken from another checkpoint "
+                f"already, at {first.where}", "name every unit once",
+            )  # fmt: skip
+
+    def complete(self, default: int | None, where: str) -> dict[str, int]:
+        """Return every parameter's source, in the model's order; unclaimed parameters come from the default."""
+        if default is None:
+            units = [str(u) for u, names in self._units.parameters.items() if not self._claims.keys() >= set(names)]
+            if units:
+                shown = ", ".join(units[:_MAX_LISTED_UNITS]) + (", ..." if len(units) > _MAX_LISTED_UNITS else "")
+                self._findings.add(
+                    RecipeError, "tailor.uncovered", where, f"no checkpoint is named for {shown}",
+                    "take them from one, or add 'default: PATH'",
+                )  # fmt: skip
+        claimed = {name: self._claims[name].source for name in self._units.names if name in self._claims}
+        by_default = {name: default for name in self._units.names if name not in claimed and default is not None}
+        return {
+            name: (claimed | by_default)[name] for name in self._units.names if name in claimed or name in by_default
+        }
+
+
+def _selector_text(choice: Selector | ExactName | NumberedUnit) -> str:
+    return "" if isinstance(choice, ExactName | NumberedUnit) else choice.text
+
+
+def _resolve(choice: Selector | ExactName, units: ModelUnits, where: str) -> tuple[tuple[str, ...], str | None]:
+    if isinstance(choice, ExactName):
+        if choice.text in units.tied:
+            return (units.tied[choice.text],), choice.text
+        if choice.text not in units.names:
+            raise RecipeError.of(
+                "tailor.units.name", where, f"the model has no parameter {choice.text[:100]!r}",
+                did_you_mean(choice.text, (*units.names, *units.tied)),
+            )  # fmt: skip
+        return (choice.text,), None
+    return select_parameters([choice], units, where), None
+
+
+def _numbered(choice: NumberedUnit, units: ModelUnits, where: str) -> tuple[tuple[str, ...], str | None]:
+    numbers = {0: NORM, units.n_layers + 1: LM_HEAD, units.n_layers + 2: EMBED}
+    unit = numbers.get(choice.number)
+    if unit is LM_HEAD and unit not in units.parameters and units.tied:
+        alias, owner = next(iter(units.tied.items()))
+        return (owner,), alias
+    if unit is None or unit not in units.parameters:
+        raise RecipeError.of(
+            "tailor.units.number", where, f"{choice.text}: no such unit",
+            f"with {units.n_layers} layers, 0 is the final norm, {units.n_layers + 1} the head and "
+            f"{units.n_layers + 2} the embeddings",
+        )  # fmt: skip
+    return units.parameters[unit], None
+
+
+def _check_dtype(recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findings: Findings) -> None:
+    if recipe.weights_dtype is None:
+        return
+    dtypes = {s.dtype.name for (_, kind), s in skeleton.states.items() if kind in DERIVED_KINDS}
+    if dtypes and recipe.weights_dtype.name not in dtypes:
+        findings.add(
+            MismatchError, "tailor.dtype", f"{recipe.path.name} dtype", f"{recipe.weights_dtype.recipe_name} is asked "
+            f"for, the weights of {skeleton.path} are {', '.join(sorted(dtypes))}",
+            "a composition keeps the dtype of its sources",
+        )  # fmt: skip
+
+
+def _check_fit(assignment: Assignment, source: TrainingCheckpoint, names: Sequence[str], findings: Findings) -> None:
+    """Check that `source` has the parameters `names` as the result needs them."""
+    skeleton = assignment.skeleton
+    reasons = list(differences(skeleton, source)) if not source.missing else list(_stage_differences(skeleton, source))
+    for reason in reasons:
+        findings.add(MismatchError, "tailor.mismatch", str(source.path), reason)
+    if reasons:
+        return
+    wanted = set(names)
+    problems = []
+    for (name, kind), state in skeleton.states.items():
+        if skeleton.units.tied.get(name, name) in wanted:
+            stored = assignment.find_state(name, kind)
+            problem = _mismatch(stored, state) if stored is not None else "is not there"
+            problems += [f"{kind} of {assignment.origin(name)} {problem}"] if problem else []
+    problems += _lacking_counters(assignment, source, wanted)
+    if problems:
+        more = f", and {len(problems) - 1} more states" if len(problems) > 1 else ""
+        lacking = f" (it lacks {source.missing[0]})" if source.missing and not source.is_partial else ""
+        findings.add(
+            MismatchError, "tailor.lacks", str(source.path), f"{problems[0]}{more}{lacking}",
+            "take them from a checkpoint that holds them",
+        )  # fmt: skip
+
+
+def _lacking_counters(assignment: Assignment, source: TrainingCheckpoint, wanted: set[str]) -> Iterator[str]:
+    counted = {name for step in source.steps for name in step.parameters}
+    for name in (name for step in assignment.skeleton.steps for name in step.parameters):
+        if name in wanted and (origin := assignment.origin(name)) not in counted:
+            yield f"the step counter of {origin} is not there"
+
+
+def state_to_copy(source: TrainingCheckpoint, name: str, kind: str) -> StoredState | None:
+    """Return the state to copy from a source: the state itself, or the master weights for a derived copy."""
+    source_state = source.states.get((name, kind))
+    if source_state is not None or kind not in DERIVED_KINDS:
+        return source_state
+    owner = source.units.tied.get(name, name)
+    return source.states.get((owner, FP32)) or source.states.get((owner, WEIGHT))
+
+
+def _mismatch(stored: StoredState, wanted: StoredState) -> str:
+    if stored.gaps:
+        return "is saved in part only"
+    if stored.shape != wanted.shape:
+        return f"has shape {stored.shape}, not {wanted.shape}"
+    if stored.kind == wanted.kind and stored.dtype != wanted.dtype:
+        return f"is {stored.dtype.name}, not {wanted.dtype.name}"
+    return ""
+
+
+def _stage_differences(skeleton: TrainingCheckpoint, source: TrainingCheckpoint) -> Iterator[str]:
+    """Return why a partial checkpoint is not of the skeleton's run, as far as recorded."""
+    if skeleton.stage != source.stage and source.format != WEIGHTS_FORMAT:
+        yield f"{skeleton.path} and {source.path}: ZeRO stage {skeleton.stage} and {source.stage}"
+    both = [name for name in source.parameters if name in skeleton.parameters]
+    unknown = [name for name in source.parameters if name not in skeleton.parameters]
+    if unknown:
+        yield f"{skeleton.path} lacks {unknown[0]}, which {source.path} has"
+    reshaped = [name for name in both if source.parameters[name] != skeleton.parameters[name]]
+    if reshaped:
+        yield f"{skeleton.path} and {source.path}: different shapes of {reshaped[0]}"
+
+
+# --- compute each unit's staleness, and choose the value of each step counter. Pure ---
+
+
+class StepPolicy(StrEnum):
+    """The rule that chose a step counter."""
+
+    EXACT = "exact"  # the counter's parameters come from one source: that source's value
+    NEWEST = "newest"  # one counter serves parameters of several sources: the largest of their values
+
+
+@dataclass(frozen=True, slots=True)
+class StepChoice:
+    """The value chosen for one step counter of the skeleton."""
+
+    counter: AdamStep
+    value: float
+    policy: StepPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class UnitStaleness:
+    """One unit: its sources as (path, step, age), and the step counters it resumes with.
+
+    `origin` is the unit that it is in its sources, where that is another: a layer in another place.
+    Ages are in steps behind the one training resumes at; a negative one is of a part that is newer.
+    """
+
+    unit: str
+    n_parameters: int
+    sources: tuple[tuple[Location, int, int], ...]
+    adam_steps: tuple[float, ...]
+    step_policies: tuple[StepPolicy, ...]
+    origin: str = ""
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """Return the staleness as JSON values."""
+        return {
+            "unit": self.unit,
+            "parameters": self.n_parameters,
+            **({"origin": self.origin} if self.origin else {}),
+            "sources": [{"path": str(path), "step": step, "age": age} for path, step, age in self.sources],
+            "adam_steps": list(self.adam_steps),
+            "step_policies": [policy.value for policy in self.step_policies],
+        }
+
+
+def choose_steps(assignment: Assignment, groups: Sequence[Sequence[str]] | None = None) -> tuple[StepChoice, ...]:
+    """Choose the value of every step counter: of the result's, or of one for each of `groups`.
+
+    Law: where all of a counter's parameters come from one source, its value is that source's.
+    """
+    counters = [_counters(source) for source in assignment.sources]
+    wanted = assignment.skeleton.steps if groups is None else _regrouped(assignment.skeleton.steps, groups)
+    return tuple(_choose(assignment, counters, counter) for counter in wanted)
+
+
+def _regrouped(steps: Sequence[AdamStep], groups: Sequence[Sequence[str]]) -> Iterator[AdamStep]:
+    """Build one counter for each group that any counter serves."""
+    by_name = {name: step for step in steps for name in step.parameters}
+    for names in groups:
+        served = [by_name[name] for name in names if name in by_name]
+        if served:
+            newest = max(served, key=lambda step: step.value)
+            entries = dict.fromkeys(entry for step in served for entry in step.entries)
+            yield replace(newest, parameters=tuple(names), cells=(), entries=tuple(entries))
+
+
+def _counters(source: TrainingCheckpoint) -> dict[str, float]:
+    return {name: step.value for step in source.steps for name in step.parameters}
+
+
+def _choose(assignment: Assignment, counters: list[dict[str, float]], counter: AdamStep) -> StepChoice:
+    used = {assignment.source_of[name] for name in counter.parameters if name in assignment.source_of}
+    candidates = [
+        counters[assignment.source_of[name]].get(assignment.origin(name), counter.value)
+        for name in counter.parameters
+        if name in assignment.source_of
+    ]
+    value = max(candidates, default=counter.value)
+    return StepChoice(counter, value, StepPolicy.EXACT if len(used) <= 1 else StepPolicy.NEWEST)
+
+
+def pickled_counters(steps: Sequence[StepChoice], file: Location) -> dict[PicklePath, object]:
+    """Return the chosen values of the counters that are part of a file's pickle, by their places there."""
+    return {path: int(choice.value) for choice in steps for counted, path in choice.counter.entries if counted == file}
+
+
+def staleness_of(assignment: Assignment, steps: tuple[StepChoice, ...]) -> tuple[UnitStaleness, ...]:
+    """Report every unit, in the model's order."""
+    by_name = {name: choice for choice in steps for name in choice.counter.parameters}
+    return tuple(_units(assignment, by_name))
+
+
+def _units(assignment: Assignment, by_name: Mapping[str, StepChoice]) -> Iterator[UnitStaleness]:
+    newest = assignment.state.step
+    for unit, indices in assignment.unit_sources():
+        names = assignment.skeleton.units.parameters[unit]
+        choices = [by_name[name] for name in names if name in by_name]
+        opened = [assignment.sources[index] for index in indices]
+        yield UnitStaleness(
+            unit=str(unit),
+            n_parameters=len(names),
+            sources=tuple((source.path, source.step, newest - source.step) for source in opened),
+            adam_steps=tuple(sorted({choice.value for choice in choices})),
+            step_policies=tuple(sorted({choice.policy for choice in choices})),
+            origin=_origin(assignment, unit),
+        )
+
+
+def _origin(assignment: Assignment, unit: Unit) -> str:
+    """The layer that a layer is in its source, where that is another."""
+    if assignment.layers is None or unit.kind is not UnitKind.LAYER or assignment.layers[unit.index] == unit.index:
+        return ""
+    return str(layer(assignment.layers[unit.index]))

@@ -1,0 +1,267 @@
+"""Average checkpoints of one run and publish the result: a model, or a checkpoint to resume from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from mergepipe.checkpoints.directory import find_sidecars, list_names
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME
+from mergepipe.core.blocks import DType, DTypeKind, Span
+from mergepipe.deltastore.original_files import UnpackedView
+from mergepipe.errors import LimitError, MismatchError, RecipeError
+from mergepipe.recipes.output_tensors import with_dtype
+from mergepipe.recipes.references import text_with_relative_paths
+from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, index_json, plan_shards
+from mergepipe.snapshots.staging import check_target
+from mergepipe.storage.contract import Store
+from mergepipe.storage.limits import CONFIG_BYTES
+from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
+from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, choose_steps, state_to_copy
+from mergepipe.tailor.average_recipe import DEFAULT_ALPHA, AverageRequest, OptimizerState, normalised, scheme_weights
+from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Piece, StoredState, TrainingCheckpoint
+from mergepipe.tailor.composite import AverageRecord
+from mergepipe.tailor.composition import ComposeOptions, CompositionReport, Job, OnProgress, publish
+from mergepipe.tailor.composition_plan import CompositionPlan, PatchCollector, plan_file, unpacked
+from mergepipe.tailor.copy_plan import (
+    CopyRange,
+    FilePlan,
+    Literal,
+    Segment,
+    average_states,
+    joined,
+    patch_states,
+)
+from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT
+from mergepipe.tailor.inspect import check_same_run, differences
+from mergepipe.tailor.self_check import AverageCheck, SelfCheck
+from mergepipe.tailor.sources import list_skeleton, open_source_checkpoints
+from mergepipe.tailor.state_overlay import StateOverlay
+
+MOST_CHECKPOINTS = 128
+_SHARD_BYTES = 5_000_000_000
+_MEMBER = Location.parse("member")
+
+
+def average(request: AverageRequest, out: Path, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
+    """Average and publish; see `tailor.api.average`."""
+    started = time.perf_counter()
+    store = UnpackedView(Stores())
+    averaging = open_averaging(store, request)
+    check_target(out, [source.path for source in averaging.sources], force=options.force)
+    plan = averaging.plan()
+    with AverageCheck(averaging, options.thoroughness) as check:
+        if not store.has_packed:  # whose blocks are decoded for the average itself, in its order
+            check.read_ahead()
+
+        def compare(directory: Path, advance: Callable[[], None]) -> SelfCheck:
+            return check.compare(Location.local(directory), Location.local(out), advance)
+
+        recipe = text_with_relative_paths(request.to_yaml(), out.absolute())
+        job = Job(recipe, plan, out, compare, averaging.record)
+        return publish(store, job, options, on_progress, started)
+
+
+def check_average(request: AverageRequest) -> CompositionReport:
+    """Report what an average would do; reads structure and step counters only."""
+    started = time.perf_counter()
+    averaging = open_averaging(UnpackedView(Stores()), request)
+    plan = averaging.plan()
+    return CompositionReport(plan, None, None, time.perf_counter() - started, averaging.record)
+
+
+def open_averaging(store: Store, request: AverageRequest) -> Averaging:
+    """Open the checkpoints, oldest first, and give each its weight; reads no tensor data.
+
+    Raises:
+        RecipeError: fewer than two checkpoints, weights that are not one each, or options without effect.
+        LimitError: too many checkpoints.
+        MismatchError: checkpoints that do not fit together, or lack something.
+    """
+    count = len(request.checkpoints)
+    if count < 2:
+        raise RecipeError.of("tailor.average.few", "checkpoints", f"{count} given", "an average takes two or more")
+    if count > MOST_CHECKPOINTS:
+        raise LimitError.of(
+            "tailor.average.many", "checkpoints", f"{count} given, at most {MOST_CHECKPOINTS} are averaged at once",
+            "give every second one",
+        )  # fmt: skip
+    _check_options(request)
+    if isinstance(request.weights, str):
+        scheme = scheme_weights(request.weights, count, DEFAULT_ALPHA if request.alpha is None else request.alpha)
+    elif len(request.weights) != count:
+        raise RecipeError.of(
+            "tailor.average.weights",
+            "--weights",
+            f"{len(request.weights)} weights for {count} checkpoints",
+            "give one each",
+        )
+    opened = open_source_checkpoints(store, request.checkpoints)
+    order = sorted(range(count), key=lambda index: opened[index].step)
+    sources = tuple(opened[index] for index in order)
+    _check_fit(sources, request.optimizer)
+    check_same_run(store, sources)
+    if not isinstance(request.weights, str):
+        scheme = normalised([request.weights[index] for index in order], "--weights")
+    return Averaging(store, request, sources, scheme)
+
+
+def _check_options(request: AverageRequest) -> None:
+    """Refuse options that have no effect beside the others.
+
+    Raises:
+        RecipeError: `option.pair`.
+    """
+    if request.alpha is not None and request.weights != "ema":
+        raise RecipeError.of("option.pair", "--alpha", "only the weights 'ema' take it", "leave it out")
+    for option, value in (("--dtype", request.dtype), ("--files-from", request.files_from)):
+        if value is not None and request.optimizer is not OptimizerState.NONE:
+            message = f"a checkpoint to resume from (optimizer: {request.optimizer.value}) is made as the newest is"
+            raise RecipeError.of("option.pair", option, message, "leave it out, or give optimizer 'none'")
+
+
+def _check_fit(sources: Sequence[TrainingCheckpoint], optimizer: OptimizerState) -> None:
+    """Refuse checkpoints that are not different steps of one run, each with all that is averaged."""
+    for source in sources:
+        is_enough = source.format == WEIGHTS_FORMAT and optimizer is OptimizerState.NONE
+        if source.missing and not is_enough:
+            hint = "an average takes complete checkpoints"
+            hint += "; without --optimizer it takes weights alone" if source.format == WEIGHTS_FORMAT else ""
+            raise MismatchError.of("tailor.incomplete", source.path, f"lacks {source.missing[0]}", hint)
+    for older, newer in pairwise(sources):
+        if older.step == newer.step:
+            raise MismatchError.of(
+                "tailor.average.twice",
+                newer.path,
+                f"is of step {newer.step}, as {older.path} is",
+                "give each step once",
+            )
+        for reason in differences(sources[-1], older):
+            raise MismatchError.of("tailor.mismatch", older.path, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Averaging:
+    """Opened checkpoints of one run, oldest first, and the weight of each."""
+
+    store: Store
+    request: AverageRequest
+    sources: tuple[TrainingCheckpoint, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def newest(self) -> TrainingCheckpoint:
+        return self.sources[-1]
+
+    @property
+    def record(self) -> AverageRecord:
+        scheme = self.request.weights if isinstance(self.request.weights, str) else "given"
+        return AverageRecord(scheme, self.weights, self.request.optimizer.value)
+
+    @property
+    def assignment(self) -> Assignment:
+        """The newest checkpoint gives all that is not averaged."""
+        last = len(self.sources) - 1
+        return Assignment(self.sources, last, dict.fromkeys(self.newest.parameters, last))
+
+    def plan(self) -> CompositionPlan:
+        """Plan all files; reads structure only."""
+        files = self._model_files() if self.request.optimizer is OptimizerState.NONE else self._checkpoint_files()
+        steps = () if self.request.optimizer is OptimizerState.NONE else choose_steps(self.assignment)
+        return CompositionPlan(self.assignment, steps, (), tuple(sorted(files, key=lambda plan: plan.name)))
+
+    def planned_states(self) -> Mapping[tuple[str, str], StoredState]:
+        """Return the states of the result, cut as they will be; their places are others."""
+        if self.request.optimizer is not OptimizerState.NONE:
+            return self.newest.states
+        return {(spec.name, WEIGHT): _whole_state(spec) for spec in self._specs()}
+
+    def summands(self, name: str, kind: str) -> tuple[StoredState, ...]:
+        """Return the states that a state of the result, a model or a checkpoint, is the average of, oldest first.
+
+        One that is no average is the last of them, or the newest checkpoint's where there are none.
+        """
+        is_model = self.request.optimizer is OptimizerState.NONE
+        return self._values(name, WEIGHT) if is_model else self.averaged(name, kind)
+
+    def averaged(self, name: str, kind: str) -> tuple[StoredState, ...]:
+        """Return the states that a state of a checkpoint is the average of; none where it stays the newest's."""
+        state = self.newest.states[name, kind]
+        is_weight = kind in (FP32, *DERIVED_KINDS)
+        if state.dtype.kind is not DTypeKind.FLOAT or not (
+            is_weight or self.request.optimizer is OptimizerState.AVERAGE
+        ):
+            return ()
+        return self._values(name, kind)
+
+    def _values(self, name: str, kind: str) -> tuple[StoredState, ...]:
+        """Return a state of every checkpoint, masters in the place of copies of weights, outside of archives."""
+        owner = self.newest.units.tied.get(name, name)
+        has_master = kind in DERIVED_KINDS and (owner, FP32) in self.newest.states
+        values = [
+            source.states.get((owner, FP32)) if has_master else state_to_copy(source, name, kind)
+            for source in self.sources
+        ]
+        return tuple(unpacked(self.store, state) for state in values if state is not None)
+
+    # --- a checkpoint to resume from
+
+    def _checkpoint_files(self) -> Iterator[FilePlan]:
+        """Plan the newest checkpoint's files with averaged values in their places."""
+        patches = PatchCollector(self.store)
+        for (name, kind), target in self.newest.states.items():
+            values = self.averaged(name, kind)
+            if values:
+                patches.average(values, self.weights, target)
+        overlay = StateOverlay(list_skeleton(self.store, self.newest))
+        return (plan_file(self.store, file, patches, overlay) for file in overlay.files)
+
+    # --- a model
+
+    def _model_files(self) -> Iterator[FilePlan]:
+        """Plan safetensors with averaged weights, and copies of configuration and tokenizer."""
+        shards = plan_shards(self._specs(), _SHARD_BYTES)
+        for shard in shards:
+            yield FilePlan(shard.name, tuple(joined(self._shard(shard))))
+        if len(shards) > 1:
+            yield FilePlan(INDEX_NAME, (Literal(index_json(shards)),))
+        lender = self.request.files_from or self.newest.path
+        for name in find_sidecars(self.store, lender, list_names(self.store, lender)):
+            yield self._small_file(lender, name)
+
+    def _small_file(self, lender: Location, name: str) -> FilePlan:
+        path = lender / name
+        if name == CONFIG_NAME:
+            raw = self.store.read_small(path, CONFIG_BYTES)
+            dtypes = {spec.dtype for spec in self._specs() if spec.dtype.kind is DTypeKind.FLOAT}
+            return FilePlan(name, (Literal(with_dtype(raw, dtypes.pop()) if len(dtypes) == 1 else raw),))
+        return FilePlan(name, (CopyRange(path, 0, self.store.size_bytes(path), is_skeleton=True),))
+
+    def _specs(self) -> list[TensorSpec]:
+        """The model's tensors: parameters in the dtype of the request, else in that of the stored weights."""
+        return [TensorSpec(name, self._dtype(name), shape) for name, shape in self.newest.parameters.items()]
+
+    def _dtype(self, name: str) -> DType:
+        kinds = (kind for kind in (EXPORT, WEIGHT) if (name, kind) in self.newest.states)
+        stored = self.newest.states[name, next(kinds, FP32)].dtype
+        return self.request.dtype or stored if stored.kind is DTypeKind.FLOAT else stored
+
+    def _shard(self, shard: ShardLayout) -> Iterator[Segment]:
+        yield Literal(shard.header)
+        for spec in shard.tensors:
+            target = _whole_state(spec)
+            values = self._values(spec.name, WEIGHT)
+            is_float = spec.dtype.kind is DTypeKind.FLOAT
+            patches = average_states(values, self.weights, target) if is_float else patch_states(values[-1], target)
+            for _, patch in patches:
+                yield patch.segment
+
+
+def _whole_state(spec: TensorSpec) -> StoredState:
+    """Make the state of a model's tensor: all of it in one piece."""
+    place = Piece(_MEMBER, 0, spec.nbytes, Span(0, spec.nbytes // spec.dtype.itemsize))
+    return StoredState(spec.name, WEIGHT, spec.dtype, spec.shape, (place,) if spec.nbytes else ())

@@ -1,0 +1,138 @@
+"""Measure the difference of two checkpoints of one run by unit: weights, exp_avg, exp_avg_sq."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.core.blocks import Span
+from mergepipe.core.strict_json import JsonValue
+from mergepipe.errors import MismatchError
+from mergepipe.storage.contract import Store
+from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, WEIGHT, StateReader, StoredState, TrainingCheckpoint
+from mergepipe.tailor.composition_plan import unpacked
+from mergepipe.tailor.copy_writer import values_of
+
+BLOCK_ELEMENTS = 1 << 20  # read from each side at a time: memory is a small multiple of it
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Squared norms of one kind of state: of the first checkpoint, and of the difference."""
+
+    before: float
+    difference: float
+
+    @property
+    def relative(self) -> float:
+        """`‖B - A‖ / ‖A‖`; infinite where A is zero and B is not."""
+        if self.difference == 0:
+            return 0.0
+        return math.sqrt(self.difference / self.before) if self.before else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class UnitChange:
+    """One unit's changes by kind; `weights` are the masters where there are any."""
+
+    unit: str
+    weights: Change | None
+    exp_avg: Change | None
+    exp_avg_sq: Change | None
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """Return the change as JSON values."""
+        changes = {"weights": self.weights, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return {"unit": self.unit, **{kind: _json_number(change) for kind, change in changes.items()}}
+
+
+@dataclass(frozen=True, slots=True)
+class DiffReport:
+    """Two checkpoints compared."""
+
+    first: TrainingCheckpoint
+    second: TrainingCheckpoint
+    units: tuple[UnitChange, ...]
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """Return the change as JSON values."""
+        return {
+            "first": {"path": str(self.first.path), "step": self.first.step},
+            "second": {"path": str(self.second.path), "step": self.second.step},
+            "units": [unit.to_json() for unit in self.units],
+        }
+
+
+def _json_number(change: Change | None) -> float | None:
+    return change.relative if change is not None and math.isfinite(change.relative) else None
+
+
+def diff_checkpoints(
+    store: Store, first: TrainingCheckpoint, second: TrainingCheckpoint, on_bytes: Callable[[int], None]
+) -> DiffReport:
+    """Compare every parameter both have; they may differ in stage, world size and format.
+
+    Every byte is read once. Memory: a few arrays of `BLOCK_ELEMENTS`.
+
+    Raises:
+        MismatchError: different shapes, or no parameter in common.
+    """
+    both = [n for n in first.units.names if n in second.parameters]
+    reshaped = [name for name in both if first.parameters[name] != second.parameters[name]]
+    if reshaped or not both:
+        message = f"different shapes of {reshaped[0]}" if reshaped else "no parameter in common"
+        raise MismatchError.of("tailor.mismatch", f"{first.path} and {second.path}", message)
+    common = set(both)
+    with StateReader(store) as reader:
+        comparison = _Comparison(store, reader, first, second, on_bytes)
+        units = tuple(
+            comparison.unit(str(unit), [name for name in names if name in common])
+            for unit, names in first.units.parameters.items()
+        )
+    return DiffReport(first, second, units)
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    store: Store
+    reader: StateReader
+    first: TrainingCheckpoint
+    second: TrainingCheckpoint
+    on_bytes: Callable[[int], None]
+
+    def unit(self, unit: str, names: list[str]) -> UnitChange:
+        return UnitChange(
+            unit,
+            self._kind(names, FP32) or self._kind(names, WEIGHT),
+            self._kind(names, EXP_AVG),
+            self._kind(names, EXP_AVG_SQ),
+        )
+
+    def _kind(self, names: list[str], kind: str) -> Change | None:
+        """Measure the change of one kind over all parameters that both checkpoints have completely."""
+        before = difference = 0.0
+        differs = False
+        for name in names:
+            a, b = self.first.states.get((name, kind)), self.second.states.get((name, kind))
+            if a is None or b is None or a.gaps or b.gaps:
+                continue
+            differs = True
+            for x, y in self._blocks(unpacked(self.store, a), unpacked(self.store, b)):
+                before += float(np.dot(x, x))
+                delta = y - x
+                difference += float(np.dot(delta, delta))
+        return Change(before, difference) if differs else None
+
+    def _blocks(self, a: StoredState, b: StoredState) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        for start in range(0, a.n_elements, BLOCK_ELEMENTS):
+            span = Span(start, min(start + BLOCK_ELEMENTS, a.n_elements))
+            yield self._values(a, span), self._values(b, span)
+            self.on_bytes(span.n_elements * (a.dtype.itemsize + b.dtype.itemsize))
+
+    def _values(self, state: StoredState, span: Span) -> NDArray[np.float64]:
+        raw = self.reader.read(state, span)
+        return values_of(raw, state.dtype, state.parameter).astype(np.float64)

@@ -1,1 +1,0 @@
-"""Compose a resumable training checkpoint from units of several checkpoints."""

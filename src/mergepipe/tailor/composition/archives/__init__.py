@@ -1,1 +1,0 @@
-"""torch.save archives and pickles written or edited as bytes, without torch."""

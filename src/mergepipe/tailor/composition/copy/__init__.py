@@ -1,1 +1,0 @@
-"""Output files as byte ranges of the sources, and the threads that copy them."""

@@ -1,0 +1,356 @@
+"""The copy plan as values: every output file as ordered byte ranges of the sources, cut into chunks. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import TypeAlias
+
+from mergepipe.core.blocks import DType
+from mergepipe.storage.buffers import PAGE_BYTES, round_up
+from mergepipe.storage.location import Location
+from mergepipe.tailor.checkpoint import Piece, StoredState
+
+# --- the copy plan as values: every output file as ordered byte ranges of the sources. Pure ---
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRange:
+    """`nbytes` bytes at `offset` of `file`, as they are. `is_skeleton` tells which side of the ledger they are on."""
+
+    file: Location
+    offset: int
+    nbytes: int
+    is_skeleton: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CastRange:
+    """Elements stored as `stored` at `offset` of `file`, written as `wanted` (round to nearest even)."""
+
+    file: Location
+    offset: int
+    n_elements: int
+    stored: DType
+    wanted: DType
+
+    @property
+    def nbytes(self) -> int:
+        return self.n_elements * self.wanted.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ElementRange:
+    """Elements stored as `dtype` from `offset` of `file` on."""
+
+    file: Location
+    offset: int
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class AverageRange:
+    """`n_elements` elements of several files, their average with `weights` (which sum to 1) written as `wanted`."""
+
+    parts: tuple[ElementRange, ...]
+    weights: tuple[float, ...]
+    n_elements: int
+    wanted: DType
+
+    @property
+    def nbytes(self) -> int:
+        return self.n_elements * self.wanted.itemsize
+
+    def cut(self, start: int, n_elements: int) -> AverageRange:
+        """Return some of its elements."""
+        parts = tuple(replace(part, offset=part.offset + start * part.dtype.itemsize) for part in self.parts)
+        return replace(self, parts=parts, n_elements=n_elements)
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Constant bytes."""
+
+    content: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.content)
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """The CRC-32 of the output's bytes `[start, stop)`, written (u32) at every one of `places`, all behind `stop`."""
+
+    start: int
+    stop: int
+    places: tuple[int, ...]
+
+
+Segment: TypeAlias = CopyRange | CastRange | AverageRange | Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A segment and its place in the output file."""
+
+    offset: int
+    segment: Segment
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.segment.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One output file: its segments in order, and the checksums to be renewed. `name` is relative, with slashes.
+
+    `size_bytes` is counted once: progress asks for it with every chunk.
+    """
+
+    name: str
+    segments: tuple[Segment, ...]
+    checksums: tuple[Checksum, ...] = ()
+    size_bytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size_bytes", sum(segment.nbytes for segment in self.segments))
+
+    @property
+    def source_files(self) -> frozenset[Location]:
+        """Return the files that its segments read."""
+        return frozenset(file for segment in self.segments for file in _files_of(segment))
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that its segments read from files."""
+        return sum(source_bytes(segment) for segment in self.segments)
+
+
+def _files_of(segment: Segment) -> tuple[Location, ...]:
+    if isinstance(segment, AverageRange):
+        return tuple(part.file for part in segment.parts)
+    return (segment.file,) if isinstance(segment, CopyRange | CastRange) else ()
+
+
+def source_bytes(segment: Segment) -> int:
+    """Return the bytes that a segment reads."""
+    if isinstance(segment, AverageRange):
+        return segment.n_elements * sum(part.dtype.itemsize for part in segment.parts)
+    if isinstance(segment, CastRange):
+        return segment.n_elements * segment.stored.itemsize
+    return segment.nbytes if isinstance(segment, CopyRange) else 0
+
+
+def patch_states(source: StoredState, target: StoredState) -> Iterator[tuple[Location, Patch]]:
+    """Yield (file of the target, patch) that copy the values of `given` to the places of `target`.
+
+    Both must be raw. Law: every element that `target` has a place for is patched once, if `given` has no gaps.
+    """
+    index = 0
+    for place in target.pieces:
+        while index < len(source.pieces) and source.pieces[index].span.stop <= place.span.start:
+            index += 1
+        following = index
+        while following < len(source.pieces) and source.pieces[following].span.start < place.span.stop:
+            yield place.file, _patch(source, source.pieces[following], target, place)
+            following += 1
+
+
+def _patch(source: StoredState, piece: Piece, target: StoredState, place: Piece) -> Patch:
+    start = max(piece.span.start, place.span.start)
+    n_elements = min(piece.span.stop, place.span.stop) - start
+    source_at = piece.offset + (start - piece.span.start) * source.dtype.itemsize
+    target_at = place.offset + (start - place.span.start) * target.dtype.itemsize
+    if source.dtype == target.dtype:
+        return Patch(target_at, CopyRange(piece.file, source_at, n_elements * source.dtype.itemsize, is_skeleton=False))
+    return Patch(target_at, CastRange(piece.file, source_at, n_elements, source.dtype, target.dtype))
+
+
+def average_states(
+    sources: Sequence[StoredState], weights: tuple[float, ...], target: StoredState
+) -> Iterator[tuple[Location, Patch]]:
+    """Yield (file of the target, patch) that write the average of `sources` to the places of `target`.
+
+    All must be raw and of one shape. Law: every element that `target` has a place for is patched once, if no source
+    has gaps.
+    """
+    edges = sorted(
+        {edge for source in sources for piece in source.pieces for edge in (piece.span.start, piece.span.stop)}
+    )
+    for place in target.pieces:
+        first, last = bisect_right(edges, place.span.start), bisect_left(edges, place.span.stop)
+        for start, stop in pairwise((place.span.start, *edges[first:last], place.span.stop)):
+            parts = tuple(_element_range(source, start) for source in sources)
+            at = place.offset + (start - place.span.start) * target.dtype.itemsize
+            yield place.file, Patch(at, AverageRange(parts, weights, stop - start, target.dtype))
+
+
+def _element_range(source: StoredState, element: int) -> ElementRange:
+    """Find the place of an element and those behind it."""
+    piece = source.pieces[bisect_right(source.pieces, element, key=lambda p: p.span.start) - 1]
+    return ElementRange(piece.file, piece.offset + (element - piece.span.start) * source.dtype.itemsize, source.dtype)
+
+
+def patched_file(
+    name: str, original: Location, size_bytes: int, patches: Iterable[Patch], checksums: Sequence[Checksum] = ()
+) -> FilePlan:
+    """Plan a copy of `original` with some ranges replaced.
+
+    Law: the segments cover `[0, size_bytes)` in order.
+
+    Raises:
+        ValueError: patches overlap or lie outside.
+    """
+    segments: list[Segment] = []
+    position = 0
+    for patch in sorted(patches, key=lambda p: p.offset):
+        if patch.offset < position or patch.stop > size_bytes:
+            raise ValueError(f"{name}: a patch at [{patch.offset}, {patch.stop}) overlaps or lies outside")
+        if patch.offset > position:
+            segments.append(CopyRange(original, position, patch.offset - position, is_skeleton=True))
+        segments.append(patch.segment)
+        position = patch.stop
+    if position < size_bytes:
+        segments.append(CopyRange(original, position, size_bytes - position, is_skeleton=True))
+    return FilePlan(name, tuple(joined(segments)), tuple(checksums))
+
+
+def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """Join ranges that follow one another in the same file; leave out empty ones."""
+    waiting: Segment | None = None
+    for segment in segments:
+        if segment.nbytes == 0:
+            continue
+        longer = _together(waiting, segment)
+        if longer is None and waiting is not None:
+            yield waiting
+        waiting = longer or segment
+    if waiting is not None:
+        yield waiting
+
+
+def _together(first: Segment | None, second: Segment) -> Segment | None:
+    """Join two ranges if the second follows the first in the same files; else None."""
+    if isinstance(first, AverageRange) and isinstance(second, AverageRange):
+        is_next = first.cut(first.n_elements, second.n_elements) == second
+        return replace(first, n_elements=first.n_elements + second.n_elements) if is_next else None
+    if not isinstance(first, CopyRange) or not isinstance(second, CopyRange):
+        return None
+    follows = first.file == second.file and first.offset + first.nbytes == second.offset
+    if not follows or first.is_skeleton != second.is_skeleton:
+        return None
+    return replace(first, nbytes=first.nbytes + second.nbytes)
+
+
+# --- cut a file's segments into chunks that fit one buffer, and place each part in it. Pure ---
+
+
+_MAX_PARTS = 256
+_EDGE_BYTES = 2 * PAGE_BYTES  # what rounding a read outwards adds at most
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A segment, or a piece of one, with the buffer region it may use: page-aligned, `room_bytes` long."""
+
+    segment: Segment
+    buffer_offset: int
+    room_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Parts that follow one another in the output."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.segment.nbytes for part in self.parts)
+
+
+def buffer_bytes_for(chunk_bytes: int) -> int:
+    """Return the buffer size that a chunk needs when parts of up to `chunk_bytes` are cut."""
+    return round_up(chunk_bytes, PAGE_BYTES) + _EDGE_BYTES
+
+
+def cut_chunks(segments: Iterable[Segment], chunk_bytes: int) -> Iterator[Chunk]:
+    """Yield chunks that fit a buffer of `buffer_bytes_for(chunk_bytes)`.
+
+    Law: the parts in order are the segments in order. Cuts inside a copied range fall on page boundaries of its
+    file, so that no page is read twice because of a cut.
+    """
+    limit = buffer_bytes_for(chunk_bytes)
+    parts: list[Part] = []
+    used = 0
+    for segment in segments:
+        for piece in _cut(segment, chunk_bytes):
+            room = _room(piece)
+            if parts and (used + room > limit or len(parts) == _MAX_PARTS):
+                yield Chunk(tuple(parts))
+                parts, used = [], 0
+            parts.append(Part(piece, used, room))
+            used += room
+    if parts:
+        yield Chunk(tuple(parts))
+
+
+def _room(segment: Segment) -> int:
+    nbytes = source_bytes(segment)
+    if isinstance(segment, AverageRange):
+        return sum(average_rooms(segment)) + round_up(segment.nbytes, PAGE_BYTES)
+    if nbytes == 0:
+        return 0
+    start = segment.offset if isinstance(segment, CopyRange | CastRange) else 0
+    read = round_up(start + nbytes, PAGE_BYTES) - start // PAGE_BYTES * PAGE_BYTES
+    return read + (round_up(segment.nbytes, PAGE_BYTES) if isinstance(segment, CastRange) else 0)
+
+
+def average_rooms(segment: AverageRange) -> tuple[int, ...]:
+    """Return the buffer bytes that reading each part needs, in whole pages."""
+    starts = ((part.offset, part.offset + segment.n_elements * part.dtype.itemsize) for part in segment.parts)
+    return tuple(round_up(stop, PAGE_BYTES) - start // PAGE_BYTES * PAGE_BYTES for start, stop in starts)
+
+
+def _cut(segment: Segment, chunk_bytes: int) -> Iterator[Segment]:
+    if isinstance(segment, CopyRange):
+        yield from _cut_copy(segment, chunk_bytes)
+    elif isinstance(segment, CastRange):
+        yield from _cut_cast(segment, chunk_bytes)
+    elif isinstance(segment, AverageRange):
+        yield from _cut_average(segment, chunk_bytes)
+    else:
+        yield from (
+            Literal(segment.content[at : at + chunk_bytes]) for at in range(0, len(segment.content), chunk_bytes)
+        )
+
+
+def _cut_copy(segment: CopyRange, chunk_bytes: int) -> Iterator[CopyRange]:
+    position, stop = segment.offset, segment.offset + segment.nbytes
+    while position < stop:
+        end = position + chunk_bytes
+        end = stop if end >= stop else end // PAGE_BYTES * PAGE_BYTES
+        yield replace(segment, offset=position, nbytes=end - position)
+        position = end
+
+
+def _cut_cast(segment: CastRange, chunk_bytes: int) -> Iterator[CastRange]:
+    step = max(1, chunk_bytes // 2 // max(segment.stored.itemsize, segment.wanted.itemsize) - PAGE_BYTES)
+    for start in range(0, segment.n_elements, step):
+        offset = segment.offset + start * segment.stored.itemsize
+        yield replace(segment, offset=offset, n_elements=min(step, segment.n_elements - start))
+
+
+def _cut_average(segment: AverageRange, chunk_bytes: int) -> Iterator[AverageRange]:
+    """Cut so that all parts and the result fit; on page boundaries of the first part's file where that is possible."""
+    itemsizes = [*(part.dtype.itemsize for part in segment.parts), segment.wanted.itemsize]
+    rounding_bytes = 2 * PAGE_BYTES * len(itemsizes)
+    room = (buffer_bytes_for(chunk_bytes) - rounding_bytes) // sum(itemsizes)
+    page = PAGE_BYTES // itemsizes[0]
+    step = max(1, room // page * page or room)
+    for start in range(0, segment.n_elements, step):
+        yield segment.cut(start, min(step, segment.n_elements - start))

@@ -1,0 +1,433 @@
+"""Write planned files: several threads read ahead, one writer writes in order and renews checksums."""
+
+from __future__ import annotations
+
+import heapq
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.open_files import allow_open_files
+from mergepipe.core.blocks import BF16, F16, F32, F64, DType
+from mergepipe.core.units import size_option
+from mergepipe.errors import LimitError, UnsupportedError
+from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInput, RawBlock
+from mergepipe.operators.registry import operator_named
+from mergepipe.storage.buffers import PAGE_BYTES, BufferPool
+from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.location import Location
+from mergepipe.storage.output import CHUNK_BYTES, OutputFile
+from mergepipe.storage.ranges import read_exact
+from mergepipe.tailor.copy_plan import (
+    AverageRange,
+    CastRange,
+    Checksum,
+    Chunk,
+    CopyRange,
+    FilePlan,
+    Part,
+    average_rooms,
+    buffer_bytes_for,
+    cut_chunks,
+)
+
+# --- cast elements between floating dtypes, rounding to nearest even, as optimizers cast master weights ---
+
+
+_NUMPY_TYPES: dict[DType, np.dtype[Any]] = {
+    F64: np.dtype(np.float64), F32: np.dtype(np.float32), F16: np.dtype(np.float16),
+}  # fmt: skip
+
+
+def values_of(raw: NDArray[np.uint8], dtype: DType, where: object) -> NDArray[Any]:
+    """Return the elements that `raw` holds, in a numpy dtype that holds them exactly; bfloat16 as float32.
+
+    Raises:
+        UnsupportedError: training uses no such dtype.
+    """
+    if dtype == BF16:
+        return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return raw.view(_numpy_type(dtype, where))
+
+
+def cast_bytes(raw: NDArray[np.uint8], stored: DType, wanted: DType, where: object) -> NDArray[np.uint8]:
+    """Return `raw` (elements of `stored`) as bytes of `wanted`; a new array unless the two are one.
+
+    Raises:
+        UnsupportedError: training uses no such dtype.
+    """
+    if stored == wanted:
+        return raw
+    values = values_of(raw, stored, where)
+    with np.errstate(over="ignore", invalid="ignore"):  # to infinity, and NaN to NaN, as in training
+        if wanted == BF16:
+            return _as_bfloat16(values.astype(np.float32, copy=False)).view(np.uint8)
+        return values.astype(_numpy_type(wanted, where)).view(np.uint8)
+
+
+def _as_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    bits = values.view(np.uint32)
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits  # wraps only for NaN
+    rounded >>= np.uint32(16)
+    halves = rounded.astype(np.uint16)
+    is_nan = np.isnan(values)
+    halves[is_nan] = (bits[is_nan] >> np.uint32(16)).astype(np.uint16) & np.uint16(0x8000) | np.uint16(0x7FC0)
+    return halves
+
+
+def _numpy_type(dtype: DType, where: object) -> np.dtype[Any]:
+    if dtype not in _NUMPY_TYPES:
+        raise UnsupportedError.of("tailor.cast", where, f"values of dtype {dtype.name} are not converted")
+    return _NUMPY_TYPES[dtype]
+
+
+# --- write planned files: several threads read ahead, one writer writes in order and renews checksums ---
+
+
+Bytes = NDArray[np.uint8]
+Advance = Callable[[int], None]
+
+FEWEST_BYTES = 16 << 20
+_LARGEST_CHUNK_BYTES = 4 << 20
+_LARGEST_SUMMAND_BYTES = 1 << 20  # of a chunk in which many files are averaged, from each
+_POOL_BYTES = 32 * _LARGEST_CHUNK_BYTES
+_FEWEST_BUFFERS = 10  # some more than are read at once
+_FILES_AHEAD = 3
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file as written: `blake3` (32 hex digits) digests all of its bytes."""
+
+    name: str
+    size_bytes: int
+    blake3: str
+
+
+class Copier:
+    """Writes planned files in their order. Memory: at most `memory_bytes`, whatever their size.
+
+    Raises (when made):
+        LimitError: the cap is too small.
+    """
+
+    def __init__(self, store: Store, memory_bytes: int, on_advance: Advance) -> None:
+        if memory_bytes < FEWEST_BYTES:
+            raise LimitError.of(
+                "memory.too-small", "--memory",
+                f"{memory_bytes} bytes of buffers were allowed, composing needs at least {FEWEST_BYTES}",
+                f"raise --memory to {size_option(FEWEST_BYTES)} or more",
+            )  # fmt: skip
+        self._room_bytes = memory_bytes - CHUNK_BYTES
+        self._store = store
+        self._on_advance = on_advance
+
+    def write(self, plan: FilePlan, path: Path) -> WrittenFile:
+        """Write one file; see `write_all`."""
+        return self.write_all([(plan, path)])[0]
+
+    def write_all(self, jobs: Sequence[tuple[FilePlan, Path]]) -> tuple[WrittenFile, ...]:
+        """Write the file that each plan describes at its path, durably; the next is read while one is written.
+
+        Raises:
+            CorruptError: a source is shorter than it was.
+            StorageError: the operating system refused.
+        """
+        targets = [_Target(plan, path, self._store.ledger) for plan, path in jobs]
+        written: list[WrittenFile] = []
+        with (
+            _Sources(self._store, [plan for plan, _ in jobs]) as sources,
+            ThreadPoolExecutor(self._readers(jobs), "mergepipe-tailor-read") as readers,
+            ThreadPoolExecutor(1, "mergepipe-tailor-write") as writer,
+        ):
+            chunk_bytes = _chunk_bytes([plan for plan, _ in jobs], self._room_bytes)
+            pool = BufferPool(buffer_bytes_for(chunk_bytes), min(self._room_bytes, _POOL_BYTES))
+            flow = _Flow(pool, readers, writer, sources, targets)
+            steps = _steps([plan for plan, _ in jobs], chunk_bytes)
+            for index, steps_of_file in groupby(flow.run(steps), key=lambda pair: pair[0].index):
+                plan = jobs[index][0]
+                renewal = ChecksumRenewal(plan.checksums)
+                for _, views in steps_of_file:
+                    renewal.pass_through(views)
+                    self._on_advance(sum(view.size for view in views))
+                written.append(WrittenFile(plan.name, plan.size_bytes, renewal.digest()))
+        return tuple(written)
+
+    def _readers(self, jobs: Sequence[tuple[FilePlan, Path]]) -> int:
+        """The number of reading threads: what the source's store that serves most at once serves."""
+        files = {path for plan, _ in jobs for path in plan.source_files}
+        return max((self._store.terms(path).most_requests for path in files), default=1)
+
+
+def _chunk_bytes(plans: Sequence[FilePlan], room_bytes: int) -> int:
+    """Choose the size of chunks: that of one request, or of one to each file that is averaged and their average."""
+    segments = (segment for plan in plans for segment in plan.segments)
+    widest = max((len(s.parts) + 1 for s in segments if isinstance(s, AverageRange)), default=0)
+    many_bytes = min(widest * _LARGEST_SUMMAND_BYTES, min(room_bytes, _POOL_BYTES) // _FEWEST_BUFFERS)
+    wanted_bytes = max(_LARGEST_CHUNK_BYTES, many_bytes // PAGE_BYTES * PAGE_BYTES)
+    return min(wanted_bytes, room_bytes // 4 // PAGE_BYTES * PAGE_BYTES - 2 * PAGE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One chunk of the output with this index; a file without bytes has one empty chunk."""
+
+    index: int
+    chunk: Chunk
+    is_last: bool
+
+
+def _steps(plans: Iterable[FilePlan], chunk_bytes: int) -> Iterator[_Step]:
+    for index, plan in enumerate(plans):
+        chunks = cut_chunks(plan.segments, chunk_bytes)
+        current = next(chunks, Chunk(()))
+        for following in chunks:
+            yield _Step(index, current, is_last=False)
+            current = following
+        yield _Step(index, current, is_last=True)
+
+
+class _Sources:
+    """The source files, each open from the first plan that needs it to the last. A context manager."""
+
+    def __init__(self, store: Store, plans: Sequence[FilePlan]) -> None:
+        self._store = store
+        self._paths = [plan.source_files for plan in plans]
+        self._last_use = {path: index for index, paths in enumerate(self._paths) for path in paths}
+        self._open: dict[Location, RangeFile] = {}
+
+    def __enter__(self) -> _Sources:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ExitStack() as stack:
+            for file in self._open.values():
+                stack.callback(file.close)
+            self._open.clear()
+
+    def of(self, index: int) -> Mapping[Location, RangeFile]:
+        """Return the open files of the plan with this index."""
+        for path in sorted(self._paths[index] - self._open.keys()):
+            allow_open_files(len(self._open))
+            self._open[path] = self._store.open(path, direct=True)
+        return {path: self._open[path] for path in self._paths[index]}
+
+    def close_after(self, index: int) -> None:
+        """Close the files that no later plan reads; reads for this plan must be complete."""
+        for path in self._paths[index]:
+            if self._last_use[path] == index:
+                self._open.pop(path).close()
+
+
+class _Target:
+    """One output file: created with its first bytes, durable and closed after its last. Used from one thread."""
+
+    def __init__(self, plan: FilePlan, path: Path, ledger: Ledger) -> None:
+        self._size_bytes = plan.size_bytes
+        self._path = path
+        self._ledger = ledger
+        self._output: OutputFile | None = None
+
+    def append(self, views: Iterable[Bytes], *, is_last: bool) -> None:
+        if self._output is None:
+            self._output = OutputFile(self._path, self._size_bytes, self._ledger)
+        for view in views:
+            self._output.append(view)
+        if is_last:
+            self._output.close()
+            self._output = None  # and its buffer with it
+
+    def abandon(self) -> None:
+        """Close the file if open; it stays incomplete."""
+        if self._output is not None:
+            self._output.__exit__(None, None, None)
+            self._output = None
+
+
+class _Flow:
+    """Reads chunks ahead, yields them in order, then writes them; buffers are recycled."""
+
+    def __init__(
+        self,
+        pool: BufferPool,
+        readers: ThreadPoolExecutor,
+        writer: ThreadPoolExecutor,
+        sources: _Sources,
+        targets: Sequence[_Target],
+    ) -> None:
+        self._pool = pool
+        self._readers = readers
+        self._writer = writer
+        self._sources = sources
+        self._targets = targets
+        self._reads: deque[tuple[_Step, Future[list[Bytes]], Bytes]] = deque()
+        self._writes: deque[tuple[Future[None], Bytes]] = deque()
+        self._upcoming: _Step | None = None
+
+    def run(self, steps: Iterator[_Step]) -> Iterator[tuple[_Step, list[Bytes]]]:
+        """Yield the contents of each chunk for in-place changes; a chunk is written on the next step."""
+        try:
+            self._upcoming = next(steps, None)
+            self._read_ahead(steps, 0)
+            while self._reads:
+                step, reading, buffer = self._reads.popleft()
+                views = reading.result()
+                yield step, views
+                append = self._targets[step.index].append
+                self._writes.append((self._writer.submit(append, views, is_last=step.is_last), buffer))
+                if step.is_last:
+                    self._sources.close_after(step.index)
+                self._collect(at_most=self._pool.limit // 2)
+                self._read_ahead(steps, step.index)
+            self._collect(at_most=0)
+        finally:
+            self._settle()
+
+    def _read_ahead(self, steps: Iterator[_Step], current: int) -> None:
+        while (step := self._upcoming) is not None and step.index <= current + _FILES_AHEAD:
+            files = self._sources.of(step.index)
+            buffer = self._pool.take()
+            if buffer is None:
+                return
+            self._reads.append((step, self._readers.submit(_fill, step.chunk, buffer, files), buffer))
+            self._upcoming = next(steps, None)
+
+    def _collect(self, *, at_most: int) -> None:
+        """Collect the buffers of finished writes; wait until at most `at_most` are pending."""
+        while self._writes and (len(self._writes) > at_most or self._writes[0][0].done()):
+            writing, buffer = self._writes.popleft()
+            self._pool.give_back(buffer)
+            writing.result()
+
+    def _settle(self) -> None:
+        """After a failure, wait for pending reads and writes, so that no thread uses a buffer any more."""
+        for _, reading, buffer in self._reads:
+            if not reading.cancel():
+                reading.exception()
+            self._pool.give_back(buffer)
+        for writing, buffer in self._writes:
+            if not writing.cancel():
+                writing.exception()
+            self._pool.give_back(buffer)
+        self._reads.clear()
+        self._writes.clear()
+        for target in self._targets:
+            target.abandon()
+
+
+def _fill(chunk: Chunk, buffer: Bytes, files: Mapping[Location, RangeFile]) -> list[Bytes]:
+    """Read the bytes of every part; the arrays are writable, and lie in `buffer` where they were read."""
+    return [
+        _part(part, buffer[part.buffer_offset : part.buffer_offset + part.room_bytes], files) for part in chunk.parts
+    ]
+
+
+def _part(part: Part, room: Bytes, files: Mapping[Location, RangeFile]) -> Bytes:
+    segment = part.segment
+    if isinstance(segment, CopyRange):
+        stop = segment.offset + segment.nbytes
+        return read_exact(files[segment.file], segment.offset, stop, _purpose(segment), room)
+    if isinstance(segment, CastRange):
+        stop = segment.offset + segment.n_elements * segment.stored.itemsize
+        raw = read_exact(files[segment.file], segment.offset, stop, Purpose.EXPERT, room)
+        return cast_bytes(raw, segment.stored, segment.wanted, segment.file)
+    if isinstance(segment, AverageRange):
+        return _average(segment, room, files)
+    return np.frombuffer(bytearray(segment.content), np.uint8)
+
+
+def _average(segment: AverageRange, room: Bytes, files: Mapping[Location, RangeFile]) -> Bytes:
+    """Read every part and average them with the merge engine's linear operator, behind them in the room."""
+    offsets, start = [], 0
+    for part, nbytes in zip(segment.parts, average_rooms(segment), strict=True):
+        stop = part.offset + segment.n_elements * part.dtype.itemsize
+        read_exact(files[part.file], part.offset, stop, Purpose.EXPERT, room[start : start + nbytes])
+        offsets.append(start + part.offset % files[part.file].alignment)
+        start += nbytes
+    codes = [part.dtype.kernel_code for part in segment.parts]
+    experts_E = np.arange(len(codes) - 1)
+    block = RawBlock(
+        room, offsets[0], codes[0], experts_E, experts_E, np.array(offsets[1:], np.int64),
+        np.array(codes[1:], np.int64), 0, segment.n_elements, room, start, segment.wanted.kernel_code,
+    )  # fmt: skip
+    _averaging(segment.weights)(block)
+    return room[start : start + segment.nbytes]
+
+
+@lru_cache(maxsize=8)
+def _averaging(weights: tuple[float, ...]) -> BlockFunction:
+    """The block function of `linear` for these weights; the first checkpoint stands where a merge has its base."""
+    first, *others = ({"weight": weight} for weight in weights)
+    inputs = OperatorInput({"normalize": True}, first, tuple(others), 1, (0,) * len(others))
+    return operator_named("linear").block_function(inputs, NOTHING_REDUCED)
+
+
+def _purpose(segment: CopyRange) -> Purpose:
+    return Purpose.BASE if segment.is_skeleton else Purpose.EXPERT
+
+
+class ChecksumRenewal:
+    """Processes a file's bytes in order: computes members' checksums, writes them into place, digests all bytes.
+
+    Law: after the last byte, every place of every checksum holds the CRC-32 of its range as it was passed through.
+    """
+
+    def __init__(self, checksums: Iterable[Checksum]) -> None:
+        self._waiting = deque(sorted(checksums, key=lambda c: c.start))
+        self._crc = 0
+        self._due: list[tuple[int, bytes]] = []
+        self._position = 0
+        self._digest = blake3()
+
+    def pass_through(self, views: Iterable[Bytes]) -> None:
+        """Process the file's next bytes (uint8), renewing checksums in place."""
+        for view in views:
+            stop = self._position + view.size
+            self._take(view, stop)
+            self._write_due(view, stop)
+            self._digest.update(view.data)
+            self._position = stop
+
+    def digest(self) -> str:
+        """Return the BLAKE3-128 of all bytes, 32 hex digits."""
+        return self._digest.hexdigest(16)
+
+    def _take(self, view: Bytes, stop: int) -> None:
+        while self._waiting and self._waiting[0].start < stop:
+            current = self._waiting[0]
+            first, last = max(current.start, self._position), min(current.stop, stop)
+            if first < last:
+                self._crc = zlib.crc32(view.data[first - self._position : last - self._position], self._crc)
+            if current.stop > stop:
+                return
+            for place in current.places:
+                heapq.heappush(self._due, (place, self._crc.to_bytes(4, "little")))
+            self._waiting.popleft()
+            self._crc = 0
+
+    def _write_due(self, view: Bytes, stop: int) -> None:
+        while self._due and self._due[0][0] < stop:
+            place, content = self._due[0]
+            first, last = max(place, self._position), min(place + len(content), stop)
+            if first < last:
+                view[first - self._position : last - self._position] = np.frombuffer(content, np.uint8)[
+                    first - place : last - place
+                ]
+            if place + len(content) > stop:
+                return
+            heapq.heappop(self._due)

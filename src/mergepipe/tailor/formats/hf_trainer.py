@@ -1,0 +1,327 @@
+"""Hugging Face Trainer checkpoints: weights in safetensors, with optimizer state in `optimizer.pt` or without."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
+
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
+from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, list_names, open_checkpoint
+from mergepipe.checkpoints.inert_values import PickledTensor
+from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME
+from mergepipe.core.blocks import DTYPES, Span
+from mergepipe.core.strict_json import JsonValue, parse_object
+from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
+from mergepipe.storage.contract import Store, is_file
+from mergepipe.storage.limits import TRAINER_JSON_BYTES
+from mergepipe.storage.location import Location
+from mergepipe.tailor.checkpoint import (
+    WEIGHT,
+    AdamStep,
+    Framework,
+    Piece,
+    StoredState,
+    TrainingCheckpoint,
+)
+from mergepipe.tailor.formats.contract import Copied, refuse_foreign_states
+from mergepipe.tailor.formats.pickle_node import Node, PicklePath, read_scalar
+from mergepipe.tailor.parameter_order import defined_order, trainer_order
+from mergepipe.tailor.selection import model_units
+from mergepipe.tailor.transformers_names import ask_transformers
+
+if TYPE_CHECKING:
+    from mergepipe.tailor.assignment import Assignment
+    from mergepipe.tailor.sources import SkeletonFile
+    from mergepipe.tailor.state_overlay import StateOverlay
+
+# --- read the files of every Hugging Face Trainer directory, whatever keeps its optimizer state ---
+
+
+TRAINER_STATE_NAME = "trainer_state.json"
+SCHEDULER_NAME = "scheduler.pt"
+SCALER_NAME = "scaler.pt"
+LOSS_SCALER_NAME = "loss_scaler.pt"
+"""Of partial checkpoints: the fields of DeepSpeed's loss scaler, which it keeps in its own files."""
+
+
+def read_json(store: Store, path: Location) -> dict[str, JsonValue]:
+    """Read a JSON object of the checkpoint directory, strictly."""
+    return parse_object(store.read_small(path, TRAINER_JSON_BYTES), where=path, code="tailor.not_json")
+
+
+def read_config(store: Store, folder: Location) -> dict[str, JsonValue]:
+    """Read the model's configuration; empty where there is none."""
+    return read_json(store, folder / CONFIG_NAME) if is_file(store, folder / CONFIG_NAME) else {}
+
+
+def read_global_step(store: Store, folder: Location) -> int:
+    """The step the Trainer resumes at."""
+    path = folder / TRAINER_STATE_NAME
+    step = read_json(store, path).get("global_step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise CorruptError.of("tailor.hf.step", path, "'global_step' is not a count")
+    return step
+
+
+def weight_state(tensor: TensorEntry, kind: str) -> StoredState:
+    """A safetensors entry as a state."""
+    piece = Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, tensor.n_elements))
+    return StoredState(tensor.name, kind, tensor.dtype, tensor.shape, (piece,) if tensor.n_elements else ())
+
+
+def tied_aliases(config: Mapping[str, JsonValue], parameters: Mapping[str, object]) -> dict[str, str]:
+    """The head of a model that shares its input embedding, by the names both usually have."""
+    if config.get("tie_word_embeddings") is False or "lm_head.weight" in parameters:
+        return {}
+    embeddings = ("model.embed_tokens.weight", "transformer.wte.weight")
+    owner = next((name for name in embeddings if name in parameters), None)
+    return {"lm_head.weight": owner} if owner is not None else {}
+
+
+# --- plain Hugging Face Trainer checkpoints: weights in safetensors, optimizer state in `optimizer.pt` by number ---
+
+
+HF_FORMAT = "hf-optimizer"
+OPTIMIZER_NAME = "optimizer.pt"
+
+
+def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
+    """Read a Trainer checkpoint directory with an `optimizer.pt`; of tensors, only step counters are read.
+
+    Raises:
+        NotFoundError: a file is missing.
+        CorruptError: a file contradicts itself.
+        MismatchError: the optimizer state is not that of the model.
+        UnsupportedError: the order of the optimizer's parameters cannot be known.
+    """
+    model = open_checkpoint(store, folder)
+    archive = read_torch_zip(store, folder / OPTIMIZER_NAME)
+    optimizer = Node(archive.root, OPTIMIZER_NAME)
+    config = read_json(store, folder / CONFIG_NAME)
+    names = _numbering(folder, config, model, optimizer).names
+    entries = {entry.name: entry for tensor in model.tensors.values() for entry in tensor.stored}
+    states = {(t.name, WEIGHT): weight_state(t, WEIGHT) for t in entries.values()}
+    steps = []
+    for number, name in enumerate(names):
+        entry = optimizer.get("state").find(number)
+        for state in optimizer_states(entry, archive, name, entries[name].shape) if entry is not None else ():
+            states[(name, state.kind)] = state
+        if entry is not None and (step := optimizer_step(store, entry, archive, name, ("state", number, "step"))):
+            steps.append(step)
+    parameters = {t.name: t.shape for t in model.tensors.values()}
+    return TrainingCheckpoint(
+        path=folder,
+        root=folder,
+        format=HF_FORMAT,
+        framework=Framework.TRANSFORMERS,
+        stage=None,
+        world_size=rank_count(store, folder),
+        step=read_global_step(store, folder),
+        units=model_units(parameters, tied_aliases(config, parameters)),
+        parameters=MappingProxyType(parameters),
+        states=MappingProxyType(states),
+        steps=tuple(steps),
+        missing=tuple(f"optimizer state of {name}" for name in names if (name, "exp_avg") not in states),
+    )
+
+
+def rank_count(store: Store, folder: Location) -> int:
+    """Count the ranks whose random states are saved, one at least."""
+    return sum(fnmatchcase(entry.name, "rng_state_*.pth") for entry in store.list(folder)) or 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbering:
+    """Parameters with weight decay and without, in the optimizer's order."""
+
+    decayed: tuple[str, ...]
+    plain: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.decayed + self.plain
+
+
+def _numbering(folder: Location, config: Mapping[str, JsonValue], model: Checkpoint, optimizer: Node) -> _Numbering:
+    """The parameter behind each number of the optimizer, checked against the groups and every shape."""
+    model_type = str(config.get("model_type", ""))
+    defined = defined_order(model_type, model.tensors)
+    order = trainer_order(defined) if defined is not None else ask_transformers(folder.local_path, model_type)
+    numbering = _Numbering(*order)
+    _check_groups(folder, optimizer, numbering)
+    _check_shapes(folder, optimizer, numbering.names, model)
+    return numbering
+
+
+def _check_groups(folder: Location, optimizer: Node, numbering: _Numbering) -> None:
+    """Each group must hold its parameters' numbers, counted on from the group before."""
+    groups = [[n.integer() for n in g.get("params").elements()] for g in optimizer.get("param_groups").elements()]
+    n_decayed, n_all = len(numbering.decayed), len(numbering.names)
+    expected = [list(range(n_decayed)), list(range(n_decayed, n_all))]
+    if [g for g in groups if g] != [g for g in expected if g]:
+        raise MismatchError.of(
+            "tailor.hf.groups", folder / OPTIMIZER_NAME,
+            f"groups of {[len(g) for g in groups][:8]} parameters; the Trainer makes groups of "
+            f"{[len(g) for g in expected]} for this model",
+            "only the Trainer's own parameter groups are read, with no frozen parameter",
+        )  # fmt: skip
+
+
+def _check_shapes(folder: Location, optimizer: Node, names: Sequence[str], model: Checkpoint) -> None:
+    states = optimizer.get("state")
+    for number, name in enumerate(names):
+        if name not in model.tensors:
+            raise MismatchError.of("tailor.hf.names", folder, f"parameter {name!r} is not among the weights")
+        entry = states.find(number)
+        average = entry.find("exp_avg") if entry is not None else None
+        if average is not None and average.tensor().shape != model.tensors[name].shape:
+            raise MismatchError.of(
+                "tailor.hf.shapes", folder / OPTIMIZER_NAME,
+                f"state {number} has shape {average.tensor().shape}, {name!r} has {model.tensors[name].shape}",
+            )  # fmt: skip
+    beyond = [key for key in states.mapping() if key not in range(len(names))]
+    if beyond:
+        raise states.error(f"state {str(beyond[0])[:40]!r} belongs to no parameter")
+
+
+def optimizer_states(entry: Node, archive: TorchArchive, name: str, shape: tuple[int, ...]) -> Iterator[StoredState]:
+    """Yield the states of one parameter in an optimizer's state dict.
+
+    Raises:
+        UnsupportedError: one has not the parameter's shape.
+    """
+    refuse_foreign_states(frozenset(kind for kind, _ in entry.named_items()), archive.file)
+    for kind, node in entry.named_items():
+        if kind == "step" or not isinstance(node.value, PickledTensor):
+            continue
+        t = archive.locate(node.value, node.path)
+        if t.shape != shape:
+            raise UnsupportedError.of(
+                "tailor.hf.state", f"{archive.file}: {node.path}",
+                f"state {kind!r} of shape {t.shape} for a parameter of shape {shape}",
+                "only optimizers whose states have their parameter's shape are read, as AdamW",
+            )  # fmt: skip
+        piece = Piece(t.file, t.offset, t.nbytes, Span(0, t.n_elements))
+        yield StoredState(name, kind, t.dtype, t.shape, (piece,) if t.n_elements else ())
+
+
+def optimizer_step(store: Store, entry: Node, archive: TorchArchive, name: str, path: PicklePath) -> AdamStep | None:
+    """Read the step counter of one parameter, which is at `path` in the archive's pickle; None without one.
+
+    Raises:
+        CorruptError: it is no counter.
+    """
+    node = entry.find("step")
+    if node is None:
+        return None
+    if not isinstance(node.value, PickledTensor):
+        return AdamStep(float(node.integer()), (name,), DTYPES["I64"], entries=((archive.file, path),))
+    t = archive.locate(node.value, node.path)
+    if t.n_elements != 1:
+        raise node.error(f"a step counter has shape {t.shape}")
+    value = read_scalar(store, t.file, t.offset, t.dtype)
+    return AdamStep(value, (name,), t.dtype, (Piece(t.file, t.offset, t.nbytes, Span(0, 1)),))
+
+
+class HfFormat(Copied):
+    """Checkpoints of the Hugging Face Trainer that keep the optimizer's state themselves."""
+
+    __slots__ = ()
+    name: ClassVar[str] = HF_FORMAT
+    looked_for: ClassVar[str] = f"{TRAINER_STATE_NAME} with {OPTIMIZER_NAME} (Hugging Face Trainer)"
+    state_file: ClassVar[str] = TRAINER_STATE_NAME
+    records_step: ClassVar[bool] = True
+
+    def recognise(self, store: Store, path: Location) -> bool:
+        """Recognise the format by its two names, whatever stands there: what is no file is refused when it is read."""
+        return {TRAINER_STATE_NAME, OPTIMIZER_NAME} <= list_names(store, path)
+
+    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
+        """See `read_hf_checkpoint`."""
+        return read_hf_checkpoint(store, path)
+
+    def resumes_partial(self, framework: Framework) -> bool:
+        """The Trainer keeps its state in small files, which partial checkpoints hold."""
+        return framework is Framework.TRANSFORMERS
+
+    def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+        """See `composition.state_overlay`."""
+        from mergepipe.tailor.state_overlay import overlay_hf_state
+
+        return overlay_hf_state(store, assignment, files)
+
+
+# --- directories of weights alone, as `save_only_model` leaves them: sources of averages without optimizer state ---
+
+
+WEIGHTS_FORMAT = "weights-only"
+_WEIGHT_NAMES = frozenset(name for files in (SAFETENSORS, TORCH) for name in (files.single, files.index))
+_NUMBERED = re.compile(r".*?(\d{1,12})", re.ASCII)
+
+
+def step_of_name(name: str) -> int | None:
+    """Return the number that a directory's name ends in, as `checkpoint-400` and `global_step400` do."""
+    match = _NUMBERED.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+class WeightsFormat(Copied):
+    """Weights of one step of a run, without the state that training is resumed with."""
+
+    __slots__ = ()
+    name: ClassVar[str] = WEIGHTS_FORMAT
+    looked_for: ClassVar[str] = f"{SAFETENSORS.single} (weights alone)"
+    state_file: ClassVar[str] = TRAINER_STATE_NAME
+    records_step: ClassVar[bool] = False
+
+    def recognise(self, store: Store, path: Location) -> bool:
+        """Recognise the usual names of weights without an optimizer's; formats that keep more are asked first."""
+        names = list_names(store, path)
+        return bool(_WEIGHT_NAMES & names) and OPTIMIZER_NAME not in names
+
+    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
+        """Open the weights; of tensors, nothing is read.
+
+        Raises:
+            UnsupportedError: they are differences from a base, or nothing says of which step they are.
+            MergePipeError: see `open_checkpoint`.
+        """
+        model = open_checkpoint(store, path)
+        if model.kind is not CheckpointKind.FULL:
+            raise UnsupportedError.of(
+                "tailor.weights.kind", path, "holds differences from a base, not weights", "name weights"
+            )
+        entries = [entry for tensor in model.tensors.values() for entry in tensor.stored]
+        parameters = {entry.name: entry.shape for entry in entries}
+        return TrainingCheckpoint(
+            path=path,
+            root=path,
+            format=WEIGHTS_FORMAT,
+            framework=Framework.TRANSFORMERS,
+            stage=None,
+            world_size=1,
+            step=_step(store, path, home),
+            units=model_units(parameters, tied_aliases(read_config(store, path), parameters)),
+            parameters=MappingProxyType(parameters),
+            states=MappingProxyType({(entry.name, WEIGHT): weight_state(entry, WEIGHT) for entry in entries}),
+            steps=(),
+            missing=("the optimizer's state: only weights are here",),
+            has_state=False,
+        )
+
+
+def _step(store: Store, path: Location, home: Location) -> int:
+    if is_file(store, path / TRAINER_STATE_NAME):
+        return read_global_step(store, path)
+    step = step_of_name(home.name)
+    if step is None:
+        raise UnsupportedError.of(
+            "tailor.weights.step", path, f"holds weights alone, and neither {TRAINER_STATE_NAME} nor its name says of "
+            "which step", "name it by its step, as checkpoint-400",
+        )  # fmt: skip
+    return step

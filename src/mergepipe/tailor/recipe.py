@@ -1,0 +1,368 @@
+"""Parse a composition recipe into one frozen value, and write recipes for common compositions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TypeAlias
+
+from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME, DType
+from mergepipe.core.escaping import yaml_document
+from mergepipe.errors import MergePipeError, NotFoundError, Problem, RecipeError, did_you_mean
+from mergepipe.recipes.fields import DocumentReader, Findings, describe
+from mergepipe.recipes.references import read_reference
+from mergepipe.recipes.yaml_source import KeyPath, Value, read_yaml, shortened
+from mergepipe.storage.contract import FileKind, Store, is_folder
+from mergepipe.storage.location import Location
+from mergepipe.tailor.checkpoint import TrainingCheckpoint
+from mergepipe.tailor.formats.hf_trainer import step_of_name
+from mergepipe.tailor.log_recipe import unit_selectors
+from mergepipe.tailor.saving.unit_choice import Filter, PaperFilter, PaperParity, Parity, Schedule, scheduled_units
+from mergepipe.tailor.selection import Selector, parse_selector
+from mergepipe.tailor.sources import open_source_checkpoint
+
+# --- parse a composition recipe: the short form, or a passthrough YAML with slices, into one frozen value ---
+
+
+SHORT_KEYS = ("default", "take", "state_from")
+TAKE_KEYS = ("from", "units")
+SLICES_KEYS = ("slices", "pre_weights", "post_weights", "base_model", "merge_method", "dtype", "state_from")
+_SLICE_KEYS = ("sources",)
+_SOURCE_KEYS = ("model", "layer_range")
+_WEIGHT_KEYS = ("name", "model")
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedUnit:
+    """A zero-length range: 0 is the final norm, L+1 the head, L+2 the embeddings of a model of L layers."""
+
+    text: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExactName:
+    """One parameter or alias by its full name."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class StackedLayers:
+    """Layers `origins` of a source, in this order: they become the result's layers from `start` on."""
+
+    text: str
+    origins: tuple[int, ...]
+    start: int
+
+
+Choice: TypeAlias = Selector | NumberedUnit | ExactName | StackedLayers
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Units taken from one source; `where` is the position in the recipe."""
+
+    source: Location
+    choices: tuple[Choice, ...]
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompositionRecipe:
+    """A composition as requested. `default` provides units that no take names; `state_from` None means the newest.
+
+    The layers of slices are stacked in the order of the recipe, whatever their places in their sources.
+    `weights_dtype` is what the recipe says of the stored weights, to be checked; None where it says nothing.
+    """
+
+    path: Location
+    text: str
+    default: Location | None
+    takes: tuple[Take, ...]
+    state_from: Location | None
+    weights_dtype: DType | None
+
+    @property
+    def stacked_layers(self) -> tuple[int, ...] | None:
+        """The layer of its source behind each layer of the result; None where layers keep their places."""
+        stacked = [c for take in self.takes for c in take.choices if isinstance(c, StackedLayers)]
+        return tuple(origin for choice in stacked for origin in choice.origins) if stacked else None
+
+    @property
+    def sources(self) -> tuple[Location, ...]:
+        """List every named checkpoint once, in the order of the recipe."""
+        named = (self.default, *(take.source for take in self.takes), self.state_from)
+        return tuple(dict.fromkeys(path for path in reversed(named) if path is not None))[::-1]
+
+
+def load_composition(path: Location, store: Store) -> CompositionRecipe:
+    """Read and validate a recipe. Sources must exist; none is opened.
+
+    Raises:
+        RecipeError: everything that is wrong with it, one problem each.
+        NotFoundError: there is no such recipe, or nothing is wrong but sources that do not exist.
+        StorageError: it cannot be read.
+    """
+    source = read_yaml(path.absolute(), store)
+    if not isinstance(source.root, dict):
+        message = f"a recipe is a mapping of names to values, found {describe(source.root)}"
+        raise RecipeError(Problem("recipe.wrong-kind", source.where(), message))
+    reader = DocumentReader(source, Findings(RecipeError, NotFoundError), store)
+    root = source.root
+    is_short = not any(key in root for key in ("slices", "pre_weights", "post_weights"))
+    recipe = _read_short(reader, root) if is_short else _read_slices(reader, root)
+    reader.findings.raise_any()
+    return recipe
+
+
+def _read_short(reader: DocumentReader, root: dict[str, Value]) -> CompositionRecipe:
+    reader.refuse_unknown_keys(root, SHORT_KEYS, ())
+    default = _optional_source(reader, root, "default")
+    value = root.get("take")
+    entries = value if isinstance(value, list) else []
+    if value is not None and not isinstance(value, list):
+        reader.wrong_kind(value, ("take",), "a list", "write '- {from: PATH, units: [layers even, embed]}'")
+    takes = [take for index, entry in enumerate(entries) if (take := _take(reader, entry, ("take", index)))]
+    if default is None and not entries and "default" not in root:
+        reader.refuse(
+            "recipe.missing-key", ("default",), "the recipe takes no units from any checkpoint", "write 'default: PATH'"
+        )
+    return _recipe(reader, root, default, takes)
+
+
+def _recipe(
+    reader: DocumentReader, root: dict[str, Value], default: Location | None, takes: Iterable[Take]
+) -> CompositionRecipe:
+    state_from = _optional_source(reader, root, "state_from")
+    dtype = _dtype(reader, root)
+    return CompositionRecipe(reader.source.path, reader.source.text, default, tuple(takes), state_from, dtype)
+
+
+def _optional_source(reader: DocumentReader, root: dict[str, Value], key: str) -> Location | None:
+    return _source(reader, root[key], (key,)) if root.get(key) is not None else None
+
+
+def _source(reader: DocumentReader, value: Value, key_path: KeyPath) -> Location | None:
+    reference = read_reference(reader, value, key_path)
+    if reference is None:
+        return None
+    if reference.adapter is not None:
+        reader.refuse("tailor.recipe.adapter", key_path, "a training checkpoint is taken without an adapter")
+    return reference.path.normal()
+
+
+def _take(reader: DocumentReader, entry: Value, at: KeyPath) -> Take | None:
+    if not isinstance(entry, dict):
+        reader.wrong_kind(entry, at, "a mapping with the keys 'from' and 'units'")
+        return None
+    reader.refuse_unknown_keys(entry, TAKE_KEYS, at)
+    source = _named_source(reader, entry, "from", at)
+    units = entry.get("units")
+    texts = units if isinstance(units, list) else [units]
+    if units is None or not texts:
+        reader.refuse(
+            "recipe.missing-key", (*at, "units"), "names no units", "write for example units: [layers even, embed]"
+        )
+        return None
+    choices = []
+    for index, value in enumerate(texts):
+        place = (*at, "units", index) if isinstance(units, list) else (*at, "units")
+        text = reader.text(value, place)
+        choice = _selector(reader, text, place) if text is not None else None
+        choices += [choice] if choice is not None else []
+    return Take(source, tuple(choices), reader.source.where(*at)) if source is not None else None
+
+
+def _selector(reader: DocumentReader, text: str, at: KeyPath) -> Selector | None:
+    try:
+        return parse_selector(text, reader.source.where(*at))
+    except RecipeError as error:
+        for problem in error.problems:
+            reader.findings.add(RecipeError, problem.code, problem.where, problem.message, problem.hint)
+        return None
+
+
+def _named_source(reader: DocumentReader, entry: dict[str, Value], key: str, at: KeyPath) -> Location | None:
+    if entry.get(key) is None:
+        reader.refuse("recipe.missing-key", (*at, key), "the entry names no checkpoint", f"write '{key}: PATH'")
+        return None
+    return _source(reader, entry[key], (*at, key))
+
+
+# --- slices
+
+
+def _read_slices(reader: DocumentReader, root: dict[str, Value]) -> CompositionRecipe:
+    reader.refuse_unknown_keys(root, SLICES_KEYS, ())
+    method = root.get("merge_method")
+    if method != "passthrough":
+        message = f"slices are composed with merge_method: passthrough, found {describe(method)}"
+        reader.refuse("tailor.recipe.method", ("merge_method",), message)
+    takes: list[Take] = []
+    n_layers = 0
+    for index, entry in enumerate(_entries(reader, root, "slices")):
+        for take in _slice(reader, entry, ("slices", index)):
+            takes.append(_placed(take, n_layers))
+            n_layers += sum(len(choice.origins) for choice in take.choices if isinstance(choice, StackedLayers))
+    for key in ("pre_weights", "post_weights"):
+        for index, entry in enumerate(_entries(reader, root, key)):
+            takes += _weight(reader, entry, (key, index))
+    return _recipe(reader, root, _optional_source(reader, root, "base_model"), takes)
+
+
+def _placed(take: Take, start: int) -> Take:
+    """Place a slice's layers from layer `start` of the result on."""
+    choices = (replace(c, start=start) if isinstance(c, StackedLayers) else c for c in take.choices)
+    return replace(take, choices=tuple(choices))
+
+
+def _entries(reader: DocumentReader, root: dict[str, Value], key: str) -> list[Value]:
+    value = root.get(key)
+    if value is None or isinstance(value, list):
+        return value or []
+    reader.wrong_kind(value, (key,), "a list")
+    return []
+
+
+def _slice(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:
+    if not isinstance(entry, dict):
+        reader.wrong_kind(entry, at, "a mapping with the key 'sources'")
+        return []
+    reader.refuse_unknown_keys(entry, _SLICE_KEYS, at)
+    sources = entry.get("sources")
+    if not isinstance(sources, list) or len(sources) != 1:
+        reader.refuse("tailor.recipe.sources", (*at, "sources"), "a slice is taken from exactly one source")
+        return []
+    place = (*at, "sources", 0)
+    if not isinstance(sources[0], dict):
+        reader.wrong_kind(sources[0], place, "a mapping with the keys 'model' and 'layer_range'")
+        return []
+    reader.refuse_unknown_keys(sources[0], _SOURCE_KEYS, place)
+    source = _named_source(reader, sources[0], "model", place)
+    choice = _layer_range(reader, sources[0].get("layer_range"), (*place, "layer_range"))
+    return [Take(source, (choice,), reader.source.where(*place))] if source is not None and choice is not None else []
+
+
+def _layer_range(reader: DocumentReader, value: Value, at: KeyPath) -> StackedLayers | NumberedUnit | None:
+    ends = value if isinstance(value, list) else []
+    first, last = (ends[0], ends[1]) if len(ends) == 2 else (None, None)
+    is_range = isinstance(first, int) and isinstance(last, int) and not isinstance(first, bool)
+    if not is_range or not isinstance(first, int) or not isinstance(last, int) or not 0 <= first <= last <= 10**6:
+        reader.refuse("tailor.recipe.range", at, "needs two layer numbers, the second excluded, as [0, 16]")
+        return None
+    text = f"layer_range [{first}, {last}]"
+    return NumberedUnit(text, first) if first == last else StackedLayers(text, tuple(range(first, last)), 0)
+
+
+def _weight(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:
+    if not isinstance(entry, dict):
+        reader.wrong_kind(entry, at, "a mapping with the keys 'name' and 'model'")
+        return []
+    reader.refuse_unknown_keys(entry, _WEIGHT_KEYS, at)
+    name = reader.text(entry.get("name"), (*at, "name"))
+    source = _named_source(reader, entry, "model", at)
+    return [Take(source, (ExactName(name),), reader.source.where(*at))] if name and source is not None else []
+
+
+def _dtype(reader: DocumentReader, root: dict[str, Value]) -> DType | None:
+    value = root.get("dtype")
+    if value is None:
+        return None
+    name = reader.text(value, ("dtype",))
+    if name is None or name in DTYPES_BY_RECIPE_NAME:
+        return DTYPES_BY_RECIPE_NAME[name] if name else None
+    hint = did_you_mean(shortened(name), list(DTYPES_BY_RECIPE_NAME))
+    reader.refuse("recipe.unknown-dtype", ("dtype",), f"unknown dtype '{shortened(name)}'", hint)
+    return None
+
+
+# --- write recipes for common compositions of full checkpoints: parity, filter, latest ---
+
+
+class Strategy(StrEnum):
+    """The strategy that assigns units to checkpoints."""
+
+    PARITY = "parity"
+    FILTER = "filter"
+    PAPER_PARITY = "paper-parity"
+    PAPER_FILTER = "paper-filter"
+    LATEST = "latest"  # everything from the newest
+
+    def schedule(self, ends: int) -> tuple[Schedule, int] | None:
+        """Return the schedule of partial saves of that name, and the number of the save that the newest stands for.
+
+        Two full checkpoints stand for the last two saves that differ: what the newest of these would not have saved
+        comes from the one before.
+        """
+        schedules: dict[Strategy, tuple[Schedule, int]] = {
+            Strategy.PARITY: (Parity(), 1),
+            Strategy.FILTER: (Filter(ends, 2), 1),
+            Strategy.PAPER_PARITY: (PaperParity(), 1),
+            Strategy.PAPER_FILTER: (PaperFilter(ends), 2 * PaperFilter().every - 1),
+        }
+        return schedules.get(self)
+
+
+def find_checkpoints(store: Store, run: Location, at: int | None) -> list[TrainingCheckpoint]:
+    """Open the newest two complete checkpoints of `run` saved at or before step `at` (any step if None), newest first.
+
+    Checkpoints are directories whose names end in their step, as `checkpoint-400` or `global_step400`; what cannot be
+    read as one (a save that was cut short) is passed over.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    numbered = []
+    for entry in store.list(run) if is_folder(store, run) else ():
+        step = step_of_name(entry.name)
+        if step is not None and entry.kind is FileKind.FOLDER and (at is None or step <= at):
+            numbered.append((step, run / entry.name))
+    checkpoints: list[TrainingCheckpoint] = []
+    for _, path in sorted(numbered, reverse=True):
+        try:
+            opened = open_source_checkpoint(store, path)
+        except MergePipeError:
+            continue
+        if not opened.missing and (at is None or opened.step <= at):
+            checkpoints.append(opened)
+        if len(checkpoints) == 2:
+            break
+    if not checkpoints:
+        before = f" at or before step {at}" if at is not None else ""
+        raise NotFoundError.of("tailor.run", run, f"holds no complete checkpoint{before}", "give the run's directory")
+    return checkpoints
+
+
+def strategy_recipe(strategy: Strategy, checkpoints: Sequence[TrainingCheckpoint], ends: int, folder: Location) -> str:
+    """Write the recipe (YAML, short form) of a strategy over the newest checkpoint and the one before it.
+
+    `ends` is how many layers at either end the filters take from the newest. Paths are relative to `folder`.
+
+    Raises:
+        RecipeError: the strategy needs two checkpoints and there is one.
+    """
+    newest = checkpoints[0]
+    schedule = strategy.schedule(ends)
+    if schedule is None:
+        return _strategy_recipe(newest.path, None, [], folder)
+    if len(checkpoints) < 2:
+        raise RecipeError.of(
+            "tailor.strategy", strategy.value, f"needs two checkpoints, only {newest.path} is there", "use latest"
+        )
+    units = tuple(newest.units.parameters)
+    saved = scheduled_units(schedule[0], units, schedule[1])
+    older = unit_selectors(unit for unit in units if unit not in saved)
+    return _strategy_recipe(newest.path, checkpoints[1].path, list(older), folder)
+
+
+def _strategy_recipe(newest: Location, older: Location | None, units: list[str], folder: Location) -> str:
+    content: dict[str, object] = {"default": _relative(newest, folder)}
+    if older is not None and units:
+        content["take"] = [{"from": _relative(older, folder), "units": units}]
+    return yaml_document(content, width=110)
+
+
+def _relative(path: Location, folder: Location) -> str:
+    return path.relative_text(folder)
