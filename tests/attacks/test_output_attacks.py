@@ -207,24 +207,46 @@ def test_plan_and_page__are_not_written_through_links(work: Work) -> None:
     assert (work.root / beside).is_symlink()
 
 
-def test_owned__does_nothing_through_a_folder_that_is_a_link(work: Work) -> None:
+def test_repair__writes_nothing_through_a_folder_of_the_snapshot_that_is_a_link(work: Work) -> None:
     outside = work.root / "outside"
     outside.mkdir()
     (outside / "notes").write_text("precious")
     (work.snapshot / "link").symlink_to(outside)
     before = state(outside)
-    path = work.snapshot / "link" / "notes"
-    for change in (
-        lambda: owned.replace_file(path, b"x", work.snapshot),
-        lambda: owned.truncate_file(path, 0, work.snapshot),
-        lambda: owned.remove_file(path, work.snapshot),
-        lambda: owned.make_folders(path / "more", work.snapshot),
-        lambda: owned.sync_folder(path.parent, work.snapshot),
-    ):
-        assert refusal(change).code == "output.link"
+    for folder in (work.snapshot / "link", work.snapshot / "link" / "more"):
+        assert refusal(lambda place=folder: owned.check_folders(place, work.snapshot)).code == "output.link"
+    owned.check_folders(work.snapshot / "missing", work.snapshot)
     with pytest.raises(OSError, match="symbolic link"):
-        owned.remove_tree(path.parent, work.snapshot)
+        owned.remove_tree(work.snapshot / "link")
     assert state(outside) == before
+
+
+def test_staging__is_private_while_it_grows_and_the_output_is_not(work: Work) -> None:
+    modes = []
+
+    def note(_: object) -> None:
+        modes.append(staging_directory(work.out).stat().st_mode & 0o777)
+
+    staging_directory(work.out).mkdir(mode=0o777)
+    work.merge(work.out, on_progress=note)
+    assert modes[-1] == 0o700
+    assert work.out.stat().st_mode & 0o777 == work.family.stat().st_mode & 0o777
+
+
+def test_staging__of_another_user_is_refused(work: Work) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    staging = staging_directory(work.out)
+    staging.mkdir()
+    write_owner(staging, "out")
+    os.chown(staging, 12_345, -1)
+    for _ in range(2):
+        error = refusal(lambda: work.merge(work.out))
+        assert error.code == "output.not-ours"
+        assert "another user" in str(error)
+    os.chown(work.out.parent, 12_345, -1)  # who could replace the folder anyway, or the only user that there is
+    work.merge(work.out)
+    assert not staging.exists()
 
 
 # --- clean-up by name ---

@@ -79,4 +79,4 @@ def test_staging__interrupted_at_any_line_leaves_no_trace(tmp_path: Path, lines:
                 whole.append(at)
             at += step
     assert whole == list(range(whole[0], at, step))  # from the rename on
-    assert 100 < whole[0] < at - 60
+    assert 100 < whole[0] < at - 50

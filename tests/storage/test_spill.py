@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe.errors import OutputError
-from mergepipe.storage import owned
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -51,13 +49,3 @@ def test_spilled_files__request_each_range_of_an_expert_once(
     assert (store.ledger.usage() - first)[Purpose.EXPERT] == 8
     files.close()
     expert.close()
-
-
-def test_unnamed_file__in_a_folder_behind_a_link_in_staging_is_refused(tmp_path: Path) -> None:
-    staging = tmp_path / ".out.mergepipe-staging"
-    staging.mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (staging / "shards").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OutputError) as refused:
-        os.close(owned.create_unnamed_file(staging / "shards"))
-    assert refused.value.code == "output.link"

@@ -34,7 +34,6 @@ def take_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ONLY_LINUX:
         monkeypatch.delattr(os, name)
     monkeypatch.setattr(ctypes, "CDLL", NoLibrary)
-    monkeypatch.setattr(owned, "_WALK", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     monkeypatch.setattr(owner, "_BOOT_ID", tmp_path / "no-such-file")
     monkeypatch.setattr(owner, "_PROCESSES", tmp_path / "no-such-folder")
 

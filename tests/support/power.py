@@ -124,10 +124,10 @@ class Trace:
     def exchange(self, function: Callable[..., bool]) -> Callable[..., bool]:
         """`renameat2`."""
 
-        def call(folder: int, name: str, new_folder: int, new_name: str, flags: int) -> bool:
+        def call(old_path: Path, new_path: Path, flags: int) -> bool:
             with self._lock:
-                done = function(folder, name, new_folder, new_name, flags)
-                old, new = self._place(name, folder), self._place(new_name, new_folder)
+                done = function(old_path, new_path, flags)
+                old, new = self._place(old_path), self._place(new_path)
                 if done and old is not None and new is not None:
                     self._note(Kind.EXCHANGE if flags == 2 else Kind.RENAME, old, new)
                     self._move(old, new)

@@ -168,12 +168,13 @@ def _patch_file(directory: Path, file: PlacedFile, patches: Sequence[_Patch], be
     """Patch a file in place; replace a missing file, a link, or a file with another hard link."""
     path = directory / file.name
     try:
+        owned.check_folders(path.parent, directory)
         try:
-            descriptor = owned.open_file(path, directory)
+            descriptor = owned.open_file(path)
         except FileNotFoundError:
             return _replace_file(directory, file, patches, beside, None)
         except OutputError as error:
-            if error.code != "output.link" or not owned.is_there(path, directory):
+            if error.code != "output.link" or not owned.is_there(path):
                 raise
             with _linked(path) as source:
                 return _replace_file(directory, file, patches, beside, source)
@@ -226,7 +227,7 @@ def _replace_file(
         written = _patch(descriptor, file, patches)
     finally:
         os.close(descriptor)
-    owned.rename(staged, directory / file.name, None, directory)
+    owned.rename(staged, directory / file.name)
     return copied + written
 
 
@@ -254,10 +255,11 @@ def _write_small(directory: Path, contents: Mapping[str, bytes], beside: Path) -
     for name, content in contents.items():
         path, staged = directory / name, beside / _STAGED_NAME
         try:
-            owned.make_folders(path.parent, directory)
+            owned.check_folders(path.parent, directory)
+            owned.make_folders(path.parent)
             owned.write_file(staged, content)
-            owned.rename(staged, path, None, directory)
-            owned.sync_folder(path.parent, directory)
+            owned.rename(staged, path)
+            owned.sync_folder(path.parent)
         except OSError as error:
             raise os_error(error, path, "repairing it") from error
     return sum(map(len, contents.values()))

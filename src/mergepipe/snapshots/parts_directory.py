@@ -59,8 +59,7 @@ class PartsDirectory(PartsPlace):
     def begin(self) -> None:
         with _typed(self._path):
             owned.make_folders(self._path.parent)
-            with contextlib.suppress(FileExistsError):
-                owned.make_folder(self._path)
+            owned.make_private_folder(self._path)
             self.create(JOB_NAME, self.job.to_json())
 
     # --- records ---

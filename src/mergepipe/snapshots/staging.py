@@ -148,7 +148,7 @@ def _files_in(directory: Path) -> Iterator[str]:
 def _recorded_files(path: Path) -> Iterator[str]:
     """The files that a manifest (of a snapshot, a composite or a delta) lists; none if it is damaged."""
     try:
-        content = json.loads(owned.read_file(path, MANIFEST_BYTES, path.parent))
+        content = json.loads(owned.read_file(path, MANIFEST_BYTES))
     except (OSError, MergePipeError, ValueError, RecursionError):
         return
     if not isinstance(content, dict):
@@ -265,10 +265,8 @@ class Staging:
             ConflictError: `output.busy`, a living process works there.
             OutputError: `output.link`, `output.not-ours`: what is there is not of this output.
         """
-        with contextlib.suppress(FileExistsError):
-            owned.make_folder(self._directory)
-            self._is_new = True
         try:
+            self._is_new = owned.make_private_folder(self._directory) or self._is_new
             descriptor = owned.open_folder(self._directory)
         except FileNotFoundError:  # its owner has just finished
             return -1

@@ -212,10 +212,10 @@ def _sync(path: Path, descriptor: int) -> None:
         raise os_error(error, path, "making it durable") from error
 
 
-def replace_durably(path: Path, content: bytes, ledger: Ledger, root: Path | None = None) -> None:
-    """Put a small file in place of another in one step, durably; `root` is the folder that is ours, if not staging."""
+def replace_durably(path: Path, content: bytes, ledger: Ledger) -> None:
+    """Put a small file in place of another in one step, durably."""
     try:
-        owned.replace_file(path, content, root)
+        owned.replace_file(path, content)
     except OSError as error:
         raise os_error(error, path, f"writing {len(content)} bytes") from error
     ledger.charge(str(path), Purpose.OUTPUT, len(content))

@@ -1,11 +1,8 @@
-"""Everything that changes what is stored: by directory descriptors, never through a link, only in what is ours.
+"""Everything that changes what is stored: no file is opened through a link, and what is told durable is.
 
-A path is walked from a folder that the user named, which may lie behind links, to the folder that is ours: the staging
-or parts directory of an output (told by its name), or the `root` that a caller gives, such as a snapshot that is
-repaired. That folder and everything below it must be reached without a link. Without either, the folder of the file is
-the user's, and only the file itself must not be a link. Functions raise `OSError` where the operating system refused,
-and `OutputError` (`output.link`, `output.not-ours`) where something that is not ours is in the way; then nothing was
-touched.
+An output grows in a private folder beside it (`make_private_folder`), into which no other user can put anything: what
+lies there is named by its path. Functions raise `OSError` where the operating system refused, and `OutputError`
+(`output.link`, `output.not-ours`) where something that is not ours is in the way; then nothing was touched.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import shutil
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -35,16 +32,15 @@ PARTS_MARK: Final = ".mergepipe-parts-"
 FINISHED_SUFFIX: Final = ".finished"
 _PARTS_NAME = re.compile(rf"\..*{re.escape(PARTS_MARK)}[0-9a-f]{{32}}({re.escape(FINISHED_SUFFIX)})?")
 _NEW_SUFFIX = ".mergepipe-new"
-_UNNAMED = ".mergepipe-scratch"
 _MAX_NAME_BYTES = 255
 _DIGEST_DIGITS = 16
-_WALK = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_IN_THE_WAY = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR)
+_IN_THE_WAY = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.EEXIST)
 _NO_RESERVATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EBADF)
 _NO_FLAGS = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 _NAMES_TRIED = 100
+_WORKING_DIRECTORY = -100
 _NOREPLACE = 1
 _EXCHANGE = 2
 
@@ -66,60 +62,12 @@ def is_parts_name(name: str) -> bool:
     return _PARTS_NAME.fullmatch(name) is not None
 
 
-# --- walking ---
-
-
-def _split(path: Path, root: Path | None) -> tuple[Path, tuple[str, ...]]:
-    """The folder that may lie behind links, and the names to be walked below it."""
-    absolute = path.absolute()
-    work_root = _staging_root(absolute) if root is None else root.absolute()
-    anchor = absolute.parent if work_root is None else work_root.parent
-    names = absolute.relative_to(anchor).parts
-    if not names or ".." in names:
-        raise ValueError(f"{path} does not lie in {work_root}")
-    return anchor, names
-
-
-def _staging_root(path: Path) -> Path | None:
-    """The outermost staging or parts directory that `path` lies in, or is."""
-    for number, name in enumerate(path.parts):
-        if (name.startswith(".") and name.endswith(STAGING_SUFFIX)) or is_parts_name(name):
-            return Path(*path.parts[: number + 1])
-    return None
-
-
-@contextlib.contextmanager
-def _walked(anchor: Path, names: tuple[str, ...]) -> Iterator[int]:
-    """Open a folder by its names below `anchor`, for as long as the context lasts; no name may be a link."""
-    descriptor = os.open(anchor, _WALK)
-    try:
-        for number, name in enumerate(names):
-            try:
-                inner = os.open(name, _WALK | os.O_NOFOLLOW, dir_fd=descriptor)
-            except OSError as error:
-                _refuse(error, descriptor, anchor.joinpath(*names[: number + 1]), wants_folder=True)
-                raise
-            outer, descriptor = descriptor, inner
-            os.close(outer)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _parent(path: Path, root: Path | None) -> Iterator[tuple[int, str]]:
-    """The open folder that `path` is in, and its name there."""
-    anchor, names = _split(path, root)
-    with _walked(anchor, names[:-1]) as descriptor:
-        yield descriptor, names[-1]
-
-
-def _refuse(error: OSError, folder: int, path: Path, *, wants_folder: bool = False) -> None:
-    """Raise the typed error if what could not be opened is not of the kind that we make."""
-    if error.errno not in (*_IN_THE_WAY, errno.EEXIST):
+def _refuse(error: OSError, path: Path, *, wants_folder: bool = False) -> None:
+    """Raise the typed error if what could not be opened or made is not of the kind that we make."""
+    if error.errno not in _IN_THE_WAY:
         return
     try:
-        mode = os.lstat(path.name, dir_fd=folder).st_mode
+        mode = path.lstat().st_mode
     except OSError:
         return
     if stat.S_ISLNK(mode):
@@ -148,42 +96,37 @@ def _not_ours(path: Path, what: str) -> MergePipeError:
 # --- files ---
 
 
-def create_file(path: Path, root: Path | None = None, *, flags: int = os.O_WRONLY, mode: int = 0o666) -> int:
+def create_file(path: Path, *, flags: int = os.O_WRONLY, mode: int = 0o666) -> int:
     """Make a new file; return its descriptor.
 
     Raises:
         FileExistsError: something is there already.
     """
-    with _parent(path, root) as (folder, name):
-        try:
-            return os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder)
-        except OSError as error:
-            _refuse(error, folder, path)
-            raise
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    except OSError as error:
+        _refuse(error, path)
+        raise
 
 
 def create_unnamed_file(folder: Path) -> int:
     """Make a file without a name in a folder, to write and read; its space is given back when it is closed."""
-    with _parent(folder / _UNNAMED, None) as (descriptor, name):
-        if hasattr(os, "O_TMPFILE"):
-            with contextlib.suppress(OSError):  # the file system has none; what else is wrong shows below
-                return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=descriptor)
-        unique = f"{name}-{os.getpid()}-{threading.get_ident()}"
-        file = os.open(
-            unique, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=descriptor
-        )
-        os.unlink(unique, dir_fd=descriptor)
-        return file
+    if hasattr(os, "O_TMPFILE"):
+        with contextlib.suppress(OSError):  # the file system has none; what else is wrong shows below
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    path = folder / f".mergepipe-scratch-{os.getpid()}-{threading.get_ident()}"
+    descriptor = create_file(path, flags=os.O_RDWR, mode=0o600)
+    path.unlink()
+    return descriptor
 
 
-def open_file(path: Path, root: Path | None = None, *, flags: int = os.O_WRONLY) -> int:
-    """Open a file that is ours: a regular one that has no other name."""
-    with _parent(path, root) as (folder, name):
-        try:
-            descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-        except OSError as error:
-            _refuse(error, folder, path)
-            raise
+def open_file(path: Path, *, flags: int = os.O_WRONLY) -> int:
+    """Open a file that is ours: a regular one, and to be written one that has no other name."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        _refuse(error, path)
+        raise
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -199,36 +142,25 @@ def open_file(path: Path, root: Path | None = None, *, flags: int = os.O_WRONLY)
     return descriptor
 
 
-def read_file(path: Path, limit_bytes: int, root: Path | None = None) -> bytes:
+def read_file(path: Path, limit_bytes: int) -> bytes:
     """The first `limit_bytes` of a small file that is ours."""
-    descriptor = open_file(path, root, flags=os.O_RDONLY)
+    descriptor = open_file(path, flags=os.O_RDONLY)
     try:
         return read_up_to(descriptor, 0, min(limit_bytes, os.fstat(descriptor).st_size))
     finally:
         os.close(descriptor)
 
 
-def truncate_file(path: Path, size_bytes: int, root: Path | None = None) -> None:
-    """Cut a file that is ours."""
-    descriptor = open_file(path, root)
-    try:
-        if os.fstat(descriptor).st_size != size_bytes:
-            os.ftruncate(descriptor, size_bytes)
-    finally:
-        os.close(descriptor)
-
-
-def replace_by_hole(path: Path, root: Path | None = None) -> None:
+def replace_by_hole(path: Path) -> None:
     """Give the space of a file that is ours back, in one step: it keeps its size, and its bytes read as zeros."""
     hole = path.with_name(f"{path.name}.hole")
-    with contextlib.suppress(FileNotFoundError):
-        remove_file(hole, root)
-    descriptor = create_file(hole, root)
+    hole.unlink(missing_ok=True)
+    descriptor = create_file(hole)
     try:
         os.ftruncate(descriptor, path.stat().st_size)
     finally:
         os.close(descriptor)
-    rename(hole, path, root)
+    rename(hole, path)
 
 
 def reserve(descriptor: int, size_bytes: int) -> None:
@@ -265,78 +197,72 @@ def sync_file(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
-def write_file(path: Path, content: bytes, root: Path | None = None) -> None:
+def write_file(path: Path, content: bytes) -> None:
     """Write a small new file and make it durable; one that could not be written is removed."""
-    descriptor = create_file(path, root)
+    descriptor = create_file(path)
     try:
         write_all(descriptor, content)
         sync_file(descriptor)
     except BaseException:
-        with contextlib.suppress(OSError, MergePipeError):
-            remove_file(path, root)
+        with contextlib.suppress(OSError):
+            path.unlink()
         raise
     finally:
         os.close(descriptor)
 
 
-def replace_file(path: Path, content: bytes, root: Path | None = None) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Put a small file in place of what is there, in one step, durably: a new file beside it, then renamed."""
-    _write_and_move(path, content, root, rename)
+    _write_and_move(path, content, rename)
 
 
-def create_whole(path: Path, content: bytes, root: Path | None = None) -> None:
+def create_whole(path: Path, content: bytes) -> None:
     """Write a small file that appears whole and durable under a name that is not there, on shared file systems too.
 
     Raises:
         FileExistsError: something has that name.
     """
-    _write_and_move(path, content, root, _rename_new_file)
+    _write_and_move(path, content, _rename_new_file)
 
 
-def _write_and_move(
-    path: Path, content: bytes, root: Path | None, move: Callable[[Path, Path, Path | None], None]
-) -> None:
+def _write_and_move(path: Path, content: bytes, move: Callable[[Path, Path], None]) -> None:
     """Write a new file beside `path` and move it there, durably; nothing of it is left where that fails."""
-    beside = _write_beside(path, content, root)
+    beside = _write_beside(path, content)
     try:
-        move(beside, path, root)
+        move(beside, path)
     except BaseException:
-        with contextlib.suppress(OSError, MergePipeError):
-            remove_file(beside, root)
+        with contextlib.suppress(OSError):
+            beside.unlink()
         raise
-    sync_folder(path.parent, root)
+    sync_folder(path.parent)
 
 
-def _rename_new_file(old: Path, new: Path, root: Path | None) -> None:
+def _rename_new_file(old: Path, new: Path) -> None:
     """Rename a file to a name that is not there, in one step: by flag, else by a second link."""
-    with _parent(old, root) as (folder, name), _parent(new, root) as (new_folder, new_name):
-        if renameat2(folder, name, new_folder, new_name, _NOREPLACE):
-            return
-        os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
-        os.unlink(name, dir_fd=folder)
+    if not renameat2(old, new, _NOREPLACE):
+        os.link(old, new, follow_symlinks=False)
+        old.unlink()
 
 
-def _write_beside(path: Path, content: bytes, root: Path | None) -> Path:
+def _write_beside(path: Path, content: bytes) -> Path:
     """Write a new file beside `path`, under a name that nothing has."""
     for number in range(_NAMES_TRIED):
         beside = path.with_name(marked_name(path.name, f".{os.getpid()}-{number}{_NEW_SUFFIX}"))
         with contextlib.suppress(FileExistsError):  # of a killed process of this number, or not ours
-            write_file(beside, content, root)
+            write_file(beside, content)
             return beside
     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
 
-def remove_file(path: Path, root: Path | None = None) -> None:
+def remove_file(path: Path) -> None:
     """Remove a file, or a link itself."""
-    with _parent(path, root) as (folder, name):
-        os.unlink(name, dir_fd=folder)
+    path.unlink()
 
 
-def is_there(path: Path, root: Path | None = None) -> bool:
+def is_there(path: Path) -> bool:
     """Whether there is anything of this name, a link too."""
     try:
-        with _parent(path, root) as (folder, name):
-            os.lstat(name, dir_fd=folder)
+        path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
@@ -345,47 +271,61 @@ def is_there(path: Path, root: Path | None = None) -> bool:
 # --- folders ---
 
 
-def make_folder(path: Path, root: Path | None = None) -> None:
+def make_folder(path: Path, mode: int = 0o777) -> None:
     """Make a folder.
 
     Raises:
         FileExistsError: something is there already.
     """
-    with _parent(path, root) as (folder, name):
-        try:
-            os.mkdir(name, dir_fd=folder)
-        except FileExistsError as error:
-            _refuse(error, folder, path)
-            raise
+    try:
+        path.mkdir(mode)
+    except FileExistsError as error:
+        _refuse(error, path, wants_folder=True)
+        raise
 
 
-def make_folders(path: Path, root: Path | None = None) -> None:
-    """Make what is missing of a folder that is ours, or of one of the user's."""
-    if root is None and _staging_root(path.absolute()) is None:
+def make_private_folder(path: Path) -> bool:
+    """Make a folder that only this user may look into, or make one that is there so; whether it was made.
+
+    Raises:
+        OutputError: `output.not-ours`, another user made it, and could still change what is in it.
+    """
+    with contextlib.suppress(FileExistsError):
+        make_folder(path, 0o700)
+        return True
+    descriptor = open_folder(path)
+    try:
+        owner = os.fstat(descriptor).st_uid
+        if owner not in (os.geteuid(), path.parent.stat().st_uid):  # who owns the parent can replace it anyway
+            raise _not_ours(path, f"is of another user (number {owner})")
+        with contextlib.suppress(OSError):  # the file system has no modes
+            os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def make_folders(path: Path) -> None:
+    """Make what is missing of a folder."""
+    try:
         path.mkdir(parents=True, exist_ok=True)
-        return
-    anchor, names = _split(path, root)
-    for number in range(1, len(names) + 1):
-        with _walked(anchor, names[: number - 1]) as folder, contextlib.suppress(FileExistsError):
-            os.mkdir(names[number - 1], dir_fd=folder)
-    with _walked(anchor, names):
-        pass
+    except OSError as error:
+        _refuse(error, path, wants_folder=True)
+        raise
 
 
-def open_folder(path: Path, root: Path | None = None) -> int:
+def open_folder(path: Path) -> int:
     """Open a folder that is ours for reading, locking and making durable."""
-    with _parent(path, root) as (folder, name):
-        try:
-            return os.open(name, _LIST | os.O_NOFOLLOW, dir_fd=folder)
-        except OSError as error:
-            _refuse(error, folder, path, wants_folder=True)
-            raise
+    try:
+        return os.open(path, _LIST | os.O_NOFOLLOW)
+    except OSError as error:
+        _refuse(error, path, wants_folder=True)
+        raise
 
 
-def sync_folder(path: Path, root: Path | None = None) -> None:
-    """Make the names in a folder durable, where the file system can; the user's folder may be a link."""
-    is_ours = root is not None or _staging_root(path.absolute()) is not None
-    descriptor = open_folder(path, root) if is_ours else os.open(path, _LIST)
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable, where the file system can."""
+    descriptor = os.open(path, _LIST)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -395,9 +335,9 @@ def sync_folder(path: Path, root: Path | None = None) -> None:
         os.close(descriptor)
 
 
-def list_folder(path: Path, root: Path | None = None) -> list[tuple[str, os.stat_result]]:
+def list_folder(path: Path) -> list[tuple[str, os.stat_result]]:
     """The names in a folder that is ours with what they are, in order; links are not followed."""
-    descriptor = open_folder(path, root)
+    descriptor = open_folder(path)
     try:
         listed = []
         for name in sorted(os.listdir(descriptor)):  # noqa: PTH208 - of an open folder
@@ -408,51 +348,57 @@ def list_folder(path: Path, root: Path | None = None) -> list[tuple[str, os.stat
         os.close(descriptor)
 
 
-def check_tree(path: Path, root: Path | None = None) -> None:
+def check_folders(folder: Path, root: Path) -> None:
+    """Refuse a folder that is `root` or below it, and is reached through a link from there."""
+    for place in (folder, *folder.parents):
+        if place.is_symlink():
+            raise _link(place)
+        if place == root:
+            return
+
+
+def check_tree(path: Path) -> None:
     """Refuse a folder that is ours if anything in it is no folder and no regular file with a single name."""
-    for name, status in list_folder(path, root):
+    for name, status in list_folder(path):
         if stat.S_ISDIR(status.st_mode):
-            check_tree(path / name, root)
+            check_tree(path / name)
         elif not (stat.S_ISLNK(status.st_mode) or stat.S_ISREG(status.st_mode)):
             raise _not_ours(path / name, f"is {_kind(status.st_mode)}")
         elif stat.S_ISLNK(status.st_mode) or status.st_nlink > 1:
             raise _link(path / name)
 
 
-def remove_folder(path: Path, root: Path | None = None) -> None:
+def remove_folder(path: Path) -> None:
     """Remove an empty folder."""
-    with _parent(path, root) as (folder, name):
-        os.rmdir(name, dir_fd=folder)
+    path.rmdir()
 
 
-def remove_tree(path: Path, root: Path | None = None, *, ignore_errors: bool = False) -> None:
+def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
     """Remove a folder with all in it; of links, only the links themselves."""
-    try:
-        with _parent(path, root) as (folder, name):
-            shutil.rmtree(name, dir_fd=folder, ignore_errors=ignore_errors)
-    except FileNotFoundError:
-        if not ignore_errors:
-            raise
+    shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
-def keep_only(path: Path, sizes: Mapping[str, int], root: Path | None = None) -> None:
+def keep_only(path: Path, sizes: Mapping[str, int]) -> None:
     """Remove everything in a folder but the files of the given names, and cut these to their sizes."""
-    for name, status in list_folder(path, root):
+    for name, status in list_folder(path):
         if stat.S_ISDIR(status.st_mode):
-            remove_tree(path / name, root)
-        elif name in sizes:
-            truncate_file(path / name, sizes[name], root)
-        else:
-            remove_file(path / name, root)
+            remove_tree(path / name)
+        elif name not in sizes:
+            remove_file(path / name)
+        elif status.st_size != sizes[name]:
+            descriptor = open_file(path / name)
+            try:
+                os.ftruncate(descriptor, sizes[name])
+            finally:
+                os.close(descriptor)
 
 
 # --- renaming ---
 
 
-def rename(old: Path, new: Path, root: Path | None = None, new_root: Path | None = None) -> None:
-    """Rename; a file (or a link itself) of the new name is replaced. `root` is for both unless `new_root` is given."""
-    with _parent(old, root) as (folder, name), _parent(new, new_root or root) as (new_folder, new_name):
-        os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder)
+def rename(old: Path, new: Path) -> None:
+    """Rename; a file (or a link itself) of the new name is replaced."""
+    os.rename(old, new)  # noqa: PTH104
 
 
 def rename_new(old: Path, new: Path) -> None:
@@ -461,7 +407,7 @@ def rename_new(old: Path, new: Path) -> None:
     Raises:
         FileExistsError: it is.
     """
-    if not _renamed_by_flag(old, new, _NOREPLACE):
+    if not renameat2(old, new, _NOREPLACE):
         if is_there(new):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
         rename(old, new)
@@ -469,7 +415,7 @@ def rename_new(old: Path, new: Path) -> None:
 
 def exchange(new: Path, old: Path, aside: Path) -> None:
     """Swap two folders. Without kernel support the old one steps aside first: both stay whole all the time."""
-    if not _renamed_by_flag(new, old, _EXCHANGE):
+    if not renameat2(new, old, _EXCHANGE):
         rename(old, aside)
         try:
             rename(new, old)
@@ -479,19 +425,14 @@ def exchange(new: Path, old: Path, aside: Path) -> None:
             raise
 
 
-def _renamed_by_flag(old: Path, new: Path, flags: int) -> bool:
-    with _parent(old, None) as (folder, name), _parent(new, None) as (new_folder, new_name):
-        return renameat2(folder, name, new_folder, new_name, flags)
-
-
-def renameat2(folder: int, name: str, new_folder: int, new_name: str, flags: int) -> bool:
+def renameat2(old: Path, new: Path, flags: int) -> bool:
     """One system call; False where the system or the file system does not know the flag."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
-    if libc.renameat2(folder, os.fsencode(name), new_folder, os.fsencode(new_name), flags) == 0:
+    if libc.renameat2(_WORKING_DIRECTORY, os.fsencode(old), _WORKING_DIRECTORY, os.fsencode(new), flags) == 0:
         return True
     code = ctypes.get_errno()
     if code in _NO_FLAGS:
         return False
-    raise OSError(code, os.strerror(code), name, None, new_name)
+    raise OSError(code, os.strerror(code), str(old), None, str(new))

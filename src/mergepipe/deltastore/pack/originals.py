@@ -154,14 +154,15 @@ def remove_original(job: PackJob) -> None:
     for file in files:
         status = _check_version(expert, file, removed)
         try:
-            owned.remove_file(root / file.name, root)
+            owned.check_folders((root / file.name).parent, root)
+            owned.remove_file(root / file.name)
         except OSError as error:
             raise os_error(error, expert.root / file.name, "removing the original") from error
         removed.add((status.st_dev, status.st_ino))
     if expert.path == expert.root:
         for folder, _, _ in os.walk(root, topdown=False):
             with contextlib.suppress(OSError):  # somebody put something there meanwhile
-                owned.remove_folder(Path(folder), root)
+                owned.remove_folder(Path(folder))
 
 
 def _check_version(expert: Checkpoint, file: FileFingerprint, removed: set[tuple[int, int]]) -> os.stat_result:
