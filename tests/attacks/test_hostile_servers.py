@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mergepipe.cli import main
-from mergepipe.storage.remote import transfers
+from mergepipe.storage.remote import retry
 from mergepipe.storage.remote.http_client import HttpClient
 from mergepipe.storage.remote.retry import RetryPolicy
 from support.families import TINY, FamilyPaths, write_family
@@ -181,7 +181,7 @@ def servers(family: FamilyPaths, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
     """A web server and a Hub that hold the family; requests are not made again for long."""
     monkeypatch.setattr(HttpClient.__init__, "__defaults__", (5.0, 2.0))
     quick = partial(RetryPolicy, most_attempts=2, first_wait_seconds=0.001, longest_wait_seconds=0.01)
-    monkeypatch.setattr(transfers, "RetryPolicy", quick)
+    monkeypatch.setattr(retry, "RetryPolicy", quick)
     contents = {model.name: {path.name: path.read_bytes() for path in model.iterdir()} for model in family.models}
     files = {f"{model}/{name}": content for model, held in contents.items() for name, content in held.items()}
     with FaultServer(files) as web, hub_server() as hub:

@@ -18,7 +18,7 @@ import mergepipe
 from mergepipe.cli.page_files import check_page
 from mergepipe.errors import MergePipeError, OutputError
 from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
-from mergepipe.storage import owned
+from mergepipe.storage import output, owned
 from mergepipe.storage.owner import OWNER_NAME, write_owner
 from support.disk_families import tree_digest, weights_digest
 from support.families import TINY, write_family
@@ -363,7 +363,7 @@ def test_storage__works_without_what_some_file_systems_lack(work: Work, number: 
         replaced(fcntl, "flock", refuse),
         replaced(os, "fsync", refuse_folders),
         replaced(owned, "renameat2", lambda _: lambda *_: False),
-        replaced(owned, "bypass_page_cache", lambda _: lambda *_, **__: False),
+        replaced(output, "switch_direct", lambda _: lambda *_, **__: False),
     ):
         check_all_storage(work, work.out)
 

@@ -22,8 +22,8 @@ from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import HEADER_NAME, INDEX_NAME
 from mergepipe.planning.plan import Plan
+from mergepipe.storage.local import resident_fraction
 from mergepipe.storage.owner import ACCOUNT_NAME, OWNER_NAME
-from mergepipe.storage.page_cache import resident_fraction
 from support.budgets import (
     AWKWARD,
     GRAIN,

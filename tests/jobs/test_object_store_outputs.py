@@ -24,8 +24,8 @@ from mergepipe.snapshots.manifest_json import manifest_of_json
 from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
-from mergepipe.storage.remote.client import BucketWriter
 from mergepipe.storage.remote.multipart import MultipartUpload, MultipartUploads
+from mergepipe.storage.remote.objects import BucketWriter
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 from support.bucket_outputs import (
     Killed,
@@ -397,14 +397,14 @@ import os, signal, sys
 from pathlib import Path
 from mergepipe.snapshots.object_upload import ObjectUpload
 from mergepipe.storage.location import Location
-from mergepipe.storage.remote import client
+from mergepipe.storage.remote import objects
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 
-client._PART_BYTES, client._PARTS_AT_ONCE = 5 << 20, 1
+objects._PART_BYTES, objects._PARTS_AT_ONCE = 5 << 20, 1
 parts = iter(range(4))
 kill = lambda _: None if next(parts, None) is not None else os.kill(os.getpid(), signal.SIGKILL)
 location = Location.parse(sys.argv[1])
-with ObjectUpload(BucketFolder(location, client.open_writer(location, kill))) as upload:
+with ObjectUpload(BucketFolder(location, objects.open_writer(location, kill))) as upload:
     upload.send("model.safetensors", b"of an earlier run", "other digest")
     upload.send("model.safetensors", Path(sys.argv[2]), "digest")
 """

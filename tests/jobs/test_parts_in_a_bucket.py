@@ -28,7 +28,7 @@ from mergepipe.snapshots.parts_bucket import JobUpload, parts_folder
 from mergepipe.snapshots.parts_place import JOB_NAME
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
-from mergepipe.storage.remote.client import BucketWriter
+from mergepipe.storage.remote.objects import BucketWriter
 from support.bucket_outputs import (
     Killed,
     Requests,

@@ -28,7 +28,7 @@ from mergepipe.jobs.push import _without_local_paths
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.manifest_json import manifest_of_json
-from mergepipe.storage.remote import client
+from mergepipe.storage.remote import objects
 from support.bucket_outputs import files_below, objects_below, watch_buckets
 from support.families import FamilyShape, write_family
 from support.fault_server import Answer, Request
@@ -245,7 +245,7 @@ def test_push__to_a_host_that_refuses_names_it_and_why(
     host = f"127.0.0.1:{closed_port()}"
     monkeypatch.setenv("HF_ENDPOINT", f"http://{host}")
     set_environment(monkeypatch, f"http://{host}")
-    monkeypatch.setattr(client, "_WRITE_RETRIES", {"max_retries": 0})
+    monkeypatch.setattr(objects, "_WRITE_RETRIES", {"max_retries": 0})
     with pytest.raises(StorageError, match=rf"{host}: the connection was refused") as caught:
         push(snapshot, destination)
     assert hub.token not in str(caught.value)

@@ -20,7 +20,7 @@ from mergepipe.errors import MergePipeError
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.location import Location
-from mergepipe.storage.remote import transfers
+from mergepipe.storage.remote import retry
 from mergepipe.storage.remote.http_client import HttpClient
 from mergepipe.storage.remote.retry import RetryPolicy
 from mergepipe.storage.stores import Stores
@@ -176,7 +176,7 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
         set_environment(monkeypatch, bucket.url)
         monkeypatch.setattr(HttpClient.__init__, "__defaults__", (PATIENT_SECONDS, PATIENT_SECONDS))
         quick = partial(RetryPolicy, first_wait_seconds=0.001, longest_wait_seconds=0.01)
-        monkeypatch.setattr(transfers, "RetryPolicy", quick)
+        monkeypatch.setattr(retry, "RetryPolicy", quick)
         yield Remote(folder, family, bucket, hub.cdn, hub.url)
 
 

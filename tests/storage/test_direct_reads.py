@@ -72,7 +72,7 @@ ALLOWED = {
 def direct_reads(code: str) -> Iterator[str]:
     """Names of the calls that look at or read a file of this machine, and of imported functions that do."""
     for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.ImportFrom) and node.module == "mergepipe.storage.regular":
+        if isinstance(node, ast.ImportFrom) and node.module == "mergepipe.storage.ranges":
             yield from (f"regular.{each.name}" for each in node.names if each.name in REGULAR_FUNCTIONS)
         elif isinstance(node, ast.Call) and _called_name(node.func) in _NAMES:
             owner, _, name = ast.unparse(node.func).rpartition(".")
@@ -105,7 +105,7 @@ def test_direct_reads__are_seen() -> None:
     assert list(direct_reads("p.stat(); p.glob('*'); os.walk(p); os.path.realpath(p)")) == [
         "stat", "glob", "os.walk", "os.path.realpath",
     ]  # fmt: skip
-    assert list(direct_reads("from mergepipe.storage.regular import os_error, read_small")) == ["regular.read_small"]
+    assert list(direct_reads("from mergepipe.storage.ranges import os_error, read_small")) == ["regular.read_small"]
     assert list(direct_reads("store.open(path); store.stat(p); p.open('xb'); is_file(store, p); os.path.join(p)")) == []
 
 

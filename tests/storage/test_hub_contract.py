@@ -12,7 +12,8 @@ from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.hub import HubStore
-from mergepipe.storage.remote.hub_settings import HubSettings
+from mergepipe.storage.remote.hub_api import HubSettings
+from mergepipe.storage.remote.retry import Transfers
 from support.hub_server import HubServer, hub_server
 
 
@@ -35,7 +36,7 @@ class TestHubStore(StoreContract):
 
     def make(self, root: Location, files: Mapping[str, bytes]) -> Store:
         self._hub.commit(root.root, {f"{root.key}/{name}": content for name, content in files.items()}, root.revision)
-        return HubStore(HubSettings(self._hub.url, self._cache), Ledger())
+        return HubStore(HubSettings(self._hub.url, self._cache), Transfers(Ledger()))
 
     def overwrite(self, store: Store, location: Location, content: bytes) -> None:
         assert isinstance(store, HubStore)

@@ -13,7 +13,7 @@ from mergepipe.errors import CorruptError, NotFoundError, StorageError
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.storage.regular import open_regular, read_small
+from mergepipe.storage.ranges import open_regular, read_small
 from support.faults import open_descriptors
 
 

@@ -17,6 +17,7 @@ from mergepipe.storage import owned, owner
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import switch_direct
 from support.families import TINY, write_family
 
 ONLY_LINUX = ("posix_fadvise", "posix_fallocate", "O_DIRECT", "O_PATH", "preadv", "sched_getaffinity")
@@ -74,7 +75,7 @@ def test_reserve__without_fallocate_gives_a_new_file_its_size(tmp_path: Path, mo
     descriptor = os.open(tmp_path / "new", os.O_WRONLY | os.O_CREAT)
     try:
         owned.reserve(descriptor, 12_345)
-        assert not owned.bypass_page_cache(descriptor)
+        assert not switch_direct(descriptor, wanted=True)
     finally:
         os.close(descriptor)
     assert (tmp_path / "new").stat().st_size == 12_345

@@ -12,7 +12,7 @@ import pytest
 
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
-from mergepipe.storage.remote.client import BucketWriter, ObjectFacts
+from mergepipe.storage.remote.objects import BucketWriter, ObjectFacts
 from support.remote_stores import set_environment
 from support.s3_server import S3Server, s3_server
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mergepipe.storage.page_cache import resident_fraction
+from mergepipe.storage.local import resident_fraction
 
 PAGE_BYTES = 4096
 

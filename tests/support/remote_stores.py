@@ -14,8 +14,7 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import HttpClient
 from mergepipe.storage.remote.objects import ObjectStore
 from mergepipe.storage.remote.pinned_store import PinnedStore
-from mergepipe.storage.remote.retry import RetryPolicy
-from mergepipe.storage.remote.transfers import Transfers
+from mergepipe.storage.remote.retry import RetryPolicy, Transfers
 from mergepipe.storage.remote.web import WebStore
 from mergepipe.storage.traffic import CONNECTIONS
 from support.fault_server import BucketServer

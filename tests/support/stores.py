@@ -14,7 +14,7 @@ from mergepipe.storage.contract import Entry, FileKind, FileStatus, RangeFile, S
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.storage.regular import too_large
+from mergepipe.storage.ranges import too_large
 from mergepipe.storage.stores import register_scheme
 
 

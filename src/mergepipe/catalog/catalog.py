@@ -14,8 +14,7 @@ from mergepipe.catalog.rows import CatalogStats, LineageNode, SnapshotRow
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
 from mergepipe.checkpoints.file_digests import with_digests
 from mergepipe.snapshots.manifest import Manifest
-from mergepipe.storage.contract import Store
-from mergepipe.storage.places import resolved
+from mergepipe.storage.contract import Store, resolved
 from mergepipe.storage.stores import Stores
 
 

@@ -25,7 +25,7 @@ from mergepipe.errors import (
     StorageError,
     UnsupportedError,
 )
-from mergepipe.storage.regular import regular_status
+from mergepipe.storage.ranges import regular_status
 
 APPLICATION_ID = 0x4D504331  # "MPC1"
 SCHEMA_VERSION = 5

@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mergepipe.storage.location import HUB_SCHEME, Location, is_remote
-from mergepipe.storage.remote.hub_names import MODELS_BY_BARE_NAME
+from mergepipe.storage.location import HUB_SCHEME, MODELS_BY_BARE_NAME, Location, is_remote
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _REVISION = r"(?:@(?P<revision>[^@:\s]+))?"

@@ -22,9 +22,7 @@ from mergepipe.storage import owned
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import write_durably
-from mergepipe.storage.ranges import fill_from_descriptor
-from mergepipe.storage.regular import read_head
-from mergepipe.storage.system_calls import start_writing_back
+from mergepipe.storage.ranges import fill_from_descriptor, read_head, start_writing_back
 
 # --- write the files of one store sequentially, with bounded memory ---
 

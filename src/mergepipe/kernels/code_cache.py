@@ -15,7 +15,7 @@ from typing import Any
 from blake3 import blake3
 
 from mergepipe.storage.owned import write_all
-from mergepipe.storage.regular import read_up_to
+from mergepipe.storage.ranges import read_up_to
 
 CACHE_BYTES = 256 << 20
 """The most that is kept, some ten times the code of all kernels; what was not used for longest is removed first."""

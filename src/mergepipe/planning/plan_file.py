@@ -9,7 +9,7 @@ from mergepipe.planning.plan import PLAN_NAME, Plan
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import replace_durably
-from mergepipe.storage.regular import read_head
+from mergepipe.storage.ranges import read_head
 
 _HEAD_BYTES = 400
 

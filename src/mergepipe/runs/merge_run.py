@@ -67,11 +67,11 @@ from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.recorded_paths import relative_reference, with_changed_paths
 from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, TensorDigest, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
+from mergepipe.storage.buffers import peak_memory_bytes
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_all_durably, write_durably
-from mergepipe.storage.system_calls import peak_memory_bytes
 from mergepipe.storage.traffic import request_counts, store_notices, traffic
 
 SIDECAR_MARGIN_BYTES = 16 << 20

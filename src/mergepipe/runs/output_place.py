@@ -163,7 +163,7 @@ class BucketTarget:
     """A place in a bucket that an output goes to, and how its interrupted runs are resumed; `is_made` in parts."""
 
     def __init__(self, location: Location, *, is_made: bool) -> None:
-        from mergepipe.storage.remote.client import open_writer
+        from mergepipe.storage.remote.objects import open_writer
 
         self._stop = threading.Event()
         folder = BucketFolder(location, open_writer(location, self._check_stop))

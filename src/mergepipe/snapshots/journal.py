@@ -17,7 +17,7 @@ from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage import owned
 from mergepipe.storage.ledger import EXPERT_PURPOSES, Purpose
 from mergepipe.storage.limits import JOURNAL_BYTES
-from mergepipe.storage.regular import read_small
+from mergepipe.storage.ranges import read_small
 from mergepipe.storage.sealed_lines import APPENDING, SealedFile, payload_of, seal_of, sealed
 
 JOURNAL_NAME = "journal"

@@ -29,8 +29,8 @@ from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
 from mergepipe.storage.sealed_lines import payload_of, sealed
 
 if TYPE_CHECKING:
-    from mergepipe.storage.remote.client import ObjectFacts
     from mergepipe.storage.remote.multipart import MultipartUpload, MultipartUploads
+    from mergepipe.storage.remote.objects import ObjectFacts
 
 MARKER_NAME: Final = ".mergepipe-upload.json"
 UPLOADS_NAME: Final = "uploads"

@@ -31,7 +31,7 @@ from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
 from mergepipe.storage.sealed_lines import sealed
 
 if TYPE_CHECKING:
-    from mergepipe.storage.remote.client import ObjectFacts
+    from mergepipe.storage.remote.objects import ObjectFacts
 
 _BELOW_PARTS: Final = re.compile(rf"((?:.*/)?){re.escape(PARTS_MARK)}([0-9a-f]{{32}})/[^/]*")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,3 +75,11 @@ def _anonymous_mapping(nbytes: int) -> mmap.mmap:
     if hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return mmap.mmap(-1, nbytes)
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory that this process has had resident."""
+    import resource
+
+    unit_bytes = {"darwin": 1}.get(sys.platform, 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from mergepipe.errors import StorageError
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 
@@ -198,3 +199,19 @@ def is_folder(store: Store, location: Location) -> bool:
     """Whether a location leads to a folder. Raises as `Store.stat` does."""
     status = store.stat(location)
     return status is not None and status.is_folder
+
+
+def resolved(store: Store, location: Location) -> Location:
+    """Follow the links in a location; of one that cannot be looked at, those in the folders above it that can.
+
+    Locations of other machines have none.
+    """
+    if not location.is_local:
+        return location
+    try:
+        real = store.real_path(location)
+    except StorageError:
+        real = None
+    if real is not None or location.parent == location:
+        return location if real is None else real
+    return resolved(store, location.parent) / location.name

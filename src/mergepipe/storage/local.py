@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import stat
 from pathlib import Path
+
+import numpy as np
 
 from mergepipe.errors import MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.contract import Entry, FileKind, FileStatus, StoreTerms
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.page_cache import resident_fraction
-from mergepipe.storage.ranges import read_descriptor_range
-from mergepipe.storage.regular import open_regular, os_error, read_small, regular_status
-from mergepipe.storage.system_calls import read_at, stop_read_ahead, switch_direct
+from mergepipe.storage.ranges import (
+    open_regular,
+    os_error,
+    os_errors,
+    read_at,
+    read_descriptor_range,
+    read_small,
+    regular_status,
+    stop_read_ahead,
+    switch_direct,
+)
 
 __all__ = ["DIRECT_ALIGNMENT_BYTES", "LocalFile", "LocalStore", "os_error"]
 
 DIRECT_ALIGNMENT_BYTES = 4096
 RESIDENT_ENOUGH_FRACTION = 0.5
+SAMPLE_WINDOWS = 32
+WINDOW_PAGES = 64
 LOCAL_TERMS = StoreTerms(granularity_bytes=DIRECT_ALIGNMENT_BYTES, most_requests=8, request_cost_bytes=0)
 
 
@@ -56,16 +69,14 @@ class LocalFile:
     @property
     def version(self) -> str:
         """The version of the opened file."""
-        try:
+        with os_errors(self._location, "looking at it"):
             return version_of(self._location.local_path, os.fstat(self._descriptor))
-        except OSError as error:
-            raise os_error(error, self._location, "looking at it") from error
 
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
         """Fill `buffer` from `offset`; see `RangeFile.read_into`."""
         self._ledger.charge(self._ledger_name, purpose, len(buffer))
         done = 0
-        try:
+        with os_errors(self._location, f"reading {len(buffer)} bytes at {offset}"):
             while done < len(buffer) and offset + done < self._size_bytes:
                 count = self._read_part(offset + done, buffer[done:])
                 if count == 0:
@@ -73,8 +84,6 @@ class LocalFile:
                 done += count
                 if self._reads_directly and done % DIRECT_ALIGNMENT_BYTES:
                     break  # only the end of the file ends a direct read off the grid
-        except OSError as error:
-            raise os_error(error, self._location, f"reading {len(buffer)} bytes at {offset}") from error
         return done
 
     def _read_part(self, offset: int, buffer: memoryview) -> int:
@@ -176,18 +185,17 @@ class LocalStore:
         path = location.local_path
         descriptor = open_regular(path)
         try:
-            wanted = max(0, min(nbytes, os.fstat(descriptor).st_size - offset))
-            stop_read_ahead(descriptor)
-            data = read_descriptor_range(descriptor, path, offset, wanted)
-        except OSError as error:
-            raise os_error(error, path, "reading it") from error
+            with os_errors(path, "reading it"):
+                wanted = max(0, min(nbytes, os.fstat(descriptor).st_size - offset))
+                stop_read_ahead(descriptor)
+                data = read_descriptor_range(descriptor, path, offset, wanted)
         finally:
             os.close(descriptor)
         self._ledger.charge(str(location), Purpose.METADATA, len(data))
         return data
 
     def read_small(self, location: Location, limit_bytes: int) -> bytes:
-        """Read a whole file of at most `limit_bytes`, charged as metadata. Raises as `regular.read_small` does."""
+        """Read a whole file of at most `limit_bytes`, charged as metadata. Raises as `ranges.read_small` does."""
         data = read_small(location.local_path, limit_bytes)
         self._ledger.charge(str(location), Purpose.METADATA, len(data))
         return data
@@ -210,3 +218,29 @@ def _kind_listed(entry: os.DirEntry[str]) -> FileKind:
         return FileKind.FOLDER if entry.is_dir() else FileKind.OTHER
     except OSError:  # a link in a circle
         return FileKind.OTHER
+
+
+def resident_fraction(descriptor: int, size_bytes: int) -> float:
+    """Share of the file's pages in the page cache, in [0, 1], from a sample; 0 where the kernel cannot be asked.
+
+    A process that neither owns nor may write the file is told "all of it": then ordinary reads are used, which are
+    never wrong, only slower.
+    """
+    if size_bytes == 0 or not hasattr(mmap, "PROT_READ"):
+        return 0.0
+    n_pages = -(-size_bytes // mmap.PAGESIZE)
+    window = min(n_pages, WINDOW_PAGES)
+    starts = {(n_pages - window) * i // (SAMPLE_WINDOWS - 1) for i in range(SAMPLE_WINDOWS)}
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        with mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapping:
+            address = np.frombuffer(mapping, np.uint8).ctypes.data
+            pages_SW = np.zeros((len(starts), window), np.uint8)
+            for row, start in enumerate(sorted(starts)):
+                place = ctypes.c_void_p(address + start * mmap.PAGESIZE)
+                answer = ctypes.c_void_p(pages_SW[row].ctypes.data)
+                if libc.mincore(place, ctypes.c_size_t(window * mmap.PAGESIZE), answer):
+                    return 0.0
+    except (OSError, ValueError, AttributeError, BufferError):
+        return 0.0
+    return float(np.mean(pages_SW & 1))

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from mergepipe.storage import owned
 from mergepipe.storage.buffers import aligned_buffer
 from mergepipe.storage.ledger import Ledger, Purpose
-from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, os_error
-from mergepipe.storage.ranges import read_descriptor_range
+from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES
+from mergepipe.storage.ranges import os_errors, read_descriptor_range, switch_direct
 
 CHUNK_BYTES = 8 << 20
 _SYNCED_AT_ONCE = 32
@@ -39,7 +39,7 @@ class OutputFile:
         self._flushed = written_bytes - self._kept
         self._synced = written_bytes
         if self._kept:
-            self._chunk[: self._kept] = np.frombuffer(_read_exactly(path, self._flushed, self._kept), np.uint8)
+            self._chunk[: self._kept] = np.frombuffer(_read_written(path, self._flushed, self._kept), np.uint8)
         self._is_direct = False
         self._descriptor = self._open(is_new=not written_bytes)
 
@@ -55,21 +55,21 @@ class OutputFile:
 
     def sync(self) -> int:
         """Make durable what the operating system has; return how many bytes from the start are."""
-        _sync(self._path, self._descriptor)
+        with os_errors(self._path, "making it durable"):
+            owned.sync_file(self._descriptor)
         self._synced = max(self._synced, self._flushed)
         return self._synced
 
     def _open(self, *, is_new: bool) -> int:
-        descriptor = -1
-        try:
+        with os_errors(self._path, f"reserving {self._size_bytes} bytes"):
             descriptor = owned.create_file(self._path) if is_new else owned.open_file(self._path)
-            self._is_direct = owned.bypass_page_cache(descriptor)
-            if self._size_bytes:
-                owned.reserve(descriptor, self._size_bytes)
-        except OSError as error:
-            if descriptor >= 0:
+            try:
+                self._is_direct = switch_direct(descriptor, wanted=True)
+                if self._size_bytes:
+                    owned.reserve(descriptor, self._size_bytes)
+            except OSError:
                 os.close(descriptor)
-            raise os_error(error, self._path, f"reserving {self._size_bytes} bytes") from error
+                raise
         return descriptor
 
     def append(self, source: NDArray[np.uint8] | bytes) -> None:
@@ -85,12 +85,10 @@ class OutputFile:
                 self._flush(CHUNK_BYTES)
 
     def _flush(self, nbytes: int) -> None:
-        try:
-            written = 0
+        written = 0
+        with os_errors(self._path, f"writing at byte {self._flushed}"):
             while written < nbytes:
                 written += self._write(self._chunk.data[written:nbytes], self._flushed + written)
-        except OSError as error:
-            raise os_error(error, self._path, f"writing at byte {self._flushed}") from error
         self._ledger.charge(str(self._path), Purpose.OUTPUT, self._filled - self._kept)
         self._flushed += self._filled
         self._filled = self._kept = 0
@@ -101,9 +99,7 @@ class OutputFile:
         except OSError as error:
             if error.errno != errno.EINVAL or not self._is_direct:
                 raise
-            self._is_direct = owned.bypass_page_cache(
-                self._descriptor, wanted=False
-            )  # it takes the flag, not the write
+            self._is_direct = switch_direct(self._descriptor, wanted=False)  # it takes the flag, not the write
             return os.pwrite(self._descriptor, content, offset)
 
     def close(self) -> None:
@@ -116,10 +112,9 @@ class OutputFile:
             self._chunk[self._filled : self._filled + tail] = 0
             self._flush(self._filled + tail)
         try:
-            os.ftruncate(self._descriptor, self._size_bytes)
-            owned.sync_file(self._descriptor)
-        except OSError as error:
-            raise os_error(error, self._path, "making it durable") from error
+            with os_errors(self._path, "making it durable"):
+                os.ftruncate(self._descriptor, self._size_bytes)
+                owned.sync_file(self._descriptor)
         finally:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -135,16 +130,14 @@ class OutputFile:
             self._descriptor = -1
 
 
-def _read_exactly(path: Path, offset: int, nbytes: int) -> bytes:
-    """Read bytes that are known to be there."""
-    try:
+def _read_written(path: Path, offset: int, nbytes: int) -> bytes:
+    """Read bytes of a file that is ours, which are known to be there."""
+    with os_errors(path, "reading what was written before"):
         descriptor = owned.open_file(path, flags=os.O_RDONLY)
         try:
             return read_descriptor_range(descriptor, path, offset, nbytes)
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise os_error(error, path, "reading what was written before") from error
 
 
 def make_folders(path: Path) -> None:
@@ -154,26 +147,27 @@ def make_folders(path: Path) -> None:
         OutputError: `output.link`, `output.not-ours`: something else is in its place.
         StorageError: the operating system refused.
     """
-    try:
+    with os_errors(path, "creating it"):
         owned.make_folders(path)
-    except OSError as error:
-        raise os_error(error, path, "creating it") from error
 
 
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
-    try:
+    with os_errors(path, "making it durable"):
         owned.sync_folder(path)
-    except OSError as error:
-        raise os_error(error, path, "making it durable") from error
 
 
 def write_durably(path: Path, content: bytes, ledger: Ledger) -> None:
     """Write a small new file and make it durable."""
-    try:
+    with os_errors(path, f"writing {len(content)} bytes"):
         owned.write_file(path, content)
-    except OSError as error:
-        raise os_error(error, path, f"writing {len(content)} bytes") from error
+    ledger.charge(str(path), Purpose.OUTPUT, len(content))
+
+
+def replace_durably(path: Path, content: bytes, ledger: Ledger) -> None:
+    """Put a small file in place of another in one step, durably."""
+    with os_errors(path, f"writing {len(content)} bytes"):
+        owned.replace_file(path, content)
     ledger.charge(str(path), Purpose.OUTPUT, len(content))
 
 
@@ -184,38 +178,20 @@ def write_all_durably(contents: Mapping[Path, bytes], ledger: Ledger) -> None:
     """
     from concurrent.futures import ThreadPoolExecutor
 
+    def sync(path: Path, descriptor: int) -> None:
+        with os_errors(path, "making it durable"):
+            owned.sync_file(descriptor)
+
     paths = list(contents)
     for start in range(0, len(paths), _SYNCED_AT_ONCE):
         batch = paths[start : start + _SYNCED_AT_ONCE]
         with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(batch), "mergepipe-sync") as pool:
-            descriptors = [_write_new(path, contents[path], stack) for path in batch]
-            list(pool.map(_sync, batch, descriptors))
-    for path in paths:
-        ledger.charge(str(path), Purpose.OUTPUT, len(contents[path]))
-
-
-def _write_new(path: Path, content: bytes, stack: contextlib.ExitStack) -> int:
-    """Write a small new file and return its descriptor, which `stack` closes."""
-    try:
-        descriptor = owned.create_file(path)
-        stack.callback(os.close, descriptor)
-        owned.write_all(descriptor, content)
-    except OSError as error:
-        raise os_error(error, path, f"writing {len(content)} bytes") from error
-    return descriptor
-
-
-def _sync(path: Path, descriptor: int) -> None:
-    try:
-        owned.sync_file(descriptor)
-    except OSError as error:
-        raise os_error(error, path, "making it durable") from error
-
-
-def replace_durably(path: Path, content: bytes, ledger: Ledger) -> None:
-    """Put a small file in place of another in one step, durably."""
-    try:
-        owned.replace_file(path, content)
-    except OSError as error:
-        raise os_error(error, path, f"writing {len(content)} bytes") from error
-    ledger.charge(str(path), Purpose.OUTPUT, len(content))
+            descriptors = []
+            for path in batch:
+                with os_errors(path, f"writing {len(contents[path])} bytes"):
+                    descriptors.append(owned.create_file(path))
+                    stack.callback(os.close, descriptors[-1])
+                    owned.write_all(descriptors[-1], contents[path])
+            list(pool.map(sync, batch, descriptors))
+    for path, content in contents.items():
+        ledger.charge(str(path), Purpose.OUTPUT, len(content))

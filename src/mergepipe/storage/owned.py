@@ -24,8 +24,7 @@ from typing import Final
 from blake3 import blake3
 
 from mergepipe.errors import MergePipeError, OutputError
-from mergepipe.storage.regular import read_up_to
-from mergepipe.storage.system_calls import switch_direct
+from mergepipe.storage.ranges import read_up_to
 
 STAGING_SUFFIX: Final = ".mergepipe-staging"
 PARTS_MARK: Final = ".mergepipe-parts-"
@@ -174,11 +173,6 @@ def reserve(descriptor: int, size_bytes: int) -> None:
         if error.errno not in _NO_RESERVATION:
             raise
         os.ftruncate(descriptor, size_bytes)
-
-
-def bypass_page_cache(descriptor: int, *, wanted: bool = True) -> bool:
-    """Switch direct writes on or off; whether they are on then."""
-    return switch_direct(descriptor, wanted=wanted)
 
 
 def write_all(descriptor: int, content: bytes) -> None:

@@ -30,7 +30,6 @@ OWNER_NAME = "owner.json"
 ACCOUNT_NAME = "reads"
 RECORD_FORMAT = "mergepipe-staging/1"
 _NEW_NAME = f"{OWNER_NAME}.new"
-_HEAD = json.dumps({"format": RECORD_FORMAT}, allow_nan=False).encode()[:-1]
 SILENCE_SECONDS = 900.0
 """A process of another machine, of which nothing can be known, is taken for dead after so long without a write."""
 
@@ -88,24 +87,17 @@ def holding_of(directory: Path) -> Holding:
         OSError: it cannot be read.
     """
     record = _read_record(directory)
-    if record is not None and staging_name(record.output) == directory.name:
+    if record is not None and staging_name(record[0]) == directory.name:
         return Holding.OURS
     names = [name for name, _ in list_folder(directory)]
-    if not names or (names == [_NEW_NAME] and _is_torn(read_file(directory / _NEW_NAME, OWNER_BYTES))):
-        return Holding.NOTHING
-    return Holding.FOREIGN
-
-
-def _is_torn(content: bytes) -> bool:
-    """Whether this is the beginning of a record, of which the end may have been lost."""
-    return content.startswith(_HEAD[: len(content)]) or not content.strip(b"\0")
+    return Holding.NOTHING if names in ([], [_NEW_NAME]) else Holding.FOREIGN
 
 
 def read_output(directory: Path) -> str | None:
     """The name of the output that a staging directory belongs to; None if it carries no record of that."""
     with contextlib.suppress(OSError, MergePipeError):
         record = _read_record(directory)
-        return record.output if record is not None and staging_name(record.output) == directory.name else None
+        return record[0] if record is not None and staging_name(record[0]) == directory.name else None
     return None
 
 
@@ -113,7 +105,7 @@ def read_owner(directory: Path) -> Owner | None:
     """The owner noted in a directory; None where there is no such note or it makes no sense."""
     with contextlib.suppress(OSError, MergePipeError):
         record = _read_record(directory)
-        return None if record is None else record.owner
+        return None if record is None else record[1]
     return None
 
 
@@ -133,16 +125,8 @@ def write_owner(directory: Path, output: str) -> None:
     sync_folder(directory)
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """The content of the record."""
-
-    output: str
-    owner: Owner
-
-
-def _read_record(directory: Path) -> _Record | None:
-    """The record in a directory; None where there is none of this format."""
+def _read_record(directory: Path) -> tuple[str, Owner] | None:
+    """The output and the owner in the record of a directory; None where there is none of this format."""
     try:
         content = json.loads(read_file(directory / OWNER_NAME, OWNER_BYTES))
     except (FileNotFoundError, ValueError, RecursionError):
@@ -152,7 +136,7 @@ def _read_record(directory: Path) -> _Record | None:
             "format": str(written), "output": str(output), "pid": int(pid), "started": str(started),
             "boot": str(boot), "host": str(host),
         } if written == RECORD_FORMAT:  # fmt: skip
-            return _Record(output, Owner(pid, started, boot, host))
+            return output, Owner(pid, started, boot, host)
     return None
 
 

@@ -1,45 +1,45 @@
-"""Reads an exact range of bytes of a file, and alone knows what a short read is."""
+"""Reads exact ranges of files, and alone knows short reads, special files and what only some systems can do.
+
+What only some platforms have is looked for at every call, so that a test can take it away.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.errors import CorruptError, MergePipeError
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.location import Location
-from mergepipe.storage.regular import read_up_to
-from mergepipe.storage.system_calls import read_at
 
-SHRUNK = "storage.shrunk"
+SHRUNK: Final = "storage.shrunk"
 """The code of the error for a file that ends before a range that it should hold."""
 
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+_HINT = "put a regular file in its place"
+_LARGEST_READ_BYTES = 1 << 30  # Linux reads at most 2 GiB at once
+_SYNC_FILE_RANGE_WRITE = 2
 
-class FileOnTop:
-    """Answers for the file below what does not change when some of its ranges are served from elsewhere."""
 
-    def __init__(self, file: RangeFile) -> None:
-        self._file = file
-
-    @property
-    def location(self) -> Location:
-        return self._file.location
-
-    @property
-    def size_bytes(self) -> int:
-        return self._file.size_bytes
-
-    @property
-    def alignment(self) -> int:
-        return self._file.alignment
-
-    @property
-    def version(self) -> str:
-        return self._file.version
+# --- ranges ---
 
 
 def read_exact(
@@ -114,3 +114,182 @@ def shrunk(path: object, offset: int, needed_bytes: int, got_bytes: int) -> Merg
     """Make the error for a file that gave `got_bytes` of the `needed_bytes` at `offset`."""
     message = f"gave {got_bytes} of the {needed_bytes} bytes at byte {offset}: it ends before"
     return CorruptError.of(SHRUNK, path, message, "see that nothing writes to the file, then run again")
+
+
+# --- regular files ---
+
+
+def os_error(error: OSError, path: object, doing: str) -> MergePipeError:
+    """Turn an `OSError` into the typed error of the same meaning, naming the file and what was being done."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return NotFoundError.of("storage.not-found", path, "no such file", "check the path")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageError.of("storage.no-space", path, f"{doing} failed: {reason}", "free some space and run again")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return StorageError.of("storage.permission", path, f"{doing} failed: {reason}", "check the permissions")
+    if error.errno in (errno.ENOMEM, errno.EAGAIN):
+        hint = "close other programs, raise `ulimit -v`, or lower --memory or --threads"
+        return StorageError.of("storage.out-of-memory", path, f"{doing} failed: {reason}", hint)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return StorageError.of("storage.too-many-files", path, f"{doing} failed: {reason}", "raise `ulimit -n`")
+    return StorageError.of("storage.io", path, f"{doing} failed: {reason}", "check the disk, then run again")
+
+
+@contextlib.contextmanager
+def os_errors(path: object, doing: str) -> Iterator[None]:
+    """Raise errors of the operating system as `os_error` makes them."""
+    try:
+        yield
+    except OSError as error:
+        raise os_error(error, path, doing) from error
+
+
+def not_a_file(path: Path, mode: int) -> MergePipeError:
+    """Make the error for a path whose `st_mode` is not that of a regular file."""
+    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+    return StorageError.of("storage.not-a-file", path, f"is {kind}, a regular file is needed", _HINT)
+
+
+def regular_status(path: Path) -> os.stat_result:
+    """Look up a regular file, following links, without opening it.
+
+    Raises:
+        NotFoundError: `storage.not-found`.
+        StorageError: `storage.not-a-file`, or the operating system refused.
+    """
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError):
+            raise os_error(error, path, "looking it up") from error
+        # A NUL or a lone surrogate in the path.
+        message = f"is no path: {error}"
+        raise NotFoundError.of("storage.not-found", ascii(str(path)), message, "check the path") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise not_a_file(path, status.st_mode)
+    return status
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading, following links; return its descriptor, which the caller closes.
+
+    Never waits for the other end of a FIFO, never reads a device, never takes a terminal.
+
+    Raises:
+        NotFoundError: `storage.not-found`.
+        StorageError: `storage.not-a-file`, or the operating system refused.
+    """
+    regular_status(path)  # before opening: to open a device may already do something
+    with os_errors(path, "opening it"):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise not_a_file(path, status.st_mode)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+        except (OSError, MergePipeError):
+            os.close(descriptor)
+            raise
+    return descriptor
+
+
+def read_small(path: Path, limit_bytes: int) -> bytes:
+    """Read a whole regular file of at most `limit_bytes`; a larger one is refused before anything is read.
+
+    Memory: the size of the file, at most `limit_bytes`.
+
+    Raises:
+        NotFoundError: `storage.not-found`.
+        StorageError: `storage.not-a-file`, or the operating system refused.
+        CorruptError: `storage.too-large`.
+    """
+    descriptor = open_regular(path)
+    try:
+        return read_descriptor(descriptor, path, limit_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def read_head(path: Path, nbytes: int) -> bytes:
+    """Read the first `nbytes` of a regular file, fewer where it ends before. Raises as `open_regular` does."""
+    descriptor = open_regular(path)
+    try:
+        with os_errors(path, "reading it"):
+            return os.pread(descriptor, nbytes, 0)
+    finally:
+        os.close(descriptor)
+
+
+def read_descriptor(descriptor: int, path: Path, limit_bytes: int) -> bytes:
+    """Read a whole open regular file from its start, which errors call `path`. Raises as `read_small` does."""
+    content = b""
+    with os_errors(path, "reading it"):
+        while len(content) < (size_bytes := os.fstat(descriptor).st_size):  # again: it may have grown meanwhile
+            if size_bytes > limit_bytes:
+                raise too_large(path, size_bytes, limit_bytes)
+            part = read_up_to(descriptor, len(content), size_bytes - len(content))
+            if not part:
+                break
+            content += part
+    return content
+
+
+def read_up_to(descriptor: int, offset: int, nbytes: int) -> bytes:
+    """Read `nbytes` at `offset` of an open file, fewer only where it ends before. Raises `OSError`."""
+    parts: list[bytes] = []
+    done = 0
+    while done < nbytes:
+        part = os.pread(descriptor, min(nbytes - done, _LARGEST_READ_BYTES), offset + done)
+        if not part:
+            break
+        parts.append(part)
+        done += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def too_large(path: object, size_bytes: int, limit_bytes: int) -> MergePipeError:
+    """Make the error for a small file that is larger than any of its kind."""
+    message = f"has {size_bytes} bytes, at most {limit_bytes} are read of a file of this kind"
+    return CorruptError.of("storage.too-large", path, message, "put the right file in its place")
+
+
+# --- what only some systems can do ---
+
+
+def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Read into `buffer` from `offset`; return the count, which is less than asked for where the system gave less."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [buffer], offset)
+    content = os.pread(descriptor, len(buffer), offset)
+    buffer[: len(content)] = content
+    return len(content)
+
+
+def stop_read_ahead(descriptor: int) -> None:
+    """Switch the kernel's read-ahead off for an open file, where it can be: bytes nobody asked for stay unread."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    elif hasattr(fcntl, "F_RDAHEAD"):  # macOS
+        fcntl.fcntl(descriptor, fcntl.F_RDAHEAD, 0)
+
+
+def start_writing_back(descriptor: int, first: int, nbytes: int) -> None:
+    """Let the system begin to write bytes of an open file to its disk, where it can be told; failures show in fsync."""
+    function = getattr(_c_library(), "sync_file_range", None)  # Linux
+    if function is not None:
+        function(descriptor, ctypes.c_int64(first), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
+
+
+@cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def switch_direct(descriptor: int, *, wanted: bool) -> bool:
+    """Switch direct reads and writes of an open file on or off, where it can be; return whether they are on then."""
+    direct = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    with contextlib.suppress(OSError):  # the file system has none
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | direct if wanted else flags & ~direct)
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & direct)

@@ -10,7 +10,7 @@ from typing import Final
 from blake3 import blake3
 
 from mergepipe.storage import owned
-from mergepipe.storage.regular import os_error
+from mergepipe.storage.ranges import os_error
 
 APPENDING: Final = os.O_WRONLY | os.O_APPEND
 _CHECK_DIGITS = 16

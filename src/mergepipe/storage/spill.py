@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -12,9 +11,7 @@ from mergepipe.storage import owned
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import FileOnTop, shrunk
-from mergepipe.storage.regular import os_error
-from mergepipe.storage.system_calls import read_at
+from mergepipe.storage.ranges import os_errors, read_at, shrunk
 
 
 class SpilledFiles(Mapping[Location, RangeFile]):
@@ -59,11 +56,11 @@ class _Spill:
 
     def keep(self, location: Location, offset: int, room_bytes: int, content: memoryview) -> None:
         """Write what a read of `room_bytes` at `offset` returned."""
-        with self._lock, self._errors("making room for what is read of experts"):
+        with self._lock, os_errors(self._folder, "making room for what is read of experts"):
             if self._descriptor < 0:
                 self._descriptor = owned.create_unnamed_file(self._folder)
             place, self._end = self._end, self._end + len(content)
-        with self._errors("keeping what was read of experts"):
+        with os_errors(self._folder, "keeping what was read of experts"):
             done = 0
             while done < len(content):
                 done += os.pwrite(self._descriptor, content[done:], place + done)
@@ -77,7 +74,7 @@ class _Spill:
             return None
         place, nbytes = kept
         done = 0
-        with self._errors("reading again what was read of experts"):
+        with os_errors(self._folder, "reading again what was read of experts"):
             while done < nbytes:
                 count = read_at(self._descriptor, buffer[done:nbytes], place + done)
                 if count == 0:
@@ -90,20 +87,29 @@ class _Spill:
             os.close(self._descriptor)
         self._descriptor, self._kept = -1, {}
 
-    @contextlib.contextmanager
-    def _errors(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise os_error(error, self._folder, doing) from error
 
-
-class _SpilledFile(FileOnTop):
+class _SpilledFile:
     """One of the `SpilledFiles`; closing it closes nothing."""
 
     def __init__(self, file: RangeFile, spill: _Spill) -> None:
-        super().__init__(file)
+        self._file = file
         self._spill = spill
+
+    @property
+    def location(self) -> Location:
+        return self._file.location
+
+    @property
+    def size_bytes(self) -> int:
+        return self._file.size_bytes
+
+    @property
+    def alignment(self) -> int:
+        return self._file.alignment
+
+    @property
+    def version(self) -> str:
+        return self._file.version
 
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
         if purpose is not Purpose.EXPERT:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from mergepipe.storage.location import Location
-from mergepipe.storage.remote import client
+from mergepipe.storage.remote import objects
 from mergepipe.storage.remote.bucket_folder import BucketFolder
-from mergepipe.storage.remote.client import open_writer
+from mergepipe.storage.remote.objects import open_writer
 from mergepipe.storage.remote.retry import RequestFailed
 from support.bucket_outputs import bucket_server, new_prefix
 from support.remote_stores import set_environment
@@ -120,7 +120,7 @@ def test_file__larger_than_a_request_is_sent_in_bounded_memory(
 
 
 def test_file__of_many_parts_is_created_only_where_nothing_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(client, "_PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(objects, "_PART_BYTES", PART_BYTES)
     large, content = tmp_path / "large", bytes(range(256)) * (3 * PART_BYTES // 256) + b"end"
     large.write_bytes(content)
     with bucket_server() as server:
@@ -137,7 +137,7 @@ def test_file__of_many_parts_is_created_only_where_nothing_is(monkeypatch: pytes
 
 
 def test_file__that_appears_while_its_parts_are_sent_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(client, "_PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(objects, "_PART_BYTES", PART_BYTES)
     large = tmp_path / "large"
     large.write_bytes(bytes(2 * PART_BYTES))
     with bucket_server() as server:

@@ -13,7 +13,7 @@ import pytest
 from mergepipe.errors import MergePipeError, StorageError, UnsupportedError
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.remote import client
+from mergepipe.storage.remote import objects
 from mergepipe.storage.remote.retry import FailureKind
 from support.fault_server import BucketServer
 from support.remote_stores import remote_store, root_of, set_environment
@@ -26,7 +26,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[BucketSe
     with BucketServer({"bucket/m/file": b"12345"}) as running:
         set_environment(monkeypatch, running.url)
         monkeypatch.setenv("HOME", str(tmp_path))
-        monkeypatch.setattr(client, "_METADATA_SERVICE", ("127.0.0.1", 1))
+        monkeypatch.setattr(objects, "_METADATA_SERVICE", ("127.0.0.1", 1))
         yield running
 
 
@@ -138,7 +138,7 @@ def test_keys__that_obstore_cannot_name_fail_their_folder(server: BucketServer) 
     ],
 )
 def test_failure_of__keeps_nothing_but_status_and_code(text: str, kind: str, detail: str) -> None:
-    failure = client.failure_of(RuntimeError(text))
+    failure = objects.failure_of(RuntimeError(text))
     assert failure.kind is FailureKind[kind]
     assert detail in failure.detail
     assert "secret" not in failure.detail
@@ -149,7 +149,7 @@ def test_failure_of__keeps_nothing_but_status_and_code(text: str, kind: str, det
 def test_signed_bucket__signs_as_obstore_does(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     """The same request at the same time has the same signature."""
     monkeypatch.setenv("AWS_SESSION_TOKEN", "a/token+with=signs")
-    bucket = client.open_bucket(Location.parse("s3://bucket"))
+    bucket = objects.open_bucket(Location.parse("s3://bucket"))
     for _ in range(5):  # another second may begin between the two
         theirs, signed = bucket.address(key).url, bucket.signed_bucket()
         assert signed is not None

@@ -18,11 +18,9 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
 from mergepipe.storage.remote import hub_api
 from mergepipe.storage.remote.hub import CACHED_TERMS, HubStore, open_store
-from mergepipe.storage.remote.hub_api import expires_at
+from mergepipe.storage.remote.hub_api import HubSettings, expires_at
 from mergepipe.storage.remote.hub_listing import WaitingRoom
-from mergepipe.storage.remote.hub_settings import HubSettings
-from mergepipe.storage.remote.retry import RetryPolicy
-from mergepipe.storage.remote.transfers import REQUEST_COST_BYTES, Transfers
+from mergepipe.storage.remote.retry import REQUEST_COST_BYTES, RetryPolicy, Transfers
 from mergepipe.storage.traffic import CONNECTIONS, RemoteSettings
 from support.fault_server import Answer, Fault, Request, cut, no_fault, status, with_headers
 from support.hub_cache_files import write_hub_cache
@@ -52,7 +50,7 @@ def store_of(hub: HubServer, cache: Path, token: str = "", *, is_offline: bool =
     """A store that waits for nothing between attempts."""
     ledger = Ledger()
     settings = HubSettings(hub.url, cache, token, is_offline)
-    return HubStore(settings, ledger, Transfers(ledger, RetryPolicy(most_attempts=3), sleep=lambda *_: None))
+    return HubStore(settings, Transfers(ledger, RetryPolicy(most_attempts=3), sleep=lambda *_: None))
 
 
 @pytest.fixture
@@ -389,7 +387,7 @@ def test_offline__pins_and_reads_from_the_cache(running: HubServer, tmp_path: Pa
     ledger = Ledger()
     endpoint = running.url if is_offline else "http://127.0.0.1:9"
     transfers = Transfers(ledger, RetryPolicy(most_first_contacts=1))
-    store = HubStore(HubSettings(endpoint, tmp_path, "", is_offline), ledger, transfers)
+    store = HubStore(HubSettings(endpoint, tmp_path, "", is_offline), transfers)
     for revision in ("", "main", commit):
         pinned = store.pin(MODEL.with_revision(revision))
         assert pinned.revision == commit
@@ -408,7 +406,7 @@ def test_offline__says_how_to_get_what_the_cache_lacks(hub: HubServer, tmp_path:
     )
     ledger = Ledger()
     transfers = Transfers(ledger, RetryPolicy(most_first_contacts=1))
-    unreachable = HubStore(HubSettings("http://127.0.0.1:9", tmp_path), ledger, transfers)
+    unreachable = HubStore(HubSettings("http://127.0.0.1:9", tmp_path), transfers)
     error = refused(lambda: unreachable.pin(MODEL))
     assert str(error).startswith("hf://org/name: could not be read: no connection to 127.0.0.1: ")
     assert str(error).endswith("run `hf download org/name --local-dir name`, and name that folder")

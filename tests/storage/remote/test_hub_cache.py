@@ -11,9 +11,9 @@ import pytest
 from mergepipe.errors import CorruptError, RecipeError
 from mergepipe.storage.contract import Entry, FileKind
 from mergepipe.storage.location import Location
-from mergepipe.storage.remote.hub_cache import HubCache
+from mergepipe.storage.remote.hub import HubCache
+from mergepipe.storage.remote.hub_api import HubSettings, hub_settings
 from mergepipe.storage.remote.hub_listing import HubFile, ModelListing, git_blob_id, is_contained, parse_model_info
-from mergepipe.storage.remote.hub_settings import HubSettings, hub_settings
 from support.hub_cache_files import write_hub_cache
 
 MODEL = Location.parse("hf://org/name")

@@ -13,8 +13,15 @@ from mergepipe.storage.contract import StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote import objects, web
-from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed, RetryPolicy
-from mergepipe.storage.remote.transfers import REQUEST_BYTES, REQUEST_COST_BYTES, Transfers
+from mergepipe.storage.remote.retry import (
+    REQUEST_BYTES,
+    REQUEST_COST_BYTES,
+    Failure,
+    FailureKind,
+    RequestFailed,
+    RetryPolicy,
+    Transfers,
+)
 from mergepipe.storage.remote.web import WebStore
 from mergepipe.storage.traffic import RemoteSettings, RequestCounts
 from support.fault_server import Answer, BucketServer, Link, Request, status

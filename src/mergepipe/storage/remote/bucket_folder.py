@@ -13,7 +13,7 @@ from mergepipe.storage.remote.multipart import MultipartUploads
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 
 if TYPE_CHECKING:
-    from mergepipe.storage.remote.client import BucketWriter, ObjectFacts
+    from mergepipe.storage.remote.objects import BucketWriter, ObjectFacts
 
 _IS_THERE: Final = (409, 412)
 _OWN_MARK: Final = ".mergepipe-"  # of objects that no user named
@@ -37,7 +37,7 @@ class BucketFolder:
         """
         if location.scheme not in OBJECT_SCHEMES:
             raise ValueError(f"no object store has the scheme {location.scheme}")
-        from mergepipe.storage.remote.client import open_writer
+        from mergepipe.storage.remote.objects import open_writer
 
         self.location = location
         self._writer = writer or open_writer(location)
@@ -80,7 +80,7 @@ class BucketFolder:
         Raises:
             StorageError: `storage.credentials`, there is no secret key that the requests can be signed with.
         """
-        from mergepipe.storage.remote.client import open_bucket
+        from mergepipe.storage.remote.objects import open_bucket
 
         if self.location.scheme != "s3":
             return None

@@ -143,7 +143,7 @@ class HttpClient:
         Raises:
             RequestFailed: it failed, or the answer tells no size.
         """
-        answer = self._request("HEAD", address)
+        answer, _ = self._request("HEAD", address)
         answer.discard()
         answer.check_status(200)
         is_folder = urlsplit(answer.address.url).path.endswith("/")
@@ -168,7 +168,7 @@ class HttpClient:
         headers = {**address.headers, "Range": f"bytes={offset}-{last}"}
         if pin.if_match:
             headers["If-Match"] = pin.if_match
-        answer = self._request("GET", Address(address.url, headers))
+        answer, _ = self._request("GET", Address(address.url, headers))
         try:
             changed = (difference or pin.difference)(answer.check_range(offset, last, pin.size_bytes))
             if changed:
@@ -183,15 +183,8 @@ class HttpClient:
         Raises:
             RequestFailed: no answer came, it asks to come again later, or its body has more than `limit_bytes`.
         """
-        for _ in range(_MOST_REDIRECTS + 1):
-            answer = self._ask(method, address)
-            target = answer.redirect_target()
-            following = None if target is None else _redirected_or_discard(answer, address, target)
-            if target is None or following is None or urlsplit(target).netloc:
-                return answer.exchange(limit_bytes, following)
-            answer.discard()
-            address = following
-        raise RequestFailed(Failure(FailureKind.UNUSABLE, f"more than {_MOST_REDIRECTS} redirects"))
+        answer, elsewhere = self._request(method, address, within_host=True)
+        return answer.exchange(limit_bytes, elsewhere)
 
     def abort(self) -> None:
         """Break all connections, so that requests in flight fail now and not when their server has been silent."""
@@ -208,15 +201,24 @@ class HttpClient:
         with self._lock:
             _close_all(self._idle)
 
-    def _request(self, method: str, address: Address) -> _Answer:
-        """Send a request, following redirects; credentials never follow to another host."""
+    def _request(self, method: str, address: Address, *, within_host: bool = False) -> tuple[_Answer, Address | None]:
+        """Send a request and follow its redirects; credentials never follow to another host.
+
+        With `within_host`, one that names a host is not followed, and its target is returned with it.
+        """
         for _ in range(_MOST_REDIRECTS + 1):
             answer = self._ask(method, address)
             target = answer.redirect_target()
             if target is None:
-                return answer
+                return answer, None
+            try:
+                address = _redirected(address, target)
+                if within_host and urlsplit(target).netloc:
+                    return answer, address
+            except RequestFailed:
+                answer.discard()
+                raise
             answer.discard()
-            address = _redirected(address, target)
         raise RequestFailed(Failure(FailureKind.UNUSABLE, f"more than {_MOST_REDIRECTS} redirects"))
 
     def _ask(self, method: str, address: Address) -> _Answer:
@@ -493,14 +495,6 @@ def _close_all(idle: dict[tuple[str, str], list[HTTPConnection]]) -> None:
         for connection in connections:
             connection.close()
     idle.clear()
-
-
-def _redirected_or_discard(answer: _Answer, address: Address, target: str) -> Address:
-    try:
-        return _redirected(address, target)
-    except RequestFailed:
-        answer.discard()
-        raise
 
 
 def bare_etag(etag: str) -> str:

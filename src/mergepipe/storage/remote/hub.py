@@ -1,28 +1,55 @@
-"""The Hugging Face Hub as a store: models pinned by commit, files known by their digests, read by ranges."""
+"""The Hugging Face Hub as a store: models pinned by commit, files known by their digests, read by ranges.
+
+What lies in the local cache of the Hugging Face tools is read there:
+
+    models--ORG--NAME/refs/BRANCH           the commit that a branch or tag led to when it was last downloaded
+    models--ORG--NAME/snapshots/COMMIT/...  the files of a commit as far as they were downloaded, as links to blobs
+    models--ORG--NAME/blobs/DIGEST          the content of files, named by SHA-256 (large files) or git's blob id
+
+A blob gets its name only when it is whole. It may itself be a link, into a store that models share.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
-import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
-from mergepipe.errors import MergePipeError, NotFoundError, StorageError
+from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.storage.contract import Entry, FileStatus, RangeFile, StoreTerms
+from mergepipe.storage.file_version import version_of
 from mergepipe.storage.ledger import Ledger, Purpose
-from mergepipe.storage.location import HUB_SCHEME, Location
-from mergepipe.storage.ranges import read_exact
-from mergepipe.storage.regular import too_large
-from mergepipe.storage.remote.http_client import HttpClient
-from mergepipe.storage.remote.hub_api import HubApi, HubSource
-from mergepipe.storage.remote.hub_cache import HubCache
-from mergepipe.storage.remote.hub_errors import is_unreachable, offline
-from mergepipe.storage.remote.hub_files import CachedFile, RemoteFile
-from mergepipe.storage.remote.hub_listing import HubFile, ModelListing
-from mergepipe.storage.remote.hub_settings import HubSettings, hub_settings
-from mergepipe.storage.remote.transfers import REQUEST_COST_BYTES, Transfers
-from mergepipe.storage.traffic import RemoteSettings, RequestCounts
+from mergepipe.storage.local import LocalFile
+from mergepipe.storage.location import HUB_SCHEME, Location, bare_name
+from mergepipe.storage.ranges import open_regular, stop_read_ahead
+from mergepipe.storage.remote.hub_api import (
+    HubApi,
+    HubSettings,
+    HubSource,
+    hub_settings,
+    is_unreachable,
+    offline,
+)
+from mergepipe.storage.remote.hub_listing import (
+    COMMIT,
+    GIT,
+    SHA256,
+    HubFile,
+    ModelListing,
+    changed,
+    is_contained,
+)
+from mergepipe.storage.remote.pinned_store import PinnedFile, PinnedStore
+from mergepipe.storage.remote.retry import Transfers
+from mergepipe.storage.traffic import RemoteSettings
 
-DEFAULT_REVISION = "main"
-CACHED_TERMS = StoreTerms(granularity_bytes=1, most_requests=8, request_cost_bytes=0)
+DEFAULT_REVISION: Final = "main"
+CACHED_TERMS: Final = StoreTerms(granularity_bytes=1, most_requests=8, request_cost_bytes=0)
+_REFERENCE_LIMIT_BYTES: Final = 1 << 10
+_KIND_OF_LENGTH: Final = {64: SHA256, 40: GIT}
 
 
 def open_store(scheme: str, ledger: Ledger, settings: RemoteSettings) -> HubStore:
@@ -33,59 +60,41 @@ def open_store(scheme: str, ledger: Ledger, settings: RemoteSettings) -> HubStor
     """
     if scheme != HUB_SCHEME:
         raise ValueError(f"not a scheme of the Hub: {scheme}")
-    return HubStore(hub_settings(), ledger, Transfers(ledger, connections=settings.connections))
+    return HubStore(hub_settings(), Transfers(ledger, connections=settings.connections))
 
 
-class HubStore:
+class HubStore(PinnedStore):
     """Models of the Hub. One request pins a model; looking at its files needs no other.
 
-    A branch keeps the commit that it led to at first use, for as long as the store lives. What the local cache of the
-    Hugging Face tools holds is read there. Safe to use from many threads.
+    A branch keeps the commit that it led to at first use, for as long as the store lives. Safe to use from many
+    threads. Every method that takes a location raises as `pin` does.
     """
 
-    def __init__(self, settings: HubSettings, ledger: Ledger, transfers: Transfers | None = None) -> None:
-        self._ledger = ledger
+    def __init__(self, settings: HubSettings, transfers: Transfers) -> None:
+        super().__init__(transfers)
         self._is_offline = settings.is_offline
         self._cache = HubCache(settings.cache_folder)
-        self._client = HttpClient()
-        self._transfers = transfers or Transfers(ledger)
-        self._api = HubApi(settings, self._transfers, self._client)
-        self._transfers.on_abort(self._client.abort)
-        self._remote_terms = StoreTerms(1, self._transfers.connections, REQUEST_COST_BYTES)
+        self._api = HubApi(settings, transfers, self._http)
         self._notices: list[str] = []
         self._listings: dict[tuple[str, str], ModelListing] = {}
         self._sources: dict[tuple[Location, str], HubSource] = {}
         self._lock = threading.RLock()
-        self._closed = weakref.finalize(self, _close, self._client, self._transfers)
-
-    @property
-    def ledger(self) -> Ledger:
-        return self._ledger
-
-    @property
-    def counts(self) -> RequestCounts:
-        """The requests made so far, retries among them."""
-        return self._transfers.counts
 
     @property
     def notices(self) -> tuple[str, ...]:
         """The models that the local cache stood in for, because the Hub could not be reached."""
         return tuple(self._notices)
 
-    def abort(self) -> None:
-        """Fail the requests in flight soon; see `RemoteStore.abort`."""
-        self._transfers.abort()
-
     def terms(self, location: Location) -> StoreTerms:
         """Return the price of requests, which is nothing where everything at a location lies in the local cache."""
         listing = self._listings.get((location.root, location.revision or DEFAULT_REVISION))
         if listing is None:
-            return self._remote_terms
+            return super().terms(location)
         folder = f"{location.key}/" if location.key else ""
         file = listing.files.get(location.key)
         files = [file] if file else [file for path, file in listing.files.items() if path.startswith(folder)]
         is_cached = files and all(self._cache.path_of(listing.model, listing.commit, file) for file in files)
-        return CACHED_TERMS if is_cached else self._remote_terms
+        return CACHED_TERMS if is_cached else super().terms(location)
 
     def pin(self, location: Location) -> Location:
         """The location at the commit that its revision leads to now.
@@ -103,46 +112,28 @@ class HubStore:
             self._listings.pop((location.root, location.revision or DEFAULT_REVISION), None)
 
     def stat(self, location: Location) -> FileStatus | None:
-        """Look a location up in the pinned listing. Raises as `pin` does."""
+        """Look a location up in the pinned listing."""
         return self._listing(location).status(location.key)
 
     def list(self, location: Location) -> tuple[Entry, ...]:
-        """Return the entries directly below a folder of the pinned listing, by name. Raises as `pin` does."""
+        """Return the entries directly below a folder of the pinned listing, by name."""
         entries = self._listing(location).folders.get(location.key)
         if entries is None:
             raise NotFoundError.of("storage.not-found", location, "no such folder in the model", "check the path")
         return entries
 
-    def real_path(self, location: Location) -> Location | None:
-        """The location itself: models hold no links. Raises as `pin` does."""
-        return None if self.stat(location) is None else location
-
-    def size_bytes(self, location: Location) -> int:
-        """Size of a file, from the pinned listing. Raises as `open` does."""
-        return self._file(location)[1].size_bytes
-
     def open(self, location: Location, *, direct: bool = False) -> RangeFile:
         """Open a file for positional reads: in the local cache, else on the network, which is asked at the first read.
 
-        Raises:
-            NotFoundError: `storage.not-found`, no such file; and as `pin`.
-            StorageError: `storage.not-a-file`, a folder; and as `pin`.
+        What is cached is read like what is not, byte for byte: `direct` means nothing here.
         """
-        del direct  # what is cached is read like what is not, byte for byte
-        listing, file = self._file(location)
+        del direct
+        status, listing = self._file_status(location), self._listing(location)
+        file = listing.files[location.key]
         cached = self._cache.path_of(listing.model, listing.commit, file)
         if cached is not None:
-            return CachedFile(location, cached, file, self._ledger)
-        return RemoteFile(location, self._source(location, listing, file), self._transfers)
-
-    def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
-        """Read up to `nbytes` at `offset`, charged as metadata. Raises as `open`, and as reading does."""
-        file = self.open(location)
-        try:
-            stop = max(offset, min(offset + nbytes, file.size_bytes))
-            return read_exact(file, offset, stop, Purpose.METADATA).tobytes()
-        finally:
-            file.close()
+            return _CachedFile(location, cached, file, self.ledger)
+        return _CheckedFile(self._source(location), status, self._transfers)
 
     def read_small(self, location: Location, limit_bytes: int) -> bytes:
         """Read a whole file of at most `limit_bytes`, charged as metadata, and hold it against its digest.
@@ -151,33 +142,19 @@ class HubStore:
             CorruptError: `storage.too-large`, it is larger; nothing was read.
             ConflictError: `input.changed`, it is not what was pinned.
         """
-        file = self._file(location)[1]
-        if file.size_bytes > limit_bytes:
-            raise too_large(location, file.size_bytes, limit_bytes)
-        content = self.read_metadata(location, 0, file.size_bytes)
-        file.check(location, content)
+        listing = self._listing(location)
+        content = super().read_small(location, limit_bytes)
+        listing.files[location.key].check(location, content)
         return content
 
-    def close(self) -> None:
-        """Let workers and connections go."""
-        self._closed()
-
-    def _file(self, location: Location) -> tuple[ModelListing, HubFile]:
-        listing = self._listing(location)
-        file = listing.files.get(location.key)
-        if file is not None:
-            return listing, file
-        if location.key in listing.folders:
-            raise StorageError.of("storage.not-a-file", location, "is a folder, a file is needed", "name a file in it")
-        message = f"no such file at commit {listing.commit[:12]}"
-        raise NotFoundError.of("storage.not-found", location, message, f"see hf.co/{location.root}/tree/main")
-
-    def _source(self, location: Location, listing: ModelListing, file: HubFile) -> HubSource:
+    def _source(self, location: Location) -> HubSource:
         """Return the one `HubSource` of a file, which all that open it share: it is resolved once."""
         with self._lock:
+            listing = self._listing(location)
             key = (location, listing.commit)
             if key not in self._sources:
-                self._sources[key] = HubSource(self._api, self._client, location, listing.commit, file)
+                file = listing.files[location.key]
+                self._sources[key] = HubSource(self._api, self._http, location, listing.commit, file)
             return self._sources[key]
 
     def _listing(self, location: Location) -> ModelListing:
@@ -215,6 +192,105 @@ class HubStore:
         return listing
 
 
-def _close(client: HttpClient, transfers: Transfers) -> None:
-    transfers.close()
-    client.close()
+class _CheckedFile(PinnedFile):
+    """A file on the network, held against its digest where all of it is read."""
+
+    _source: HubSource
+
+    def _fill(self, offset: int, buffer: memoryview, purpose: Purpose) -> None:
+        if not self._source.has_address:
+            self._transfers.ask(self.location, self._source.resolve)
+        with self._source.whole.reading(offset, buffer):
+            super()._fill(offset, buffer, purpose)
+
+
+class _CachedFile(LocalFile):
+    """A file in the local cache, charged under its location on the Hub as any local file is."""
+
+    def __init__(self, location: Location, path: Path, file: HubFile, ledger: Ledger) -> None:
+        self._file = file
+        super().__init__(location, open_regular(path), file.size_bytes, direct=False, ledger=ledger)
+        size_bytes = os.fstat(self._descriptor).st_size
+        if size_bytes != file.size_bytes:
+            self.close()
+            raise changed(location, "the size in the local cache", file.size_bytes, size_bytes)
+        stop_read_ahead(self._descriptor)
+
+    @property
+    def version(self) -> str:
+        return self._file.version
+
+
+@dataclass(frozen=True, slots=True)
+class HubCache:
+    """The cache in `folder`, which need not exist. Nothing is ever written to it."""
+
+    folder: Path
+
+    def commit_of(self, model: str, revision: str) -> str | None:
+        """The commit of a branch, tag or commit, as far as the cache knows it."""
+        if COMMIT.fullmatch(revision):
+            return revision if (self._model_folder(model) / "snapshots" / revision).is_dir() else None
+        if not is_contained(revision):
+            return None
+        try:
+            with (self._model_folder(model) / "refs" / revision).open("rb") as file:
+                commit = file.read(_REFERENCE_LIMIT_BYTES).decode("ascii", "replace").strip()
+        except OSError:
+            return None
+        return commit if COMMIT.fullmatch(commit) else None
+
+    def listing(self, model: str, commit: str) -> ModelListing | None:
+        """The files of a commit that the cache holds; None where it holds none."""
+        snapshot = self._model_folder(model) / "snapshots" / commit
+        files = [file for path in _paths_below(snapshot) if (file := _described(snapshot, path)) is not None]
+        return ModelListing.of(model, commit, files) if files else None
+
+    def path_of(self, model: str, commit: str, file: HubFile) -> Path | None:
+        """Return the cached file, by its digest or by its commit, path and size; None where it is not cached."""
+        model_folder = self._model_folder(model)
+        in_snapshot = model_folder / "snapshots" / commit / file.path
+        if _size_bytes(in_snapshot) == file.size_bytes and _linked_blob(in_snapshot) in (None, file.content_id):
+            return in_snapshot
+        blob = model_folder / "blobs" / file.content_id
+        is_digest = file.version.partition(":")[0] in (SHA256, GIT)
+        return blob if is_digest and _size_bytes(blob) == file.size_bytes else None
+
+    def _model_folder(self, model: str) -> Path:
+        folder, name = self.folder / f"models--{model.replace('/', '--')}", bare_name(model)
+        return folder if name is None or folder.is_dir() else self.folder / f"models--{name}"
+
+
+def _paths_below(folder: Path) -> Iterator[str]:
+    for parent, _, names in os.walk(folder):
+        for name in sorted(names):
+            yield (Path(parent) / name).relative_to(folder).as_posix()
+
+
+def _described(snapshot: Path, path: str) -> HubFile | None:
+    """Describe a file of a snapshot; None where its blob is missing."""
+    place = snapshot / path
+    size_bytes = _size_bytes(place)
+    if size_bytes is None:
+        return None
+    digest = _linked_blob(place) or ""
+    kind = _KIND_OF_LENGTH.get(len(digest))
+    if kind is None:  # a cache on a file system without links holds plain files
+        return HubFile(path, size_bytes, f"file:{version_of(place, place.stat())}")
+    return HubFile(path, size_bytes, f"{kind}:{digest}")
+
+
+def _linked_blob(place: Path) -> str | None:
+    """The name of the blob that a file of a snapshot links to; None for a plain file."""
+    try:
+        return place.readlink().name
+    except OSError:
+        return None
+
+
+def _size_bytes(place: Path) -> int | None:
+    """The size of a regular file, links followed; None where there is none."""
+    try:
+        return place.stat().st_size if place.is_file() else None
+    except (OSError, ValueError):
+        return None

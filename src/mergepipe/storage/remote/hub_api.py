@@ -1,29 +1,164 @@
-"""The requests that the Hub is sent: what a revision holds, and where the bytes of a file are to be read now."""
+"""The Hugging Face Hub as it is asked: its settings in the environment, its requests, and what its refusals mean."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Final, NoReturn
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, NoReturn
 from urllib.parse import parse_qs, quote, urlsplit
 
 from mergepipe.core.canonical_json import parse_digestible
-from mergepipe.errors import MergePipeError
+from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, StorageError, UnsupportedError
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import Address, Exchange, HttpClient, Pin, bare_etag
-from mergepipe.storage.remote.hub_errors import changed, no_answer, refusal
-from mergepipe.storage.remote.hub_listing import HubFile, ModelListing, WaitingRoom, WholeFileCheck, parse_model_info
-from mergepipe.storage.remote.hub_settings import HubSettings
-from mergepipe.storage.remote.retry import RequestFailed
-from mergepipe.storage.remote.transfers import Transfers
+from mergepipe.storage.remote.hub_listing import (
+    HubFile,
+    ModelListing,
+    WaitingRoom,
+    WholeFileCheck,
+    changed,
+    no_answer,
+    parse_model_info,
+)
+from mergepipe.storage.remote.retry import RequestFailed, Transfers
 
+DEFAULT_ENDPOINT = "https://huggingface.co"
+TRUE_TEXTS = ("1", "ON", "YES", "TRUE")
+TOKEN_LIMIT_BYTES = 1 << 16
 ANSWER_LIMIT_BYTES: Final = 8 << 20  # 300 bytes a file: 25,000 files; parsing takes up to 30 times as much memory
 RENEWED_BEFORE_SECONDS: Final = 60
 TOO_MANY_REQUESTS: Final = 429
 _FOUND: Final = (301, 302, 303, 307, 308)
+UNREACHABLE: Final = "storage.connection"
+"""The code of the error for a Hub that cannot be reached, in whose place a local cache may serve."""
+
+_INVALID_TOKEN = "Invalid credentials in Authorization header"
+_LOG_IN = "`hf auth login`"
+
+
+# --- settings ---
+
+
+@dataclass(frozen=True, slots=True)
+class HubSettings:
+    """The Hub's settings in the environment. The token shows in no text of this value."""
+
+    endpoint: str
+    cache_folder: Path
+    token: str = field(default="", repr=False)
+    is_offline: bool = False
+
+
+def hub_settings(environment: Mapping[str, str] | None = None) -> HubSettings:
+    """Read the settings as the Hugging Face tools do, from their variables and the token of `hf auth login`.
+
+    Raises:
+        RecipeError: `hub.endpoint`, HF_ENDPOINT is no address of a web server.
+    """
+    variables = os.environ if environment is None else environment
+    home = _home(variables)
+    cache = variables.get("HF_HUB_CACHE") or variables.get("HUGGINGFACE_HUB_CACHE")
+    return HubSettings(
+        _endpoint(variables.get("HF_ENDPOINT") or DEFAULT_ENDPOINT),
+        _expanded(cache, variables) if cache else home / "hub",
+        _token(variables, home),
+        any(_is_true(variables.get(name)) for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")),
+    )
+
+
+def _home(variables: Mapping[str, str]) -> Path:
+    if home := variables.get("HF_HOME"):
+        return _expanded(home, variables)
+    caches = variables.get("XDG_CACHE_HOME")
+    return (_expanded(caches, variables) if caches else _expanded("~/.cache", variables)) / "huggingface"
+
+
+def _expanded(text: str, variables: Mapping[str, str]) -> Path:
+    """Replace `~` by the user's home."""
+    if (text == "~" or text.startswith("~/")) and variables.get("HOME"):
+        return Path(variables["HOME"]) / text[2:]
+    return Path(os.path.expandvars(text)).expanduser()
+
+
+def _endpoint(text: str) -> str:
+    """Check an endpoint. The error does not show it: it may hold a password."""
+    try:
+        parts = urlsplit(text)
+        is_address = bool(parts.hostname) and not parts.query and not parts.fragment and "@" not in parts.netloc
+    except ValueError:
+        is_address = False
+    if not is_address or parts.scheme not in ("http", "https"):
+        hint = f"write it like {DEFAULT_ENDPOINT}, or unset it"
+        raise RecipeError.of("hub.endpoint", "HF_ENDPOINT", "is no address of a web server", hint)
+    return text.rstrip("/")
+
+
+def _token(variables: Mapping[str, str], home: Path) -> str:
+    """The token of the environment, else that of `hf auth login`; empty where there is none or it is switched off."""
+    if _is_true(variables.get("HF_HUB_DISABLE_IMPLICIT_TOKEN")):
+        return ""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        if token := _cleaned(variables.get(name, "")):
+            return token
+    path = variables.get("HF_TOKEN_PATH")
+    file = _expanded(path, variables) if path else home / "token"
+    return _refreshed_token(file) or _token_of(file)
+
+
+def _token_of(file: Path) -> str:
+    try:
+        if file.stat().st_size > TOKEN_LIMIT_BYTES:
+            return ""
+        return _cleaned(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _refreshed_token(file: Path) -> str:
+    """The token of a file as the Hub's own package gives it, which renews those of a login by browser."""
+    if not file.is_file():
+        return ""
+    try:
+        from huggingface_hub import constants, get_token
+    except ImportError:
+        return ""
+    if Path(constants.HF_TOKEN_PATH) != file:  # it was imported under other settings
+        return ""
+    return _cleaned(get_token() or "")
+
+
+def hub_package() -> Any:
+    """Import the Hub's own package, by which repositories are written.
+
+    Raises:
+        UnsupportedError: `storage.extra`, it is not installed.
+    """
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        message = "writing to hf:// needs huggingface_hub, which is not installed"
+        raise UnsupportedError.of("storage.extra", "", message, "install mergepipe[remote]") from error
+    module: ModuleType = huggingface_hub
+    return module
+
+
+def _cleaned(token: str) -> str:
+    """A token without the line ends that editors leave; empty where it could not be sent in a header."""
+    stripped = token.replace("\r", "").replace("\n", "").strip()
+    return stripped if stripped.isascii() and stripped.isprintable() else ""
+
+
+def _is_true(text: str | None) -> bool:
+    return text is not None and text.upper() in TRUE_TEXTS
+
+
+# --- requests ---
 
 
 class HubApi:
@@ -175,3 +310,62 @@ def _check_resolved(location: Location, pinned_commit: str, file: HubFile, answe
     size = headers.get("x-linked-size") or (headers.get("content-length", "") if answer.status == 200 else "")
     if size and size != str(file.size_bytes):
         raise changed(location, "its size", file.size_bytes, size)
+
+
+# --- refusals ---
+
+
+def refusal(location: Location, status: int, headers: Mapping[str, str], *, has_token: bool) -> MergePipeError:
+    """Make the error for an answer of the Hub that is no success. `headers` has names in lower case."""
+    code, message = headers.get("x-error-code", ""), headers.get("x-error-message", "")
+    model = location.root
+    if code == "GatedRepo":
+        return _gated(location, has_token)
+    if code == "RevisionNotFound":
+        text = f"the model has no branch, tag or commit '{location.revision}'"
+        return NotFoundError.of("hub.revision", location, text, f"see hf.co/{model}/tree/main for what there is")
+    if code == "EntryNotFound":
+        return NotFoundError.of("storage.not-found", location, "no such file", f"see hf.co/{model}/tree/main")
+    if status == 401 and message == _INVALID_TOKEN:
+        hint = f"renew it by {_LOG_IN}, or correct HF_TOKEN"
+        return StorageError.of("hub.token", location, "the Hub does not accept the token (401)", hint)
+    if status in (401, 404) and code in ("", "RepoNotFound"):
+        return _no_model(location, status, has_token)
+    if status == 403:
+        text, hint = f"the Hub refuses access (403): {_shown(message)}", "see that the token has the right to read it"
+        return StorageError.of("hub.forbidden", location, text, hint)
+    return StorageError.of("hub.status", location, f"the Hub answers {status}: {_shown(message)}", "run again later")
+
+
+def offline(location: Location, why: str) -> MergePipeError:
+    """Make the error for a model that is needed from the network where there is none."""
+    model, name = location.root, location.root.rpartition("/")[2]
+    revision = f" --revision {location.revision}" if location.revision else ""
+    hint = f"where there is a network, run `hf download {model}{revision} --local-dir {name}`, and name that folder"
+    return NotFoundError.of("hub.offline", location, f"{why}, and the local cache of the Hub does not hold it", hint)
+
+
+def is_unreachable(error: MergePipeError) -> bool:
+    """Whether an error means that there is no network, or no Hub at its other end."""
+    return error.code == UNREACHABLE
+
+
+def _gated(location: Location, has_token: bool) -> MergePipeError:
+    hint = f"accept its terms at hf.co/{location.root}, then {_LOG_IN}"
+    why = "your account has not been granted access" if has_token else "no token was sent"
+    return StorageError.of("hub.gated", location, f"is a gated model, and {why}", hint)
+
+
+def _no_model(location: Location, status: int, has_token: bool) -> MergePipeError:
+    hint = f"check the name at hf.co/{location.root}; a folder of this machine is written with ./ or / before it"
+    if not has_token:
+        hint = f"{hint}; for a private model, {_LOG_IN}"
+    message = f"the Hub knows no model '{location.root}' that this token may see ({status})"
+    if not has_token:
+        message = f"the Hub knows no public model '{location.root}' ({status})"
+    return NotFoundError.of("hub.model", location, message, hint)
+
+
+def _shown(message: str) -> str:
+    printable = "".join(character for character in message if character.isprintable())
+    return printable[:200] or "no reason given"

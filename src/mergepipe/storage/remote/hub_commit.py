@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.location import Location
-from mergepipe.storage.remote.hub_settings import HubSettings, hub_package, hub_settings
+from mergepipe.storage.remote.hub_api import HubSettings, hub_package, hub_settings
 
 _MOVED: Final = (409, 412)
 _LOG_IN: Final = "set HF_TOKEN, or run `hf auth login`"

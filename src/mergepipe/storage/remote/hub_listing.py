@@ -13,9 +13,9 @@ from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Final, Protocol
 
+from mergepipe.errors import ConflictError, CorruptError, MergePipeError
 from mergepipe.storage.contract import Entry, FileKind, FileStatus
 from mergepipe.storage.location import Location
-from mergepipe.storage.remote.hub_errors import changed, no_answer
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -240,3 +240,15 @@ def _parse_file(where: Location, sibling: object) -> HubFile:
     if not isinstance(digest, str) or not pattern.fullmatch(digest):
         raise no_answer(where, f"it has no digest of '{ascii(path)[1:80]}'")
     return HubFile(str(PurePosixPath(path)), size_bytes, f"{kind}:{digest}")
+
+
+def changed(location: Location, what: str, expected: object, answer: object) -> MergePipeError:
+    """Make the error for bytes of another version than the pinned one."""
+    message = f"is not what was pinned: {what} is {answer}, {expected} is needed"
+    return ConflictError.of("input.changed", location, message, "run again; if it repeats, the server is at fault")
+
+
+def no_answer(location: Location, why: str) -> MergePipeError:
+    """Make the error for an answer that is not that of a Hub."""
+    message = f"the Hub's answer is not as expected: {why}"
+    return CorruptError.of("hub.answer", location, message, "see that HF_ENDPOINT leads to a Hub")

@@ -20,8 +20,7 @@ from xml.sax.saxutils import unescape
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import Address, Exchange, HttpClient
-from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
-from mergepipe.storage.remote.transfers import Transfers
+from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed, Transfers
 
 _ANSWER_BYTES: Final = 4 << 20
 _MOST_PAGES: Final = 1000

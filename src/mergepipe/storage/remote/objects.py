@@ -1,18 +1,83 @@
-"""Checkpoints in buckets: `s3://`, `gs://` and `az://`, listed once a folder and read by pinned ranges."""
+"""Buckets: `s3://`, `gs://` and `az://`, listed once a folder, read by pinned ranges, written to. Alone knows obstore.
+
+S3 signs by a computation on this machine, whatever the credentials: obstore signs an address, and our own client sends
+the request, because it shows `Retry-After` and stores bytes without a copy. Google and Azure sign addresses only with
+permissions that many credentials lack, so there obstore sends the requests itself. Its own retries are switched off
+where files are read: they would be neither charged nor reported. Writes are retried by it, part by part.
+"""
 
 from __future__ import annotations
 
+import configparser
+import os
+import re
+import socket
 import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
 
-from mergepipe.errors import NotFoundError
-from mergepipe.storage.contract import Entry, FileKind
+from mergepipe.errors import MergePipeError, NotFoundError, StorageError, UnsupportedError
+from mergepipe.storage.contract import Entry, FileKind, FileStatus
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location
-from mergepipe.storage.remote.client import ObjectClient, open_bucket
-from mergepipe.storage.remote.http_client import HttpClient, Pin
-from mergepipe.storage.remote.pinned_store import PinnedStore
-from mergepipe.storage.remote.transfers import Source, Transfers
+from mergepipe.storage.remote.http_client import CONNECT_SECONDS, STALL_SECONDS, Address, HttpClient, Pin
+from mergepipe.storage.remote.multipart import SignedBucket
+from mergepipe.storage.remote.pinned_store import PinnedStore, status_of
+from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed, Source, Transfers
 from mergepipe.storage.traffic import RemoteSettings
+
+SIGNED_FOR: Final = timedelta(minutes=15)
+_CHUNK_BYTES: Final = 1 << 20
+_PART_BYTES: Final = 16 << 20
+_PARTS_AT_ONCE: Final = 8
+_NOT_FOUND: Final = 404
+_EXISTS: Final = 412
+_DIGEST_ATTRIBUTE: Final = "mergepipedigest"  # Azure takes names of letters and digits only
+_NO_RETRIES: Final[Mapping[str, Any]] = {"max_retries": 0}
+_WRITE_RETRIES: Final[Mapping[str, Any]] = {"max_retries": 8, "retry_timeout": timedelta(minutes=5)}
+_LONGEST_READ: Final = timedelta(minutes=15)  # of one request, 8 MiB at most
+_LONGEST_WRITE: Final = timedelta(hours=1)
+_WRITE_STALL_SECONDS: Final = 300.0  # it begins with a request: eight parts together take that at 450 kB/s
+_METADATA_SERVICE: Final = ("169.254.169.254", 80)
+_STATUS: Final = re.compile(r"status(?: code)?: (\d{3})(?: ([A-Za-z -]{1,40}))?")
+_HOST: Final = re.compile(r"https?://(?:[^/\s@]*@)?([^/\s?@,]+)")
+_CAUSES: Final = (("ConnectionRefused", "the connection was refused"), ("dns error", "no such host is known"))
+_ERROR_CODE: Final = re.compile(r"<Code>([A-Za-z0-9.]{1,60})</Code>")
+_CLASS_STATUS: Final = {
+    "FileNotFoundError": (404, "Not Found"),
+    "UnauthenticatedError": (401, "Unauthorized"),
+    "PermissionDeniedError": (403, "Forbidden"),
+    "PreconditionError": (412, "Precondition Failed"),
+    "AlreadyExistsError": (412, "Precondition Failed"),
+}
+_KINDS: Final = (
+    ("non-partial response", FailureKind.NOT_PARTIAL, "200 for a range"),
+    ("Content-Range", FailureKind.WRONG_RANGE, "its Content-Range is missing or malformed"),
+    ("but object was only", FailureKind.CHANGED, "it is shorter than it was"),
+    ("UnexpectedRange", FailureKind.WRONG_RANGE, "its Content-Range is another one"),
+    ("BareRedirect", FailureKind.UNUSABLE, "it lies in another region than the one in use: set the region"),
+    ("TimedOut", FailureKind.STALLED, "nothing arrived for too long"),
+    ("kind: Timeout", FailureKind.STALLED, "nothing arrived for too long"),
+    ("kind: Connect", FailureKind.UNREACHABLE, ""),
+    ("kind: Request", FailureKind.UNREACHABLE, ""),
+    ("error sending request", FailureKind.UNREACHABLE, ""),
+    ("kind: Interrupted", FailureKind.CUT, "the connection ended before the answer did"),
+    ("kind: Decode", FailureKind.CUT, "the connection ended before the answer did"),
+    ("error decoding response body", FailureKind.CUT, "the connection ended before the answer did"),
+    ("request or response body error", FailureKind.CUT, "the connection ended before the answer did"),
+)
+
+
+# --- reading ---
 
 
 def open_store(scheme: str, ledger: Ledger, settings: RemoteSettings) -> ObjectStore:
@@ -30,9 +95,7 @@ class ObjectStore(PinnedStore):
     """Objects by bucket and key. A folder is what keys have before a slash; an empty one does not exist."""
 
     def __init__(self, transfers: Transfers, http: HttpClient | None = None) -> None:
-        super().__init__(transfers)
-        self._http = http or HttpClient()
-        transfers.on_abort(self._http.abort)
+        super().__init__(transfers, http)
         self._lock = threading.Lock()
         self._clients: dict[str, ObjectClient] = {}
         self._folders: dict[Location, dict[str, Pin | FileKind]] = {}
@@ -47,10 +110,9 @@ class ObjectStore(PinnedStore):
             for name in sorted(listing)
         )
 
-    def close(self) -> None:
-        """Let workers and connections go."""
-        super().close()
-        self._http.close()
+    def stat(self, location: Location) -> FileStatus | None:
+        """Look a location up; see `Store.stat`."""
+        return None if "\0" in location.key else status_of(self._look_up(location))
 
     def _look_up(self, location: Location) -> Pin | FileKind | None:
         try:
@@ -62,7 +124,9 @@ class ObjectStore(PinnedStore):
         except NotFoundError:  # there is no such bucket
             return None
 
-    def _source(self, location: Location, pin: Pin) -> Source:
+    def _source(self, location: Location) -> Source:
+        pin = self._look_up(location)
+        assert isinstance(pin, Pin)
         return _ObjectSource(location, pin, self._client(location), self._http)
 
     def _listing(self, folder: Location) -> dict[str, Pin | FileKind]:
@@ -70,8 +134,8 @@ class ObjectStore(PinnedStore):
         if folder not in self._folders:
             client = self._client(folder)
             answer = self._transfers.ask(folder, lambda: client.list_folder(folder.key))
-            listing: dict[str, Pin | FileKind] = {_name(key): FileKind.FOLDER for key in answer.folders}
-            listing |= {_name(key): pin for key, pin in answer.objects.items()}
+            listing: dict[str, Pin | FileKind] = {key.rpartition("/")[2]: FileKind.FOLDER for key in answer.folders}
+            listing |= {key.rpartition("/")[2]: pin for key, pin in answer.objects.items()}
             with self._lock:  # another thread may have listed it meanwhile: the first pins stay
                 self._folders.setdefault(folder, listing)
         return self._folders[folder]
@@ -105,5 +169,406 @@ class _ObjectSource:
         return False
 
 
-def _name(key: str) -> str:
-    return key.rpartition("/")[2]
+# --- one bucket ---
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The entries directly below a folder: the pins of objects by their keys, and the keys of folders."""
+
+    objects: Mapping[str, Pin]
+    folders: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFacts:
+    """An object as it is now: `digest` is what its writer said of its content, empty for none."""
+
+    key: str
+    size_bytes: int
+    modified: datetime
+    etag: str
+    version: str
+    digest: str = ""
+
+
+class ObjectClient:
+    """One bucket, by the credentials that the ecosystem's usual places hold; anonymous where there are none."""
+
+    def __init__(self, store: object, sign: Callable[[str], str] | None, secret: str = "") -> None:
+        self.store = store
+        self._sign = sign
+        self._secret = secret
+
+    @property
+    def signs_addresses(self) -> bool:
+        """Whether `address` works: else `read_range` makes the requests."""
+        return self._sign is not None
+
+    def list_folder(self, prefix: str) -> Listing:
+        """List the objects and folders directly below `prefix`, which is empty for the whole bucket.
+
+        Raises:
+            RequestFailed: it failed.
+        """
+        with _failures():
+            answer = _obstore().list_with_delimiter(self.store, prefix or None)
+            objects = {item["path"]: _pin(item) for item in answer["objects"] if item["path"] != prefix}
+        return Listing(objects, tuple(folder.rstrip("/") for folder in answer["common_prefixes"]))
+
+    def address(self, key: str) -> Address:
+        """Return an address of an object that is good for `SIGNED_FOR`. Makes no request to the store.
+
+        Raises:
+            RequestFailed: the credentials could not be had.
+        """
+        assert self._sign is not None
+        with _failures():
+            return Address(self._sign(key))
+
+    def signed_bucket(self) -> SignedBucket | None:
+        """What requests for the bucket itself are signed with; None but on S3 with a secret key of the environment."""
+        return SignedBucket(self.address("x").url, self._secret) if self._secret else None
+
+    def read_range(self, key: str, offset: int, buffer: memoryview, pin: Pin) -> None:
+        """Fill `buffer` with the bytes of an object at `offset`, all of which lie inside the pinned object.
+
+        Raises:
+            RequestFailed: it failed; `received_bytes` of `buffer` are right.
+        """
+        options = {"range": (offset, offset + len(buffer))} | ({"if_match": pin.if_match} if pin.if_match else {})
+        done = 0
+        try:
+            answer = _obstore().get(self.store, key, options=options)
+            difference = pin.difference(_pin(answer.meta))
+            if difference:
+                raise RequestFailed(Failure(FailureKind.CHANGED, difference))
+            for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
+                part = memoryview(chunk)
+                buffer[done : done + len(part)] = part
+                done += len(part)
+        except RequestFailed:
+            raise
+        except Exception as error:  # of classes that only obstore knows
+            raise RequestFailed(failure_of(error), done) from None
+        if done < len(buffer):
+            raise RequestFailed(Failure(FailureKind.CUT, "the connection ended before the answer did"), done)
+
+
+class BucketWriter:
+    """Writes to one bucket, by the same credentials as `ObjectClient`. Its requests are retried by obstore.
+
+    A file is sent in parts, of which `_PARTS_AT_ONCE` are in memory: it may be larger than memory, and than what a
+    store takes in one request. What `on_bytes` raises while it is sent ends the transfer, and the parts are given up.
+    Every method raises RequestFailed.
+    """
+
+    def __init__(self, store: object, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+        self._store = store
+        self._on_bytes = on_bytes
+
+    def create(self, key: str, content: bytes | Path, digest: str) -> None:
+        """Write an object of which there is none; a refusal for one that is there has the status 412.
+
+        That is the store's own condition for what one request takes. obstore puts no condition on parts: before a
+        larger file is sent, and again before its parts are joined, it is looked whether something is there.
+        """
+        if isinstance(content, Path) and content.stat().st_size > _PART_BYTES:
+            self._refuse_if_there(key)
+            self._put_parts(key, content, digest, is_new=True)
+        else:
+            self._put(key, content if isinstance(content, bytes) else content.read_bytes(), digest, "create")
+
+    def overwrite(self, key: str, content: bytes | Path, digest: str) -> None:
+        """Write an object, whatever is there."""
+        if isinstance(content, Path):
+            self._put_parts(key, content, digest, is_new=False)
+        else:
+            self._put(key, content, digest, "overwrite")
+
+    def exchange(self, facts: ObjectFacts, content: bytes, digest: str) -> None:
+        """Replace an object if it is the one that `facts` describe, else fail with the status 412."""
+        conditions = {"e_tag": facts.etag, "version": facts.version}
+        self._put(facts.key, content, digest, {name: value for name, value in conditions.items() if value})
+
+    def look(self, key: str) -> ObjectFacts | None:
+        """Describe an object; None where there is none."""
+        try:
+            with _failures():
+                answer = _obstore().get(self._store, key, options={"head": True})
+                return _facts(answer.meta, str(answer.attributes.get(_DIGEST_ATTRIBUTE, "")))
+        except RequestFailed as error:
+            if error.failure.status == _NOT_FOUND:
+                return None
+            raise
+
+    def read(self, key: str, limit_bytes: int) -> bytes:
+        """The first bytes of an object, at most `limit_bytes` of them."""
+        with _failures():
+            answer = _obstore().get(self._store, key)  # one request: it may be replaced at any moment
+            if answer.meta["size"] <= limit_bytes:
+                return bytes(answer.bytes())
+            return bytes(_obstore().get_range(self._store, key, start=0, end=limit_bytes))
+
+    def list_all(self, prefix: str) -> tuple[ObjectFacts, ...]:
+        """All objects below a prefix, at any depth; their digests are not told."""
+        with _failures():
+            chunks = _obstore().list(self._store, prefix or None)
+            return tuple(_facts(item) for item in chain.from_iterable(chunks))
+
+    def delete(self, key: str) -> None:
+        """Delete an object; it may be gone already."""
+        with _failures(), suppress(FileNotFoundError):
+            _obstore().delete(self._store, key)
+
+    def _refuse_if_there(self, key: str) -> None:
+        if self.look(key) is not None:
+            raise RequestFailed(Failure(FailureKind.STATUS, "an object of that name is there", _EXISTS))
+
+    def _put(self, key: str, content: bytes, digest: str, mode: object) -> None:
+        with _failures():
+            _obstore().put(self._store, key, content, attributes=_attributes(digest), mode=mode, use_multipart=False)
+
+    def _put_parts(self, key: str, path: Path, digest: str, *, is_new: bool) -> None:
+        """Send a file in parts; what is raised while they are read gives them up."""
+
+        def parts() -> Iterator[bytes]:
+            with path.open("rb") as file:
+                while part := file.read(_PART_BYTES):
+                    self._on_bytes(len(part))
+                    yield part
+            if is_new:  # in a thread of its own: this one waits for obstore, which waits for the next part
+                with ThreadPoolExecutor(1) as pool:
+                    pool.submit(self._refuse_if_there, key).result()
+
+        with _failures():
+            _obstore().put(
+                self._store, key, parts(), attributes=_attributes(digest), use_multipart=True, chunk_size=_PART_BYTES,
+                max_concurrency=_PARTS_AT_ONCE,
+            )  # fmt: skip
+
+
+def _attributes(digest: str) -> dict[str, str]:
+    return {_DIGEST_ATTRIBUTE: digest} if digest else {}
+
+
+def open_writer(location: Location, on_bytes: Callable[[int], None] = lambda _: None) -> BucketWriter:
+    """Return what writes to the bucket of `location`. Raises as `open_bucket` does."""
+    connections = _Connections(_WRITE_STALL_SECONDS, _WRITE_RETRIES, _LONGEST_WRITE)
+    return BucketWriter(_opened(location, connections).store, on_bytes)
+
+
+def open_bucket(location: Location, stall_seconds: float = STALL_SECONDS) -> ObjectClient:
+    """Return the client of the bucket of `location`.
+
+    Raises:
+        UnsupportedError: `storage.extra`, obstore is not installed.
+        StorageError: `storage.settings`, the settings of the environment cannot be used.
+    """
+    return _opened(location, _Connections(stall_seconds, _NO_RETRIES, _LONGEST_READ))
+
+
+def _opened(location: Location, connections: _Connections) -> ObjectClient:
+    _obstore(location)
+    try:
+        return _OPENERS[location.scheme](location.root, connections)
+    except MergePipeError:
+        raise
+    except Exception as error:  # its text may repeat the settings
+        message = f"the settings of the environment cannot be used ({type(error).__name__})"
+        raise StorageError.of("storage.settings", location, message, "check the store's variables") from None
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Tell how a request that obstore made failed; of its text the status, the store's code and the host are kept."""
+    text = str(error)
+    host = match[1] if (match := _HOST.search(text)) else "the store"
+    code = _ERROR_CODE.search(text)
+    suffix = f" ({code[1]})" if code else ""
+    status, reason = _CLASS_STATUS.get(type(error).__name__, (0, ""))
+    match = _STATUS.search(text)
+    if match is not None:
+        status, reason = int(match[1]), (match[2] or reason).strip()
+    if status:
+        answered = f" from {host}" if status >= 500 else ""
+        return Failure(FailureKind.STATUS, f"{status} {reason}".strip() + suffix + answered, status)
+    if type(error).__name__ == "InvalidPathError":
+        return Failure(FailureKind.UNUSABLE, "a key there has control characters or empty parts, which cannot be read")
+    for mark, kind, detail in _KINDS:
+        if mark in text:
+            if kind is FailureKind.UNREACHABLE:
+                cause = next((f": {cause}" for word, cause in _CAUSES if word in text), "")
+                detail = f"no connection to {host}{cause}"
+            return Failure(kind, detail)
+    return Failure(FailureKind.UNUSABLE, f"the store's client failed ({type(error).__name__})")
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except (RequestFailed, MergePipeError):
+        raise
+    except Exception as error:  # of classes that only obstore knows
+        raise RequestFailed(failure_of(error)) from None
+
+
+def _obstore(place: Location | None = None) -> Any:
+    try:
+        import obstore
+        import obstore.store
+    except ImportError as error:
+        message = "object stores need obstore, which is not installed"
+        raise UnsupportedError.of("storage.extra", place or "", message, "install mergepipe[remote]") from error
+    module: ModuleType = obstore
+    return module
+
+
+def _pin(item: Mapping[str, Any]) -> Pin:
+    modified: datetime = item["last_modified"]
+    return Pin(item["size"], item["e_tag"] or "", format_datetime(modified.astimezone(UTC), usegmt=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Connections:
+    """Settings of a store's connections; its own retries are settings of obstore, `longest` bounds each request."""
+
+    stall_seconds: float
+    retries: Mapping[str, Any]
+    longest: timedelta
+
+
+def _facts(item: Mapping[str, Any], digest: str = "") -> ObjectFacts:
+    modified: datetime = item["last_modified"]
+    return ObjectFacts(item["path"], item["size"], modified, item["e_tag"] or "", item["version"] or "", digest)
+
+
+def _options(endpoint: str, connections: _Connections) -> dict[str, Any]:
+    """Settings of the connections."""
+    client = {
+        "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+        "read_timeout": timedelta(seconds=connections.stall_seconds),
+        "timeout": connections.longest,
+        "allow_http": endpoint.startswith("http://"),
+    }
+    return {"client_options": client, "retry_config": dict(connections.retries)}
+
+
+def _open_s3(bucket: str, connections: _Connections) -> ObjectClient:
+    obstore = _obstore()
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or _env("AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    settings: dict[str, Any] = {**_options(endpoint, connections), **_aws_profile()}
+    if endpoint:
+        settings["endpoint"] = endpoint
+
+    def signer(store: object) -> Callable[[str], str]:
+        return lambda key: str(obstore.sign(store, "GET", key, SIGNED_FOR))
+
+    store = obstore.store.S3Store(bucket, **settings)
+    if not _is_set("AWS_SKIP_SIGNATURE"):
+        if "access_key_id" in settings or _env(*_AWS_CREDENTIALS):
+            secret = settings.get("secret_access_key") or (_env("AWS_ACCESS_KEY_ID") and _env("AWS_SECRET_ACCESS_KEY"))
+            return ObjectClient(store, signer(store), secret)
+        if not _is_set("AWS_EC2_METADATA_DISABLED") and _has_metadata_service() and _succeeds(signer(store)):
+            return ObjectClient(store, signer(store))
+    anonymous = obstore.store.S3Store(bucket, **settings, skip_signature=True)
+    unsigned = {"access_key_id": "none", "secret_access_key": "none"}
+    sign = signer(obstore.store.S3Store(bucket, **(settings | unsigned)))
+    return ObjectClient(anonymous, lambda key: _without_query(sign(key)))
+
+
+_AWS_CREDENTIALS: Final = (
+    "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)  # fmt: skip
+
+
+def _aws_profile() -> dict[str, str]:
+    """Keys and region of the profile in use, from the files of the AWS tools; the environment's come first."""
+    home, profile = Path.home() / ".aws", os.environ.get("AWS_PROFILE", "default")
+    parser = configparser.RawConfigParser()
+    config = os.environ.get("AWS_CONFIG_FILE") or home / "config"
+    credentials = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials"
+    parser.read([config, credentials], encoding="utf-8")
+    sections = [name for name in (f"profile {profile}", profile) if parser.has_section(name)]
+    values = {key: value for name in sections for key, value in parser.items(name)}
+    settings = {}
+    if not _env(*_AWS_CREDENTIALS) and "aws_access_key_id" in values and "aws_secret_access_key" in values:
+        settings = {"access_key_id": values["aws_access_key_id"], "secret_access_key": values["aws_secret_access_key"]}
+        if "aws_session_token" in values:
+            settings["session_token"] = values["aws_session_token"]
+    if not _env("AWS_REGION", "AWS_DEFAULT_REGION") and "region" in values:
+        settings["region"] = values["region"]
+    return settings
+
+
+def _open_google(bucket: str, connections: _Connections) -> ObjectClient:
+    settings = _options(_env("GOOGLE_BASE_URL"), connections)
+    is_anonymous = _is_set("GOOGLE_SKIP_SIGNATURE") or not (
+        _env(*_GOOGLE_CREDENTIALS)
+        or (Path.home() / ".config/gcloud/application_default_credentials.json").exists()
+        or _has_metadata_service()
+    )
+    return ObjectClient(_obstore().store.GCSStore(bucket, **settings, skip_signature=is_anonymous), None)
+
+
+_GOOGLE_CREDENTIALS: Final = (
+    "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH",
+    "GOOGLE_SERVICE_ACCOUNT_KEY",
+)  # fmt: skip
+
+
+def _open_azure(container: str, connections: _Connections) -> ObjectClient:
+    endpoint = _env("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+    account = _env("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
+    if not account:
+        hint = "set AZURE_STORAGE_ACCOUNT_NAME"
+        raise StorageError.of("storage.settings", f"az://{container}", "its storage account is not known", hint)
+    settings = _options(endpoint, connections) | ({"endpoint": endpoint} if endpoint else {})
+    has_credentials = _env(*_AZURE_CREDENTIALS) or _is_set("AZURE_USE_AZURE_CLI") or _has_metadata_service()
+    is_anonymous = _is_set("AZURE_SKIP_SIGNATURE") or not has_credentials
+    store = _obstore().store.AzureStore(container, **settings, account_name=account, skip_signature=is_anonymous)
+    return ObjectClient(store, None)
+
+
+_AZURE_CREDENTIALS: Final = (
+    "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY", "AZURE_STORAGE_SAS_KEY",
+    "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_TOKEN", "AZURE_CLIENT_ID", "AZURE_STORAGE_CLIENT_ID",
+    "AZURE_FEDERATED_TOKEN_FILE", "IDENTITY_ENDPOINT",
+)  # fmt: skip
+
+_OPENERS: Final[Mapping[str, Callable[[str, _Connections], ObjectClient]]] = {
+    "s3": _open_s3,
+    "gs": _open_google,
+    "az": _open_azure,
+}
+
+
+def _env(*names: str) -> str:
+    """The first of some environment variables that is set and not empty."""
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("1", "true", "yes")
+
+
+def _has_metadata_service() -> bool:
+    """Whether this machine stands in a cloud that hands out credentials."""
+    try:
+        socket.create_connection(_METADATA_SERVICE, timeout=0.3).close()
+    except OSError:
+        return False
+    return True
+
+
+def _succeeds(sign: Callable[[str], str]) -> bool:
+    try:
+        sign("key")
+    except Exception:  # of classes that only obstore knows
+        return False
+    return True
+
+
+def _without_query(url: str) -> str:
+    return urlunsplit(urlsplit(url)._replace(query=""))

@@ -6,16 +6,15 @@ from abc import ABC, abstractmethod
 from typing import Final
 
 from mergepipe.errors import NotFoundError, StorageError
-from mergepipe.storage.contract import Entry, FileKind, FileStatus, StoreTerms
+from mergepipe.storage.contract import Entry, FileKind, FileStatus, RangeFile, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import read_exact
-from mergepipe.storage.regular import too_large
-from mergepipe.storage.remote.http_client import Pin
-from mergepipe.storage.remote.transfers import REQUEST_COST_BYTES, Source, Transfers
+from mergepipe.storage.ranges import read_exact, too_large
+from mergepipe.storage.remote.http_client import HttpClient, Pin
+from mergepipe.storage.remote.retry import REQUEST_COST_BYTES, Source, Transfers
 from mergepipe.storage.traffic import RequestCounts
 
-_FOLDER: Final = FileStatus(FileKind.FOLDER, 0, "")
+FOLDER: Final = FileStatus(FileKind.FOLDER, 0, "")
 
 
 class PinnedFile:
@@ -23,22 +22,15 @@ class PinnedFile:
 
     alignment: Final = 1
 
-    def __init__(self, source: Source, pin: Pin, transfers: Transfers) -> None:
+    def __init__(self, source: Source, status: FileStatus, transfers: Transfers) -> None:
         self._source = source
-        self._pin = pin
         self._transfers = transfers
+        self.size_bytes: Final = status.size_bytes
+        self.version: Final = status.version
 
     @property
     def location(self) -> Location:
         return self._source.location
-
-    @property
-    def size_bytes(self) -> int:
-        return self._pin.size_bytes
-
-    @property
-    def version(self) -> str:
-        return self._pin.version
 
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
         """Fill `buffer` from `offset`; see `RangeFile.read_into`. Bytes past the end are neither asked for nor charged.
@@ -50,8 +42,11 @@ class PinnedFile:
         """
         nbytes = max(0, min(len(buffer), self.size_bytes - offset))
         if nbytes:
-            self._transfers.read(self._source, offset, buffer[:nbytes], purpose)
+            self._fill(offset, buffer[:nbytes], purpose)
         return nbytes
+
+    def _fill(self, offset: int, buffer: memoryview, purpose: Purpose) -> None:
+        self._transfers.read(self._source, offset, buffer, purpose)
 
     def close(self) -> None:
         """Nothing to release: connections belong to the store."""
@@ -60,8 +55,10 @@ class PinnedFile:
 class PinnedStore(ABC):
     """The common part of stores of remote files. A file keeps its first size and version for the store's life."""
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, transfers: Transfers, http: HttpClient | None = None) -> None:
         self._transfers = transfers
+        self._http = http or HttpClient()
+        transfers.on_abort(self._http.abort)
 
     @property
     def ledger(self) -> Ledger:
@@ -74,7 +71,7 @@ class PinnedStore(ABC):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Nothing: every file is the one that was named."""
+        """Nothing, where every file is the one that was named."""
         return ()
 
     def abort(self) -> None:
@@ -91,48 +88,39 @@ class PinnedStore(ABC):
         """Return the entries directly below a folder, by name; see `Store.list`."""
 
     @abstractmethod
-    def _look_up(self, location: Location) -> Pin | FileKind | None:
-        """The pin of a file, the kind of anything else, None where there is nothing."""
-
-    @abstractmethod
-    def _source(self, location: Location, pin: Pin) -> Source:
-        """Return the source of a pinned file's bytes."""
-
     def stat(self, location: Location) -> FileStatus | None:
         """Look a location up; see `Store.stat`."""
-        if "\0" in location.key:
-            return None
-        match self._look_up(location):
-            case Pin() as pin:
-                return FileStatus(FileKind.FILE, pin.size_bytes, pin.version)
-            case None:
-                return None
-            case _:
-                return _FOLDER
+
+    @abstractmethod
+    def _source(self, location: Location) -> Source:
+        """Return the source of a file's bytes, which was looked up before."""
 
     def real_path(self, location: Location) -> Location | None:
         """The location itself, None where there is nothing: no remote store has links."""
         return None if self.stat(location) is None else location
 
     def pin(self, location: Location) -> Location:
-        """The location itself: versions are those of single files."""
+        """The location itself, where versions are those of single files."""
         return location
 
-    def open(self, location: Location, *, direct: bool = False) -> PinnedFile:
+    def open(self, location: Location, *, direct: bool = False) -> RangeFile:
         """Open a file for positional reads; see `Store.open`. `direct` means nothing here."""
         del direct
-        pin = self._pin_of(location)
-        return PinnedFile(self._source(location, pin), pin, self._transfers)
+        status = self._file_status(location)
+        return PinnedFile(self._source(location), status, self._transfers)
 
     def size_bytes(self, location: Location) -> int:
         """Size of a file."""
-        return self._pin_of(location).size_bytes
+        return self._file_status(location).size_bytes
 
     def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
         """Read up to `nbytes` at `offset` (fewer only at the end of the file), charged as metadata."""
         file = self.open(location)
-        stop = max(offset, min(offset + nbytes, file.size_bytes))
-        return read_exact(file, offset, stop, Purpose.METADATA).tobytes()
+        try:
+            stop = max(offset, min(offset + nbytes, file.size_bytes))
+            return read_exact(file, offset, stop, Purpose.METADATA).tobytes()
+        finally:
+            file.close()
 
     def read_small(self, location: Location, limit_bytes: int) -> bytes:
         """Read a whole file of at most `limit_bytes`, charged as metadata; see `Store.read_small`."""
@@ -144,11 +132,19 @@ class PinnedStore(ABC):
     def close(self) -> None:
         """Let workers and connections go."""
         self._transfers.close()
+        self._http.close()
 
-    def _pin_of(self, location: Location) -> Pin:
-        pin = None if "\0" in location.key else self._look_up(location)
-        if pin is None:
+    def _file_status(self, location: Location) -> FileStatus:
+        status = self.stat(location)
+        if status is None:
             raise NotFoundError.of("storage.not-found", location, "no such file", "check the location")
-        if not isinstance(pin, Pin):
+        if not status.is_file:
             raise StorageError.of("storage.not-a-file", location, "is a folder, a file is needed", "name a file in it")
-        return pin
+        return status
+
+
+def status_of(found: Pin | FileKind | None) -> FileStatus | None:
+    """Describe a pinned file, a folder or nothing."""
+    if isinstance(found, Pin):
+        return FileStatus(FileKind.FILE, found.size_bytes, found.version)
+    return None if found is None else FOLDER

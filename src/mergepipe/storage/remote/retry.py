@@ -1,13 +1,32 @@
-"""Decides what follows a failed request: wait and try again, or give up with one precise error. Makes no request."""
+"""Makes requests again after failures by one policy, charges every attempt, and bounds how many are in flight."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Final
+from functools import partial
+from typing import Final, Protocol, TypeVar
 
-from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError
+from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, StorageError
+from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.traffic import CONNECTIONS, RequestCounts
+
+REQUEST_BYTES: Final = 8 << 20
+MOST_REFUSAL_BYTES: Final = 64 << 10
+REQUEST_COST_BYTES: Final = 3_000_000  # 30 ms at 100 MB/s
+_RENEWABLE_STATUSES: Final = frozenset({401, 403, 404, 410})
+
+T = TypeVar("T")
+
+
+# --- failures, and what follows from them ---
 
 
 class FailureKind(Enum):
@@ -145,3 +164,259 @@ def _changed(location: Location, detail: str) -> MergePipeError:
 def _tries(n_failures: int, elapsed_seconds: float) -> str:
     attempts = "1 attempt" if n_failures == 1 else f"{n_failures} attempts"
     return f"{attempts} in {elapsed_seconds:.0f} s"
+
+
+# --- requests ---
+
+
+class Source(Protocol):
+    """One pinned file of a server."""
+
+    @property
+    def location(self) -> Location: ...
+
+    def fetch(self, offset: int, buffer: memoryview) -> None:
+        """Make one request for the bytes at `offset` that fill `buffer`. Raises RequestFailed."""
+        ...
+
+    def renew(self) -> bool:
+        """Find the file's address anew; False where there is no other. Raises RequestFailed."""
+        ...
+
+
+class Transfers:
+    """The requests of one store: at most `connections` at once, from any number of threads.
+
+    A read of more than `REQUEST_BYTES` is split and its parts are requested concurrently. Every attempt is charged
+    before it is made. When it has failed, that is taken back of which the answer proves that it was not sent; since the
+    next attempt of the same range is charged after that, no failure makes a budget look fuller than it is.
+
+    `clock`, `random_fraction` and `sleep` (seconds, and an event that ends it early) decide nothing but when attempts
+    are made.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        policy: RetryPolicy | None = None,
+        connections: int = CONNECTIONS,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float, threading.Event], object] = lambda seconds, stop: stop.wait(seconds),
+        random_fraction: Callable[[], float] | None = None,
+    ) -> None:
+        self.ledger = ledger
+        self.connections = connections
+        self._policy = policy or RetryPolicy()
+        self._clock = clock
+        self._sleep = sleep
+        self._random_fraction = random_fraction or random.Random().random
+        self._slots = threading.BoundedSemaphore(connections)
+        self._lock = threading.Lock()
+        self._workers: ThreadPoolExecutor | None = None
+        self._counts = RequestCounts()
+        self._has_answered = False
+        self._stops: set[_Stop] = set()
+        self._on_abort: list[Callable[[], None]] = []
+
+    @property
+    def counts(self) -> RequestCounts:
+        """The requests made so far."""
+        with self._lock:
+            return self._counts
+
+    def read(self, source: Source, offset: int, buffer: memoryview, purpose: Purpose) -> None:
+        """Fill `buffer` with the bytes at `offset`, all of which lie inside the file.
+
+        Nothing writes to `buffer` after it returns or raises.
+
+        Raises:
+            LimitError: `budget.exceeded`.
+            StorageError: `storage.aborted`, by `abort`.
+            MergePipeError: as `retry.error_of` tells.
+        """
+        starts = range(0, len(buffer), REQUEST_BYTES)
+        with self._stoppable(source.location) as stop:
+            if len(starts) <= 1:
+                self._read_part(source, offset, buffer, purpose, stop)
+                return
+            pool = self._pool()
+            ends = [(start, buffer[start : start + REQUEST_BYTES]) for start in starts]
+            parts = [pool.submit(self._read_part, source, offset + start, part, purpose, stop) for start, part in ends]
+            self._finish(parts, stop)
+
+    def ask(self, location: Location, request: Callable[[], T]) -> T:
+        """Make a request that transfers no bytes of a file. Raises as `read` does."""
+        with self._stoppable(location) as stop:
+            attempts = _Attempts(self._clock(), stop)
+            while not stop.event.is_set():
+                try:
+                    return self._attempt(request, attempts)
+                except RequestFailed as error:
+                    self._recover(location, error.failure, attempts)
+        raise _aborted(location)
+
+    def run_all(self, jobs: list[Callable[[], T]]) -> list[T]:
+        """The results of some jobs that make requests, run concurrently."""
+        pool = self._pool()
+        futures = [pool.submit(job) for job in jobs]
+        self._finish(futures, _Stop())
+        return [future.result() for future in futures]
+
+    def on_abort(self, break_connections: Callable[[], None]) -> None:
+        """Register a function that `abort` calls."""
+        self._on_abort.append(break_connections)
+
+    def abort(self) -> None:
+        """Fail the reads in flight, without waiting for their servers; later ones are made as ever."""
+        with self._lock:
+            for stop in self._stops:
+                stop.is_aborted = True
+                stop.event.set()
+        for break_connections in self._on_abort:
+            break_connections()
+
+    def close(self) -> None:
+        """Let the workers end."""
+        with self._lock:
+            workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.shutdown()
+
+    def _read_part(self, source: Source, offset: int, buffer: memoryview, purpose: Purpose, stop: _Stop) -> None:
+        done, attempts = 0, _Attempts(self._clock(), stop)
+        while done < len(buffer) and not stop.event.is_set():
+            nbytes = len(buffer) - done
+            self._charge(source.location, purpose, nbytes, attempts)
+            try:
+                self._attempt(partial(source.fetch, offset + done, buffer[done:]), attempts)
+                return
+            except RequestFailed as error:
+                self._settle(source.location, purpose, nbytes, error)
+                done += error.received_bytes
+                attempts.is_renewed = attempts.is_renewed and not error.received_bytes
+                if not self._renew(source, error.failure, attempts):
+                    self._recover(source.location, error.failure, attempts)
+
+    def _attempt(self, request: Callable[[], T], attempts: _Attempts) -> T:
+        with self._lock:
+            retries = self._counts.retries + (attempts.n_failures > 0)
+            self._counts = replace(self._counts, requests=self._counts.requests + 1, retries=retries)
+        try:
+            with self._slots:
+                result = request()
+        except RequestFailed as error:
+            self._has_answered |= error.failure.kind is not FailureKind.UNREACHABLE
+            raise
+        self._has_answered = True
+        return result
+
+    def _charge(self, location: Location, purpose: Purpose, nbytes: int, attempts: _Attempts) -> None:
+        """Charge an attempt before it is made."""
+        try:
+            self.ledger.charge(str(location), purpose, nbytes)
+        except LimitError as error:
+            retried_bytes = self.counts.retried_bytes
+            if not retried_bytes and not attempts.n_failures:
+                raise
+            message = f"{nbytes} more bytes do not fit: failed attempts took {retried_bytes}"
+            hint = "raise the budget a little, or run again when the network is better"
+            raise LimitError.of(error.code, location, f"the budget was used up by retries: {message}", hint) from None
+
+    def _settle(self, location: Location, purpose: Purpose, nbytes: int, error: RequestFailed) -> None:
+        """Take back the charge of a failed attempt if its answer proves that nothing of the file was sent.
+
+        The answer itself is then charged as metadata. One that is longer than refusals are leaves the charge as it is.
+        """
+        lost_bytes = nbytes - error.received_bytes
+        sent_bytes = error.failure.sent_bytes
+        if sent_bytes is not None and sent_bytes <= min(nbytes, MOST_REFUSAL_BYTES):
+            self.ledger.refund(str(location), purpose, nbytes)
+            self.ledger.charge(str(location), Purpose.METADATA, sent_bytes)
+            lost_bytes = sent_bytes
+        with self._lock:
+            self._counts = replace(self._counts, retried_bytes=self._counts.retried_bytes + lost_bytes)
+
+    def _renew(self, source: Source, failure: Failure, attempts: _Attempts) -> bool:
+        """Find another address for a source whose address may have expired; once between bytes that arrived."""
+        if attempts.is_renewed or failure.status not in _RENEWABLE_STATUSES:
+            return False
+        attempts.is_renewed = self.ask(source.location, source.renew)
+        attempts.n_failures += attempts.is_renewed
+        return attempts.is_renewed
+
+    def _recover(self, location: Location, failure: Failure, attempts: _Attempts) -> None:
+        """Wait before the next attempt, or give up."""
+        attempts.n_failures += 1
+        elapsed = self._clock() - attempts.started
+        seconds = wait_before_retry(
+            self._policy,
+            failure,
+            n_failures=attempts.n_failures,
+            elapsed_seconds=elapsed,
+            has_answered=self._has_answered,
+            random_fraction=self._random_fraction(),
+        )
+        if seconds is None:
+            raise error_of(failure, location, attempts.n_failures, elapsed) from None
+        self._sleep(seconds, attempts.stop.event)
+
+    @contextmanager
+    def _stoppable(self, location: Location) -> Iterator[_Stop]:
+        """Let `abort` end what is done in this context."""
+        stop = _Stop()
+        with self._lock:
+            self._stops.add(stop)
+        try:
+            yield stop
+        finally:
+            with self._lock:
+                self._stops.discard(stop)
+        if stop.is_aborted:
+            raise _aborted(location)
+
+    def _finish(self, futures: list[Future[T]], stop: _Stop) -> None:
+        """Wait for all; after the first error, `stop` the others. Returns or raises when none is running.
+
+        Of several errors, one of the budget is raised, else the first in order.
+        """
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:  # Ctrl-C: nobody waits for a silent server
+            self.abort()
+            raise
+        finally:
+            stop.event.set()
+            ended = [future for future in futures if not future.cancel()]
+            wait(ended)
+        errors = [error for future in ended if (error := future.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if isinstance(error, LimitError)), errors[0])
+
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._workers is None:
+                self._workers = ThreadPoolExecutor(self.connections, thread_name_prefix="transfer")
+            return self._workers
+
+
+@dataclass(slots=True, eq=False)
+class _Stop:
+    """Ends the attempts of one read: because another of its parts failed, or because the read is aborted."""
+
+    event: threading.Event = field(default_factory=threading.Event)
+    is_aborted: bool = False
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """The attempts of one request."""
+
+    started: float
+    stop: _Stop
+    n_failures: int = 0
+    is_renewed: bool = False
+
+
+def _aborted(location: Location) -> MergePipeError:
+    return StorageError.of("storage.aborted", location, "its reading was given up", "run again")

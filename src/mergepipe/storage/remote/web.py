@@ -21,14 +21,13 @@ from typing import Final
 from urllib.parse import quote
 
 from mergepipe.errors import CorruptError, NotFoundError, StorageError
-from mergepipe.storage.contract import Entry, FileKind
+from mergepipe.storage.contract import Entry, FileKind, FileStatus
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.limits import WEIGHT_INDEX_BYTES
 from mergepipe.storage.location import WEB_SCHEMES, Location
 from mergepipe.storage.remote.http_client import Address, HeadAnswer, HttpClient, Pin
-from mergepipe.storage.remote.pinned_store import PinnedStore
-from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
-from mergepipe.storage.remote.transfers import Source, Transfers
+from mergepipe.storage.remote.pinned_store import PinnedStore, status_of
+from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed, Source, Transfers
 from mergepipe.storage.traffic import RemoteSettings
 
 INDEX_NAMES: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -63,9 +62,7 @@ class WebStore(PinnedStore):
     """Files of web servers by their addresses."""
 
     def __init__(self, transfers: Transfers, http: HttpClient | None = None) -> None:
-        super().__init__(transfers)
-        self._http = http or HttpClient()
-        transfers.on_abort(self._http.abort)
+        super().__init__(transfers, http)
         self._lock = threading.Lock()
         self._answers: dict[Location, HeadAnswer | Failure | None] = {}
         self._folders: dict[Location, tuple[Entry, ...]] = {}
@@ -80,10 +77,9 @@ class WebStore(PinnedStore):
             raise NotFoundError.of("storage.not-found", location, "no files of a checkpoint are there", hint)
         return entries
 
-    def close(self) -> None:
-        """Let workers and connections go."""
-        super().close()
-        self._http.close()
+    def stat(self, location: Location) -> FileStatus | None:
+        """Look a location up; see `Store.stat`."""
+        return None if "\0" in location.key else status_of(self._look_up(location))
 
     def _look_up(self, location: Location) -> Pin | FileKind | None:
         entries = self._folders.get(location.parent, ()) if location.key else ()
@@ -104,7 +100,7 @@ class WebStore(PinnedStore):
             message = f"its server answered {answer.detail}"
             raise StorageError.of("storage.permission", location, message, "check that it may be read")
 
-    def _source(self, location: Location, pin: Pin) -> Source:
+    def _source(self, location: Location) -> Source:
         answer = self._answer(location)
         assert isinstance(answer, HeadAnswer)
         return _WebSource(location, answer, self._http)
