@@ -269,5 +269,5 @@ def write_statistics(home: Path, file: StatisticsFile) -> Path:
     """
     path, content = statistics_path(home, file.expert.digest, file.base.digest), file.to_bytes()
     make_folders(path.parent)
-    replace_durably(path, content, Ledger(), path.parent)
+    replace_durably(path, content, Ledger())
     return path

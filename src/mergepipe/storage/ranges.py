@@ -14,7 +14,6 @@ import stat
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 
-SHRUNK: Final = "storage.shrunk"
+SHRUNK = "storage.shrunk"
 """The code of the error for a file that ends before a range that it should hold."""
 
 _KINDS = {

@@ -143,8 +143,8 @@ class PinnedStore(ABC):
         return status
 
 
-def status_of(found: Pin | FileKind | None) -> FileStatus | None:
+def status_of(entry: Pin | FileKind | None) -> FileStatus | None:
     """Describe a pinned file, a folder or nothing."""
-    if isinstance(found, Pin):
-        return FileStatus(FileKind.FILE, found.size_bytes, found.version)
-    return None if found is None else FOLDER
+    if isinstance(entry, Pin):
+        return FileStatus(FileKind.FILE, entry.size_bytes, entry.version)
+    return None if entry is None else FOLDER
