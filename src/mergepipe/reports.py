@@ -224,7 +224,8 @@ class PartsStatus(Displayed):
 class AnalyzedExpert:
     """One expert of an analysis: tensors read now, tensors that can be compared, and those that cannot.
 
-    `statistics` is the file that holds what is known of it; None where nothing can be compared.
+    `statistics` is the file that holds what is known of it; None where nothing can be compared. `packed_bytes` is about
+    what a pack of it on the base would take, if it was read now.
     """
 
     model: str
@@ -232,6 +233,7 @@ class AnalyzedExpert:
     comparable_tensors: int
     incomparable: tuple[str, ...]
     statistics: Path | None = None
+    packed_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -19,6 +19,8 @@ from mergepipe.checkpoints.file_digests import read_digests, with_digests
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION, WAITING_BYTES, PassingDigests
 from mergepipe.core.blocks import DTypeKind
+from mergepipe.deltastore.pack.estimate import estimate_packed_bytes
+from mergepipe.deltastore.pack.job import reason_against
 from mergepipe.engine import analysis
 from mergepipe.engine.segments import Piece
 from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, Tap
@@ -87,7 +89,8 @@ def run_analysis(
             write_statistics(request.home, file.statistics)
             catalog.record_digests(file.expert)
             catalog.record_digests(file.base)
-    made = iter(files)
+    analyzed = iter(files)
+    made_of = [next(analyzed) if subject.is_wanted else None for subject in subjects]
     usage = store.ledger.usage()
     return AnalyzeReport(
         base=request.base,
@@ -97,9 +100,10 @@ def run_analysis(
                 len(subject.comparable) if subject.is_wanted else 0,
                 len(subject.comparable),
                 subject.incomparable,
-                _place(request.home, next(made).statistics if subject.is_wanted else subject.on_record),
+                _place(request.home, subject.on_record if made is None else made.statistics),
+                None if made is None else made.packed_bytes,
             )
-            for path, subject in zip(request.experts, subjects, strict=True)
+            for path, subject, made in zip(request.experts, subjects, made_of, strict=True)
         ),
         home=request.home,
         base_bytes=usage[Purpose.BASE],
@@ -116,11 +120,12 @@ def _place(home: Path, file: StatisticsFile | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class _Analyzed:
-    """The statistics of one expert, and the checkpoints whose contents they are of, with their digests."""
+    """The statistics of one expert, the checkpoints whose contents they are of, with digests, and a pack's size."""
 
     statistics: StatisticsFile
     expert: Checkpoint
     base: Checkpoint
+    packed_bytes: int | None
 
 
 def _analyze(
@@ -149,6 +154,10 @@ def _analyze(
         work = AnalysisWork(tuple(tasks), request.block_elements, densities)
         analysis.run_analysis(work, files, store, engine, Observer(lambda _: report_progress(), gather, passing.tap))
         checkpoints = passing.finish()
+        packed_bytes = [
+            None if reason_against(expert) else estimate_packed_bytes(base, expert, files, Purpose.ANALYSIS)
+            for expert in checkpoints[1:]
+        ]
         check_unchanged(store, checkpoints)
     digested = [
         with_digests(checkpoint, read_digests(store, checkpoint, engine.threads, report_progress))
@@ -160,6 +169,7 @@ def _analyze(
             StatisticsFile(contents[model], contents[0], request.block_elements, densities, gathered[model]),
             digested[model],
             digested[0],
+            packed_bytes[model - 1],
         )
         for model in range(1, len(digested))
     ]

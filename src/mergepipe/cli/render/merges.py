@@ -104,6 +104,8 @@ def analyze_table(report: AnalyzeReport) -> str:
 def _analyzed_text(expert: AnalyzedExpert) -> str:
     n_known = expert.comparable_tensors - expert.analyzed_tensors
     parts = [f"{expert.analyzed_tensors} read now", f"{n_known} known before"]
+    if expert.packed_bytes is not None:
+        parts.append(f"a pack would take about {format_bytes(expert.packed_bytes)}")
     if expert.incomparable:
         parts.append(f"not comparable: {shorten_names(expert.incomparable)}")
     return f"{expert.model} ({plural(expert.comparable_tensors, 'tensor')}: {', '.join(parts)})"
