@@ -19,7 +19,7 @@ import pytest
 
 import mergepipe
 from mergepipe.engine.work import split
-from mergepipe.options import DEFAULT_SHARD_BYTES, RunOptions
+from mergepipe.options import DEFAULT_SHARD_BYTES, OutputOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.runs.parts import open_output
 from mergepipe.storage.ledger import Purpose
@@ -130,11 +130,11 @@ def count_requests(work: Path, n_files: int, n_parts: int) -> None:
     with bucket_server() as server, pytest.MonkeyPatch.context() as patched:
         out = new_prefix(server, patched)
         patched.setattr(WSGIRequestHandler, "run_wsgi", counted)
-        options = RunOptions(home=work / "home", catalog=False, threads=1)
+        options = OutputOptions(home=work / "home", catalog=False, threads=1, shard_bytes=400)
         largest = 0
         for number in range(1, n_parts + 1):
             before = kinds.total()
-            report = mergepipe.run_part(plan, out, (number, n_parts), shard_bytes=400, options=options)
+            report = mergepipe.run_part(plan, out, (number, n_parts), options=options)
             largest = max(largest, kinds.total() - before) if not report.is_published else largest
         last = kinds.total() - before
     print(f"requests for {report.n_shards} files by {n_parts} workers: {kinds.total()}, {dict(kinds)}")

@@ -30,6 +30,7 @@ EXPORTED = [
     "MergeOptions",
     "MergePipeError",
     "MergeReport",
+    "OutputOptions",
     "PackReport",
     "PartReport",
     "PartsStatus",
@@ -78,15 +79,15 @@ EXPORTED = [
 ]
 CALLS = {
     "check": ("recipe", "shard_bytes allow_dropped strict lenient"),
-    "merge": ("recipe out", "budget target_loss evaluate force seed options on_progress"),
+    "merge": ("recipe out", "budget force seed options on_progress"),
     "analyze": (
         "base experts",
         "densities block_elements options on_progress",
     ),
     "plan": ("recipe budget", "everything seed home allow_dropped options"),
     "store_plan": ("plan path", ""),
-    "run": ("plan out", "force shard_bytes resume executor address paths base_model_ids options on_progress"),
-    "run_part": ("plan out part", "finish force shard_bytes resume paths base_model_ids options on_progress"),
+    "run": ("plan out", "force options on_progress"),
+    "run_part": ("plan out part", "finish options on_progress"),
     "parts_status": ("plan out", "n_parts"),
     "explain": ("subject", "tensor home"),
     "sweep": ("recipe budgets", "seed work evaluate allow_dropped plan options on_progress"),
@@ -195,10 +196,11 @@ def test_options__have_these_fields() -> None:
         "select", "where_omitted", "min_density", "block_elements",
         "request_cost_bytes", "importance", "strict", "lenient",
     ]  # fmt: skip
+    output = [*common, "force", "shard_bytes", "paths", "base_model_ids", "resume", "executor", "address"]
+    assert field_names(options.OutputOptions) == output
     assert field_names(options.MergeOptions) == [
-        *common, "plan", "shard_bytes", "resume",
-        "allow_dropped", "strict", "lenient", "card", "tokenizer", "mergekit_config", "executor",
-            "address", "paths", "base_model_ids",
+        *output, "budget", "target_loss", "evaluate", "plan", "seed", "allow_dropped", "strict", "lenient",
+        "card", "tokenizer", "mergekit_config",
     ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from mergepipe import options
 from mergepipe.cli.failures import failure_of
 from mergepipe.errors import LimitError, MergePipeError, RecipeError
 from mergepipe.kernels import address_space
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
 from mergepipe.tailor import api as tailor
 
 TOO_MANY = 99999999999999999999
@@ -47,7 +47,7 @@ TABLE: list[Row] = [
     ("merge", partial(mergepipe.merge, X, X), "seed", SEEDS),
     ("plan", partial(mergepipe.plan, X, "1%"), "seed", SEEDS),
     ("check", partial(mergepipe.check, X), "shard_bytes", SIZES),
-    ("run", partial(mergepipe.run, X, X), "shard_bytes", SIZES),
+    ("OutputOptions", OutputOptions, "shard_bytes", SIZES),
     ("analyze", partial(mergepipe.analyze, X, [X]), "block_elements", BLOCKS),
     ("sweep", partial(mergepipe.sweep, X, ["1%"]), "seed", SEEDS),
     ("verify", partial(mergepipe.verify, X), "deep_fraction", [(v, "option.sample") for v in SHARES]),

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from mergepipe.errors import MergePipeError
     from mergepipe.jobs.load import LoadedTensors
     from mergepipe.operators.custom import operator
-    from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+    from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
     from mergepipe.planning.plan import Plan
     from mergepipe.reports import (
         AnalyzeReport,
@@ -106,6 +106,7 @@ __all__ = [
     "MergeOptions",
     "MergePipeError",
     "MergeReport",
+    "OutputOptions",
     "PackReport",
     "PartReport",
     "PartsStatus",
@@ -163,6 +164,7 @@ _OTHER_HOMES = {
     "LineageNode": "catalog.rows",
     "LoadedTensors": "jobs.load",
     "MergeOptions": "options",
+    "OutputOptions": "options",
     "MergePipeError": "errors",
     "PartsStatus": "reports",
     "Plan": "planning.plan",

@@ -29,7 +29,7 @@ from mergepipe.options import (
     SWEEP_BUDGETS,
     ExecutorName,
     MergeOptions,
-    PathStyle,
+    OutputOptions,
     PlanOptions,
     RunOptions,
     block_elements_of,
@@ -37,6 +37,7 @@ from mergepipe.options import (
     engine_options,
     home_of,
     needed_home,
+    options_as,
     place_of_packs,
     threads_of,
 )
@@ -128,73 +129,53 @@ def merge(
     out: str | Path,
     *,
     budget: str | float | None = None,
-    target_loss: float | None = None,
-    evaluate: str | None = None,
     force: bool = False,
-    seed: int = 0,
+    seed: int | None = None,
     options: MergeOptions | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> MergeReport:
     """Merge as the recipe says and publish the result at `out`, complete or not at all.
 
     `out` is a folder, or a prefix of a bucket (`s3://bucket/prefix`, `gs://`, `az://`), which must hold nothing yet.
-    Without a `budget` all experts are read in full. With one, a plan is made and run.
+    Without a `budget` all experts are read in full. With one, a plan is made and run. With a `target_loss` in the
+    options budgets are tried until it is met; `tried` of the report tells what each read and gave.
 
     Args:
         recipe: see `check`.
-        budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`,
-            0.25); 0 reads nothing of the experts.
-        target_loss: merge under 5, 10, 25, 50 and 100 % in turn, until the loss that `evaluate` prints is not larger;
-            only that merge is published. `tried` of the report tells what each read and gave.
-        evaluate: the command that prints the loss: see `sweep`.
-        force: replace a snapshot that is already at `out`.
-        seed: seed of the random operators and of the policy `random`.
-        options: how to run, and what to keep; default `MergeOptions()`.
+        budget, force, seed: fields of `options` that stand for themselves; what is given here counts.
+        options: what is merged and how; default `MergeOptions()`.
         on_progress: called about ten times a second, from the calling thread.
 
     Raises:
         MergePipeError: see `mergepipe.errors`; nothing is left behind but what a later run can resume.
     """
     started = time.perf_counter()
-    options = options or MergeOptions()
+    options = options_as(MergeOptions, options, budget=budget, force=force or None, seed=seed)
     from mergepipe.runs.settings import cluster_request, merge_settings, output_place
 
-    place, settings = output_place(out, merge_settings(options, seed, force=force), options.home)
-    planned_by = "--budget" if budget is not None else None
-    cluster = cluster_request(options.executor, options.address, options, options.shard_bytes)
-    if target_loss is not None or evaluate is not None:
-        from mergepipe.jobs.evaluate import TARGET_BUDGETS, merge_to_target, parse_evaluation
-
-        if target_loss is None or evaluate is None:
-            message = "has no meaning by itself"
-            option, other = (
-                ("--evaluate", "--target-loss X") if target_loss is None else ("--target-loss", "--evaluate CMD")
-            )
-            raise RecipeError.of("option.pair", option, message, f"add {other}")
-        if planned_by is not None or cluster is not None or settings.destination is not None:
-            message = "tries budgets in turn, and looks at each merge in a folder of this machine"
-            hint = "leave out --budget, and merge into a folder without --executor"
-            raise RecipeError.of("option.pair", "--target-loss", message, hint)
-        from mergepipe.jobs.plan import plan_request
-
-        request = plan_request(
-            TARGET_BUDGETS[0], options.plan, seed=seed, allow_dropped=options.allow_dropped, strict=options.strict
-        )
-        return merge_to_target(
-            _recipe(recipe), place, request, settings, parse_evaluation(evaluate), target_loss, started=started,
-            on_progress=on_progress,
-        )  # fmt: skip
-    if planned_by is None and cluster is None:
+    place, settings = output_place(out, merge_settings(options), options.home)
+    cluster = cluster_request(options)
+    if options.budget is None and options.target_loss is None and cluster is None:
         from mergepipe.jobs.merge import run_merge
 
         return run_merge(_recipe(recipe), place, settings, started=started, on_progress=on_progress)
+    from mergepipe.jobs.evaluate import TARGET_BUDGETS, merge_to_target, parse_evaluation
     from mergepipe.jobs.plan import plan_request
     from mergepipe.jobs.run import run_budgeted
 
+    first_budget = options.budget if options.target_loss is None else TARGET_BUDGETS[0]
     request = plan_request(
-        budget, options.plan, seed=seed, allow_dropped=options.allow_dropped, strict=options.strict,
-        everything=planned_by is None,
+        first_budget, options.plan, seed=options.seed, allow_dropped=options.allow_dropped, strict=options.strict,
+        everything=first_budget is None,
     )  # fmt: skip
+    if options.target_loss is not None and options.evaluate is not None:
+        if settings.destination is not None:
+            message, hint = "looks at each merge in a folder of this machine", "merge into a folder"
+            raise RecipeError.of("option.pair", "--target-loss", message, hint)
+        return merge_to_target(
+            _recipe(recipe), place, request, settings, parse_evaluation(options.evaluate), options.target_loss,
+            started=started, on_progress=on_progress,
+        )  # fmt: skip
     if cluster is not None:
         from mergepipe.jobs.merge_on_ray import run_merge_on_ray
 
@@ -295,18 +276,12 @@ def store_plan(plan: Plan, path: str | Path) -> None:
     write_plan(plan, Path(path))
 
 
-@_with_options(RunOptions)
+@_with_options(OutputOptions)
 def run(
     plan: Plan | str | Path,
     out: str | Path,
     *,
     force: bool = False,
-    shard_bytes: int | None = None,
-    resume: bool | None = None,
-    executor: str = ExecutorName.THREADS.value,
-    address: str | None = None,
-    paths: str = PathStyle.RELATIVE.value,
-    base_model_ids: Sequence[str] = (),
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> MergeReport:
@@ -314,24 +289,17 @@ def run(
 
     Args:
         force, on_progress: see `merge`.
-        shard_bytes, resume, executor, address, paths, base_model_ids: see `MergeOptions`.
-        options: threads, memory and the catalog.
+        options: threads, memory and the catalog; of `OutputOptions` also what is written how.
 
     Raises:
         MergePipeError: see `mergepipe.errors`; nothing is left behind but what a later run can resume.
     """
     started = time.perf_counter()
-    MergeOptions(shard_bytes=shard_bytes, executor=executor, address=address)  # checked as those of a merge
     from mergepipe.runs.settings import cluster_request, output_place, run_settings
 
-    value = _plan_value(plan)
-    options = options or RunOptions()
-    settings = run_settings(
-        options, value.seed, force=force, shard_bytes=shard_bytes, resume=resume, paths=paths,
-        base_model_ids=base_model_ids,
-    )  # fmt: skip
-    place, settings = output_place(out, settings, options.home)
-    cluster = cluster_request(executor, address, options, shard_bytes)
+    output, value = options_as(OutputOptions, options, force=force or None), _plan_value(plan)
+    place, settings = output_place(out, run_settings(output, value.seed), output.home)
+    cluster = cluster_request(output)
     if cluster is not None:
         from mergepipe.jobs.merge_on_ray import run_plan_on_ray
 
@@ -341,18 +309,13 @@ def run(
     return run_plan(value, place, settings, started=started, on_progress=on_progress)
 
 
-@_with_options(RunOptions)
+@_with_options(OutputOptions)
 def run_part(
     plan: Plan | str | Path,
     out: str | Path,
     part: tuple[int, int] | None = None,
     *,
     finish: bool = False,
-    force: bool = False,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
-    resume: bool | None = None,
-    paths: str = PathStyle.RELATIVE.value,
-    base_model_ids: Sequence[str] = (),
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> PartReport:
@@ -364,27 +327,25 @@ def run_part(
     Args:
         part: (2, 7) is the second of seven parts: output files, dealt out by bytes. None only finishes.
         finish: the output must be finished by this call; without it that is left to the worker of the last part.
-        resume: False forgets what interrupted workers read for this part: it is read again, beyond the budget.
-        force, shard_bytes, options, on_progress: see `run`. `shard_bytes` must be the same for all parts.
-        paths, base_model_ids: see `MergeOptions`; those of the call that publishes the output hold.
+        options: as of `run`. `shard_bytes` must be the same for all parts; `resume=False` forgets what interrupted
+            workers read for this part: it is read again, beyond the budget. What the output says of its inputs follows
+            the call that publishes it.
 
     Raises:
         MergePipeError: see `mergepipe.errors`; `parts.budget`, the budget does not allow to repeat an interrupted part.
     """
     started = time.perf_counter()
-    positive("--shard-size", shard_bytes)
+    output = options_as(OutputOptions, options)
+    if output.executor != ExecutorName.THREADS:
+        hint = "give one of the two: a cluster makes all parts"
+        raise RecipeError.of("option.pair", "--executor", "a part is made by this process", hint)
     from mergepipe.jobs.parts import PartChoice, check_part
     from mergepipe.jobs.parts import run_part as run_one
     from mergepipe.runs.settings import output_place, run_settings
 
     number, n_parts = (None, 1) if part is None else check_part(*part)
     decided = _plan_value(plan)
-    options = options or RunOptions()
-    settings = run_settings(
-        options, decided.seed, force=force, shard_bytes=shard_bytes, resume=resume, paths=paths,
-        base_model_ids=base_model_ids,
-    )  # fmt: skip
-    place, settings = output_place(out, settings, options.home)
+    place, settings = output_place(out, run_settings(output, decided.seed), output.home)
     choice = PartChoice(number, n_parts, finish or part is None)
     return run_one(decided, place, choice, settings, started=started, on_progress=on_progress)
 
@@ -465,7 +426,8 @@ def sweep(
     planned = plan_request("100%", plan or PlanOptions(), seed=seed, allow_dropped=allow_dropped)
     place = None if work is None else Path(work)
     request = sweep_request(budgets, planned, needed_home(options, "a sweep"), place, evaluate)
-    settings = changed(run_settings(options, seed), allow_dropped=planned.allow_dropped)
+    settings = run_settings(options_as(OutputOptions, options), seed)
+    settings = changed(settings, allow_dropped=planned.allow_dropped)
     return run_sweep(_recipe(recipe), request, settings, on_progress)
 
 
@@ -800,12 +762,12 @@ def replay(
         MergePipeError: see `mergepipe.errors`; nothing was published.
     """
     started = time.perf_counter()
-    options = options or RunOptions()
     from mergepipe.jobs.replay import replay_snapshot
     from mergepipe.runs.settings import output_place, run_settings
 
-    place, settings = output_place(out, run_settings(options, force=force), options.home)
-    path = _snapshot_location(snapshot, options.home)
+    output = options_as(OutputOptions, options, force=force or None)
+    place, settings = output_place(out, run_settings(output, 0), output.home)
+    path = _snapshot_location(snapshot, output.home)
     return replay_snapshot(path, place, settings, started=started, on_progress=on_progress)
 
 

@@ -1,18 +1,19 @@
 """The options of the public calls: immutable values, checked when they are made, changed by `dataclasses.replace`.
 
-Every default has its one owner here, or in the signature of the call. `threads_of` and its like fill in what depends on
-the machine.
+Every option is declared here once: its field has the default, and the `Flag` that the command line, its help and the
+reference pages are made from. `threads_of` and its like fill in what depends on the machine.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mergepipe.core.bounds import positive, shown_number
+from mergepipe.core.flags import Flag, option
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.planning.choices import OnOmit, Policy
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
@@ -27,6 +28,12 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 SWEEP_BUDGETS = ("5%", "10%", "25%", "50%", "75%", "100%")
 MAX_THREADS = 1024
 MAX_BLOCK_ELEMENTS = 1 << 40
+
+BUDGET_PANEL = "Under a budget"
+WORK_PANEL = "Catalog and earlier work"
+PUBLISHING_PANEL = "What the output says of its inputs"
+MACHINE_PANEL = "Machine"
+PARTS_PANEL = "Many machines"
 
 
 class ExecutorName(StrEnum):
@@ -43,15 +50,61 @@ class PathStyle(StrEnum):
     ABSOLUTE = "absolute"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CommonOptions:
-    """The options that every long call has."""
+def _share(text: str, name: str) -> float:
+    from mergepipe.planning.budget import parse_fraction
 
-    threads: int | None = None
-    memory_bytes: int | None = None
-    home: str | Path | None = None
-    catalog: bool = True
-    connections: int = CONNECTIONS
+    return parse_fraction(text, name, "option.density")
+
+
+THREADS = Flag("Compute threads.", metavar="N", default="one per processor", panel=MACHINE_PANEL)
+HOME = Flag(
+    "Where the catalog is.", metavar="DIR", default="$MERGEPIPE_HOME, else the user data folder", panel=WORK_PANEL
+)
+FORCE = Flag("Replace OUT, if mergepipe made it.")
+BUDGET = Flag(
+    "Read at most this from the experts: a share of what reading all would cost (25%, 0.25) or bytes (4GiB).",
+    metavar="BUDGET",
+    default="everything is read",
+    panel=BUDGET_PANEL,
+)
+EVALUATE = Flag(
+    "Run this command on each merge, without a shell; the last number that it prints is the loss. {} stands for the "
+    "merge's folder, which comes last without.",
+    metavar="CMD",
+)
+SEED = Flag("Seed of the random operators, and of --select sample and random.", metavar="N")
+ALLOW_DROPPED = Flag(
+    "Leave out tensors of this name that an expert has and the base has not. May be given again.", metavar="GLOB"
+)
+STRICT = Flag("Refuse a recipe with a notice, and a plan that reads nothing of an expert.")
+LENIENT = Flag("Take misspelt names for such without effect, and shares like 40 as 1, as mergekit does.")
+BLOCK_ELEMENTS = Flag("Elements of a block, a multiple of 16384.", metavar="N", default="262144", panel=BUDGET_PANEL)
+SHARD_SIZE = Flag("Largest output file, e.g. 5GB.", name="--shard-size", metavar="SIZE", default="5GB")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Options of using the machine and the catalog. None of them changes a byte of a result.
+
+    `memory_bytes` caps buffers. `analyze` and `sweep` need the `catalog`.
+
+    Raises:
+        LimitError, RecipeError: a number that is not above zero, or too large.
+    """
+
+    threads: int | None = option(None, THREADS)
+    memory_bytes: int | None = option(
+        None,
+        Flag(
+            "Cap on buffers, e.g. 4GiB.",
+            metavar="SIZE",
+            default="4GiB, or half of the RAM if less",
+            panel=MACHINE_PANEL,
+        ),
+    )
+    home: str | Path | None = option(None, HOME)
+    catalog: bool = option(True, Flag("Use no catalog, and record nothing in it.", panel=WORK_PANEL))
+    connections: int = option(CONNECTIONS, Flag("Requests for remote files at once.", metavar="N", panel=MACHINE_PANEL))
 
     def __post_init__(self) -> None:
         positive("--connections", self.connections, MAX_CONNECTIONS)
@@ -62,50 +115,60 @@ class _CommonOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(_CommonOptions):
-    """Options of using the machine and the catalog. None of them changes a byte of a result.
-
-    Args:
-        threads: compute threads; default, one per processor.
-        memory_bytes: cap on buffers; default, the lesser of 4 GiB and half of the machine's memory.
-        home: the catalog's directory; default $MERGEPIPE_HOME, else the platform's user data folder.
-        catalog: use the catalog, and record in it what is published. `analyze` and `sweep` need it.
-        connections: requests for remote files that are made at once.
-
-    Raises:
-        LimitError, RecipeError: a number that is not above zero, or too large.
-    """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """Options of spending a budget.
 
-    Args:
-        select: what is read: `norm`, `sample`, `conflict` or `random`.
-        where_omitted: `keep` the coefficients where an expert is omitted, or `renormalize` them (linear).
-        min_density: let the densities of TIES and DARE fall to this under a tight budget; None leaves them.
-        block_elements: elements of a block; default 256 Ki, 2 Mi where all experts are packed and none was analysed.
-            Statistics of another grid are carried over.
-        request_cost_bytes: gaps of fewer bytes between what is read of a remote expert are read too, and merged, in
-            place of another request; by default 3 MB.
-        importance: with `select="sample"`, what the probabilities of tensors follow, per element: a JSON object of
-            names and numbers, one for each tensor as a whole; safetensors with one number a tensor or an element (such
-            as absolute gradient times delta); or a training checkpoint, by its second moments.
-        strict, lenient: as in `MergeOptions`; for merges those of `MergeOptions` count.
+    Statistics of another grid than `block_elements` are carried over. For merges `strict` and `lenient` of
+    `MergeOptions` count.
 
     Raises:
         LimitError, RecipeError: a name that is not known, or a number out of its range.
     """
 
-    select: str = Policy.NORM.value
-    where_omitted: str = OnOmit.KEEP.value
-    min_density: float | None = None
-    block_elements: int | None = None
-    request_cost_bytes: int | None = None
-    importance: str | Path | None = None
-    strict: bool = False
-    lenient: bool = False
+    select: str = option(
+        Policy.NORM.value,
+        Flag(f"What to read: {', '.join(Policy)}.", metavar="POLICY", panel=BUDGET_PANEL, choices=tuple(Policy)),
+    )
+    where_omitted: str = option(
+        OnOmit.KEEP.value,
+        Flag(
+            "Where an expert is omitted, keep the weights of the others, or renormalize them (linear).",
+            metavar="RULE",
+            panel=BUDGET_PANEL,
+            choices=tuple(OnOmit),
+        ),
+    )
+    min_density: float | None = option(
+        None,
+        Flag(
+            "Let densities of TIES and DARE fall to this under a tight budget.",
+            metavar="SHARE",
+            default="they stay",
+            panel=BUDGET_PANEL,
+            read=_share,
+        ),
+    )
+    block_elements: int | None = option(None, BLOCK_ELEMENTS)
+    request_cost_bytes: int | None = option(
+        None,
+        Flag(
+            "Read gaps shorter than this in remote experts too, in place of another request.",
+            metavar="SIZE",
+            default="3MB",
+            panel=BUDGET_PANEL,
+        ),
+    )
+    importance: str | Path | None = option(
+        None,
+        Flag(
+            "With --select sample: draw important tensors more often. A JSON object of numbers by tensor, safetensors "
+            "with one number a tensor or an element, or a training checkpoint (second moments).",
+            metavar="PATH",
+            panel=BUDGET_PANEL,
+        ),
+    )
+    strict: bool = option(False, STRICT)
+    lenient: bool = option(False, LENIENT)
 
     def __post_init__(self) -> None:
         _check_strictness(strict=self.strict, lenient=self.lenient)
@@ -123,55 +186,134 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MergeOptions(_CommonOptions):
-    """Options of `merge` beside the recipe and the budget.
+class OutputOptions(RunOptions):
+    """Options of making an output of a plan: those of `RunOptions`, and what is written how.
 
     Args:
-        threads, memory_bytes, home, catalog, connections: see `RunOptions`.
-        plan: how a budget is spent; for merges with a `budget`.
         shard_bytes: largest output file, in bytes of tensor data; default 5 GB, on a cluster also less, so that all of
-            its nodes have files to make.
-        resume: resume an interrupted run of the same merge to the same output; by default where there is one.
-        allow_dropped: patterns (`*.extra.*`) of tensors that an expert may have and the base not; they are left out.
-        strict: refuse recipes with anything in them that has no effect, and plans that read
-            nothing of an expert, instead of telling so in notices.
-        lenient: take misspelt names of keys and parameters for such without effect, and shares that look like
-            percentages (`density: 40`) as 1, as mergekit does, with warnings.
-        card: write the model card.
-        tokenizer: copy the tokenizer's files; those that the recipe asks for are written in any case.
-        mergekit_config: write the recipe beside the model as `mergekit_config.yml`, too, where the Hub looks for it.
+            its nodes have files to make. The same for all parts of an output.
         executor: who makes the files: `threads` of this process, or tasks on a `ray` cluster, where `threads` and
             `memory_bytes` are those of one task, and every node reaches the inputs and the output.
-        address: the Ray cluster; default, the one that runs on this machine, else one that is started for this merge.
-        paths: how the snapshot's files name local inputs: `relative` to the recipe and the snapshot, or `absolute`.
-        base_model_ids: ids on the Hub that the card names as base models: `org/name`, or `MODEL=org/name` for a model
-            of the recipe. Those of models from the Hub and its local cache are known without.
 
     Raises:
         LimitError, RecipeError: a number out of its range, or two options that exclude each other.
     """
 
+    force: bool = option(False, FORCE)
+    shard_bytes: int | None = option(None, SHARD_SIZE)
+    paths: str = option(
+        PathStyle.RELATIVE.value,
+        Flag(
+            "How the output's files name local inputs: relative or absolute.",
+            metavar="STYLE",
+            panel=PUBLISHING_PANEL,
+            choices=tuple(PathStyle),
+        ),
+    )
+    base_model_ids: tuple[str, ...] = option(
+        (),
+        Flag(
+            "A base model on the Hub for the model card: org/name, or MODEL=org/name. May be given several times.",
+            name="--base-model-id",
+            metavar="ID",
+            panel=PUBLISHING_PANEL,
+        ),
+    )
+    resume: bool | None = option(
+        None,
+        Flag(
+            "Resume an interrupted run of the same merge to OUT, if it must beyond the budget, on record.",
+            default="if there is one, within the budget",
+            panel=WORK_PANEL,
+        ),
+    )
+    executor: str = option(
+        ExecutorName.THREADS.value,
+        Flag(
+            "Who makes OUT's files: threads of this process, or ray, tasks on a cluster.",
+            metavar="NAME",
+            panel=PARTS_PANEL,
+            choices=tuple(ExecutorName),
+        ),
+    )
+    address: str | None = option(
+        None,
+        Flag(
+            "The Ray cluster.",
+            metavar="HOST:PORT",
+            default="the one that runs here, else one on this machine alone",
+            panel=PARTS_PANEL,
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        RunOptions.__post_init__(self)  # `super()` does not know a class that was made again for its slots
+        if self.shard_bytes is not None:
+            positive("--shard-size", self.shard_bytes)
+        choice("--paths", self.paths, PathStyle)
+        executor_of(self.executor, self.address)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeOptions(OutputOptions):
+    """Options of `merge`: those of `OutputOptions`, what is merged, and `plan`, how a budget is spent.
+
+    Args:
+        card: write the model card.
+        tokenizer: copy the tokenizer's files; those that the recipe asks for are written in any case.
+        mergekit_config: write the recipe beside the model as `mergekit_config.yml`, too, where the Hub looks for it.
+
+    Raises:
+        LimitError, RecipeError: a number out of its range, or two options that exclude each other.
+    """
+
+    budget: str | float | None = option(None, BUDGET)
+    target_loss: float | None = option(
+        None,
+        Flag(
+            "Merge under 5, 10, 25, 50 and 100 % in turn, until the loss that --evaluate prints is at most X; publish "
+            "that merge alone.",
+            metavar="X",
+            panel=BUDGET_PANEL,
+        ),
+    )
+    evaluate: str | None = option(
+        None, replace(EVALUATE, help=f"For --target-loss. {EVALUATE.help}", panel=BUDGET_PANEL)
+    )
     plan: PlanOptions = field(default_factory=PlanOptions)
-    shard_bytes: int | None = None
-    resume: bool | None = None
-    allow_dropped: tuple[str, ...] = ()
-    strict: bool = False
-    lenient: bool = False
+    seed: int = option(0, SEED)
+    allow_dropped: tuple[str, ...] = option((), ALLOW_DROPPED)
+    strict: bool = option(False, STRICT)
+    lenient: bool = option(False, LENIENT)
     card: bool = True
     tokenizer: bool = True
     mergekit_config: bool = True
-    executor: str = ExecutorName.THREADS.value
-    address: str | None = None
-    paths: str = PathStyle.RELATIVE.value
-    base_model_ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        OutputOptions.__post_init__(self)
         _check_strictness(strict=self.strict, lenient=self.lenient)
-        _CommonOptions.__post_init__(self)  # `super()` does not know a class that was made again for its slots
-        if self.shard_bytes is not None:
-            positive("--shard-size", self.shard_bytes)
-        executor_of(self.executor, self.address)
-        choice("--paths", self.paths, PathStyle)
+        check_seed(self.seed)
+        if self.target_loss is None and self.evaluate is None:
+            return
+        if self.target_loss is None or self.evaluate is None:
+            name, other = (
+                ("--evaluate", "--target-loss X") if self.target_loss is None else ("--target-loss", "--evaluate CMD")
+            )
+            raise RecipeError.of("option.pair", name, "has no meaning by itself", f"add {other}")
+        if self.budget is not None or self.executor != ExecutorName.THREADS:
+            message = "tries budgets in turn, and looks at each merge in a folder of this machine"
+            hint = "leave out --budget, and merge into a folder without --executor"
+            raise RecipeError.of("option.pair", "--target-loss", message, hint)
+
+
+Kind = TypeVar("Kind", bound=RunOptions)
+
+
+def options_as(kind: type[Kind], options: RunOptions | None, **changes: object) -> Kind:
+    """Return the options of a call as `kind`: those given, with the `changes` that are not None, else its defaults."""
+    names = {declared.name for declared in fields(kind)} & {declared.name for declared in fields(options or kind)}
+    values: dict[str, Any] = {} if options is None else {name: getattr(options, name) for name in names}
+    return kind(**values | {name: value for name, value in changes.items() if value is not None})
 
 
 def default_memory_bytes() -> int:
@@ -210,7 +352,7 @@ def threads_of(threads: int | None) -> int:
     return n_threads
 
 
-def engine_options(options: RunOptions | MergeOptions) -> EngineOptions:
+def engine_options(options: RunOptions) -> EngineOptions:
     """Return how to run the engine, with the machine's defaults for what was not given.
 
     Raises:
@@ -258,7 +400,7 @@ def home_of(home: str | Path | None) -> Path:
     return resolve_home(Path(home) if home is not None else None)
 
 
-def catalog_home(options: RunOptions | MergeOptions) -> Path | None:
+def catalog_home(options: RunOptions) -> Path | None:
     """Return the catalog's home; None where no catalog is wanted."""
     return home_of(options.home) if options.catalog else None
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from mergepipe.core.notebooks import Displayed
 from mergepipe.storage.location import Location
@@ -128,6 +128,8 @@ class TriedBudget:
 @dataclass(frozen=True, slots=True, repr=False)
 class MergeReport(Displayed):
     """A finished merge. Bytes are those requested from storage, page rounding included."""
+
+    COMPUTED: ClassVar = ("read_bytes", "bytes_per_second")  # also told as JSON
 
     out: Path | Location
     sid: str

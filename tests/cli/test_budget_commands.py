@@ -15,7 +15,7 @@ import pytest
 from command_line import Ran, Runner, Workplace, file_bytes, make_workplace
 
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.cli.render.json import REPORT_FORMAT
+from mergepipe.cli.printing import REPORT_FORMAT
 from mergepipe.options import SWEEP_BUDGETS, PlanOptions
 from mergepipe.planning.choices import OnOmit, Policy
 from mergepipe.planning.plan_json import parse_plan

@@ -15,7 +15,7 @@ from command_line import Ran, Runner, Workplace, make_workplace
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.cli.render.json import REPORT_FORMAT
+from mergepipe.cli.printing import REPORT_FORMAT
 
 NEEDING = [
     ("analyze", "family/base", "family/expert-1", "--quiet"),

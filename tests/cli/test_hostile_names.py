@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from mergepipe import cli
 from mergepipe.cli import main
-from mergepipe.cli.render.json import REPORT_FORMAT
+from mergepipe.cli.printing import REPORT_FORMAT
 from mergepipe.cli.render.sweep_page import sweep_page
 from mergepipe.planning.plan import PLAN_FORMAT
 from mergepipe.reports import SweepPoint, SweepReport
@@ -132,7 +132,7 @@ def test_commands__print_json_through_the_one_function_that_names_the_format() -
         for path in CLI.rglob("*.py")
         if re.search(r"\b(json_line|json\.dumps)\b", path.read_text(encoding="utf-8"))
     }
-    assert users == {"render/json.py", "commands/budgets/plan.py", "render/snapshots.py"}
+    assert users == {"printing.py", "commands/budgets.py", "render/snapshots.py"}
 
 
 def test_model_card__names_break_neither_metadata_nor_text(ran: dict[str, tuple[Ran, Ran]], place: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from command_line import Ran, Workplace, make_workplace
 
 from mergepipe.cli import main, mergekit_main
-from mergepipe.cli.mergekit.command import build_command, shard_bytes_of
+from mergepipe.cli.mergekit import build_command, shard_bytes_of
 from mergepipe.errors import RecipeError
 from mergepipe.runs.sidecars import MERGEKIT_CONFIG_NAME
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import mergepipe
 from mergepipe.core.blocks import BF16, F8_E4M3, F16, F32, DType
 from mergepipe.operators.sparse import band_ranks
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
 from mergepipe.storage.output import CHUNK_BYTES
 from support.disk_families import read_snapshot, weights_digest, write_sharded, write_single
 from support.oracle import order_of_ranks
@@ -128,7 +128,7 @@ def in_parts(case: Case) -> Iterator[Path]:
     recipe.write_text(json.dumps(case.recipe()))
     plan = mergepipe.plan(recipe, everything=True, home=case.folder / "home")
     for number in (2, 1):
-        mergepipe.run_part(plan, out, (number, 2), shard_bytes=5000, options=RunOptions(catalog=False))
+        mergepipe.run_part(plan, out, (number, 2), options=OutputOptions(catalog=False, shard_bytes=5000))
     yield out
 
 

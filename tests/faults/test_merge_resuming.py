@@ -28,7 +28,7 @@ from mergepipe.errors import (
     PublishedError,
     StorageError,
 )
-from mergepipe.options import MergeOptions, RunOptions
+from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.reports import MergeReport, Progress
 from mergepipe.runs.recovery import resume as resuming
 from mergepipe.runs.recovery.read_account import ReadAccount, ReadTotals, read_totals
@@ -298,7 +298,7 @@ def test_merge__that_fails_twice_under_a_budget_counts_every_read(tmp_path: Path
 
     def run(*, resume: bool | None = None) -> MergeReport:
         return mergepipe.run(
-            tmp_path / "plan.json", job.out, resume=resume, options=RunOptions(threads=2, home=job.home)
+            tmp_path / "plan.json", job.out, options=OutputOptions(threads=2, home=job.home, resume=resume)
         )
 
     for at in (5, 3):

@@ -37,7 +37,7 @@ from mergepipe.jobs.merge_on_ray import (
     make_part_of_plan,
     shard_sizes,
 )
-from mergepipe.options import DEFAULT_SHARD_BYTES, PlanOptions, RunOptions
+from mergepipe.options import DEFAULT_SHARD_BYTES, OutputOptions, PlanOptions
 from mergepipe.reports import Progress
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.manifest_json import manifest_of_json
@@ -214,7 +214,7 @@ def test_merge__on_ray_accounts_for_the_samples_that_its_plan_took(tmp_path: Pat
     assert read_by("ray") == read_by("threads")
     assert weights_digest(tmp_path / "ray") == weights_digest(tmp_path / "threads")
     plan = mergepipe.plan(recipe, "60%", options=options.plan, home=tmp_path / "home")
-    mergepipe.run(plan, tmp_path / "planned", options=RunOptions(catalog=False))
+    mergepipe.run(plan, tmp_path / "planned", options=OutputOptions(catalog=False))
     samples = manifest_of(tmp_path / "ray").realized.expert - manifest_of(tmp_path / "planned").realized.expert
     assert 0 < samples <= sum(model.side_bytes for model in plan.models)
 
@@ -260,16 +260,16 @@ def test_merge__on_ray_that_begins_nothing_leaves_nothing(cluster: FakeCluster, 
 def test_run__on_ray_refuses_what_it_cannot_do(recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     plan = mergepipe.plan(recipe, everything=True, allow_dropped=("*",), home=tmp_path / "home")
-    options = RunOptions(catalog=False)
+    options = OutputOptions(catalog=False)
     with pytest.raises(NotFoundError, match="no part of it is made"):
-        mergepipe.run(plan, out, executor="ray", resume=True, options=options)
-    mergepipe.run(plan, out, executor="ray", shard_bytes=30_000, options=options)
+        mergepipe.run(plan, out, options=replace(options, executor="ray", resume=True))
+    mergepipe.run(plan, out, options=replace(options, executor="ray", shard_bytes=30_000))
     for force in (False, True):
         with pytest.raises(OutputError) as caught:
-            mergepipe.run(plan, out, executor="ray", force=force, options=options)
+            mergepipe.run(plan, out, force=force, options=replace(options, executor="ray"))
         assert caught.value.code == "output.exists"
     with pytest.raises(RecipeError) as address:
-        mergepipe.run(plan, out, address="127.0.0.1:1", options=options)
+        mergepipe.run(plan, out, options=replace(options, address="127.0.0.1:1"))
     assert address.value.code == "option.pair"
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import pytest
 
 import mergepipe
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, RecipeError, StorageError, UnsupportedError
-from mergepipe.options import MergeOptions, RunOptions
+from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.reports import MergeReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.manifest_json import manifest_of_json
@@ -133,9 +133,9 @@ def test_merge__into_a_bucket_is_the_local_merge(bench: Bench, out: str, method:
 
 def test_run__of_a_plan_into_a_bucket_is_the_local_run(bench: Bench, out: str) -> None:
     plan = mergepipe.plan(bench.recipe(), "50%", home=bench.folder / "home")
-    options = RunOptions(home=bench.folder / "home", threads=2)
-    mergepipe.run(plan, bench.folder / "ran", shard_bytes=SHARD_BYTES, options=options)
-    mergepipe.run(plan, out, shard_bytes=SHARD_BYTES, options=options)
+    options = OutputOptions(home=bench.folder / "home", threads=2)
+    mergepipe.run(plan, bench.folder / "ran", options=replace(options, shard_bytes=SHARD_BYTES))
+    mergepipe.run(plan, out, options=replace(options, shard_bytes=SHARD_BYTES))
     assert_same(out, bench.folder / "ran")
 
 
@@ -153,7 +153,7 @@ def test_merge__puts_objects_in_an_order_that_shows_nothing_early(
 
 def test_verify__reads_a_snapshot_in_a_bucket(bench: Bench, out: str) -> None:
     bench.merge(out)
-    options = RunOptions(home=bench.folder / "home", threads=2)
+    options = OutputOptions(home=bench.folder / "home", threads=2)
     report = mergepipe.verify(out, options=options)
     assert (report.is_sound, report.notices) == (True, ())
     folder = BucketFolder(Location.parse(out))

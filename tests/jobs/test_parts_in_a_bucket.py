@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from random import Random
@@ -15,7 +15,7 @@ import mergepipe
 from mergepipe.engine.make_part import make_part
 from mergepipe.errors import ConflictError, NotFoundError, OutputError, RecipeError, UnsupportedError
 from mergepipe.jobs import parts
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.options import MergeOptions, OutputOptions, PlanOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.reports import Garbage, PartReport
@@ -66,8 +66,8 @@ class Bench:
     folder: Path
 
     @property
-    def options(self) -> RunOptions:
-        return RunOptions(home=self.folder / "home", catalog=False, threads=2)
+    def options(self) -> OutputOptions:
+        return OutputOptions(home=self.folder / "home", catalog=False, threads=2)
 
     def plan(self, key: Key) -> Plan:
         method, budget, is_packed = key
@@ -85,11 +85,13 @@ class Bench:
         if not out.exists():
             plan = self.plan(key)
             stored.write_bytes(plan.to_json())
-            mergepipe.run(plan, out, shard_bytes=SHARD_BYTES, options=self.options)
+            mergepipe.run(plan, out, options=replace(self.options, shard_bytes=SHARD_BYTES))
         return parse_plan(stored.read_bytes()), out
 
     def part(self, plan: Plan, out: str, part: tuple[int, int] | None, *, resume: bool | None = None) -> PartReport:
-        return mergepipe.run_part(plan, out, part, shard_bytes=SHARD_BYTES, resume=resume, options=self.options)
+        return mergepipe.run_part(
+            plan, out, part, options=replace(self.options, shard_bytes=SHARD_BYTES, resume=resume)
+        )
 
     def staged(self) -> list[Path]:
         """What is left on this machine of outputs for buckets."""
@@ -352,7 +354,7 @@ def test_run_part__never_writes_among_objects_of_others(bench: Bench, out: str) 
             bench.part(plan, place, (1, 2))
         assert list(objects_below(place)) == [name]
     with pytest.raises(RecipeError, match="a snapshot in a bucket is never replaced"):
-        mergepipe.run_part(plan, out, (1, 2), force=True, options=bench.options)
+        mergepipe.run_part(plan, out, (1, 2), options=replace(bench.options, force=True))
 
 
 def test_run_part__into_a_store_that_ignores_conditions_is_refused(
@@ -376,7 +378,7 @@ def test_gc__removes_parts_that_are_abandoned(bench: Bench, out: str, monkeypatc
     plan, local = bench.local(FAST[0])
     bench.part(plan, out, (1, 2))
     other = f"{out}-other/below"
-    mergepipe.run(plan, other, shard_bytes=SHARD_BYTES, options=bench.options)
+    mergepipe.run(plan, other, options=replace(bench.options, shard_bytes=SHARD_BYTES))
 
     def collect() -> tuple[Garbage, ...]:
         return mergepipe.gc([out, f"{out}-other"], home=bench.folder / "none").garbage

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -30,7 +30,7 @@ from mergepipe.errors import (
 )
 from mergepipe.jobs import parts as parts_job
 from mergepipe.jobs.gc import ABANDONED_SECONDS
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.options import MergeOptions, OutputOptions, PlanOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport
 from mergepipe.runs import parts as worker_module
@@ -54,7 +54,7 @@ PARAMETERS: dict[str, dict[str, float]] = {
 }
 FULL = [(operator, None, is_packed) for operator in PARAMETERS for is_packed in (False, True)]
 BUDGETED = [("ties", "40%", False), ("dare_ties", "60%", False), ("linear", "50%", True), ("dare_ties", "70%", True)]
-OPTIONS = RunOptions(catalog=False, threads=2)
+OPTIONS = OutputOptions(catalog=False, threads=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def plan_of(recipe: Path, budget: str | None, home: Path) -> Plan:
 
 def made_by_one(out: Path, recipe: Path, plan: Plan, budget: str | None) -> Case:
     """By a plan; the files of a plan of everything are those of the recipe's full merge, which may read less."""
-    report = mergepipe.run(plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS)
+    report = mergepipe.run(plan, out, options=replace(OPTIONS, shard_bytes=SHARD_BYTES))
     if budget is None:
         out = out.with_name(f"{out.name}-full")
         options = MergeOptions(catalog=False, shard_bytes=SHARD_BYTES, allow_dropped=("*",), threads=2)
@@ -130,7 +130,9 @@ def files_of(out: Path) -> dict[str, bytes]:
 
 
 def run_part(plan: Plan, out: Path, number: int, n_parts: int, *, resume: bool | None = None) -> PartReport:
-    return mergepipe.run_part(plan, out, (number, n_parts), shard_bytes=SHARD_BYTES, resume=resume, options=OPTIONS)
+    return mergepipe.run_part(
+        plan, out, (number, n_parts), options=replace(OPTIONS, shard_bytes=SHARD_BYTES, resume=resume)
+    )
 
 
 def nothing_else(out: Path) -> bool:
@@ -182,7 +184,7 @@ def test_run_part__of_another_shard_size_is_refused(cases: Cases, tmp_path: Path
     plan, out = cases(("linear", None, False)).plan, tmp_path / "out"
     run_part(plan, out, 1, 3)
     with pytest.raises(ConflictError, match="5 shards"):
-        mergepipe.run_part(plan, out, (2, 3), shard_bytes=10 * SHARD_BYTES, options=OPTIONS)
+        mergepipe.run_part(plan, out, (2, 3), options=replace(OPTIONS, shard_bytes=10 * SHARD_BYTES))
 
 
 def test_run_part__refuses_what_it_cannot_do(cases: Cases, tmp_path: Path) -> None:
@@ -190,12 +192,12 @@ def test_run_part__refuses_what_it_cannot_do(cases: Cases, tmp_path: Path) -> No
     with pytest.raises(RecipeError, match="0/3"):
         run_part(plan, out, 0, 3)
     with pytest.raises(NotFoundError, match="no part of it is made"):
-        mergepipe.run_part(plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS)
+        mergepipe.run_part(plan, out, options=replace(OPTIONS, shard_bytes=SHARD_BYTES))
     with pytest.raises(NotFoundError, match="no part of it was made"):
         mergepipe.parts_status(plan, out)
     run_part(plan, out, 1, 3)
     with pytest.raises(NotFoundError, match=r"of 5 shards are not made: model-0000"):
-        mergepipe.run_part(plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS)
+        mergepipe.run_part(plan, out, options=replace(OPTIONS, shard_bytes=SHARD_BYTES))
 
 
 # --- workers that are interrupted, and those that come back ---
@@ -369,7 +371,7 @@ def test_run_part__failed_finish_gives_the_shards_back(
             run_part(case.plan, out, 1, 1)
     status = mergepipe.parts_status(case.plan, out)
     assert (status.done_shards, status.is_published) == (5, False)
-    report = mergepipe.run_part(case.plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS)
+    report = mergepipe.run_part(case.plan, out, options=replace(OPTIONS, shard_bytes=SHARD_BYTES))
     assert report.expert_bytes == 0
     assert files_of(out) == case.files
 
@@ -399,7 +401,7 @@ def test_gc__removes_parts_of_an_output_that_is_published(cases: Cases, tmp_path
     run_part(case.plan, out, 1, 2)
     place = parts_directory(out, case.plan.digest)
     assert mergepipe.gc([tmp_path], home=tmp_path / "home").garbage == ()  # other parts may come
-    mergepipe.run(case.plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS)
+    mergepipe.run(case.plan, out, options=replace(OPTIONS, shard_bytes=SHARD_BYTES))
     (garbage,) = mergepipe.gc([tmp_path], home=tmp_path / "home").garbage
     assert (garbage.kind, garbage.is_removed) == ("parts", True)
     assert not place.exists()
@@ -418,13 +420,13 @@ def test_run_part__where_renames_replace_is_coordinated_by_links(
 
 def test_run_part__with_force_replaces_a_snapshot(cases: Cases, tmp_path: Path) -> None:
     case, out = cases(("linear", None, False)), tmp_path / "out"
-    mergepipe.run(cases(("ties", None, False)).plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS)
+    mergepipe.run(cases(("ties", None, False)).plan, out, options=replace(OPTIONS, shard_bytes=SHARD_BYTES))
     before = files_of(out)
     with pytest.raises(OutputError, match="already exists"):
         run_part(case.plan, out, 1, 2)
     for number in (1, 2):
         assert files_of(out) == before
-        mergepipe.run_part(case.plan, out, (number, 2), shard_bytes=SHARD_BYTES, force=True, options=OPTIONS)
+        mergepipe.run_part(case.plan, out, (number, 2), options=replace(OPTIONS, shard_bytes=SHARD_BYTES, force=True))
     assert files_of(out) == case.files
     assert nothing_else(out)
 

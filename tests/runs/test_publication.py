@@ -13,7 +13,7 @@ import yaml
 import mergepipe
 from mergepipe.cli.render.merges import merge_table
 from mergepipe.errors import NotFoundError, RecipeError
-from mergepipe.options import MergeOptions, RunOptions
+from mergepipe.options import MergeOptions, OutputOptions, RunOptions
 from mergepipe.recipes.references import with_renamed
 from mergepipe.runs.publication.hub_ids import parse_base_model_ids
 from mergepipe.runs.publication.input_cards import InputCard, parse_card
@@ -233,9 +233,9 @@ def test_run__of_a_plan_takes_the_path_style_and_hub_ids_of_a_merge(family: Path
     plan = mergepipe.plan(recipe_of(family), "50%")
     ids = ("me/whole", f"{family}/odd/expert1=me/tuned")
     if in_parts:
-        mergepipe.run_part(plan, family / "out", (1, 1), paths="absolute", base_model_ids=ids)
+        mergepipe.run_part(plan, family / "out", (1, 1), options=OutputOptions(paths="absolute", base_model_ids=ids))
     else:
-        mergepipe.run(plan, family / "out", paths="absolute", base_model_ids=ids)
+        mergepipe.run(plan, family / "out", options=OutputOptions(paths="absolute", base_model_ids=ids))
     manifest = json.loads((family / "out" / "mergepipe.json").read_bytes())
     assert str(family / "odd" / "expert1") in [source["path"] for source in manifest["inputs"]]
     card = yaml.safe_load((family / "out" / "README.md").read_text().split("---")[1])
@@ -246,9 +246,9 @@ def test_run__of_a_plan_refuses_an_id_of_a_model_that_is_not_in_it(family: Path)
     plan = mergepipe.plan(recipe_of(family), "50%")
     for call in (mergepipe.run, mergepipe.run_part):
         with pytest.raises(RecipeError, match="the recipe names no model 'nobody'"):
-            call(plan, family / "out", base_model_ids=("nobody=me/x",))
+            call(plan, family / "out", options=OutputOptions(base_model_ids=("nobody=me/x",)))
         with pytest.raises(RecipeError, match="paths"):
-            call(plan, family / "out", paths="short")
+            call(plan, family / "out", options=OutputOptions(paths="short"))
     assert not (family / "out").exists()
 
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import mergepipe
 from mergepipe import api as keeping
 from mergepipe.errors import OutputError
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
 from mergepipe.reports import MergeReport
 from mergepipe.runs.recovery import resume as resuming
 from support.crashes import Death, run_killed
@@ -167,8 +167,7 @@ class HomeMachine(RuleBasedStateMachine):
             plan,
             self.outs / place,
             force=place in self.visible,
-            shard_bytes=SHARD_BYTES,
-            options=RunOptions(home=self.home, threads=2),
+            options=OutputOptions(home=self.home, threads=2, shard_bytes=SHARD_BYTES),
         )
         assert report.expert_bytes <= plan.planned_bytes
         if budget == "100%":

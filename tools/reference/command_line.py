@@ -24,7 +24,7 @@ _DEFAULT = re.compile(r"\s*\[(default: .*|required)\]$")
 def command_line_page() -> str:
     """Return the page, one section a command, in the order of `mergepipe --help`."""
     from mergepipe.cli.app import build_command
-    from mergepipe.cli.render.json import REPORT_FORMAT
+    from mergepipe.cli.printing import REPORT_FORMAT
 
     commands = list(_commands(build_command(), "mergepipe"))
     contents = [f"- [`{path}`](#{path.replace(' ', '-')}): {_summary(command)}" for path, command in commands]

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field
 from importlib import import_module
 
+from mergepipe.core.flags import Option
+
 _HEAD = """# Python
 
 These names are public; all others may change. Results are immutable values; failures are
@@ -62,7 +64,7 @@ def _section(title: str, module: str, objects: Mapping[str, object], *, are_clas
 def _entry(name: str, value: object) -> list[str]:
     lines = [f"### {name}", "", "```python", *_declaration(name, value), "```", ""]
     lines += [*_documentation(value), ""]
-    for member, documented in _members(value) if inspect.isclass(value) else ():
+    for member, documented in (*_options(value), *_members(value)) if inspect.isclass(value) else ():
         lines += [f"- `{member}`: {documented}"]
     return [*lines, ""]
 
@@ -70,7 +72,8 @@ def _entry(name: str, value: object) -> list[str]:
 def _declaration(name: str, value: object) -> list[str]:
     short = name.rpartition(".")[2]
     if inspect.isclass(value):
-        fields = [each for each in getattr(value, "__dataclass_fields__", {}).values() if not each.name.startswith("_")]
+        declared = getattr(value, "__dataclass_fields__", {}).values()
+        fields = [each for each in declared if not each.name.startswith("_") and "ClassVar" not in str(each.type)]
         if not fields:
             return [f"class {short}"]
         return [f"class {short}:", *(f"    {each.name}: {each.type}{_default(each)}" for each in fields)]
@@ -120,6 +123,19 @@ def _documentation(value: object) -> list[str]:
             lines.append(line)
         in_list = line in ("Args:", "Raises:") or (in_list and line.startswith("    "))
     return lines
+
+
+def _options(value: type) -> Iterator[tuple[str, str]]:
+    """The options that a class declares itself, with their help; those of its base are told there."""
+    inherited = {name for base in value.__bases__ for name in getattr(base, "__dataclass_fields__", {})}
+    for declared in getattr(value, "__dataclass_fields__", {}).values():
+        flag = declared.metadata.get("flag")
+        if flag is not None and declared.name not in inherited:
+            shown = f"  [default: {flag.default}]" if flag.default else ""
+            yield (
+                declared.name,
+                f"`{Option(declared.name, declared.type, declared.default, flag).name}`. {flag.help}{shown}",
+            )
 
 
 def _members(value: type) -> Iterator[tuple[str, str]]:

@@ -18,21 +18,19 @@ _COMMANDS = {
     "merging": ("merge", "check", "run", "status"),
     "budgets": ("plan", "explain", "analyze", "sweep"),
     "snapshots": ("ls", "show", "lineage", "diff", "verify", "repair", "replay", "push"),
-    "experts": ("pack", "unpack", "extract_lora"),
+    "experts": ("pack", "unpack", "extract-lora"),
     "training": ("tailor",),
     "maintenance": ("gc", "catalog"),
 }
-"""Modules of `cli.commands` by group, each with a `register(app)`, named as the command that it adds.
+"""Modules of `cli.commands`, each with a `register(app)`, and the commands that it adds.
 
 They import nothing but typer and the standard library until a command runs.
 """
 
 
 def build_command(arguments: Sequence[str] = ()) -> TyperGroup:
-    """Build the command line: the command alone that `arguments` begin with, or all where they begin with none."""
-    modules = [f"{group}.{name}" for group, names in _COMMANDS.items() for name in names]
-    first = arguments[0].replace("-", "_") if arguments else ""
-    named = [module for module in modules if module.endswith(f".{first}")]
+    """Build the command line: the commands of the module with that which `arguments` begin with, or all."""
+    named = [module for module, commands in _COMMANDS.items() if arguments and arguments[0] in commands]
     app = typer.Typer(
         name="mergepipe",
         cls=SectionedGroup,
@@ -42,7 +40,7 @@ def build_command(arguments: Sequence[str] = ()) -> TyperGroup:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST_HELP},
     )
     app.callback(invoke_without_command=True)(_root)
-    for module in named or modules:
+    for module in named or _COMMANDS:
         import_module(f"mergepipe.cli.commands.{module}").register(app)
     command: TyperGroup = typer.main.get_group(app)
     return command

@@ -118,7 +118,7 @@ def _usage_problem(error: BaseException) -> Problem | None:
 def _mergekit_flags() -> set[str]:
     """The flags of mergekit-yaml that `merge` does not have."""
     from mergepipe.cli.app import build_command
-    from mergepipe.cli.mergekit.command import build_command as build_mergekit_command
+    from mergepipe.cli.mergekit import build_command as build_mergekit_command
 
     def flags(params: Sequence[Parameter]) -> set[str]:
         return {flag for param in params for flag in (*param.opts, *param.secondary_opts)}

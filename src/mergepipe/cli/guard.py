@@ -55,7 +55,7 @@ def run_guarded(arguments: Sequence[str], interrupts: Interrupts, program: str =
     if failure is not None:
         _write(sys.stderr, coloured_failure("".join(f"{line}\n" for line in failure.lines())))
         if "--json" in options:
-            from mergepipe.cli.render.json import report_json
+            from mergepipe.cli.printing import report_json
 
             printed.write(report_json(failure.to_json()) + "\n")
     refusal = _write(sys.stdout, printed.getvalue())
@@ -96,7 +96,7 @@ def _run(arguments: Sequence[str], interrupts: Interrupts, program: str) -> int:
             return complete(build_command())
         command = build_command(arguments)
     else:
-        from mergepipe.cli.mergekit.command import build_command as build_mergekit_command
+        from mergepipe.cli.mergekit import build_command as build_mergekit_command
 
         command = build_mergekit_command()
     try:

@@ -3,17 +3,53 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe.cli.render.terminal import coloured_report
-from mergepipe.core.escaping import printable, printable_lines
+from mergepipe.core.escaping import json_line, printable, printable_lines
+from mergepipe.core.flags import Flag, option
 
 if TYPE_CHECKING:
     from mergepipe.core.notices import Notice
-    from mergepipe.reports import MergeReport
 
 Report = TypeVar("Report")
+
+REPORT_FORMAT = "mergepipe-report/1"
+"""The first field of everything that `--json` prints but plans, which have a format of their own.
+
+The number grows when a field goes away or changes its meaning; new fields may come at any time.
+"""
+PRINT_PANEL = "Printing"
+DEBUG = Flag("On failure, print the traceback too.", panel=PRINT_PANEL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrintOptions:
+    """Options of printing. The guard reads `--debug` before there is a command."""
+
+    as_json: bool = option(False, Flag("Print one JSON object, and no progress.", name="--json", panel=PRINT_PANEL))
+    debug: bool = option(False, DEBUG)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions(PrintOptions):
+    """Options of printing for commands that run long."""
+
+    quiet: bool = option(
+        False,
+        Flag(
+            "No progress, no report: errors, and warnings that the result is not what the recipe says.",
+            short="-q",
+            panel=PRINT_PANEL,
+        ),
+    )
+
+    @property
+    def silent(self) -> bool:
+        """Whether no progress is shown."""
+        return self.quiet or self.as_json
 
 
 def print_text(text: str) -> None:
@@ -21,13 +57,11 @@ def print_text(text: str) -> None:
     print(coloured_report(printable_lines(text)))
 
 
-def print_report(report: Report, table: Callable[[Report], str], *, as_json: bool, quiet: bool = False) -> None:
+def print_report(report: Report, table: Callable[[Report], str], printing: PrintOptions) -> None:
     """Tell what was found or done: as JSON, as `table` shows it, or, of a quiet command, the warnings alone."""
-    if as_json:
-        from mergepipe.cli.render.json import report_json
-
+    if printing.as_json:
         print(report_json(report))
-    elif quiet:
+    elif isinstance(printing, ReportOptions) and printing.quiet:
         print_warnings(getattr(report, "recipe_notices", ()))
     else:
         print_text(table(report))
@@ -40,15 +74,13 @@ def print_warnings(notices: Iterable[Notice]) -> None:
             print(f"{notice.kind}: {printable(str(notice))} [{notice.code}]", file=sys.stderr)
 
 
-def print_merge_report(report: MergeReport, *, as_json: bool, quiet: bool) -> None:
-    """Tell what a merge did."""
-    if as_json:
-        from mergepipe.cli.render.json import merge_json
-
-        print(merge_json(report))
-    elif quiet:
-        print_warnings(report.recipe_notices)
+def report_json(report: object, **more: object) -> str:
+    """Return one line: the format, then the fields of a report and its `COMPUTED` ones, or the items of a mapping."""
+    if is_dataclass(report):
+        names = (*(field.name for field in fields(report)), *getattr(report, "COMPUTED", ()))
+        content: Mapping[str, object] = {name: getattr(report, name) for name in names}
+    elif isinstance(report, Mapping):
+        content = report
     else:
-        from mergepipe.cli.render.merges import merge_table
-
-        print_text(merge_table(report))
+        raise TypeError(f"a report has named fields: {type(report).__name__}")
+    return json_line({"format": REPORT_FORMAT, **content, **more})

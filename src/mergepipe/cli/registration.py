@@ -3,33 +3,59 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from mergepipe.cli.completion import choices
+from mergepipe.cli.printing import PRINT_PANEL
+from mergepipe.core.flags import Flag, Option, declared_options, nested_options
+from mergepipe.options import BUDGET_PANEL, MACHINE_PANEL, PARTS_PANEL, PUBLISHING_PANEL, WORK_PANEL
+
 if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter
 
+
+@dataclass(frozen=True, slots=True)
+class Without:
+    """Stands in `Annotated[Options, Without(name)]` for a field that a command has no option for."""
+
+    name: str
+
+
 WIDEST_HELP = 200
 OTHER_OPTIONS = "Options"
+PANELS = (
+    "Arguments", OTHER_OPTIONS, BUDGET_PANEL, WORK_PANEL, PUBLISHING_PANEL, MACHINE_PANEL, PARTS_PANEL, PRINT_PANEL,
+)  # fmt: skip
+"""The sections of a command's help, in order."""
+OUT_HELP = "The directory to create, or a prefix of a bucket: s3://bucket/prefix, gs://, az://."
+RecipePath: TypeAlias = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file. Paths in it are relative to it.")
+]
+SnapshotName: TypeAlias = Annotated[
+    str, typer.Argument(metavar="SID|PATH", help="A snapshot's directory, its sid, or four or more first digits of it.")
+]
+OutPath: TypeAlias = Annotated[str, typer.Argument(metavar="OUT", help=OUT_HELP)]
+EXPERT_PART = Flag(
+    "Take part I of N of the experts only: every N-th of them, from the I-th on.",
+    metavar="I/N",
+    panel=PARTS_PANEL,
+)
 SECTIONS = ("Merging", "Budgets", "Snapshots", "Experts", "Training", "Maintenance")
 
 
 def add_command(
-    app: typer.Typer,
-    function: Callable[..., None],
-    *,
-    name: str | None = None,
-    section: str = "",
-    examples: Sequence[str] = (),
+    app: typer.Typer, function: Callable[..., None], *examples: str, name: str | None = None, section: str = ""
 ) -> None:
     """Add `function` as a command under a section of the help, with examples at the end of its own help.
 
-    A parameter annotated with a dataclass stands for one option for each field; the function takes the value.
+    A parameter that is annotated with a class of options stands for one option for each field; the function takes the
+    value. One that is annotated with a `Flag` is an option by itself.
     """
     app.command(
         name or function.__name__, cls=SectionedCommand, rich_help_panel=section or None, epilog="\n".join(examples)
@@ -37,36 +63,99 @@ def add_command(
 
 
 def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
-    """Return `function` with each parameter that is a dataclass replaced by the dataclass's fields."""
-    parameters: list[inspect.Parameter] = []
+    """Return `function` with the options that its parameters declare: by a class of options, or by a flag."""
+    parameters: dict[str, inspect.Parameter] = {}
+    options: dict[str, Option] = {}
     groups: dict[str, type] = {}
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
-        if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
-            groups[parameter.name] = parameter.annotation
-            parameters.extend(_field_parameters(parameter.annotation))
+        kind, *marks = get_args(parameter.annotation) if _is_marked(parameter) else (parameter.annotation,)
+        flags = [mark for mark in marks if isinstance(mark, Flag)]
+        declared: list[Option] = []
+        if isinstance(kind, type) and is_dataclass(kind):
+            omitted = {mark.name for mark in marks if isinstance(mark, Without)}
+            declared = [option for option in declared_options(kind) if option.field not in omitted]
+            groups[parameter.name] = kind
+        elif flags:
+            declared = [Option(parameter.name, getattr(kind, "__name__", str(kind)), parameter.default, flags[0])]
         else:
-            parameters.append(parameter)
+            parameters[parameter.name] = parameter
+        options |= {option.field: option for option in declared}
+        parameters |= {option.field: _parameter(option) for option in declared}
 
     @wraps(function)
-    def command(**values: Any) -> None:
-        for name, group in groups.items():
-            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        function(**values)
+    def command(**texts: Any) -> None:
+        values = {name: _value(options[name], text) if name in options else text for name, text in texts.items()}
+        made = {name: _options_value(kind, values) for name, kind in groups.items()}
+        grouped = {option.field for kind in groups.values() for option in declared_options(kind)}
+        function(**{name: value for name, value in values.items() if name not in grouped}, **made)
 
     del command.__wrapped__  # its signature is not that of the command
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    panels = {name: option.flag.panel or OTHER_OPTIONS for name, option in options.items()}
+    ordered = sorted(parameters.values(), key=lambda parameter: _place(panels.get(parameter.name, OTHER_OPTIONS)))
+    command.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
     return command
 
 
-def _field_parameters(group: type) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
-        for field in fields(group)
-    ]
+def _place(panel: str) -> int:
+    """Return the place of a section in a command's help: those that are not known come last."""
+    return PANELS.index(panel) if panel in PANELS else len(PANELS)
+
+
+def _is_marked(parameter: inspect.Parameter) -> bool:
+    return get_origin(parameter.annotation) is Annotated
+
+
+def _parameter(option: Option) -> inspect.Parameter:
+    """Return the parameter of a command that typer makes an option of. None stands for the default of the field."""
+    kind, default, flag = _text_kind(option), option.default, option.flag
+    name = f"{option.name}/--no-{option.name[2:]}" if kind is bool and default is None else option.name
+    if kind is bool and default is True:
+        default = False  # the option is then `--no-...`
+    elif flag.default or kind == list[str] or (kind is str and not isinstance(default, str)):
+        default = inspect.Parameter.empty if default is inspect.Parameter.empty else None
+    made = typer.Option(
+        *filter(None, (name, flag.short)),
+        metavar=flag.metavar or None,
+        help=flag.help + (f"  [default: {flag.default}]" if flag.default else ""),
+        autocompletion=choices(*flag.choices) if flag.choices else None,
+        rich_help_panel=flag.panel or None,
+        show_default=not isinstance(default, bool | None),
+    )
+    annotation = kind | None if default is None else kind
+    return inspect.Parameter(
+        option.field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, made]
+    )
+
+
+def _text_kind(option: Option) -> Any:
+    """Return the type that typer reads an option as."""
+    if option.kind.startswith(("tuple", "list")):
+        return list[str]
+    kinds = {"bool": bool, "int": int, "float": float}
+    return str if option.is_read_here else kinds.get(option.kind.partition(" |")[0], str)
+
+
+def _value(option: Option, text: Any) -> Any:
+    """Return the value of what typer took for an option."""
+    if text is None:
+        return option.default
+    if isinstance(text, str):
+        return option.read(text)
+    if isinstance(text, list | tuple):
+        return tuple(option.read(item) for item in text)
+    return not text if option.default is True else text
+
+
+def _options_value(kind: type, values: Mapping[str, Any]) -> Any:
+    """Make a value of an options class of the values of its options."""
+    nested = {name: inner for name in _names(kind) if (inner := nested_options(kind, name)) is not None}
+    own = {name: values[name] for name in _names(kind) if name in values and name not in nested}
+    return kind(**own, **{name: _options_value(inner, values) for name, inner in nested.items()})
+
+
+def _names(kind: type) -> list[str]:
+    return [declared.name for declared in fields(kind)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +199,19 @@ class SectionedCommand(TyperCommand):
         return [self.options_metavar or "", *(str(getattr(param, "metavar", None)) for param in arguments)]
 
     def format_options(self, ctx: Context, formatter: HelpFormatter) -> None:
-        """Write arguments, options without a panel, then panel by panel; `--help` goes to the last."""
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], OTHER_OPTIONS: []}
+        """Write arguments, options without a panel, then panel by panel."""
+        sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None:
                 is_argument = param.param_type_name == "argument"
                 panel = getattr(param, "rich_help_panel", None) or ("Arguments" if is_argument else OTHER_OPTIONS)
                 record = (str(getattr(param, "metavar", None) or record[0]), record[1]) if is_argument else record
-                section = list(sections)[-1] if param.name == "help" else panel
-                sections.setdefault(section, []).append(record)
+                sections.setdefault(panel, []).append(record)
         width = min(max((len(name) for rows in sections.values() for name, _ in rows), default=0), 30)
-        for title, rows in sections.items():
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl([(name.ljust(width), text) for name, text in rows])
+        for title in sorted(sections, key=_place):
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), text) for name, text in sections[title]])
 
     def format_epilog(self, ctx: Context, formatter: HelpFormatter) -> None:
         """Write the examples, one a line."""

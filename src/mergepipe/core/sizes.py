@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from mergepipe.errors import RecipeError, did_you_mean
+
 MAX_SIZE_BYTES = 2**63 - 1
 LEAST_BARE_BYTES = 1 << 20  # that a number without a unit may mean
 
@@ -14,6 +16,7 @@ SIZE_UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP"
 _BY_FOLDED_NAME = {"": 1} | {
     spelling.lower(): factor for name, factor in SIZE_UNITS.items() for spelling in (name, name.removesuffix("B"))
 }
+_EXAMPLES = "write it as 4GiB, 512MB or a number of bytes"
 _QUANTITY = re.compile(r"\s*([+-]?)([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*([A-Za-z]{0,20}|%)\s*")
 
 
@@ -30,3 +33,32 @@ def split_quantity(text: str) -> tuple[Fraction, str] | None:
 def unit_bytes(unit: str) -> int | None:
     """Bytes of one `unit`, in any case and with or without its B (`GiB`, `g`, `MB`); 1 for none; None if unknown."""
     return _BY_FOLDED_NAME.get(unit.lower())
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes in `text`; fractions of a byte are cut off.
+
+    Units are B, kB, MB, GB, TB, PB (powers of 1000) and KiB, MiB, GiB, TiB, PiB (of 1024), in any case; the B may be
+    left out. A bare number is bytes, and is refused below 1 MiB: nobody means files of 5 bytes.
+
+    Raises:
+        RecipeError: it is not a size; the message names `option`.
+    """
+    written = " ".join(text.split())
+    quantity = split_quantity(written)
+    if quantity is None or quantity[1] == "%" or written.startswith(("+", "-")):
+        raise RecipeError.of("option.size", option, f"'{text}' is not a size", _EXAMPLES)
+    number, unit = quantity
+    factor = unit_bytes(unit)
+    if factor is None:
+        raise RecipeError.of(
+            "option.size", option, f"'{text}': unknown unit '{unit}'", did_you_mean(unit, list(SIZE_UNITS))
+        )
+    size = int(number * factor)
+    if not unit and 0 < number < LEAST_BARE_BYTES:
+        message = f"'{text}' without a unit would be {size} bytes"
+        meant = f"{written}GB?" if number < 1000 else f"{written}MB? ({size / 1000:g}kB are that few bytes)"
+        raise RecipeError.of("option.size", option, message, f"did you mean {meant}")
+    if size > MAX_SIZE_BYTES:
+        raise RecipeError.of("option.size", option, f"'{text}' is more than {MAX_SIZE_BYTES} bytes", _EXAMPLES)
+    return size

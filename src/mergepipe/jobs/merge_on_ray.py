@@ -21,7 +21,7 @@ from mergepipe.engine.work import plan_output, split
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, OutputError
 from mergepipe.jobs.parts import REPEATABLE, PartChoice, check_output, run_part
 from mergepipe.jobs.plan import PlanRequest, make_plan
-from mergepipe.options import DEFAULT_SHARD_BYTES, RunOptions
+from mergepipe.options import DEFAULT_SHARD_BYTES, OutputOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, PartReport, Progress, ProgressCallback
@@ -62,10 +62,8 @@ class PartTask:
     plan_digest: str
     number: int
     n_parts: int
-    shard_bytes: int
-    force: bool
     resume: Resume
-    options: RunOptions
+    options: OutputOptions
 
 
 def make_part_of_plan(payload: bytes) -> bytes:
@@ -81,7 +79,7 @@ def make_part_of_plan(payload: bytes) -> bytes:
         message = f"{socket.gethostname()} sees no parts of it"
         hint = "mount the same storage under the same path on every node"
         raise NotFoundError.of("ray.not-shared", task.out, message, hint)
-    settings = run_settings(task.options, plan.seed, force=task.force, shard_bytes=task.shard_bytes)
+    settings = run_settings(task.options, plan.seed)
     staged, settings = output_place(
         task.out if isinstance(task.out, Path) else str(task.out), settings, task.options.home
     )
@@ -307,14 +305,12 @@ class _RayRun:
             raise type(self._refused[0])(*(problem for error in self._refused for problem in error.problems))
 
     def _payload(self, number: int, n_parts: int) -> bytes:
-        options = RunOptions(
+        options = OutputOptions(
             threads=self._shape.threads, memory_bytes=self._shape.memory_bytes, catalog=False,
             connections=self._settings.engine.remote.connections, home=self._cluster.home,
+            force=self._settings.force, shard_bytes=self._shard_bytes,
         )  # fmt: skip
-        task = PartTask(
-            self._out, self._planned.plan.digest, number, n_parts, self._shard_bytes, self._settings.force,
-            self._settings.resume, options,
-        )  # fmt: skip
+        task = PartTask(self._out, self._planned.plan.digest, number, n_parts, self._settings.resume, options)
         return pickle.dumps(task)
 
     def _take(self, outcome: Outcome | None) -> None:

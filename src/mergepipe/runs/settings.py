@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,13 +9,11 @@ from mergepipe.options import (
     DEFAULT_SHARD_BYTES,
     ExecutorName,
     MergeOptions,
+    OutputOptions,
     PathStyle,
-    RunOptions,
     catalog_home,
     check_seed,
-    choice,
     engine_options,
-    executor_of,
     home_of,
 )
 from mergepipe.recipes.fields import Strictness
@@ -29,55 +26,32 @@ from mergepipe.snapshots.object_upload import staging_place
 from mergepipe.storage.location import Location
 
 
-def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSettings:
+def merge_settings(options: MergeOptions) -> MergeSettings:
     """Return the settings of a merge.
 
     Raises:
-        RecipeError: `option.seed`.
+        RecipeError: `option.base-model-id`.
         LimitError: `memory.address-space`.
     """
-    resume = resume_of(options.resume)
-    engine = engine_options(options)
-    return MergeSettings(
-        engine=engine,
-        seed=check_seed(seed),
-        force=force,
-        shard_bytes=DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes,
-        home=catalog_home(options),
-        resume=resume,
+    return replace(
+        run_settings(options, options.seed),
         allow_dropped=options.allow_dropped,
         small_files=SmallFileChoice(options.card, options.tokenizer, options.mergekit_config),
         strictness=Strictness(options.strict, options.lenient),
-        absolute_paths=choice("--paths", options.paths, PathStyle) is PathStyle.ABSOLUTE,
-        base_model_ids=parse_base_model_ids(options.base_model_ids),
     )
 
 
-def run_settings(
-    options: RunOptions,
-    seed: int = 0,
-    *,
-    force: bool = False,
-    shard_bytes: int | None = None,
-    resume: bool | None = None,
-    paths: str = PathStyle.RELATIVE.value,
-    base_model_ids: Sequence[str] = (),
-) -> MergeSettings:
-    """Return the settings of a run whose plan or manifest says what is merged.
-
-    Raises:
-        RecipeError: `option.seed`, `option.choice`, `option.base-model-id`.
-        LimitError: `memory.address-space`.
-    """
+def run_settings(options: OutputOptions, seed: int) -> MergeSettings:
+    """Return the settings of a run whose plan or manifest says what is merged. Raises as `merge_settings`."""
     return MergeSettings(
         engine=engine_options(options),
         seed=check_seed(seed),
-        force=force,
-        shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
+        force=options.force,
+        shard_bytes=DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes,
         home=catalog_home(options),
-        resume=resume_of(resume),
-        absolute_paths=choice("--paths", paths, PathStyle) is PathStyle.ABSOLUTE,
-        base_model_ids=parse_base_model_ids(base_model_ids),
+        resume=resume_of(options.resume),
+        absolute_paths=options.paths == PathStyle.ABSOLUTE,
+        base_model_ids=parse_base_model_ids(options.base_model_ids),
     )
 
 
@@ -102,17 +76,11 @@ class ClusterRequest:
     home: str | Path | None = None
 
 
-def cluster_request(
-    executor: str, address: str | None, options: RunOptions | MergeOptions, shard_bytes: int | None
-) -> ClusterRequest | None:
-    """Return the cluster that makes an output; None if this process does.
-
-    Raises:
-        RecipeError: `option.choice`, `option.pair`.
-    """
-    if executor_of(executor, address) is ExecutorName.THREADS:
+def cluster_request(options: OutputOptions) -> ClusterRequest | None:
+    """Return the cluster that makes an output; None if this process does."""
+    if options.executor == ExecutorName.THREADS:
         return None
-    return ClusterRequest(address, options.threads, options.memory_bytes, shard_bytes, options.home)
+    return ClusterRequest(options.address, options.threads, options.memory_bytes, options.shard_bytes, options.home)
 
 
 def output_place(

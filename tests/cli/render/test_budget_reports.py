@@ -10,9 +10,9 @@ import pytest
 
 from mergepipe import __version__
 from mergepipe.catalog.rows import LineageNode
+from mergepipe.cli.printing import REPORT_FORMAT, report_json
 from mergepipe.cli.render.catalog import lineage_tree
 from mergepipe.cli.render.charts import Line, draw_chart
-from mergepipe.cli.render.json import REPORT_FORMAT, report_json
 from mergepipe.cli.render.layout import columns_text
 from mergepipe.cli.render.plans import plan_table
 from mergepipe.cli.render.sweep import sweep_table, verdict_text

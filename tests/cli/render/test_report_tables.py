@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe.cli.render.json import check_json, merge_json
+from mergepipe.cli.printing import report_json
 from mergepipe.cli.render.merges import check_table, merge_table, shorten_names
 from mergepipe.cli.render.packing import pack_table
 from mergepipe.cli.render.snapshots import verify_table
@@ -129,7 +129,7 @@ def test_shorten_names__groups_by_layer_and_lists_a_few() -> None:
 
 
 def test_merge_json__holds_every_field_and_what_follows_from_them() -> None:
-    content = json.loads(merge_json(MERGED))
+    content = json.loads(report_json(MERGED))
     assert content.keys() == {field.name for field in fields(MergeReport)} | {
         "format",
         "read_bytes",
@@ -137,16 +137,7 @@ def test_merge_json__holds_every_field_and_what_follows_from_them() -> None:
     }
     assert content["out"] == "/models/merged"
     assert content["read_bytes"] == 1_191_000_000 + 7_150_000_000 + 100_000
-    assert content["bytes_per_second"] == round((content["read_bytes"] + 1_191_000_000) / 8)
-
-
-def test_check_json__holds_every_field_and_the_free_bytes() -> None:
-    content = json.loads(check_json(CHECKED, 77))
-    assert content.keys() == {field.name for field in fields(CheckReport)} | {"format", "free_bytes"}
-    assert content["free_bytes"] == 77
-    assert content["copied"][0] == {"tensor": "layers.0.steps", "reason": "integer or boolean buffer"}
-    assert content["dropped"] == [{"model": "tuned", "tensor": "extra.weight", "reason": "not in the base"}]
-    assert content["models"][1] == {"role": "expert", "model": "tuned", "tensors": 1, "bytes": 2000}
+    assert content["bytes_per_second"] == (content["read_bytes"] + 1_191_000_000) / 8
 
 
 def test_merge_table__of_a_budget_says_the_verdict_and_what_is_missing_of_each_expert() -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mergepipe.cli.render.json import report_json
+from mergepipe.cli.printing import report_json
 from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_seconds, plural
 

@@ -1,0 +1,226 @@
+"""Commands that plan what is read under a budget: `plan`, `explain`, `analyze`, `sweep`."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.page_files import check_page, write_page
+from mergepipe.cli.printing import DEBUG, PRINT_PANEL, PrintOptions, ReportOptions, print_report, print_text
+from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.registration import EXPERT_PART, RecipePath, Without, add_command
+from mergepipe.core.escaping import json_line
+from mergepipe.core.flags import Flag
+from mergepipe.core.outcome import note_committed
+from mergepipe.options import (
+    ALLOW_DROPPED,
+    BLOCK_ELEMENTS,
+    BUDGET,
+    BUDGET_PANEL,
+    EVALUATE,
+    HOME,
+    SEED,
+    SWEEP_BUDGETS,
+    PlanOptions,
+    RunOptions,
+)
+
+SECTION = "Budgets"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    add_command(
+        app,
+        plan,
+        "mergepipe plan recipe.yml --budget 25% --out plan.json",
+        "mergepipe plan recipe.yml --all --out plan.json",
+        section=SECTION,
+    )
+    add_command(
+        app,
+        explain,
+        "mergepipe explain plan.json",
+        "mergepipe explain merged/ --html merged.html",
+        "mergepipe explain merged/ --tensor 'model.layers.0.*'",
+        section=SECTION,
+    )
+    add_command(
+        app,
+        analyze,
+        "mergepipe analyze base/ expert-1/ expert-2/",
+        "mergepipe analyze base/ expert-*/ --part 2/4 --home /shared/home",
+        section=SECTION,
+    )
+    add_command(
+        app,
+        sweep,
+        "mergepipe sweep recipe.yml --html sweep.html",
+        "mergepipe sweep recipe.yml --budgets 5%,10%,20%",
+        "mergepipe sweep recipe.yml --budgets 0,10% --evaluate 'python loss.py {}'",
+        section=SECTION,
+    )
+
+
+def plan(
+    recipe: RecipePath,
+    *,
+    budget: Annotated[
+        str | None,
+        Flag(f"{BUDGET.help}  [needed without --all]", metavar="BUDGET", panel=BUDGET_PANEL),
+    ] = None,
+    everything: Annotated[
+        bool, Flag("Plan the full merge, without a budget, for `run --part`.", name="--all", panel=BUDGET_PANEL)
+    ] = False,
+    options: PlanOptions,
+    seed: Annotated[int, SEED] = 0,
+    home: Annotated[str | None, HOME] = None,
+    allow_dropped: Annotated[list[str] | None, ALLOW_DROPPED] = None,
+    out: Annotated[str | None, Flag("Store the plan there, for `mergepipe run`.", short="-o", metavar="FILE")] = None,
+    as_json: Annotated[
+        bool, Flag("Print the plan itself, as it would be stored.", name="--json", panel=PRINT_PANEL)
+    ] = False,
+    debug: Annotated[bool, DEBUG] = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Decide what a merge of RECIPE reads under a budget.
+
+    Says what of each expert is read. What is known of the experts comes
+    from the catalog and from the indices of packed ones.
+    """
+    from mergepipe import api
+
+    decided = api.plan(
+        recipe,
+        budget,
+        everything=everything,
+        seed=seed,
+        home=home,
+        allow_dropped=allow_dropped or (),
+        options=options,
+    )
+    if out is not None:
+        api.store_plan(decided, out)
+        note_committed(Path(out))
+    if as_json:
+        print(json_line(decided.content(), indent=1))
+    else:
+        from mergepipe.cli.render.plans import plan_table
+
+        print_text(plan_table(decided, None if out is None else Path(out)))
+
+
+def explain(
+    subject: Annotated[
+        str, typer.Argument(metavar="SNAPSHOT|PLAN", help="A snapshot's directory or sid, or a stored plan.")
+    ],
+    *,
+    tensor: Annotated[
+        str | None, Flag("Explain these tensors block by block: 'model.layers.0.*'.", metavar="GLOB")
+    ] = None,
+    html: Annotated[str | None, Flag("Draw it into one HTML file as well.", metavar="FILE")] = None,
+    home: Annotated[str | None, HOME] = None,
+    printing: PrintOptions,
+) -> None:
+    """Say which experts are where in a snapshot or a plan, and why.
+
+    Reads no tensor data: a snapshot's mergepipe.json holds the answers.
+    """
+    from mergepipe import api
+
+    if html is not None:
+        check_page(Path(html))
+    explanation = api.explain(subject, tensor=tensor, home=home)
+    if html is not None:
+        from mergepipe.cli.render.explain_page import explain_page
+
+        write_page(Path(html), explain_page(explanation, datetime.now(UTC)))
+    from mergepipe.cli.render.plans import explain_table
+
+    print_report(explanation, explain_table, printing)
+
+
+def analyze(
+    context: typer.Context,
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The base model: a directory or a .safetensors file.")],
+    experts: Annotated[
+        list[str], typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.", show_default=False)
+    ],
+    *,
+    density: Annotated[
+        list[str] | None, Flag("Work out this magnitude cut too; may be given several times.", metavar="SHARE")
+    ] = None,
+    block_elements: Annotated[int | None, BLOCK_ELEMENTS] = None,
+    part: Annotated[str | None, EXPERT_PART] = None,
+    options: Annotated[RunOptions, Without("catalog")],
+    printing: ReportOptions,
+) -> None:
+    """Read each EXPERT once against BASE and keep what plans need.
+
+    What is on record of the same contents is not read again. The report names a file for each expert: copied into the
+    home folder of another machine, it serves there.
+    """
+    from mergepipe import api
+    from mergepipe.cli.render.merges import analyze_table
+    from mergepipe.jobs.parts import experts_of_part
+    from mergepipe.planning.budget import parse_fraction
+
+    with progress_shown(context.obj, silent=printing.silent) as on_progress:
+        report = api.analyze(
+            base,
+            experts_of_part(experts, part),
+            densities=[parse_fraction(text, "--density", "option.density") for text in density or ()],
+            block_elements=block_elements,
+            options=options,
+            on_progress=on_progress,
+        )
+    print_report(report, analyze_table, printing)
+
+
+def sweep(
+    context: typer.Context,
+    recipe: RecipePath,
+    *,
+    budgets: Annotated[str | None, Flag("Budgets to try.", metavar="LIST", default="5%,10%,25%,50%,75%,100%")] = None,
+    plan: PlanOptions,
+    seed: Annotated[int, SEED] = 0,
+    work: Annotated[
+        str | None, Flag("Where two outputs fit at a time.", metavar="DIR", default="for temporary files")
+    ] = None,
+    evaluate: Annotated[str | None, EVALUATE] = None,
+    html: Annotated[str | None, Flag("Draw the curves into one HTML file.", metavar="FILE")] = None,
+    options: Annotated[RunOptions, Without("catalog")],
+    allow_dropped: Annotated[list[str] | None, ALLOW_DROPPED] = None,
+    printing: ReportOptions,
+) -> None:
+    """Measure bytes, time and losses of RECIPE at several budgets.
+
+    It is merged in full once, then under each budget; the merged models are not kept. What is lost is
+    the loss that --evaluate prints, or the distance from the full merge, with the policy `random`
+    beside the chosen one. Of samples the distance tells nothing, and is not measured.
+    """
+    if html is not None:
+        check_page(Path(html))
+    from mergepipe import api
+
+    with progress_shown(context.obj, silent=printing.silent) as on_progress:
+        report = api.sweep(
+            recipe,
+            SWEEP_BUDGETS if budgets is None else budgets.split(","),
+            seed=seed,
+            work=work,
+            evaluate=evaluate,
+            allow_dropped=allow_dropped or (),
+            plan=plan,
+            options=options,
+            on_progress=on_progress,
+        )
+    if html is not None:
+        from mergepipe.cli.render.sweep_page import sweep_page
+
+        write_page(Path(html), sweep_page(report, datetime.now(UTC)))
+    from mergepipe.cli.render.sweep import sweep_table
+
+    print_report(report, sweep_table, printing)

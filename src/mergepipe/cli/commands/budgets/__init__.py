@@ -1,1 +1,0 @@
-"""Commands that plan what is read under a budget."""

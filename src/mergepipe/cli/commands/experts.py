@@ -1,0 +1,149 @@
+"""Commands that pack and unpack experts, and extract adapters: `pack`, `unpack`, `extract-lora`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.outcomes import tell_if_published, tell_what_is_published
+from mergepipe.cli.printing import ReportOptions, print_report
+from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.registration import EXPERT_PART, add_command
+from mergepipe.core.flags import Flag
+from mergepipe.errors import RecipeError
+from mergepipe.options import HOME, THREADS
+
+SECTION = "Experts"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    add_command(
+        app,
+        pack,
+        "mergepipe pack base/ expert-1/ expert-2/ --out packed/",
+        "mergepipe pack expert-1/ expert-2/ --base base/ --base other/ --out packed/",
+        "mergepipe pack base/ step-100/ step-200/ step-300/ --chain 8 --out packed/",
+        "mergepipe pack base/ expert-1/ --out s3://bucket/packed",
+        "mergepipe pack base/ expert-*/ --out packed/ --part 2/4",
+        "mergepipe pack model/ --out packed/",
+        section=SECTION,
+    )
+    add_command(app, unpack, "mergepipe unpack packed/expert-1 --out expert-1/", section=SECTION)
+    add_command(
+        app,
+        extract_lora,
+        "mergepipe extract-lora base/ fine-tuned/ --out adapter/ --rank 32",
+        "mergepipe extract-lora base/ fine-tuned/ --out adapter/ --energy 0.9",
+        name="extract-lora",
+        section=SECTION,
+    )
+
+
+def pack(
+    context: typer.Context,
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[BASE] EXPERT...",
+            help="The base and models fine-tuned from it; with --base only those; or one model alone.",
+        ),
+    ],
+    *,
+    out: Annotated[
+        str,
+        Flag(
+            "Where the stores go: DIR/NAME for an expert named NAME. A folder, or a prefix of a bucket.",
+            short="-o",
+            metavar="DIR",
+        ),
+    ],
+    base: Annotated[
+        list[str] | None,
+        Flag("A base that EXPERTs may have: each takes the nearest. May be given again.", metavar="BASE"),
+    ] = None,
+    chain: Annotated[
+        int | None,
+        Flag(
+            "EXPERTs are checkpoints of one run in order: pack each on the one before, every N-th on BASE.",
+            metavar="N",
+        ),
+    ] = None,
+    strict: Annotated[bool, Flag("Refuse a base that is hardly an expert's, or one of several.")] = False,
+    replace: Annotated[bool, Flag("Remove each expert's files once its store was read back and compared.")] = False,
+    part: Annotated[str | None, EXPERT_PART] = None,
+    threads: Annotated[int | None, THREADS] = None,
+    home: Annotated[str | None, HOME] = None,
+    printing: ReportOptions,
+) -> None:
+    """Keep each EXPERT as what it changes of BASE, bit for bit.
+
+    Of several bases each EXPERT takes the nearest one, told from samples. One model alone is
+    packed on its own, to about two thirds. Every element is checked while it is packed. All
+    experts are read in one pass with BASE. An interrupted pack is resumed.
+    """
+    from mergepipe import api
+    from mergepipe.jobs.parts import experts_of_part
+
+    if chain is not None and part is not None:
+        raise RecipeError.of("option.pair", "--part", "a chain is packed by one machine", "leave it out")
+    has_bases = base or len(models) == 1  # one model alone is packed on its own
+    bases, experts = (base, models) if has_bases else (models[:1], models[1:])
+    part_experts = experts_of_part(experts, part)
+    with tell_what_is_published(), progress_shown(context.obj, silent=printing.silent) as on_progress:
+        report = api.pack(
+            bases, part_experts, out, replace=replace, chain=chain, strict=strict, threads=threads, home=home,
+            on_progress=on_progress,
+        )  # fmt: skip
+    from mergepipe.cli.render.packing import pack_table
+
+    print_report(report, pack_table, printing)
+
+
+def unpack(
+    context: typer.Context,
+    store: Annotated[str, typer.Argument(metavar="STORE", help="A store that pack made.")],
+    *,
+    out: Annotated[str, Flag("The directory to create.", short="-o", metavar="DIR")],
+    base: Annotated[str | None, Flag("Where the base is now.", metavar="BASE", default="where it was")] = None,
+    threads: Annotated[int | None, THREADS] = None,
+    printing: ReportOptions,
+) -> None:
+    """Restore the files that STORE was made from, byte for byte."""
+    from mergepipe import api
+
+    with tell_if_published(Path(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
+        report = api.unpack(store, out, base=base, threads=threads, on_progress=on_progress)
+    from mergepipe.cli.render.packing import unpack_line
+
+    print_report(report, unpack_line, printing)
+
+
+def extract_lora(
+    context: typer.Context,
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The base: a directory, or a model of the Hub.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model that was fine-tuned from it.")],
+    *,
+    out: Annotated[str, Flag("The directory to create.", short="-o", metavar="DIR")],
+    rank: Annotated[int | None, Flag("Largest rank of a matrix.", metavar="R")] = None,
+    energy: Annotated[float | None, Flag("Keep this share of each matrix's square sum.", metavar="SHARE")] = None,
+    save_modules: Annotated[bool, Flag("Store embeddings, output heads and norms that changed in full.")] = False,
+    base_model_id: Annotated[str | None, Flag("The base on the Hub.", metavar="ID")] = None,
+    printing: ReportOptions,
+) -> None:
+    """Write the difference of MODEL from BASE as a LoRA adapter.
+
+    Says what the adapter leaves of the difference, and which tensors no LoRA holds.
+    """
+    from mergepipe import api
+
+    with tell_if_published(Path(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
+        report = api.extract_lora(
+            base, model, out, rank=rank, energy=energy, save_modules=save_modules, base_model_id=base_model_id,
+            on_progress=on_progress,
+        )  # fmt: skip
+    from mergepipe.cli.render.extraction import extraction_table
+
+    print_report(report, extraction_table, printing)

@@ -1,1 +1,0 @@
-"""Commands that pack and unpack experts."""

@@ -1,1 +1,0 @@
-"""Commands that clean up and look after the catalog."""

@@ -1,0 +1,233 @@
+"""Commands that check recipes and merge: `merge`, `check`, `run`, `status`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.outcomes import tell_if_published
+from mergepipe.cli.printing import PrintOptions, ReportOptions, print_report, print_text, report_json
+from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.registration import OUT_HELP, OutPath, RecipePath, add_command
+from mergepipe.core.flags import Flag, declared_options
+from mergepipe.errors import RecipeError
+from mergepipe.options import (
+    ALLOW_DROPPED,
+    DEFAULT_SHARD_BYTES,
+    LENIENT,
+    PARTS_PANEL,
+    SHARD_SIZE,
+    STRICT,
+    MergeOptions,
+    OutputOptions,
+    PlanOptions,
+)
+from mergepipe.storage.location import Location
+
+SECTION = "Merging"
+RECIPE_ENDINGS, PLAN_ENDINGS = (".yml", ".yaml"), (".json",)
+FOR_BUDGETS = tuple(
+    option.field for option in declared_options(PlanOptions) if option.field not in ("strict", "lenient")
+)
+DECIDED_BY_PLANS = (*FOR_BUDGETS, "budget", "target_loss", "evaluate", "allow_dropped", "seed")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    add_command(
+        app,
+        merge,
+        "mergepipe merge recipe.yml merged/",
+        "mergepipe merge recipe.yml merged/ --budget 25%",
+        "mergepipe merge recipe.yml merged/ --target-loss 2.3 --evaluate ./loss.sh",
+        "mergepipe merge --plan plan.json merged/",
+        "mergepipe merge recipe.yml /shared/merged --executor ray",
+        section=SECTION,
+    )
+    schema = "mergepipe check --schema > recipe.schema.json"
+    add_command(app, check, "mergepipe check recipe.yml", schema, section=SECTION)
+    part = "mergepipe run plan.json merged/ --part 2/7"
+    add_command(app, run, "mergepipe run plan.json merged/", part, section=SECTION)
+    add_command(app, status, "mergepipe status plan.json merged/ --parts 7", section=SECTION)
+
+
+def merge(
+    context: typer.Context,
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="The recipe, a YAML file. Paths in it are relative to it. Not with --plan."
+        ),
+    ],
+    out: Annotated[str | None, typer.Argument(metavar="OUT", help=OUT_HELP, show_default=False)] = None,
+    *,
+    plan: Annotated[
+        str | None, Flag("Merge as this stored plan says, instead of a recipe: see `plan`.", metavar="PLAN")
+    ] = None,
+    options: MergeOptions,
+    printing: ReportOptions,
+) -> None:
+    """Merge the models of RECIPE into OUT.
+
+    OUT appears when it is complete, or not at all. An interrupted run is resumed.
+    With --plan, a stored plan takes the place of RECIPE and of the options that it has decided.
+    """
+    target = _checked_output(recipe, out, plan)
+    if plan is not None:
+        _refuse_options(context, DECIDED_BY_PLANS, "leave it out: the plan has decided it")
+    elif options.budget is None and options.target_loss is None:
+        _refuse_options(context, FOR_BUDGETS, "add --budget")
+    from mergepipe import api
+
+    with tell_if_published(Location.of(target)), progress_shown(context.obj, silent=printing.silent) as on_progress:
+        if plan is None:
+            report = api.merge(recipe, target, options=options, on_progress=on_progress)
+        else:
+            report = api.run(plan, target, options=options, on_progress=on_progress)
+    from mergepipe.cli.render.merges import merge_table
+
+    print_report(report, merge_table, printing)
+
+
+def _checked_output(recipe: str, out: str | None, plan: str | None) -> str:
+    """Return where the output goes; with a plan it is the only argument.
+
+    Raises:
+        RecipeError: an argument too many or too few, or two that are swapped.
+    """
+    if plan is not None:
+        if out is not None:
+            raise RecipeError.of("option.pair", "--plan", f"the plan takes the place of {recipe}", "give OUT alone")
+        return recipe
+    if out is None:
+        raise RecipeError.of("option.invalid", "", "Missing argument 'OUT'", "see 'mergepipe merge --help'")
+    refuse_swapped(recipe, out, RECIPE_ENDINGS)
+    return out
+
+
+def _refuse_options(context: typer.Context, names: tuple[str, ...], hint: str) -> None:
+    """Refuse options that were given and have no meaning here, rather than ignore them."""
+    for option in declared_options(MergeOptions):
+        source = context.get_parameter_source(option.field)
+        if option.field in names and source is not None and source.name == "COMMANDLINE":
+            raise RecipeError.of("option.pair", option.name, "it has no meaning by itself", hint)
+
+
+def refuse_swapped(first: str, second: str, endings: tuple[str, ...]) -> None:
+    """Refuse two arguments of which the second is named as the first should be.
+
+    Raises:
+        RecipeError: `option.swapped`.
+    """
+    if second.endswith(endings) and not first.endswith(endings):
+        message = f"stands where the output is named, and {first} where a file like it is"
+        raise RecipeError.of("option.swapped", second, message, f"swap the two: {second} {first}")
+
+
+def _print_schema(wanted: bool) -> None:
+    if wanted:
+        from mergepipe.recipes.schema import schema_text
+
+        print(schema_text(), end="")
+        raise typer.Exit(0)
+
+
+def check(
+    recipe: RecipePath,
+    *,
+    shard_bytes: Annotated[int | None, SHARD_SIZE] = None,
+    allow_dropped: Annotated[list[str] | None, ALLOW_DROPPED] = None,
+    strict: Annotated[bool, STRICT] = False,
+    lenient: Annotated[bool, LENIENT] = False,
+    schema: Annotated[  # noqa: ARG001 - printed before there is a command
+        bool,
+        typer.Option(
+            "--schema", is_eager=True, callback=_print_schema, help="Print the JSON schema of recipes, and exit."
+        ),
+    ] = False,
+    printing: PrintOptions,
+) -> None:
+    """Say what a merge of RECIPE would do.
+
+    Reads no tensor data, and lists everything that is wrong at once.
+    """
+    import shutil
+    from pathlib import Path
+
+    from mergepipe import api
+
+    report = api.check(
+        recipe,
+        shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
+        allow_dropped=allow_dropped or (),
+        strict=strict,
+        lenient=lenient,
+    )
+    free_bytes = shutil.disk_usage(Path.cwd()).free
+    if printing.as_json:
+        copied = [{"tensor": name, "reason": reason} for name, reason in report.copied]
+        print(report_json(report, copied=copied, free_bytes=free_bytes))
+    else:
+        from mergepipe.cli.render.merges import check_table
+
+        print_text(check_table(report, free_bytes))
+
+
+def run(
+    context: typer.Context,
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan that `mergepipe plan` stored.")],
+    out: OutPath,
+    *,
+    part: Annotated[
+        str | None,
+        Flag(
+            "Make part I of N only, on any machine that reaches the inputs and OUT. The last one finishes OUT.",
+            metavar="I/N",
+            panel=PARTS_PANEL,
+        ),
+    ] = None,
+    finish: Annotated[bool, Flag("Finish OUT from its parts; an error if one is missing.", panel=PARTS_PANEL)] = False,
+    options: OutputOptions,
+    printing: ReportOptions,
+) -> None:
+    """Merge as PLAN says into OUT.
+
+    Refused if an input is not what it was when the plan was made. OUT appears when it is complete, or not at all.
+    An interrupted run is resumed.
+    """
+    refuse_swapped(plan, out, PLAN_ENDINGS)
+    from mergepipe import api
+    from mergepipe.cli.render.merges import merge_table
+    from mergepipe.cli.render.parts import part_table
+
+    with tell_if_published(Location.of(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
+        if part is None and not finish:
+            report = api.run(plan, out, options=options, on_progress=on_progress)
+        else:
+            from mergepipe.jobs.parts import parse_part
+
+            numbers = None if part is None else parse_part(part)
+            made = api.run_part(plan, out, numbers, finish=finish, options=options, on_progress=on_progress)
+    if part is None and not finish:
+        print_report(report, merge_table, printing)
+    else:
+        print_report(made, part_table, printing)
+
+
+def status(
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="The plan that OUT is made by.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The directory that `run --part` makes.")],
+    *,
+    parts: Annotated[int | None, Flag("Tell which of N parts are missing.", metavar="N")] = None,
+    printing: PrintOptions,
+) -> None:
+    """Tell how far an OUT that is made in parts is.
+
+    Reads records beside OUT, no inputs.
+    """
+    refuse_swapped(plan, out, PLAN_ENDINGS)
+    from mergepipe import api
+    from mergepipe.cli.render.parts import status_table
+
+    print_report(api.parts_status(plan, out, n_parts=parts), status_table, printing)

@@ -1,1 +1,0 @@
-"""Commands that check recipes and merge."""

@@ -1,0 +1,241 @@
+"""Commands on training checkpoints: `tailor inspect`, `check`, `compose`, `average`, `recipe` and `diff`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from mergepipe.cli.commands.merging import RECIPE_ENDINGS, refuse_swapped
+from mergepipe.cli.printing import DEBUG, PrintOptions, ReportOptions, report_json
+from mergepipe.cli.registration import RecipePath, SectionedGroup, add_command
+from mergepipe.core.escaping import printable_lines
+from mergepipe.core.flags import Flag
+from mergepipe.options import FORCE
+
+if TYPE_CHECKING:
+    from mergepipe.cli.guard import Session
+    from mergepipe.tailor.composition import CompositionReport, OnProgress
+
+Checkpoints: TypeAlias = Annotated[
+    list[str], typer.Argument(metavar="CKPT...", help="Training checkpoints: directories.")
+]
+Checkpoint: TypeAlias = Annotated[str, typer.Argument(metavar="CKPT", help="A training checkpoint: a directory.")]
+STATE_FROM = Flag("Take scheduler, random states and step from this one.", metavar="CKPT")
+EXPORT = Flag(
+    "universal: write a DeepSpeed universal checkpoint (of ZeRO ones), for any number of ranks.",
+    metavar="FORMAT",
+    choices=("universal",),
+)
+MEMORY = Flag("Cap on buffers.", metavar="SIZE", default="256MiB")
+THOROUGHNESS = ("sampled", "full", "off")
+SELF_CHECK = Flag("Compare with the sources: sampled, full or off.", metavar="HOW", choices=THOROUGHNESS)
+STRATEGIES = ("parity", "filter", "paper-parity", "paper-filter", "latest")
+SCHEMES = ("sma", "ema", "wma", "decay-linear", "decay-cosine", "decay-1-sqrt")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    group = typer.Typer(cls=SectionedGroup, rich_markup_mode=None, no_args_is_help=True)
+    add_command(group, inspect, "mergepipe tailor inspect run/checkpoint-400 run/checkpoint-500")
+    add_command(group, check, "mergepipe tailor check tailor.yml")
+    add_command(group, compose, "mergepipe tailor compose tailor.yml composed/")
+    add_command(group, average, "mergepipe tailor average run/checkpoint-* -o averaged/")
+    add_command(group, recipe, "mergepipe tailor recipe --run run/ --strategy parity > tailor.yml")
+    add_command(group, diff, "mergepipe tailor diff run/checkpoint-400 composed/")
+    about = "Compose resumable training checkpoints of parts of several."
+    app.add_typer(group, name="tailor", help=about, rich_help_panel="Training")
+
+
+def inspect(
+    checkpoints: Checkpoints,
+    *,
+    printing: PrintOptions,
+) -> None:
+    """Say what training checkpoints hold, and whether parts of them fit together.
+
+    Reads no tensor data.
+    """
+    from mergepipe.cli.render.tailor import inspect_table
+    from mergepipe.tailor import api
+
+    report = api.inspect(*checkpoints)
+    print(report_json(report.to_json()) if printing.as_json else printable_lines(inspect_table(report)))
+
+
+def check(
+    recipe: RecipePath,
+    *,
+    state_from: Annotated[str | None, STATE_FROM] = None,
+    export: Annotated[str | None, EXPORT] = None,
+    printing: PrintOptions,
+) -> None:
+    """Say what a composition would take from where, and how old each part is.
+
+    Reads no tensor data, and lists everything that is wrong at once.
+    """
+    from mergepipe.tailor import api
+
+    _print(
+        api.check(recipe, state_from=state_from, export=export),
+        as_json=printing.as_json,
+    )
+
+
+def compose(
+    context: typer.Context,
+    recipe: RecipePath,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The directory to create.")],
+    *,
+    state_from: Annotated[str | None, STATE_FROM] = None,
+    export: Annotated[str | None, EXPORT] = None,
+    self_check: Annotated[str, SELF_CHECK] = "sampled",
+    memory_bytes: Annotated[int | None, MEMORY] = None,
+    force: Annotated[bool, FORCE] = False,
+    printing: ReportOptions,
+) -> None:
+    """Compose a training checkpoint as RECIPE says into the directory OUT.
+
+    OUT appears when it is complete and has been compared with its sources, or not at all.
+    """
+    refuse_swapped(recipe, out, RECIPE_ENDINGS)
+    _require(self_check, THOROUGHNESS, "--self-check")
+    from mergepipe.tailor import api
+
+    with _progress_shown(context.obj, silent=printing.silent) as on_progress:
+        report = api.compose(
+            recipe,
+            out,
+            state_from=state_from,
+            export=export,
+            self_check=self_check,
+            memory_bytes=memory_bytes,
+            force=force,
+            on_progress=on_progress,
+        )
+    if printing.as_json or not printing.quiet:
+        _print(report, as_json=printing.as_json)
+
+
+@contextmanager
+def _progress_shown(session: Session, *, silent: bool) -> Iterator[OnProgress]:
+    """Show the progress of what copies while the context lasts."""
+    from mergepipe.cli.progress import progress_shown
+    from mergepipe.reports import Progress
+
+    with progress_shown(session, silent=silent) as on_progress:
+        yield lambda phase, done_bytes, total_bytes: on_progress(Progress(phase, done_bytes, total_bytes))
+
+
+def average(
+    context: typer.Context,
+    checkpoints: Checkpoints,
+    *,
+    out: Annotated[str, Flag("The directory to create.", short="-o", metavar="OUT")],
+    weights: Annotated[str, Flag(f"{', '.join(SCHEMES)}, or numbers: 1,2,3.", metavar="HOW", choices=SCHEMES)] = "sma",
+    alpha: Annotated[
+        float | None,
+        Flag("Of ema: a checkpoint's weight against those before it.", metavar="A", default="0.2"),
+    ] = None,
+    optimizer: Annotated[
+        str,
+        Flag(
+            "none: write a model; last, average: a checkpoint to resume from, with these moments.",
+            metavar="WHAT",
+            choices=("none", "last", "average"),
+        ),
+    ] = "none",
+    dtype: Annotated[
+        str | None, Flag("Of a model: float32, bfloat16 or float16.", metavar="DTYPE", default="as stored")
+    ] = None,
+    files_from: Annotated[
+        str | None, Flag("Of a model: take configuration and tokenizer from here.", metavar="DIR")
+    ] = None,
+    self_check: Annotated[str, SELF_CHECK] = "sampled",
+    memory_bytes: Annotated[int | None, MEMORY] = None,
+    force: Annotated[bool, FORCE] = False,
+    printing: ReportOptions,
+) -> None:
+    """Average checkpoints of one run: a model, or a checkpoint to resume from.
+
+    Reads the Trainer's, DeepSpeed's and torch DCP's checkpoints as they are, each byte once, in bounded memory.
+    """
+    _require(self_check, THOROUGHNESS, "--self-check")
+    from mergepipe.tailor import api
+
+    with _progress_shown(context.obj, silent=printing.silent) as on_progress:
+        report = api.average(
+            checkpoints,
+            out,
+            weights=weights,
+            alpha=alpha,
+            optimizer=optimizer,
+            dtype=dtype,
+            files_from=files_from,
+            self_check=self_check,
+            memory_bytes=memory_bytes,
+            force=force,
+            on_progress=on_progress,
+        )
+    if printing.as_json or not printing.quiet:
+        _print(report, as_json=printing.as_json)
+
+
+def recipe(
+    *,
+    run: Annotated[str, Flag("The directory that holds the run's checkpoints.", metavar="DIR")],
+    strategy: Annotated[
+        str | None,
+        Flag(
+            "Of full checkpoints: parity, filter, paper-parity, paper-filter or latest.",
+            metavar="NAME",
+            choices=STRATEGIES,
+        ),
+    ] = None,
+    from_log: Annotated[str | None, Flag("Of partial checkpoints: what their log implies.", metavar="LOG")] = None,
+    at: Annotated[int | None, Flag("Look at checkpoints up to this step.", metavar="STEP")] = None,
+    ends: Annotated[int, Flag("Layers at either end that the filters take new.", metavar="K")] = 2,
+    debug: Annotated[bool, DEBUG] = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Print a recipe that composes the newest checkpoints of a run.
+
+    Its paths are relative to the working directory: save it there.
+    """
+    from mergepipe.tailor import api
+
+    text = api.recipe(run, strategy=strategy, from_log=from_log, at=at, ends=ends, folder=Path.cwd())
+    print(printable_lines(text), end="")
+
+
+def diff(
+    context: typer.Context,
+    first: Checkpoint,
+    second: Checkpoint,
+    *,
+    printing: PrintOptions,
+) -> None:
+    """Print how far two checkpoints are apart, unit by unit: weights, exp_avg, exp_avg_sq.
+
+    Relative changes `|B - A| / |A|`. Reads every byte of both once, in bounded memory.
+    """
+    from mergepipe.cli.render.tailor import diff_table
+    from mergepipe.tailor import api
+
+    report = api.diff(first, second, on_bytes=lambda *_: context.obj.interrupts.report())
+    print(report_json(report.to_json()) if printing.as_json else printable_lines(diff_table(report)))
+
+
+def _print(report: CompositionReport, *, as_json: bool) -> None:
+    from mergepipe.cli.render.tailor import composition_json, composition_table
+
+    print(composition_json(report) if as_json else printable_lines(composition_table(report)))
+
+
+def _require(value: str, values: tuple[str, ...], option: str) -> None:
+    if value not in values:
+        from mergepipe.errors import RecipeError, did_you_mean
+
+        raise RecipeError.of("option.invalid", option, f"'{value}' is not known", did_you_mean(value, values))

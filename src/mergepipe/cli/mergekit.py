@@ -1,0 +1,237 @@
+"""`mergepipe-yaml CONFIG OUT`: merge as mergekit-yaml is called; every flag does what it says, or says what holds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mergepipe.cli.commands.merging import RECIPE_ENDINGS, refuse_swapped
+from mergepipe.cli.outcomes import tell_if_published
+from mergepipe.cli.printing import DEBUG, ReportOptions, print_report, print_warnings
+from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.registration import WIDEST_HELP, SectionedCommand, with_option_groups
+from mergepipe.core.escaping import printable
+from mergepipe.core.flags import Flag, option
+from mergepipe.core.sizes import parse_size
+from mergepipe.errors import Problem, UnsupportedError
+from mergepipe.options import FORCE, LENIENT, STRICT, MergeOptions
+from mergepipe.storage.location import Location
+
+if TYPE_CHECKING:
+    from typer.core import TyperCommand
+
+PROGRAM = "mergepipe-yaml"
+DONE, ALWAYS, NOTICED, REFUSED = (
+    "What these say is done",
+    "Always so here",
+    "Taken, with a notice of what holds here",
+    "Refused if they are set",
+)
+_done, _always, _noticed, _refused = (partial(Flag, panel=panel) for panel in (DONE, ALWAYS, NOTICED, REFUSED))
+_COUNT_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HonouredFlags:
+    """Flags that do what they say."""
+
+    random_seed: int = option(0, _done("Seed of the random operators.", metavar="N"))
+    out_shard_size: int = option(
+        5 * 10**9,
+        _done("Largest output file: 5B, 5GB.", metavar="SIZE", default="5B", read=lambda text, _: shard_bytes_of(text)),
+    )
+    num_threads: int | None = option(
+        None, _done("Compute threads.", short="-j", metavar="N", default="one per processor")
+    )
+    quiet: bool | None = option(None, _done("No progress, no notices: errors and warnings.", default="off"))
+    write_model_card: bool | None = option(None, _done("Write README.md.", default="on"))
+    copy_tokenizer: bool | None = option(
+        None, _done("Copy the tokenizer; one that the recipe asks for is written in any case.", default="on")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandingFlags:
+    """Flags that ask for what is always so; their opposites, too, change nothing of the result."""
+
+    lazy_unpickle: bool | None = option(None, _always("Nothing is unpickled; tensors are streamed."))
+    clone_tensors: bool | None = option(None, _always("Every output tensor is written by itself."))
+    async_write: bool | None = option(None, _always("Reading, merging and writing overlap."))
+    write_threads: int | None = option(None, _always("One thread writes, at the disk's speed.", metavar="N"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticedFlags:
+    """Flags that are taken, with a notice of what holds here."""
+
+    cuda: bool | None = option(None, _noticed("The processor merges, as fast as disks read."))
+    device: str | None = option(None, _noticed("As --cuda.", metavar="NAME"))
+    low_cpu_memory: bool | None = option(None, _noticed("Memory is bounded anyway."))
+    read_to_gpu: bool | None = option(None, _noticed("As --cuda."))
+    multi_gpu: bool | None = option(None, _noticed("As --cuda."))
+    gpu_rich: bool = option(False, _noticed("As --cuda."))
+    trust_remote_code: bool | None = option(None, _noticed("No code of a model is ever run."))
+    allow_crimes: bool | None = option(None, _noticed("Names and shapes of tensors decide what can be merged."))
+    transformers_cache: str | None = option(
+        None, _noticed("The Hub's own cache is used: $HF_HUB_CACHE.", metavar="DIR")
+    )
+    lora_merge_cache: str | None = option(None, _noticed("LoRAs are applied while they are read.", metavar="DIR"))
+    unsafe_truncate_embeddings: bool | None = option(None, _noticed("The base's rows are kept, all of them."))
+
+    def notices(self) -> tuple[str, ...]:
+        """Return a line for each thing that was asked for and that holds otherwise here."""
+        gpu = {
+            "--cuda": bool(self.cuda),
+            "--device": self.device not in (None, "cpu", "auto"),
+            "--low-cpu-memory": bool(self.low_cpu_memory),
+            "--read-to-gpu": bool(self.read_to_gpu),
+            "--multi-gpu": bool(self.multi_gpu),
+            "--gpu-rich": self.gpu_rich,
+        }
+        explained_flags = {
+            "--trust-remote-code": (bool(self.trust_remote_code), "no code of a model is ever run, and none is needed"),
+            "--allow-crimes": (
+                bool(self.allow_crimes),
+                "names and shapes of tensors decide what can be merged, with it or not",
+            ),
+            "--transformers-cache": (
+                self.transformers_cache is not None,
+                "models are found in the Hub's own cache; set HF_HUB_CACHE to choose it",
+            ),
+            "--lora-merge-cache": (
+                self.lora_merge_cache is not None,
+                "LoRAs are applied while they are read; nothing is kept of them",
+            ),
+            "--unsafe-truncate-embeddings": (
+                bool(self.unsafe_truncate_embeddings),
+                "embeddings keep the base's rows, which stand in where a model has fewer; `tokenizer_source` in the "
+                "recipe matches rows by token",
+            ),
+        }
+        named = ", ".join(flag for flag, is_set in gpu.items() if is_set)
+        on_gpu = (f"{named}: the processor merges, in bounded memory; no GPU is used",) if named else ()
+        return (*on_gpu, *(f"{flag}: {text}" for flag, (is_set, text) in explained_flags.items() if is_set))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedFlags:
+    """Flags that would need what this program does not do."""
+
+    safe_serialization: bool | None = option(None, _refused("Safetensors are written; pickles are refused."))
+    lora_merge_dtype: str | None = option(None, _refused("LoRAs are applied in float32.", metavar="DTYPE"))
+
+    def check(self) -> None:
+        """Refuse what was asked for and cannot be done, all at once.
+
+        Raises:
+            UnsupportedError: `mergekit.flag`.
+        """
+        refusals = {
+            "--no-safe-serialization": (
+                self.safe_serialization is False,
+                "pickled weights are not written",
+                "leave it out: the output is safetensors",
+            ),
+            "--lora-merge-dtype": (
+                self.lora_merge_dtype is not None,
+                "LoRAs are applied in float32 and rounded once",
+                "leave it out",
+            ),
+        }
+        problems = [
+            Problem("mergekit.flag", flag, message, hint)
+            for flag, (is_set, message, hint) in refusals.items()
+            if is_set
+        ]
+        if problems:
+            raise UnsupportedError(*problems)
+
+
+def build_command() -> TyperCommand:
+    """Build the command line of the program."""
+    app = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST_HELP},
+    )
+    app.command(PROGRAM, cls=SectionedCommand, epilog=f"{PROGRAM} config.yml merged/ --random-seed 7")(
+        with_option_groups(merge_as_mergekit)
+    )
+    command: TyperCommand = typer.main.get_command(app)  # type: ignore[assignment]
+    return command
+
+
+def merge_as_mergekit(
+    context: typer.Context,
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="The recipe, a YAML file.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The directory to create.")],
+    *,
+    honoured: HonouredFlags,
+    verbose: Annotated[
+        int,
+        typer.Option(
+            "-v", count=True, help="Print the report of the merge as well.", show_default=False, rich_help_panel=DONE
+        ),
+    ] = 0,
+    standing: StandingFlags,  # noqa: ARG001 - always so
+    noticed: NoticedFlags,
+    refused: RefusedFlags,
+    force: Annotated[bool, FORCE] = False,
+    strict: Annotated[bool, STRICT] = False,
+    lenient: Annotated[bool, LENIENT] = False,
+    debug: Annotated[bool, DEBUG] = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Merge as mergekit-yaml is called: the models of CONFIG into the directory OUT.
+
+    `mergekit_config.yml` is written beside the model. `mergepipe merge` has what mergekit has not: budgets.
+    """
+    refused.check()
+    refuse_swapped(config, out, RECIPE_ENDINGS)
+    options = MergeOptions(
+        threads=honoured.num_threads,
+        shard_bytes=honoured.out_shard_size,
+        card=honoured.write_model_card is not False,
+        tokenizer=honoured.copy_tokenizer is not False,
+        seed=honoured.random_seed,
+        force=force,
+        strict=strict,
+        lenient=lenient,
+    )
+    printing = ReportOptions(quiet=bool(honoured.quiet))
+    if not printing.quiet:
+        _print_notices(noticed.notices())
+    from mergepipe import api
+    from mergepipe.cli.render.merges import merge_table
+
+    with tell_if_published(Location.of(out)), progress_shown(context.obj, silent=printing.quiet) as on_progress:
+        report = api.merge(config, out, options=options, on_progress=on_progress)
+    if verbose or printing.quiet:
+        print_report(report, merge_table, printing)
+    else:
+        _print_notices((*(notice for notice in report.recipe_notices if not notice.changes_result), *report.notices))
+        print_warnings(report.recipe_notices)
+
+
+def _print_notices(notices: Iterable[object]) -> None:
+    """Tell on standard error what holds otherwise than it may seem."""
+    if sys.stderr is not None:
+        for notice in notices:
+            print(f"notice: {printable(str(notice))}", file=sys.stderr)
+
+
+def shard_bytes_of(text: str) -> int:
+    """Return the bytes of mergekit's shard sizes: `5B` are 5 * 10**9, as it counts; other sizes as everywhere here.
+
+    Raises:
+        RecipeError: `option.size`.
+    """
+    number, unit = text[:-1], text[-1:].lower()
+    if unit in _COUNT_UNITS and number.isdecimal():
+        return int(number) * _COUNT_UNITS[unit]
+    return parse_size(text, "--out-shard-size")

@@ -1,1 +1,0 @@
-"""The command `mergepipe-yaml`, which takes the flags of mergekit-yaml."""
