@@ -77,4 +77,4 @@ def test_errors__keyword_arguments_are_parameters_or_options() -> None:
 )
 def test_with_keywords__replaces_options_but_for_commands_and_paths(text: str, wanted: str) -> None:
     assert with_keywords(text) == wanted
-    assert str(RecipeError.of("option.pair", "", "is wrong", text)) == f"is wrong; {wanted}"
+    assert str(RecipeError.of("option.conflict", "", "is wrong", text)) == f"is wrong; {wanted}"

@@ -22,12 +22,17 @@ from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptio
 from mergepipe.tailor import api as tailor
 
 TOO_MANY = 99999999999999999999
-THREADS = [(0, "option.not-positive"), (-1, "option.not-positive"), (options.MAX_THREADS + 1, "option.too-large"),
-           (TOO_MANY, "option.too-large"), (10**5000, "option.too-large")]  # fmt: skip
-SIZES = [(0, "option.not-positive"), (-1, "option.not-positive"), (2**63, "option.too-large"),
-         (2**64, "option.too-large"), (10**5000, "option.too-large")]  # fmt: skip
-SEEDS = [(-(2**63) - 1, "option.seed"), (2**64, "option.seed"), (10**5000, "option.seed"), (-(10**5000), "option.seed")]
-BLOCKS = [(value, "option.block-elements") for value in (0, -16384, 1, 2**63, 2**41, 2**64 * 16384, 10**5000)]
+THREADS = [(0, "option.out-of-range"), (-1, "option.out-of-range"), (options.MAX_THREADS + 1, "option.invalid"),
+           (TOO_MANY, "option.invalid"), (10**5000, "option.invalid")]  # fmt: skip
+SIZES = [(0, "option.out-of-range"), (-1, "option.out-of-range"), (2**63, "option.invalid"),
+         (2**64, "option.invalid"), (10**5000, "option.invalid")]  # fmt: skip
+SEEDS = [
+    (-(2**63) - 1, "option.invalid"),
+    (2**64, "option.invalid"),
+    (10**5000, "option.invalid"),
+    (-(10**5000), "option.invalid"),
+]
+BLOCKS = [(value, "option.out-of-range") for value in (0, -16384, 1, 2**63, 2**41, 2**64 * 16384, 10**5000)]
 NAN, INFINITY = float("nan"), float("inf")
 SHARES = (-1.0, NAN, INFINITY, -INFINITY, 1.5, 1e308)
 X = Path("nothing/is/looked/at")
@@ -40,22 +45,22 @@ TABLE: list[Row] = [
     ("MergeOptions", MergeOptions, "threads", THREADS),
     ("MergeOptions", MergeOptions, "memory_bytes", SIZES),
     ("MergeOptions", MergeOptions, "shard_bytes", SIZES),
-    ("RunOptions", RunOptions, "connections", [(0, "option.not-positive"), (257, "option.too-large")]),
+    ("RunOptions", RunOptions, "connections", [(0, "option.out-of-range"), (257, "option.invalid")]),
     ("PlanOptions", PlanOptions, "request_cost_bytes", SIZES),
     ("PlanOptions", PlanOptions, "block_elements", BLOCKS),
-    ("PlanOptions", PlanOptions, "min_density", [(v, "option.density") for v in (0.0, *SHARES)]),
+    ("PlanOptions", PlanOptions, "min_density", [(v, "option.invalid") for v in (0.0, *SHARES)]),
     ("merge", partial(mergepipe.merge, X, X), "seed", SEEDS),
     ("plan", partial(mergepipe.plan, X, "1%"), "seed", SEEDS),
     ("check", partial(mergepipe.check, X), "shard_bytes", SIZES),
     ("OutputOptions", OutputOptions, "shard_bytes", SIZES),
     ("analyze", partial(mergepipe.analyze, X, [X]), "block_elements", BLOCKS),
     ("sweep", partial(mergepipe.sweep, X, ["1%"]), "seed", SEEDS),
-    ("verify", partial(mergepipe.verify, X), "deep_fraction", [(v, "option.sample") for v in SHARES]),
+    ("verify", partial(mergepipe.verify, X), "deep_fraction", [(v, "option.out-of-range") for v in SHARES]),
     ("pack", partial(mergepipe.pack, X, [X], X), "threads", THREADS),
     ("unpack", partial(mergepipe.unpack, X, X), "threads", THREADS),
     ("tailor", partial(tailor.compose, X, X), "memory_bytes", SIZES),
     ("tailor", partial(tailor.recipe_text, "filter", X), "ends",
-     [(v, "option.negative") for v in (-1, -(10**5000))]),
+     [(v, "option.out-of-range") for v in (-1, -(10**5000))]),
 ]  # fmt: skip
 
 
@@ -76,7 +81,7 @@ def test_plan_options__know_a_mistyped_choice(name: str) -> None:
     default = getattr(PlanOptions(), name)
     with pytest.raises(RecipeError) as caught:
         PlanOptions(**{name: default[:-1]})
-    assert caught.value.code == "option.choice"
+    assert caught.value.code == "option.invalid"
     assert default in str(caught.value)
 
 
@@ -93,7 +98,7 @@ def test_options__are_checked_again_when_they_are_changed() -> None:
 def test_api__calls_that_fill_the_catalog_refuse_to_do_without(call: Call) -> None:
     with pytest.raises(RecipeError) as caught:
         call(options=RunOptions(catalog=False))
-    assert caught.value.code == "option.pair"
+    assert caught.value.code == "option.conflict"
 
 
 @pytest.mark.parametrize(("value", "kind"), [(1, None), (1024, None), (0, LimitError), (1025, RecipeError)])
@@ -124,7 +129,7 @@ def test_cli__too_little_address_space_is_told_in_one_line(command: list[str], t
         check=False,
     )
     assert (done.returncode, done.stdout) == (10, "")
-    assert done.stderr.endswith("[memory.address-space]\n")
+    assert done.stderr.endswith("[memory.too-small]\n")
     assert done.stderr.count("\n") == 1
 
 
@@ -148,4 +153,4 @@ def test_failure_of__a_library_that_does_not_fit_the_address_space_is_lack_of_me
 ) -> None:
     monkeypatch.setattr(address_space, "address_space_limit_bytes", lambda: 1 << 20)
     failure = failure_of(OSError("Could not find/load shared object file 'libllvmlite.so'"), 130)
-    assert failure.problems[0].code == "storage.out-of-memory"
+    assert failure.problems[0].code == "storage.exhausted"

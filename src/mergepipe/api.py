@@ -171,7 +171,7 @@ def merge(
     if options.target_loss is not None and options.evaluate is not None:
         if settings.destination is not None:
             message, hint = "looks at each merge in a folder of this machine", "merge into a folder"
-            raise RecipeError.of("option.pair", "--target-loss", message, hint)
+            raise RecipeError.of("option.conflict", "--target-loss", message, hint)
         return merge_to_target(
             _recipe(recipe), place, request, settings, parse_evaluation(options.evaluate), options.target_loss,
             started=started, on_progress=on_progress,
@@ -215,7 +215,7 @@ def analyze(
     started = time.perf_counter()
     options = options or RunOptions()
     if any(not 0.0 < density <= 1.0 for density in densities):
-        raise RecipeError.of("option.density", "--density", "a density is in (0, 1]", "give shares such as 0.2")
+        raise RecipeError.of("option.invalid", "--density", "a density is in (0, 1]", "give shares such as 0.2")
     from mergepipe.jobs.analyze import AnalysisRequest, run_analysis
     from mergepipe.operators.statistics import COMMON_DENSITIES
 
@@ -268,7 +268,7 @@ def store_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan to a file, complete or not at all; only another plan is replaced.
 
     Raises:
-        OutputError: `plan.not-a-plan`, something else stands there.
+        OutputError: `output.not-ours`, something else stands there.
         StorageError, NotFoundError: it cannot be written there.
     """
     from mergepipe.planning.plan_file import write_plan
@@ -338,7 +338,7 @@ def run_part(
     output = options_as(OutputOptions, options)
     if output.executor != ExecutorName.THREADS:
         hint = "give one of the two: a cluster makes all parts"
-        raise RecipeError.of("option.pair", "--executor", "a part is made by this process", hint)
+        raise RecipeError.of("option.conflict", "--executor", "a part is made by this process", hint)
     from mergepipe.jobs.parts import PartChoice, check_part
     from mergepipe.jobs.parts import run_part as run_one
     from mergepipe.runs.settings import output_place, run_settings
@@ -417,7 +417,7 @@ def sweep(
         MergePipeError: see `mergepipe.errors`; no output is left behind.
     """
     if not budgets:
-        raise RecipeError.of("budget.malformed", "--budgets", "none is given", "give some, such as 10%,50%")
+        raise RecipeError.of("option.invalid", "--budgets", "none is given", "give some, such as 10%,50%")
     from mergepipe.jobs.plan import plan_request
     from mergepipe.jobs.sweep import run_sweep, sweep_request
     from mergepipe.runs.settings import run_settings
@@ -474,7 +474,7 @@ def pack(
 
     Raises:
         RecipeError: two experts of one name, or an expert whose files must not be removed.
-        MismatchError: `pack.base`, refused by `strict`.
+        MismatchError: `base.mismatch`, refused by `strict`.
         UnsupportedError: an expert that is no full weights in safetensors files.
         OutputError, ConflictError, StorageError: the store cannot go there, or an input changed. A store is published
             whole or not at all.
@@ -494,7 +494,7 @@ def pack(
         )  # fmt: skip
     if bases is None or len(bases) != 1 or not place.is_local:
         message = "needs one base, named, and a folder of this machine"
-        raise RecipeError.of("option.pair", "--chain", message, "name what the first checkpoint is packed on")
+        raise RecipeError.of("option.conflict", "--chain", message, "name what the first checkpoint is packed on")
     return pack_chain(
         bases[0], paths, place, home_of(home), length=positive("--chain", chain, MOST_DEPTH), replaces=replace,
         strict=strict, threads=n_threads, on_progress=on_progress,
@@ -595,10 +595,10 @@ def extract_lora(
     """
     if rank is None and energy is None:
         raise RecipeError.of(
-            "option.rank", "--rank", "neither a rank nor an energy is given", "give --rank 32 or --energy 0.9"
+            "option.missing", "--rank", "neither a rank nor an energy is given", "give --rank 32 or --energy 0.9"
         )
     if energy is not None and not 0.0 < energy <= 1.0:
-        raise RecipeError.of("option.energy", "--energy", f"{energy:g} was given", "give a share in (0, 1]")
+        raise RecipeError.of("option.invalid", "--energy", f"{energy:g} was given", "give a share in (0, 1]")
     if rank is not None:
         positive("--rank", rank)
     from mergepipe.jobs.extract_lora import ExtractRequest, extract_lora_adapter
@@ -707,7 +707,9 @@ def verify(
     started = time.perf_counter()
     options = options or RunOptions()
     if not 0.0 <= deep_fraction <= 1.0:
-        raise LimitError.of("option.sample", "--sample", f"{deep_fraction:g} was given", "give a share from 0 to 1")
+        raise LimitError.of(
+            "option.out-of-range", "--sample", f"{deep_fraction:g} was given", "give a share from 0 to 1"
+        )
     threads = threads_of(options.threads)  # before anything compiled is loaded
     pack, place = _pack_location(snapshot), None if base is None else Location.of(base)
     if pack is not None:
@@ -715,7 +717,7 @@ def verify(
 
         return verify_pack(pack, base=place, threads=threads, started=started, on_progress=on_progress)
     if base is not None:
-        raise RecipeError.of("option.pair", "--base", f"{snapshot} is no packed expert", "leave it out")
+        raise RecipeError.of("option.conflict", "--base", f"{snapshot} is no packed expert", "leave it out")
     from mergepipe.jobs.verify import verify_snapshot
 
     engine, path = engine_options(options), _snapshot_location(snapshot, options.home)
@@ -797,7 +799,7 @@ def push(
     """
     started = time.perf_counter()
     if private and not create:
-        raise RecipeError.of("option.pair", "--private", "it has no meaning by itself", "add --create")
+        raise RecipeError.of("option.conflict", "--private", "it has no meaning by itself", "add --create")
     from mergepipe.jobs.push import PushRequest, push_destination, push_snapshot
 
     pack, request = _pack_location(snapshot), PushRequest(create, private, message or "")

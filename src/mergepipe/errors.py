@@ -13,7 +13,8 @@
     ├── PublishedError    11  the output is complete and published; a later step failed
     └── InterruptedRunError 130  stopped by the user; nothing was published
 
-Codes (`"checkpoint.header.overlap"`) are append-only and never change their meaning; messages may improve.
+A code (`"checkpoint.damaged"`) names the object and what is wrong with it, so that a caller can tell what to do; the
+message has the particulars, and may improve.
 """
 
 from __future__ import annotations

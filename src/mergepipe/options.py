@@ -53,7 +53,7 @@ class PathStyle(StrEnum):
 def _share(text: str, name: str) -> float:
     from mergepipe.planning.budget import parse_fraction
 
-    return parse_fraction(text, name, "option.density")
+    return parse_fraction(text, name, "option.invalid")
 
 
 THREADS = Flag("Compute threads.", metavar="N", default="one per processor", panel=MACHINE_PANEL)
@@ -176,10 +176,10 @@ class PlanOptions:
             positive("--request-cost", self.request_cost_bytes)
         density = self.min_density
         if density is not None and not 0.0 < density <= 1.0:
-            raise RecipeError.of("option.density", "--min-density", f"{density:g} was given", "it is in (0, 1]")
+            raise RecipeError.of("option.invalid", "--min-density", f"{density:g} was given", "it is in (0, 1]")
         if choice("--select", self.select, Policy) is not Policy.SAMPLE and self.importance is not None:
             message = f"has no effect with --select {self.select}"
-            raise RecipeError.of("option.pair", "--importance", message, "add --select sample")
+            raise RecipeError.of("option.conflict", "--importance", message, "add --select sample")
         choice("--where-omitted", self.where_omitted, OnOmit)
         if self.block_elements is not None:
             block_elements_of(self.block_elements)
@@ -299,11 +299,11 @@ class MergeOptions(OutputOptions):
             name, other = (
                 ("--evaluate", "--target-loss X") if self.target_loss is None else ("--target-loss", "--evaluate CMD")
             )
-            raise RecipeError.of("option.pair", name, "has no meaning by itself", f"add {other}")
+            raise RecipeError.of("option.conflict", name, "has no meaning by itself", f"add {other}")
         if self.budget is not None or self.executor != ExecutorName.THREADS:
             message = "tries budgets in turn, and looks at each merge in a folder of this machine"
             hint = "leave out --budget, and merge into a folder without --executor"
-            raise RecipeError.of("option.pair", "--target-loss", message, hint)
+            raise RecipeError.of("option.conflict", "--target-loss", message, hint)
 
 
 Kind = TypeVar("Kind", bound=RunOptions)
@@ -331,10 +331,12 @@ def check_seed(seed: int) -> int:
     """Return `seed` if 64 bits hold it, signed or not.
 
     Raises:
-        RecipeError: `option.seed`.
+        RecipeError: `option.invalid`.
     """
     if not -(2**63) <= seed < 2**64:
-        raise RecipeError.of("option.seed", "--seed", f"{shown_number(seed)} was given", "give an integer of 64 bits")
+        raise RecipeError.of(
+            "option.invalid", "--seed", f"{shown_number(seed)} was given", "give an integer of 64 bits"
+        )
     return seed
 
 
@@ -342,7 +344,7 @@ def threads_of(threads: int | None) -> int:
     """Return the number of compute threads, the default for None, if the address space has room for them.
 
     Raises:
-        LimitError: a number that is not above zero; `memory.address-space`, as `check_address_space`.
+        LimitError: a number that is not above zero; `memory.too-small`, as `check_address_space`.
         RecipeError: more than `MAX_THREADS`.
     """
     n_threads = positive("--threads", default_threads() if threads is None else threads, MAX_THREADS)
@@ -356,7 +358,7 @@ def engine_options(options: RunOptions) -> EngineOptions:
     """Return how to run the engine, with the machine's defaults for what was not given.
 
     Raises:
-        LimitError: `memory.address-space`.
+        LimitError: `memory.too-small`.
     """
     n_threads = threads_of(options.threads)
     from mergepipe.engine.work import EngineOptions
@@ -376,7 +378,7 @@ def block_elements_of(value: int | None) -> int:
     elements = DEFAULT_BLOCK_ELEMENTS if value is None else value
     if elements < 1 or elements % GRAIN_ELEMENTS or elements > MAX_BLOCK_ELEMENTS:
         hint = f"give a multiple of {GRAIN_ELEMENTS}, {MAX_BLOCK_ELEMENTS} at most"
-        raise LimitError.of("option.block-elements", "block_elements", f"{shown_number(elements)} was given", hint)
+        raise LimitError.of("option.out-of-range", "block_elements", f"{shown_number(elements)} was given", hint)
     return elements
 
 
@@ -390,7 +392,7 @@ def choice(option: str, value: str, choices: type[C]) -> C:
         return choices(value)
     except ValueError:
         hint = did_you_mean(value, [member.value for member in choices])
-        raise RecipeError.of("option.choice", option, f"'{value}' was given", hint) from None
+        raise RecipeError.of("option.invalid", option, f"'{value}' was given", hint) from None
 
 
 def home_of(home: str | Path | None) -> Path:
@@ -409,28 +411,28 @@ def needed_home(options: RunOptions, call: str) -> Path:
     """Return the catalog's home for a call that needs a catalog.
 
     Raises:
-        RecipeError: `option.pair`, none is wanted.
+        RecipeError: `option.conflict`, none is wanted.
     """
     if not options.catalog:
-        raise RecipeError.of("option.pair", "catalog", f"{call} keeps what it learns there", "leave catalog=True")
+        raise RecipeError.of("option.conflict", "catalog", f"{call} keeps what it learns there", "leave catalog=True")
     return home_of(options.home)
 
 
 def _check_strictness(*, strict: bool, lenient: bool) -> None:
     if strict and lenient:
         message = "contradicts --lenient: it refuses entries without effect, which --lenient accepts"
-        raise RecipeError.of("option.pair", "--strict", message, "give one of the two")
+        raise RecipeError.of("option.conflict", "--strict", message, "give one of the two")
 
 
 def executor_of(executor: str, address: str | None) -> ExecutorName:
     """Return who makes the files of an output.
 
     Raises:
-        RecipeError: `option.choice`; `option.pair`, an address for none.
+        RecipeError: `option.invalid`; `option.conflict`, an address for none.
     """
     name = choice("--executor", executor, ExecutorName)
     if address is not None and name is not ExecutorName.RAY:
-        raise RecipeError.of("option.pair", "--address", "only a Ray cluster has one", "add --executor ray")
+        raise RecipeError.of("option.conflict", "--address", "only a Ray cluster has one", "add --executor ray")
     return name
 
 
@@ -438,10 +440,10 @@ def place_of_packs(place: str | Path) -> Location:
     """Return the folder, of this machine or of a bucket, that experts are packed into.
 
     Raises:
-        UnsupportedError: `pack.remote`, the place is in a store of another kind.
+        UnsupportedError: `pack.unsupported`, the place is in a store of another kind.
     """
     location = Location.of(place)
     if not location.is_local and location.scheme not in OBJECT_SCHEMES:
         hint = "pack into a folder, then `mergepipe push` each store"
-        raise UnsupportedError.of("pack.remote", location, "experts are packed into folders and buckets", hint)
+        raise UnsupportedError.of("pack.unsupported", location, "experts are packed into folders and buckets", hint)
     return location

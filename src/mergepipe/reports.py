@@ -277,7 +277,7 @@ class PackedExpert:
 
     @property
     def folder(self) -> Path:
-        """The store as a folder of this machine. RecipeError: `location.not-local`, it lies in a bucket."""
+        """The store as a folder of this machine. RecipeError: `location.invalid`, it lies in a bucket."""
         return Location.of(self.store).local_path
 
     @property

@@ -71,25 +71,25 @@ INDEX, HEADER, CARD = WEIGHT_INDEX_BYTES - 1000, MAX_HEADER_BYTES - 1000, CARD_B
 SHARD = '"model-00001-of-00001.safetensors"'
 CASES: dict[str, tuple[Callable[[Path, str], None], Callable[[], str], str]] = {
     "index of many tensors": (
-        write_index, lambda: f'{{"weight_map":{{{entries(SHARD, INDEX)}}}}}', "checkpoint.index.tensor_missing",
+        write_index, lambda: f'{{"weight_map":{{{entries(SHARD, INDEX)}}}}}', "checkpoint.damaged",
     ),
     "index of lists": (
-        write_index, lambda: f'{{"weight_map":{{"a":[{repeated("[]", INDEX)}]}}}}', "checkpoint.index.not_json",
+        write_index, lambda: f'{{"weight_map":{{"a":[{repeated("[]", INDEX)}]}}}}', "checkpoint.damaged",
     ),
     "index with other members": (
         write_index, lambda: f'{{"metadata":[{repeated("{}", INDEX)}],"weight_map":{{"a":{SHARD}}}}}',
-        "checkpoint.index.not_json",
+        "checkpoint.damaged",
     ),
     "index of 60 MB": (write_index, lambda: f'{{"weight_map":{{{entries(SHARD, 60_000_000)}}}}}', "storage.too-large"),
     "header of many tensors": (write_header, lambda: f"{{{entries(EMPTY, HEADER)}}}", "none"),
     "header of lists": (
-        write_header, lambda: f'{{"a":[{repeated("[]", HEADER)}]}}', "checkpoint.header.not_json",
+        write_header, lambda: f'{{"a":[{repeated("[]", HEADER)}]}}', "checkpoint.damaged",
     ),
     "header of metadata": (
         write_header, lambda: f'{{"__metadata__":{{{repeated(chr(34) * 2 + ":[]", HEADER)}}}}}',
-        "checkpoint.header.metadata",
+        "checkpoint.damaged",
     ),
-    "header of 90 MB": (write_header, lambda: f"{{{entries(EMPTY, 90_000_000)}}}", "checkpoint.header.too_long"),
+    "header of 90 MB": (write_header, lambda: f"{{{entries(EMPTY, 90_000_000)}}}", "checkpoint.damaged"),
     "card of results": (
         write_card,
         lambda: f"---\nlicense: mit\nmodel-index:\n{RESULT * (CARD // len(RESULT))}---\n",

@@ -292,7 +292,7 @@ def test_force__refuses_where_files_lie_that_the_manifest_does_not_list(work: Wo
         path.write_text("precious")
     before = state(out)
     error = refusal(lambda: command(work, out))
-    assert error.code == "output.unlisted-files"
+    assert error.code == "output.not-ours"
     assert "a.txt, b/c.txt, d.txt and 1 more" in str(error)
     assert state(out) == before
     for path in notes:
@@ -305,7 +305,7 @@ def test_force__looks_again_when_it_publishes(work: Work) -> None:
         (work.snapshot / "notes").write_text("precious")
 
     error = refusal(lambda: work.merge(work.snapshot, force=True, on_progress=note))
-    assert error.code == "output.unlisted-files"
+    assert error.code == "output.not-ours"
     assert (work.snapshot / "notes").read_text() == "precious"
 
 
@@ -318,8 +318,8 @@ def test_merge__takes_every_name_that_the_file_system_takes(work: Work) -> None:
         work.merge(out)
         assert weights_digest(out) == weights_digest(work.snapshot)
         work.merge(out, force=True)
-    assert refusal(lambda: work.merge(work.out.with_name("x" * 256))).code == "output.name"
-    assert refusal(lambda: work.merge(work.out.with_name("x" * 256), force=True)).code == "output.name"
+    assert refusal(lambda: work.merge(work.out.with_name("x" * 256))).code == "output.place"
+    assert refusal(lambda: work.merge(work.out.with_name("x" * 256), force=True)).code == "output.place"
 
 
 def check_all_storage(work: Work, out: Path) -> None:

@@ -108,6 +108,6 @@ def useful_plan(make_plan: Callable[[], Plan]) -> Plan | None:
     try:
         return make_plan()
     except LimitError as error:
-        if error.code not in ("plan.budget-useless", "plan.budget-index"):
+        if error.code != "budget.too-small":
             raise
         return None

@@ -73,7 +73,7 @@ def test_budget__under_which_nothing_is_read_is_refused_and_the_smallest_useful_
     setting.analyze()
     with pytest.raises(LimitError) as caught:
         setting.plan("1B")
-    assert caught.value.code == "plan.budget-useless"
+    assert caught.value.code == "budget.too-small"
     named = re.search(r"(\d+)B", str(caught.value))
     assert named is not None
     assert read_blocks(setting.plan(named[0])) != set()

@@ -158,7 +158,7 @@ def test_importance__a_file_that_does_not_fit_is_refused(
     path = write_json(tmp_path, content)
     with pytest.raises(error, match=message) as caught:
         planned(setting, path)
-    assert caught.value.code == ("importance.file" if error is CorruptError else "importance.tensor")
+    assert caught.value.code == ("importance.damaged" if error is CorruptError else "importance.mismatch")
     assert str(path) in str(caught.value)
 
 
@@ -178,7 +178,7 @@ def test_importance__tensors_that_do_not_fit_are_refused(
     save_file(arrays | {"layers.1.wide": changed}, tmp_path / "elements.safetensors")
     with pytest.raises(MismatchError, match=f"tensor 'layers.1.wide' {message}") as caught:
         planned(setting, tmp_path / "elements.safetensors")
-    assert caught.value.code == "importance.tensor"
+    assert caught.value.code == "importance.mismatch"
 
 
 def test_importance__needs_a_sample() -> None:

@@ -160,7 +160,7 @@ def test_run__of_a_plan_whose_inputs_changed_is_refused(
     change(setting.family.places[victim])
     with pytest.raises(kinds) as caught:
         session.run(plan, tmp_path / "results" / "out", options=RunOptions(home=setting.home))
-    assert not isinstance(caught.value, ConflictError) or caught.value.code == "plan.input-changed"
+    assert not isinstance(caught.value, ConflictError) or caught.value.code == "input.changed"
     assert not (tmp_path / "results").exists()
 
 
@@ -207,7 +207,7 @@ def _in_the_way(home: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "code"),
-    [(_corrupt, "catalog.corrupt"), (_newer, "catalog.newer"), (_in_the_way, "catalog.permission")],
+    [(_corrupt, "catalog.damaged"), (_newer, "catalog.newer"), (_in_the_way, "catalog.permission")],
     ids=["corrupt", "newer", "in-the-way"],
 )
 def test_catalog__that_cannot_be_used_stops_plans_but_not_merges(
@@ -274,7 +274,7 @@ def test_block_size__off_the_grain_is_refused(tmp_path: Path, block_elements: in
         setting.analyze(block_elements)
     with pytest.raises(LimitError) as refused_plan:
         setting.plan("10%", block_elements=block_elements)
-    assert refused_analysis.value.code == refused_plan.value.code == "option.block-elements"
+    assert refused_analysis.value.code == refused_plan.value.code == "option.out-of-range"
 
 
 def test_block_size__by_default_is_on_the_grain() -> None:

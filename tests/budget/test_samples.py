@@ -205,7 +205,7 @@ def test_sample__of_rows_that_units_would_cut_is_refused(tmp_path: Path) -> None
     setting = replace(setting, recipe=recipe)
     with pytest.raises(UnsupportedError) as caught:
         sampled(setting, "30%")
-    assert caught.value.code == "plan.sample-whole"
+    assert caught.value.code == "plan.unsupported"
     assert "whole rows" in str(caught.value)
     assert sampled(setting, "100%").planned_bytes > 0
 
@@ -214,7 +214,7 @@ def test_sample__that_holds_no_position_is_refused(tmp_path: Path) -> None:
     setting = make_setting(tmp_path, CASES["linear"], plans=WIDE[:2])
     with pytest.raises(LimitError) as caught:
         sampled(setting, "100B")
-    assert caught.value.code == "plan.budget-useless"
+    assert caught.value.code == "budget.too-small"
     least = re.search(r"smallest useful budget is (\d+)B", str(caught.value))
     assert least is not None
     assert sampled(setting, f"{least.group(1)}B").planned_bytes == int(least.group(1))

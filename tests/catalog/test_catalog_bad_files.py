@@ -86,7 +86,7 @@ def test_open__garbage_is_corrupt_and_left_as_it_is(tmp_path: Path, content: byt
     (tmp_path / CATALOG_NAME).write_bytes(content)
     with pytest.raises(CorruptError) as caught:
         Catalog.open(tmp_path)
-    assert caught.value.code == "catalog.corrupt"
+    assert caught.value.code == "catalog.damaged"
     assert "mergepipe catalog rebuild" in str(caught.value)
     assert (tmp_path / CATALOG_NAME).read_bytes() == content
 
@@ -97,7 +97,7 @@ def test_catalog__a_truncated_file_is_corrupt(tmp_path: Path, share: float) -> N
     os.truncate(path, int(path.stat().st_size * share))
     with pytest.raises(CorruptError) as caught:
         use_everything(tmp_path / "home")
-    assert caught.value.code.startswith("catalog.corrupt")
+    assert caught.value.code.startswith("catalog.damaged")
 
 
 @functools.cache
@@ -145,7 +145,7 @@ def test_catalog__a_row_that_makes_no_sense_is_corrupt(tmp_path: Path, sql: str)
     before = open_descriptors()
     with pytest.raises(CorruptError) as caught:
         use_everything(tmp_path / "home")
-    assert caught.value.code == "catalog.corrupt"
+    assert caught.value.code == "catalog.damaged"
     assert open_descriptors() <= before  # also while the error is held
 
 

@@ -91,7 +91,7 @@ def test_rebuild__tells_which_manifests_cannot_be_read_and_takes_the_others(tmp_
     (tmp_path / "out" / "bad" / "mergepipe.json").write_bytes(b"{")
     report = rebuild(tmp_path / "home", [tmp_path / "out"])
     assert report.snapshots == 1
-    assert [problem.code for problem in report.unreadable] == ["manifest.not_json"]
+    assert [problem.code for problem in report.unreadable] == ["manifest.damaged"]
 
 
 def test_rebuild__a_snapshot_that_is_gone_keeps_its_row_and_is_told(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_rebuild__a_moved_snapshot_moves_with_all_that_was_known(tmp_path: Path,
 def test_rebuild__a_root_that_is_not_there_is_an_error_before_anything_happens(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError) as caught:
         rebuild(tmp_path / "home", [tmp_path / "nowhere"])
-    assert caught.value.code == "catalog.root-missing"
+    assert caught.value.code == "storage.not-found"
     assert not (tmp_path / "home").exists()
 
 
@@ -204,7 +204,7 @@ def test_adopt_snapshot__without_a_manifest_is_not_found(tmp_path: Path) -> None
     with Catalog.open(tmp_path / "home") as catalog:
         with pytest.raises(NotFoundError) as caught:
             catalog.adopt_snapshot(tmp_path, created=NOON)
-        assert caught.value.code == "manifest.missing"
+        assert caught.value.code == "snapshot.not-found"
         catalog.record_snapshot(make_manifest("a"), tmp_path / "a", created=NOON)
         assert len(catalog.snapshots()) == 1
 

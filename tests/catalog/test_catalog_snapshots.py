@@ -75,7 +75,7 @@ def test_snapshot__is_found_by_path_sid_or_prefix(tmp_path: Path) -> None:
         for wrong in (row.sid[:3], "", row.sid + "0", "%", "____", tmp_path / "elsewhere"):
             with pytest.raises(NotFoundError) as caught:
                 catalog.snapshot(wrong)
-            assert caught.value.code == "snapshot.unknown"
+            assert caught.value.code == "snapshot.not-found"
         with pytest.raises(NotFoundError, match=f"3 digits of a sid are too few; give 4: {row.sid[:4]}"):
             catalog.snapshot(row.sid[:3])
 
@@ -287,22 +287,22 @@ def test_record_snapshot__keeps_the_plan_digest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "code"),
     [
-        (b"", "manifest.not_json"),
-        (b"[]", "manifest.not_json"),
-        (b'{"format": 1}', "manifest.field"),
-        (with_fields(sid="../../x"), "manifest.field"),
-        (with_fields(sid="A" * 32), "manifest.field"),
-        (with_fields(operator=None), "manifest.field"),
-        (with_fields(operator="a\0b"), "manifest.field"),
-        (with_fields(plan_digest=7), "manifest.field"),
-        (with_fields(realized=[]), "manifest.field"),
-        (with_fields(realized={"base": -1}), "manifest.field"),
-        (with_fields(realized={"base": True}), "manifest.field"),
-        (with_fields(realized={"base": 2**63}), "manifest.field"),
-        (with_fields(realized={"base": 1.5}), "manifest.field"),
-        (with_fields(inputs={}), "manifest.field"),
-        (with_fields(inputs=[[]]), "manifest.field"),
-        (with_fields(inputs=[{"role": "base"}]), "manifest.field"),
+        (b"", "manifest.damaged"),
+        (b"[]", "manifest.damaged"),
+        (b'{"format": 1}', "manifest.damaged"),
+        (with_fields(sid="../../x"), "manifest.damaged"),
+        (with_fields(sid="A" * 32), "manifest.damaged"),
+        (with_fields(operator=None), "manifest.damaged"),
+        (with_fields(operator="a\0b"), "manifest.damaged"),
+        (with_fields(plan_digest=7), "manifest.damaged"),
+        (with_fields(realized=[]), "manifest.damaged"),
+        (with_fields(realized={"base": -1}), "manifest.damaged"),
+        (with_fields(realized={"base": True}), "manifest.damaged"),
+        (with_fields(realized={"base": 2**63}), "manifest.damaged"),
+        (with_fields(realized={"base": 1.5}), "manifest.damaged"),
+        (with_fields(inputs={}), "manifest.damaged"),
+        (with_fields(inputs=[[]]), "manifest.damaged"),
+        (with_fields(inputs=[{"role": "base"}]), "manifest.damaged"),
     ],
 )
 def test_parse_manifest__refuses_what_is_not_one(raw: bytes, code: str) -> None:
@@ -314,7 +314,7 @@ def test_parse_manifest__refuses_what_is_not_one(raw: bytes, code: str) -> None:
 def test_parse_manifest__names_another_version() -> None:
     with pytest.raises(UnsupportedError) as caught:
         parse_manifest(with_fields(format="mergepipe-manifest/5"), Path("mergepipe.json"))
-    assert caught.value.code == "manifest.version"
+    assert caught.value.code == "format.version"
 
 
 def test_record_snapshot__any_path_and_text_is_stored_as_it_is(tmp_path: Path) -> None:

@@ -81,25 +81,25 @@ def test_covers__asks_for_the_grid_the_tensors_and_the_densities() -> None:
 
 Change = Callable[[dict[str, Any]], None]
 LIES: dict[str, tuple[Change, str]] = {
-    "another format": (lambda d: d.update(format="mergepipe-plan/1"), "stats.value"),
-    "an unknown key": (lambda d: d.update(extra=1), "stats.key"),
-    "no tensors": (lambda d: d.pop("tensors"), "stats.key"),
-    "a content of no files": (lambda d: d["base"].update(files=[]), "stats.value"),
-    "a digest of other files": (lambda d: d["base"].update(digest="0" * 32), "stats.value"),
-    "other files of a digest": (lambda d: d["base"]["files"][0].update(sha256="0" * 64), "stats.value"),
-    "a SHA-256 that is none": (lambda d: d["base"]["files"][0].update(sha256="x" * 64), "stats.value"),
-    "a kind that is none": (lambda d: d["base"].update(kind="none"), "stats.value"),
-    "a content id that is none": (lambda d: d["expert"].update(content_id="c"), "stats.value"),
-    "a tensor twice": (lambda d: d.update(tensors=["a", "a"]), "stats.value"),
-    "a tensor without a size": (lambda d: d["tensors"].append("c"), "stats.value"),
-    "a name that is none": (lambda d: d.update(tensors=["a", 1]), "stats.value"),
-    "a negative size": (lambda d: d["elements"].__setitem__(0, -1), "stats.value"),
-    "a size beyond the end": (lambda d: d["elements"].__setitem__(1, 1 << 60), "stats.arrays"),
-    "cuts beyond the end": (lambda d: d["cuts"].__setitem__(1, 1 << 60), "stats.arrays"),
-    "bytes behind the arrays": (lambda d: d["elements"].__setitem__(1, 0), "stats.arrays"),
-    "no blocks": (lambda d: d.update(block_elements=0), "stats.value"),
-    "cuts that no tensor has": (lambda d: d["densities"].append(0.5), "stats.arrays"),
-    "a density that is none": (lambda d: d.update(densities=["0.1"]), "stats.type"),
+    "another format": (lambda d: d.update(format="mergepipe-plan/1"), "the format is not that of statistics"),
+    "an unknown key": (lambda d: d.update(extra=1), "unknown key 'extra', known: base,"),
+    "no tensors": (lambda d: d.pop("tensors"), "'tensors' is missing"),
+    "a content of no files": (lambda d: d["base"].update(files=[]), "base: 'digest' is not that of the files"),
+    "a digest of other files": (lambda d: d["base"].update(digest="0" * 32), "base: 'digest' is not that of the"),
+    "other files of a digest": (lambda d: d["base"]["files"][0].update(sha256="0" * 64), "base: 'digest' is not"),
+    "a SHA-256 that is none": (lambda d: d["base"]["files"][0].update(sha256="x" * 64), "base.files[0]: the digest"),
+    "a kind that is none": (lambda d: d["base"].update(kind="none"), "base: 'kind' has an unknown value"),
+    "a content id that is none": (lambda d: d["expert"].update(content_id="c"), "expert: 'content_id' is not 32"),
+    "a tensor twice": (lambda d: d.update(tensors=["a", "a"]), "tensors are not one name, one size and one"),
+    "a tensor without a size": (lambda d: d["tensors"].append("c"), "tensors are not one name, one size and one"),
+    "a name that is none": (lambda d: d.update(tensors=["a", 1]), "tensors are not one name, one size and one"),
+    "a negative size": (lambda d: d["elements"].__setitem__(0, -1), "'elements' holds a negative number"),
+    "a size beyond the end": (lambda d: d["elements"].__setitem__(1, 1 << 60), "its header tells of more than the"),
+    "cuts beyond the end": (lambda d: d["cuts"].__setitem__(1, 1 << 60), "its header tells of more than the file"),
+    "bytes behind the arrays": (lambda d: d["elements"].__setitem__(1, 0), "there are bytes behind the last tensor"),
+    "no blocks": (lambda d: d.update(block_elements=0), "tensors are not one name, one size and one"),
+    "cuts that no tensor has": (lambda d: d["densities"].append(0.5), "tensor 'a' has densities that are no"),
+    "a density that is none": (lambda d: d.update(densities=["0.1"]), "'densities' is not a number"),
 }
 
 
@@ -114,10 +114,10 @@ def with_header(raw: bytes, change: Change) -> bytes:
 
 @pytest.mark.parametrize("name", LIES)
 def test_parse_statistics__refuses_a_header_that_lies(name: str) -> None:
-    change, code = LIES[name]
+    change, words = LIES[name]
     with pytest.raises(CorruptError) as caught:
         parse_statistics(with_header(file_of("a", "b").to_bytes(), change), "x")
-    assert caught.value.code == code
+    assert (caught.value.code, words in str(caught.value)) == ("statistics.damaged", True)
 
 
 def test_parse_statistics__refuses_a_newer_version() -> None:
@@ -127,21 +127,21 @@ def test_parse_statistics__refuses_a_newer_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "code"),
+    ("change", "words"),
     [
-        (lambda raw: raw[:47], "stats.magic"),
-        (lambda raw: b"X" + raw[1:], "stats.magic"),
-        (lambda raw: raw[:-1], "stats.checksum"),
-        (lambda raw: raw + b"x", "stats.checksum"),
-        (lambda raw: raw[:100] + bytes([raw[100] ^ 1]) + raw[101:], "stats.checksum"),
-        (lambda raw: seal_statistics_file(raw[:8] + b"\xff" * 8 + raw[16:-32]), "stats.length"),
-        (lambda raw: seal_statistics_file(raw[:16] + b"\xff" + raw[17:-32]), "stats.json"),
+        (lambda raw: raw[:47], "is not a file of statistics"),
+        (lambda raw: b"X" + raw[1:], "is not a file of statistics"),
+        (lambda raw: raw[:-1], "is damaged: its checksum does not fit"),
+        (lambda raw: raw + b"x", "is damaged: its checksum does not fit"),
+        (lambda raw: raw[:100] + bytes([raw[100] ^ 1]) + raw[101:], "is damaged: its checksum does not fit"),
+        (lambda raw: seal_statistics_file(raw[:8] + b"\xff" * 8 + raw[16:-32]), "its header ends at byte"),
+        (lambda raw: seal_statistics_file(raw[:16] + b"\xff" + raw[17:-32]), "not JSON: 'utf-8' codec can't decode"),
     ],
 )
-def test_parse_statistics__refuses_damage(change: Callable[[bytes], bytes], code: str) -> None:
+def test_parse_statistics__refuses_damage(change: Callable[[bytes], bytes], words: str) -> None:
     with pytest.raises(CorruptError) as caught:
         parse_statistics(change(file_of("a").to_bytes()), "x")
-    assert caught.value.code == code
+    assert (caught.value.code, words in str(caught.value)) == ("statistics.damaged", True)
 
 
 @pytest.mark.parametrize("densities", [(0.2, 0.1), (0.1, 0.1), (0.0, 0.1), (0.1, 1.5), (0.1, float("nan"))])
@@ -150,7 +150,7 @@ def test_parse_statistics__refuses_densities_that_no_analysis_writes(densities: 
     wrong = {name: replace(one, densities_D=np.array(densities)) for name, one in file.tensors.items()}
     with pytest.raises(CorruptError) as caught:
         parse_statistics(replace(file, densities=(), tensors=wrong).to_bytes(), "x")
-    assert caught.value.code == "stats.arrays"
+    assert caught.value.code == "statistics.damaged"
 
 
 def test_write_statistics__by_many_at_once_leaves_one_whole_file(tmp_path: Path) -> None:

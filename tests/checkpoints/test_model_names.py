@@ -62,7 +62,7 @@ def test_resolve_model_name__takes_addresses_whatever_exists(text: str) -> None:
 def test_resolve_model_name__refuses_a_subfolder_that_leads_out() -> None:
     with pytest.raises(RecipeError) as caught:
         resolve("org/name:../other")
-    assert caught.value.code == "location.malformed"
+    assert caught.value.code == "location.invalid"
 
 
 @given(st.text(alphabet="ab/@:.~+ ", max_size=12))

@@ -114,11 +114,11 @@ def test_analyze__density_adds_a_cut(work: Workplace, run: Runner) -> None:
 @pytest.mark.parametrize(
     ("options", "exit_code", "code"),
     [
-        (["--density", "1.5"], 2, "option.density"),
-        (["--density", "x"], 2, "option.density"),
-        (["--threads", "0"], 10, "option.not-positive"),
-        (["--memory", "plenty"], 2, "option.size"),
-        (["nowhere"], 3, "checkpoint.path.not_found"),
+        (["--density", "1.5"], 2, "option.invalid"),
+        (["--density", "x"], 2, "option.invalid"),
+        (["--threads", "0"], 10, "option.out-of-range"),
+        (["--memory", "plenty"], 2, "option.invalid"),
+        (["nowhere"], 3, "model.not-found"),
     ],
 )
 def test_analyze__bad_input_is_refused_in_one_line(
@@ -218,24 +218,24 @@ def test_plan__budgets_in_bytes_and_shares_agree(work: Workplace, run: Runner) -
 def test_budget__under_which_nothing_is_read_is_refused(work: Workplace, run: Runner, command: str) -> None:
     out = [work.out, "--quiet"] if command == "merge" else []
     ran = run(command, work.recipe, *out, "--budget", "1B")
-    assert (ran.exit_code, codes(ran)) == (10, ["plan.budget-useless"])
+    assert (ran.exit_code, codes(ran)) == (10, ["budget.too-small"])
     assert "the smallest useful budget is" in ran.err
 
 
 @pytest.mark.parametrize(
     ("budget", "code"),
     [
-        ("", "budget.malformed"),
-        ("much", "budget.malformed"),
-        ("4 4GB", "budget.malformed"),
-        ("nan", "budget.malformed"),
-        ("-1", "budget.negative"),
-        ("-5%", "budget.negative"),
-        ("5XB", "budget.unit"),
-        ("25", "budget.unit"),
-        ("2.5", "budget.range"),
-        ("101%", "budget.range"),
-        ("99999PB", "budget.range"),
+        ("", "option.invalid"),
+        ("much", "option.invalid"),
+        ("4 4GB", "option.invalid"),
+        ("nan", "option.invalid"),
+        ("-1", "option.invalid"),
+        ("-5%", "option.invalid"),
+        ("5XB", "option.invalid"),
+        ("25", "option.invalid"),
+        ("2.5", "option.invalid"),
+        ("101%", "option.invalid"),
+        ("99999PB", "option.invalid"),
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "merge"])
@@ -253,10 +253,10 @@ def test_budget__a_bad_one_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("options", "exit_code", "code"),
     [
-        (["--select", "nrom"], 2, "option.choice"),
-        (["--where-omitted", "forget"], 2, "option.choice"),
-        (["--min-density", "0"], 2, "option.density"),
-        (["--min-density", "2"], 2, "option.density"),
+        (["--select", "nrom"], 2, "option.invalid"),
+        (["--where-omitted", "forget"], 2, "option.invalid"),
+        (["--min-density", "0"], 2, "option.invalid"),
+        (["--min-density", "2"], 2, "option.invalid"),
         (["--seed", "x"], 2, "option.invalid"),
     ],
 )
@@ -274,14 +274,14 @@ def test_plan__a_mistyped_policy_is_recognised(work: Workplace, run: Runner) -> 
 
 def test_plan__needs_a_budget(work: Workplace, run: Runner) -> None:
     ran = run("plan", work.recipe)
-    assert (ran.exit_code, codes(ran)) == (2, ["budget.missing"])
+    assert (ran.exit_code, codes(ran)) == (2, ["option.missing"])
 
 
 @pytest.mark.usefixtures("analyzed")
 def test_plan__renormalize_needs_normalised_weights(work: Workplace, run: Runner) -> None:
     work.write_recipe("task_arithmetic")
     ran = run("plan", work.recipe, "--budget", "50%", "--where-omitted", "renormalize")
-    assert (ran.exit_code, codes(ran)) == (2, ["plan.on-omit"])
+    assert (ran.exit_code, codes(ran)) == (2, ["option.conflict"])
 
 
 @pytest.mark.usefixtures("analyzed")
@@ -292,7 +292,7 @@ def test_plan__only_another_plan_is_replaced(work: Workplace, run: Runner) -> No
     assert path.read_bytes() != first
     path.write_text("notes")
     ran = run("plan", work.recipe, "--budget", "50%", "-o", path)
-    assert (ran.exit_code, codes(ran)) == (7, ["plan.not-a-plan"])
+    assert (ran.exit_code, codes(ran)) == (7, ["output.not-ours"])
     assert path.read_text() == "notes"
 
 
@@ -341,7 +341,7 @@ def test_run__a_plan_edited_by_hand_is_refused(work: Workplace, run: Runner) -> 
     path = stored_plan(work, run)
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
     ran = run("run", path, work.out, "-q")
-    assert (ran.exit_code, codes(ran)) == (4, ["plan.digest"])
+    assert (ran.exit_code, codes(ran)) == (4, ["plan.damaged"])
     assert not work.out.exists()
 
 
@@ -350,7 +350,7 @@ def test_run__a_newer_plan_is_refused(work: Workplace, run: Runner) -> None:
     path = stored_plan(work, run)
     path.write_text(path.read_text().replace("mergepipe-plan/3", "mergepipe-plan/4"))
     ran = run("run", path, work.out, "-q")
-    assert (ran.exit_code, codes(ran)) == (6, ["plan.version"])
+    assert (ran.exit_code, codes(ran)) == (6, ["format.version"])
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", "notes", '{"format": "mergepipe-plan/3"}'])
@@ -377,7 +377,7 @@ def test_run__an_input_that_changed_is_refused(work: Workplace, run: Runner) -> 
     file.write_bytes(bytes(content))
     before = work.names()
     ran = run("run", path, work.out, "-q")
-    assert (ran.exit_code, codes(ran)) == (9, ["plan.input-changed"])
+    assert (ran.exit_code, codes(ran)) == (9, ["input.changed"])
     assert work.names() == before
 
 
@@ -416,7 +416,7 @@ def test_merge__without_a_catalog_it_leaves_none(work: Workplace, run: Runner, h
 @pytest.mark.parametrize("options", [["--select", "norm"], ["--where-omitted", "keep"], ["--min-density", "0.2"]])
 def test_merge__options_of_a_budget_need_one(work: Workplace, run: Runner, options: list[str]) -> None:
     ran = run("merge", work.recipe, work.out, *options)
-    assert (ran.exit_code, codes(ran)) == (2, ["option.pair"])
+    assert (ran.exit_code, codes(ran)) == (2, ["option.conflict"])
     assert options[0] in ran.err
 
 
@@ -469,8 +469,8 @@ def test_explain__in_a_full_merge_every_expert_is_everywhere(work: Workplace, ru
 @pytest.mark.parametrize(
     ("name", "exit_code", "code"),
     [
-        ("nowhere", 3, "snapshot.unknown"),
-        ("family/base", 3, "snapshot.no-manifest"),
+        ("nowhere", 3, "snapshot.not-found"),
+        ("family/base", 3, "snapshot.not-found"),
         ("recipe.yml", 4, "plan.json"),
     ],
 )
@@ -486,7 +486,7 @@ def test_explain__what_is_neither_is_refused(
 @pytest.mark.usefixtures("analyzed")
 def test_explain__a_pattern_without_a_match_is_told(work: Workplace, run: Runner) -> None:
     ran = run("explain", stored_plan(work, run), "--tensor", "no.such.*")
-    assert (ran.exit_code, codes(ran)) == (3, ["explain.tensor"])
+    assert (ran.exit_code, codes(ran)) == (3, ["tensor.not-found"])
 
 
 def test_explain__a_damaged_manifest_is_refused(work: Workplace, run: Runner) -> None:
@@ -494,7 +494,7 @@ def test_explain__a_damaged_manifest_is_refused(work: Workplace, run: Runner) ->
     manifest = work.out / "mergepipe.json"
     manifest.write_text(manifest.read_text().replace('"seed": 0', '"seed": 1'))
     ran = run("explain", work.out)
-    assert (ran.exit_code, codes(ran)) == (4, ["manifest.sid"])
+    assert (ran.exit_code, codes(ran)) == (4, ["manifest.damaged"])
 
 
 # --- sweep ---
@@ -533,13 +533,13 @@ def test_sweep__writes_one_page_that_loads_nothing(work: Workplace, run: Runner)
 @pytest.mark.parametrize(
     ("options", "exit_code", "code"),
     [
-        (["--budgets", "10%,much"], 2, "budget.malformed"),
-        (["--budgets", "10%,,20%"], 2, "budget.malformed"),
-        (["--budgets", "200%"], 2, "budget.range"),
-        (["--select", "best"], 2, "option.choice"),
-        (["--work", "nowhere"], 3, "sweep.work"),
-        (["--html", "no/where.html"], 3, "output.no-directory"),
-        (["--html", "recipe.yml"], 7, "output.not-a-page"),
+        (["--budgets", "10%,much"], 2, "option.invalid"),
+        (["--budgets", "10%,,20%"], 2, "option.invalid"),
+        (["--budgets", "200%"], 2, "option.invalid"),
+        (["--select", "best"], 2, "option.invalid"),
+        (["--work", "nowhere"], 3, "storage.not-found"),
+        (["--html", "no/where.html"], 3, "storage.not-found"),
+        (["--html", "recipe.yml"], 7, "output.not-ours"),
     ],
 )
 def test_sweep__bad_input_is_refused_before_anything_is_merged(

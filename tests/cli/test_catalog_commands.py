@@ -156,7 +156,7 @@ def test_lineage__down_shows_what_was_made_from_a_snapshot(work: Workplace, run:
 def test_lineage__of_a_snapshot_that_is_not_recorded_says_what_to_do(work: Workplace, run: Runner) -> None:
     run("merge", work.recipe, work.out, "-q", "--no-catalog")
     ran = run("lineage", work.out)
-    assert (ran.exit_code, codes(ran)) == (3, ["snapshot.not-recorded"])
+    assert (ran.exit_code, codes(ran)) == (3, ["snapshot.not-found"])
     assert f"mergepipe catalog rebuild {work.out}" in ran.err
     assert run("catalog", "rebuild", work.out).exit_code == 0
     assert run("lineage", work.out).exit_code == 0
@@ -184,7 +184,7 @@ def test_catalog_stats__counts(run: Runner, catalog: Path) -> None:
 
 def test_catalog_stats__without_a_catalog_it_says_so(work: Workplace, run: Runner) -> None:
     ran = run("catalog", "stats")
-    assert (ran.exit_code, codes(ran)) == (3, ["catalog.missing"])
+    assert (ran.exit_code, codes(ran)) == (3, ["catalog.not-found"])
     assert not (work.root / "home").exists()
 
 
@@ -207,7 +207,7 @@ def test_catalog_rebuild__moves_a_damaged_catalog_aside(work: Workplace, run: Ru
 @pytest.mark.usefixtures("catalog")
 def test_catalog_rebuild__a_missing_root_is_named(run: Runner) -> None:
     ran = run("catalog", "rebuild", "nowhere")
-    assert (ran.exit_code, codes(ran)) == (3, ["catalog.root-missing"])
+    assert (ran.exit_code, codes(ran)) == (3, ["storage.not-found"])
 
 
 def test_catalog__without_a_command_it_helps(run: Runner) -> None:
@@ -253,7 +253,7 @@ def test_commands__a_corrupt_catalog_is_told_and_left_alone(
 ) -> None:
     empty_catalog.write_bytes(b"not a database at all" * 100)
     ran = run(*command)
-    assert (ran.exit_code, codes(ran)) == (4, ["catalog.corrupt"])
+    assert (ran.exit_code, codes(ran)) == (4, ["catalog.damaged"])
     assert "mergepipe catalog rebuild" in ran.err
     assert empty_catalog.read_bytes() == b"not a database at all" * 100
 

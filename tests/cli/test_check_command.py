@@ -176,7 +176,7 @@ def test_check__refuses_what_the_base_does_not_have_unless_it_is_allowed(work: W
     _add_tensor(work.family.experts[0], "extra.weight")
     ran = run("check", work.recipe)
     assert ran.exit_code == 5
-    assert ran.error_lines[-1].endswith("to leave it out: --allow-dropped 'extra.weight' [merge.tensor.unexpected]")
+    assert ran.error_lines[-1].endswith("to leave it out: --allow-dropped 'extra.weight' [model.unexpected-tensor]")
     allowed = run("check", work.recipe, "--allow-dropped", "none", "--allow-dropped", "extra.*")
     assert (allowed.exit_code, allowed.err) == (0, "")
     assert "1 dropped" in allowed.out

@@ -144,7 +144,7 @@ def test_merge__a_target_loss_stands_alone_and_needs_a_command(
     work: Workplace, run: Runner, options: list[str]
 ) -> None:
     ran = run("merge", work.recipe, work.out, *options, "-q")
-    assert (ran.exit_code, codes(ran)) == (2, ["option.pair"])
+    assert (ran.exit_code, codes(ran)) == (2, ["option.conflict"])
     assert not work.out.exists()
 
 

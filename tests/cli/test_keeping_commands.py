@@ -52,7 +52,7 @@ def test_verify__tells_soundness_by_its_exit_code(work: Workplace, run: Runner) 
 def test_verify__of_what_is_no_snapshot_is_an_error(work: Workplace, run: Runner) -> None:
     ran = run("verify", work.root / "family")
     assert ran.exit_code == 3
-    assert "[snapshot.no-manifest]" in ran.err
+    assert "[snapshot.not-found]" in ran.err
     assert run("verify", work.root, "--sample", 0.5).exit_code == 2
 
 
@@ -79,7 +79,7 @@ def test_replay__makes_the_same_again(work: Workplace, run: Runner) -> None:
     ran = run("replay", work.out, work.root / "third")
     assert ran.exit_code == 3
     assert "expert-1" in ran.err
-    assert "[replay.input-gone]" in ran.err
+    assert "[input.not-found]" in ran.err
 
 
 def test_diff__tells_what_differs(work: Workplace, run: Runner) -> None:
@@ -134,4 +134,4 @@ def test_merge__says_what_is_kept_and_goes_on(work: Workplace, run: Runner, monk
 
 def test_gc__refuses_a_folder_that_is_not_there(work: Workplace, run: Runner) -> None:
     ran = run("gc", work.root / "nowhere")
-    assert (ran.exit_code, "[gc.root-missing]" in ran.err) == (3, True)
+    assert (ran.exit_code, "[storage.not-found]" in ran.err) == (3, True)

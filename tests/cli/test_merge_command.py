@@ -194,7 +194,7 @@ def test_merge__force_does_not_replace_what_mergepipe_did_not_make(work: Workpla
     (work.out / "thesis.tex").write_text("years of work")
     ran = run("merge", work.recipe, work.out, "--force")
     assert ran.exit_code == 7
-    assert "[output.not-a-snapshot]" in ran.err
+    assert "[output.not-ours]" in ran.err
     assert (work.out / "thesis.tex").read_text() == "years of work"
 
 
@@ -209,7 +209,7 @@ def test_merge__output_and_inputs_may_not_overlap(work: Workplace, run: Runner, 
     before = {model: file_bytes(model) for model in work.family.models}
     ran = run("merge", work.recipe, work.root / place, "--force")
     assert ran.exit_code == 7
-    assert "[output.overlaps-input]" in ran.err
+    assert "[output.place]" in ran.err
     assert {model: file_bytes(model) for model in work.family.models} == before
 
 
@@ -223,15 +223,15 @@ def test_merge__inputs_are_left_as_they_were(work: Workplace, run: Runner) -> No
     ("arguments", "exit_code", "code"),
     [
         (["--threads", "two"], 2, "option.invalid"),
-        (["--threads", "0"], 10, "option.not-positive"),
-        (["--threads", "-1"], 10, "option.not-positive"),
-        (["--memory", "plenty"], 2, "option.size"),
-        (["--memory", "-4GB"], 2, "option.size"),
-        (["--memory", "0"], 10, "option.not-positive"),
+        (["--threads", "0"], 10, "option.out-of-range"),
+        (["--threads", "-1"], 10, "option.out-of-range"),
+        (["--memory", "plenty"], 2, "option.invalid"),
+        (["--memory", "-4GB"], 2, "option.invalid"),
+        (["--memory", "0"], 10, "option.out-of-range"),
         (["--memory", "1KiB"], 10, "memory.too-small"),
         (["--seed", "x"], 2, "option.invalid"),
-        (["--shard-size", "5XB"], 2, "option.size"),
-        (["--shard-size", "0"], 10, "option.not-positive"),
+        (["--shard-size", "5XB"], 2, "option.invalid"),
+        (["--shard-size", "0"], 10, "option.out-of-range"),
         (["--shard-size"], 2, "option.invalid"),
         (["--unknown"], 2, "option.invalid"),
         (["one-more-argument"], 2, "option.invalid"),
@@ -254,8 +254,8 @@ def test_merge__bad_options_are_refused_in_one_line(
 def test_merge__bad_options_are_told_as_json_too(work: Workplace, run: Runner) -> None:
     ran = run("merge", work.recipe, work.out, "--json", "--memory", "plenty")
     problem = ran.json()["error"]["problems"][0]
-    assert (ran.exit_code, problem["code"], problem["where"]) == (2, "option.size", "--memory")
-    assert ran.error_lines[0].endswith("[option.size]")
+    assert (ran.exit_code, problem["code"], problem["where"]) == (2, "option.invalid", "--memory")
+    assert ran.error_lines[0].endswith("[option.invalid]")
 
 
 def test_merge__a_mistyped_option_is_recognised(work: Workplace, run: Runner) -> None:
@@ -350,4 +350,4 @@ def test_merge__with_a_plan_takes_nothing_that_the_plan_has_decided(
     run: Runner, options: list[str], named: str
 ) -> None:
     ran = run("merge", "--plan", "plan.json", "out", *options)
-    assert (ran.exit_code, ran.err.startswith(f"error: {named}: "), "[option.pair]" in ran.err) == (2, True, True)
+    assert (ran.exit_code, ran.err.startswith(f"error: {named}: "), "[option.conflict]" in ran.err) == (2, True, True)

@@ -23,7 +23,7 @@ models:
 parameters: {int8_mask: true}
 dtype: torch.bfloat16
 """
-CODES = ["recipe.ignored-parameter", "recipe.ignored-key", "recipe.ignored-revision", "recipe.filter.matches-nothing"]
+CODES = ["recipe.no-effect", "recipe.no-effect", "recipe.unclear", "recipe.no-effect"]
 INT8_MASK = "recipe.yml:11 parameters.int8_mask: int8_mask has no effect here; in mergekit masks are stored in 8 bits"
 
 
@@ -93,9 +93,9 @@ def test_quiet__leaves_the_warnings_that_say_that_the_result_is_another(work: Wo
     (line,) = ran.error_lines
     assert (ran.exit_code, ran.out) == (0, "")
     assert line.startswith("warning: recipe.yml:8 models[1].model: the revision 'v2'")
-    assert line.endswith("[recipe.ignored-revision]")
+    assert line.endswith("[recipe.unclear]")
     notices = run("check", work.recipe, "--json").json()["recipe_notices"]
-    assert [notice["code"] for notice in notices if notice["changes_result"]] == ["recipe.ignored-revision"]
+    assert [notice["code"] for notice in notices if notice["changes_result"]] == ["recipe.unclear"]
     assert run("check", work.recipe).out.count("\nwarning ") == 1
     quiet = run("sweep", work.recipe, "--budgets", "50%", "--home", work.root / "home", "--quiet")
     assert (quiet.out, quiet.error_lines) == ("", [line])
@@ -128,7 +128,7 @@ def test_lenient__takes_misspelt_names_and_goes_not_with_strict(work: Workplace,
     assert "did you mean 'density'?" in refused.err
     assert "did you mean 'density'?" in run("check", work.recipe, "--lenient").out
     both = run("check", work.recipe, "--lenient", "--strict")
-    assert (both.exit_code, "option.pair" in both.err) == (2, True)
+    assert (both.exit_code, "option.conflict" in both.err) == (2, True)
 
 
 def test_replay__tells_in_the_card_what_the_merge_told(work: Workplace, run: Runner) -> None:

@@ -87,9 +87,9 @@ def test_diff__shows_relative_changes(run: Runner, place: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "code"),
     [
-        (["inspect", "nowhere"], 3, "tailor.path"),
-        (["check", "nowhere.yml"], 3, "recipe.file.not-found"),
-        (["compose", "recipe.yml", "global_step9/out"], 7, "output.overlaps-input"),
+        (["inspect", "nowhere"], 3, "model.not-found"),
+        (["check", "nowhere.yml"], 3, "recipe.not-found"),
+        (["compose", "recipe.yml", "global_step9/out"], 7, "output.place"),
         (["compose", "recipe.yml", "out", "--self-check", "ful"], 2, "option.invalid"),
         (["compose", "recipe.yml", "out", "--memory", "1MiB"], 10, "memory.too-small"),
         (["recipe", "--strategy", "best", "--run", "."], 2, "option.invalid"),

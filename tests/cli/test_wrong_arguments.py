@@ -44,7 +44,7 @@ def test_commands__recognise_swapped_arguments(work: Workplace, run: Runner, com
     ran = run(*command)
     first, second = command[-2:]
     assert (ran.exit_code, len(ran.error_lines)) == (2, 1)
-    assert f"swap the two: {second} {first} [option.swapped]" in ran.err
+    assert f"swap the two: {second} {first} [option.conflict]" in ran.err
 
 
 def test_extract_lora__shows_an_example_where_the_output_is_missing(run: Runner) -> None:
@@ -56,7 +56,7 @@ def test_extract_lora__shows_an_example_where_the_output_is_missing(run: Runner)
 def test_merge__refuses_outputs_that_are_named_as_files(work: Workplace, run: Runner, name: str) -> None:
     ran = run("merge", work.recipe, name)
     assert (ran.exit_code, len(ran.error_lines)) == (7, 1)
-    assert f"write {name.rpartition('.')[0]} [output.single-file]" in ran.err
+    assert f"write {name.rpartition('.')[0]} [output.place]" in ran.err
     assert not (work.root / name).exists()
 
 

@@ -80,7 +80,7 @@ def test_merge__whose_head_is_killed_ends_in_one_error_and_is_resumed(
         assert "Traceback" not in told
         assert not out.exists()
         refused = subprocess.run(command(recipe, out, address), capture_output=True, text=True, check=False)
-        assert (refused.returncode, "[ray.connect]" in refused.stderr) == (3, True)
+        assert (refused.returncode, "[ray.unreachable]" in refused.stderr) == (3, True)
     with cluster() as (address, _, _):
         subprocess.run(command(recipe, out, address), check=True)
     mergepipe.merge(recipe, tmp_path / "alone", options=merge_options("threads"))

@@ -45,7 +45,7 @@ def test_parse_size__refuses_what_is_no_size(text: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_size(text, "--memory")
     problem = caught.value.problems[0]
-    assert (problem.code, problem.where) == ("option.size", "--memory")
+    assert (problem.code, problem.where) == ("option.invalid", "--memory")
     assert f"'{text}' is not a size" in problem.message
 
 

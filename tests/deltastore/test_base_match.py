@@ -120,7 +120,7 @@ def test_pack__tells_of_a_wrong_base_before_anything_is_written(family: PackFami
 
     with pytest.raises(MismatchError, match=r"deltas are as large as 14\d % of the weights") as caught:
         mergepipe.pack(family.root / "other", [family.experts[0]], out, strict=True, on_progress=watch)
-    assert caught.value.code == "pack.base"
+    assert caught.value.code == "base.mismatch"
     assert not out.exists()
     mergepipe.pack(family.root / "other", [family.experts[0]], out, on_progress=watch)
     (notice, was_there), *_ = seen
@@ -150,7 +150,7 @@ def test_pack__a_base_that_is_named_twice_is_one_candidate(family: PackFamily, t
 def test_pack__without_any_base_is_refused(family: PackFamily, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         mergepipe.pack([], [family.experts[0]], tmp_path / "packed")
-    assert caught.value.code == "pack.base-missing"
+    assert caught.value.code == "option.missing"
 
 
 def test_pack__of_integers_alone_tells_that_its_base_was_not_compared(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_pack__of_integers_alone_tells_that_its_base_was_not_compared(tmp_path: 
         save_file({"ids": np.arange(9000, dtype=np.int32)}, tmp_path / name / "model.safetensors")
     with pytest.raises(MismatchError, match="no floating-point tensor") as refused:
         mergepipe.pack(tmp_path / "base", [tmp_path / "expert"], tmp_path / "packed", strict=True)
-    assert refused.value.code == "pack.base"
+    assert refused.value.code == "base.mismatch"
     report = mergepipe.pack(tmp_path / "base", [tmp_path / "expert"], tmp_path / "packed")
     (expert,) = report.experts
     assert expert.match is not None

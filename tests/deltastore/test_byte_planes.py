@@ -103,7 +103,7 @@ def test_decode_plane__damage_is_refused_or_gives_other_bytes_and_never_more(n: 
         refused = error
     else:
         return
-    assert refused.code == "store.content"
+    assert refused.code == "store.damaged"
 
 
 def test_decode_plane__refuses_contexts_without_frequencies_and_tables_that_do_not_add_up() -> None:

@@ -114,7 +114,7 @@ def test_chain__that_was_moved_as_a_whole_is_found_beside_itself(run: PackFamily
     shutil.rmtree(tmp_path / "here" / "step-0")
     with pytest.raises(NotFoundError) as caught:
         mergepipe.load_file(tmp_path / "here" / "step-1")
-    assert caught.value.code == "store.base-missing"
+    assert caught.value.code == "input.not-found"
 
 
 def test_chain__takes_the_one_before_unpacked_as_a_base_too(run: PackFamily, packed: Path, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_chain__takes_the_one_before_unpacked_as_a_base_too(run: PackFamily, pac
     assert mergepipe.load_file(tmp_path / "merged")["a.wide"].tobytes() == wanted["a.wide"].tobytes()
     with pytest.raises(MismatchError) as caught:
         mergepipe.merge({**recipe, "base_model": str(run.base)}, tmp_path / "no", options=MergeOptions(catalog=False))
-    assert caught.value.code == "store.base"
+    assert caught.value.code == "base.mismatch"
 
 
 def test_chain__with_a_damaged_store_below_is_refused(copy: Path) -> None:
@@ -244,7 +244,7 @@ def test_chain__is_not_packed_deeper_than_it_can_be_read(tmp_path: Path) -> None
 def test_chain__refuses_what_it_cannot_do(run: PackFamily, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as several:
         mergepipe.pack([run.base, run.base], run.experts, tmp_path, chain=2)
-    assert several.value.code == "option.pair"
+    assert several.value.code == "option.conflict"
     with pytest.raises(LimitError):
         mergepipe.pack(run.base, run.experts, tmp_path, chain=0)
     assert list(tmp_path.iterdir()) == []

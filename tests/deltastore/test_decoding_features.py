@@ -181,7 +181,7 @@ def test_decode_band_values__pieces_that_end_early_or_late_are_refused(piece: Pi
     for content in (own[:-1], own[:-2], own[:3], np.append(own, np.zeros(2, np.uint8)), np.zeros(40_000, np.uint8)):
         with pytest.raises(CorruptError) as refused:
             decode_band_values({**pieces, piece: content}, base, bands, "test", values, features)
-        assert refused.value.code == "store.content"
+        assert refused.value.code == "store.damaged"
 
 
 @given(seed=st.integers(0, 2**32 - 1), n_contexts=st.integers(1, MAX_CONTEXTS), has_body=st.booleans())

@@ -133,7 +133,7 @@ def test_unpack__takes_a_base_that_was_moved(odd: Packed, tmp_path: Path) -> Non
     moved = odd.base.rename(tmp_path / "moved")
     with pytest.raises(NotFoundError) as caught:
         unpack(odd.store, tmp_path / "back")
-    assert caught.value.code == "store.base-missing"
+    assert caught.value.code == "input.not-found"
     unpack(odd.store, tmp_path / "back", base=moved)
     assert tree(tmp_path / "back") == tree(odd.expert)
 
@@ -181,24 +181,24 @@ def test_pack__replace_refuses_links_before_anything_is_written(odd: Packed, tmp
     link.symlink_to(odd.expert)
     with pytest.raises(RecipeError) as caught:
         pack(odd.base, [link], tmp_path / "other", replace=True)
-    assert caught.value.code == "pack.replace"
+    assert caught.value.code == "option.conflict"
     assert not (tmp_path / "other").exists()
 
 
 def test_pack__refuses_two_experts_of_one_name_and_files_it_needs_the_names_of(odd: Packed, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as twice:
         pack(odd.base, [odd.expert, odd.expert], tmp_path / "other")
-    assert twice.value.code == "pack.name"
+    assert twice.value.code == "option.conflict"
     (odd.expert / INDEX_NAME).write_text("{}")
     with pytest.raises(UnsupportedError) as named:
         pack(odd.base, [odd.expert], tmp_path / "other")
-    assert named.value.code == "pack.file"
+    assert named.value.code == "pack.unsupported"
 
 
 def test_pack__refuses_a_store_as_an_expert(odd: Packed, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError) as caught:
         pack(odd.base, [odd.store], tmp_path / "other")
-    assert caught.value.code == "model.store"
+    assert caught.value.code == "model.unsupported"
     assert not (tmp_path / "other").exists()
 
 
@@ -206,7 +206,7 @@ def test_pack__refuses_links_to_directories_which_it_would_lose(odd: Packed, tmp
     (odd.expert / "linked").symlink_to(odd.expert / "notes")
     with pytest.raises(UnsupportedError, match="linked: is a link to a directory") as caught:
         pack(odd.base, [odd.expert], tmp_path / "other")
-    assert caught.value.code == "pack.file"
+    assert caught.value.code == "pack.unsupported"
 
 
 @pytest.mark.parametrize("of_base", ["", "model.safetensors"])
@@ -216,7 +216,7 @@ def test_pack__replace_never_removes_the_base(odd: Packed, tmp_path: Path, of_ba
     for base in (odd.base / of_base, tmp_path / "by-another-name" / of_base):
         with pytest.raises(RecipeError, match="is a file of the base") as caught:
             pack(base, [odd.base], tmp_path / "other", replace=True)
-        assert caught.value.code == "pack.replace"
+        assert caught.value.code == "option.conflict"
     assert tree(odd.base) == before
     assert not (tmp_path / "other").exists()
 
@@ -331,7 +331,7 @@ def test_packed_tensor__refuses_another_base_of_the_same_form(big: Packed, tmp_p
     other.write_bytes(content)
     with pytest.raises(MismatchError) as caught:
         unpack(big.store, tmp_path / "back", base=other)
-    assert caught.value.code == "store.base"
+    assert caught.value.code == "base.mismatch"
     assert not (tmp_path / "back").exists()
 
 
@@ -341,7 +341,7 @@ def test_open_store__refuses_a_base_without_the_tensor_or_with_another_shape(big
         path.write_bytes(bf16_file(np.zeros(n, np.float32), name))
         with pytest.raises(MismatchError) as caught:
             opened(Packed(path, big.expert, big.store))
-        assert caught.value.code == "store.base"
+        assert caught.value.code == "base.mismatch"
         assert str(big.base) in str(caught.value)
 
 
@@ -377,7 +377,7 @@ def test_open_store__refuses_another_version(odd: Packed, version: int, hint: st
     with_header(odd, format=f"mergepipe-delta-store/{version}")
     with pytest.raises(UnsupportedError) as caught:
         opened(odd)
-    assert caught.value.code == "store.version"
+    assert caught.value.code == "format.version"
     assert f"a delta store of version {version}" in str(caught.value)
     assert hint in str(caught.value)
 

@@ -344,7 +344,7 @@ def test_decode_block__damaged_pieces_are_refused_or_give_other_values_never_mor
             refused = error
         else:
             continue
-        assert refused.code == "store.content"
+        assert refused.code == "store.damaged"
 
 
 @pytest.mark.parametrize("dtype", [F32, DTYPES["U8"]])

@@ -92,7 +92,7 @@ def test_load_file__gives_every_dtype_in_numpy_or_says_what_can(tmp_path: Path) 
     assert packed["i32"].tolist() == [[5], [-6]]
     with pytest.raises(UnsupportedError, match="numpy has no dtype for F8_E8M0") as caught:
         tensors["scale"]
-    assert caught.value.code == "load.dtype"
+    assert caught.value.code == "model.unsupported"
 
 
 def test_load_file__finds_a_moved_base_by_its_name_and_refuses_another(family: PackFamily, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_load_file__finds_a_moved_base_by_its_name_and_refuses_another(family: P
     store = tmp_path / "packed" / "expert-1"
     with pytest.raises(NotFoundError) as missing:
         mergepipe.load_file(store)
-    assert missing.value.code == "store.base-missing"
+    assert missing.value.code == "input.not-found"
     wanted = mergepipe.load_file(family.experts[0])["c.square"]
     assert mergepipe.load_file(store, base=moved)["c.square"].tobytes() == wanted.tobytes()
     with pytest.raises(MismatchError):
@@ -121,17 +121,17 @@ def test_load_file__refuses_a_file_that_changed_since_it_was_opened(family: Pack
 def test_load_file__refuses_what_it_cannot_give(family: PackFamily, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as framework:
         mergepipe.load_file(family.base, framework="jax")
-    assert framework.value.code == "option.value"
+    assert framework.value.code == "option.invalid"
     with pytest.raises(RecipeError) as pair:
         mergepipe.load_file(family.base, base=family.base)
-    assert pair.value.code == "option.pair"
+    assert pair.value.code == "option.conflict"
     mergepipe.pack(None, [family.base], tmp_path / "packed")
     with pytest.raises(RecipeError, match="was packed without a base"):
         mergepipe.load_file(tmp_path / "packed" / family.base.name, base=family.base)
     delta = write_delta(family.base, family.experts[0], tmp_path / "delta")
     with pytest.raises(UnsupportedError) as kind:
         mergepipe.load_file(delta)
-    assert kind.value.code == "model.not_weights"
+    assert kind.value.code == "model.unsupported"
 
 
 @pytest.mark.parametrize(("key", "value"), [("name", "a.wider"), ("shape", [N_WIDE, 1]), ("header_blake3", "0" * 32)])

@@ -163,4 +163,4 @@ def test_pack__a_store_of_an_older_version_is_refused(family: PackFamily) -> Non
     header.write_text(header.read_text().replace(FORMAT, "mergepipe-delta-store/2"))
     with pytest.raises(MergePipeError) as caught:
         mergepipe.pack(family.base, family.experts[:1], family.root / "stores", replace=True)
-    assert caught.value.code == "store.version"
+    assert caught.value.code == "format.version"

@@ -122,7 +122,7 @@ def test_pack__refuses_differences_and_other_formats_before_it_writes(family: Pa
     for base, expert in ((family.base, tmp_path / "delta"), (tmp_path / "delta", family.experts[0])):
         with pytest.raises(UnsupportedError) as caught:
             mergepipe.pack(base, [expert], tmp_path / "stores")
-        assert caught.value.code == "pack.kind"
+        assert caught.value.code == "pack.unsupported"
     with pytest.raises(LimitError):
         mergepipe.pack(family.base, family.experts, tmp_path / "stores", threads=0)
     assert not (tmp_path / "stores").exists()

@@ -169,4 +169,4 @@ def test_plan__refuses_a_budget_below_an_index_that_had_to_be_read(
     monkeypatch.setattr("mergepipe.jobs.plan.find_unread", lambda *_: frozenset())
     with pytest.raises(LimitError) as refusal:
         plan_of(family, "100B", tmp_path)
-    assert refusal.value.code == "plan.budget-index"
+    assert refusal.value.code == "budget.too-small"

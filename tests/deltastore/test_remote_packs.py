@@ -157,5 +157,5 @@ def test_pack__onto_the_hub_or_a_web_server_is_refused_before_anything_is_read(p
     for place in ("hf://org/packs", f"{packs.server.url}/bucket"):
         with pytest.raises(UnsupportedError) as caught:
             api.pack(packs.folder / "base", [packs.folder / "expert-1"], place)
-        assert caught.value.code == "pack.remote"
+        assert caught.value.code == "pack.unsupported"
     assert packs.server.requests == []

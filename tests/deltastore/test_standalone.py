@@ -124,7 +124,7 @@ def test_decode_standalone__lying_content_is_refused_or_gives_other_values_never
         codes = {error.code}
     else:
         codes = set()
-    assert codes <= {"store.content"}
+    assert codes <= {"store.damaged"}
     assert (room[len(expert) :] == 7).all()
 
 

@@ -21,7 +21,7 @@ from support.families import TINY, write_family
 WORKERS = 16
 SHORT_SECONDS, LONG_SECONDS = 1.5, 60.0
 PATIENCE_SECONDS = 120.0
-ALLOWED = ("output.busy", "output.appeared", "catalog.locked")
+ALLOWED = ("output.busy", "output.changed", "catalog.locked")
 
 
 def make_place(root: Path) -> Path:

@@ -391,7 +391,7 @@ def test_read_account__that_is_damaged_is_refused_unless_no_read_followed(tmp_pa
         path.write_bytes(changed + b"\n")
         with pytest.raises(CorruptError) as caught:
             read_totals(tmp_path)
-        assert caught.value.code == "resume.account"
+        assert caught.value.code == "work-log.damaged"
 
 
 # --- faults while going on ---

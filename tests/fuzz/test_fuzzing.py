@@ -127,7 +127,7 @@ def test_manifest_of_json__refuses_what_has_no_digest(value: str) -> None:
     assert lying != raw
     with pytest.raises(CorruptError) as caught:
         manifest_of_json(lying.encode())
-    assert caught.value.code == "manifest.json"
+    assert caught.value.code == "manifest.damaged"
 
 
 @pytest.mark.parametrize("value", ['"\\ud800"', "1e999"])
@@ -137,7 +137,7 @@ def test_parse_plan__refuses_what_has_no_digest(targets: dict[str, Target], valu
     assert lying != raw
     with pytest.raises(CorruptError) as caught:
         parse_plan(lying.encode())
-    assert caught.value.code == "plan.json"
+    assert caught.value.code == "plan.damaged"
 
 
 # --- any bytes at all ---

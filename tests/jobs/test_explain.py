@@ -90,7 +90,7 @@ def test_explanation__tensors_are_left_out_unless_asked_for() -> None:
 def test_explanation__a_pattern_without_a_match_is_an_error() -> None:
     with pytest.raises(NotFoundError) as caught:
         explained(make_plan(), "model.layers.4.w")
-    assert caught.value.code == "explain.tensor"
+    assert caught.value.code == "tensor.not-found"
     assert "model.layers.3.w" in str(caught.value)
 
 

@@ -116,7 +116,7 @@ def test_extract_lora__of_equal_models_publishes_nothing(tmp_path: Path) -> None
     assert not (tmp_path / "lora").exists()
 
 
-@pytest.mark.parametrize(("options", "code"), [({}, "option.rank"), ({"energy": 1.5}, "option.energy")])
+@pytest.mark.parametrize(("options", "code"), [({}, "option.missing"), ({"energy": 1.5}, "option.invalid")])
 def test_extract_lora__refuses_what_says_nothing(tmp_path: Path, options: dict[str, float], code: str) -> None:
     with pytest.raises(RecipeError) as caught:
         mergepipe.extract_lora("base", "model", tmp_path / "lora", **options)  # type: ignore[arg-type]

@@ -270,14 +270,14 @@ def test_run__on_ray_refuses_what_it_cannot_do(recipe: Path, tmp_path: Path) -> 
         assert caught.value.code == "output.exists"
     with pytest.raises(RecipeError) as address:
         mergepipe.run(plan, out, options=replace(options, address="127.0.0.1:1"))
-    assert address.value.code == "option.pair"
+    assert address.value.code == "option.conflict"
 
 
 def test_merge__without_ray_says_what_to_install(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UnsupportedError, match=r"install mergepipe\[ray\]") as caught:
         mergepipe.merge(recipe, tmp_path / "out", options=merge_options("ray"))
-    assert caught.value.code == "ray.extra"
+    assert caught.value.code == "extra.missing"
     with pytest.raises(UnsupportedError):
         RayCluster(None)
 

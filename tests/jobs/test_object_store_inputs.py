@@ -157,7 +157,7 @@ def test_pack__of_objects_and_merge_of_packed_objects(bench: Bench) -> None:
     assert weights(bench.out("packed")) == weights(bench.out("plain"))
     with pytest.raises(RecipeError) as caught:
         mergepipe.pack(f"{BUCKET}/base", [f"{BUCKET}/expert-1"], bench.folder / "packs-remote", replace=True)
-    assert caught.value.code == "pack.replace"
+    assert caught.value.code == "option.conflict"
 
 
 def test_unpack__of_objects_restores_the_files(bench: Bench) -> None:
@@ -222,10 +222,10 @@ def test_merge__that_the_network_stopped_is_made_by_the_next_run(bench: Bench) -
 @pytest.mark.parametrize(
     ("root", "kind", "code"),
     [
-        ("memory://elsewhere", NotFoundError, "recipe.model.not-found"),
-        ("memry://bucket", RecipeError, "location.scheme"),
-        ("memory://", RecipeError, "location.malformed"),
-        ("absent://bucket", UnsupportedError, "storage.extra"),
+        ("memory://elsewhere", NotFoundError, "model.not-found"),
+        ("memry://bucket", RecipeError, "location.invalid"),
+        ("memory://", RecipeError, "location.invalid"),
+        ("absent://bucket", UnsupportedError, "extra.missing"),
     ],
 )
 def test_merge__says_what_is_wrong_with_a_location(

@@ -280,7 +280,7 @@ def test_run_part__damage_of_any_record_is_refused(
             with pytest.raises(CorruptError) as refused:
                 run_part(case.plan, out, 2, 2)
             (problem,) = refused.value.problems
-            assert (problem.code, problem.where) == ("parts.record", str(place / name))
+            assert (problem.code, problem.where) == ("work-log.damaged", str(place / name))
             assert not out.exists()
             shutil.rmtree(copy)
 

@@ -147,7 +147,7 @@ def test_push__whose_branch_moved_commits_nothing(snapshot: Path, hub: HubServer
     hub.fault = moves
     with pytest.raises(ConflictError) as caught:
         push(snapshot, f"hf://{MODEL}")
-    assert caught.value.code == "hub.moved"
+    assert caught.value.code == "output.changed"
     assert hub.model_files(MODEL) == {"README.md": b"theirs"}
 
 
@@ -157,7 +157,7 @@ def test_push__that_the_hub_answers_with_a_conflict_commits_nothing(snapshot: Pa
     hub.refuse = lambda request: Answer(code, b"{}") if "/commit/" in request.path else None
     with pytest.raises(ConflictError) as caught:
         push(snapshot, f"hf://{MODEL}")
-    assert caught.value.code == "hub.moved"
+    assert caught.value.code == "output.changed"
     assert hub.model_files(MODEL) == {"README.md": b"mine"}
 
 
@@ -200,10 +200,10 @@ def test_push__among_weights_of_others_is_refused(snapshot: Path, hub: HubServer
 @pytest.mark.parametrize(
     ("destination", "token", "error", "code"),
     [
-        ("hf://user/nothing", "hf_right", NotFoundError, "hub.model"),
-        ("hf://user/merged@no-branch", "hf_right", NotFoundError, "hub.revision"),
-        ("hf://user/merged", "hf_wrong", StorageError, "hub.forbidden"),
-        ("https://host/folder", "hf_right", OutputError, "output.store"),
+        ("hf://user/nothing", "hf_right", NotFoundError, "model.not-found"),
+        ("hf://user/merged@no-branch", "hf_right", NotFoundError, "model.not-found"),
+        ("hf://user/merged", "hf_wrong", StorageError, "storage.credentials"),
+        ("https://host/folder", "hf_right", OutputError, "output.place"),
     ],
 )
 def test_push__that_cannot_be_is_refused_by_name(
@@ -226,7 +226,7 @@ def test_push__without_a_token_says_how_to_give_one(
     with pytest.raises(StorageError) as caught:
         push(snapshot, f"hf://{MODEL}")
     (problem,) = caught.value.problems
-    assert (problem.code, hub.requests) == ("hub.token", [])
+    assert (problem.code, hub.requests) == ("storage.credentials", [])
     assert "HF_TOKEN" in problem.hint
     assert "hf auth login" in problem.hint
 
@@ -301,7 +301,7 @@ def test_push__of_a_damaged_snapshot_is_refused(snapshot: Path, tmp_path: Path) 
     (tmp_path / "copy" / "config.json").write_bytes(b"{}")
     with pytest.raises(CorruptError) as caught:
         mergepipe.push(tmp_path / "copy", "s3://bucket/never", home=tmp_path / "home")
-    assert caught.value.code == "push.damaged"
+    assert caught.value.code == "snapshot.damaged"
 
 
 # --- buckets ---
@@ -419,7 +419,7 @@ def test_push__of_a_damaged_average_is_refused(average: Path, name: str) -> None
     (average / name).write_bytes(content[:-1] if name != "config.json" else content.replace(b"{", b"[", 1))
     with pytest.raises(CorruptError) as caught:
         mergepipe.push(average, "s3://bucket/never")
-    assert caught.value.code == "push.damaged"
+    assert caught.value.code == "snapshot.damaged"
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,8 @@ CASES = {
     "500": Case([status(500)]),
     "503 with Retry-After": Case([status(503, Retry_After="0")] * 2),
     "429": Case([status(429)]),
-    "wrong range": Case([with_headers(Content_Range="bytes 1-2/*")], frozenset({"storage.wrong-range"})),
-    "200 for a range": Case([whole_file], frozenset({"storage.no-ranges", "input.changed"})),
+    "wrong range": Case([with_headers(Content_Range="bytes 1-2/*")], frozenset({"storage.answer"})),
+    "200 for a range": Case([whole_file], frozenset({"storage.answer", "input.changed"})),
     "another ETag": Case([with_headers(ETag='"other"')], frozenset({"input.changed"})),
     "expired location": Case([status(403)], frozenset({"storage.permission"}), frozenset()),
     "gone": Case([status(404)], frozenset({"storage.not-found"}), frozenset()),
@@ -306,13 +306,13 @@ def test_merge__that_is_interrupted_waits_for_no_silent_server(
 
 
 BAD_INPUTS = {
-    "no such bucket": ("s3://elsewhere/base", None, "recipe.model.not-found"),
+    "no such bucket": ("s3://elsewhere/base", None, "model.not-found"),
     "no permission": ("s3://bucket/base", 403, "storage.permission"),
     "a page, not a folder": ("{http}/bucket/expert-1/config.json", None, "checkpoint"),
-    "no such folder": ("{http}/bucket/nothing", None, "recipe.model.not-found"),
-    "no such model": ("hf://org/nothing", None, "recipe.model.not-found"),
-    "no such revision": ("hf://org/base@v9", None, "recipe.model.not-found"),
-    "no network": ("http://127.0.0.1:9/base", None, "storage.connection"),
+    "no such folder": ("{http}/bucket/nothing", None, "model.not-found"),
+    "no such model": ("hf://org/nothing", None, "model.not-found"),
+    "no such revision": ("hf://org/base@v9", None, "model.not-found"),
+    "no network": ("http://127.0.0.1:9/base", None, "storage.unreachable"),
 }
 
 

@@ -59,7 +59,7 @@ def test_merge__of_a_model_listed_twice_is_that_of_the_model_and_its_copy(
     else:
         assert report.budget_bytes is not None
         assert report.expert_bytes <= report.budget_bytes
-    (notice,) = (notice for notice in report.recipe_notices if notice.code == "recipe.duplicate-model")
+    (notice,) = (notice for notice in report.recipe_notices if notice.code == "recipe.unclear")
     assert (notice.line, notice.key, notice.changes_result) == (7, "models[2].model", True)
     assert "'expert-1' is listed already, as models[0]: each entry counts" in notice.text
     assert mergepipe.verify(family / "twice", deep_fraction=1.0).is_sound
@@ -130,4 +130,4 @@ def test_merge__of_slices_takes_layers_of_one_model_twice(family: Path) -> None:
 def test_strict__refuses_a_model_that_is_listed_twice(family: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         mergepipe.check(recipe(family, "linear", ["expert-1", "expert-1"]), strict=True)
-    assert [problem.code for problem in caught.value.problems] == ["recipe.duplicate-model"]
+    assert [problem.code for problem in caught.value.problems] == ["recipe.unclear"]

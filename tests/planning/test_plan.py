@@ -211,17 +211,17 @@ def test_parse_plan__refuses_a_plan_edited_by_hand(key: str) -> None:
     value = json.loads(example().to_json())[key]
     error = refused(changed(**{key: value + ("x" if isinstance(value, str) else 1)}))
     assert isinstance(error, CorruptError)
-    assert error.code == "plan.digest"
+    assert error.code == "plan.damaged"
 
 
 def test_parse_plan__refuses_other_versions_and_foreign_formats() -> None:
     for version, word in ((3, "older"), (5, "newer")):
         refusal = refused(changed(format=f"mergepipe-plan/{version}"))
         assert isinstance(refusal, UnsupportedError)
-        assert refusal.code == "plan.version"
+        assert refusal.code == "format.version"
         assert f"'mergepipe-plan/{version}' is {word} than 'mergepipe-plan/4'" in str(refusal)
     for foreign in ("mergepipe-manifest/1", "mergepipe-plan", "mergepipe-plan/x", "mergepipe-plan/0"):
-        assert refused(changed(format=foreign)).code == "plan.format"
+        assert refused(changed(format=foreign)).code == "plan.damaged"
     assert PLAN_FORMAT == "mergepipe-plan/4"
 
 
@@ -237,49 +237,50 @@ def access_of(content: Json, expert: int = 0) -> Json:
 
 
 @pytest.mark.parametrize(
-    ("code", "raw"),
+    ("words", "raw"),
     [
-        ("plan.json", b"{"),
-        ("plan.json", b"\xff"),
-        ("plan.json", b"[" * 100_000),
-        ("plan.json", b'{"a": 1, "a": 2}'),
-        ("plan.json", changed(seed=float("nan"))),
-        ("plan.type", b"[]"),
-        ("plan.key", b"{}"),
-        ("plan.key", changed(unknown=1)),
-        ("plan.key", edited(lambda c: c.pop("tensors"))),
-        ("plan.key", edited(lambda c: access_of(c).update(rad="0"))),
-        ("plan.key", edited(lambda c: c["models"][0].update(x=0))),
-        ("plan.type", changed(seed="1")),
-        ("plan.type", changed(seed=True)),
-        ("plan.type", changed(tensors={})),
-        ("plan.type", changed(operator=None)),
-        ("plan.value", changed(budget_bytes=-1)),
-        ("plan.value", changed(budget_bytes=599)),
-        ("plan.value", changed(block_elements=0)),
-        ("plan.value", changed(parameters=[])),
-        ("plan.value", edited(lambda c: c["tensors"].append(c["tensors"][0]))),
-        ("plan.value", edited(lambda c: c["tensors"][0]["access"].pop())),
-        ("plan.value", edited(lambda c: access_of(c).update(read="3-1"))),
-        ("plan.value", edited(lambda c: access_of(c).update(read="0-3,3"))),
-        ("plan.value", edited(lambda c: access_of(c).update(read="0-8"))),
-        ("plan.value", edited(lambda c: access_of(c).update(read="-1"))),
-        ("plan.value", edited(lambda c: access_of(c).update(read=""))),
-        ("plan.value", edited(lambda c: access_of(c).update(read="0-99999999999999999999"))),
-        ("plan.value", edited(lambda c: access_of(c).update(free="2"))),
-        ("plan.value", edited(lambda c: access_of(c).update(cut=[2**32, 0, 0]))),
-        ("plan.value", edited(lambda c: access_of(c).update(products=[1.0]))),
-        ("plan.value", edited(lambda c: access_of(c, 1).update(shared="0-1@1"))),
-        ("plan.value", edited(lambda c: access_of(c, 1).update(shared="0-1@2"))),
-        ("plan.value", edited(lambda c: access_of(c, 1).update(shared="6@0"))),
-        ("plan.value", edited(lambda c: access_of(c, 1).update(shared="0-1"))),
-        ("plan.value", edited(lambda c: access_of(c, 1).update(shared="4@0"))),
+        ("not JSON: Expecting property name enclosed", b"{"),
+        ("not JSON: 'utf-8' codec can't decode byte", b"\xff"),
+        ("not JSON: maximum recursion depth exceeded", b"[" * 100_000),
+        ("an object has the same key twice", b'{"a": 1, "a": 2}'),
+        ("NaN is not a valid JSON number", changed(seed=float("nan"))),
+        ("an object is needed", b"[]"),
+        ("'format' is missing", b"{}"),
+        ("unknown key 'unknown', known: adjustments,", changed(unknown=1)),
+        ("'tensors' is missing", edited(lambda c: c.pop("tensors"))),
+        ("tensors[0].access[0]: unknown key 'rad',", edited(lambda c: access_of(c).update(rad="0"))),
+        ("models[0]: unknown key 'x', known:", edited(lambda c: c["models"][0].update(x=0))),
+        ("'seed' is not an integer", changed(seed="1")),
+        ("'seed' is not an integer", changed(seed=True)),
+        ("'tensors' is not an array", changed(tensors={})),
+        ("'operator' is not a string", changed(operator=None)),
+        ("'budget_bytes' is negative", changed(budget_bytes=-1)),
+        ("planned 600 bytes of a budget of 599", changed(budget_bytes=599)),
+        ("blocks of 0 elements", changed(block_elements=0)),
+        ("tensors[0]: there is no set of parameters 0", changed(parameters=[])),
+        ("a tensor is planned twice", edited(lambda c: c["tensors"].append(c["tensors"][0]))),
+        ("w: 1 accesses for 2 experts", edited(lambda c: c["tensors"][0]["access"].pop())),
+        ("tensors[0].access[0]: runs of blocks must", edited(lambda c: access_of(c).update(read="3-1"))),
+        ("tensors[0].access[0]: runs of blocks must", edited(lambda c: access_of(c).update(read="0-3,3"))),
+        ("w: a run of blocks ends past the last of 8", edited(lambda c: access_of(c).update(read="0-8"))),
+        ("tensors[0].access[0]: '-1' is not a run of", edited(lambda c: access_of(c).update(read="-1"))),
+        ("tensors[0].access[0]: '' is not a run of", edited(lambda c: access_of(c).update(read=""))),
+        ("tensors[0].access[0]:", edited(lambda c: access_of(c).update(read="0-99999999999999999999"))),
+        ("w: a block of expert 0 is planned twice", edited(lambda c: access_of(c).update(free="2"))),
+        ("tensors[0].access[0]: not three numbers of", edited(lambda c: access_of(c).update(cut=[2**32, 0, 0]))),
+        ("tensors[0].access[0]: 1 products, 3 are", edited(lambda c: access_of(c).update(products=[1.0]))),
+        ("w: expert 1 cannot serve expert 1", edited(lambda c: access_of(c, 1).update(shared="0-1@1"))),
+        ("w: expert 2 cannot serve expert 1", edited(lambda c: access_of(c, 1).update(shared="0-1@2"))),
+        ("w: blocks 6 to 6 of expert 0 are not read", edited(lambda c: access_of(c, 1).update(shared="6@0"))),
+        ("tensors[0].access[1]: '0-1' is not a run of", edited(lambda c: access_of(c, 1).update(shared="0-1"))),
+        ("w: a block of expert 1 is planned twice", edited(lambda c: access_of(c, 1).update(shared="4@0"))),
     ],
 )
-def test_parse_plan__refuses_what_is_no_plan(code: str, raw: bytes) -> None:
+def test_parse_plan__refuses_what_is_no_plan(words: str, raw: bytes) -> None:
     error = refused(raw)
     assert isinstance(error, CorruptError)
-    assert error.code == code
+    assert error.code == "plan.damaged"
+    assert words in str(error)
     assert "p.json" in str(error)
 
 

@@ -169,7 +169,7 @@ def test_usefulness__a_budget_that_reads_nothing_is_refused_and_the_smallest_use
     ranking = rank_blocks(make().problem, ByteBudget(4095), Policy.NORM, PlanningChoices())
     with pytest.raises(LimitError) as caught:
         ranking.check_usefulness(ranking.plan(4095))
-    assert caught.value.code == "plan.budget-useless"
+    assert caught.value.code == "budget.too-small"
     least = ranking.least_useful_bytes()
     assert least is not None
     assert f"{least}B" in str(caught.value)
@@ -381,7 +381,7 @@ def test_plan__refuses_to_renormalise_fixed_coefficients() -> None:
     for operator in ("task_arithmetic", "ties"):
         with pytest.raises(RecipeError) as caught:
             plan_of(make(operator).problem, options=options)
-        assert caught.value.code == "plan.on-omit"
+        assert caught.value.code == "option.conflict"
     plan = plan_of(make("linear").problem, ShareBudget(Fraction(1, 2)), options=options)
     assert plan.on_omit == "renormalize"
 

@@ -279,7 +279,7 @@ def test_reload_recipe__wants_a_single_document(folder: Path) -> None:
     places = {name: str(folder / name) for name in ("a", "b", "lora")}
     with pytest.raises(RecipeError, match=r"one recipe is expected here, found 3 documents") as caught:
         reload_recipe(CHAIN, LocalStore(), places)
-    assert caught.value.code == "recipe.yaml.documents"
+    assert caught.value.code == "recipe.syntax"
 
 
 AT_SOURCE = "recipe.yml:2 slices[0].sources"
@@ -287,129 +287,125 @@ BAD: list[tuple[str, list[str]]] = [
     (
         STACK + "models: [{model: a}]\n",
         [
-            "recipe.content | recipe.yml:1 slices: stands beside 'models'; "
+            "recipe.conflict | recipe.yml:1 slices: stands beside 'models'; "
             "a recipe has one of models, slices and modules",
         ],
     ),
     (
         "slices: []\nmerge_method: passthrough\n",
-        [
-            "recipe.wrong-kind | recipe.yml:1 slices: needs a list of slices, found an empty list; "
-            "write '- sources: [...]'"
-        ],
+        ["recipe.value | recipe.yml:1 slices: needs a list of slices, found an empty list; write '- sources: [...]'"],
     ),
     (
         STACK.replace("[0, 24]", "[24, 0]"),
         [
-            f"recipe.slice.range | {AT_SOURCE}[0].layer_range: [24, 0] holds no layer; "
+            f"recipe.value | {AT_SOURCE}[0].layer_range: [24, 0] holds no layer; "
             "write 'layer_range: [FIRST, END]', END is not included"
         ],
     ),
     (
         STACK.replace("[0, 24]", "0-24"),
         [
-            f"recipe.slice.range | {AT_SOURCE}[0].layer_range: needs two whole numbers; "
+            f"recipe.value | {AT_SOURCE}[0].layer_range: needs two whole numbers; "
             "write 'layer_range: [FIRST, END]', END is not included"
         ],
     ),
     (
         STACK.replace(", layer_range: [0, 24]", ""),
         [
-            f"recipe.missing-key | {AT_SOURCE}[0].layer_range: the source has no layer_range; "
+            f"recipe.incomplete | {AT_SOURCE}[0].layer_range: the source has no layer_range; "
             "write 'layer_range: [FIRST, END]', END is not included"
         ],
     ),
     (
         STACK.replace("layer_range: [0, 24]", "layer_rnage: [0, 24], layer_range: [0, 24]"),
-        [f"recipe.unknown-key | {AT_SOURCE}[0].layer_rnage: unknown key 'layer_rnage'; did you mean 'layer_range'?"],
+        [f"recipe.unknown-name | {AT_SOURCE}[0].layer_rnage: unknown key 'layer_rnage'; did you mean 'layer_range'?"],
     ),
     (
         SLERP.replace("layer_range: [0, 32]\nmerge", "layer_range: [0, 24]\nmerge"),
         [
-            "recipe.slice.lengths | recipe.yml:6 slices[0].sources[1].layer_range: 24 layers of 'a' cannot be merged "
+            "recipe.conflict | recipe.yml:6 slices[0].sources[1].layer_range: 24 layers of 'a' cannot be merged "
             "with 32 of 'base'; give all sources of a slice equally many layers"
         ],
     ),
     (
         SLERP.replace("- model: base\n", "- model: b\n"),
         [
-            f"recipe.slice.base | {AT_SOURCE}: base_model 'base' is not among the sources of this slice; "
+            f"recipe.conflict | {AT_SOURCE}: base_model 'base' is not among the sources of this slice; "
             "list it with the layer_range that the others are compared with"
         ],
     ),
     (
         SLERP.replace("model: a\n", "model: ./base\n"),
         [
-            f"recipe.models.count | {AT_SOURCE}: slerp takes exactly 1 model besides base_model, found 0",
+            f"recipe.value | {AT_SOURCE}: slerp takes exactly 1 model besides base_model, found 0",
         ],
     ),
     (
         SLERP.replace("base_model: base", "residual: 1"),
         [
-            "recipe.base.missing | recipe.yml:1 base_model: slerp needs base_model; "
+            "recipe.incomplete | recipe.yml:1 base_model: slerp needs base_model; "
             "name the model the others were fine-tuned from",
         ],
     ),
     (
         "modules: {text: {}}\nmerge_method: linear\n",
         [
-            "recipe.content | recipe.yml:1 modules.text: a module needs either 'models' or 'slices', found neither",
+            "recipe.conflict | recipe.yml:1 modules.text: a module needs either 'models' or 'slices', found neither",
         ],
     ),
     (
         TOKENS + "tokenizer_source: union\n",
         [
-            "recipe.tokenizer.both | recipe.yml:13 tokenizer_source: stands beside 'tokenizer'; "
+            "recipe.conflict | recipe.yml:13 tokenizer_source: stands beside 'tokenizer'; "
             "write it as 'source:' under 'tokenizer:'"
         ],
     ),
     (
         TOKENS.replace("source: b\n", "source: c\n"),
         [
-            "recipe.tokenizer.model | recipe.yml:5 tokenizer.source: 'c' is not one of the models that are merged; "
+            "recipe.incomplete | recipe.yml:5 tokenizer.source: 'c' is not one of the models that are merged; "
             "name one of: base, a, b; or write union or base"
         ],
     ),
     (
         TOKENS.replace("base_model: base", "").replace("source: b\n", "source: base\n"),
         [
-            "recipe.tokenizer.base | recipe.yml:5 tokenizer.source: there is no base_model; "
+            "recipe.incomplete | recipe.yml:5 tokenizer.source: there is no base_model; "
             "name base_model, or give the model's path here"
         ],
     ),
     (
         TOKENS.replace("pad_to_multiple_of: 64", "pad_to_multiple: 64"),
         [
-            "recipe.unknown-key | recipe.yml:6 tokenizer.pad_to_multiple: unknown key 'pad_to_multiple'; "
+            "recipe.unknown-name | recipe.yml:6 tokenizer.pad_to_multiple: unknown key 'pad_to_multiple'; "
             "did you mean 'pad_to_multiple_of'?"
         ],
     ),
     (
         TOKENS.replace("token: <s>", "token: <s>, token_id: 3"),
         [
-            "recipe.tokenizer.token | recipe.yml:8 tokenizer.tokens.'<|im_start|>'.source: needs either 'token' or "
+            "recipe.incomplete | recipe.yml:8 tokenizer.tokens.'<|im_start|>'.source: needs either 'token' or "
             "'token_id', found both"
         ],
     ),
     (
         CHAIN.replace("name: second", "name: first"),
         [
-            "recipe.documents.name | recipe.yml:10 name: the name 'first' is taken, by recipe.yml:2; "
-            "choose another name",
-            "recipe.model.not-found | recipe.yml:8 base_model: there is no 'second'; looked for {folder}/second",
+            "recipe.conflict | recipe.yml:10 name: the name 'first' is taken, by recipe.yml:2; choose another name",
+            "model.not-found | recipe.yml:8 base_model: there is no 'second'; looked for {folder}/second",
         ],
     ),
     (
         CHAIN.replace("models: [{model: a,", "models: [{model: second,"),
         [
-            "recipe.documents.cycle | recipe.yml:2 name: documents wait for each other: "
+            "recipe.conflict | recipe.yml:2 name: documents wait for each other: "
             "'first' -> 'second' -> 'first'; a document merges models made before it"
         ],
     ),
     (
         CHAIN.replace("base_model: second", "base_model: base"),
         [
-            "recipe.documents.unused | recipe.yml:10 name: nothing merges the result of this document; "
+            "recipe.no-effect | recipe.yml:10 name: nothing merges the result of this document; "
             "name it as a model of the output, or keep it in a file of its own"
         ],
     ),

@@ -98,7 +98,7 @@ def test_load_recipes__refuses_percentages_for_shares_unless_lenient(folder: Pat
         load(folder, text)
     (problem,) = caught.value.problems
     assert (problem.code, "did you mean 0." in problem.hint or "did you mean 1?" in problem.hint) == (
-        "recipe.parameter.range", True,
+        "recipe.value", True,
     )  # fmt: skip
     assert [notice.code for notice in load(folder, text, lenient=True).notices] == [CLAMPED]
 

@@ -42,7 +42,7 @@ def test_recipes__as_a_mapping_merge_as_from_a_file(tmp_path: Path, monkeypatch:
 def test_recipes__as_a_mapping_with_a_value_of_no_recipe_are_refused() -> None:
     with pytest.raises(RecipeError) as caught:
         mergepipe.check({"merge_method": object()})
-    assert caught.value.code == "recipe.value"
+    assert caught.value.code == "recipe.syntax"
     with pytest.raises(RecipeError) as caught:
         mergepipe.check({"merge_method": "linaer", "models": []})
     assert "recipe:1 merge_method" in str(caught.value)

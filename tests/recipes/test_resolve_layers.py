@@ -149,7 +149,7 @@ def test_resolve__prefers_the_parameters_nearest_to_a_source() -> None:
 
 def test_resolve__says_that_layers_are_not_there() -> None:
     assert problems(slicing("passthrough", piece((A, 0, 5))), checkpoint(llama(3))) == [
-        "RecipeError recipe.slice.range | recipe.yml:2 ./a.layer_range: [0, 5] goes beyond the 3 layers of './a'; "
+        "RecipeError recipe.value | recipe.yml:2 ./a.layer_range: [0, 5] goes beyond the 3 layers of './a'; "
         "counted as 'model.layers.0.' to 'model.layers.2.'"
     ]
 
@@ -157,12 +157,12 @@ def test_resolve__says_that_layers_are_not_there() -> None:
 def test_resolve__says_that_there_are_no_layers_or_too_many_kinds() -> None:
     recipe = slicing("passthrough", piece((A, 0, 1)))
     assert problems(recipe, checkpoint({"w": (2,)})) == [
-        "RecipeError recipe.slice.layers | recipe.yml:2 slices[0]: './a' has no numbered layers to take slices of; "
+        "RecipeError recipe.conflict | recipe.yml:2 slices[0]: './a' has no numbered layers to take slices of; "
         "use 'models:' instead"
     ]
     both = {f"{part}.block.{i}.w": (2,) for part in ("encoder", "decoder") for i in range(2)}
     assert problems(recipe, checkpoint(both)) == [
-        "RecipeError recipe.slice.layers | recipe.yml:2 slices[0]: './a' has several lists of layers equally long: "
+        "RecipeError recipe.conflict | recipe.yml:2 slices[0]: './a' has several lists of layers equally long: "
         "'encoder.block.0.' to 'encoder.block.1.' and 'decoder.block.0.' to 'decoder.block.1.'; "
         "name the one that is meant with 'modules:'"
     ]
@@ -170,7 +170,7 @@ def test_resolve__says_that_there_are_no_layers_or_too_many_kinds() -> None:
 
 def test_resolve__says_that_models_have_different_numbers_of_layers() -> None:
     assert problems(TIES, checkpoint(llama(2)), checkpoint(llama(3))) == [
-        "MismatchError merge.layers.count | recipe.yml:1 a: './a' has 3 layers, 2 has './base' "
+        "MismatchError model.mismatch | recipe.yml:1 a: './a' has 3 layers, 2 has './base' "
         "('model.layers.0.' to 'model.layers.1.'); merge equally many of each with slices"
     ]
 
@@ -188,11 +188,11 @@ def test_resolve__refuses_misspelt_filters_and_notes_others_that_match_nothing()
     recipe = merging("ties", model("a", weight=weight), base=BASE)
     lenient = resolve(recipe, [checkpoint(llama(1)), checkpoint(llama(1))], strictness=Strictness(lenient=True))
     assert [(notice.code, notice.line) for notice in lenient.notices] == [
-        ("recipe.filter.misspelt", 7),
-        ("recipe.filter.matches-nothing", 7),
+        ("recipe.unknown-name", 7),
+        ("recipe.no-effect", 7),
     ]
     assert problems(recipe, checkpoint(llama(1)), checkpoint(llama(1))) == [
-        "RecipeError recipe.filter.misspelt | recipe.yml:7 models[0].weight: "
+        "RecipeError recipe.unknown-name | recipe.yml:7 models[0].weight: "
         "the filter 'mpl' is in no tensor's name; did you mean 'mlp'?"
     ]
 
@@ -208,7 +208,7 @@ def test_resolve__says_which_tensor_a_parameter_has_no_value_for() -> None:
     t = Cases((Case("mlp", (0.5,)), Case("self_attn", (0.5,))), "recipe.yml:7 parameters.t")
     recipe = merging("slerp", A, base=BASE, parameters={"t": t})
     assert problems(recipe, checkpoint(llama(1)), checkpoint(llama(1))) == [
-        "RecipeError recipe.parameter.missing | recipe.yml:7 parameters.t: "
+        "RecipeError recipe.incomplete | recipe.yml:7 parameters.t: "
         "t has no value for 'model.embed_tokens.weight'; end the list with '- value: ...'"
     ]
 
@@ -217,7 +217,7 @@ def test_resolve__checks_the_sum_of_weights_that_depend_on_the_tensor() -> None:
     weight = Cases((Case("mlp", (-1.0,)), Case("", (1.0,))), "recipe.yml:7")
     recipe = merging("linear", model("a", weight=1.0), model("b", weight=weight))
     assert problems(recipe, checkpoint(llama(1)), checkpoint(llama(1))) == [
-        "RecipeError recipe.weights.sum | model.layers.0.mlp.up.weight: the weights sum to 0 and cannot be "
+        "RecipeError recipe.value | model.layers.0.mlp.up.weight: the weights sum to 0 and cannot be "
         "normalized; change a weight, or set normalize: false"
     ]
 
@@ -254,8 +254,8 @@ def test_resolve__does_not_pair_names_by_guessing() -> None:
     expert = {"one.w": (2,), "two.w": (2,), "x": (1,)}
     found = problems(TIES, checkpoint(base), checkpoint(expert))
     assert [line.split(" | ")[0] for line in found] == [
-        *["MismatchError merge.tensor.missing"] * 2,
-        *["MismatchError merge.tensor.unexpected"] * 2,
+        *["MismatchError model.mismatch"] * 2,
+        *["MismatchError model.unexpected-tensor"] * 2,
     ]
 
 
@@ -266,7 +266,7 @@ def test_resolve__takes_the_embedding_for_the_head_that_tied_weights_leave_out()
 
 def test_resolve__refuses_a_head_that_a_tied_base_has_no_place_for() -> None:
     assert problems(TIES, checkpoint(llama(1, head=False)), checkpoint(llama(1))) == [
-        "MismatchError merge.tensor.unexpected | lm_head.weight: './a' has this tensor, the base './base' has not; "
+        "MismatchError model.unexpected-tensor | lm_head.weight: './a' has this tensor, the base './base' has not; "
         "to leave it out: --allow-dropped 'lm_head.weight' (nothing is lost where it equals the embedding); to keep "
         "it, give the base a head of its own: store its embedding as 'lm_head.weight', too"
     ]
@@ -287,7 +287,7 @@ def test_resolve__merges_the_rows_that_vocabularies_share(vocab: int) -> None:
 def test_resolve__does_not_cut_rows_of_other_tensors() -> None:
     wide = {**llama(1), "model.layers.0.mlp.up.weight": (5,)}
     assert [line.split(" | ")[0] for line in problems(TIES, checkpoint(llama(1)), checkpoint(wide))] == [
-        "MismatchError merge.tensor.shape"
+        "MismatchError model.mismatch"
     ]
 
 
@@ -304,7 +304,7 @@ def test_resolve__refuses_differences_in_place_of_weights() -> None:
     recipe = slicing("passthrough", piece((A, 0, 1)), piece((B, 0, 1)))
     found = problems(recipe, checkpoint(llama(1)), checkpoint(llama(1), CheckpointKind.DELTA))
     assert found == [
-        "UnsupportedError merge.base.delta | recipe.yml:1 b: './b' holds differences from a base, but weights "
+        "UnsupportedError model.unsupported | recipe.yml:1 b: './b' holds differences from a base, but weights "
         "are needed here; name it beside its base_model, with a method that has one"
     ]
 
@@ -336,13 +336,13 @@ def test_resolve__merges_modules_and_copies_the_rest() -> None:
 def test_resolve__names_the_modules_there_are() -> None:
     unknown = OutputModule("text_decoderr", (A,), (), {}, "recipe.yml:2 modules.text_decoderr")
     assert problems(modular(unknown), checkpoint(llama(1))) == [
-        "RecipeError recipe.module.unknown | recipe.yml:2 modules.text_decoderr: './a' has no module 'text_decoderr'; "
+        "RecipeError recipe.unknown-name | recipe.yml:2 modules.text_decoderr: './a' has no module 'text_decoderr'; "
         "did you mean 'text_decoder'?"
     ]
     twice = OutputModule("model", (A,), (), {}, "recipe.yml:3 modules.model")
     text = OutputModule("text_decoder", (A,), (), {}, "recipe.yml:2 modules.text_decoder")
     assert problems(modular(text, twice), checkpoint(llama(1))) == [
-        "RecipeError recipe.module.overlap | recipe.yml:3 modules.model: 'model.embed_tokens.weight' belongs to this "
+        "RecipeError recipe.conflict | recipe.yml:3 modules.model: 'model.embed_tokens.weight' belongs to this "
         "module and to 'text_decoder'; keep one of the two"
     ]
 

@@ -103,7 +103,7 @@ def test_run__refuses_a_plan_of_another_version(bench: Bench, change: str) -> No
     CHANGES[change](bench.only_file("expert1"))
     with pytest.raises(ConflictError) as caught:
         mergepipe.run(plan, bench.folder / "out", options=RunOptions(home=bench.home))
-    assert caught.value.code == "plan.input-changed"
+    assert caught.value.code == "input.changed"
     assert "expert1" in str(caught.value)
     assert not (bench.folder / "out").exists()
 

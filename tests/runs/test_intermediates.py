@@ -98,4 +98,4 @@ def test_plan__does_not_reach_into_other_documents(folder: Path) -> None:
     both = recipe(folder, "both.yml", f"name: made\n{SUM}---\n{OUTER.replace('MIDDLE', 'made')}")
     with pytest.raises(UnsupportedError, match="merge that document first") as caught:
         mergepipe.plan(both, budget="50%", home=folder / "home")
-    assert caught.value.problems[0].code == "plan.intermediate"
+    assert caught.value.problems[0].code == "plan.unsupported"

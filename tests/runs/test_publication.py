@@ -292,4 +292,4 @@ def test_parse_card__of_what_is_none_inherits_nothing(raw: bytes) -> None:
 def test_parse_base_model_ids__refuses_what_is_no_id(text: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_base_model_ids([text])
-    assert caught.value.code == "option.base-model-id"
+    assert caught.value.code == "option.invalid"

@@ -172,7 +172,7 @@ def test_repair__believes_no_manifest_that_was_edited(copy: Path) -> None:
     (copy / MANIFEST_NAME).write_text(manifest.replace("../family/base", "../family/expert-1"))
     with pytest.raises(CorruptError) as caught:
         keeping.repair(copy)
-    assert caught.value.code == "manifest.digest"
+    assert caught.value.code == "manifest.damaged"
 
 
 def test_replay__gives_the_same_bytes(made: Path, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_replay__says_which_input_is_gone(own: Path) -> None:
     (own / "family" / "expert-2").rename(own / "elsewhere")
     with pytest.raises(NotFoundError) as caught:
         keeping.replay(own / "out", own / "again", options=RunOptions(catalog=False))
-    assert caught.value.code == "replay.input-gone"
+    assert caught.value.code == "input.not-found"
     assert "expert-2" in str(caught.value)
     assert "expert-1" not in str(caught.value)
 
@@ -219,7 +219,7 @@ def test_replay__publishes_nothing_if_values_have_changed(own: Path) -> None:
     flip(file, -1, 3)
     with pytest.raises(ConflictError) as caught:
         keeping.replay(own / "out", own / "again", options=RunOptions(catalog=False))
-    assert [problem.code for problem in caught.value.problems] == ["replay.differs", "replay.input-touched"]
+    assert [problem.code for problem in caught.value.problems] == ["input.changed", "input.changed"]
     assert str(file) in str(caught.value)
     assert not (own / "again").exists()
     report = keeping.verify(own / "out", deep_fraction=1.0)
@@ -228,7 +228,7 @@ def test_replay__publishes_nothing_if_values_have_changed(own: Path) -> None:
     damaged = tree_digest(own / "out")
     with pytest.raises(ConflictError) as caught:
         keeping.repair(own / "out")
-    assert caught.value.code == "repair.differs"
+    assert caught.value.code == "input.changed"
     assert tree_digest(own / "out") == damaged
 
 

@@ -113,7 +113,7 @@ def test_manifest__a_lie_is_refused_by_the_reader_and_by_the_schema(
     lie(changed)
     with pytest.raises(CorruptError) as caught:
         manifest_of_json(json.dumps(changed).encode(), "there")
-    assert caught.value.code == "manifest.field"
+    assert caught.value.code == "manifest.damaged"
     assert caught.value.problems[0].where == "there"
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(changed, schema("manifest"))
@@ -122,7 +122,7 @@ def test_manifest__a_lie_is_refused_by_the_reader_and_by_the_schema(
 def test_manifest__another_content_than_its_sid_says_is_refused(content: Content) -> None:
     with pytest.raises(CorruptError) as caught:
         manifest_of_json(json.dumps(content | {"recipe": "another"}).encode())
-    assert caught.value.code == "manifest.sid"
+    assert caught.value.code == "manifest.damaged"
 
 
 def test_manifest__any_other_change_is_refused(content: Content) -> None:
@@ -130,7 +130,7 @@ def test_manifest__any_other_change_is_refused(content: Content) -> None:
     changed["inputs"][0]["path"] += "x"
     with pytest.raises(CorruptError) as caught:
         manifest_of_json(json.dumps(changed).encode())
-    assert caught.value.code == "manifest.digest"
+    assert caught.value.code == "manifest.damaged"
 
 
 def test_manifest__of_the_golden_snapshot_is_read_and_written_byte_for_byte() -> None:
@@ -142,22 +142,22 @@ def test_manifest__of_the_golden_snapshot_is_read_and_written_byte_for_byte() ->
 
 
 @pytest.mark.parametrize(
-    ("raw", "kind", "code"),
+    ("raw", "kind", "words"),
     [
-        (b"", CorruptError, "manifest.json"),
-        (b"\xff", CorruptError, "manifest.json"),
-        (b'{"a": 1, "a": 2}', CorruptError, "manifest.json"),
-        (b'{"a": NaN}', CorruptError, "manifest.json"),
-        (b"[" * 100_000, CorruptError, "manifest.json"),
-        (b"[]", CorruptError, "manifest.field"),
-        (b"{}", CorruptError, "manifest.field"),
-        (b'{"format": "mergepipe-plan/1"}', CorruptError, "manifest.field"),
-        (b'{"format": "mergepipe-manifest/0"}', CorruptError, "manifest.field"),
-        (b'{"format": "mergepipe-manifest/1"}', UnsupportedError, "manifest.version"),
-        (b'{"format": "mergepipe-manifest/5"}', UnsupportedError, "manifest.version"),
+        (b"", CorruptError, "not JSON: Expecting value: line 1 column 1"),
+        (b"\xff", CorruptError, "not JSON: 'utf-8' codec can't decode byte"),
+        (b'{"a": 1, "a": 2}', CorruptError, "an object has the same key twice"),
+        (b'{"a": NaN}', CorruptError, "NaN is not a valid JSON number"),
+        (b"[" * 100_000, CorruptError, "not JSON: maximum recursion depth exceeded"),
+        (b"[]", CorruptError, "an object is needed"),
+        (b"{}", CorruptError, "'format' is missing"),
+        (b'{"format": "mergepipe-plan/1"}', CorruptError, "its format is 'mergepipe-plan/1',"),
+        (b'{"format": "mergepipe-manifest/0"}', CorruptError, "its format is 'mergepipe-manifest/0',"),
+        (b'{"format": "mergepipe-manifest/1"}', UnsupportedError, "its format is 'mergepipe-manifest/1', this"),
+        (b'{"format": "mergepipe-manifest/5"}', UnsupportedError, "its format is 'mergepipe-manifest/5', this"),
     ],
 )
-def test_manifest__what_is_none_is_refused(raw: bytes, kind: type[MergePipeError], code: str) -> None:
+def test_manifest__what_is_none_is_refused(raw: bytes, kind: type[MergePipeError], words: str) -> None:
     with pytest.raises(kind) as caught:
         manifest_of_json(raw)
-    assert caught.value.code == code
+    assert words in str(caught.value)

@@ -82,7 +82,7 @@ def test_staging__takes_the_place_of_an_empty_folder_and_of_no_other(tmp_path: P
     check_target(out, [], force=False)
     with pytest.raises(ConflictError) as caught:
         stage(out, "x", meanwhile=(out / "theirs").touch)
-    assert (caught.value.code, names(out), names(tmp_path)) == ("output.appeared", ["theirs"], ["out"])
+    assert (caught.value.code, names(out), names(tmp_path)) == ("output.changed", ["theirs"], ["out"])
     (out / "theirs").unlink()
     stage(out, "x")
     assert ((out / MANIFEST_NAME).read_text(), names(tmp_path)) == ("x", ["out"])
@@ -99,7 +99,7 @@ def test_staging__does_not_touch_what_appeared_meanwhile(tmp_path: Path, force: 
 
     with pytest.raises((ConflictError, OutputError)) as caught:
         stage(out, "x", force=force, meanwhile=appear)
-    assert caught.value.code == ("output.not-a-snapshot" if force else "output.appeared")
+    assert caught.value.code == ("output.not-ours" if force else "output.changed")
     assert names(out) == ["theirs"]
     assert names(tmp_path) == ["out"]
 
@@ -276,8 +276,8 @@ def test_check_target__refuses_what_is_not_a_snapshot(tmp_path: Path, force: boo
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     codes = {name: _refusal(tmp_path / name, [], force=force) for name in ("file", "folder", "link", "dangling")}
     if force:
-        assert codes.pop("folder") == "output.not-a-snapshot"
-        assert set(codes.values()) == {"output.not-a-directory"}
+        assert codes.pop("folder") == "output.not-ours"
+        assert set(codes.values()) == {"output.place"}
     else:
         assert set(codes.values()) == {"output.exists"}
 
@@ -288,7 +288,7 @@ def test_check_target__refuses_to_overlap_an_input(tmp_path: Path, force: bool) 
     make_snapshot(base, "x")
     (tmp_path / "alias").symlink_to(base)
     for out in (base, base / "inside", tmp_path / "models", tmp_path / "alias", tmp_path / "alias" / "inside"):
-        assert _refusal(out, [base], force=force) == "output.overlaps-input"
+        assert _refusal(out, [base], force=force) == "output.place"
 
 
 def test_check_free_space__looks_at_the_nearest_folder_that_exists(tmp_path: Path) -> None:

@@ -135,8 +135,8 @@ def test_block_table__what_is_none_or_another_is_refused() -> None:
     raw, n_files = made.to_bytes(), len(made.headers)
     for size in range(len(raw)):
         assert isinstance(_refusal(raw[:size], n_files, counts), CorruptError)
-    assert _refusal(raw + b"x", n_files, counts).code == "blocks.format"
-    assert _refusal(raw, n_files + 1, counts).code == "blocks.format"
-    assert _refusal(raw, n_files, [*counts[1:], 10**6]).code == "blocks.format"
+    assert _refusal(raw + b"x", n_files, counts).code == "manifest.damaged"
+    assert _refusal(raw, n_files + 1, counts).code == "manifest.damaged"
+    assert _refusal(raw, n_files, [*counts[1:], 10**6]).code == "manifest.damaged"
     newer = raw[:8] + (2).to_bytes(4, "little") + raw[12:]
     assert isinstance(_refusal(newer, n_files, counts), UnsupportedError)

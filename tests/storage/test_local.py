@@ -212,7 +212,7 @@ def test_read_metadata__tells_of_a_file_that_shrinks(tmp_path: Path) -> None:
         (errno.ENOSPC, StorageError, "storage.no-space"),
         (errno.EDQUOT, StorageError, "storage.no-space"),
         (errno.EROFS, StorageError, "storage.permission"),
-        (errno.EMFILE, StorageError, "storage.too-many-files"),
+        (errno.EMFILE, StorageError, "storage.exhausted"),
         (errno.EIO, StorageError, "storage.io"),
     ],
 )

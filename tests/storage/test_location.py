@@ -75,7 +75,7 @@ def test_parse__takes_the_parts_apart(text: str, scheme: str, root: str, revisio
 def test_parse__refuses_what_names_nothing_or_holds_credentials(text: str) -> None:
     with pytest.raises(RecipeError) as caught:
         Location.parse(text)
-    assert caught.value.code == "location.malformed"
+    assert caught.value.code == "location.invalid"
 
 
 def test_local__is_the_path_itself() -> None:

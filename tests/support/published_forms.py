@@ -23,8 +23,8 @@ SLICES = "- sources:\n  - {model: base, layer_range: [0, 2]}\n  - {model: expert
 STACKED = "slices:\n- sources:\n  - model: expert-1\n    layer_range: [0, 2]\n- sources:\n  - model: expert-2\n    layer_range: [1, 2]\n"
 PASS = "merge_method: passthrough\n"
 
-PARAMETER, SCOPE, KEY = "recipe.ignored-parameter", "recipe.parameter.scope", "recipe.ignored-key"
-BASE_PARAMETERS, CLAMPED = "recipe.ignored-base-parameters", "recipe.clamped"
+PARAMETER, SCOPE, KEY = "recipe.no-effect", "recipe.unclear", "recipe.no-effect"
+BASE_PARAMETERS, CLAMPED = "recipe.no-effect", "recipe.unclear"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ FORMS = (
     Form("base-with-parameters", "models:\n- model: base\n  parameters: {weight: 1, density: 1}\n" + TIES.removeprefix("models:\n"), (BASE_PARAMETERS,)),
     Form("density-beside-model", TIES.replace("  parameters: {weight: 0.3}", "  density: 0.1\n  parameters: {weight: 0.3}"), (KEY,)),
     # filters
-    Form("filter-unreachable", LINEAR.replace("weight: 0.3", "weight: [{value: 0.3}, {filter: mlp, value: 9}]"), ("recipe.filter.unreachable",)),
+    Form("filter-unreachable", LINEAR.replace("weight: 0.3", "weight: [{value: 0.3}, {filter: mlp, value: 9}]"), ("recipe.no-effect",)),
     Form("filter-extra-key", LINEAR.replace("weight: 0.3", "weight: [{filter: mlp, value: 0.1, note: low}, {value: 0.3}]"), (KEY,)),
     Form("filter-star", LINEAR.replace("weight: 0.3", "weight: [{filter: self_attn, value: [0, 1]}, {filter: '*', value: 0.3}]")),
     # values
@@ -115,21 +115,21 @@ FORMS = (
     Form("t-below-0", SLERP + "parameters: {t: [-0.2, 0.4]}\n"),
     Form("range-quoted", STACKED.replace("[0, 2]", "['0', 2.0]") + PASS),
     # models
-    Form("base-alone", "models: [{model: base}]\nbase_model: base\nmerge_method: ties\n", ("recipe.models.base-alone",)),
+    Form("base-alone", "models: [{model: base}]\nbase_model: base\nmerge_method: ties\n", ("recipe.unclear",)),
     Form("base-with-lora-alone", "models: [{model: base+lora}]\nbase_model: base+lora\nmerge_method: task_arithmetic\n"),
     Form("base-with-lora-dare", "models: [{model: base+lora}]\nbase_model: base+lora\nmerge_method: dare_linear\n"),
     Form("lora-linear", "models: [{model: base+lora, parameters: {weight: 1}}]\nmerge_method: linear\n"),
     Form("lora-passthrough", "models: [{model: base+lora}]\nbase_model: base+lora\n" + PASS),
     Form("lora-on-base", "models: [{model: base+lora, parameters: {weight: 0.5}}]\nbase_model: base\nmerge_method: ties\n"),
-    Form("revision", LINEAR.replace("model: expert-2", "model: expert-2@main"), ("recipe.ignored-revision",)),
-    Form("long-reference", LINEAR.replace("model: expert-2", "model: {model: {path: expert-2, revision: v1}}"), ("recipe.ignored-revision",)),
+    Form("revision", LINEAR.replace("model: expert-2", "model: expert-2@main"), ("recipe.unclear",)),
+    Form("long-reference", LINEAR.replace("model: expert-2", "model: {model: {path: expert-2, revision: v1}}"), ("recipe.unclear",)),
     Form("linear-base-unlisted", BARE + "base_model: base\nmerge_method: linear\nparameters: {weight: 0.5}\n"),
     Form("parameters-null", "models:\n- model: expert-1\n  parameters:\n- model: expert-2\nmerge_method: karcher\nparameters:\n"),
     Form("architecture", LINEAR.replace("model: expert-2", "model: {model: expert-2, override_architecture: LlamaForCausalLM}"), (KEY,)),
     # dtypes and YAML
     Form("torch-dtype", LINEAR + "dtype: torch.float32\nout_dtype: torch.bfloat16\n", states_dtype=True),
     Form("mixed-dtypes", LINEAR.replace("expert-2", "half"), states_dtype=True),
-    Form("same-key-twice", TIES + "parameters: {density: 1, normalize: true, normalize: true}\n", ("recipe.yaml.duplicate-key",)),
+    Form("same-key-twice", TIES + "parameters: {density: 1, normalize: true, normalize: true}\n", ("recipe.no-effect",)),
     Form("byte-order-mark", "\ufeff" + LINEAR),
     Form("windows-lines", LINEAR.replace("\n", "\r\n")),
     Form("anchors", "models:\n- model: expert-1\n  parameters: &w {weight: 0.5}\n- model: expert-2\n  parameters: *w\nmerge_method: linear\n"),
@@ -151,29 +151,29 @@ FORMS = (
     Form("filter-of-null", LINEAR.replace("weight: 0.3", "weight: [{filter: null, value: 0.2}]")),
     Form("dtype-empty", LINEAR + "dtype: ''\nout_dtype: bfloat16\n", states_dtype=True),
     # misspelt, contradictory, or not done
-    _refused("misspelt-density", TIES.replace("weight: 0.3", "weight: 0.3, densty: 0.5"), "recipe.unknown-parameter"),
-    _refused("misspelt-lambda", TIES + "parameters: {lamda: 0.5}\n", "recipe.unknown-parameter"),
-    _refused("misspelt-of-others", STOCK + "parameters: {wieght: 0.5}\n", "recipe.unknown-parameter"),
-    _refused("misspelt-key", LINEAR + "dytpe: float32\n", "recipe.unknown-key"),
-    _refused("misspelt-beside-model", LINEAR.replace("  parameters: {weight: 0.3}", "  wieght: 1\n  parameters: {weight: 0.3}"), "recipe.unknown-key"),
-    _refused("key-twice", TIES + "parameters: {density: 1, density: 0.5}\n", "recipe.yaml.duplicate-key"),
-    _refused("weight-beside-model", LINEAR.replace("  parameters: {weight: 0.3}", "  weight: 0.3"), "recipe.parameter.missing"),
-    _refused("one-of-stock", STOCK.replace("- model: expert-2\n", ""), "recipe.models.count"),
-    _refused("passthrough-of-two", BARE + PASS, "recipe.models.count"),
-    _refused("passthrough-other-base", "models: [{model: expert-1}]\nbase_model: base\n" + PASS, "recipe.base.refused"),
-    _refused("empty-gradient", LINEAR.replace("weight: 0.3", "weight: []"), "recipe.gradient.length"),
-    _refused("parameters-as-list", TIES.replace("{weight: 0.3}", "[{weight: 0.3}]"), "recipe.wrong-kind"),
-    _refused("weights-of-no-sum", LINEAR.replace("0.3", "-0.6"), "recipe.weights.sum"),
-    _refused("weight-infinite", LINEAR.replace("0.3", ".inf"), "recipe.parameter.not-finite"),
-    _refused("epsilon-beyond", DELTAS + "merge_method: della\nparameters: {density: 0.66, epsilon: 1.35}\n", "recipe.parameter.range"),
-    Form("layers-none-last", STACKED.replace("[1, 2]", "[1, 1]") + PASS, ("recipe.slice.empty",)),
-    Form("layers-none-first", STACKED.replace("[0, 2]", "[0, 0]") + PASS, ("recipe.slice.empty",)),
-    Form("weight-as-flag", LINEAR.replace("weight: 0.3", "weight: true"), ("recipe.parameter.flag-for-number",)),
-    _refused("layers-none-at-all", STACKED.replace("[1, 2]", "[1, 1]").replace("[0, 2]", "[0, 0]") + PASS, "recipe.slice.range"),
-    _refused("layers-backwards", STACKED.replace("[1, 2]", "[2, 1]") + PASS, "recipe.slice.range"),
-    _refused("models-and-slices", LINEAR + STACKED, "recipe.content"),
-    _refused("tokenizer-of-another", DELTAS + "merge_method: ties\ntokenizer_source: model:expert-1\n", "recipe.tokenizer.model"),
-    _refused("tab", LINEAR.replace("  parameters: {weight: 0.3}", "\tparameters: {weight: 0.3}"), "recipe.yaml.tab"),
-    _refused("text-for-number", LINEAR.replace("weight: 0.3", "weight: high"), "recipe.parameter.type"),
+    _refused("misspelt-density", TIES.replace("weight: 0.3", "weight: 0.3, densty: 0.5"), "recipe.unknown-name"),
+    _refused("misspelt-lambda", TIES + "parameters: {lamda: 0.5}\n", "recipe.unknown-name"),
+    _refused("misspelt-of-others", STOCK + "parameters: {wieght: 0.5}\n", "recipe.unknown-name"),
+    _refused("misspelt-key", LINEAR + "dytpe: float32\n", "recipe.unknown-name"),
+    _refused("misspelt-beside-model", LINEAR.replace("  parameters: {weight: 0.3}", "  wieght: 1\n  parameters: {weight: 0.3}"), "recipe.unknown-name"),
+    _refused("key-twice", TIES + "parameters: {density: 1, density: 0.5}\n", "recipe.syntax"),
+    _refused("weight-beside-model", LINEAR.replace("  parameters: {weight: 0.3}", "  weight: 0.3"), "recipe.incomplete"),
+    _refused("one-of-stock", STOCK.replace("- model: expert-2\n", ""), "recipe.value"),
+    _refused("passthrough-of-two", BARE + PASS, "recipe.value"),
+    _refused("passthrough-other-base", "models: [{model: expert-1}]\nbase_model: base\n" + PASS, "recipe.conflict"),
+    _refused("empty-gradient", LINEAR.replace("weight: 0.3", "weight: []"), "recipe.value"),
+    _refused("parameters-as-list", TIES.replace("{weight: 0.3}", "[{weight: 0.3}]"), "recipe.value"),
+    _refused("weights-of-no-sum", LINEAR.replace("0.3", "-0.6"), "recipe.value"),
+    _refused("weight-infinite", LINEAR.replace("0.3", ".inf"), "recipe.value"),
+    _refused("epsilon-beyond", DELTAS + "merge_method: della\nparameters: {density: 0.66, epsilon: 1.35}\n", "recipe.value"),
+    Form("layers-none-last", STACKED.replace("[1, 2]", "[1, 1]") + PASS, ("recipe.no-effect",)),
+    Form("layers-none-first", STACKED.replace("[0, 2]", "[0, 0]") + PASS, ("recipe.no-effect",)),
+    Form("weight-as-flag", LINEAR.replace("weight: 0.3", "weight: true"), ("recipe.unclear",)),
+    _refused("layers-none-at-all", STACKED.replace("[1, 2]", "[1, 1]").replace("[0, 2]", "[0, 0]") + PASS, "recipe.value"),
+    _refused("layers-backwards", STACKED.replace("[1, 2]", "[2, 1]") + PASS, "recipe.value"),
+    _refused("models-and-slices", LINEAR + STACKED, "recipe.conflict"),
+    _refused("tokenizer-of-another", DELTAS + "merge_method: ties\ntokenizer_source: model:expert-1\n", "recipe.incomplete"),
+    _refused("tab", LINEAR.replace("  parameters: {weight: 0.3}", "\tparameters: {weight: 0.3}"), "recipe.syntax"),
+    _refused("text-for-number", LINEAR.replace("weight: 0.3", "weight: high"), "recipe.value"),
     _refused("mixture", "base_model: base\ngate_mode: hidden\nexperts: [{source_model: expert-1}]\n", "recipe.unsupported"),
 )  # fmt: skip

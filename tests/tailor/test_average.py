@@ -119,7 +119,7 @@ def test_average__makes_a_model_that_merges_take(tmp_path: Path) -> None:
     recipe.write_text("merge_method: linear\nmodels: [{model: checkpoint, parameters: {weight: 1}}]\n")
     with pytest.raises(MergePipeError) as caught:
         mergepipe.merge(recipe, tmp_path / "refused")
-    assert caught.value.code == "model.composite"
+    assert caught.value.code == "model.unsupported"
 
 
 @pytest.mark.parametrize("optimizer", ["last", "average"])
@@ -274,13 +274,13 @@ def test_copier__averages_many_files_in_little_memory(tmp_path: Path) -> None:
     ("options", "code"),
     [
         ({"weights": "avg"}, "option.invalid"),
-        ({"weights": "1,2"}, "tailor.average.weights"),
-        ({"weights": (1.0, -1.0, 0.0)}, "tailor.average.weights"),
-        ({"weights": (1e308, 1e308, 1e308)}, "tailor.average.weights"),
+        ({"weights": "1,2"}, "option.invalid"),
+        ({"weights": (1.0, -1.0, 0.0)}, "option.invalid"),
+        ({"weights": (1e308, 1e308, 1e308)}, "option.invalid"),
         ({"weights": "ema", "alpha": 0.0}, "option.invalid"),
-        ({"weights": "wma", "alpha": 0.5}, "option.pair"),
-        ({"optimizer": "last", "dtype": "bfloat16"}, "option.pair"),
-        ({"optimizer": "average", "files_from": "at-3"}, "option.pair"),
+        ({"weights": "wma", "alpha": 0.5}, "option.conflict"),
+        ({"optimizer": "last", "dtype": "bfloat16"}, "option.conflict"),
+        ({"optimizer": "average", "files_from": "at-3"}, "option.conflict"),
         ({"optimizer": "first"}, "option.invalid"),
         ({"dtype": "int8"}, "option.invalid"),
     ],
@@ -295,13 +295,13 @@ def test_average__refuses_options_by_name(tmp_path: Path, options: Mapping[str, 
 @pytest.mark.parametrize(
     ("line", "code", "message"),
     [
-        ("alpha: fast", "recipe.wrong-kind", "needs a number, found the text 'fast'"),
-        ("alpha: '0.5'", "recipe.wrong-kind", "needs a number"),
-        ("alpha: 0.5", "option.pair", "only the weights 'ema' take it"),
-        ("weights: [true, false, 1]", "recipe.wrong-kind", "needs the name of a scheme or a list of numbers"),
-        ("weights: []", "recipe.wrong-kind", "needs the name of a scheme or a list of numbers"),
-        ("optimizer: [1]", "recipe.wrong-kind", "needs text, found a list"),
-        ("colour: blue", "recipe.unknown-key", "unknown key 'colour'"),
+        ("alpha: fast", "recipe.value", "needs a number, found the text 'fast'"),
+        ("alpha: '0.5'", "recipe.value", "needs a number"),
+        ("alpha: 0.5", "option.conflict", "only the weights 'ema' take it"),
+        ("weights: [true, false, 1]", "recipe.value", "needs the name of a scheme or a list of numbers"),
+        ("weights: []", "recipe.value", "needs the name of a scheme or a list of numbers"),
+        ("optimizer: [1]", "recipe.value", "needs text, found a list"),
+        ("colour: blue", "recipe.unknown-name", "unknown key 'colour'"),
     ],
 )
 def test_average__refuses_values_of_a_recipe_by_place(tmp_path: Path, line: str, code: str, message: str) -> None:
@@ -327,10 +327,10 @@ def test_average__refuses_checkpoints_that_are_no_steps_of_one_run(tmp_path: Pat
     shutil.copytree(paths[0], tmp_path / "twin")
     write_hf(tmp_path / "wider", known_states(decoder_shapes(width=7), step=20))
     for given_paths, code in (
-        (paths[:1], "tailor.average.few"),
-        ([*paths, tmp_path / "twin"], "tailor.average.twice"),
-        ([*paths, tmp_path / "wider"], "tailor.mismatch"),
-        (paths * 50, "tailor.average.many"),
+        (paths[:1], "option.invalid"),
+        ([*paths, tmp_path / "twin"], "checkpoint.mismatch"),
+        ([*paths, tmp_path / "wider"], "checkpoint.mismatch"),
+        (paths * 50, "option.out-of-range"),
     ):
         with pytest.raises(MergePipeError) as caught:
             tailor.average(given_paths, tmp_path / "out")
@@ -345,4 +345,4 @@ def test_average__publishes_nothing_that_differs_from_its_sources(
     monkeypatch.setattr(copy_writer, "_averaging", lambda _: wrong)
     with pytest.raises(CorruptError) as caught:
         tailor.average(paths, tmp_path / "out")
-    assert (caught.value.code, (tmp_path / "out").exists(), hidden(tmp_path)) == ("tailor.self-check", False, [])
+    assert (caught.value.code, (tmp_path / "out").exists(), hidden(tmp_path)) == ("output.damaged", False, [])

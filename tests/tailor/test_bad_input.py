@@ -52,15 +52,15 @@ def test_compose__refuses_checkpoints_of_two_runs(trained: Pair) -> None:
     shutil.rmtree(trained.out)
     edit_json(trained.folder / "old" / "trainer_state.json", log_history=[{"step": 5, "loss": 2.75}])
     error = refusal(lambda: trained.compose(PARITY))
-    assert (error.code, "its log of step 5" in str(error), trained.out.exists()) == ("tailor.runs", True, False)
+    assert (error.code, "its log of step 5" in str(error), trained.out.exists()) == ("checkpoint.mismatch", True, False)
     averaged = refusal(lambda: tailor.average([trained.folder / "old", trained.folder / "new"], trained.out))
-    assert averaged.code == "tailor.runs"
+    assert averaged.code == "checkpoint.mismatch"
 
 
 def test_compose__refuses_two_architectures_of_the_same_shapes(trained: Pair) -> None:
     edit_json(trained.folder / "old" / "config.json", model_type="mistral")
     error = refusal(lambda: trained.compose(PARITY))
-    assert (error.code, "model_type is mistral" in str(error)) == ("tailor.architecture", True)
+    assert (error.code, "model_type is mistral" in str(error)) == ("checkpoint.mismatch", True)
 
 
 @pytest.mark.parametrize("kind", ["hf", "zero2", "zero3", "dcp"])
@@ -80,7 +80,7 @@ def test_open__refuses_model_files_of_different_steps(tmp_path: Path) -> None:
     file = "zero_pp_rank_1_mp_rank_00_model_states.pt"
     shutil.copy(tmp_path / "a" / file, tmp_path / "b" / file)
     error = refusal(lambda: opened(tmp_path / "b"))
-    assert (error.code, "is of step 7" in str(error), "of step 9" in str(error)) == ("tailor.zero.step", True, True)
+    assert (error.code, "is of step 7" in str(error), "of step 9" in str(error)) == ("checkpoint.damaged", True, True)
 
 
 def test_compose__takes_composites_as_sources(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_open__names_the_optimizer_that_it_does_not_read(tmp_path: Path, name: s
     known = known_states(decoder_shapes())
     _write_optimizer(tmp_path / "at", known, FOREIGN_STATES[name])
     error = refusal(lambda: opened(tmp_path / "at"))
-    assert (error.code, name in str(error)) == ("tailor.optimizer", True)
+    assert (error.code, name in str(error)) == ("checkpoint.unsupported", True)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_open__names_checkpoints_of_other_programs(tmp_path: Path, files: tuple[
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_bytes(b"")
     error = refusal(lambda: opened(tmp_path))
-    assert (error.code, name in str(error)) == ("tailor.foreign", True)
+    assert (error.code, name in str(error)) == ("checkpoint.unsupported", True)
 
 
 def test_open__refuses_flat_groups_with_padding_between_parameters(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_open__refuses_flat_groups_with_padding_between_parameters(tmp_path: Pat
     )
     (tmp_path / "mp_rank_00_model_states.pt").write_bytes(torch_bytes({"global_steps": known.step}))
     error = refusal(lambda: opened(tmp_path))
-    assert (error.code, "padded between parameters" in str(error)) == ("tailor.zero.alignment", True)
+    assert (error.code, "padded between parameters" in str(error)) == ("checkpoint.unsupported", True)
 
 
 def shared_states(array: np.ndarray) -> dict[str, object]:
@@ -159,7 +159,7 @@ def test_compose__refuses_states_that_share_bytes(tmp_path: Path) -> None:
     _write_optimizer(tmp_path / "new", replace(known, step=9), shared_states)
     (tmp_path / "recipe.yml").write_text("default: new\ntake: [{from: old, units: [norm]}]\n")
     error = refusal(lambda: tailor.check(tmp_path / "recipe.yml"))
-    assert (error.code, "share bytes" in str(error)) == ("tailor.shared", True)
+    assert (error.code, "share bytes" in str(error)) == ("checkpoint.damaged", True)
 
 
 def _ranks(folder: Path) -> list[Path]:
@@ -182,18 +182,20 @@ def _write_adam_with_maxima(folder: Path) -> None:
 
 
 MIXED: dict[str, tuple[str, Callable[[Path, Path], object], str, str]] = {
-    "rank missing": ("zero2", lambda old, _: _ranks(old)[1].unlink(), "tailor.lacks", "optimizer file of rank 1"),
-    "rank missing, stage 3": ("zero3", lambda old, _: _ranks(old)[1].unlink(), "tailor.lacks", "file of rank 1"),
+    "rank missing": ("zero2", lambda old, _: _ranks(old)[1].unlink(), "checkpoint.mismatch", "file of rank 1"),
+    "rank missing, stage 3": ("zero3", lambda old, _: _ranks(old)[1].unlink(), "checkpoint.mismatch", "file of rank 1"),
     "rank of another step": (
-        "zero3", lambda old, new: shutil.copy(_ranks(new)[1], _ranks(old)[1]), "tailor.zero.step",
+        "zero3", lambda old, new: shutil.copy(_ranks(new)[1], _ranks(old)[1]), "checkpoint.damaged",
         "/old/zero_pp_rank_1_mp_rank_00_optim_states.pt: is at optimizer step 9, zero_pp_rank_0",
     ),
     "file missing": ("dcp", lambda old, _: (old / "__1_0.distcp").unlink(), "storage.not-found", "__1_0.distcp"),
-    "no optimizer": ("hf", lambda old, _: (old / "optimizer.pt").unlink(), "tailor.lacks", "only weights are here"),
+    "no optimizer": ("hf", lambda old, _: (old / "optimizer.pt").unlink(), "checkpoint.mismatch", "only weights"),
     "momentum": (
-        "hf", lambda old, _: _write_other_optimizer(old, lambda a: {"momentum_buffer": a}), "tailor.lacks", "exp_avg",
+        "hf", lambda old, _: _write_other_optimizer(old, lambda a: {"momentum_buffer": a}),
+        "checkpoint.mismatch",
+        "exp_avg",
     ),
-    "maxima": ("hf", lambda old, _: _write_adam_with_maxima(old), "tailor.mismatch", "only one has max_exp_avg_sq"),
+    "maxima": ("hf", lambda old, _: _write_adam_with_maxima(old), "checkpoint.mismatch", "only one has max_exp_avg_sq"),
 }  # fmt: skip
 
 

@@ -242,19 +242,19 @@ def refused(pair: Pair, text: str, options: ComposeOptions = FULL) -> MergePipeE
 @pytest.mark.parametrize(
     ("text", "kind", "code"),
     [
-        ("take: [{from: old, units: [layers all]}]", RecipeError, "tailor.uncovered"),
-        ("default: new\ntake: [{from: old, units: [layer 3]}]", RecipeError, "tailor.units.no_layer"),
-        ("default: new\ntake: [{from: old, units: ['name:*.mlp.up']}]", RecipeError, "tailor.units.empty"),
+        ("take: [{from: old, units: [layers all]}]", RecipeError, "recipe.incomplete"),
+        ("default: new\ntake: [{from: old, units: [layer 3]}]", RecipeError, "recipe.units"),
+        ("default: new\ntake: [{from: old, units: ['name:*.mlp.up']}]", RecipeError, "recipe.units"),
         (
             "take: [{from: old, units: [layers all]}, {from: new, units: [layer 1, embed, norm, lm_head]}]",
             RecipeError,
-            "tailor.recipe.overlap",
+            "recipe.conflict",
         ),
-        ("default: new\ntake: [{from: gone, units: [embed]}]", NotFoundError, "recipe.model.not-found"),
-        ("default: new\nstate_frm: old", RecipeError, "recipe.unknown-key"),
-        ("default: new\ntokenizer_source: base", RecipeError, "recipe.unknown-key"),
-        ("default: [new]", RecipeError, "recipe.wrong-kind"),
-        ("state_from: new", RecipeError, "recipe.missing-key"),
+        ("default: new\ntake: [{from: gone, units: [embed]}]", NotFoundError, "model.not-found"),
+        ("default: new\nstate_frm: old", RecipeError, "recipe.unknown-name"),
+        ("default: new\ntokenizer_source: base", RecipeError, "recipe.unknown-name"),
+        ("default: [new]", RecipeError, "recipe.value"),
+        ("state_from: new", RecipeError, "recipe.incomplete"),
     ],
 )
 def test_compose__refuses_recipes_that_do_not_add_up(
@@ -267,8 +267,8 @@ def test_compose__refuses_recipes_that_do_not_add_up(
 def test_compose__tells_everything_that_is_wrong_at_once(zero2: Pair) -> None:
     error = refused(zero2, "take: [{from: old, units: [layers evn, embed]}, {from: gone, unit: [x]}]\ndefalt: new")
     assert [p.code for p in error.problems] == [
-        "recipe.unknown-key", "tailor.units.layers", "recipe.unknown-key", "recipe.missing-key",
-        "recipe.model.not-found",
+        "recipe.unknown-name", "recipe.units", "recipe.unknown-name", "recipe.incomplete",
+        "model.not-found",
     ]  # fmt: skip
 
 
@@ -294,7 +294,7 @@ def test_compose__refuses_sources_that_do_not_fit(zero2: Pair, misfit: str) -> N
     write(zero2.folder / "old")
     error = refused(zero2, PARITY)
     assert isinstance(error, MismatchError)
-    assert (error.code, any(reason in p.message for p in error.problems)) == ("tailor.mismatch", True)
+    assert (error.code, any(reason in p.message for p in error.problems)) == ("checkpoint.mismatch", True)
 
 
 def test_compose__refuses_a_head_tied_to_embeddings_of_another_source(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_compose__refuses_a_head_tied_to_embeddings_of_another_source(tmp_path: 
         "pre_weights: [{name: model.embed_tokens.weight, model: old}, {name: model.norm.weight, model: new}]\n"
         "post_weights: [{name: lm_head.weight, model: %s}]\n"
     )
-    assert refused(pair, text % "new").code == "tailor.tied"
+    assert refused(pair, text % "new").code == "checkpoint.mismatch"
     pair.compose(text % "old")
     assert wrong_values(pair.out, pair, ["model.embed_tokens.weight"]) == []
 
@@ -313,13 +313,13 @@ def test_compose__refuses_a_head_tied_to_embeddings_of_another_source(tmp_path: 
 def test_compose__needs_one_complete_checkpoint(zero2: Pair) -> None:
     for name in ("old", "new"):
         (zero2.folder / name / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    assert refused(zero2, PARITY).code == "tailor.incomplete"
+    assert refused(zero2, PARITY).code == "checkpoint.mismatch"
 
 
 def test_compose__refuses_what_an_incomplete_source_lacks(zero2: Pair) -> None:
     (zero2.folder / "old" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
     error = refused(zero2, PARITY)
-    assert error.code == "tailor.lacks"
+    assert error.code == "checkpoint.mismatch"
     (problem,) = error.problems
     assert "of model.embed_tokens.weight is saved in part only, and" in problem.message
     assert "it lacks the optimizer file of rank 0" in problem.message
@@ -348,7 +348,7 @@ def test_compose__executes_nothing(zero2: Pair) -> None:
     evil = pickle_file(b"\x80\x02cposix\nsystem\n(X\x0c\x00\x00\x00touch hackedtR.")
     (zero2.folder / "old" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(evil)
     error = refused(zero2, PARITY)
-    assert (type(error), error.code) == (UnsupportedError, "pickle.global")
+    assert (type(error), error.code) == (UnsupportedError, "pickle.refused")
     assert not Path("hacked").exists()
 
 
@@ -359,7 +359,7 @@ def test_compose__refuses_checksums_it_could_not_renew(tmp_path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             members = [Member(n, archive.read(n), flags=0) for n in archive.namelist()]
         path.write_bytes(zip_bytes(members))
-    assert refused(pair, PARITY).code == "tailor.checksum"
+    assert refused(pair, PARITY).code == "checkpoint.unsupported"
 
 
 # --- slices
@@ -381,16 +381,16 @@ def test_compose__understands_slices_with_zero_length_ranges(zero2: Pair) -> Non
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        ("slices: []\nmerge_method: linear", "tailor.recipe.method"),
-        ("slices: [{sources: [{model: new, layer_range: [3]}]}]\nmerge_method: passthrough", "tailor.recipe.range"),
-        ("slices: [{sources: [{model: new, layer_range: [2, 1]}]}]\nmerge_method: passthrough", "tailor.recipe.range"),
-        ("slices: [{sources: []}]\nmerge_method: passthrough", "tailor.recipe.sources"),
-        ("slices: [{sources: [{model: new, layer_range: [9, 9]}]}]\nmerge_method: passthrough", "tailor.units.number"),
-        ("pre_weights: [{name: model.nrm.weight, model: new}]\nmerge_method: passthrough", "tailor.units.name"),
+        ("slices: []\nmerge_method: linear", "recipe.value"),
+        ("slices: [{sources: [{model: new, layer_range: [3]}]}]\nmerge_method: passthrough", "recipe.value"),
+        ("slices: [{sources: [{model: new, layer_range: [2, 1]}]}]\nmerge_method: passthrough", "recipe.value"),
+        ("slices: [{sources: []}]\nmerge_method: passthrough", "recipe.value"),
+        ("slices: [{sources: [{model: new, layer_range: [9, 9]}]}]\nmerge_method: passthrough", "recipe.units"),
+        ("pre_weights: [{name: model.nrm.weight, model: new}]\nmerge_method: passthrough", "recipe.units"),
         (
             "slices: [{sources: [{model: new, layer_range: [0, 0]}]}]\nmerge_method: passthrough\n"
             "pre_weights: [{name: model.norm.weight, model: old}]",
-            "tailor.recipe.overlap",
+            "recipe.conflict",
         ),
     ],
 )
@@ -402,7 +402,7 @@ def test_compose__refuses_another_dtype_than_the_sources(zero2: Pair) -> None:
     text = "slices: [{sources: [{model: new, layer_range: [0, 3]}]}]\nmerge_method: passthrough\ndtype: bfloat16\n"
     names = ("model.norm.weight", "lm_head.weight", "model.embed_tokens.weight")
     weights = ", ".join(f"{{name: {n}, model: new}}" for n in names)
-    assert refused(zero2, f"{text}post_weights: [{weights}]").code == "tailor.dtype"
+    assert refused(zero2, f"{text}post_weights: [{weights}]").code == "checkpoint.mismatch"
 
 
 def test_compose__touches_nothing_that_is_not_its_own(zero2: Pair) -> None:
@@ -417,7 +417,7 @@ def test_compose__touches_nothing_that_is_not_its_own(zero2: Pair) -> None:
     (zero2.out / "notes").write_text("precious")
     with pytest.raises(OutputError, match="notes") as caught:
         zero2.compose(PARITY, replace(FULL, force=True))
-    assert caught.value.code == "output.unlisted-files"
+    assert caught.value.code == "output.not-ours"
     assert (zero2.out / "notes").read_text() == "precious"
 
 
@@ -486,7 +486,7 @@ def test_compose__notices_bytes_that_were_written_wrongly(zero2: Pair) -> None:
 
     with replaced(os, "pwrite", flip), pytest.raises(CorruptError, match="exp_avg of model") as caught:
         zero2.compose(PARITY)
-    assert (caught.value.code, zero2.out.exists(), hidden(zero2.folder)) == ("tailor.self-check", False, [])
+    assert (caught.value.code, zero2.out.exists(), hidden(zero2.folder)) == ("output.damaged", False, [])
 
 
 @pytest.mark.parametrize("during", ["Copier", "check_composite"])
@@ -549,14 +549,14 @@ def test_compose__takes_units_from_a_partial_checkpoint(with_partial: Pair) -> N
 
 def test_compose__refuses_units_that_a_partial_checkpoint_lacks(with_partial: Pair) -> None:
     error = refused(with_partial, "default: old\ntake: [{from: new, units: [layers 0-1]}]\n")
-    assert error.code == "tailor.lacks"
+    assert error.code == "checkpoint.mismatch"
     (problem,) = error.problems
     assert "of model.layers.0." in problem.message
 
 
 def test_compose__needs_the_full_base_of_a_partial_checkpoint(with_partial: Pair) -> None:
-    assert refused(with_partial, "default: new\n").code == "tailor.incomplete"
-    assert refused(with_partial, "default: old\nstate_from: new\n").code == "tailor.state.files"
+    assert refused(with_partial, "default: new\n").code == "checkpoint.mismatch"
+    assert refused(with_partial, "default: old\nstate_from: new\n").code == "checkpoint.incomplete"
 
 
 def trainer_partial(folder: Path, known: KnownStates, rates: tuple[float, ...], *names: str) -> None:
@@ -611,9 +611,9 @@ def test_compose__resumes_at_the_step_of_a_partial_checkpoint(trainer: Pair) -> 
 @pytest.mark.parametrize(
     ("rates", "names", "code"),
     [
-        ((0.25, 0.5), STATE_NAMES[1:], "tailor.state.files"),
-        ((0.25, 0.5), STATE_NAMES[:2], "tailor.state.files"),
-        ((0.25,), STATE_NAMES, "tailor.state.rates"),
+        ((0.25, 0.5), STATE_NAMES[1:], "checkpoint.incomplete"),
+        ((0.25, 0.5), STATE_NAMES[:2], "checkpoint.incomplete"),
+        ((0.25,), STATE_NAMES, "checkpoint.incomplete"),
     ],
 )
 def test_compose__refuses_a_partial_state_that_is_not_whole(

@@ -119,7 +119,7 @@ def test_open_training_checkpoint__refuses_a_latest_that_leads_elsewhere(tmp_pat
     (tmp_path / "latest").write_text(tag)
     with pytest.raises((CorruptError, NotFoundError)) as caught:
         open_training_checkpoint(MetadataStore(), Location.local(tmp_path))
-    assert caught.value.code == ("storage.too-large" if len(tag) > 200 else "tailor.latest")
+    assert caught.value.code == ("storage.too-large" if len(tag) > 200 else "checkpoint.incomplete")
 
 
 def test_open_training_checkpoint__says_when_nothing_is_there(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_read_zero__refuses_partitions_of_another_length(tmp_path: Path, known: 
     (folder / name).write_bytes((other / name).read_bytes())
     with pytest.raises(CorruptError) as caught:
         open_training_checkpoint(MetadataStore(), Location.local(folder))
-    assert caught.value.code == "tailor.zero.partition"
+    assert caught.value.code == "checkpoint.damaged"
 
 
 def test_read_zero__refuses_model_parallel_files(tmp_path: Path, known: KnownStates) -> None:
@@ -252,7 +252,7 @@ def test_read_hf_checkpoint__refuses_the_optimizer_of_another_model(tmp_path: Pa
     write_hf(tmp_path / "a", known)
     write_hf(tmp_path / "b", known_states(decoder_shapes(width=6)))
     write_hf(tmp_path / "c", known_states(decoder_shapes(n_layers=2)))
-    for other, code in (("b", "tailor.hf.shapes"), ("c", "tailor.hf.groups")):
+    for other, code in (("b", "checkpoint.mismatch"), ("c", "checkpoint.mismatch")):
         (tmp_path / "a" / "optimizer.pt").write_bytes((tmp_path / other / "optimizer.pt").read_bytes())
         with pytest.raises(MismatchError) as caught:
             open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "a"))
@@ -330,7 +330,7 @@ def test_unpack_piece__refuses_another_items_place(tmp_path: Path, known: KnownS
         unpack_piece(MetadataStore(), swapped, ours.dtype)
 
 
-PREFIXES = ("tailor", "pickle", "torch", "zip", "storage", "deepspeed-zero", "hf-optimizer", "torch-dcp")
+PREFIXES = ("checkpoint", "pickle", "storage", "deepspeed-zero", "hf-optimizer", "torch-dcp")
 
 
 def flip_in_pickle(path: Path, data: st.DataObject) -> None:

@@ -106,7 +106,7 @@ def test_compose__refuses_optimizer_state_of_packed_weights(run: Path, tmp_path:
     with pytest.raises(MergePipeError) as caught:
         tailor.compose(recipe, tmp_path / "out")
     (problem,) = caught.value.problems
-    assert (problem.code, problem.where) == ("tailor.lacks", str(sources[1]))
+    assert (problem.code, problem.where) == ("checkpoint.mismatch", str(sources[1]))
     assert "it lacks the optimizer's state: only weights are here" in problem.message
     assert problem.hint == "take them from a checkpoint that holds them"
     with pytest.raises(MergePipeError, match="it takes weights alone"):
@@ -126,7 +126,7 @@ def test_average__orders_weights_alone_by_their_names(run: Path, tmp_path: Path)
     nameless = shutil.copytree(run / "plain" / "checkpoint-100", tmp_path / "first")
     with pytest.raises(MergePipeError) as caught:
         tailor.average([nameless, *steps_of(run, "plain")], tmp_path / "out")
-    assert caught.value.code == "tailor.weights.step"
+    assert caught.value.code == "checkpoint.unsupported"
 
 
 # --- lower stores that are not what they were
@@ -136,7 +136,7 @@ def test_average__without_a_store_of_its_chain_is_refused(copy: list[Path], tmp_
     shutil.rmtree(copy[0])
     with pytest.raises(NotFoundError) as caught:
         tailor.average(copy[1:], tmp_path / "out")
-    assert caught.value.code == "store.base-missing"
+    assert caught.value.code == "input.not-found"
 
 
 def test_average__of_a_truncated_store_below_is_refused(copy: list[Path], tmp_path: Path) -> None:

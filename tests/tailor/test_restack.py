@@ -67,7 +67,7 @@ def test_compose__refuses_another_number_of_layers(tmp_path: Path, kind: str) ->
     for options in (FULL, replace(FULL, is_universal=True)):
         with pytest.raises(MergePipeError, match="stack 4 layers on a model of 3: ") as caught:
             pair.compose(slices([("new", 0, 2), ("old", 1, 3)]), options)
-        assert (caught.value.code, pair.out.exists()) == ("tailor.restack", False)
+        assert (caught.value.code, pair.out.exists()) == ("recipe.conflict", False)
 
 
 def test_compose__of_slices_in_order_changes_no_place(tmp_path: Path) -> None:
@@ -91,10 +91,10 @@ def test_compose__turns_lists_of_the_configuration_with_the_layers(tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "code", "words"),
     [
-        (slices([("new", 1, 5)]), "tailor.units.no_layer", "has no layer 3"),
-        (slices([("new", 0, 3)], ""), "tailor.uncovered", "embed, norm, lm_head"),
-        ("default: new\ntake: [{from: old, units: [\"layers 1,1\"]}]", "tailor.units.layers", "names layer 1 twice"),
-        ("default: new\ntake: [{from: old, units: [layers 1, layers odd]}]", "tailor.recipe.overlap", "once more"),
+        (slices([("new", 1, 5)]), "recipe.units", "has no layer 3"),
+        (slices([("new", 0, 3)], ""), "recipe.incomplete", "embed, norm, lm_head"),
+        ("default: new\ntake: [{from: old, units: [\"layers 1,1\"]}]", "recipe.units", "names layer 1 twice"),
+        ("default: new\ntake: [{from: old, units: [layers 1, layers odd]}]", "recipe.conflict", "once more"),
     ],
 )  # fmt: skip
 def test_compose__says_what_cannot_be_stacked(tmp_path: Path, text: str, code: str, words: str) -> None:

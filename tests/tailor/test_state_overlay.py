@@ -163,7 +163,7 @@ def test_compose__puts_the_scheduler_where_the_engine_keeps_it(tmp_path: Path) -
     (tmp_path / "new" / "scheduler.pt").unlink()
     (tmp_path / "old" / "scheduler.pt").unlink()
     shutil.rmtree(pair.out)
-    assert refused(pair).code == "tailor.state.files"
+    assert refused(pair).code == "checkpoint.incomplete"
 
 
 def test_compose__takes_the_complete_checkpoint_where_a_partial_one_has_no_state(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_compose__takes_the_complete_checkpoint_where_a_partial_one_has_no_state
     report = pair.compose(RECIPE)
     assert (report.plan.assignment.state.step, ages(report)["layer 1"]) == (7, 7 - LATE)
     shutil.rmtree(pair.out)
-    assert refused(pair, RECIPE + "state_from: new\n").code == "tailor.state.files"
+    assert refused(pair, RECIPE + "state_from: new\n").code == "checkpoint.incomplete"
 
 
 def test_compose__refuses_random_states_of_fewer_ranks(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_compose__resumes_dcp_at_the_step_of_a_partial_checkpoint(tmp_path: Path
 def test_compose__refuses_a_dcp_state_that_lacks_a_value(tmp_path: Path) -> None:
     pair = dcp_pair(tmp_path, {key: value for key, value in PLAIN.items() if key != "step"})
     error = refused(pair)
-    assert (error.code, "lacks step" in str(error)) == ("tailor.state.files", True)
+    assert (error.code, "lacks step" in str(error)) == ("checkpoint.incomplete", True)
 
 
 # --- tied weights of DCP
@@ -273,7 +273,7 @@ def test_compose__refuses_tied_weights_from_two_sources(tied: Pair) -> None:
         "pre_weights: [{name: model.embed_tokens.weight, model: old}, {name: model.norm.weight, model: new}]\n"
         "post_weights: [{name: lm_head.weight, model: %s}]\n"
     )
-    assert refused(tied, text % "new").code == "tailor.tied"
+    assert refused(tied, text % "new").code == "checkpoint.mismatch"
     tied.compose(text % "old")
     head, embed = (stored_values(made.states[n, "weight"]) for n in (*TIED, *TIED.values()) for made in [opened(tied)])
     assert (head == embed).all()

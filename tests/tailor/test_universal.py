@@ -118,7 +118,7 @@ def refused(act: Callable[[], object]) -> str:
 def test_export__is_refused_where_it_cannot_be(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, FORMATS["hf"])
     recipe = pair.recipe("default: new\n")
-    assert refused(lambda: api.check(recipe, export="universal")) == "tailor.universal.format"
+    assert refused(lambda: api.check(recipe, export="universal")) == "checkpoint.unsupported"
     assert refused(lambda: api.check(recipe, export="parquet")) == "option.invalid"
 
 
@@ -126,10 +126,10 @@ def test_open__refuses_universal_checkpoints_that_lie(tmp_path: Path) -> None:
     make_pair(tmp_path, write_universal("zero2"))
     states = tmp_path / "new" / "zero" / "model.norm.weight"
     edit(states / "fp32.pt", {("param",): None})
-    assert refused(lambda: api.inspect(tmp_path / "new")) == "tailor.structure"
+    assert refused(lambda: api.inspect(tmp_path / "new")) == "checkpoint.damaged"
     (states / "fp32.pt").unlink()
     assert open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "new")).missing == (
         "fp32 of model.norm.weight",
     )
     edit(tmp_path / "old" / "zero" / "model.norm.weight" / "step.pt", {(): 8})
-    assert refused(lambda: api.inspect(tmp_path / "old")) == "tailor.zero.step"
+    assert refused(lambda: api.inspect(tmp_path / "old")) == "checkpoint.damaged"

@@ -35,7 +35,7 @@ class Catalog:
 
         Raises:
             ConflictError: `catalog.locked`.
-            CorruptError: `catalog.corrupt`.
+            CorruptError: `catalog.damaged`.
             MismatchError: `catalog.foreign`.
             StorageError: `catalog.permission`, `catalog.no-space`, `catalog.io`.
             UnsupportedError: `catalog.newer`, `catalog.older`.
@@ -113,9 +113,9 @@ class Catalog:
 
         Raises:
             CorruptError: `manifest.*`.
-            NotFoundError: `manifest.missing`.
+            NotFoundError: `snapshot.not-found`.
             StorageError: it cannot be read.
-            UnsupportedError: `manifest.version`, `catalog.path-encoding`.
+            UnsupportedError: `format.version`, `catalog.path-encoding`.
         """
         return self._record(read_manifest(self._store, path), path, created, keep_created=True)
 
@@ -133,7 +133,7 @@ class Catalog:
         """Find a snapshot by its path, its sid, or at least the first four digits of it.
 
         Raises:
-            NotFoundError: `snapshot.unknown`.
+            NotFoundError: `snapshot.not-found`.
             RecipeError: `snapshot.ambiguous`.
         """
         with self._database.read_transaction() as connection:
@@ -179,7 +179,7 @@ class Catalog:
         """Read every page of the file and every snapshot.
 
         Raises:
-            CorruptError: `catalog.corrupt`.
+            CorruptError: `catalog.damaged`.
         """
         self._database.check_integrity()
         self.snapshots()

@@ -131,12 +131,12 @@ class Database:
         """Read every page.
 
         Raises:
-            CorruptError: `catalog.corrupt`, with SQLite's first finding.
+            CorruptError: `catalog.damaged`, with SQLite's first finding.
         """
         with self.read_transaction() as connection:
             finding = str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
         if finding != "ok":
-            raise CorruptError.of("catalog.corrupt", self.path, finding, REBUILD_HINT)
+            raise CorruptError.of("catalog.damaged", self.path, finding, REBUILD_HINT)
 
     def close(self) -> None:
         """Close the connection; the last one in all processes moves the WAL into the file."""
@@ -149,7 +149,7 @@ def open_database(home: Path, *, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) 
 
     Raises:
         ConflictError: `catalog.locked`, another process kept it locked for `timeout_seconds`.
-        CorruptError: `catalog.corrupt`, not a sound SQLite file or tables are missing.
+        CorruptError: `catalog.damaged`, not a sound SQLite file or tables are missing.
         MismatchError: `catalog.foreign`, a SQLite file of another application, which is left alone.
         UnsupportedError: `catalog.newer` or `catalog.older`, made by another version.
         StorageError: `catalog.not-a-file`, `catalog.permission`, `catalog.no-space` or `catalog.io`.
@@ -207,7 +207,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, deadline_seconds: float
     differing = sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
     if differing:
         raise CorruptError.of(
-            "catalog.corrupt",
+            "catalog.damaged",
             path,
             f"tables or indexes are missing or have another definition: {differing}",
             REBUILD_HINT,
@@ -224,7 +224,7 @@ def _check_ours(connection: sqlite3.Connection, path: Path) -> bool:
     except sqlite3.OperationalError as error:
         if _primary_code(error) != sqlite3.SQLITE_ERROR:
             raise
-        raise CorruptError.of("catalog.corrupt", path, str(error), REBUILD_HINT) from error  # a corrupt header
+        raise CorruptError.of("catalog.damaged", path, str(error), REBUILD_HINT) from error  # a corrupt header
     finally:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
@@ -247,7 +247,7 @@ def _check_ours(connection: sqlite3.Connection, path: Path) -> bool:
             f"{REBUILD_HINT}, which sets it aside, and analyze again",
         )
     if version < 1 and tables:
-        raise CorruptError.of("catalog.corrupt", path, f"it has tables but schema version {version}", REBUILD_HINT)
+        raise CorruptError.of("catalog.damaged", path, f"it has tables but schema version {version}", REBUILD_HINT)
     return not tables
 
 
@@ -266,7 +266,7 @@ def typed_errors(path: Path) -> Iterator[None]:
             raise
         raise typed from error
     except UnicodeDecodeError as error:  # the message of SQLite's error is not UTF-8
-        raise CorruptError.of("catalog.corrupt", path, str(error), REBUILD_HINT) from error
+        raise CorruptError.of("catalog.damaged", path, str(error), REBUILD_HINT) from error
 
 
 def _typed(error: sqlite3.Error, path: Path) -> MergePipeError | None:
@@ -278,7 +278,7 @@ def _typed(error: sqlite3.Error, path: Path) -> MergePipeError | None:
     if code in _CORRUPT_CODES or (
         code == 0 and isinstance(error, sqlite3.OperationalError)
     ):  # 0: text that is no UTF-8
-        return CorruptError.of("catalog.corrupt", path, reason, REBUILD_HINT)
+        return CorruptError.of("catalog.damaged", path, reason, REBUILD_HINT)
     if code in _PERMISSION_CODES:
         return StorageError.of("catalog.permission", path, reason, "check the permissions, or use --home")
     if code == sqlite3.SQLITE_FULL:

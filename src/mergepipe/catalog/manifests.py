@@ -63,9 +63,9 @@ def parse_manifest(raw: bytes, where: Path) -> SnapshotRecord:
 
     Raises:
         CorruptError: `manifest.*`.
-        UnsupportedError: `manifest.version`, another version of the format.
+        UnsupportedError: `format.version`, another version of the format.
     """
-    content = _Fields(parse_object(raw, where=where, code="manifest.not_json"), where)
+    content = _Fields(parse_object(raw, where=where, code="manifest.damaged"), where)
     check_format(content.text("format"), where)
     sid = content.text("sid")
     if len(sid) != _SID_DIGITS or not set(sid) <= _HEX_DIGITS:
@@ -110,7 +110,7 @@ class _Fields:
     where: Path
 
     def refuse(self, message: str) -> NoReturn:
-        raise CorruptError.of("manifest.field", self.where, message)
+        raise CorruptError.of("manifest.damaged", self.where, message)
 
     def text(self, name: str) -> str:
         value = self.values.get(name)
@@ -156,16 +156,16 @@ def read_manifest(store: Store, directory: Path) -> SnapshotRecord:
     """Read the manifest of a snapshot on storage; the paths of its inputs become absolute.
 
     Raises:
-        NotFoundError: `manifest.missing`.
+        NotFoundError: `snapshot.not-found`.
         CorruptError: `manifest.*`, `storage.too-large`.
         StorageError: `storage.*`, it cannot be read.
-        UnsupportedError: `manifest.version`.
+        UnsupportedError: `format.version`.
     """
     path = directory / MANIFEST_NAME
     try:
         raw = store.read_small(Location.local(path), MANIFEST_BYTES)
     except NotFoundError as error:
-        raise NotFoundError.of("manifest.missing", path, "no such file") from error
+        raise NotFoundError.of("snapshot.not-found", path, "no such file") from error
     record = parse_manifest(raw, path)
     inputs = tuple(
         replace(source, path=absolute_reference(source.path, Location.local(directory))) for source in record.inputs
@@ -195,14 +195,14 @@ def find_manifests(roots: Sequence[Path], unreadable: list[Problem]) -> Iterator
     Directories that cannot be listed are appended to `unreadable`.
 
     Raises:
-        NotFoundError: `catalog.root-missing`, a root is not a directory.
+        NotFoundError: `storage.not-found`, a root is not a directory.
     """
     for root in roots:
         if not root.is_dir():
-            raise NotFoundError.of("catalog.root-missing", root, "no such directory", "check the path")
+            raise NotFoundError.of("storage.not-found", root, "no such directory", "check the path")
 
     def append_unreadable(error: OSError) -> None:
-        unreadable.append(Problem("catalog.root-unreadable", str(error.filename), error.strerror or str(error)))
+        unreadable.append(Problem("catalog.skipped", str(error.filename), error.strerror or str(error)))
 
     for root in roots:
         for directory, children, files in os.walk(root, onerror=append_unreadable):

@@ -30,7 +30,7 @@ def rebuild(home: Path, roots: Sequence[Path], *, timeout_seconds: float = LOCK_
     deleted. Close other processes that use it first: they would continue to write to the moved file.
 
     Raises:
-        NotFoundError: `catalog.root-missing`.
+        NotFoundError: `storage.not-found`.
         ConflictError, MismatchError, StorageError, UnsupportedError: as `Catalog.open`.
     """
     unreadable: list[Problem] = []
@@ -116,7 +116,7 @@ def _adopt_all(catalog: Catalog, paths: Iterable[Path], unreadable: list[Problem
             codes = {problem.code for problem in error.problems}
             if not codes.isdisjoint(_FATAL):
                 raise
-            if "manifest.composite" in codes:
+            if "snapshot.composite" in codes:
                 adopted.composites.append(path)
             else:
                 unreadable.extend(error.problems)

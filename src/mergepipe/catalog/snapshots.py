@@ -114,7 +114,7 @@ def one_snapshot(connection: sqlite3.Connection, reference: str | Path) -> Snaps
     """Find a snapshot by path, sid or a prefix of its sid; of several with that sid, the newest.
 
     Raises:
-        NotFoundError: `snapshot.unknown`.
+        NotFoundError: `snapshot.not-found`.
         RecipeError: `snapshot.ambiguous`.
     """
     at_path = _row_at(connection, Path(reference))
@@ -132,7 +132,7 @@ def one_snapshot(connection: sqlite3.Connection, reference: str | Path) -> Snaps
     if len(prefix) < MIN_PREFIX_DIGITS:
         message = f"{len(prefix)} digits of a sid are too few"
         hint = f"give {needed}: {' or '.join(sid[:needed] for sid in sids[:5])}"
-        raise NotFoundError.of("snapshot.unknown", reference, message, hint)
+        raise NotFoundError.of("snapshot.not-found", reference, message, hint)
     if len(sids) > 1:
         message = f"could be {', '.join(sids[:5])}"
         raise RecipeError.of("snapshot.ambiguous", reference, message, f"give {needed} digits")
@@ -147,7 +147,7 @@ def _n_common(a: str, b: str) -> int:
 def _unknown(connection: sqlite3.Connection, reference: str | Path) -> MergePipeError:
     references = [str(value) for row in connection.execute("SELECT sid, path FROM snapshots") for value in row]
     hint = did_you_mean(str(reference), references) if references else "the catalog holds no snapshots"
-    return NotFoundError.of("snapshot.unknown", reference, "no such snapshot in the catalog", hint)
+    return NotFoundError.of("snapshot.not-found", reference, "no such snapshot in the catalog", hint)
 
 
 def _row_at(connection: sqlite3.Connection, path: Path) -> SnapshotRow | None:
@@ -276,4 +276,4 @@ def _snapshot(connection: sqlite3.Connection, row: tuple[object, ...]) -> Snapsh
 
 
 def _damaged(path: object, error: Exception) -> MergePipeError:
-    return CorruptError.of("catalog.corrupt", path, f"the snapshot's row is damaged: {error}", REBUILD_HINT)
+    return CorruptError.of("catalog.damaged", path, f"the snapshot's row is damaged: {error}", REBUILD_HINT)

@@ -34,7 +34,7 @@ SEAL_BYTES: Final = 32
 _LENGTH_BYTES = 8
 _HEX = frozenset("0123456789abcdef")
 _HINT = "get the file again, or make it with `mergepipe analyze`"
-_CODES = FieldCodes("stats.key", "stats.type", "stats.value", _HINT)
+_CODES = FieldCodes("statistics.damaged", "statistics.damaged", "statistics.damaged", _HINT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class StatisticsFile:
         """Encode the file.
 
         Raises:
-            LimitError: `stats.too-large`, no reader would take it.
+            LimitError: `statistics.too-large`, no reader would take it.
         """
         tensors = sorted(self.tensors.items())
         header = canonical_json({
@@ -119,7 +119,9 @@ class StatisticsFile:
         content = b"".join((MAGIC, len(header).to_bytes(_LENGTH_BYTES, "little"), header, *arrays))
         if len(content) + SEAL_BYTES > STATISTICS_BYTES:
             message = f"{len(content)} bytes of statistics, at most {STATISTICS_BYTES} go into one file"
-            raise LimitError.of("stats.too-large", STATISTICS_NAME, message, "analyze with larger --block-elements")
+            raise LimitError.of(
+                "statistics.too-large", STATISTICS_NAME, message, "analyze with larger --block-elements"
+            )
         return content + blake3(content).digest()
 
 
@@ -147,19 +149,19 @@ def parse_statistics(raw: bytes, where: object) -> StatisticsFile:
 
     Raises:
         CorruptError: it is damaged or contradicts the format.
-        UnsupportedError: `stats.version`, it is of another version.
+        UnsupportedError: `format.version`, it is of another version.
     """
     start = len(MAGIC) + _LENGTH_BYTES
     if len(raw) < start + SEAL_BYTES or not raw.startswith(MAGIC):
-        raise _corrupt("stats.magic", where, "is not a file of statistics")
+        raise _corrupt("statistics.damaged", where, "is not a file of statistics")
     if blake3(memoryview(raw)[:-SEAL_BYTES]).digest() != raw[-SEAL_BYTES:]:
-        raise _corrupt("stats.checksum", where, "is damaged: its checksum does not fit")
+        raise _corrupt("statistics.damaged", where, "is damaged: its checksum does not fit")
     stop = start + int.from_bytes(raw[len(MAGIC) : start], "little")
     if stop > len(raw) - SEAL_BYTES:
-        raise _corrupt("stats.length", where, f"its header ends at byte {stop}, the file has {len(raw)}")
+        raise _corrupt("statistics.damaged", where, f"its header ends at byte {stop}, the file has {len(raw)}")
 
     def refuse(reason: str) -> NoReturn:
-        raise _corrupt("stats.json", where, reason)
+        raise _corrupt("statistics.damaged", where, reason)
 
     fields = JsonFields(parse_digestible(raw[start:stop], refuse), _CODES, where)
     _check_version(fields, where)
@@ -186,7 +188,7 @@ def _check_version(fields: JsonFields, where: object) -> None:
         fields.refuse("the format is not that of statistics")
     if version != str(FORMAT_VERSION):
         message = f"statistics of version {version[:20]}, {FORMAT_VERSION} is known"
-        raise UnsupportedError.of("stats.version", where, message, "analyze again, or update mergepipe")
+        raise UnsupportedError.of("format.version", where, message, "analyze again, or update mergepipe")
 
 
 def _content(fields: JsonFields) -> PortableContent:
@@ -231,19 +233,19 @@ class _Decoder:
         is_ascending = ((densities_D > 0) & (densities_D <= 1)).all() and (np.diff(densities_D) > 0).all()
         if not is_ascending or not set(densities) <= set(densities_D.tolist()):
             message = f"tensor {tensor[:80]!r} has densities that are no ascending shares, or lacks some"
-            raise _corrupt("stats.arrays", self._where, message)
+            raise _corrupt("statistics.damaged", self._where, message)
         return TensorStatistics(grid, blocks_B, densities_D, cuts_D3, products_3)
 
     def _take(self, nbytes: int) -> memoryview:
         if nbytes > len(self._raw) - self._at:
-            raise _corrupt("stats.arrays", self._where, "its header tells of more than the file holds")
+            raise _corrupt("statistics.damaged", self._where, "its header tells of more than the file holds")
         self._at += nbytes
         return self._raw[self._at - nbytes : self._at]
 
     def done(self) -> None:
         """Refuse bytes that the header does not tell of."""
         if self._at != len(self._raw):
-            raise _corrupt("stats.arrays", self._where, "there are bytes behind the last tensor")
+            raise _corrupt("statistics.damaged", self._where, "there are bytes behind the last tensor")
 
 
 def _corrupt(code: str, where: object, message: str) -> MergePipeError:
@@ -264,7 +266,7 @@ def write_statistics(home: Path, file: StatisticsFile) -> Path:
     Any number of processes may do so at once: what they write of equal contents is equal.
 
     Raises:
-        LimitError: `stats.too-large`.
+        LimitError: `statistics.too-large`.
         StorageError: it cannot be written there.
     """
     path, content = statistics_path(home, file.expert.digest, file.base.digest), file.to_bytes()

@@ -91,7 +91,7 @@ def read_adapter_config(store: Store, path: Location) -> AdapterConfig:
         CorruptError: it contradicts itself or is no configuration.
         NotFoundError, StorageError: from the store.
     """
-    config = parse_object(store.read_small(path, ADAPTER_CONFIG_BYTES), where=path, code="adapter.config.not_json")
+    config = parse_object(store.read_small(path, ADAPTER_CONFIG_BYTES), where=path, code="adapter.damaged")
     _check_kind(config, path)
     rank = _rank(config.get("r", 8), "r", path)
     ranks = {key: _rank(value, key, path) for key, value in _patterns(config, "rank_pattern", path)}
@@ -110,21 +110,21 @@ def _check_kind(config: Mapping[str, JsonValue], path: Location) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UnsupportedError.of(
-            "adapter.type", path, f"the adapter is {shown(kind)}, only 'LORA' is read", MERGE_HINT
+            "adapter.unsupported", path, f"the adapter is {shown(kind)}, only 'LORA' is read", MERGE_HINT
         )
     for key, what in _VARIANTS.items():
         if config.get(key):
-            raise UnsupportedError.of("adapter.variant", path, f"{key}: {what}, is not read", MERGE_HINT)
+            raise UnsupportedError.of("adapter.unsupported", path, f"{key}: {what}, is not read", MERGE_HINT)
     start = str(config.get("init_lora_weights", True)).lower()
     if start not in _STARTS:
         raise UnsupportedError.of(
-            "adapter.variant", path,
+            "adapter.unsupported", path,
             f"init_lora_weights is {shown(start)}, which changes the base weights; how is not stored",
             "save it with path_initial_model_for_weight_conversion, or merge it with peft first",
         )  # fmt: skip
     for key, value in config.items():
         if key not in _HARMLESS and key not in _VARIANTS and value:
-            raise UnsupportedError.of("adapter.option", path, f"the option {shown(key)} is not known", MERGE_HINT)
+            raise UnsupportedError.of("adapter.unsupported", path, f"the option {shown(key)} is not known", MERGE_HINT)
 
 
 def _patterns(config: Mapping[str, JsonValue], key: str, path: Location) -> list[tuple[str, JsonValue]]:
@@ -132,7 +132,7 @@ def _patterns(config: Mapping[str, JsonValue], key: str, path: Location) -> list
     if patterns is None:
         return []
     if not isinstance(patterns, dict):
-        raise CorruptError.of("adapter.config.pattern", path, f"'{key}' must be an object, found {shown(patterns)}")
+        raise CorruptError.of("adapter.damaged", path, f"'{key}' must be an object, found {shown(patterns)}")
     for pattern in patterns:
         _check_pattern(pattern, key, path)
     return list(patterns.items())
@@ -144,14 +144,14 @@ def _check_pattern(pattern: str, key: str, path: Location) -> None:
     is_bounded = (repeats == 0 and groups <= 1) or (repeats <= _MAX_REPEATS and choices == 0)
     if len(pattern) > _MAX_PATTERN or not is_bounded or not _PATTERN.fullmatch(pattern):
         raise UnsupportedError.of(
-            "adapter.config.pattern", path, f"the pattern {shown(pattern)} of '{key}' is too complex to be matched",
+            "adapter.unsupported", path, f"the pattern {shown(pattern)} of '{key}' is too complex to be matched",
             "name the modules one by one",
         )  # fmt: skip
     try:
         re.compile(pattern)
     except re.error as error:
         raise CorruptError.of(
-            "adapter.config.pattern", path, f"the pattern {shown(pattern)} of '{key}' is no regular expression: {error}"
+            "adapter.damaged", path, f"the pattern {shown(pattern)} of '{key}' is no regular expression: {error}"
         ) from error
 
 
@@ -165,20 +165,20 @@ def _pattern_value(patterns: Mapping[str, T], module: str, default: T) -> T:
 
 def _rank(value: JsonValue, key: str, path: Location) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CorruptError.of("adapter.config.rank", path, f"the rank {shown(key)} must be > 0, found {shown(value)}")
+        raise CorruptError.of("adapter.damaged", path, f"the rank {shown(key)} must be > 0, found {shown(value)}")
     return value
 
 
 def _alpha(value: JsonValue, key: str, path: Location) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CorruptError.of("adapter.config.alpha", path, f"{shown(key)} must be a number, found {shown(value)}")
+        raise CorruptError.of("adapter.damaged", path, f"{shown(key)} must be a number, found {shown(value)}")
     return float(value)
 
 
 def _flag(config: Mapping[str, JsonValue], key: str, path: Location) -> bool:
     value = config.get(key) or False
     if not isinstance(value, bool):
-        raise CorruptError.of("adapter.config.flag", path, f"'{key}' must be true or false, found {shown(value)}")
+        raise CorruptError.of("adapter.damaged", path, f"'{key}' must be true or false, found {shown(value)}")
     return value
 
 
@@ -217,7 +217,7 @@ def base_names(wanted: Sequence[str], base: Collection[str], where: object) -> d
         if other is None:
             candidates = [base_name for base_name in base if base_name.rpartition(".")[2] == name.rpartition(".")[2]]
             raise MismatchError.of(
-                "adapter.tensor.unknown", where, f"{shown(name)} has no counterpart in the base",
+                "adapter.mismatch", where, f"{shown(name)} has no counterpart in the base",
                 did_you_mean(name, candidates[:_MOST_CANDIDATES]),
             )  # fmt: skip
         renamed[name] = other
@@ -230,7 +230,7 @@ def _common_prefix(names: Sequence[str], base: Collection[str], where: object) -
         fitting = _most_alike([prefix for prefix in candidates if all(prefix.applied(name) in base for name in names)])
         if len(fitting) > 1:
             both = " or ".join(shown(prefix.applied(longest)) for prefix in fitting[:2])
-            raise MismatchError.of("adapter.tensor.ambiguous", where, f"{shown(longest)} could be the base's {both}")
+            raise MismatchError.of("adapter.mismatch", where, f"{shown(longest)} could be the base's {both}")
         if fitting:
             return fitting[0]
     return None
@@ -293,7 +293,7 @@ def open_adapter(store: Store, path: Location, base: Checkpoint) -> Checkpoint:
     config, fingerprint = _read_config(store, path)
     name = next((candidate for candidate in ADAPTER_NAMES if candidate in list_names(store, path)), None)
     if name is None:
-        raise NotFoundError.of("adapter.weights", path, f"holds neither {' nor '.join(ADAPTER_NAMES)}")
+        raise NotFoundError.of("checkpoint.incomplete", path, f"holds neither {' nor '.join(ADAPTER_NAMES)}")
     file = read_weight_file(store, path, name, stat_present(store, path, name))
     tensors = _Opener(path / name, config, base).tensors(file.entries)
     files = (file.fingerprint, fingerprint)
@@ -319,14 +319,14 @@ def _applied(path: Location, weights: Readable, change: Readable | None) -> Read
         return weights if change is None else change
     if not isinstance(weights, TensorEntry) or weights.is_delta:
         raise UnsupportedError.of(
-            "adapter.base", path, f"{shown(weights.name)} is not stored as weights, so no adapter applies to it"
+            "adapter.unsupported", path, f"{shown(weights.name)} is not stored as weights, so no adapter applies to it"
         )
     return Adapted(weights, change)
 
 
 def _read_config(store: Store, path: Location) -> tuple[AdapterConfig, FileFingerprint]:
     if ADAPTER_CONFIG_NAME not in list_names(store, path):
-        raise NotFoundError.of("adapter.config", path, f"is no adapter: it holds no {ADAPTER_CONFIG_NAME}")
+        raise NotFoundError.of("checkpoint.incomplete", path, f"is no adapter: it holds no {ADAPTER_CONFIG_NAME}")
     status = stat_present(store, path, ADAPTER_CONFIG_NAME)
     config = read_adapter_config(store, path / ADAPTER_CONFIG_NAME)
     raw = store.read_small(path / ADAPTER_CONFIG_NAME, ADAPTER_CONFIG_BYTES)
@@ -367,7 +367,7 @@ class _Opener:
         else:
             hint = f"{MERGE_HINT}, with --allow-dropped '{heads[0]}', which leaves the head out"
         raise MismatchError.of(
-            "adapter.tensor.tied", self._path,
+            "adapter.mismatch", self._path,
             f"it changes {shown(heads[0])}, and the base has no output head: its embedding is used for it", hint,
         )  # fmt: skip
 
@@ -385,7 +385,8 @@ class _Opener:
                 parts.is_embedding = match["embedding"] is not None
             elif (variant := _VARIANT.search(name)) is not None:
                 raise UnsupportedError.of(
-                    "adapter.variant", self._path, f"{shown(entry.name)}: '{variant[0]}' is not part of a plain LoRA",
+                    "adapter.unsupported", self._path,
+                    f"{shown(entry.name)}: '{variant[0]}' is not part of a plain LoRA",
                     MERGE_HINT,
                 )  # fmt: skip
             else:
@@ -397,22 +398,22 @@ class _Opener:
     def _check_factor(self, entry: TensorEntry) -> None:
         if len(entry.shape) != 2:
             raise UnsupportedError.of(
-                "adapter.shape", self._path,
+                "adapter.unsupported", self._path,
                 f"{shown(entry.name)} has shape {list(entry.shape)}: only factors with two dimensions are read",
                 MERGE_HINT,
             )  # fmt: skip
         if entry.dtype.kind is not DTypeKind.FLOAT:
-            raise UnsupportedError.of("adapter.dtype", self._path, f"{shown(entry.name)} is {entry.dtype.name}")
+            raise UnsupportedError.of("adapter.unsupported", self._path, f"{shown(entry.name)} is {entry.dtype.name}")
 
     def _check_pair(self, module: str, parts: _Factors) -> None:
         if len(parts.sides) != 2:
             stored_name = next(iter(parts.sides.values())).name
-            raise CorruptError.of("adapter.factor", self._path, f"{shown(stored_name)} has no counterpart, A or B")
+            raise CorruptError.of("adapter.damaged", self._path, f"{shown(stored_name)} has no counterpart, A or B")
         down, up = parts.sides["A"], parts.sides["B"]
         rank = self._config.rank_of(module)
         if (down.shape[0], up.shape[1]) != (rank, rank):
             raise CorruptError.of(
-                "adapter.rank", self._path,
+                "adapter.damaged", self._path,
                 f"{shown(module)} has factors {list(up.shape)} and {list(down.shape)}, the configured rank is {rank}",
             )  # fmt: skip
 
@@ -427,7 +428,7 @@ class _Opener:
         for name, fits in choices.items():
             if len(fits) == 2 and len(told) == 2:
                 raise UnsupportedError.of(
-                    "adapter.orientation", self._path,
+                    "adapter.unsupported", self._path,
                     f"{shown(name)} is square, and other tensors are stored both ways: it cannot be told which it is",
                     MERGE_HINT,
                 )  # fmt: skip
@@ -441,7 +442,7 @@ class _Opener:
         fits = tuple(flipped for flipped in allowed if (shape[::-1] if flipped else shape) == needed)
         if not fits:
             raise MismatchError.of(
-                "adapter.tensor.shape", self._path,
+                "adapter.mismatch", self._path,
                 f"the factors of {shown(name)} make {list(shape)}, the base has {list(needed)}",
             )  # fmt: skip
         return fits

@@ -105,7 +105,7 @@ def chosen_template(wanted: str, models: Sequence[Checkpoint], store: Store, *, 
     `auto` is the most common one of `models`, the first such in their order; None if no model has any.
 
     Raises:
-        RecipeError: `chat_template.unknown`, neither a name nor Jinja text; `chat_template.syntax`, text that is none.
+        RecipeError: `recipe.value`, neither a name nor Jinja text; `recipe.value`, text that is none.
     """
     if wanted == AUTO:
         templates = [template for model in models if (template := template_of(model, store)) is not None]
@@ -115,7 +115,7 @@ def chosen_template(wanted: str, models: Sequence[Checkpoint], store: Store, *, 
     if "{" not in wanted:
         names = [AUTO, *sorted(NAMED)]
         raise RecipeError.of(
-            "chat_template.unknown", where, f"chat_template is a name or Jinja text, found '{wanted}'",
+            "recipe.value", where, f"chat_template is a name or Jinja text, found '{wanted}'",
             did_you_mean(wanted, names),
         )  # fmt: skip
     _check_syntax(wanted, where)
@@ -132,13 +132,13 @@ def _check_syntax(template: str, where: object) -> None:
         if (error.message or "").startswith("Encountered unknown tag 'generation'"):
             return
         raise RecipeError.of(
-            "chat_template.syntax", where, f"the chat_template is no Jinja text, line {error.lineno}: {error.message}",
+            "recipe.value", where, f"the chat_template is no Jinja text, line {error.lineno}: {error.message}",
             _SYNTAX_HINT,
         ) from None  # fmt: skip
     except (RecursionError, ValueError, OverflowError) as error:  # nested hundreds deep, numbers of thousands of digits
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         message = f"the chat_template cannot be parsed: {why}"
-        raise RecipeError.of("chat_template.syntax", where, message, _SYNTAX_HINT) from None
+        raise RecipeError.of("recipe.value", where, message, _SYNTAX_HINT) from None
 
 
 def template_of(model: Checkpoint, store: Store) -> str | None:

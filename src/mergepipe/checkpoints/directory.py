@@ -56,7 +56,7 @@ def stat_regular(store: Store, root: Location, name: str) -> FileStatus | None:
         StorageError: the store refused to look.
     """
     if not all(is_plain_name(part) for part in name.split("/")):
-        raise CorruptError.of("checkpoint.files.name", root, f"the file name {shown(name)} cannot be used")
+        raise CorruptError.of("checkpoint.damaged", root, f"the file name {shown(name)} cannot be used")
     path = root / name
     target = store.real_path(path)
     status = None if target is None else store.stat(target)
@@ -64,7 +64,7 @@ def stat_regular(store: Store, root: Location, name: str) -> FileStatus | None:
         return None
     _check_contained(path, target, store.real_path(root) or root)
     if not status.is_file:
-        raise CorruptError.of("checkpoint.files.not_regular", path, "must be a regular file")
+        raise CorruptError.of("checkpoint.damaged", path, "must be a regular file")
     return status
 
 
@@ -81,7 +81,7 @@ def _check_contained(path: Location, target: Location, root: Location) -> None:
     if blobs is not None and target.is_relative_to(blobs):
         return
     raise CorruptError.of(
-        "checkpoint.files.link_outside", path, f"is a link to {target}, outside of the checkpoint {root}",
+        "checkpoint.damaged", path, f"is a link to {target}, outside of the checkpoint {root}",
         "copy the file into the checkpoint",
     )  # fmt: skip
 
@@ -109,22 +109,22 @@ def parse_config(raw: bytes, where: object) -> Json:
     As in loaders, the last of two equal keys counts, and NaN and half surrogate pairs pass.
 
     Raises:
-        CorruptError: `config.not-json`, `config.not-object`, `config.too-deep`.
+        CorruptError: `checkpoint.damaged`.
     """
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         message = f"is not JSON: byte 0x{raw[error.start]:02x} at {error.start} is not UTF-8"
-        raise CorruptError.of("config.not-json", where, message, _HINT) from None
+        raise CorruptError.of("checkpoint.damaged", where, message, _HINT) from None
     if is_too_deep(raw):
-        raise CorruptError.of("config.too-deep", where, f"is nested deeper than {MAX_DEPTH} levels", _HINT)
+        raise CorruptError.of("checkpoint.damaged", where, f"is nested deeper than {MAX_DEPTH} levels", _HINT)
     try:
         content = json.loads(text)
     except ValueError as error:
         message = f"is not JSON: {error}" if raw.strip() else "is empty, a JSON object is needed"
-        raise CorruptError.of("config.not-json", where, message, _HINT) from None
+        raise CorruptError.of("checkpoint.damaged", where, message, _HINT) from None
     if not isinstance(content, dict):
-        raise CorruptError.of("config.not-object", where, f"is not a JSON object, found {shown(content)}", _HINT)
+        raise CorruptError.of("checkpoint.damaged", where, f"is not a JSON object, found {shown(content)}", _HINT)
     return content
 
 
@@ -202,7 +202,8 @@ def choose_weights(root: Location, names: Collection[str]) -> Weights:
     visible = _visible(names)
     if STORE_HEADER_NAME in names:
         raise UnsupportedError.of(
-            "model.store", root, f"is a delta store (it has a {STORE_HEADER_NAME}), read only as an expert of a recipe",
+            "model.unsupported", root,
+            f"is a delta store (it has a {STORE_HEADER_NAME}), read only as an expert of a recipe",
             "restore the model with `mergepipe unpack`, and use that",
         )  # fmt: skip
     for fmt in (SAFETENSORS, TORCH):
@@ -228,7 +229,7 @@ def _whole_file(root: Location, name: str, fmt: _Format) -> Weights:
     shard = _SHARD.search(name)
     if shard and int(shard[2]) > 1:
         raise CorruptError.of(
-            "checkpoint.directory.incomplete", root,
+            "checkpoint.damaged", root,
             f"holds only {shown(name)}, one of {int(shard[2])} shards, and no {fmt.index}", "download it again",
         )  # fmt: skip
     return Weights(name, is_index=False)
@@ -236,12 +237,12 @@ def _whole_file(root: Location, name: str, fmt: _Format) -> Weights:
 
 def gguf_refusal(path: Location, message: str) -> MergePipeError:
     """The error for GGUF files in place of weights."""
-    return UnsupportedError.of("checkpoint.gguf", path, f"{message}, which are not read", _GGUF_ADVICE)
+    return UnsupportedError.of("checkpoint.unsupported", path, f"{message}, which are not read", _GGUF_ADVICE)
 
 
 def _ambiguous(root: Location, candidates: list[str], fmt: _Format) -> MergePipeError:
     return CorruptError.of(
-        "checkpoint.directory.ambiguous", root,
+        "checkpoint.damaged", root,
         f"there is neither {fmt.index} nor {fmt.single}, but {len(candidates)} candidates: {names_shown(candidates)}",
         "add the index of the shards, or name one file",
     )  # fmt: skip
@@ -250,7 +251,7 @@ def _ambiguous(root: Location, candidates: list[str], fmt: _Format) -> MergePipe
 def _no_weights(root: Location, visible: list[str]) -> MergePipeError:
     if is_adapter(visible):
         return UnsupportedError.of(
-            "checkpoint.directory.adapter", root, "this is an adapter, which means something only beside its base",
+            "checkpoint.unsupported", root, "this is an adapter, which means something only beside its base",
             "use it as an expert, or write base+adapter",
         )  # fmt: skip
     foreign = [name for name in visible if name.endswith(_FOREIGN_SUFFIXES)]
@@ -259,10 +260,10 @@ def _no_weights(root: Location, visible: list[str]) -> MergePipeError:
         return gguf_refusal(root, f"holds {names_shown(gguf)}, GGUF files: weights as llama.cpp quantises them")
     if foreign:
         return UnsupportedError.of(
-            "checkpoint.directory.format", root, f"holds {names_shown(foreign)}: not yet read", "convert to safetensors"
+            "checkpoint.unsupported", root, f"holds {names_shown(foreign)}: not yet read", "convert to safetensors"
         )
     return NotFoundError.of(
-        "checkpoint.directory.no_weights", root, f"no weights here, found: {names_shown(visible) or 'nothing'}"
+        "checkpoint.incomplete", root, f"no weights here, found: {names_shown(visible) or 'nothing'}"
     )
 
 
@@ -313,16 +314,16 @@ def open_checkpoint(store: Store, path: Location) -> Checkpoint:
     """
     status = store.stat(path)
     if status is None:
-        raise NotFoundError.of("checkpoint.path.not_found", shown(str(path)), "there is no such path")
+        raise NotFoundError.of("model.not-found", shown(str(path)), "there is no such path")
     if status.is_folder:
         return _open_directory(store, path)
     if not status.is_file:
-        raise CorruptError.of("checkpoint.files.not_regular", path, "must be a directory or a regular file")
+        raise CorruptError.of("checkpoint.damaged", path, "must be a directory or a regular file")
     suffixes = (*SAFETENSORS.suffixes, *TORCH.suffixes)
     if path.suffix not in suffixes:
         _refuse_gguf(store, path)
         raise UnsupportedError.of(
-            "checkpoint.path.format", path, f"a single file must end in one of {', '.join(suffixes)}",
+            "checkpoint.unsupported", path, f"a single file must end in one of {', '.join(suffixes)}",
             "name its folder" if path.suffix == ".json" else "convert it to safetensors",
         )  # fmt: skip
     return _checkpoint(path, path.parent, [read_weight_file(store, path.parent, path.name, status)], ())
@@ -343,14 +344,14 @@ def disagreements(weight_map: Mapping[str, str], stored: Mapping[str, Collection
 def _disagreement(tensor: str, listed: str | None, homes: list[str]) -> Problem:
     what = f"tensor {shown(tensor)}"
     if len(homes) > 1:
-        code, message = "tensor_twice", f"{what} is stored in {len(homes)} shards: {names_shown(homes)}"
+        message = f"{what} is stored in {len(homes)} shards: {names_shown(homes)}"
     elif listed is None:
-        code, message = "tensor_unlisted", f"{what} is stored in {shown(homes[0])}, but the index does not list it"
+        message = f"{what} is stored in {shown(homes[0])}, but the index does not list it"
     elif not homes:
-        code, message = "tensor_missing", f"{what} is listed in {shown(listed)}, which does not hold it"
+        message = f"{what} is listed in {shown(listed)}, which does not hold it"
     else:
-        code, message = "tensor_misplaced", f"{what} is listed in {shown(listed)}, but stored in {shown(homes[0])}"
-    return Problem(f"checkpoint.index.{code}", "", message)
+        message = f"{what} is listed in {shown(listed)}, but stored in {shown(homes[0])}"
+    return Problem("checkpoint.damaged", "", message)
 
 
 def _open_directory(store: Store, path: Location) -> Checkpoint:
@@ -361,7 +362,7 @@ def _open_directory(store: Store, path: Location) -> Checkpoint:
         single = next(fmt.single for fmt in (SAFETENSORS, TORCH) if weights.name.startswith(fmt.single) or fmt is TORCH)
         if single in names and single not in weight_map.values():
             raise CorruptError.of(
-                "checkpoint.directory.ambiguous", path,
+                "checkpoint.damaged", path,
                 f"holds {single} beside {weights.name}, which does not name it", "remove one of them",
             )  # fmt: skip
         files = _read_shards(store, path, weights.name, weight_map)
@@ -379,7 +380,7 @@ def stat_present(store: Store, root: Location, name: str) -> FileStatus:
     """Look up a file that was listed."""
     status = stat_regular(store, root, name)
     if status is None:
-        raise NotFoundError.of("checkpoint.files.dangling_link", root / name, "is a link to a file that does not exist")
+        raise NotFoundError.of("checkpoint.incomplete", root / name, "is a link to a file that does not exist")
     return status
 
 
@@ -419,26 +420,26 @@ def _weight_map(path: Location, raw: bytes) -> dict[str, str]:
     checked: dict[str, str] = {}
     shards: dict[str, str] = {}  # one text each, however often it is named
     listed: JsonValue = {}
-    for outer, key, value in object_members(raw, where=path, code="checkpoint.index.not_json", nested="weight_map"):
+    for outer, key, value in object_members(raw, where=path, code="checkpoint.damaged", nested="weight_map"):
         if not outer:
             listed = value if key == "weight_map" else listed
         elif isinstance(value, str):
             checked[key] = shards.setdefault(value, value)
         else:
             raise CorruptError.of(
-                "checkpoint.index.weight_map", path,
+                "checkpoint.damaged", path,
                 f"the shard of tensor {shown(key)} must be a string, found {shown(value)}",
             )  # fmt: skip
     if not checked:
         raise CorruptError.of(
-            "checkpoint.index.weight_map", path,
+            "checkpoint.damaged", path,
             f"'weight_map' must be a non-empty object of tensor names and shard names, found {shown(listed)}",
         )  # fmt: skip
     suffixes = next(fmt.suffixes for fmt in (SAFETENSORS, TORCH) if fmt.indices([path.name]))
     for shard in sorted(shards):
         if not is_plain_name(shard) or not shard.endswith(suffixes):
             raise CorruptError.of(
-                "checkpoint.index.shard_name", path,
+                "checkpoint.damaged", path,
                 f"a shard must be a plain file name ending in {' or '.join(suffixes)}, found {shown(shard)}",
             )  # fmt: skip
     return checked
@@ -453,7 +454,7 @@ def _read_shards(store: Store, root: Location, index_name: str, weight_map: Mapp
     if missing:
         where = str(root / index_name)
         raise NotFoundError(
-            *(Problem("checkpoint.index.shard_missing", where, f"the shard {shown(s)} is missing") for s in missing)
+            *(Problem("checkpoint.incomplete", where, f"the shard {shown(s)} is missing") for s in missing)
         )
     present = [(shard, status) for shard, status in stats.items() if status is not None]
     with concurrent_map(store, [root]) as map_all:
@@ -470,7 +471,7 @@ def _raise_capped(path: Location, problems: Iterator[Problem]) -> None:
     located = [Problem(p.code, str(path), p.message) for p in first]
     n_more = sum(1 for _ in problems)
     if n_more:
-        located.append(Problem("checkpoint.index.more", str(path), f"and {n_more} more"))
+        located.append(Problem("problems.more", str(path), f"and {n_more} more"))
     raise CorruptError(*located)
 
 
@@ -519,6 +520,8 @@ def _common_base(path: Location, files: list[WeightFile]) -> str | None:
     bases = {None if file.mark is None else file.mark.base for file in files}
     if len(bases) > 1:
         raise CorruptError.of(
-            "delta.mixed", path, "some of its files are differences from a base and others are not, or from another one"
+            "checkpoint.damaged",
+            path,
+            "some of its files are differences from a base and others are not, or from another one",
         )
     return next(iter(bases), None)

@@ -38,7 +38,7 @@ def load_inert(pickled: bytes, where: str, limits: PickleLimits = DEFAULT_LIMITS
     """
     if len(pickled) > limits.max_bytes:
         raise UnsupportedError.of(
-            "pickle.too_large", where, f"the pickle has {len(pickled)} bytes; at most {limits.max_bytes} are read"
+            "pickle.refused", where, f"the pickle has {len(pickled)} bytes; at most {limits.max_bytes} are read"
         )
     return _Machine(pickled, where, limits).run()
 
@@ -72,16 +72,16 @@ class _Machine:
         except (IndexError, struct.error) as error:
             raise self.corrupt("the pickle is cut or empties its own stack") from error
         raise CorruptError.of(
-            "pickle.limit", self.where, f"the pickle has more than {self.limits.max_opcodes} instructions"
+            "checkpoint.damaged", self.where, f"the pickle has more than {self.limits.max_opcodes} instructions"
         )
 
     def corrupt(self, message: str) -> MergePipeError:
-        return CorruptError.of("pickle.corrupt", self.where, f"{message} (byte {self.position} of the pickle)")
+        return CorruptError.of("checkpoint.damaged", self.where, f"{message} (byte {self.position} of the pickle)")
 
     def _refused(self, opcode: int) -> MergePipeError:
         at = self.position - 1
         return UnsupportedError.of(
-            "pickle.opcode", self.where, f"instruction 0x{opcode:02x} at byte {at} of the pickle is not accepted"
+            "pickle.refused", self.where, f"instruction 0x{opcode:02x} at byte {at} of the pickle is not accepted"
         )
 
     def _result(self) -> object:

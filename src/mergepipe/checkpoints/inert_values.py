@@ -107,7 +107,7 @@ def resolve_global(module: str, name: str, where: str) -> Global:
     if not (is_listed or _is_torch_constant(module, name)):
         shown = f"{module[:80]}.{name[:80]}"
         raise UnsupportedError.of(
-            "pickle.global", where, f"the pickle names {shown!r}, which is not on the list of inert types",
+            "pickle.refused", where, f"the pickle names {shown!r}, which is not on the list of inert types",
             "nothing was executed; save the checkpoint without this object",
         )  # fmt: skip
     return Global(module, name)
@@ -174,7 +174,7 @@ def _counts(value: object, where: str, what: str) -> tuple[int, ...]:
 
 
 def _corrupt(where: str, message: str) -> Exception:
-    return CorruptError.of("pickle.content", where, message)
+    return CorruptError.of("checkpoint.damaged", where, message)
 
 
 def _tensor(args: tuple[object, ...], where: str) -> object:

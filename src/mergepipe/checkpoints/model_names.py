@@ -41,7 +41,7 @@ def resolve_model_name(text: str, exists: Callable[[str], bool]) -> ModelName:
     path that is missing.
 
     Raises:
-        RecipeError: `location.malformed`, an address or the subfolder of a Hub id is not well formed.
+        RecipeError: `location.invalid`, an address or the subfolder of a Hub id is not well formed.
     """
     if is_remote(text):
         return ModelName(remote=Location.parse(text))

@@ -39,10 +39,10 @@ def refuse_quantised(store: Store, checkpoint: Checkpoint) -> None:
         quantisation = _code_format(name, tensors) or _scaled(name, tensors)
         if quantisation:
             what = f"{shown(name)} shows that the weights are quantised ({quantisation})"
-            raise UnsupportedError.of("model.quantised", checkpoint.path, what, _HINT)
+            raise UnsupportedError.of("model.unsupported", checkpoint.path, what, _HINT)
     declared = _declared(store, checkpoint)
     if declared:
-        raise UnsupportedError.of("model.quantised", checkpoint.path, declared, _HINT)
+        raise UnsupportedError.of("model.unsupported", checkpoint.path, declared, _HINT)
 
 
 def _code_format(name: str, tensors: Mapping[str, Readable]) -> str:
@@ -74,7 +74,7 @@ def _declared(store: Store, checkpoint: Checkpoint) -> str:
         return ""
     path = checkpoint.root / _CONFIG_NAME
     raw = store.read_small(path, CONFIG_BYTES)
-    config = parse_object(raw, where=path, code="checkpoint.config.not_json").get("quantization_config")
+    config = parse_object(raw, where=path, code="checkpoint.damaged").get("quantization_config")
     if not isinstance(config, dict):
         return ""
     method = shown(config.get("quant_method", "unnamed"))

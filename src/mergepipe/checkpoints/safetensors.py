@@ -62,13 +62,13 @@ def parse_header(content: bytes, path: Location, size_bytes: int, granularity: i
     """
     metadata: dict[str, str] = {}
     unsorted: list[TensorEntry] = []
-    members = object_members(content[PREFIX_BYTES:], where=path, code="checkpoint.header.not_json", nested=METADATA_KEY)
+    members = object_members(content[PREFIX_BYTES:], where=path, code="checkpoint.damaged", nested=METADATA_KEY)
     for outer, name, record in members:
         if outer:
             metadata[name] = _metadata_text(name, record, path)
         elif name == METADATA_KEY:
             message = f"{METADATA_KEY} must be an object of strings, found {shown(record)}"
-            raise CorruptError.of("checkpoint.header.metadata", path, message)
+            raise CorruptError.of("checkpoint.damaged", path, message)
         else:
             unsorted.append(_entry(path, name, record, len(content), granularity))
     # An empty tensor shares its offset with the next one: it sorts before it.
@@ -85,13 +85,13 @@ def _read_raw(store: Store, path: Location, size_bytes: int) -> tuple[bytes, byt
     prefix, rest = start[:PREFIX_BYTES], start[PREFIX_BYTES:]
     if len(prefix) < PREFIX_BYTES:
         raise CorruptError.of(
-            "checkpoint.header.too_short", path,
+            "checkpoint.damaged", path,
             f"a safetensors file starts with {PREFIX_BYTES} bytes of header length, found {len(prefix)} bytes",
         )  # fmt: skip
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
         raise CorruptError.of(
-            "checkpoint.header.too_long", path,
+            "checkpoint.damaged", path,
             f"the header claims {length} bytes, at most {MAX_HEADER_BYTES} are read", _origin_hint(prefix),
         )  # fmt: skip
     raw = rest[:length]
@@ -99,14 +99,12 @@ def _read_raw(store: Store, path: Location, size_bytes: int) -> tuple[bytes, byt
         raw += store.read_metadata(path, PREFIX_BYTES + len(raw), length - len(raw))
     if len(raw) < length:
         raise CorruptError.of(
-            "checkpoint.header.truncated", path,
+            "checkpoint.damaged", path,
             f"truncated inside the header: {PREFIX_BYTES + length} bytes are needed, the file has {size_bytes}",
             _origin_hint(prefix),
         )  # fmt: skip
     if raw[:1] != b"{":
-        raise CorruptError.of(
-            "checkpoint.header.start", path, f"the header must start with '{{', found {shown(raw[:8])}"
-        )
+        raise CorruptError.of("checkpoint.damaged", path, f"the header must start with '{{', found {shown(raw[:8])}")
     return prefix, raw
 
 
@@ -122,7 +120,7 @@ def _origin_hint(prefix: bytes) -> str:
 def _metadata_text(key: str, value: JsonValue, path: Location) -> str:
     if not isinstance(value, str):
         raise CorruptError.of(
-            "checkpoint.header.metadata", path, f"{METADATA_KEY} {shown(key)} must be a string, found {shown(value)}"
+            "checkpoint.damaged", path, f"{METADATA_KEY} {shown(key)} must be a string, found {shown(value)}"
         )
     return value
 
@@ -136,7 +134,7 @@ def _entry(path: Location, name: str, record: JsonValue, data_start: int, granul
     nbytes = _checked_product(path, name, (*shape, dtype.itemsize))
     if end - begin != nbytes:
         raise CorruptError.of(
-            "checkpoint.header.data_size", path,
+            "checkpoint.damaged", path,
             f"tensor {shown(name)} of shape {shown(list(shape))} and dtype {dtype.name} needs {nbytes} bytes, "
             f"its data_offsets [{begin}, {end}] give {end - begin}",
         )  # fmt: skip
@@ -145,26 +143,24 @@ def _entry(path: Location, name: str, record: JsonValue, data_start: int, granul
 
 def _check_name(path: Location, name: str) -> None:
     if not name:
-        raise CorruptError.of("checkpoint.header.tensor_name", path, "a tensor has an empty name")
+        raise CorruptError.of("checkpoint.damaged", path, "a tensor has an empty name")
     # isprintable is fast and mostly True; it also refuses harmless spaces, hence the second look.
     if not name.isprintable() and any(unicodedata.category(c) == "Cc" for c in name):
-        raise CorruptError.of(
-            "checkpoint.header.tensor_name", path, f"the tensor name {shown(name)} holds control characters"
-        )
+        raise CorruptError.of("checkpoint.damaged", path, f"the tensor name {shown(name)} holds control characters")
 
 
 def _fields(path: Location, name: str, record: JsonValue) -> dict[str, JsonValue]:
     if not isinstance(record, dict):
         raise CorruptError.of(
-            "checkpoint.header.entry", path, f"tensor {shown(name)} must be an object, found {shown(record)}"
+            "checkpoint.damaged", path, f"tensor {shown(name)} must be an object, found {shown(record)}"
         )
     for key in _ENTRY_KEYS:
         if key not in record:
-            raise CorruptError.of("checkpoint.header.missing_key", path, f"tensor {shown(name)} has no '{key}'")
+            raise CorruptError.of("checkpoint.damaged", path, f"tensor {shown(name)} has no '{key}'")
     if len(record) > len(_ENTRY_KEYS):
         extra = next(key for key in record if key not in _ENTRY_KEYS)
         raise CorruptError.of(
-            "checkpoint.header.unknown_key", path, f"tensor {shown(name)} has an unknown key {shown(extra)}",
+            "checkpoint.damaged", path, f"tensor {shown(name)} has an unknown key {shown(extra)}",
             did_you_mean(extra[:40], _ENTRY_KEYS),
         )  # fmt: skip
     return record
@@ -173,16 +169,16 @@ def _fields(path: Location, name: str, record: JsonValue) -> dict[str, JsonValue
 def _dtype(path: Location, name: str, value: JsonValue) -> DType:
     if not isinstance(value, str):
         raise CorruptError.of(
-            "checkpoint.header.dtype", path, f"the dtype of tensor {shown(name)} must be a string, found {shown(value)}"
+            "checkpoint.damaged", path, f"the dtype of tensor {shown(name)} must be a string, found {shown(value)}"
         )
     if value in _SUB_BYTE_DTYPES:
         raise UnsupportedError.of(
-            "checkpoint.header.dtype_unsupported", path,
+            "checkpoint.unsupported", path,
             f"tensor {shown(name)} has dtype {value}, whose elements are smaller than a byte; not yet read",
         )  # fmt: skip
     if value not in DTYPES:
         raise CorruptError.of(
-            "checkpoint.header.dtype", path, f"tensor {shown(name)} has the unknown dtype {shown(value)}",
+            "checkpoint.damaged", path, f"tensor {shown(name)} has the unknown dtype {shown(value)}",
             did_you_mean(value[:40], tuple(DTYPES)),
         )  # fmt: skip
     return DTYPES[value]
@@ -193,7 +189,7 @@ def _shape(path: Location, name: str, value: JsonValue) -> tuple[int, ...]:
     for length in value if isinstance(value, list) else [None]:
         if type(length) is not int or length < 0:  # bool is an int to Python, not to the format
             raise CorruptError.of(
-                "checkpoint.header.shape", path,
+                "checkpoint.damaged", path,
                 f"the shape of tensor {shown(name)} must be a list of non-negative integers, found {shown(value)}",
             )  # fmt: skip
         shape.append(length)
@@ -207,7 +203,7 @@ def _checked_product(path: Location, name: str, factors: tuple[int, ...]) -> int
         product *= factor
         if product > _MAX_COUNT or factor > _MAX_COUNT:
             raise CorruptError.of(
-                "checkpoint.header.shape_overflow", path,
+                "checkpoint.damaged", path,
                 f"the shape {shown(list(factors[:-1]))} of tensor {shown(name)} overflows 63 bits",
             )  # fmt: skip
     return product
@@ -218,7 +214,7 @@ def _data_offsets(path: Location, name: str, value: JsonValue) -> tuple[int, int
         case [begin, end] if type(begin) is int and type(end) is int and 0 <= begin <= end:
             return begin, end
     raise CorruptError.of(
-        "checkpoint.header.data_offsets", path,
+        "checkpoint.damaged", path,
         f"the data_offsets of tensor {shown(name)} must be two integers with 0 <= begin <= end, found {shown(value)}",
     )  # fmt: skip
 
@@ -228,9 +224,8 @@ def _check_tiling(path: Location, entries: tuple[TensorEntry, ...], data_start: 
     end, last = data_start, "the header"
     for entry in entries:
         if entry.offset != end:
-            what = "overlap" if entry.offset < end else "hole"
             raise CorruptError.of(
-                f"checkpoint.header.{what}", path,
+                "checkpoint.damaged", path,
                 f"tensor {shown(entry.name)} starts at byte {entry.offset - data_start} of the data, "
                 f"{last} ends at {end - data_start}; tensors must follow one another without overlap or hole",
             )  # fmt: skip
@@ -238,12 +233,12 @@ def _check_tiling(path: Location, entries: tuple[TensorEntry, ...], data_start: 
             end, last = entry.offset + entry.nbytes, f"tensor {shown(entry.name)}"
     if end > size_bytes:
         raise CorruptError.of(
-            "checkpoint.header.data_truncated", path,
+            "checkpoint.damaged", path,
             f"truncated: the header describes {end} bytes, the file has {size_bytes}", "copy or download it again",
         )  # fmt: skip
     if end < size_bytes:
         raise CorruptError.of(
-            "checkpoint.header.data_trailing", path,
+            "checkpoint.damaged", path,
             f"the header describes {end} bytes, the file has {size_bytes}: {size_bytes - end} bytes are in no tensor",
         )  # fmt: skip
 
@@ -277,10 +272,12 @@ def mark_of(metadata: Mapping[str, str], path: Location) -> DeltaMark | None:
     if kind is None:
         return None
     if kind != DELTA_KIND:
-        raise UnsupportedError.of("delta.kind", path, f"{KIND_KEY} is {shown(kind)}, only '{DELTA_KIND}' is known")
+        raise UnsupportedError.of(
+            "checkpoint.unsupported", path, f"{KIND_KEY} is {shown(kind)}, only '{DELTA_KIND}' is known"
+        )
     base = metadata.get(BASE_KEY, "")
     if len(base) != _DIGEST_DIGITS or not set(base) <= set("0123456789abcdef"):
-        raise CorruptError.of("delta.mark", path, f"{BASE_KEY} must be 32 hex digits, found {shown(base)}")
+        raise CorruptError.of("checkpoint.damaged", path, f"{BASE_KEY} must be 32 hex digits, found {shown(base)}")
     return DeltaMark(base, _names(metadata.get(FULL_KEY, "[]"), path))
 
 
@@ -290,5 +287,7 @@ def _names(text: str, path: Location) -> frozenset[str]:
     except (ValueError, RecursionError):
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CorruptError.of("delta.mark", path, f"{FULL_KEY} must be a JSON list of names, found {shown(text)}")
+        raise CorruptError.of(
+            "checkpoint.damaged", path, f"{FULL_KEY} must be a JSON list of names, found {shown(text)}"
+        )
     return frozenset(names)

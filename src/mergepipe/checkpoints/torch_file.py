@@ -99,23 +99,23 @@ class _Directory:
 
     def _read(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self._window.nbytes:
-            raise self._error("truncated", f"bytes [{offset}, {offset + nbytes}) of {self._window.nbytes} are needed")
+            raise self._error(f"bytes [{offset}, {offset + nbytes}) of {self._window.nbytes} are needed")
         content = self._store.read_metadata(self._window.path, self._window.start + offset, nbytes)
         if len(content) != nbytes:
-            raise self._error("truncated", f"{nbytes} bytes at {offset} are needed, {len(content)} are there")
+            raise self._error(f"{nbytes} bytes at {offset} are needed, {len(content)} are there")
         return content
 
-    def _error(self, code: str, message: str) -> MergePipeError:
-        return CorruptError.of(f"zip.{code}", self._window.path, message)
+    def _error(self, message: str) -> MergePipeError:
+        return CorruptError.of("checkpoint.damaged", self._window.path, message)
 
     def locate(self) -> tuple[int, int, int]:
         """Find the central directory: (start, stop, number of members)."""
         end_offset = self._window.nbytes - _END.size
         if end_offset < 0:
-            raise self._error("truncated", f"{self._window.nbytes} bytes are too few for a zip file")
+            raise self._error(f"{self._window.nbytes} bytes are too few for a zip file")
         end = _END.unpack(self._read(end_offset, _END.size))
         if end[0] != b"PK\x05\x06" or end[7] != 0:
-            raise self._error("end", "the file does not end with a zip directory; it is cut, or bytes follow it")
+            raise self._error("the file does not end with a zip directory; it is cut, or bytes follow it")
         _, disk, first_disk, disk_count, count, nbytes, start, _ = end
         stop = end_offset
         if self._has_end64(end_offset):
@@ -123,9 +123,9 @@ class _Directory:
                 end_offset, (disk_count, count, nbytes, start)
             )
         if disk or first_disk or disk_count != count:
-            raise UnsupportedError.of("zip.volumes", self._window.path, "the archive has several volumes")
+            raise UnsupportedError.of("checkpoint.unsupported", self._window.path, "the archive has several volumes")
         if start + nbytes != stop or nbytes > ZIP_DIRECTORY_BYTES or count * _CENTRAL.size > nbytes:
-            raise self._error("directory", f"a directory of {nbytes} bytes at {start} does not end at {stop}")
+            raise self._error(f"a directory of {nbytes} bytes at {start} does not end at {stop}")
         return start, stop, count
 
     def _has_end64(self, end_offset: int) -> bool:
@@ -137,16 +137,16 @@ class _Directory:
         locator_offset = end_offset - _LOCATOR64.size
         _, disk, at, disks = _LOCATOR64.unpack(self._read(locator_offset, _LOCATOR64.size))
         if at + _END64.size != locator_offset or disk or disks > 1:
-            raise self._error("end", "the zip64 end record is not where its locator says")
+            raise self._error("the zip64 end record is not where its locator says")
         signature, size, _, _, disk, first_disk, disk_count, count, nbytes, start = _END64.unpack(
             self._read(at, _END64.size)
         )  # fmt: skip
         if signature != b"PK\x06\x06" or size != _END64.size - 12:
-            raise self._error("end", "the zip64 end record is malformed")
+            raise self._error("the zip64 end record is malformed")
         limits = (_ALL_ONES_16, _ALL_ONES_16, _ALL_ONES_32, _ALL_ONES_32)
         for value, full, limit in zip(short, (disk_count, count, nbytes, start), limits, strict=True):
             if value not in (full, limit):
-                raise self._error("end", f"the two end records disagree: {value} and {full}")
+                raise self._error(f"the two end records disagree: {value} and {full}")
         return at, disk, first_disk, disk_count, count, nbytes, start
 
     def listed(self, start: int, stop: int, count: int) -> list[_Listed]:
@@ -157,23 +157,23 @@ class _Directory:
         for _ in range(count):
             entry, position = self._entry(raw, position, start)
             if entry.name in listed_members:
-                raise self._error("duplicate", f"two members are called {entry.name!r}")
+                raise self._error(f"two members are called {entry.name!r}")
             listed_members[entry.name] = entry
         if position != len(raw):
-            raise self._error("directory", f"{len(raw) - position} bytes follow the last of {count} entries")
+            raise self._error(f"{len(raw) - position} bytes follow the last of {count} entries")
         return list(listed_members.values())
 
     def _entry(self, raw: bytes, position: int, start: int) -> tuple[_Listed, int]:
         names_at = position + _CENTRAL.size
         if names_at > len(raw):
-            raise self._error("directory", "the directory ends inside an entry")
+            raise self._error("the directory ends inside an entry")
         fields = _CENTRAL.unpack_from(raw, position)
         signature, _, _, flags, method, _, _, crc32, packed, nbytes, n_name, n_extra, n_comment, disk, _, _, header = (
             fields
         )
         end = names_at + n_name + n_extra + n_comment
         if signature != b"PK\x01\x02" or end > len(raw) or disk not in (0, _ALL_ONES_16):
-            raise self._error("directory", f"the entry at byte {start + position} is malformed")
+            raise self._error(f"the entry at byte {start + position} is malformed")
         name = self._name(raw[names_at : names_at + n_name])
         extra = raw[names_at + n_name : names_at + n_name + n_extra]
         nbytes, packed, header = self._wide(extra, (nbytes, packed, header), name)
@@ -182,11 +182,11 @@ class _Directory:
 
     def _name(self, raw: bytes) -> str:
         if not 0 < len(raw) <= _MAX_NAME_BYTES or not raw.isascii() or any(b < 32 or b == 127 for b in raw):
-            raise self._error("name", "a member's name is empty, too long or not plain text")
+            raise self._error("a member's name is empty, too long or not plain text")
         name = raw.decode("ascii")
         parts = name.split("/")
         if "\\" in name or ":" in name or any(p in ("", ".", "..") for p in parts):
-            raise self._error("name", f"a member is called {name[:100]!r}")
+            raise self._error(f"a member is called {name[:100]!r}")
         return name
 
     def _wide(self, extra: bytes, short: tuple[int, int, int], name: str) -> tuple[int, int, int]:
@@ -198,7 +198,7 @@ class _Directory:
         for value in short:
             if value == _ALL_ONES_32:
                 if len(wide) < 8:
-                    raise self._error("directory", f"member {name!r} is large and has no 64-bit size")
+                    raise self._error(f"member {name!r} is large and has no 64-bit size")
                 value, wide = int.from_bytes(wide[:8], "little"), wide[8:]
             values.append(value)
         return values[0], values[1], values[2]
@@ -213,16 +213,16 @@ class _Directory:
             if kind == 1:
                 return extra[position : position + nbytes]
             position += nbytes
-        raise self._error("directory", f"member {name!r} is large and has no 64-bit size")
+        raise self._error(f"member {name!r} is large and has no 64-bit size")
 
     def _require_plain(self, name: str, flags: int, method: int, packed: int, nbytes: int) -> None:
         if method != 0 or flags & ~(_FLAG_DESCRIPTOR | _FLAG_UTF8):
             raise UnsupportedError.of(
-                "zip.compressed", self._window.path, f"member {name!r} is compressed or encrypted",
+                "checkpoint.unsupported", self._window.path, f"member {name!r} is compressed or encrypted",
                 "only members stored plain, as torch.save writes them, are read",
             )  # fmt: skip
         if packed != nbytes:
-            raise self._error("size", f"member {name!r} is stored plain with two sizes: {packed} and {nbytes}")
+            raise self._error(f"member {name!r} is stored plain with two sizes: {packed} and {nbytes}")
 
     def members(self, listed: list[_Listed], directory_start: int) -> dict[str, ZipMember]:
         """Check every local header and that members follow each other without overlap."""
@@ -238,18 +238,18 @@ class _Directory:
         signature, _, flags, method, _, _, crc32, packed, nbytes, n_name, n_extra = _LOCAL.unpack_from(header)
         same = (flags, method, n_name, header[_LOCAL.size :]) == (entry.flags, 0, len(name), name)
         if signature != b"PK\x03\x04" or not same:
-            raise self._error("header", f"the header of member {entry.name!r} contradicts the directory")
+            raise self._error(f"the header of member {entry.name!r} contradicts the directory")
         start = entry.header_offset + len(header) + n_extra
         stop = start + entry.nbytes
         if stop > limit:
-            raise self._error("overlap", f"member {entry.name!r} ends at {stop}, beyond byte {limit}")
+            raise self._error(f"member {entry.name!r} ends at {stop}, beyond byte {limit}")
         crc_offset = entry.header_offset + 14
         if flags & _FLAG_DESCRIPTOR:
             crc32, crc_offset = self._descriptor(entry, stop, limit)
         elif (packed, nbytes) not in ((entry.nbytes, entry.nbytes), (_ALL_ONES_32, _ALL_ONES_32)):
-            raise self._error("size", f"member {entry.name!r} has another size in its header")
+            raise self._error(f"member {entry.name!r} has another size in its header")
         if crc32 != entry.crc32:
-            raise self._error("header", f"member {entry.name!r} has two checksums")
+            raise self._error(f"member {entry.name!r} has two checksums")
         base = self._window.start
         return ZipMember(entry.name, base + start, entry.nbytes, crc32, (base + crc_offset, base + entry.crc_offset))
 
@@ -261,7 +261,7 @@ class _Directory:
         sizes.add(struct.pack("<2Q", entry.nbytes, entry.nbytes))
         if raw[:4] == b"PK\x07\x08" and any(raw[8:].startswith(s) for s in sizes):
             return int.from_bytes(raw[4:8], "little"), stop + 4
-        raise self._error("header", f"the descriptor behind member {entry.name!r} contradicts the directory")
+        raise self._error(f"the descriptor behind member {entry.name!r} contradicts the directory")
 
 
 # --- files written by `torch.save`, as inert values and byte ranges: no tensor byte is read, nothing is executed ---
@@ -316,14 +316,14 @@ class TorchArchive:
         where = f"{self.file}: {path}"
         if element_count(tensor.shape) and not _is_contiguous(tensor):
             raise UnsupportedError.of(
-                "torch.stride", where, f"shape {tensor.shape} with strides {tensor.stride} is not contiguous",
+                "checkpoint.unsupported", where, f"shape {tensor.shape} with strides {tensor.stride} is not contiguous",
                 "call .contiguous() on it and save again",
             )  # fmt: skip
         offset = tensor.storage_offset * tensor.dtype.itemsize
         nbytes = element_count(tensor.shape) * tensor.dtype.itemsize
         if offset + nbytes > member.nbytes:
             raise CorruptError.of(
-                "torch.storage", where, f"bytes [{offset}, {offset + nbytes}) of a storage of {member.nbytes}"
+                "checkpoint.damaged", where, f"bytes [{offset}, {offset + nbytes}) of a storage of {member.nbytes}"
             )
         key = tensor.storage.key
         at = member.offset + offset
@@ -349,7 +349,7 @@ class TorchArchive:
         return {path: self.locate(tensor, path) for path, tensor in walk_tensors(self.root)}
 
     def _corrupt(self, message: str) -> MergePipeError:
-        return CorruptError.of("torch.storage", self.file, message)
+        return CorruptError.of("checkpoint.damaged", self.file, message)
 
 
 def read_torch_zip(store: Store, path: Location, window: Window | None = None) -> TorchArchive:
@@ -430,11 +430,11 @@ def _require_zip(store: MetadataSource, window: Window) -> None:
     start = store.read_metadata(window.path, window.start, 4)
     if start[:1] == b"\x80":
         raise UnsupportedError.of(
-            "torch.legacy", window.path, "written by torch.save in its older, unzipped format",
+            "checkpoint.unsupported", window.path, "written by torch.save in its older, unzipped format",
             "load and save it again with torch 1.6 or later",
         )  # fmt: skip
     if start not in (_ZIP_START, _END_START):
-        raise CorruptError.of("torch.not-zip", window.path, "not a file written by torch.save")
+        raise CorruptError.of("checkpoint.damaged", window.path, "not a file written by torch.save")
 
 
 def _stem(members: Mapping[str, ZipMember], path: Location) -> str:
@@ -442,7 +442,7 @@ def _stem(members: Mapping[str, ZipMember], path: Location) -> str:
     stems = {name.partition("/")[0] for name in members}
     stem = next(iter(stems), "")
     if len(stems) != 1 or f"{stem}/data.pkl" not in members:
-        raise CorruptError.of("torch.layout", path, "a zip file, but not one written by torch.save (no data.pkl)")
+        raise CorruptError.of("checkpoint.damaged", path, "a zip file, but not one written by torch.save (no data.pkl)")
     return stem
 
 
@@ -452,18 +452,22 @@ def _require_little_endian(store: MetadataSource, path: Location, members: Mappi
         return
     order = store.read_metadata(path, member.offset, min(member.nbytes, 16))
     if order != b"little":
-        raise UnsupportedError.of("torch.byteorder", path, f"the byte order is {order!r}; only little-endian is read")
+        raise UnsupportedError.of(
+            "checkpoint.unsupported", path, f"the byte order is {order!r}; only little-endian is read"
+        )
 
 
 def _read_pickle(store: MetadataSource, path: Location, member: ZipMember) -> bytes:
     most = DEFAULT_LIMITS.max_bytes
     if member.nbytes > most:
         raise UnsupportedError.of(
-            "pickle.too_large", path, f"the pickle has {member.nbytes} bytes; at most {most} are read"
+            "pickle.refused", path, f"the pickle has {member.nbytes} bytes; at most {most} are read"
         )
     raw = store.read_metadata(path, member.offset, member.nbytes)
     if len(raw) != member.nbytes or zlib.crc32(raw) != member.crc32:
-        raise CorruptError.of("torch.checksum", path, "the checksum of data.pkl does not match; the file is damaged")
+        raise CorruptError.of(
+            "checkpoint.damaged", path, "the checksum of data.pkl does not match; the file is damaged"
+        )
     return raw
 
 
@@ -513,7 +517,7 @@ def _state_of(archive: TorchArchive) -> Mapping[object, object]:
             break
         state = next((state[key] for key in WRAPPERS if isinstance(state.get(key), dict)), None)
     raise UnsupportedError.of(
-        "torch.weights.none", archive.file,
+        "checkpoint.unsupported", archive.file,
         f"holds no mapping of names to tensors, neither by itself nor under {', '.join(WRAPPERS)}",
         "save the model's state_dict",
     )  # fmt: skip
@@ -526,11 +530,11 @@ def _is_nothing(value: object) -> bool:
 
 def _entry(archive: TorchArchive, name: object, value: object) -> TensorEntry:
     if not isinstance(name, str) or not name or not name.isprintable():
-        raise CorruptError.of("torch.weights.name", archive.file, f"{shown(name)} cannot be a tensor's name")
+        raise CorruptError.of("checkpoint.damaged", archive.file, f"{shown(name)} cannot be a tensor's name")
     if not isinstance(value, PickledTensor):
         kind = str(value.kind) if isinstance(value, Record) else type(value).__name__
         raise UnsupportedError.of(
-            "torch.weights.not_tensor", archive.file, f"{shown(name)} holds a {shown(kind)}, which is no tensor",
+            "checkpoint.unsupported", archive.file, f"{shown(name)} holds a {shown(kind)}, which is no tensor",
             "save the state_dict without it",
         )  # fmt: skip
     stored = archive.locate(value, name)

@@ -90,15 +90,15 @@ def read_pieces(raw: bytes, *, where: object) -> tuple[str, ...]:
         if number != _PIECES_FIELD:
             continue
         if not isinstance(value, tuple):
-            raise parser.error("not_a_piece", f"field {number} must be a message")
+            raise parser.error(f"field {number} must be a message")
         piece = parser.piece(*value)
         if piece in pieces:
-            raise parser.error("duplicate", f"the piece {shown(piece)} occurs twice")
+            raise parser.error(f"the piece {shown(piece)} occurs twice")
         pieces[piece] = None
         if len(pieces) > MAX_TOKEN_ID:
-            raise parser.error("too_many", f"more than {MAX_TOKEN_ID} pieces")
+            raise parser.error(f"more than {MAX_TOKEN_ID} pieces")
     if not pieces:
-        raise parser.error("none", "no piece found; is it a sentencepiece model?")
+        raise parser.error("no piece found; is it a sentencepiece model?")
     return tuple(pieces)
 
 
@@ -109,8 +109,8 @@ class _Parser:
         self._raw = raw
         self._where = where
 
-    def error(self, what: str, message: str) -> MergePipeError:
-        return CorruptError.of(f"tokenizer.pieces.{what}", self._where, message)
+    def error(self, message: str) -> MergePipeError:
+        return CorruptError.of("tokenizer.damaged", self._where, message)
 
     def piece(self, start: int, stop: int) -> str:
         """Return the text of one piece message."""
@@ -119,7 +119,7 @@ class _Parser:
             if number == _TEXT_FIELD and isinstance(value, tuple):
                 text = self._text(*value)
         if not text:
-            raise self.error("no_text", f"the piece at byte {start} has no text")
+            raise self.error(f"the piece at byte {start} has no text")
         return text
 
     def fields(self, start: int, stop: int) -> Iterator[tuple[int, int | tuple[int, int]]]:
@@ -129,14 +129,14 @@ class _Parser:
             key, at = self._varint(at, stop)
             number, kind = key >> 3, key & 7
             if number == 0:
-                raise self.error("field", f"field 0 at byte {at}")
+                raise self.error(f"field 0 at byte {at}")
             if kind == _VARINT:
                 value, at = self._varint(at, stop)
                 yield number, value
                 continue
             n_bytes, at = self._extent(kind, at, stop)
             if n_bytes > stop - at:
-                raise self.error("truncated", f"field {number} needs {n_bytes} bytes at byte {at}, found {stop - at}")
+                raise self.error(f"field {number} needs {n_bytes} bytes at byte {at}, found {stop - at}")
             yield number, (at, at + n_bytes)
             at += n_bytes
 
@@ -145,7 +145,7 @@ class _Parser:
             return self._varint(at, stop)
         if kind in (_FIXED32, _FIXED64):
             return (4 if kind == _FIXED32 else 8), at
-        raise self.error("wire_type", f"wire type {kind} at byte {at}")
+        raise self.error(f"wire type {kind} at byte {at}")
 
     def _varint(self, at: int, stop: int) -> tuple[int, int]:
         value = 0
@@ -154,13 +154,13 @@ class _Parser:
             value |= (byte & 0x7F) << (7 * (position - at))
             if byte < 0x80:
                 return value, position + 1
-        raise self.error("varint", f"the number at byte {at} does not end")
+        raise self.error(f"the number at byte {at} does not end")
 
     def _text(self, start: int, stop: int) -> str:
         try:
             return self._raw[start:stop].decode("utf-8")
         except UnicodeDecodeError:
-            raise self.error("not_utf8", f"the piece at byte {start} is not UTF-8") from None
+            raise self.error(f"the piece at byte {start} is not UTF-8") from None
 
 
 # --- read a checkpoint's vocabulary from untrusted tokenizer files; ambiguous ones are an error ---
@@ -191,7 +191,7 @@ def read_vocabulary(checkpoint: Checkpoint, store: Store) -> Vocabulary | None:
     foreign = next((name for name in checkpoint.sidecars if name.endswith(_TIKTOKEN_SUFFIX)), None)
     if foreign is not None:
         raise UnsupportedError.of(
-            "tokenizer.tiktoken", checkpoint.root / foreign, "its ids are given by code, which is never run",
+            "tokenizer.unsupported", checkpoint.root / foreign, "its ids are given by code, which is never run",
             f"save the tokenizer with a {FAST_NAME}",
         )  # fmt: skip
     return None
@@ -220,11 +220,11 @@ class TokenizerFiles:
         if name not in self:
             return {}
         return parse_object(
-            self.raw(name), where=self.path(name), code="tokenizer.not_json", max_integer_digits=_MAX_INTEGER_DIGITS
+            self.raw(name), where=self.path(name), code="tokenizer.damaged", max_integer_digits=_MAX_INTEGER_DIGITS
         )
 
-    def error(self, name: str, what: str, message: str) -> MergePipeError:
-        return CorruptError.of(f"tokenizer.{what}", self.path(name), message)
+    def error(self, name: str, message: str) -> MergePipeError:
+        return CorruptError.of("tokenizer.damaged", self.path(name), message)
 
 
 def _read_fast(files: TokenizerFiles, name: str) -> Vocabulary:
@@ -238,7 +238,7 @@ def _read_fast(files: TokenizerFiles, name: str) -> Vocabulary:
     elif isinstance(vocab, list):
         ids.add_all((_piece(files, name, pair), index) for index, pair in enumerate(vocab))
     else:
-        raise files.error(name, "vocab", f"'model' needs a 'vocab', found {shown(vocab)}")
+        raise files.error(name, f"'model' needs a 'vocab', found {shown(vocab)}")
     added = {}
     listed = document.get("added_tokens")
     for record in listed if isinstance(listed, list) else []:
@@ -256,7 +256,7 @@ def _piece(files: TokenizerFiles, name: str, pair: JsonValue) -> str:
     match pair:
         case [str() as piece, *_]:
             return piece
-    raise files.error(name, "vocab", f"a list of [piece, score] is needed, found {shown(pair)}")
+    raise files.error(name, f"a list of [piece, score] is needed, found {shown(pair)}")
 
 
 def _read_slow_json(files: TokenizerFiles, name: str) -> Vocabulary:
@@ -269,7 +269,7 @@ def _read_pieces(files: TokenizerFiles, name: str) -> Vocabulary:
     kind = files.document(SETTINGS_NAME).get("tokenizer_class")
     if isinstance(kind, str) and kind.startswith(_SHIFTED):
         raise UnsupportedError.of(
-            "tokenizer.shifted", files.path(name), f"{shown(kind)} gives its pieces other ids than their places",
+            "tokenizer.unsupported", files.path(name), f"{shown(kind)} gives its pieces other ids than their places",
             f"save the tokenizer with a {FAST_NAME}",
         )  # fmt: skip
     ids = _Ids(files, name)
@@ -282,9 +282,7 @@ def _read_lines(files: TokenizerFiles, name: str) -> Vocabulary:
     try:
         lines = raw.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise files.error(
-            name, "not_utf8", f"must be UTF-8, found byte 0x{raw[error.start]:02x} at {error.start}"
-        ) from None
+        raise files.error(name, f"must be UTF-8, found byte 0x{raw[error.start]:02x} at {error.start}") from None
     ids = _Ids(files, name)
     ids.add_all((line.rstrip("\r"), index) for index, line in enumerate(lines[:-1] if not lines[-1] else lines))
     return _with_added(files, ids)
@@ -318,11 +316,11 @@ def _decoder(files: TokenizerFiles) -> list[tuple[AddedToken, int]]:
     """Read the added tokens of `tokenizer_config.json`, by id."""
     decoder = files.document(SETTINGS_NAME).get(DECODER_KEY, {})
     if not isinstance(decoder, dict):
-        raise files.error(SETTINGS_NAME, "added", f"'{DECODER_KEY}' must be an object, found {shown(decoder)}")
+        raise files.error(SETTINGS_NAME, f"'{DECODER_KEY}' must be an object, found {shown(decoder)}")
     added_tokens = []
     for text, record in decoder.items():
         if not (text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_TOKEN_ID))):
-            raise files.error(SETTINGS_NAME, "id", f"'{DECODER_KEY}' has the id {shown(text)}")
+            raise files.error(SETTINGS_NAME, f"'{DECODER_KEY}' has the id {shown(text)}")
         added_tokens.append((_added_token(files, SETTINGS_NAME, record), int(text)))
     return sorted(added_tokens, key=lambda pair: pair[1])
 
@@ -330,14 +328,12 @@ def _decoder(files: TokenizerFiles) -> list[tuple[AddedToken, int]]:
 def _added_token(files: TokenizerFiles, name: str, record: JsonValue) -> AddedToken:
     content = record.get("content") if isinstance(record, dict) else None
     if not isinstance(record, dict) or not isinstance(content, str):
-        raise files.error(name, "added", f"an added token needs its 'content', found {shown(record)}")
+        raise files.error(name, f"an added token needs its 'content', found {shown(record)}")
     flags = {}
     for flag in _FLAGS:
         value = record.get(flag, flag == "normalized")
         if not isinstance(value, bool):
-            raise files.error(
-                name, "added", f"'{flag}' of {shown(content)} must be true or false, found {shown(value)}"
-            )
+            raise files.error(name, f"'{flag}' of {shown(content)} must be true or false, found {shown(value)}")
         flags[flag] = value
     return AddedToken(content, **flags)
 
@@ -360,32 +356,29 @@ class _Ids:
 
     def add(self, token: str, index: JsonValue) -> None:
         if type(index) is not int or not 0 <= index <= MAX_TOKEN_ID:
-            raise self._error(
-                "id", f"the id of {shown(token)} must be between 0 and {MAX_TOKEN_ID}, found {shown(index)}"
-            )
+            raise self._error(f"the id of {shown(token)} must be between 0 and {MAX_TOKEN_ID}, found {shown(index)}")
         if self._ids.setdefault(token, index) != index:
-            raise self._error("two_ids", f"{shown(token)} has the ids {self._ids[token]} and {index}")
+            raise self._error(f"{shown(token)} has the ids {self._ids[token]} and {index}")
         if self._tokens.setdefault(index, token) != token:
-            raise self._error("shared_id", f"{shown(self._tokens[index])} and {shown(token)} both have the id {index}")
+            raise self._error(f"{shown(self._tokens[index])} and {shown(token)} both have the id {index}")
 
     def add_next(self, token: str, index: int) -> None:
         """Add a token that loaders number themselves, after all others."""
         after = max(self._tokens, default=-1) + 1
         if index != after:
             raise self._error(
-                "added_id",
                 f"{SETTINGS_NAME} gives {shown(token)}, which {self._name} lacks, the id {index}: it would get {after}",
             )
         self.add(token, index)
 
     def vocabulary(self, added: Mapping[str, AddedToken]) -> Vocabulary:
         if not self._ids:
-            raise self._error("empty", "there is no token")
+            raise self._error("there is no token")
         by_id = {token: index for index, token in sorted(self._tokens.items())}
         return Vocabulary(MappingProxyType(by_id), MappingProxyType(dict(added)), self._name)
 
-    def _error(self, what: str, message: str) -> MergePipeError:
-        return self._files.error(self._name, what, message)
+    def _error(self, message: str) -> MergePipeError:
+        return self._files.error(self._name, message)
 
 
 # --- add tokens to tokenizer files ---

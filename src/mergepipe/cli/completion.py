@@ -20,10 +20,10 @@ def completion_script(shell: str) -> str:
     """Return the script that a shell evaluates to complete the program's arguments.
 
     Raises:
-        RecipeError: `option.choice`, another shell.
+        RecipeError: `option.invalid`, another shell.
     """
     if shell not in SHELLS:
-        raise RecipeError.of("option.choice", "--completion", f"'{shell}' was given", did_you_mean(shell, SHELLS))
+        raise RecipeError.of("option.invalid", "--completion", f"'{shell}' was given", did_you_mean(shell, SHELLS))
     from typer._completion_shared import get_completion_script
 
     return get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell)

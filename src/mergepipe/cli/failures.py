@@ -51,7 +51,7 @@ def failure_of(error: BaseException, interrupted_exit_code: int) -> Failure:
         return Failure("error", (*error.problems, *_kept(error)), error.exit_code)
     if isinstance(error, MemoryError) or _is_lack_of_memory(error):
         hint = "close other programs, raise `ulimit -v`, or lower --memory or --threads"
-        problem = Problem("storage.out-of-memory", "", "the system has no more memory", hint)
+        problem = Problem("storage.exhausted", "", "the system has no more memory", hint)
         return Failure("error", (problem, *_kept(error)), StorageError.exit_code)
     if isinstance(error, OSError):
         failure = _system_failure(error)

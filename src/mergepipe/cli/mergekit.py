@@ -129,7 +129,7 @@ class RefusedFlags:
         """Refuse what was asked for and cannot be done, all at once.
 
         Raises:
-            UnsupportedError: `mergekit.flag`.
+            UnsupportedError: `option.unsupported`.
         """
         refusals = {
             "--no-safe-serialization": (
@@ -144,7 +144,7 @@ class RefusedFlags:
             ),
         }
         problems = [
-            Problem("mergekit.flag", flag, message, hint)
+            Problem("option.unsupported", flag, message, hint)
             for flag, (is_set, message, hint) in refusals.items()
             if is_set
         ]
@@ -229,7 +229,7 @@ def shard_bytes_of(text: str) -> int:
     """Return the bytes of mergekit's shard sizes: `5B` are 5 * 10**9, as it counts; other sizes as everywhere here.
 
     Raises:
-        RecipeError: `option.size`.
+        RecipeError: `option.invalid`.
     """
     number, unit = text[:-1], text[-1:].lower()
     if unit in _COUNT_UNITS and number.isdecimal():

@@ -9,18 +9,18 @@ def check_page(path: Path) -> None:
     """Refuse a page that could not be written, before anything is done.
 
     Raises:
-        OutputError: `output.not-a-page`, `output.link`.
-        NotFoundError: `output.no-directory`.
+        OutputError: `output.not-ours`, `output.link`.
+        NotFoundError: `storage.not-found`.
     """
     from mergepipe.errors import NotFoundError, OutputError
 
     if not path.absolute().parent.is_dir():
-        raise NotFoundError.of("output.no-directory", path.parent, "no such directory", "make it, or choose another")
+        raise NotFoundError.of("storage.not-found", path.parent, "no such directory", "make it, or choose another")
     if path.is_symlink():
         message = "is a link, and nothing is written through links"
         raise OutputError.of("output.link", path, message, "name the file itself")
     if path.exists() and (not path.is_file() or path.suffix not in (".html", ".htm")):
-        raise OutputError.of("output.not-a-page", path, "exists, and is not an HTML file", "choose another name")
+        raise OutputError.of("output.not-ours", path, "exists, and is not an HTML file", "choose another name")
 
 
 def write_page(path: Path, page: str) -> None:

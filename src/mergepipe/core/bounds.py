@@ -12,15 +12,15 @@ def positive(option: str, value: int, most: int = MAX_SIZE_BYTES) -> int:
     """Return `value` if it is above zero and at most `most` (default: the largest file size).
 
     Raises:
-        LimitError: `option.not-positive`.
-        RecipeError: `option.too-large`.
+        LimitError: `option.out-of-range`.
+        RecipeError: `option.invalid`.
     """
     if value < 1:
         raise LimitError.of(
-            "option.not-positive", option, f"{shown_number(value)} was given", "give a number above zero"
+            "option.out-of-range", option, f"{shown_number(value)} was given", "give a number above zero"
         )
     if value > most:
-        raise RecipeError.of("option.too-large", option, f"{shown_number(value)} was given", f"give {most} at most")
+        raise RecipeError.of("option.invalid", option, f"{shown_number(value)} was given", f"give {most} at most")
     return value
 
 

@@ -63,7 +63,7 @@ class Option:
         """Return the value that a text stands for.
 
         Raises:
-            RecipeError: `option.size`, or what the reader of the flag raises.
+            RecipeError: `option.invalid`, or what the reader of the flag raises.
         """
         if self.flag.read is not None:
             return self.flag.read(text, self.name)

@@ -80,7 +80,7 @@ def _problems_of(error: BaseException) -> tuple[Problem, ...]:
     if isinstance(error, MergePipeError):
         return error.problems
     if isinstance(error, MemoryError):
-        return (Problem("storage.out-of-memory", "", "the system has no more memory"),)
+        return (Problem("storage.exhausted", "", "the system has no more memory"),)
     if isinstance(error, OSError):
         return (Problem("storage.io", str(error.filename or ""), error.strerror or str(error)),)
     return (Problem("internal", "", f"{type(error).__name__}: {error}", "report it"),)

@@ -47,18 +47,18 @@ def parse_size(text: str, option: str) -> int:
     written = " ".join(text.split())
     quantity = split_quantity(written)
     if quantity is None or quantity[1] == "%" or written.startswith(("+", "-")):
-        raise RecipeError.of("option.size", option, f"'{text}' is not a size", _EXAMPLES)
+        raise RecipeError.of("option.invalid", option, f"'{text}' is not a size", _EXAMPLES)
     number, unit = quantity
     factor = unit_bytes(unit)
     if factor is None:
         raise RecipeError.of(
-            "option.size", option, f"'{text}': unknown unit '{unit}'", did_you_mean(unit, list(SIZE_UNITS))
+            "option.invalid", option, f"'{text}': unknown unit '{unit}'", did_you_mean(unit, list(SIZE_UNITS))
         )
     size = int(number * factor)
     if not unit and 0 < number < LEAST_BARE_BYTES:
         message = f"'{text}' without a unit would be {size} bytes"
         meant = f"{written}GB?" if number < 1000 else f"{written}MB? ({size / 1000:g}kB are that few bytes)"
-        raise RecipeError.of("option.size", option, message, f"did you mean {meant}")
+        raise RecipeError.of("option.invalid", option, message, f"did you mean {meant}")
     if size > MAX_SIZE_BYTES:
-        raise RecipeError.of("option.size", option, f"'{text}' is more than {MAX_SIZE_BYTES} bytes", _EXAMPLES)
+        raise RecipeError.of("option.invalid", option, f"'{text}' is more than {MAX_SIZE_BYTES} bytes", _EXAMPLES)
     return size

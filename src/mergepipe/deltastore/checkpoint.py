@@ -151,7 +151,10 @@ def read_store(store: Store, path: Location) -> OpenedStore:
     """
     if not is_store(store, path):
         raise NotFoundError.of(
-            "store.not-found", path, f"is not a delta store: it has no {HEADER_NAME}", "name a store that `pack` made"
+            "snapshot.not-found",
+            path,
+            f"is not a delta store: it has no {HEADER_NAME}",
+            "name a store that `pack` made",
         )
     opened = read_header(store, path)
     _ = opened.index
@@ -211,20 +214,20 @@ def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint | None) 
         return kind(entry.name, entry.dtype, entry.shape, opened.root, index, first_row)
     if base is None:
         message = f"tensor {shown(entry.name)} was packed relative to its base, which is not named"
-        raise MismatchError.of("store.base", opened.root, message, f"name its base: it was {opened.header.base}")
+        raise MismatchError.of("base.mismatch", opened.root, message, f"name its base: it was {opened.header.base}")
     base_tensor = base.tensors.get(entry.name)
     can_be_base = opened.header.depth or isinstance(base_tensor, TensorEntry)
     if base_tensor is None or not can_be_base:
         what = "no such tensor" if base_tensor is None else "one that is computed, not stored"
         raise MismatchError.of(
-            "store.base", opened.root,
+            "base.mismatch", opened.root,
             f"tensor {shown(entry.name)} was packed relative to its base; {base.path} has {what}",
             f"give the base that it was packed with: it was {opened.header.base}",
         )  # fmt: skip
     if (base_tensor.dtype, base_tensor.shape) != (entry.base_dtype, entry.shape):
         base_dtype = "" if entry.base_dtype is None else entry.base_dtype.name
         raise MismatchError.of(
-            "store.base", opened.root,
+            "base.mismatch", opened.root,
             f"tensor {shown(entry.name)} was packed relative to {base_dtype} {list(entry.shape)}, "
             f"that of {base.path} is {base_tensor.dtype.name} {list(base_tensor.shape)}",
             f"give the base that it was packed with: it was {opened.header.base}",
@@ -266,7 +269,7 @@ def open_packed(
     which may have moved together with it, with its own bases behind it; or that one unpacked, if it is given as `base`.
 
     Raises:
-        RecipeError: `option.pair`, a base for a store that was packed without one.
+        RecipeError: `option.conflict`, a base for a store that was packed without one.
         NotFoundError, MismatchError: the store or its base is gone, or it is another base.
         CorruptError, UnsupportedError: header or index are damaged, or of another version.
     """
@@ -295,7 +298,9 @@ def _open_chain(store: Store, opened: OpenedStore, base: Location | None) -> tup
 def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> tuple[Checkpoint, ...]:
     if not opened.header.base:
         if base is not None:
-            raise RecipeError.of("option.pair", "--base", f"{opened.root} was packed without a base", "leave it out")
+            raise RecipeError.of(
+                "option.conflict", "--base", f"{opened.root} was packed without a base", "leave it out"
+            )
         return ()
     try:
         return (open_checkpoint(store, Location.parse(opened.header.base) if base is None else base),)
@@ -312,7 +317,7 @@ def _check_depth(place: Location, depth: int) -> None:
 
 def _missing(opened: OpenedStore) -> MergePipeError:
     message = f"its base is not at {opened.header.base} any more"
-    return NotFoundError.of("store.base-missing", opened.root, message, "give it with --base")
+    return NotFoundError.of("input.not-found", opened.root, message, "give it with --base")
 
 
 def next_base(store: Store, last: Location, length: int) -> Location:

@@ -138,7 +138,7 @@ def parse_header(raw: bytes, path: Location) -> StoreHeader:
         CorruptError: it is damaged or contradicts the format.
         UnsupportedError: it is of another version.
     """
-    document = parse_object(raw, where=path, code="store.header.not_json")
+    document = parse_object(raw, where=path, code="store.damaged")
     fields = _Fields(document, path)
     _check_version(fields.get("format", str), path)
     claimed = fields.get("digest", str)
@@ -169,7 +169,7 @@ def _check_version(format_name: str, path: Location) -> None:
     if int(version) != FORMAT_VERSION:
         hint = "update mergepipe" if int(version) > FORMAT_VERSION else "pack the expert again"
         message = f"a delta store of version {version}; this program reads version {FORMAT_VERSION}"
-        raise UnsupportedError.of("store.version", path, message, hint)
+        raise UnsupportedError.of("format.version", path, message, hint)
 
 
 def _check_tensors(header: StoreHeader, path: Location) -> None:

@@ -472,7 +472,7 @@ class PackedFetch:
             digest = digests[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)]
             if base.digest(at, min(at + block_bytes, end)) != digest:
                 raise MismatchError.of(
-                    "store.base", self._where(first + i),
+                    "base.mismatch", self._where(first + i),
                     f"the base {entry.file} is not the one the store was packed with",
                     "give the base that it was packed with",
                 )  # fmt: skip

@@ -351,7 +351,7 @@ class Pipeline:
             if isinstance(error.__context__, KeyboardInterrupt):  # or of an interrupt while it waits for the start
                 raise error.__context__ from None
             raise StorageError.of(
-                "storage.no-threads", "--threads", "the system starts no more threads for this process",
+                "storage.exhausted", "--threads", "the system starts no more threads for this process",
                 "lower --threads, or raise the limits on its threads and memory (ulimit -u, ulimit -v)",
             ) from error  # fmt: skip
 

@@ -124,7 +124,7 @@ class RayCluster:
     def _no_cluster(self, reason: str) -> MergePipeError:
         where = self._address or os.environ.get("RAY_ADDRESS") or "Ray"
         hint = "check --address, and `ray status` on a node; after a crash, `ray stop` forgets the cluster"
-        return NotFoundError.of("ray.connect", where, f"no cluster could be reached: {reason}", hint)
+        return NotFoundError.of("ray.unreachable", where, f"no cluster could be reached: {reason}", hint)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -283,5 +283,5 @@ def _imported_ray() -> Any:
         import ray
     except ImportError as error:
         message = "Ray is not installed"
-        raise UnsupportedError.of("ray.extra", "--executor ray", message, "install mergepipe[ray]") from error
+        raise UnsupportedError.of("extra.missing", "--executor ray", message, "install mergepipe[ray]") from error
     return ray

@@ -70,7 +70,7 @@ def explain_subject(subject_text: str, pattern: str | None, home: Path) -> Expla
     `pattern` chooses tensors that are told of block by block, by a shell pattern over their names.
 
     Raises:
-        NotFoundError: `explain.tensor`, no merged tensor matches; otherwise as `find_snapshot_path`.
+        NotFoundError: `tensor.not-found`, no merged tensor matches; otherwise as `find_snapshot_path`.
         CorruptError, UnsupportedError: the plan or the manifest cannot be read.
     """
     store, place = Stores(), Location.of(subject_text)
@@ -90,7 +90,7 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
     """Explain a plan, a manifest, or a manifest that contains its plan.
 
     Raises:
-        NotFoundError: `explain.tensor`.
+        NotFoundError: `tensor.not-found`.
     """
     source = plan if plan is not None else manifest
     if source is None:
@@ -264,7 +264,7 @@ def _tensor_uses(
     chosen = [tensor for tensor in tensors if fnmatchcase(tensor.name, pattern)]
     if not chosen:
         hint = did_you_mean(pattern, [tensor.name for tensor in tensors])
-        raise NotFoundError.of("explain.tensor", "--tensor", f"no merged tensor matches '{pattern}'", hint)
+        raise NotFoundError.of("tensor.not-found", "--tensor", f"no merged tensor matches '{pattern}'", hint)
     return tuple(
         TensorUse(
             tensor.name,

@@ -196,7 +196,7 @@ class _Extraction:
             return
         delta_MN = self._delta(tensor, changed, Span(0, tensor.n_elements)).reshape(tensor.shape)
         if not np.all(np.isfinite(delta_MN)):
-            raise CorruptError.of("extract.not-finite", self.model.path, f"'{name}' holds infinities or no numbers")
+            raise CorruptError.of("tensor.not-finite", self.model.path, f"'{name}' holds infinities or no numbers")
         if not delta_MN.any():
             return
         oriented_MN = delta_MN.T if self._is_transposed(name) else delta_MN

@@ -39,14 +39,14 @@ def collect_garbage(home: Path, places: Sequence[Location], *, dry_run: bool) ->
     there and it is not. What another snapshot was made from keeps its row.
 
     Raises:
-        NotFoundError: `gc.root-missing`, a place is no directory and no bucket.
+        NotFoundError: `storage.not-found`, a place is no directory and no bucket.
         StorageError: a bucket refuses.
         MergePipeError: the catalog cannot be used.
     """
     roots = [place.local_path for place in places if place.scheme not in OBJECT_SCHEMES]
     for root in roots:
         if not root.is_dir():
-            raise NotFoundError.of("gc.root-missing", root, "no such directory", "check the path")
+            raise NotFoundError.of("storage.not-found", root, "no such directory", "check the path")
     living: list[str] = []
     notices: list[str] = []
     garbage: list[Garbage] = []

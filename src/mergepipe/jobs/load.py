@@ -57,7 +57,7 @@ class LoadedTensors(Mapping[str, Any]):
             KeyError: there is none of this name.
             ConflictError: `input.changed`, a file changed since the model was opened.
             MismatchError, CorruptError: a block is not what was packed, or the base is another one.
-            UnsupportedError: `load.dtype`, the framework has no such dtype.
+            UnsupportedError: `model.unsupported`, the framework has no such dtype.
         """
         tensor = self._tensors[name]
         with open_files(self._store, files_of([tensor]), self._checkpoints) as files:
@@ -100,13 +100,13 @@ def load_tensors(path: Location, *, base: Location | None, framework: str, threa
     """Open a model for reading by name; see `api.load_file`.
 
     Raises:
-        RecipeError: `option.value`, another framework; `option.pair`, a base for a model that needs none.
+        RecipeError: `option.invalid`, another framework; `option.conflict`, a base for a model that needs none.
         UnsupportedError: an adapter, differences from a base, and what else `open_model` refuses.
         NotFoundError, CorruptError, MismatchError, StorageError: from opening the model or its base.
     """
     if framework not in FRAMEWORKS:
         raise RecipeError.of(
-            "option.value", "framework", f"{framework!r} was given", f"give one of {', '.join(FRAMEWORKS)}"
+            "option.invalid", "framework", f"{framework!r} was given", f"give one of {', '.join(FRAMEWORKS)}"
         )
     store = Stores()
     if is_store(store, path):
@@ -114,7 +114,7 @@ def load_tensors(path: Location, *, base: Location | None, framework: str, threa
         check_original_headers(store, opened)
         return LoadedTensors((checkpoint, *bases), store, framework, threads)
     if base is not None:
-        raise RecipeError.of("option.pair", "--base", f"{path} is no packed expert", "leave it out")
+        raise RecipeError.of("option.conflict", "--base", f"{path} is no packed expert", "leave it out")
     return LoadedTensors((open_path(store, path),), store, framework, threads)
 
 
@@ -127,5 +127,5 @@ def _as_array(raw: NDArray[np.uint8], tensor: Readable) -> NDArray[Any]:
     if dtype.kind is DTypeKind.FLOAT:
         return decoded(raw, dtype.kernel_code).reshape(tensor.shape)
     raise UnsupportedError.of(
-        "load.dtype", shown(tensor.name), f"numpy has no dtype for {dtype.name}", "give framework='torch'"
+        "model.unsupported", shown(tensor.name), f"numpy has no dtype for {dtype.name}", "give framework='torch'"
     )

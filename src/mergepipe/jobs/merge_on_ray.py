@@ -159,8 +159,8 @@ def run_plan_on_ray(
     """Make the output of a plan as tasks of a cluster, and publish it. If that fails, what is made is kept.
 
     Raises:
-        UnsupportedError: `ray.extra`, Ray is not installed; `parts.reuse`.
-        NotFoundError: `ray.connect`, no cluster; `ray.not-shared`, a node does not see OUT; `resume.nothing`.
+        UnsupportedError: `extra.missing`, Ray is not installed; `parts.reuse`.
+        NotFoundError: `ray.unreachable`, no cluster; `ray.not-shared`, a node does not see OUT; `resume.nothing`.
         LimitError: `ray.resources`; `parts.budget`, the budget does not allow to read again what a lost worker read.
         ConflictError: `ray.version`, a node has another version; `parts.other-job`.
         StorageError: `ray.lost`.

@@ -58,7 +58,7 @@ def pack_experts(
     started = time.perf_counter()
     store = Stores()
     if bases is not None and not bases:
-        raise RecipeError.of("pack.base-missing", folder, "no base was named", "give one as BASE, or more as --base")
+        raise RecipeError.of("option.missing", folder, "no base was named", "give one as BASE, or more as --base")
     distinct = {base.normal(): base for base in reversed(bases or ())}  # one named twice would not be told from itself
     candidates = [open_base(store, store.pin(base)) for base in reversed(distinct.values())]
     checkpoints = [open_checkpoint(store, store.pin(location)) for location in experts]
@@ -147,10 +147,10 @@ def _check_bases(
     """Tell of bases that are hardly the experts' or were not told from others, before anything is written.
 
     Raises:
-        MismatchError: `pack.base`, if `strict`.
+        MismatchError: `base.mismatch`, if `strict`.
     """
     doubts = [
-        Problem("pack.base", str(job.expert.path), doubt, "name its base")
+        Problem("base.mismatch", str(job.expert.path), doubt, "name its base")
         for job in jobs
         if job.place in matches and (doubt := doubt_about(matches[job.place]))
     ]
@@ -227,7 +227,7 @@ def _check_removable(job: PackJob) -> None:
     expert = job.expert
     if not expert.path.is_local:
         message = "is not on this machine: --replace removes only files of this machine"
-        raise RecipeError.of("pack.replace", expert.path, message, "pack without --replace")
+        raise RecipeError.of("option.conflict", expert.path, message, "pack without --replace")
     base_files = {
         (base.root / file.name).local_path.resolve() for base in job.bases if base.path.is_local for file in base.files
     }
@@ -236,11 +236,11 @@ def _check_removable(job: PackJob) -> None:
     for place in (expert.path.local_path, *(root / name for name in names)):
         if place.is_symlink():
             raise RecipeError.of(
-                "pack.replace", place, "is a link: --replace removes only files that stand here", "pack without it"
+                "option.conflict", place, "is a link: --replace removes only files that stand here", "pack without it"
             )
         if place.resolve() in base_files:
             raise RecipeError.of(
-                "pack.replace", place, "is a file of the base, which the store needs", "pack without --replace"
+                "option.conflict", place, "is a file of the base, which the store needs", "pack without --replace"
             )
 
 

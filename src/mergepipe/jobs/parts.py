@@ -32,7 +32,7 @@ from mergepipe.storage.stores import Stores
 
 REPEATABLE = ("parts.busy", "parts.budget")
 """Errors of one shard that keep nobody from making the others."""
-_PUBLISHED_ELSEWHERE = ("output.exists", "output.appeared")
+_PUBLISHED_ELSEWHERE = ("output.exists", "output.changed")
 _FINISHED_ELSEWHERE = ("parts.gone", "output.busy", "parts.missing")
 
 
@@ -56,7 +56,7 @@ def parse_part(text: str) -> tuple[int, int]:
     """Read `2/7` as a part.
 
     Raises:
-        RecipeError: `option.part`.
+        RecipeError: `option.invalid`.
     """
     number, slash, count = text.partition("/")
     if slash and all(word.isascii() and word.isdigit() and len(word) < 7 for word in (number, count)):
@@ -68,7 +68,7 @@ def check_part(number: int, n_parts: int) -> tuple[int, int]:
     """Return the numbers of a part if there can be one.
 
     Raises:
-        RecipeError: `option.part`.
+        RecipeError: `option.invalid`.
     """
     if 1 <= number <= n_parts:
         return number, n_parts
@@ -79,7 +79,7 @@ def experts_of_part(experts: Sequence[str], text: str | None) -> Sequence[str]:
     """Return the experts that a part of a job on many machines takes; all without a part.
 
     Raises:
-        RecipeError: `option.part`, it is no part, or there are fewer experts than parts.
+        RecipeError: `option.invalid`, it is no part, or there are fewer experts than parts.
     """
     if text is None:
         return experts
@@ -87,11 +87,13 @@ def experts_of_part(experts: Sequence[str], text: str | None) -> Sequence[str]:
     if number <= len(experts):
         return experts[number - 1 :: n_parts]
     message = f"part {text} of {len(experts)} experts has none"
-    raise RecipeError.of("option.part", "--part", message, f"use at most {len(experts)} parts: an expert is one whole")
+    raise RecipeError.of(
+        "option.invalid", "--part", message, f"use at most {len(experts)} parts: an expert is one whole"
+    )
 
 
 def _not_a_part(text: str) -> MergePipeError:
-    return RecipeError.of("option.part", "--part", f"'{text[:40]}' was given", "write the second of 7 parts as 2/7")
+    return RecipeError.of("option.invalid", "--part", f"'{text[:40]}' was given", "write the second of 7 parts as 2/7")
 
 
 def run_part(
@@ -261,7 +263,7 @@ def check_output(out: Path | Location, inputs: Inputs, *, force: bool) -> None:
     """Refuse a place at which an output cannot be published.
 
     Raises:
-        OutputError: `output.exists`, `output.not-ours`, `output.overlaps-input`.
+        OutputError: `output.exists`, `output.not-ours`, `output.place`.
     """
     paths = [checkpoint.path for checkpoint in inputs.checkpoints]
     if isinstance(out, Path):
@@ -275,7 +277,7 @@ def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> Parts
 
     Raises:
         NotFoundError: `parts.none`, nothing of it is there.
-        CorruptError: `parts.record`.
+        CorruptError: `work-log.damaged`.
     """
     published = is_snapshot_of(out, plan.digest)
     job = job_at(out, plan.digest)

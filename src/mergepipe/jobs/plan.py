@@ -75,15 +75,15 @@ def plan_request(
     """Return what a plan is asked for; `everything` takes the place of a budget.
 
     Raises:
-        RecipeError: `budget.*`, no budget, or one that cannot be; `option.pair`, a budget for everything.
+        RecipeError: `budget.*`, no budget, or one that cannot be; `option.conflict`, a budget for everything.
     """
     if everything:
         if budget is not None:
             message = "it reads everything, whatever --budget says"
-            raise RecipeError.of("option.pair", "--all", message, "give only one")
+            raise RecipeError.of("option.conflict", "--all", message, "give only one")
         budget = "100%"
     if budget is None:
-        raise RecipeError.of("budget.missing", "--budget", "no budget is given", "give one, such as 25%")
+        raise RecipeError.of("option.missing", "--budget", "no budget is given", "give one, such as 25%")
     density = options.min_density
     choices = PlanningChoices(
         OnOmit(options.where_omitted),
@@ -115,7 +115,7 @@ def make_plan(
     if inputs.intermediates:
         name = models[min(inputs.intermediates)].text
         message = "a budget does not reach into what another document makes"
-        raise UnsupportedError.of("plan.intermediate", name, message, "merge that document first, into a snapshot")
+        raise UnsupportedError.of("plan.unsupported", name, message, "merge that document first, into a snapshot")
     known = KnownStatistics(store, link.home, link.notices, beside=True)
     facts = _lookup_known(PairStatistics(known, inputs), inputs)
     if request.everything:
@@ -226,10 +226,10 @@ def _refuse_starved(plan: Plan) -> None:
     """Refuse a plan that reads nothing of an expert, whatever the reason.
 
     Raises:
-        LimitError: `plan.expert-unread`, one problem for each such expert.
+        LimitError: `budget.too-small`, one problem for each such expert.
     """
     problems = [
-        Problem("plan.expert-unread", fallback.where, f"{fallback.decision}: {fallback.reason}", "raise --budget")
+        Problem("budget.too-small", fallback.where, f"{fallback.decision}: {fallback.reason}", "raise --budget")
         for fallback in plan.fallbacks
         if fallback.decision == NOTHING_READ
     ]

@@ -65,7 +65,7 @@ def push_destination(text: str) -> Location:
     """Read where to push to: `org/name` is a repository of the Hub unless there is such a path.
 
     Raises:
-        RecipeError: `location.malformed`.
+        RecipeError: `location.invalid`.
     """
     name = resolve_model_name(text, lambda path: Path(path).exists())
     return name.remote if name.remote is not None and name.is_hub_id else Location.parse(text)
@@ -78,13 +78,13 @@ def push_snapshot(
 
     Raises:
         NotFoundError, CorruptError: a file of the snapshot is gone, or is not what was written.
-        OutputError: `output.store`, `output.exists`, `output.not-ours`.
-        ConflictError: `output.busy`, `output.appeared`, `hub.moved`.
+        OutputError: `output.place`, `output.exists`, `output.not-ours`.
+        ConflictError: `output.busy`, `output.changed`.
         StorageError: the store refuses, or cannot be reached.
     """
     if destination.scheme not in (*OBJECT_SCHEMES, HUB_SCHEME):
         hint = "push to org/name on the Hub, hf://org/name, s3://, gs:// or az://"
-        raise OutputError.of("output.store", destination, "no snapshot can be pushed there", hint)
+        raise OutputError.of("output.place", destination, "no snapshot can be pushed there", hint)
     store = Stores()
     folder = Location.local(path)
     if is_store(store, folder):
@@ -139,7 +139,7 @@ def _read_composite(store: Store, path: Path) -> _Push:
         size_bytes = store.size_bytes(folder / file.name)
         is_other = file.size_bytes > _COMPARED_BYTES or damage_of(store, folder, file) is None
         if size_bytes != file.size_bytes or not is_other:
-            raise CorruptError.of("push.damaged", folder / file.name, "is not what was written", "make it again")
+            raise CorruptError.of("snapshot.damaged", folder / file.name, "is not what was written", "make it again")
     files = sorted(record.files, key=lambda file: (file.name in _LAST_NAMES, file.name))
     objects = {file.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for file in files}
     copy = _without_local_paths(record.content)
@@ -181,13 +181,13 @@ def _read_snapshot(store: Store, path: Path) -> _Push:
         size_bytes = store.size_bytes(folder / file.name)
         if size_bytes != file.size_bytes:
             message = f"has {size_bytes} bytes, {file.size_bytes} were written"
-            raise CorruptError.of("push.damaged", folder / file.name, message, "`mergepipe repair` the snapshot")
+            raise CorruptError.of("snapshot.damaged", folder / file.name, message, "`mergepipe repair` the snapshot")
     records = (*manifest.sidecars, manifest.blocks)
     small = {record.name: read_small_file(store, folder / record.name, record.size_bytes) for record in records}
     for record in records:
         if small_digest(small[record.name]) != record.blake3:
             message = "is not what was written"
-            raise CorruptError.of("push.damaged", folder / record.name, message, "`mergepipe repair` the snapshot")
+            raise CorruptError.of("snapshot.damaged", folder / record.name, message, "`mergepipe repair` the snapshot")
     small = {name: file_without_paths(name, raw) for name, raw in small.items()}
     sidecars = tuple(record_of(record.name, small[record.name]) for record in manifest.sidecars)
     names = sorted(small, key=lambda name: (name in _LAST_NAMES, name))

@@ -57,8 +57,8 @@ def repair_snapshot(
     so that what was made from the snapshot knows it again.
 
     Raises:
-        NotFoundError, ConflictError: an input is gone or changed; `repair.differs`, it makes other bytes by now.
-        CorruptError: the manifest is damaged; `repair.impossible`, something that cannot be made again.
+        NotFoundError, ConflictError: an input is gone or changed; `input.changed`, it makes other bytes by now.
+        CorruptError: the manifest is damaged; `snapshot.unrepairable`, something that cannot be made again.
         OutputError: `output.link`, `output.not-ours`: what is to be written to is not the snapshot's own.
     """
     if path.is_symlink():
@@ -99,7 +99,7 @@ def _header_patches(examination: Examination) -> Iterator[_Patch]:
             examination.table and block_digest(header) != examination.table.headers[file.index]
         ):
             message = "its header was written by another version, and cannot be made again"
-            raise CorruptError.of("repair.impossible", examination.path / file.name, message, _HINT)
+            raise CorruptError.of("snapshot.unrepairable", examination.path / file.name, message, _HINT)
         yield _Patch(file, 0, header, 0, len(header))
 
 
@@ -113,7 +113,7 @@ def _block_patches(examination: Examination, rebuilt: Mapping[str, RebuiltTensor
     wrong = [name for name, made in rebuilt.items() if made.digest.root != placed[name][1].root]
     if wrong:
         message = "recomputed from the inputs, it differs from the manifest: an input has changed"
-        raise ConflictError(*(Problem("repair.differs", name, message, "put the inputs back") for name in wrong))
+        raise ConflictError(*(Problem("input.changed", name, message, "put the inputs back") for name in wrong))
     for damage in examination.damages:
         if damage.kind == "block" and damage.stop > damage.start:
             file, tensor = placed[damage.tensor]
@@ -136,7 +136,7 @@ def _small_files(store: Store, examination: Examination) -> dict[str, bytes]:
     contents = sidecar_contents(plan_small_files(inputs, store), inputs, store, bare, plan)
     contents[INDEX_NAME] = index_json(_shards(manifest))
     impossible = [
-        Problem("repair.impossible", str(examination.path / name), "cannot be made again from the inputs", _HINT)
+        Problem("snapshot.unrepairable", str(examination.path / name), "cannot be made again from the inputs", _HINT)
         for name in wanted
         if name not in contents or (name in records and small_digest(contents[name]) != records[name].blake3)
     ]
@@ -276,12 +276,15 @@ def _mend_table(store: Store, path: Path, engine: EngineOptions, beside: Path) -
     content = BlockTable(examination.layout.block_elements, headers, blocks).to_bytes()
     if small_digest(content) != record.blake3:
         message = "the table of block digests cannot be made again"
-        raise CorruptError.of("repair.impossible", path / record.name, message, _HINT)
+        raise CorruptError.of("snapshot.unrepairable", path / record.name, message, _HINT)
     return _write_small(path, {record.name: content}, beside)
 
 
 def _check_mended(examination: Examination) -> None:
     if examination.damages:
         raise CorruptError(
-            *(Problem("repair.failed", str(examination.path / d.file), d.message, _HINT) for d in examination.damages)
+            *(
+                Problem("snapshot.damaged", str(examination.path / d.file), d.message, _HINT)
+                for d in examination.damages
+            )
         )

@@ -28,8 +28,8 @@ def replay_snapshot(
     """Recompute the snapshot at `path` into `out`; seed and shard sizes come from the manifest, not `settings`.
 
     Raises:
-        NotFoundError: `replay.input-gone`.
-        ConflictError: `replay.input-changed`; `replay.differs`, what was made is not the same, and is not published.
+        NotFoundError: `input.not-found`.
+        ConflictError: `input.changed`, what was made is not the same, and is not published.
         MergePipeError: as a merge.
     """
     store = Stores(settings=settings.engine.remote)
@@ -64,7 +64,7 @@ def _check_same(recorded: Manifest, made: Manifest, out: Path | Location) -> Non
     different = [name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]
     shown = ", ".join(different[:_MOST_NAMED]) or "no tensor, but how they are cut into files"
     message = f"{len(different)} tensors are not what was recorded ({shown}): nothing was published"
-    problems = [Problem("replay.differs", str(out), message, _blame(recorded, made))]
+    problems = [Problem("input.changed", str(out), message, _blame(recorded, made))]
     pairs = zip(recorded.inputs, made.inputs, strict=True)
     problems.extend(problem for before, after in pairs for problem in _touched(before, after))
     raise ConflictError(*problems)
@@ -80,7 +80,7 @@ def _touched(before: InputRecord, after: InputRecord) -> list[Problem]:
     """List the files of an input that were modified since."""
     versions = {file.name: file.version for file in before.files}
     return [
-        Problem("replay.input-touched", f"{after.path}/{file.name}", "was written to since the snapshot was made")
+        Problem("input.changed", f"{after.path}/{file.name}", "was written to since the snapshot was made")
         for file in after.files
         if versions.get(file.name) != file.version
     ]

@@ -56,7 +56,7 @@ def run_plan(
     """Run a stored plan against the inputs it was made for.
 
     Raises:
-        ConflictError: `plan.input-changed`, an input is not what it was.
+        ConflictError: `input.changed`, an input is not what it was.
         NotFoundError: an input is gone.
     """
     store = Stores(settings=settings.engine.remote)

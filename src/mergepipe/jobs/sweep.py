@@ -92,12 +92,12 @@ def run_sweep(
     on the disk at a time, under `request.work` (default: where temporary files go); nothing is left behind or recorded.
 
     Raises:
-        NotFoundError: `sweep.work`, there is no such directory.
+        NotFoundError: `storage.not-found`, there is no such directory.
         MergePipeError: as planning and merging do, before the full merge where it can be known by then.
     """
     work = request.work
     if work is not None and not work.is_dir():
-        raise NotFoundError.of("sweep.work", work, "no such directory", "make it, or give another with --work")
+        raise NotFoundError.of("storage.not-found", work, "no such directory", "make it, or give another with --work")
     with private_outputs(), tempfile.TemporaryDirectory(prefix="mergepipe-sweep-", dir=work) as directory:
         return _Sweep(recipe, request, settings, Path(directory), on_progress).run()
 

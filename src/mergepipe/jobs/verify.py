@@ -75,13 +75,13 @@ def verify_snapshot(
         NotFoundError: there is no manifest, or for `deep_fraction` an input is gone.
         CorruptError: the manifest is damaged.
         ConflictError: an input is not what it was, and something was to be made again from it.
-        UnsupportedError: `verify.composite`, a composite cannot be made again.
+        UnsupportedError: `snapshot.composite`, a composite cannot be made again.
     """
     store = Stores()
     if is_composite(store, path):
         if deep_fraction > 0:
             message = "a composite of tailor is not made again from its sources"
-            raise UnsupportedError.of("verify.composite", path, message, "verify it without --deep")
+            raise UnsupportedError.of("snapshot.composite", path, message, "verify it without --deep")
         return verify_composite(store, path, engine.threads, started=started, on_progress=on_progress)
     examination = examine(store, path, engine.threads, on_progress)
     names = sampled_tensors(examination.manifest, deep_fraction) if deep_fraction > 0 else ()

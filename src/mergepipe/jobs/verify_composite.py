@@ -65,11 +65,11 @@ def read_composite(store: Store, path: Location) -> CompositeRecord:
         CorruptError: it is damaged.
     """
     manifest = path / MANIFEST_NAME
-    content = parse_object(store.read_small(manifest, MANIFEST_BYTES), where=manifest, code="manifest.not_json")
+    content = parse_object(store.read_small(manifest, MANIFEST_BYTES), where=manifest, code="manifest.damaged")
     record = CompositeRecord(content, tuple(_recorded(content.get("files"), manifest)))
     if content.get("sid") != record.sid:
         message = "its sid is not that of its content"
-        raise CorruptError.of("manifest.sid", manifest, message, "compose it again")
+        raise CorruptError.of("manifest.damaged", manifest, message, "compose it again")
     return record
 
 
@@ -103,7 +103,7 @@ def _recorded(value: JsonValue, where: Location) -> Iterator[RecordedFile]:
             case {"name": str(name), "size_bytes": int(size), "blake3": str(digest)} if _is_inside(name):
                 yield RecordedFile(name, size, digest)
             case _:
-                raise CorruptError.of("manifest.field", where, "'files' is not a list of files", "compose it again")
+                raise CorruptError.of("manifest.damaged", where, "'files' is not a list of files", "compose it again")
 
 
 def _is_inside(name: str) -> bool:

@@ -25,14 +25,14 @@ def check_address_space(threads: int) -> None:
     """Refuse an address space limit under which the loaded compiler would abort the process.
 
     Raises:
-        LimitError: `memory.address-space`.
+        LimitError: `memory.too-small`.
     """
     limit = address_space_limit_bytes()
     needed = COMPILER_ADDRESS_BYTES + threads * THREAD_ADDRESS_BYTES
     if limit is None or limit >= needed or "llvmlite" in sys.modules:
         return
     message = f"the address space is limited to {limit >> 20} MiB; {threads} threads need {needed >> 20} MiB"
-    raise LimitError.of("memory.address-space", "ulimit -v", message, "raise `ulimit -v`, or lower --threads")
+    raise LimitError.of("memory.too-small", "ulimit -v", message, "raise `ulimit -v`, or lower --threads")
 
 
 @cache
@@ -40,7 +40,7 @@ def load_llvm() -> Any:
     """Import LLVM, which knows this processor, without the compiler.
 
     Raises:
-        LimitError: `memory.address-space`.
+        LimitError: `memory.too-small`.
     """
     check_address_space(threads=1)
     from llvmlite import binding

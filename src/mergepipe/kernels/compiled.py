@@ -53,7 +53,7 @@ class Kernel:
         """numba's dispatcher of the function: one, whichever threads ask for it.
 
         Raises:
-            UnsupportedError: `kernel.interpreted`.
+            UnsupportedError: `platform.unsupported`.
         """
         with _making:
             if self._dispatcher is None:
@@ -65,7 +65,7 @@ class Kernel:
 
         if getattr(numba.config, "DISABLE_JIT", 0):  # Python's integers do not wrap around: results would be others
             message = "it turns the compiler off, and kernels run only compiled"
-            raise UnsupportedError.of("kernel.interpreted", "NUMBA_DISABLE_JIT", message, "unset it")
+            raise UnsupportedError.of("platform.unsupported", "NUMBA_DISABLE_JIT", message, "unset it")
         register_kernels(Kernel)
         while _undeclared:
             declare_intrinsic(_undeclared.pop())

@@ -77,7 +77,7 @@ class CustomRule:
         if merged_N.dtype != np.float32 or merged_N.shape != (n,):
             returned = f"{merged_N.dtype} of shape {list(merged_N.shape)}"
             message = f"the function returned {returned}, float32 of shape [{n}] is needed"
-            raise UnsupportedError.of("operator.result", self.name, message, "return one float32 for each element")
+            raise UnsupportedError.of("operator.unsupported", self.name, message, "return one float32 for each element")
         out_offset = block.out_offset + skip * ITEMSIZE_BY_KERNEL_CODE[block.out_code & ~DELTA_FLAG]
         encode_array(np.ascontiguousarray(merged_N), block.out, out_offset, block.out_code)
 

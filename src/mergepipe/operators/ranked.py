@@ -318,7 +318,7 @@ def check_spread(inputs: OperatorInput) -> None:
     for parameters in inputs.experts:
         conflict = spread_conflict(parameters)
         if conflict:
-            raise RecipeError.of("recipe.parameter.range", "epsilon", conflict, "choose a smaller epsilon")
+            raise RecipeError.of("recipe.value", "epsilon", conflict, "choose a smaller epsilon")
 
 
 OPERATORS: tuple[Operator, ...] = (Della(), DellaLinear())

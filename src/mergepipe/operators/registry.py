@@ -55,10 +55,10 @@ def add_operator(operator: Operator) -> None:
     name = operator.spec.name
     if has_operator(name):
         message = "there is a merge method of that name already"
-        raise UnsupportedError.of("operator.duplicate", name, message, "choose another name")
+        raise UnsupportedError.of("operator.unsupported", name, message, "choose another name")
     if not callable(getattr(operator, "influence", None)):
         message = "the operator has no method `influence`, which says what a planner may know"
-        raise UnsupportedError.of("operator.influence", name, message, "return unknown_influence(n_experts) from it")
+        raise UnsupportedError.of("operator.unsupported", name, message, "return unknown_influence(n_experts) from it")
     _OPERATORS[name] = operator
 
 

@@ -325,7 +325,7 @@ def barycentre(weights_P: Coefficients, gram_PP: Gram, eps: float) -> Coefficien
         if len(weights_P) == 2 or not lengths_P.any():
             return weights_P
         raise UnsupportedError.of(
-            "merge.directions.cancel",
+            "model.unsupported",
             "multislerp",
             "the weighted directions of the models cancel out in a tensor, so that there is no mean direction",
             "change the weights",

@@ -75,35 +75,35 @@ def parse_budget(value: str | float, where: str = "--budget") -> BudgetRequest:
     A bare whole number below 1 MiB is refused: nobody means 25 bytes. `25B` is taken at its word.
 
     Raises:
-        RecipeError: `budget.malformed`, `budget.negative`, `budget.unit` or `budget.range`; it names `where`.
+        RecipeError: `option.invalid`; it names `where`.
     """
     text = number_text(value)
     quantity = split_quantity(text)
     if quantity is None:
-        raise RecipeError.of("budget.malformed", where, f"'{text[:60]}' is not a budget", _EXAMPLES)
+        raise RecipeError.of("option.invalid", where, f"'{text[:60]}' is not a budget", _EXAMPLES)
     number, unit = quantity
     if number < 0:
-        raise RecipeError.of("budget.negative", where, f"'{text}' is negative", "0 reads nothing from the experts")
+        raise RecipeError.of("option.invalid", where, f"'{text}' is negative", "0 reads nothing from the experts")
     if unit == "%" or (not unit and "." in text):
         return _share_budget(number / 100 if unit else number, text, where)
     factor = unit_bytes(unit)
     if factor is None:
         message = f"'{text}': unknown unit '{unit}'"
-        raise RecipeError.of("budget.unit", where, message, did_you_mean(unit, [*SIZE_UNITS, "%"]))
+        raise RecipeError.of("option.invalid", where, message, did_you_mean(unit, [*SIZE_UNITS, "%"]))
     nbytes = int(number * factor)
     if not unit and 0 < nbytes < LEAST_BARE_BYTES:
         hint = f"did you mean {nbytes}%?" if nbytes <= 100 else f"did you mean {nbytes}kB or {nbytes}MB?"
         message = f"'{text.strip()}' without a unit would be {nbytes} bytes"
-        raise RecipeError.of("budget.unit", where, message, f"{hint} (bytes are written {nbytes}B)")
+        raise RecipeError.of("option.invalid", where, message, f"{hint} (bytes are written {nbytes}B)")
     if nbytes > MAX_SIZE_BYTES:
-        raise RecipeError.of("budget.range", where, f"'{text}' is more than {MAX_SIZE_BYTES} bytes", _EXAMPLES)
+        raise RecipeError.of("option.invalid", where, f"'{text}' is more than {MAX_SIZE_BYTES} bytes", _EXAMPLES)
     return ByteBudget(nbytes)
 
 
 def _share_budget(share: Fraction, text: str, where: str) -> ShareBudget:
     if share > 1:
         hint = "100% reads everything" if "%" in text else f"did you mean {text.strip()}%?"
-        raise RecipeError.of("budget.range", where, f"'{text}' is more than everything", hint)
+        raise RecipeError.of("option.invalid", where, f"'{text}' is more than everything", hint)
     return ShareBudget(share)
 
 

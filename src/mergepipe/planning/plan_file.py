@@ -18,7 +18,7 @@ def write_plan(plan: Plan, path: Path) -> None:
     """Write a plan; refuse to replace a file that is not a plan.
 
     Raises:
-        OutputError: `plan.not-a-plan`, `output.link`.
+        OutputError: `output.not-ours`, `output.link`.
         StorageError, NotFoundError: it cannot be written there.
     """
     try:
@@ -34,7 +34,7 @@ def _check_replaceable(path: Path) -> None:
         raise OutputError.of("output.link", path, message, "name the file itself")
     if path.exists() and not _is_plan(path):
         message = "exists, and is not a plan of mergepipe"
-        raise OutputError.of("plan.not-a-plan", path, message, "choose another name")
+        raise OutputError.of("output.not-ours", path, message, "choose another name")
 
 
 def _is_plan(path: Path) -> bool:

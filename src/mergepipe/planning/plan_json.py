@@ -27,7 +27,7 @@ from mergepipe.planning.plan import (
     SharedRuns,
 )
 
-_CODES = FieldCodes("plan.key", "plan.type", "plan.value", "plan again")
+_CODES = FieldCodes("plan.damaged", "plan.damaged", "plan.damaged", "plan again")
 _LONGEST_INDEX = 18  # digits
 _Parameters = tuple[dict[str, Scalar], dict[str, Scalar], tuple[dict[str, Scalar], ...]]
 
@@ -36,8 +36,8 @@ def parse_plan(raw: bytes, where: object = "plan") -> Plan:
     """Parse what `Plan.to_json` wrote. `where` names the file in messages.
 
     Raises:
-        UnsupportedError: `plan.version`, it is of another version of the format.
-        CorruptError: `plan.json`, `plan.format`, `plan.key`, `plan.type`, `plan.value`, or `plan.digest` where it was
+        UnsupportedError: `format.version`, it is of another version of the format.
+        CorruptError: `plan.damaged` where it was
             changed by hand.
     """
     top = JsonFields(_parse(raw, where), _CODES, where)
@@ -46,7 +46,7 @@ def parse_plan(raw: bytes, where: object = "plan") -> Plan:
     plan = _plan_of(top)
     if plan.digest != digest:
         message = f"it says that its digest is '{digest[:40]}', it is '{plan.digest}'"
-        raise CorruptError.of("plan.digest", where, message, "a plan cannot be edited: plan again")
+        raise CorruptError.of("plan.damaged", where, message, "a plan cannot be edited: plan again")
     return plan
 
 
@@ -82,7 +82,7 @@ def _is_index(text: str) -> bool:
 
 def _parse(raw: bytes, where: object) -> object:
     def refuse(reason: str) -> NoReturn:
-        raise CorruptError.of("plan.json", where, reason, "plan again")
+        raise CorruptError.of("plan.damaged", where, reason, "plan again")
 
     return parse_digestible(raw, refuse)
 
@@ -90,12 +90,12 @@ def _parse(raw: bytes, where: object) -> object:
 def _check_format(text: str, where: object) -> None:
     name, _, version = text.partition("/")
     if name != PLAN_NAME or not _is_index(version) or int(version) < 1:
-        raise CorruptError.of("plan.format", where, f"its format is '{text[:40]}', '{PLAN_FORMAT}' is needed")
+        raise CorruptError.of("plan.damaged", where, f"its format is '{text[:40]}', '{PLAN_FORMAT}' is needed")
     if int(version) != PLAN_VERSION:
         is_newer = int(version) > PLAN_VERSION
         message = f"its format '{text}' is {'newer' if is_newer else 'older'} than '{PLAN_FORMAT}'"
         hint = "use a newer version of MergePipe" if is_newer else "make the plan again (`mergepipe plan`)"
-        raise UnsupportedError.of("plan.version", where, message, hint)
+        raise UnsupportedError.of("format.version", where, message, hint)
 
 
 def _plan_of(top: JsonFields) -> Plan:

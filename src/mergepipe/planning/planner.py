@@ -61,9 +61,9 @@ def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy,
     any machine.
 
     Raises:
-        RecipeError: `plan.on-omit`, the operator has no weights to renormalise.
-        LimitError: `plan.budget-index`, the budget does not hold the indices that were read.
-        UnsupportedError: `plan.sample-whole`, a sample would hold parts of a tensor that is read whole or not at all.
+        RecipeError: `option.conflict`, the operator has no weights to renormalise.
+        LimitError: `budget.too-small`, the budget does not hold the indices that were read.
+        UnsupportedError: `plan.unsupported`, a sample would hold parts of a tensor that is read whole or not at all.
     """
     ranking = rank_blocks(problem, request, policy, options)
     return ranking.plan(ranking.budget_bytes)
@@ -173,14 +173,17 @@ def _check_indices(data: _PlanningData, budget_bytes: int) -> None:
     side_bytes = int(data.side_E.sum())
     if side_bytes > budget_bytes:
         message = f"{budget_bytes} bytes do not hold the indices of packed experts: {side_bytes} bytes, read to plan"
-        raise LimitError.of("plan.budget-index", "--budget", message, "raise --budget")
+        raise LimitError.of("budget.too-small", "--budget", message, "raise --budget")
 
 
 def _check_on_omit(problem: PlanningProblem, data: _PlanningData, on_omit: OnOmit) -> None:
     if on_omit is OnOmit.RENORMALIZE and not data.rules.renormalizes:
         message = f"'{problem.operator}' without normalised weights has nothing to renormalise"
         raise RecipeError.of(
-            "plan.on-omit", "--where-omitted", message, "use operator 'linear' with normalize, or --where-omitted keep"
+            "option.conflict",
+            "--where-omitted",
+            message,
+            "use operator 'linear' with normalize, or --where-omitted keep",
         )
 
 
@@ -238,7 +241,7 @@ class Ranking:
         """Draw positions within the budget.
 
         Raises:
-            UnsupportedError: `plan.sample-whole`, it would hold parts of a tensor that is read whole or not at all.
+            UnsupportedError: `plan.unsupported`, it would hold parts of a tensor that is read whole or not at all.
         """
         data, columns = self.data, self.data.columns
         selection = select_positions(data.candidates, self._positions(), budget_bytes)
@@ -248,7 +251,7 @@ class Ranking:
             if is_cut_T[t]:
                 where = f"expert '{self.problem.experts[e].text}', tensor '{columns.tasks[t].name}'"
                 message = f"a sample reads parts of it, which is read whole or not at all: {reason}"
-                raise UnsupportedError.of("plan.sample-whole", where, message, "give --select norm, or --budget 100%")
+                raise UnsupportedError.of("plan.unsupported", where, message, "give --select norm, or --budget 100%")
         return selection
 
     def _is_informed(self) -> bool:
@@ -285,7 +288,7 @@ class Ranking:
         """Refuse a plan of a positive budget that reads nothing though there is something to read.
 
         Raises:
-            LimitError: `plan.budget-useless`, it names the smallest useful budget, as far as the indices are known.
+            LimitError: `budget.too-small`, it names the smallest useful budget, as far as the indices are known.
         """
         least = self.least_useful_bytes()
         accesses = (access for tensor in plan.tensors for access in tensor.access)
@@ -294,7 +297,7 @@ class Ranking:
             hint = f"the smallest useful budget is {least}B; 0 reads nothing of the experts"
             if self.problem.unread:
                 hint = f"give more than the {self._index_bytes()} bytes of all indices; 0 reads nothing of the experts"
-            raise LimitError.of("plan.budget-useless", "--budget", message, hint)
+            raise LimitError.of("budget.too-small", "--budget", message, hint)
 
     def plan(self, budget_bytes: int) -> Plan:
         """Plan what `select` selects."""

@@ -51,14 +51,14 @@ def check_base(reader: DocumentReader, operator: OperatorSpec, *, is_given: bool
     """Report a missing base model."""
     if not is_given and operator.base_role is BaseRole.REQUIRED:
         message, hint = f"{operator.name} needs base_model", "name the model the others were fine-tuned from"
-        reader.refuse("recipe.base.missing", ("base_model",), message, hint)
+        reader.refuse("recipe.incomplete", ("base_model",), message, hint)
 
 
 def check_group(reader: DocumentReader, operator: OperatorSpec, group: Group) -> None:
     """Report problems of a group of models and of the parameters that apply to it."""
     if operator.base_role is BaseRole.NONE and group.base and not group.is_slice and not group.holds(group.base):
         message, hint = f"{operator.name} has no base model", "remove base_model"
-        reader.refuse("recipe.base.refused", ("base_model",), message, hint)
+        reader.refuse("recipe.conflict", ("base_model",), message, hint)
     if _has_its_base(reader, operator, group):
         _check_count(reader, operator, group)
         _note_base_parameters(reader, operator, group)
@@ -70,7 +70,7 @@ def check_group(reader: DocumentReader, operator: OperatorSpec, group: Group) ->
             hint = f"write '{spec.name}: ...' under the top-level parameters"
             message = f"{operator.name} needs the parameter {spec.name}"
             at = (*group.at[:-1], "parameters", spec.name)
-            reader.refuse("recipe.parameter.missing", at, message, hint)
+            reader.refuse("recipe.incomplete", at, message, hint)
     if operator.base_role is BaseRole.OPTIONAL:
         _check_weight_sum(reader, operator, group)
     if operator.conflict is not None:
@@ -84,7 +84,7 @@ def _has_its_base(reader: DocumentReader, operator: OperatorSpec, group: Group) 
         return True
     message = f"base_model '{shortened(group.base.text)}' is not among the sources of this slice"
     hint = "list it with the layer_range that the others are compared with"
-    reader.refuse("recipe.slice.base", group.at, message, hint)
+    reader.refuse("recipe.conflict", group.at, message, hint)
     return False
 
 
@@ -94,7 +94,7 @@ def _note_base_parameters(reader: DocumentReader, operator: OperatorSpec, group:
         if group.is_origin(model, operator) and model.parameters:
             message = f"{', '.join(model.parameters)} of the base: no effect, {operator.name} takes deltas against it"
             at = (*group.at, index, "parameters")
-            reader.notice("recipe.ignored-base-parameters", at, message, "for another model they count")
+            reader.notice("recipe.no-effect", at, message, "for another model they count")
 
 
 def _note_base_alone(reader: DocumentReader, operator: OperatorSpec, group: Group) -> None:
@@ -102,7 +102,7 @@ def _note_base_alone(reader: DocumentReader, operator: OperatorSpec, group: Grou
     is_alone = all(group.is_origin(model, operator) for model in group.models)
     if is_alone and group.base is not None and group.base.adapter is None:
         message = f"'{shortened(group.base.text)}' is the base and the only model: it is copied"
-        reader.warning("recipe.models.base-alone", group.at, message, "list the models that are merged into it")
+        reader.warning("recipe.unclear", group.at, message, "list the models that are merged into it")
 
 
 def _check_required_of_models(reader: DocumentReader, operator: OperatorSpec, group: Group, name: str) -> None:
@@ -113,7 +113,7 @@ def _check_required_of_models(reader: DocumentReader, operator: OperatorSpec, gr
         context = "the ones of the slice" if group.is_slice else "the top-level ones"
         hint = f"write '{name}: ...' under its parameters, or under {context} for all models"
         message = f"{operator.name} needs the parameter {name}"
-        reader.refuse("recipe.parameter.missing", (*group.at, index, "parameters", name), message, hint)
+        reader.refuse("recipe.incomplete", (*group.at, index, "parameters", name), message, hint)
 
 
 def _check_conflicts(reader: DocumentReader, operator: OperatorSpec, group: Group) -> None:
@@ -126,7 +126,7 @@ def _check_conflicts(reader: DocumentReader, operator: OperatorSpec, group: Grou
         conflict = operator.conflict_of(values) if values and not is_refused else ""
         if conflict:
             at = (*group.at, index, "parameters")
-            reader.refuse("recipe.parameter.conflict", at, conflict, "change one of the two")
+            reader.refuse("recipe.conflict", at, conflict, "change one of the two")
 
 
 def _check_weight_sum(reader: DocumentReader, operator: OperatorSpec, group: Group) -> None:
@@ -136,7 +136,7 @@ def _check_weight_sum(reader: DocumentReader, operator: OperatorSpec, group: Gro
     total = normalized_sum(global_values(operator, group.shared), values)
     if total is not None and abs(total) < SMALLEST_WEIGHT_SUM:
         message = f"the weights sum to {total:g} and cannot be normalized"
-        reader.refuse("recipe.weights.sum", group.at, message, "change a weight, or set normalize: false")
+        reader.refuse("recipe.value", group.at, message, "change a weight, or set normalize: false")
 
 
 def normalized_sum(shared: Mapping[str, float | bool], models: list[dict[str, float | bool]]) -> float | None:
@@ -165,7 +165,7 @@ def _check_count(reader: DocumentReader, operator: OperatorSpec, group: Group) -
         low, bound = high + n_anchor, f"at most {high + n_anchor}"
     noun = ("model" if low == 1 else "models") + (" besides base_model" if is_besides_base else "")
     message = f"{operator.name} takes {bound} {noun}, found {n_experts + n_anchor}"
-    reader.refuse("recipe.models.count", group.at, message)
+    reader.refuse("recipe.value", group.at, message)
 
 
 # --- parse the models, slices and modules that a recipe merges ---
@@ -225,7 +225,7 @@ def read_slices(context: EntryContext, value: Value, key_path: KeyPath) -> tuple
         return None
     if not any(output_slice.n_layers for output_slice in read):
         hint = "write 'layer_range: [FIRST, END]', END is not included"
-        context.reader.refuse("recipe.slice.range", key_path, "no slice holds a layer", hint)
+        context.reader.refuse("recipe.value", key_path, "no slice holds a layer", hint)
         return None
     return read
 
@@ -245,7 +245,7 @@ def _list(context: EntryContext, value: Value, key_path: KeyPath, needed: str, h
     if isinstance(value, list) and value:
         return value
     description = "an empty list" if value == [] else describe(value)
-    context.reader.refuse("recipe.wrong-kind", key_path, f"needs {needed}, found {description}", hint)
+    context.reader.refuse("recipe.value", key_path, f"needs {needed}, found {description}", hint)
     return None
 
 
@@ -257,7 +257,7 @@ def _model(context: EntryContext, value: Value, key_path: KeyPath, real_keys: tu
     check_keys(reader, value, key_path, real_keys)
     parameters = context.parameters(value, key_path, Scope.MODEL)
     if value.get("model") is None:
-        reader.refuse("recipe.missing-key", (*key_path, "model"), "the entry names no model", "write '- model: PATH'")
+        reader.refuse("recipe.incomplete", (*key_path, "model"), "the entry names no model", "write '- model: PATH'")
         return None
     return read_model(reader, value["model"], (*key_path, "model"), parameters, key_path)
 
@@ -289,7 +289,7 @@ def _numbered(context: EntryContext, models: Sequence[ModelInput], key_path: Key
         if first < index and is_counted:
             message = f"'{shortened(model.text)}' is listed already, as {key_path[-1]}[{first}]: each entry counts"
             elsewhere = "mergekit takes a name that stands twice once, with the parameters of the first"
-            context.reader.warning("recipe.duplicate-model", (*key_path, index, "model"), message, elsewhere)
+            context.reader.warning("recipe.unclear", (*key_path, index, "model"), message, elsewhere)
     return tuple(numbered)
 
 
@@ -343,19 +343,19 @@ def _layer_range(reader: DocumentReader, entry: Value, key_path: KeyPath) -> tup
     at, hint = (*key_path, "layer_range"), "write 'layer_range: [FIRST, END]', END is not included"
     value = entry.get("layer_range")
     if value is None:
-        reader.refuse("recipe.missing-key", at, "the source has no layer_range", hint)
+        reader.refuse("recipe.incomplete", at, "the source has no layer_range", hint)
         return None
     numbers = [number for item in value if (number := _whole_number(item)) is not None] if _is_pair(value) else []
     if len(numbers) < _RANGE_LENGTH:
-        reader.refuse("recipe.slice.range", at, "needs two whole numbers", hint)
+        reader.refuse("recipe.value", at, "needs two whole numbers", hint)
         return None
     start, stop = numbers
     if not 0 <= start <= stop:
-        reader.refuse("recipe.slice.range", at, f"[{start}, {stop}] holds no layer", hint)
+        reader.refuse("recipe.value", at, f"[{start}, {stop}] holds no layer", hint)
         return None
     if start == stop:
         meaning = "a first or last slice still says which models the tensors around the layers are of"
-        reader.notice("recipe.slice.empty", at, f"[{start}, {stop}] holds no layer", meaning)
+        reader.notice("recipe.no-effect", at, f"[{start}, {stop}] holds no layer", meaning)
     return start, stop
 
 
@@ -379,7 +379,7 @@ def _check_lengths(reader: DocumentReader, sources: tuple[LayerSource, ...], key
                 f"{first.n_layers} of '{shortened(first.model.text)}'"
             )
             hint = "give all sources of a slice equally many layers"
-            reader.refuse("recipe.slice.lengths", (*key_path, index, "layer_range"), message, hint)
+            reader.refuse("recipe.conflict", (*key_path, index, "layer_range"), message, hint)
             return
 
 
@@ -394,7 +394,7 @@ def _module(context: EntryContext, name: str, value: Value, key_path: KeyPath) -
     content = [key for key in ("models", "slices") if value.get(key)]
     if len(content) != 1:
         present_keys = "both" if content else "neither"
-        reader.refuse("recipe.content", key_path, f"a module needs either 'models' or 'slices', found {present_keys}")
+        reader.refuse("recipe.conflict", key_path, f"a module needs either 'models' or 'slices', found {present_keys}")
         return None
     where = reader.source.where(*key_path)
     if content == ["models"]:

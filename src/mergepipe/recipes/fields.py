@@ -80,7 +80,7 @@ class Findings:
         """The notices so far, each once."""
         notices = told_once(self._notices)
         n_more = len(notices) - MAX_LISTED
-        more = (Notice("listing.more", "", 0, "", f"and {n_more} more notices"),) if n_more > 0 else ()
+        more = (Notice("problems.more", "", 0, "", f"and {n_more} more notices"),) if n_more > 0 else ()
         return notices[:MAX_LISTED] + more
 
     def raise_any(self) -> None:
@@ -90,7 +90,7 @@ class Findings:
         kinds = [kind for kind in self._precedence if self._kept[kind]]
         listed = [problem for kind in kinds for problem in self._kept[kind]][:MAX_LISTED]
         if self._count > len(listed):
-            listed.append(Problem("listing.more", "", f"and {self._count - len(listed)} more"))
+            listed.append(Problem("problems.more", "", f"and {self._count - len(listed)} more"))
         raise kinds[0](*listed)
 
 
@@ -195,7 +195,7 @@ class DocumentReader:
 
     def wrong_kind(self, value: Value, key_path: KeyPath, needed: str, hint: str = "") -> None:
         """Report that `value` is not of the `needed` kind."""
-        self.refuse("recipe.wrong-kind", key_path, f"needs {needed}, found {describe(value)}", hint)
+        self.refuse("recipe.value", key_path, f"needs {needed}, found {describe(value)}", hint)
 
     def notice(self, code: str, key_path: KeyPath, message: str, elsewhere: str = "") -> None:
         """Report that something has no effect."""
@@ -228,9 +228,9 @@ class DocumentReader:
             real_name = None if meaning else near_miss(name, *real_keys, *further_names)
             if real_name is not None:
                 message, hint = f"unknown key '{name}'", f"did you mean '{real_name}'?"
-                self.misspelt("recipe.unknown-key", (*key_path, key), message, hint)
+                self.misspelt("recipe.unknown-name", (*key_path, key), message, hint)
             else:
-                self.notice("recipe.ignored-key", (*key_path, key), f"the key '{name}' has no effect here", meaning)
+                self.notice("recipe.no-effect", (*key_path, key), f"the key '{name}' has no effect here", meaning)
 
     def refuse_unknown_keys(self, entry: Mapping[str, Value], known: Sequence[str], key_path: KeyPath) -> None:
         """Report every key of `entry` not in `known` as a problem: in recipes where nothing may be without effect."""
@@ -238,7 +238,7 @@ class DocumentReader:
             if key not in known:
                 name = shortened(key)
                 message, hint = f"unknown key '{name}'", did_you_mean(name, known)
-                self.refuse("recipe.unknown-key", (*key_path, key), message, hint)
+                self.refuse("recipe.unknown-name", (*key_path, key), message, hint)
 
 
 def describe(value: Value) -> str:

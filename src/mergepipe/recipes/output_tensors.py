@@ -253,11 +253,11 @@ class OutputListing:
         if not owned_names:
             message = f"'{text}' has no module '{module.name}'"
             hint = did_you_mean(module.name, module_names(names))
-            self._findings.add(RecipeError, "recipe.module.unknown", module.where, message, hint)
+            self._findings.add(RecipeError, "recipe.unknown-name", module.where, message, hint)
         twice = next((name for name in owned_names if name in module_of), None)
         if twice is not None:
             message = f"'{twice}' belongs to this module and to '{module_of[twice]}'"
-            self._findings.add(RecipeError, "recipe.module.overlap", module.where, message, "keep one of the two")
+            self._findings.add(RecipeError, "recipe.conflict", module.where, message, "keep one of the two")
 
     def _of_models(
         self,
@@ -297,7 +297,7 @@ class OutputListing:
         if model.kind is not CheckpointKind.FULL:
             message = f"'{model.input.text}' holds differences from a base, but weights are needed here"
             hint = "name it beside its base_model, with a method that has one"
-            self._findings.add(UnsupportedError, "merge.base.delta", model.input.where, message, hint)
+            self._findings.add(UnsupportedError, "model.unsupported", model.input.where, message, hint)
 
     def _check_layer_counts(self, group: Group) -> None:
         anchor = self._models[group.anchor.model]
@@ -318,7 +318,7 @@ class OutputListing:
                         f"{layers.n_layers} has '{anchor.input.text}' ({layers})"
                     )
                     hint = "merge equally many of each with slices"
-                    self._findings.add(MismatchError, "merge.layers.count", model.input.where, message, hint)
+                    self._findings.add(MismatchError, "model.mismatch", model.input.where, message, hint)
 
     def _may_drop(self, model: OpenModel, layers: LayerList) -> bool:
         """Whether a model has tensors beyond some layers and all of them may be dropped."""
@@ -354,7 +354,7 @@ class OutputListing:
         else:
             message = f"'{text}' has several lists of layers equally long: {' and '.join(map(str, lists))}"
             hint = "name the one that is meant with 'modules:'"
-        self._findings.add(RecipeError, "recipe.slice.layers", where, message, hint)
+        self._findings.add(RecipeError, "recipe.conflict", where, message, hint)
         return None
 
     def _check_ranges(self, slices: Sequence[OutputSlice], layers: LayerList) -> bool:
@@ -368,7 +368,7 @@ class OutputListing:
             if source.stop > n_layers:
                 message = f"[{source.start}, {source.stop}] goes beyond the {n_layers} layers of '{source.model.text}'"
                 self._findings.add(
-                    RecipeError, "recipe.slice.range", source.where, message, f"counted as {source_layers or layers}"
+                    RecipeError, "recipe.value", source.where, message, f"counted as {source_layers or layers}"
                 )
                 is_sound = False
         return is_sound
@@ -446,14 +446,14 @@ def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:
     """Set the number of layers to that of the slices, and reorder lists with one entry per layer likewise.
 
     Raises:
-        MismatchError: `config.layers`, nothing states the number of layers before.
+        MismatchError: `model.mismatch`, nothing states the number of layers before.
     """
     content = parsed_config(config) or {}
     sections = _sections_of(content, layers.prefix)
     stated = [(section, keys) for section in sections if (keys := _layer_keys(section, layers))]
     if not stated:
         raise MismatchError.of(
-            "config.layers", where,
+            "model.mismatch", where,
             f"{layers.after} layers '{layers.prefix}*' cannot be stated: none of {', '.join(_LAYER_KEYS)} is "
             f"{layers.before}, which is their number before",
             "is it the configuration of this model?",

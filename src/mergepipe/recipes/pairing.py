@@ -176,7 +176,7 @@ class Pairing:
                     self._short.setdefault(index, (tensor.shape[0], base.shape[0]))
                 return resized(tensor, base.shape[0], fallback=None if tensor.is_delta else base)
             shapes = f"shape {list(tensor.shape)} in '{model.input.text}', {list(base.shape)} in the base '{base_text}'"
-            self._findings.add(MismatchError, "merge.tensor.shape", name, shapes)
+            self._findings.add(MismatchError, "model.mismatch", name, shapes)
             return None
         return tensor if tensor.dtype.kind is DTypeKind.FLOAT else None
 
@@ -187,7 +187,7 @@ class Pairing:
             what = f"{rows} of the base's {base_rows} embedding rows"
             message = f"'{model.text}' has {what}: the base's own stand in for the others"
             meaning = "mergekit refuses such models; `tokenizer_source` in the recipe matches rows by token"
-            self._findings.add_notice("recipe.rows.missing", model.where, message, meaning, changes_result=True)
+            self._findings.add_notice("recipe.unclear", model.where, message, meaning, changes_result=True)
 
     def note_missing(self) -> set[int]:
         """Report tensors without a partner; return the models that share no tensor with their base."""
@@ -200,17 +200,17 @@ class Pairing:
                 examples = ", ".join(map(shown, list(self._models[model].tensors)[:3])) or "nothing"
                 hint = f"it has {examples}: is it another architecture?"
                 where = self._models[model].input.where
-                self._findings.add(MismatchError, "merge.model.unrelated", where, message, hint)
+                self._findings.add(MismatchError, "model.mismatch", where, message, hint)
                 continue
             for pattern, lacking in group_by_pattern(names).items():
                 message = f"'{text}' lacks {count_text(lacking)} of the base '{base_text}'"
                 hint_of = partial(self._did_you_mean, model, lacking[0])
-                self._findings.add(MismatchError, "merge.tensor.missing", pattern, message, hint_of)
+                self._findings.add(MismatchError, "model.mismatch", pattern, message, hint_of)
         return unrelated
 
     def _refuse_dtype(self, model: str, name: str, entry: Readable, instead_of: str) -> None:
         message = f"{entry.dtype.name} in '{model}' cannot be merged" + (f", it is {instead_of}" if instead_of else "")
-        self._findings.add(UnsupportedError, "merge.tensor.dtype", name, message, "convert the model first")
+        self._findings.add(UnsupportedError, "model.unsupported", name, message, "convert the model first")
 
     def _did_you_mean(self, model: int, name: str) -> str:
         """Suggest a name for a missing tensor, among names with the same layer numbers that the first model lacks."""

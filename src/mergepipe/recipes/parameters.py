@@ -43,11 +43,11 @@ def read_parameters(
             _report_unknown(reader, name, at, operator)
         elif spec.ignored:
             if value not in _WITHOUT_MEANING:
-                reader.notice("recipe.ignored-parameter", at, f"{name} has no effect here", spec.help)
+                reader.notice("recipe.no-effect", at, f"{name} has no effect here", spec.help)
         elif scope is Scope.MODEL and spec.scope is Scope.GLOBAL:
             message = f"{name} holds for the whole merge: under a model it has no effect"
             place = "of the slice or at the top level" if "slices" in key_path else "at the top level"
-            reader.warning("recipe.parameter.scope", at, message, f"under the parameters {place} it is: {spec.help}")
+            reader.warning("recipe.unclear", at, message, f"under the parameters {place} it is: {spec.help}")
         else:
             checked[name] = _setting(reader, value, at, operator, spec)
     return checked
@@ -60,9 +60,9 @@ def _report_unknown(reader: DocumentReader, name: str, at: KeyPath, operator: Op
     own_names = [parameter.name for parameter in operator.parameters]
     real_name = None if meaning else near_miss(name, *own_names) or near_miss(name, *parameter_names())
     if real_name is not None:
-        reader.misspelt("recipe.unknown-parameter", at, message, f"did you mean '{real_name}'?")
+        reader.misspelt("recipe.unknown-name", at, message, f"did you mean '{real_name}'?")
     else:
-        reader.notice("recipe.ignored-parameter", at, f"{message}: it has no effect", meaning)
+        reader.notice("recipe.no-effect", at, f"{message}: it has no effect", meaning)
 
 
 def model_values(
@@ -122,7 +122,7 @@ def _setting(
         return _cases(reader, value, key_path, operator, spec)
     if any(isinstance(item, dict) for item in value):
         message = "needs either values or entries with 'filter' and 'value', found both"
-        reader.refuse("recipe.parameter.mixed", key_path, message, "write '- value: ...' for every entry")
+        reader.refuse("recipe.value", key_path, message, "write '- value: ...' for every entry")
         return REFUSED
     values = _gradient(reader, value, key_path, operator, spec)
     if len(values) == 1:
@@ -144,7 +144,7 @@ def _cases(
     final = next((index for index, case in enumerate(cases) if case.filter in EVERY_TENSOR), len(cases))
     for index in range(final + 1, len(cases)):
         message = f"is never reached: entry [{final}] before it holds for every tensor"
-        reader.notice("recipe.filter.unreachable", (*key_path, index), message, "the entry without filter goes last")
+        reader.notice("recipe.no-effect", (*key_path, index), message, "the entry without filter goes last")
     return Cases(cases, reader.source.where(*key_path))
 
 
@@ -153,7 +153,7 @@ def _case(
 ) -> Case | None:
     reader.unknown_keys(entry, CASE_KEYS, key_path)
     if "value" not in entry:
-        reader.refuse("recipe.missing-key", (*key_path, "value"), "the entry has no value", "write 'value: ...'")
+        reader.refuse("recipe.incomplete", (*key_path, "value"), "the entry has no value", "write 'value: ...'")
         return None
     wanted = "" if entry.get("filter") is None else reader.text(entry["filter"], (*key_path, "filter"))
     value, at = entry["value"], (*key_path, "value")
@@ -170,7 +170,7 @@ def _gradient(
     """Parse values spread evenly over the layers; a single one holds for all of them, none if one was refused."""
     if not items:
         message = "a list of values over the layers needs at least 1, found 0"
-        reader.refuse("recipe.gradient.length", key_path, message, "give values, or one number")
+        reader.refuse("recipe.value", key_path, message, "give values, or one number")
     return tuple(_scalar(reader, item, (*key_path, i), operator, spec) for i, item in enumerate(items))
 
 
@@ -199,7 +199,7 @@ def _flag(reader: DocumentReader, value: Value, key_path: KeyPath) -> Scalar:
         return bool(value)
     if isinstance(value, str) and value.lower() in (*TRUE_TEXTS, *FALSE_TEXTS):
         return value.lower() in TRUE_TEXTS
-    reader.refuse("recipe.parameter.type", key_path, f"needs true or false, found {describe(value)}")
+    reader.refuse("recipe.value", key_path, f"needs true or false, found {describe(value)}")
     return REFUSED
 
 
@@ -208,19 +208,19 @@ def _number(reader: DocumentReader, value: Value, key_path: KeyPath, spec: Param
         value = quoted_number(value) if quoted_number(value) is not None else value
     if isinstance(value, bool):
         message = f"{describe(value)} is taken as {int(value)}"
-        reader.warning("recipe.parameter.flag-for-number", key_path, message, "mergekit takes it so; write the number")
+        reader.warning("recipe.unclear", key_path, message, "mergekit takes it so; write the number")
         value = int(value)
     if not isinstance(value, int | float):
-        reader.refuse("recipe.parameter.type", key_path, f"needs a number, found {describe(value)}")
+        reader.refuse("recipe.value", key_path, f"needs a number, found {describe(value)}")
         return REFUSED
     if not isinstance(value, int) and not isfinite(value):
-        reader.refuse("recipe.parameter.not-finite", key_path, f"needs a finite number, found {describe(value)}")
+        reader.refuse("recipe.value", key_path, f"needs a finite number, found {describe(value)}")
         return REFUSED
     if spec.is_whole and value != int(value):
-        reader.refuse("recipe.parameter.type", key_path, f"needs a whole number, found {describe(value)}")
+        reader.refuse("recipe.value", key_path, f"needs a whole number, found {describe(value)}")
         return REFUSED
     if abs(value) > FLOAT32_MAX:
-        reader.refuse("recipe.parameter.range", key_path, f"{spec.name} is {describe(value)}, beyond float32")
+        reader.refuse("recipe.value", key_path, f"{spec.name} is {describe(value)}, beyond float32")
         return REFUSED
     too_low = value <= spec.low if spec.low_open else value < spec.low
     if not too_low and value <= spec.high:
@@ -228,12 +228,12 @@ def _number(reader: DocumentReader, value: Value, key_path: KeyPath, spec: Param
     is_percentage = SMALLEST_PERCENTAGE <= value <= 100 and spec.low <= value / 100 <= spec.high <= 1
     if spec.clamps and (reader.findings.strictness.lenient or not is_percentage):
         message = f"{spec.name} is {value:g}, taken as {spec.clamped(float(value)):g}"
-        reader.warning("recipe.clamped", key_path, message, f"it is in {spec.range_text()}")
+        reader.warning("recipe.unclear", key_path, message, f"it is in {spec.range_text()}")
         return float(value)
     message = f"{spec.name} is {value:g}, must be in {spec.range_text()}"
     meant = f"did you mean {value / 100:g}?" if is_percentage else ""
     as_mergekit = f"--lenient takes it as {spec.clamped(value):g}, as mergekit does" if spec.clamps else ""
-    reader.refuse("recipe.parameter.range", key_path, message, "; ".join(filter(None, (meant, as_mergekit))))
+    reader.refuse("recipe.value", key_path, message, "; ".join(filter(None, (meant, as_mergekit))))
     return REFUSED
 
 

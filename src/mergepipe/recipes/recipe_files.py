@@ -51,7 +51,7 @@ def document_names(sources: Sequence[YamlSource], findings: Findings) -> frozens
             continue
         if name in first:
             message = f"the name '{shortened(name)}' is taken, by {first[name]}"
-            findings.add(RecipeError, "recipe.documents.name", source.where("name"), message, "choose another name")
+            findings.add(RecipeError, "recipe.conflict", source.where("name"), message, "choose another name")
         first.setdefault(name, source.where("name").split(" ")[0])
     return frozenset(first)
 
@@ -67,7 +67,7 @@ def sort_documents(readers: Sequence[DocumentReader], recipes: Sequence[Recipe])
     if cycle:
         names = " -> ".join(f"'{recipes[index].name}'" for index in cycle)
         message, hint = f"documents wait for each other: {names}", "a document merges models made before it"
-        readers[cycle[0]].refuse("recipe.documents.cycle", ("name",), message, hint)
+        readers[cycle[0]].refuse("recipe.conflict", ("name",), message, hint)
         return ()
     output = _output(recipes, needs)
     order: list[int] = []
@@ -75,7 +75,7 @@ def sort_documents(readers: Sequence[DocumentReader], recipes: Sequence[Recipe])
     for index in sorted(set(range(len(recipes))) - set(order)):
         message = "nothing merges the result of this document"
         hint = "name it as a model of the output, or keep it in a file of its own"
-        readers[index].refuse("recipe.documents.unused", ("name",) if recipes[index].name else (), message, hint)
+        readers[index].refuse("recipe.no-effect", ("name",) if recipes[index].name else (), message, hint)
     return tuple(recipes[index] for index in order)
 
 
@@ -146,7 +146,7 @@ def reload_recipe(text: str, store: Store, model_paths: Mapping[str, str]) -> Re
     recipes = reload_recipes(text, store, model_paths)
     if len(recipes) > 1:
         where, message = recipes[-1].path.name, f"one recipe is expected here, found {len(recipes)} documents"
-        raise RecipeError(Problem("recipe.yaml.documents", where, message, "keep one recipe a file"))
+        raise RecipeError(Problem("recipe.syntax", where, message, "keep one recipe a file"))
     return recipes[0]
 
 
@@ -156,7 +156,7 @@ def _load(
     findings = Findings(RecipeError, NotFoundError, strictness=strictness)
     for source in sources:
         for key_path, message in source.repeated_keys:
-            findings.add_notice("recipe.yaml.duplicate-key", source.where(*key_path), message)
+            findings.add_notice("recipe.no-effect", source.where(*key_path), message)
     places: dict[Location, Location] = {}
     names = document_names(sources, findings)
     readers = [DocumentReader(source, findings, store, model_paths, names, places) for source in sources]
@@ -182,7 +182,7 @@ def _raise_any(findings: Findings) -> None:
 def _read(reader: DocumentReader, root: Value) -> Recipe | None:
     if not isinstance(root, dict):
         message = f"a recipe is a mapping of names to values, found {describe(root)}"
-        reader.refuse("recipe.wrong-kind", (), message)
+        reader.refuse("recipe.value", (), message)
         return None
     if "merge_method" not in root and any(key in root for key in _MIXTURE_KEYS):
         what = "a recipe that builds a mixture of experts (gate_mode, experts) is"
@@ -214,7 +214,7 @@ def _check_keys(reader: DocumentReader, root: dict[str, Value]) -> None:
     content = [key for key in CONTENT_KEYS if root.get(key)]
     if len(content) > 1:
         message = f"stands beside '{content[0]}'"
-        reader.refuse("recipe.content", (content[1],), message, "a recipe has one of models, slices and modules")
+        reader.refuse("recipe.conflict", (content[1],), message, "a recipe has one of models, slices and modules")
 
 
 def _has_slice_bases(root: dict[str, Value]) -> bool:
@@ -228,7 +228,7 @@ def _has_slice_bases(root: dict[str, Value]) -> bool:
 def _operator(reader: DocumentReader, root: dict[str, Value]) -> OperatorSpec | None:
     if root.get("merge_method") is None:
         message, hint = "the recipe has no merge_method", did_you_mean("", list(operator_specs()))
-        reader.refuse("recipe.missing-key", ("merge_method",), message, hint)
+        reader.refuse("recipe.incomplete", ("merge_method",), message, hint)
         return None
     name = reader.text(root["merge_method"], ("merge_method",))
     if name is not None and not has_operator(name):
@@ -237,7 +237,7 @@ def _operator(reader: DocumentReader, root: dict[str, Value]) -> OperatorSpec | 
         return operator_named(name).spec if name else None
     message = f"unknown merge method '{shortened(name)}'"
     nearest = partial(did_you_mean, shortened(name), list(operator_specs()))
-    reader.refuse("recipe.unknown-operator", ("merge_method",), message, nearest)
+    reader.refuse("recipe.unknown-name", ("merge_method",), message, nearest)
     return None
 
 
@@ -254,7 +254,7 @@ def _dtype(reader: DocumentReader, root: dict[str, Value], key: str) -> DType | 
     if name is None or name.removeprefix(TORCH) in DTYPES_BY_RECIPE_NAME:
         return DTYPES_BY_RECIPE_NAME[name.removeprefix(TORCH)] if name else None
     hint = did_you_mean(shortened(name), DTYPE_NAMES)
-    reader.refuse("recipe.unknown-dtype", (key,), f"unknown dtype '{shortened(name)}'", hint)
+    reader.refuse("recipe.unknown-name", (key,), f"unknown dtype '{shortened(name)}'", hint)
     return None
 
 
@@ -285,5 +285,5 @@ def _content(
     if content == "modules":
         modules = read_modules(context, root["modules"], ("modules",))
         return ((), (), modules) if modules else None
-    context.reader.refuse("recipe.missing-key", ("models",), "the recipe has no models")
+    context.reader.refuse("recipe.incomplete", ("models",), "the recipe has no models")
     return None

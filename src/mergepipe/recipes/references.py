@@ -54,7 +54,7 @@ def read_reference(reader: DocumentReader, value: Value, key_path: KeyPath) -> R
         message = f"the location of the adapter of '{shortened(text)}' is not recorded"
         hint = "merge again by the recipe"
         where = reader.source.where(*key_path)
-        reader.findings.add(NotFoundError, "recipe.model.not-found", where, message, hint)
+        reader.findings.add(NotFoundError, "model.not-found", where, message, hint)
     path = _path(reader, model, key_path)
     adapter_path = None if adapter is None else _path(reader, adapter, key_path)
     return Reference(text, path, adapter_path, model if model in reader.documents else None)
@@ -117,7 +117,7 @@ def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Location:
             if name.ignored_revision:
                 message = f"the revision '{shortened(name.ignored_revision)}' of a local path has no effect"
                 elsewhere = "it names a version of a model on the Hub; a local folder is read as it is"
-                reader.warning("recipe.ignored-revision", key_path, message, elsewhere)
+                reader.warning("recipe.unclear", key_path, message, elsewhere)
             path = name.remote or _absolute(name.path, folder)
             if not _is_there(reader, name, text, path, key_path):
                 return path
@@ -135,16 +135,16 @@ def _long_form(reader: DocumentReader, value: dict[str, Value], key_path: KeyPat
     if "override_architecture" in entry:
         message = "'override_architecture' has no effect: names and shapes of tensors decide what is merged"
         elsewhere = "in mergekit it chooses the names that are looked for, and stands in the output's config.json"
-        reader.notice("recipe.ignored-key", (*key_path, "override_architecture"), message, elsewhere)
+        reader.notice("recipe.no-effect", (*key_path, "override_architecture"), message, elsewhere)
     if isinstance(entry.get("path"), str) and isinstance(entry.get("revision"), str):
         entry["path"] = f"{entry['path']}@{entry.pop('revision')}"
     reader.unknown_keys(entry, _REFERENCE_KEYS, key_path)
     inner = next((key for key in ("path", "model") if key in entry), None)
     if inner is None:
-        reader.refuse("recipe.missing-key", key_path, "the model reference has no path")
+        reader.refuse("recipe.incomplete", key_path, "the model reference has no path")
         return None
     if {"path", "model"} <= entry.keys():
-        reader.refuse("recipe.wrong-kind", key_path, "needs either 'path' or 'model', found both")
+        reader.refuse("recipe.value", key_path, "needs either 'path' or 'model', found both")
     if inner == "path" and isinstance(entry["path"], dict):
         reader.text(entry["path"], (*key_path, "path"))
         return None
@@ -163,7 +163,7 @@ def _as_delta(reader: DocumentReader, model: Reference, value: Value, key_path: 
         return None
     if value and (model.adapter is not None or model.intermediate is not None):
         message = f"'{shortened(model.text)}' is no checkpoint of differences"
-        reader.refuse("recipe.reference.delta", (*key_path, "delta"), message, "remove 'delta'")
+        reader.refuse("recipe.value", (*key_path, "delta"), message, "remove 'delta'")
         return None
     return replace(model, is_delta=value)
 
@@ -175,11 +175,11 @@ def _with_adapter(
         return None
     if model.is_delta or adapter.is_delta:
         message = "an adapter applies to weights, and 'delta' says that these are differences"
-        reader.refuse("recipe.reference.delta", (*key_path, "delta"), message, "remove 'delta' or 'lora'")
+        reader.refuse("recipe.value", (*key_path, "delta"), message, "remove 'delta' or 'lora'")
         return None
     if model.adapter is not None or adapter.adapter is not None:
         message = f"needs one adapter at most, found '{shortened(model.text)}' and '{shortened(adapter.text)}'"
-        reader.refuse("recipe.reference.adapters", (*key_path, "lora"), message)
+        reader.refuse("recipe.value", (*key_path, "lora"), message)
         return None
     return Reference(f"{model.text}+{adapter.text}", model.path, adapter.path, model.intermediate)
 
@@ -214,7 +214,7 @@ def _is_there(reader: DocumentReader, name: ModelName, text: str, path: Location
     if reason is None:
         return True
     message = f"there is no folder '{shown}', and as a model of the Hub: {reason}" if name.is_hub_id else reason
-    reader.findings.add(NotFoundError, "recipe.model.not-found", where, message, hint)
+    reader.findings.add(NotFoundError, "model.not-found", where, message, hint)
     return False
 
 

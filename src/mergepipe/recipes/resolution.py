@@ -103,7 +103,7 @@ class TensorAccount:
             hint = f"to leave {'it' if len(group) == 1 else 'them'} out: --allow-dropped '{pattern}'"
             if is_head(pattern):
                 hint += _KEEP_HEAD.format(pattern)
-            findings.add(MismatchError, "merge.tensor.unexpected", pattern, message, hint)
+            findings.add(MismatchError, "model.unexpected-tensor", pattern, message, hint)
 
     def _reason(self, index: int, name: str) -> str | None:
         """Return why a tensor is expected to be unused; empty if it is not."""
@@ -255,7 +255,7 @@ class _Resolver:
                 continue
             self._without_value.add(where)
             message, hint = f"{spec.name} has no value for '{tensor}'", "end the list with '- value: ...'"
-            self._findings.add(RecipeError, "recipe.parameter.missing", where, message, hint)
+            self._findings.add(RecipeError, "recipe.incomplete", where, message, hint)
 
     def _note_conflicts(self, group: Group, values: Sequence[Mapping[str, Scalar]], tensor: str) -> None:
         """Report, once per model, contradicting parameters that depend on the tensor."""
@@ -266,14 +266,14 @@ class _Resolver:
                 model = self._inputs[member.model]
                 message = f"'{model.text}': for '{tensor}' {conflict}"
                 hint = "change one of the two"
-                self._findings.add(RecipeError, "recipe.parameter.conflict", model.where, message, hint)
+                self._findings.add(RecipeError, "recipe.conflict", model.where, message, hint)
 
     def _check_weights(self, shared: dict[str, Scalar], values: list[dict[str, Scalar]], tensor: str) -> None:
         total = normalized_sum(shared, values)
         if total is not None and abs(total) < SMALLEST_WEIGHT_SUM:
             message = f"the weights sum to {total:g} and cannot be normalized"
             hint = "change a weight, or set normalize: false"
-            self._findings.add(RecipeError, "recipe.weights.sum", tensor, message, hint)
+            self._findings.add(RecipeError, "recipe.value", tensor, message, hint)
 
 
 def _why_copied(output: OutputTensor, base: Readable) -> str:
@@ -302,7 +302,7 @@ def _report_mixed_dtypes(recipe: Recipe, tasks: Sequence[MergeTask], findings: F
         before, after = stored_dtype(widened[0].base).recipe_name, widened[0].dtype.recipe_name
         message = f"no dtype is stated: {len(widened)} tensors, e.g. '{widened[0].name}', become {after}"
         meaning = f"they are {before} in the base and not in every other model; `dtype: auto` keeps the base's"
-        findings.add_notice("recipe.dtype.mixed", recipe.path.name, message, meaning, changes_result=True)
+        findings.add_notice("recipe.unclear", recipe.path.name, message, meaning, changes_result=True)
 
 
 def _report_idle_filters(recipe: Recipe, outputs: Sequence[OutputTensor], findings: Findings) -> None:
@@ -322,10 +322,10 @@ def _report_idle_filters(recipe: Recipe, outputs: Sequence[OutputTensor], findin
             continue
         message, real_name = f"the filter '{text}' is in no tensor's name", near_miss(text, *parts)
         if real_name is not None:
-            findings.add_misspelt("recipe.filter.misspelt", where, message, f"did you mean '{real_name}'?")
+            findings.add_misspelt("recipe.unknown-name", where, message, f"did you mean '{real_name}'?")
         else:
             shown_parts = ", ".join(parts[:_SHOWN_PARTS]) + (", ..." if len(parts) > _SHOWN_PARTS else "")
-            findings.add_notice("recipe.filter.matches-nothing", where, message, f"names are made of {shown_parts}")
+            findings.add_notice("recipe.no-effect", where, message, f"names are made of {shown_parts}")
 
 
 def _settings(recipe: Recipe) -> Iterator[Setting]:

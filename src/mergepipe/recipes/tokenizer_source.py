@@ -30,7 +30,7 @@ def read_tokenizer(
     whole, short = root.get("tokenizer"), root.get("tokenizer_source")
     if whole is not None and short is not None:
         message, hint = "stands beside 'tokenizer'", "write it as 'source:' under 'tokenizer:'"
-        reader.refuse("recipe.tokenizer.both", ("tokenizer_source",), message, hint)
+        reader.refuse("recipe.conflict", ("tokenizer_source",), message, hint)
     if whole is None and short is None:
         return None
     tokenizer = _Tokenizer(reader, inputs, has_base)
@@ -67,7 +67,7 @@ class _Tokenizer:
         if value == "base":
             if not self._has_base:
                 message, hint = "there is no base_model", "name base_model, or give the model's path here"
-                self._reading.refuse("recipe.tokenizer.base", at, message, hint)
+                self._reading.refuse("recipe.incomplete", at, message, hint)
             return TokenizerSource.BASE, None
         return TokenizerSource.MODEL, self._model(value, at)
 
@@ -83,7 +83,7 @@ class _Tokenizer:
         message = f"'{shortened(reference.text)}' is not one of the models that are merged"
         names = ", ".join(shortened(model.text) for model in self._inputs[:8])
         hint = f"name one of: {names}" + ("" if at[-1] == "model" else "; or write union or base")
-        self._reading.refuse("recipe.tokenizer.model", at, message, hint)
+        self._reading.refuse("recipe.incomplete", at, message, hint)
         return None
 
     def _padding(self, value: Value, at: KeyPath) -> int | None:
@@ -123,7 +123,7 @@ class _Tokenizer:
         if (token is None) == (token_id is None):
             present_keys = "neither" if token is None else "both"
             message = f"needs either 'token' or 'token_id', found {present_keys}"
-            self._reading.refuse("recipe.tokenizer.token", at, message)
+            self._reading.refuse("recipe.incomplete", at, message)
             return None
         if token is not None and not isinstance(token, str):
             self._reading.wrong_kind(token, (*at, "token"), "text")

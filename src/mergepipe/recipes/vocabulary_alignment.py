@@ -137,7 +137,7 @@ def _vocabularies(models: Sequence[Checkpoint], store: Store) -> tuple[Vocabular
     first = read_vocabulary(models[0], store)
     if first is None:
         raise NotFoundError.of(
-            "tokenizer.missing", models[0].path, "no tokenizer file found, and the recipe asks for aligned tokens",
+            "checkpoint.incomplete", models[0].path, "no tokenizer file found, and the recipe asks for aligned tokens",
             "put the model's tokenizer.json beside it, or leave out the recipe's tokenizer",
         )  # fmt: skip
     read = (read_vocabulary(model, store) if model.kind is CheckpointKind.FULL else None for model in models[1:])
@@ -245,14 +245,14 @@ class _Aligner:
         for model in further:
             if group[model].shape[1:] != group[first].shape[1:]:
                 raise MismatchError.of(
-                    "tokenizer.width", group[model].name,
+                    "model.mismatch", group[model].name,
                     f"shape {list(group[model].shape)} in '{self._models[model].path}', "
                     f"{list(group[first].shape)} in '{self._models[first].path}': only the number of rows may differ",
                 )  # fmt: skip
         for model, tensor in group.items():
             if tensor.dtype.kind is not DTypeKind.FLOAT:
                 raise UnsupportedError.of(
-                    "tokenizer.dtype", tensor.name,
+                    "tokenizer.unsupported", tensor.name,
                     f"{tensor.dtype.name} in '{self._models[model].path}' cannot be aligned", "convert the model first",
                 )  # fmt: skip
 
@@ -295,7 +295,7 @@ class _Aligner:
         return ids[source_token]
 
     def _error(self, token: str, message: str, hint: str = "") -> RecipeError:
-        error = RecipeError.of("tokenizer.token", self._request.where, f"token {shown(token)}: {message}", hint)
+        error = RecipeError.of("recipe.value", self._request.where, f"token {shown(token)}: {message}", hint)
         assert isinstance(error, RecipeError)
         return error
 

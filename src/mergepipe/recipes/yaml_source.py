@@ -52,13 +52,13 @@ def recipe_text(content: Mapping[str, object], folder: Location) -> RecipeText:
     """Write a recipe that is given as a mapping as the YAML that is recorded with the merge.
 
     Raises:
-        RecipeError: `recipe.value`, it holds what YAML has no plain form for.
+        RecipeError: `recipe.syntax`, it holds what YAML has no plain form for.
     """
     try:
         return RecipeText(yaml.safe_dump(_plain(content), sort_keys=False, allow_unicode=True), folder)
     except yaml.YAMLError as error:
         message = f"a value that no recipe can hold: {shortened(str(error))}"
-        raise _refusal("recipe.value", "recipe", message, "give texts, numbers, flags, lists and mappings") from None
+        raise _refusal("recipe.syntax", "recipe", message, "give texts, numbers, flags, lists and mappings") from None
 
 
 def _plain(value: object) -> object:
@@ -133,7 +133,7 @@ def parse_yaml(path: Location, text: str) -> YamlSource:
     first, *further = parse_documents(path, text)
     if further:
         message = "several YAML documents where one is expected"
-        raise _refusal("recipe.yaml.documents", further[0].where(), message, "keep one recipe a file")
+        raise _refusal("recipe.syntax", further[0].where(), message, "keep one recipe a file")
     return first
 
 
@@ -142,9 +142,7 @@ def parse_documents(path: Location, text: str) -> tuple[YamlSource, ...]:
     loader, nodes = _compose(path.name, text)
     nodes = [node for node in nodes if not (isinstance(node, yaml.ScalarNode) and node.tag == _TAG + "null")]
     if not nodes:
-        raise _refusal(
-            "recipe.yaml.empty", path.name, "the recipe is empty", "it needs at least merge_method and models"
-        )
+        raise _refusal("recipe.syntax", path.name, "the recipe is empty", "it needs at least merge_method and models")
     texts = _own_texts(text, nodes)
     builders = [_Builder(path.name, loader) for _ in nodes]
     roots = [builder.build(node, (), _line(node)) for builder, node in zip(builders, nodes, strict=True)]
@@ -182,7 +180,7 @@ def _read_text(path: Location, store: Store) -> str:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         message = f"not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}"
-        raise _refusal("recipe.file.encoding", f"{path.name}:{line}", message, "save the file as UTF-8") from None
+        raise _refusal("recipe.syntax", f"{path.name}:{line}", message, "save the file as UTF-8") from None
 
 
 def _read_bytes(path: Location, store: Store) -> bytes:
@@ -190,11 +188,11 @@ def _read_bytes(path: Location, store: Store) -> bytes:
         return store.read_small(path, RECIPE_BYTES)
     except NotFoundError as error:
         where = error.problems[0].where
-        raise NotFoundError.of("recipe.file.not-found", where, "there is no such recipe") from None
+        raise NotFoundError.of("recipe.not-found", where, "there is no such recipe") from None
     except StorageError as error:
         if error.code == "storage.not-a-file" and is_folder(store, path):
             message, hint = "is a folder, not a recipe", "give the YAML file in it"
-            raise _refusal("recipe.file.not-a-file", str(path), message, hint) from None
+            raise _refusal("recipe.syntax", str(path), message, hint) from None
         raise
 
 
@@ -223,8 +221,8 @@ class _BoundedLoader(yaml.SafeLoader):
 
 def _too_big(name: str, line: int, *, deep: bool) -> RecipeError:
     if deep:
-        return _refusal("recipe.yaml.too-deep", f"{name}:{line}", f"nested deeper than {MAX_DEPTH} levels")
-    return _refusal("recipe.yaml.too-many", f"{name}:{line}", f"more than {MAX_NODES} values, aliases expanded")
+        return _refusal("recipe.syntax", f"{name}:{line}", f"nested deeper than {MAX_DEPTH} levels")
+    return _refusal("recipe.syntax", f"{name}:{line}", f"more than {MAX_NODES} values, aliases expanded")
 
 
 def _compose(name: str, text: str) -> tuple[_BoundedLoader, list[yaml.Node]]:
@@ -237,29 +235,29 @@ def _compose(name: str, text: str) -> tuple[_BoundedLoader, list[yaml.Node]]:
                 nodes.append(node)
             if len(nodes) > MAX_DOCUMENTS:
                 message = f"more than {MAX_DOCUMENTS} documents"
-                raise _refusal("recipe.yaml.too-many", f"{name}:{_line(nodes[-1])}", message)
+                raise _refusal("recipe.syntax", f"{name}:{_line(nodes[-1])}", message)
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(name, text, error) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         message = f"the character #x{ord(text[error.position]):04x} is not allowed"
-        raise _refusal("recipe.yaml.character", f"{name}:{line}", message) from None
+        raise _refusal("recipe.syntax", f"{name}:{line}", message) from None
     except (ValueError, OverflowError) as error:  # PyYAML lets "\UFFFFFFFF" and absurd %YAML versions escape as these
-        raise _refusal("recipe.yaml.syntax", name, f"not YAML: {shortened(str(error))}") from None
+        raise _refusal("recipe.syntax", name, f"not YAML: {shortened(str(error))}") from None
     return loader, nodes
 
 
 def _syntax_error(name: str, text: str, error: yaml.MarkedYAMLError) -> RecipeError:
     mark = error.problem_mark or error.context_mark
     if mark is None:
-        return _refusal("recipe.yaml.syntax", name, f"not YAML: {error.problem}")
+        return _refusal("recipe.syntax", name, f"not YAML: {error.problem}")
     where = f"{name}:{mark.line + 1}"
     lines = re.split("\r\n|[\r\n\x85\u2028\u2029]", text)
     line = lines[mark.line] if mark.line < len(lines) else ""
     if "\t" in line[: len(line) - len(line.lstrip(" \t"))]:
-        return _refusal("recipe.yaml.tab", where, "a tab in the indentation", "YAML indents with spaces")
+        return _refusal("recipe.syntax", where, "a tab in the indentation", "YAML indents with spaces")
     reason = ", ".join(part for part in (error.context, error.problem) if part)
-    return _refusal("recipe.yaml.syntax", where, f"not YAML: {shortened(reason, 200)} (column {mark.column + 1})")
+    return _refusal("recipe.syntax", where, f"not YAML: {shortened(reason, 200)} (column {mark.column + 1})")
 
 
 class _Builder:
@@ -306,12 +304,12 @@ class _Builder:
         """Report a key that stands twice.
 
         Raises:
-            RecipeError: `recipe.yaml.duplicate-key`, with two values.
+            RecipeError: `recipe.syntax`, with two values.
         """
         if repr(values[0]) != repr(values[1]):
             place = f"{self._name}:{self.lines[at]} {key_path_text(at)}"
             hint = "remove one of the two (mergekit takes the last)"
-            raise _refusal("recipe.yaml.duplicate-key", place, f"the key {message}, with another value", hint)
+            raise _refusal("recipe.syntax", place, f"the key {message}, with another value", hint)
         self.repeated_keys.append((at, f"the key {message}, with the same value"))
 
     def _merged(self, nodes: list[yaml.Node], key_path: KeyPath) -> dict[str, Value]:
@@ -325,7 +323,7 @@ class _Builder:
             self._nodes += 1
             if not isinstance(mapping, yaml.MappingNode):
                 message = "a merge key (<<) needs a mapping, or a list of mappings"
-                raise _refusal("recipe.yaml.merge", f"{self._name}:{_line(mapping)}", message)
+                raise _refusal("recipe.syntax", f"{self._name}:{_line(mapping)}", message)
             self._merge_depth += 1
             if self._merge_depth > MAX_DEPTH or self._nodes > MAX_NODES:
                 raise _too_big(self._name, _line(mapping), deep=self._merge_depth > MAX_DEPTH)
@@ -336,7 +334,7 @@ class _Builder:
     def _key(self, node: yaml.Node) -> str:
         where = f"{self._name}:{_line(node)}"
         if not isinstance(node, yaml.ScalarNode):
-            raise _refusal("recipe.yaml.key", where, "a key must be a name, not a list or a mapping")
+            raise _refusal("recipe.syntax", where, "a key must be a name, not a list or a mapping")
         return self._clean(node)
 
     def _scalar(self, node: yaml.ScalarNode) -> Value:
@@ -363,7 +361,7 @@ class _Builder:
             value: bool | int | float = construct(node)
         except (ValueError, KeyError, IndexError, OverflowError):
             message = f"'{shortened(self._clean(node))}' is not a valid {kind}"
-            raise _refusal("recipe.yaml.value", f"{self._name}:{_line(node)}", message) from None
+            raise _refusal("recipe.syntax", f"{self._name}:{_line(node)}", message) from None
         return value
 
     def _clean(self, node: yaml.ScalarNode) -> str:
@@ -371,10 +369,10 @@ class _Builder:
         match = _FORBIDDEN_CHARACTERS.search(text)
         if match:
             message = f"the character #x{ord(match.group()):04x} is not allowed"
-            raise _refusal("recipe.yaml.character", f"{self._name}:{_line(node)}", message)
+            raise _refusal("recipe.syntax", f"{self._name}:{_line(node)}", message)
         return text
 
     def _unknown_tag(self, node: yaml.Node) -> RecipeError:
         tag = node.tag.replace(_TAG, "!!")
         message = f"the YAML tag {shortened(ascii(tag))} is refused"
-        return _refusal("recipe.yaml.tag", f"{self._name}:{_line(node)}", message, "write plain values")
+        return _refusal("recipe.syntax", f"{self._name}:{_line(node)}", message, "write plain values")

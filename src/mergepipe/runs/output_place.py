@@ -44,11 +44,11 @@ def refuse_file_name(out: Location) -> None:
     """Refuse an output whose name is that of a file of weights.
 
     Raises:
-        OutputError: `output.single-file`.
+        OutputError: `output.place`.
     """
     if out.suffix in _FILE_SUFFIXES:
         message = f"is the name of a file; the output is a folder that holds {SINGLE_NAME}"
-        raise OutputError.of("output.single-file", out, message, f"write {out.parent / out.stem}")
+        raise OutputError.of("output.place", out, message, f"write {out.parent / out.stem}")
 
 
 class Publication(Protocol):
@@ -203,19 +203,19 @@ def check_destination(destination: Location, options: Mapping[str, bool]) -> Non
     """Refuse a place that is none for an output, and options that have no meaning there (those that are true).
 
     Raises:
-        OutputError: `output.store`.
-        RecipeError: `option.pair`.
+        OutputError: `output.place`.
+        RecipeError: `option.conflict`.
     """
     if destination.scheme not in OBJECT_SCHEMES:
         hint = "merge into a folder, then `mergepipe push` it" if destination.scheme == "hf" else "name a bucket"
-        raise OutputError.of("output.store", destination, f"{destination.scheme}:// takes no outputs of merges", hint)
+        raise OutputError.of("output.place", destination, f"{destination.scheme}:// takes no outputs of merges", hint)
     if options.get("--force"):
         message = f"a snapshot in a bucket is never replaced ({destination}): who reads it would get parts of two"
         hint = "merge into another prefix, and delete the old one when nobody reads it"
-        raise RecipeError.of("option.pair", "--force", message, hint)
+        raise RecipeError.of("option.conflict", "--force", message, hint)
     for option in (option for option, is_set in options.items() if is_set):
         message = f"has no meaning for an output in a bucket ({destination})"
-        raise RecipeError.of("option.pair", option, message, "leave it out, or merge into a folder and push that")
+        raise RecipeError.of("option.conflict", option, message, "leave it out, or merge into a folder and push that")
 
 
 def most_staged_bytes(output: OutputPlan) -> int:

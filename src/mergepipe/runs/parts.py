@@ -69,7 +69,7 @@ def job_at(out: Path | Location, plan_digest: str) -> PartsJob | None:
     """Read what the parts of an output by a plan are made for; None if there are none.
 
     Raises:
-        CorruptError: `parts.record`.
+        CorruptError: `work-log.damaged`.
     """
     if isinstance(out, Path):
         return read_job(parts_directory(out, plan_digest))

@@ -54,11 +54,11 @@ def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) 
     """Open the inputs of a snapshot at their recorded paths; `stage` writes intermediates that must be complete.
 
     Raises:
-        NotFoundError: `replay.input-gone`, naming every input that no longer exists.
-        ConflictError: `replay.input-changed`, naming every file that has changed.
+        NotFoundError: `input.not-found`, naming every input that no longer exists.
+        ConflictError: `input.changed`, naming every file that has changed.
     """
     gone = [
-        Problem("replay.input-gone", str(path), f"the input {record.model} is gone", _GONE_HINT)
+        Problem("input.not-found", str(path), f"the input {record.model} is gone", _GONE_HINT)
         for record in manifest.inputs
         for path in referenced_paths(record.path, store)
         if store.stat(path) is None
@@ -70,7 +70,7 @@ def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) 
     leaves = tuple(inputs.leaves())
     if [reference_text(model) for _, model, _ in leaves] != [record.path for record in manifest.inputs]:
         message = "its inputs are not those of its recipe"
-        raise NotFoundError.of("replay.inputs", "the manifest", message, "merge again by the recipe")
+        raise NotFoundError.of("input.not-found", "the manifest", message, "merge again by the recipe")
     pairs = zip(manifest.inputs, leaves, strict=True)
     changed = [problem for record, (_, _, checkpoint) in pairs for problem in _changes(record, checkpoint)]
     if changed:
@@ -86,7 +86,7 @@ def _changes(record: InputRecord, checkpoint: Checkpoint) -> list[Problem]:
     now = {file.name: (file.size_bytes, file.header_digest) for file in checkpoint.files}
     then = {file.name: (file.size_bytes, file.header_blake3) for file in record.files}
     return [
-        Problem("replay.input-changed", f"{record.path}/{name}", "is not what the snapshot was made from", _HINT)
+        Problem("input.changed", f"{record.path}/{name}", "is not what the snapshot was made from", _HINT)
         for name in sorted(now.keys() | then.keys())
         if now.get(name) != then.get(name)
     ]
@@ -137,7 +137,7 @@ def rebuild_tensors(
 
 def _missing_tensor_error(names: Sequence[str]) -> MergePipeError:
     message = "by its recipe the inputs have no such tensor"
-    return ConflictError(*(Problem("replay.tensor-gone", name, message, _HINT) for name in names))
+    return ConflictError(*(Problem("input.changed", name, message, _HINT) for name in names))
 
 
 def _work(manifest: Manifest, inputs: Inputs, output: OutputPlan, store: Store) -> MergeWork:

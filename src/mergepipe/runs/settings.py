@@ -30,8 +30,8 @@ def merge_settings(options: MergeOptions) -> MergeSettings:
     """Return the settings of a merge.
 
     Raises:
-        RecipeError: `option.base-model-id`.
-        LimitError: `memory.address-space`.
+        RecipeError: `option.invalid`.
+        LimitError: `memory.too-small`.
     """
     return replace(
         run_settings(options, options.seed),
@@ -89,8 +89,8 @@ def output_place(
     """Return where an output is staged or published on this machine; the settings name the bucket it goes to, if any.
 
     Raises:
-        RecipeError: `location.malformed`; `option.pair`, an option that has no meaning for a bucket.
-        OutputError: `output.store`, a store that takes no outputs; `output.single-file`, the name of a file.
+        RecipeError: `location.invalid`; `option.conflict`, an option that has no meaning for a bucket.
+        OutputError: `output.place`, a store that takes no outputs; `output.place`, the name of a file.
     """
     location = Location.of(out)
     refuse_file_name(location)

@@ -51,7 +51,7 @@ def show_snapshot(reference: str, home: Path) -> SnapshotReport:
     """Describe one snapshot from the catalog, else from its own manifest.
 
     Raises:
-        NotFoundError: `snapshot.unknown`.
+        NotFoundError: `snapshot.not-found`.
         RecipeError: `snapshot.ambiguous`.
     """
     try:
@@ -68,7 +68,7 @@ def trace_lineage(reference: str, home: Path, *, down: bool) -> tuple[LineageNod
     """List everything that went into a catalogued snapshot, or with `down` came of it, as a tree in preorder.
 
     Raises:
-        NotFoundError: `snapshot.unknown`, `snapshot.not-recorded`.
+        NotFoundError: `snapshot.not-found`.
         RecipeError: `snapshot.ambiguous`.
     """
     try:
@@ -78,9 +78,7 @@ def trace_lineage(reference: str, home: Path, *, down: bool) -> tuple[LineageNod
             raise
         read_manifest(Stores(), Path(reference))  # which says so where it is no snapshot's
         hint = f"run `mergepipe catalog rebuild {reference}`"
-        raise NotFoundError.of(
-            "snapshot.not-recorded", reference, "a snapshot that is not in the catalog", hint
-        ) from None
+        raise NotFoundError.of("snapshot.not-found", reference, "a snapshot that is not in the catalog", hint) from None
     return _with_catalog(home, lambda catalog: catalog.lineage(row.path, down=down)) or ()
 
 
@@ -88,12 +86,12 @@ def catalog_statistics(home: Path) -> CatalogStats:
     """Counts and bytes of the catalog.
 
     Raises:
-        NotFoundError: `catalog.missing`.
+        NotFoundError: `catalog.not-found`.
     """
     statistics = _with_catalog(home, lambda catalog: catalog.stats())
     if statistics is None:
         hint = "`mergepipe analyze` or a merge makes one; --home names another place"
-        raise NotFoundError.of("catalog.missing", home / CATALOG_NAME, "there is no catalog", hint)
+        raise NotFoundError.of("catalog.not-found", home / CATALOG_NAME, "there is no catalog", hint)
     return statistics
 
 
@@ -101,7 +99,7 @@ def find_snapshot_path(reference: str, home: Path) -> Path:
     """Find the directory of a snapshot by its directory, its manifest, its sid or a prefix of the sid.
 
     Raises:
-        NotFoundError: `snapshot.unknown`, or `snapshot.no-manifest` where a directory is not a snapshot.
+        NotFoundError: `snapshot.not-found` where a directory is not a snapshot.
         RecipeError: `snapshot.ambiguous`.
     """
     path = Path(reference)
@@ -110,7 +108,7 @@ def find_snapshot_path(reference: str, home: Path) -> Path:
     if path.is_dir():
         if not _has_manifest(path):
             message = f"holds no {MANIFEST_NAME}: not a snapshot"
-            raise NotFoundError.of("snapshot.no-manifest", path, message, "give a snapshot, its sid, or a plan")
+            raise NotFoundError.of("snapshot.not-found", path, message, "give a snapshot, its sid, or a plan")
         return path
     return _recorded(reference, home).path
 
@@ -158,7 +156,7 @@ def _recorded(reference: str, home: Path) -> SnapshotRow:
     if row is None:
         message = f"no snapshot is known by that name: there is no catalog in {home}"
         raise NotFoundError.of(
-            "snapshot.unknown", reference, message, "give its directory, or the catalog's with --home"
+            "snapshot.not-found", reference, message, "give its directory, or the catalog's with --home"
         )
     return row
 

@@ -52,12 +52,12 @@ def block_table_of(raw: bytes, where: object, n_files: int, element_counts: Sequ
     """Decode `BlockTable.to_bytes`, given the counts of files and blocks from the manifest.
 
     Raises:
-        UnsupportedError: `blocks.newer`.
-        CorruptError: `blocks.format`, it is no table, or one of other tensors.
+        UnsupportedError: `format.version`.
+        CorruptError: `manifest.damaged`, it is no table, or one of other tensors.
     """
 
     def refuse(message: str) -> NoReturn:
-        raise CorruptError.of("blocks.format", where, message, _HINT)
+        raise CorruptError.of("manifest.damaged", where, message, _HINT)
 
     fixed = _HEAD.size + _BLOCK_ELEMENTS.size
     if len(raw) < fixed or not raw.startswith(_MAGIC):
@@ -65,7 +65,7 @@ def block_table_of(raw: bytes, where: object, n_files: int, element_counts: Sequ
     _, version, digest_bytes, files, blocks = _HEAD.unpack_from(raw)
     if version > BLOCKS_VERSION:
         message = f"its version is {version}, {BLOCKS_VERSION} is known"
-        raise UnsupportedError.of("blocks.newer", where, message, "use a newer version of MergePipe")
+        raise UnsupportedError.of("format.version", where, message, "use a newer version of MergePipe")
     (block_elements,) = _BLOCK_ELEMENTS.unpack_from(raw, _HEAD.size)
     if version < 1 or digest_bytes != DIGEST_BYTES or not 0 < block_elements < 2**63:
         refuse(f"version {version}, digests of {digest_bytes} bytes, blocks of {block_elements} elements")

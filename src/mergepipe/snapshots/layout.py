@@ -91,11 +91,11 @@ def layout_of(manifest: Manifest, where: object, block_elements: int = DEFAULT_B
     """Locate every tensor of a manifest.
 
     Raises:
-        CorruptError: `manifest.accounting`: duplicate names, or sizes or digests that are not those of their parts.
+        CorruptError: `manifest.damaged`: duplicate names, or sizes or digests that are not those of their parts.
     """
 
     def refuse(message: str) -> NoReturn:
-        raise CorruptError.of("manifest.accounting", where, message, _HINT)
+        raise CorruptError.of("manifest.damaged", where, message, _HINT)
 
     by_file: dict[str, list[tuple[int, OutputTensor]]] = {file.name: [] for file in manifest.files}
     names = [*by_file, *(sidecar.name for sidecar in manifest.sidecars), BLOCKS_NAME, MANIFEST_NAME]
@@ -141,7 +141,7 @@ def read_table(store: Store, directory: Location, manifest: Manifest) -> BlockTa
     Raises:
         CorruptError: `blocks.*`: it contradicts the manifest.
         NotFoundError, StorageError: it cannot be read.
-        UnsupportedError: `blocks.newer`.
+        UnsupportedError: `format.version`.
     """
     record = manifest.blocks
     path = directory / record.name
@@ -149,7 +149,7 @@ def read_table(store: Store, directory: Location, manifest: Manifest) -> BlockTa
     table = block_table_of(raw, path, len(manifest.files), [element_count(t.shape) for t in manifest.tensors])
     if small_digest(raw) != record.blake3:
         hint = "`mergepipe repair` makes it again"
-        raise CorruptError.of("blocks.digest", path, "its digest is not the manifest's", hint)
+        raise CorruptError.of("manifest.damaged", path, "its digest is not the manifest's", hint)
     return table
 
 

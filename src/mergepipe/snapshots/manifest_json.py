@@ -27,15 +27,15 @@ from mergepipe.snapshots.manifest import (
 COMPOSITE_NAME: Final = "mergepipe-composite"
 _HINT = "the snapshot is damaged: merge again"
 _NAME = MANIFEST_FORMAT.partition("/")[0]
-_CODES: Final = FieldCodes("manifest.field", "manifest.field", "manifest.field", _HINT)
+_CODES: Final = FieldCodes("manifest.damaged", "manifest.damaged", "manifest.damaged", _HINT)
 
 
 def manifest_of_json(raw: bytes, where: object = "manifest") -> Manifest:
     """Parse the output of `Manifest.to_json`. Law: `manifest_of_json(m.to_json()) == m`.
 
     Raises:
-        UnsupportedError: `manifest.version`.
-        CorruptError: `manifest.json`, `manifest.field`; `manifest.sid` or `manifest.digest` if they do not match the
+        UnsupportedError: `format.version`.
+        CorruptError: `manifest.damaged` if they do not match the
             content.
     """
     top = JsonFields(_parse(raw, where), _CODES, where)
@@ -44,7 +44,9 @@ def manifest_of_json(raw: bytes, where: object = "manifest") -> Manifest:
     stated = top.text("digest")
     manifest = top.read(_manifest)
     if manifest.sid != sid:
-        raise CorruptError.of("manifest.sid", where, f"its sid is '{sid[:40]}', its content's '{manifest.sid}'", _HINT)
+        raise CorruptError.of(
+            "manifest.damaged", where, f"its sid is '{sid[:40]}', its content's '{manifest.sid}'", _HINT
+        )
     _check_digest(top, stated, where)
     return manifest
 
@@ -53,34 +55,34 @@ def check_format(text: str, where: object) -> None:
     """Refuse a manifest of another `format`.
 
     Raises:
-        UnsupportedError: `manifest.version`, another version; `manifest.composite`, another kind of manifest.
-        CorruptError: `manifest.field`, it is no manifest.
+        UnsupportedError: `format.version`, another version; `snapshot.composite`, another kind of manifest.
+        CorruptError: `manifest.damaged`, it is no manifest.
     """
     name, _, number = text.partition("/")
     version = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else 0
     if name == COMPOSITE_NAME:
         message = "is the record of a training checkpoint that tailor composed, not of a merged snapshot"
         hint = "`mergepipe tailor inspect` says what the checkpoint holds"
-        raise UnsupportedError.of("manifest.composite", where, message, hint)
+        raise UnsupportedError.of("snapshot.composite", where, message, hint)
     if name != _NAME or version < 1:
         message = f"its format is '{text[:40]}', '{MANIFEST_FORMAT}' is needed"
-        raise CorruptError.of("manifest.field", where, message, _HINT)
+        raise CorruptError.of("manifest.damaged", where, message, _HINT)
     if version != MANIFEST_VERSION:
         message = f"its format is '{text[:40]}', this version reads '{MANIFEST_FORMAT}' only"
         hint = "use a newer version of MergePipe" if version > MANIFEST_VERSION else "merge again"
-        raise UnsupportedError.of("manifest.version", where, message, hint)
+        raise UnsupportedError.of("format.version", where, message, hint)
 
 
 def _check_digest(top: JsonFields, stated: str, where: object) -> None:
     computed_digest = digest_of({key: value for key, value in top.mapping().items() if key != "digest"})
     if stated != computed_digest:
         message = f"its digest is '{stated[:40]}', its content's '{computed_digest}'"
-        raise CorruptError.of("manifest.digest", where, message, _HINT)
+        raise CorruptError.of("manifest.damaged", where, message, _HINT)
 
 
 def _parse(raw: bytes, where: object) -> object:
     def refuse(reason: str) -> NoReturn:
-        raise CorruptError.of("manifest.json", where, reason, _HINT)
+        raise CorruptError.of("manifest.damaged", where, reason, _HINT)
 
     return parse_digestible(raw, refuse)
 

@@ -117,7 +117,7 @@ class ObjectUpload:
         Raises:
             OutputError: `output.exists`, `output.not-ours`: an output, or somebody's objects, are there.
             ConflictError: `output.busy`, another process writes there.
-            UnsupportedError: `output.no-conditions`, the store ignores conditions.
+            UnsupportedError: `output.unsupported`, the store ignores conditions.
             NotFoundError, StorageError: as `BucketFolder`.
         """
         self._check_unpublished()
@@ -153,7 +153,7 @@ class ObjectUpload:
         """Write an object, unless it is there already.
 
         Raises:
-            ConflictError: `output.appeared`, the prefix was taken over meanwhile.
+            ConflictError: `output.changed`, the prefix was taken over meanwhile.
             StorageError: as `BucketFolder`.
         """
         is_small = isinstance(content, bytes)
@@ -181,7 +181,7 @@ class ObjectUpload:
         """Make the output visible by its record: `sizes` are those of all its other objects.
 
         Raises:
-            ConflictError: `output.appeared`: another process published there, or took the prefix over.
+            ConflictError: `output.changed`: another process published there, or took the prefix over.
             StorageError: `output.incomplete`, an object is missing; else as `BucketFolder`.
         """
         self._check_ours()
@@ -273,7 +273,7 @@ class ObjectUpload:
 
     def _appeared(self, message: str) -> MergePipeError:
         hint = "use what is there, or choose another prefix"
-        return ConflictError.of("output.appeared", self._folder.location, message, hint)
+        return ConflictError.of("output.changed", self._folder.location, message, hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,18 +316,18 @@ def check_apart(destination: Location, inputs: Iterable[Location]) -> None:
     """Refuse an output in or around an input.
 
     Raises:
-        OutputError: `output.overlaps-input`.
+        OutputError: `output.place`.
     """
     for source in inputs:
         if destination.is_relative_to(source) or source.is_relative_to(destination):
             message, hint = f"overlaps the input {source}", "choose a prefix apart from every input"
-            raise OutputError.of("output.overlaps-input", destination, message, hint)
+            raise OutputError.of("output.place", destination, message, hint)
 
 
 def no_conditions(location: Location) -> MergePipeError:
     """Return the error of a store in which outputs cannot be made."""
     return UnsupportedError.of(
-        "output.no-conditions",
+        "output.unsupported",
         location,
         "its store ignores conditional puts (If-None-Match), so that no output there is safe from another run",
         "merge into a folder and copy it there, or use a store that has them",

@@ -138,7 +138,7 @@ def readings_in(parts: PartsPlace) -> Readings:
     """Read the account of a place.
 
     Raises:
-        CorruptError: `parts.record`.
+        CorruptError: `work-log.damaged`.
     """
     names = parts.names()
     return Readings(_read_all(parts, names, _FIRST), _read_all(parts, names, _EXTRA))
@@ -201,7 +201,7 @@ def parse_reading(raw: bytes, where: object) -> Reading:
     """Decode a record.
 
     Raises:
-        CorruptError: `parts.record`.
+        CorruptError: `work-log.damaged`.
     """
     fields = parsed_record(raw, where)
     owner = fields.object("owner").read(

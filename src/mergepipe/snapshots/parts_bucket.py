@@ -70,7 +70,7 @@ class PartsBucket(PartsPlace):
         Raises:
             OutputError: `output.exists`, `output.not-ours`: a snapshot, or somebody's objects, are there.
             ConflictError: `output.busy`, another process writes an output there.
-            UnsupportedError: `output.no-conditions`, the store ignores conditions.
+            UnsupportedError: `output.unsupported`, the store ignores conditions.
         """
         if self.exists:
             return
@@ -237,7 +237,7 @@ def find_job(output: BucketFolder, plan_digest: str) -> PartsJob | None:
     """Read what the parts of an output are for; None if there are none.
 
     Raises:
-        CorruptError: `parts.record`.
+        CorruptError: `work-log.damaged`.
     """
     records = parts_folder(output, plan_digest)
     raw, where = records.read(JOB_NAME, JOURNAL_BYTES), records.location / JOB_NAME

@@ -160,7 +160,7 @@ def read_job(directory: Path) -> PartsJob | None:
     """Read what a parts directory is for; None if there is none.
 
     Raises:
-        CorruptError: `parts.record`.
+        CorruptError: `work-log.damaged`.
     """
     path = directory / JOB_NAME
     try:

@@ -29,7 +29,9 @@ from mergepipe.storage.sealed_lines import payload_of, sealed
 PARTS_FORMAT: Final = "mergepipe-parts/1"
 JOB_NAME: Final = "job.json"
 _DONE: Final = "done-"
-_CODES = FieldCodes("parts.record", "parts.record", "parts.record", "remove the directory that it is in, and run again")
+_CODES = FieldCodes(
+    "work-log.damaged", "work-log.damaged", "work-log.damaged", "remove the directory that it is in, and run again"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ class PartsPlace(ABC):
         """Read a record; None if there is none.
 
         Raises:
-            CorruptError: `parts.record`, it is not what was written.
+            CorruptError: `work-log.damaged`, it is not what was written.
         """
         raw = self.read_raw(name, limit_bytes)
         return None if raw is None else unsealed_record(raw, name, self.path / name)
@@ -251,11 +253,11 @@ def unsealed_record(raw: bytes, name: str, where: object) -> bytes:
     """Return the content of a record from the bytes of its file.
 
     Raises:
-        CorruptError: `parts.record`, it is not what was written under this name.
+        CorruptError: `work-log.damaged`, it is not what was written under this name.
     """
     content = payload_of(raw, name)
     if content is None:
-        raise CorruptError.of("parts.record", where, "its checksum does not fit: it was changed", _CODES.hint)
+        raise CorruptError.of("work-log.damaged", where, "its checksum does not fit: it was changed", _CODES.hint)
     return content
 
 
@@ -263,11 +265,11 @@ def parsed_record(raw: bytes, where: object) -> JsonFields:
     """Parse a record of a parts directory up to its format.
 
     Raises:
-        CorruptError: `parts.record`.
+        CorruptError: `work-log.damaged`.
     """
 
     def refuse(reason: str) -> NoReturn:
-        raise CorruptError.of("parts.record", where, reason, _CODES.hint)
+        raise CorruptError.of("work-log.damaged", where, reason, _CODES.hint)
 
     fields = JsonFields(parse_digestible(raw, refuse), _CODES, where)
     if (written := fields.text("format")) != PARTS_FORMAT:

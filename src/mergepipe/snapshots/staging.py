@@ -67,13 +67,11 @@ def check_target(out: Path, inputs: Iterable[Location], *, force: bool | None) -
         source = path.local_path.resolve()
         if resolved == source or source in resolved.parents or resolved in source.parents:
             raise OutputError.of(
-                "output.overlaps-input", out, f"overlaps the input {path}", "choose a folder apart from every input"
+                "output.place", out, f"overlaps the input {path}", "choose a folder apart from every input"
             )
     for folder in out.absolute().parents:
         if folder.is_file():
-            raise OutputError.of(
-                "output.not-a-directory", folder, f"is a file; {out} cannot be in it", "choose another place"
-            )
+            raise OutputError.of("output.place", folder, f"is a file; {out} cannot be in it", "choose another place")
     if not _is_there(out) or is_empty_folder(out):
         return
     if not force:
@@ -94,7 +92,7 @@ def _is_there(out: Path) -> bool:
         return False
     except OSError as error:
         raise OutputError.of(
-            "output.name", out, f"cannot be the name of an output: {error.strerror}", "choose another name"
+            "output.place", out, f"cannot be the name of an output: {error.strerror}", "choose another name"
         ) from error
     return True
 
@@ -114,13 +112,13 @@ def _check_replaceable(out: Path) -> None:
         OutputError: naming the obstacle.
     """
     if out.is_symlink() or not out.is_dir():
-        raise OutputError.of("output.not-a-directory", out, "exists and is not a directory", "remove it yourself")
+        raise OutputError.of("output.place", out, "exists and is not a directory", "remove it yourself")
     held = sorted(_files_in(out))
     if not held and not any(out.iterdir()):
         return
     if MANIFEST_NAME not in held:
         raise OutputError.of(
-            "output.not-a-snapshot",
+            "output.not-ours",
             out,
             f"holds files but no {MANIFEST_NAME}: --force replaces only what mergepipe made",
             "remove it yourself, or choose another name",
@@ -130,7 +128,7 @@ def _check_replaceable(out: Path) -> None:
     if strangers:
         more = f" and {len(strangers) - _SHOWN_FILES} more" if len(strangers) > _SHOWN_FILES else ""
         raise OutputError.of(
-            "output.unlisted-files",
+            "output.not-ours",
             out,
             f"holds files that its {MANIFEST_NAME} does not list, and --force would remove them: "
             f"{', '.join(strangers[:_SHOWN_FILES])}{more}",
@@ -343,7 +341,7 @@ class Staging:
         except OSError as error:
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                 message = "was created, or written to, by somebody else meanwhile"
-                raise ConflictError.of("output.appeared", self._out, message, "choose another name") from error
+                raise ConflictError.of("output.changed", self._out, message, "choose another name") from error
             raise os_error(error, self._out, "publishing it") from error
         self._made_parents.clear()
         self._keeps = False

@@ -59,14 +59,14 @@ def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
     """A page-aligned uint8 array outside the Python heap, freed with its last reference.
 
     Raises:
-        StorageError: `storage.out-of-memory`.
+        StorageError: `storage.exhausted`.
     """
     try:
         mapping = _anonymous_mapping(max(nbytes, 1))  # no mapping is empty
     except OSError as error:
         message = f"the system gives no {nbytes} bytes for a buffer: {error.strerror}"
         hint = "close other programs, or lower --memory or --threads"
-        raise StorageError.of("storage.out-of-memory", "", message, hint) from error
+        raise StorageError.of("storage.exhausted", "", message, hint) from error
     return np.frombuffer(mapping, np.uint8)[:nbytes]
 
 

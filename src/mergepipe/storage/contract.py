@@ -124,7 +124,7 @@ class Store(Protocol):
         """Look a location up, links followed; None where there is nothing.
 
         Raises:
-            StorageError: `storage.stat`, the store refused to look.
+            StorageError: `storage.answer`, the store refused to look.
         """
         ...
 
@@ -133,7 +133,7 @@ class Store(Protocol):
 
         Raises:
             NotFoundError: there is no such folder.
-            StorageError: `storage.list`, the store refused to list it.
+            StorageError: `storage.answer`, the store refused to list it.
         """
         ...
 
@@ -141,7 +141,7 @@ class Store(Protocol):
         """Return the target of a location, all links followed, itself where there are none; None where nothing is.
 
         Raises:
-            StorageError: `storage.stat`, the store refused to look.
+            StorageError: `storage.answer`, the store refused to look.
         """
         ...
 

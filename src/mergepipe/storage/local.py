@@ -144,7 +144,7 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError, ValueError) as error:
             raise NotFoundError.of("storage.not-found", path, "no such folder", "check the path") from error
         except OSError as error:
-            raise StorageError.of("storage.list", path, f"cannot be listed: {error.strerror}") from error
+            raise StorageError.of("storage.answer", path, f"cannot be listed: {error.strerror}") from error
         return tuple(sorted(listed, key=lambda entry: entry.name))
 
     def real_path(self, location: Location) -> Location | None:
@@ -202,7 +202,7 @@ class LocalStore:
 
 
 def _not_looked_at(error: OSError, path: Path) -> MergePipeError:
-    return StorageError.of("storage.stat", path, f"its status cannot be read: {error.strerror}")
+    return StorageError.of("storage.answer", path, f"its status cannot be read: {error.strerror}")
 
 
 def _kind_of(mode: int) -> FileKind:

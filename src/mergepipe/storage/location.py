@@ -55,7 +55,7 @@ class Location(WrittenAsText):
         """Read a location as users write it: a path, or one of `FORMS`.
 
         Raises:
-            RecipeError: `location.malformed`, parts are missing, or it holds credentials, a query or `..`.
+            RecipeError: `location.invalid`, parts are missing, or it holds credentials, a query or `..`.
         """
         match = _SCHEME.match(text)
         if match is None:
@@ -77,7 +77,7 @@ class Location(WrittenAsText):
         """The location that a caller names: a text is parsed, a path is of this machine.
 
         Raises:
-            RecipeError: `location.malformed`, as `parse`.
+            RecipeError: `location.invalid`, as `parse`.
         """
         if isinstance(place, Location):
             return place
@@ -97,11 +97,11 @@ class Location(WrittenAsText):
         """The path of a file of this machine.
 
         Raises:
-            RecipeError: `location.not-local`, it lies elsewhere.
+            RecipeError: `location.invalid`, it lies elsewhere.
         """
         if self.scheme:
             raise RecipeError.of(
-                "location.not-local", self, "is not on this machine", "give a local path; only inputs may lie elsewhere"
+                "location.invalid", self, "is not on this machine", "give a local path; only inputs may lie elsewhere"
             )
         return Path(self.path)
 
@@ -220,7 +220,7 @@ def _below_root(text: str, path: str) -> PurePosixPath:
 
 
 def _malformed(text: str, why: str) -> MergePipeError:
-    return RecipeError.of("location.malformed", text, why, f"write {FORMS}, or a path")
+    return RecipeError.of("location.invalid", text, why, f"write {FORMS}, or a path")
 
 
 # --- models that the Hub also knows by a name alone, from before names had organisations ---

@@ -129,9 +129,9 @@ def os_error(error: OSError, path: object, doing: str) -> MergePipeError:
         return StorageError.of("storage.permission", path, f"{doing} failed: {reason}", "check the permissions")
     if error.errno in (errno.ENOMEM, errno.EAGAIN):
         hint = "close other programs, raise `ulimit -v`, or lower --memory or --threads"
-        return StorageError.of("storage.out-of-memory", path, f"{doing} failed: {reason}", hint)
+        return StorageError.of("storage.exhausted", path, f"{doing} failed: {reason}", hint)
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return StorageError.of("storage.too-many-files", path, f"{doing} failed: {reason}", "raise `ulimit -n`")
+        return StorageError.of("storage.exhausted", path, f"{doing} failed: {reason}", "raise `ulimit -n`")
     return StorageError.of("storage.io", path, f"{doing} failed: {reason}", "check the disk, then run again")
 
 

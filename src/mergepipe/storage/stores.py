@@ -87,8 +87,8 @@ class Stores:
         """The store of a location.
 
         Raises:
-            RecipeError: `location.scheme`, no store is known for its scheme.
-            UnsupportedError: `storage.extra`, a package that its store needs is not installed.
+            RecipeError: `location.invalid`, no store is known for its scheme.
+            UnsupportedError: `extra.missing`, a package that its store needs is not installed.
         """
         with self._lock:
             if location.scheme not in self._members:
@@ -129,7 +129,7 @@ def _opener(location: Location) -> OpenStore:
     if opener is None:
         schemes = sorted(scheme for scheme in _OPENERS if scheme)
         message = f"no store is known for '{location.scheme}://'"
-        raise RecipeError.of("location.scheme", location, message, did_you_mean(location.scheme, schemes))
+        raise RecipeError.of("location.invalid", location, message, did_you_mean(location.scheme, schemes))
     if not isinstance(opener, str):
         return opener
     module, _, function = opener.partition(":")
@@ -144,4 +144,4 @@ def _opener(location: Location) -> OpenStore:
 def _missing(location: Location, error: ImportError) -> MergePipeError:
     needed = "support for it" if error.name is None or error.name.startswith("mergepipe.") else error.name
     message = f"reading {location.scheme}:// needs {needed}, which is not installed"
-    return UnsupportedError.of("storage.extra", location, message, f"install {EXTRA}")
+    return UnsupportedError.of("extra.missing", location, message, f"install {EXTRA}")

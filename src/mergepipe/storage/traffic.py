@@ -83,7 +83,7 @@ class RemoteStore(Protocol):
         ...
 
     def abort(self) -> None:
-        """Fail the requests in flight soon, as `storage.aborted` or otherwise; later ones are made as ever."""
+        """Fail the requests in flight soon, as `storage.unavailable` or otherwise; later ones are made as ever."""
         ...
 
 

@@ -242,7 +242,9 @@ def recipe_text(
     from mergepipe.tailor.recipe import Strategy, find_checkpoints, strategy_recipe
 
     if ends < 0:
-        raise LimitError.of("option.negative", "--ends", f"{shown_number(ends)} was given", "give a number of layers")
+        raise LimitError.of(
+            "option.out-of-range", "--ends", f"{shown_number(ends)} was given", "give a number of layers"
+        )
 
     checkpoints = find_checkpoints(_store(), absolute(run), at)
     return strategy_recipe(Strategy(strategy), checkpoints, ends, Location.of(folder))

@@ -172,7 +172,7 @@ def stale_checksums(
                 stale.append(Checksum(member.offset, member.offset + member.nbytes, member.crc_offsets))
                 if min(member.crc_offsets) < member.offset + member.nbytes:
                     raise UnsupportedError.of(
-                        "tailor.checksum", file, f"the checksum of {member.name!r} is stored before its bytes",
+                        "checkpoint.unsupported", file, f"the checksum of {member.name!r} is stored before its bytes",
                         "save it again with torch.save",
                     )  # fmt: skip
     return tuple(stale)
@@ -216,7 +216,7 @@ def edit_pickle(raw: bytes, edits: Mapping[PicklePath, object], where: str) -> b
         entry = holder.entries.get(path[-1]) if holder is not None else None
         if entry is None or entry.closing is None:
             shown = ".".join(map(str, path))[:200]
-            raise CorruptError.of("tailor.structure", where, f"holds no {shown!r} that could be changed")
+            raise CorruptError.of("checkpoint.damaged", where, f"holds no {shown!r} that could be changed")
         pickler = InertPickler()
         pieces.append((entry.stop, pickler.fragment(path[-1]) + pickler.fragment(value) + entry.closing))
     out, position = [], 0
@@ -353,7 +353,7 @@ def _index(argument: object) -> int:
 
 
 def _unreadable() -> MergePipeError:
-    return CorruptError.of("tailor.structure", "a pickle", "its instructions do not fit together")
+    return CorruptError.of("checkpoint.damaged", "a pickle", "its instructions do not fit together")
 
 
 # --- plan torch.save archives with an edited pickle: members are laid out again, tensors copied byte for byte ---

@@ -163,13 +163,13 @@ def _layers(recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findings: F
     beyond = [index for index in layers if layer(index) not in skeleton.units.parameters]
     if beyond:
         findings.add(
-            RecipeError, "tailor.units.no_layer", f"{recipe.path.name} slices", f"the model has no layer {beyond[0]}",
+            RecipeError, "recipe.units", f"{recipe.path.name} slices", f"the model has no layer {beyond[0]}",
             f"its layers are 0 to {n_layers - 1}",
         )  # fmt: skip
         findings.raise_any()
     if not fits_in_place(skeleton, layers):
         findings.add(
-            RecipeError, "tailor.restack", f"{recipe.path.name} slices",
+            RecipeError, "recipe.conflict", f"{recipe.path.name} slices",
             f"they stack {len(layers)} layers on a model of {n_layers}: training state keeps its number of layers, and "
             "the shapes in each", "stack the weights alone: merge the models by this recipe",
         )  # fmt: skip
@@ -206,7 +206,7 @@ def _skeleton(
 def _refuse_incomplete(source: TrainingCheckpoint, findings: Findings) -> None:
     more = f" and {len(source.missing) - 1} more" if len(source.missing) > 1 else ""
     findings.add(
-        MismatchError, "tailor.incomplete", str(source.path), f"lacks {source.missing[0]}{more}",
+        MismatchError, "checkpoint.mismatch", str(source.path), f"lacks {source.missing[0]}{more}",
         "a composition needs one complete checkpoint of the run, as default or in state_from",
     )  # fmt: skip
 
@@ -269,19 +269,20 @@ class _ParameterClaims:
         if first.source == claim.source:
             if first is not claim and first.selector and claim.selector:
                 self._findings.add(
-                    RecipeError, "tailor.recipe.overlap", claim.where, f"{claim.selector!r} takes {name!r} once more, "
+                    RecipeError, "recipe.conflict", claim.where, f"{claim.selector!r} takes {name!r} once more, "
                     f"which {first.selector!r} takes", "name every unit once",
                 )  # fmt: skip
             return
         alias = first.alias or claim.alias
         if alias is not None:
             self._findings.add(
-                MismatchError, "tailor.tied", claim.where, f"{alias!r} is tied to {name!r}, and the two are taken "
+                MismatchError, "checkpoint.mismatch", claim.where,
+                f"{alias!r} is tied to {name!r}, and the two are taken "
                 f"from different checkpoints (see {first.where})", "take both from one",
             )  # fmt: skip
         else:
             self._findings.add(
-                RecipeError, "tailor.recipe.overlap", claim.where, f"{name!r} is taken from another checkpoint "
+                RecipeError, "recipe.conflict", claim.where, f"{name!r} is taken from another checkpoint "
                 f"already, at {first.where}", "name every unit once",
             )  # fmt: skip
 
@@ -292,7 +293,7 @@ class _ParameterClaims:
             if units:
                 shown = ", ".join(units[:_MAX_LISTED_UNITS]) + (", ..." if len(units) > _MAX_LISTED_UNITS else "")
                 self._findings.add(
-                    RecipeError, "tailor.uncovered", where, f"no checkpoint is named for {shown}",
+                    RecipeError, "recipe.incomplete", where, f"no checkpoint is named for {shown}",
                     "take them from one, or add 'default: PATH'",
                 )  # fmt: skip
         claimed = {name: self._claims[name].source for name in self._units.names if name in self._claims}
@@ -312,7 +313,7 @@ def _resolve(choice: Selector | ExactName, units: ModelUnits, where: str) -> tup
             return (units.tied[choice.text],), choice.text
         if choice.text not in units.names:
             raise RecipeError.of(
-                "tailor.units.name", where, f"the model has no parameter {choice.text[:100]!r}",
+                "recipe.units", where, f"the model has no parameter {choice.text[:100]!r}",
                 did_you_mean(choice.text, (*units.names, *units.tied)),
             )  # fmt: skip
         return (choice.text,), None
@@ -327,7 +328,7 @@ def _numbered(choice: NumberedUnit, units: ModelUnits, where: str) -> tuple[tupl
         return (owner,), alias
     if unit is None or unit not in units.parameters:
         raise RecipeError.of(
-            "tailor.units.number", where, f"{choice.text}: no such unit",
+            "recipe.units", where, f"{choice.text}: no such unit",
             f"with {units.n_layers} layers, 0 is the final norm, {units.n_layers + 1} the head and "
             f"{units.n_layers + 2} the embeddings",
         )  # fmt: skip
@@ -340,7 +341,8 @@ def _check_dtype(recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findin
     dtypes = {s.dtype.name for (_, kind), s in skeleton.states.items() if kind in DERIVED_KINDS}
     if dtypes and recipe.weights_dtype.name not in dtypes:
         findings.add(
-            MismatchError, "tailor.dtype", f"{recipe.path.name} dtype", f"{recipe.weights_dtype.recipe_name} is asked "
+            MismatchError, "checkpoint.mismatch", f"{recipe.path.name} dtype",
+            f"{recipe.weights_dtype.recipe_name} is asked "
             f"for, the weights of {skeleton.path} are {', '.join(sorted(dtypes))}",
             "a composition keeps the dtype of its sources",
         )  # fmt: skip
@@ -351,7 +353,7 @@ def _check_fit(assignment: Assignment, source: TrainingCheckpoint, names: Sequen
     skeleton = assignment.skeleton
     reasons = list(differences(skeleton, source)) if not source.missing else list(_stage_differences(skeleton, source))
     for reason in reasons:
-        findings.add(MismatchError, "tailor.mismatch", str(source.path), reason)
+        findings.add(MismatchError, "checkpoint.mismatch", str(source.path), reason)
     if reasons:
         return
     wanted = set(names)
@@ -366,7 +368,7 @@ def _check_fit(assignment: Assignment, source: TrainingCheckpoint, names: Sequen
         more = f", and {len(problems) - 1} more states" if len(problems) > 1 else ""
         lacking = f" (it lacks {source.missing[0]})" if source.missing and not source.is_partial else ""
         findings.add(
-            MismatchError, "tailor.lacks", str(source.path), f"{problems[0]}{more}{lacking}",
+            MismatchError, "checkpoint.mismatch", str(source.path), f"{problems[0]}{more}{lacking}",
             "take them from a checkpoint that holds them",
         )  # fmt: skip
 

@@ -91,7 +91,7 @@ def normalised(weights: Sequence[float], where: str) -> tuple[float, ...]:
     total = sum(weights)  # that of huge numbers is infinite, where fsum would raise
     if not math.isfinite(total) or abs(total) < _NEXT_TO_NOTHING:
         raise RecipeError.of(
-            "tailor.average.weights", where, f"the weights {', '.join(f'{w:g}' for w in weights[:8])} sum to {total:g}",
+            "option.invalid", where, f"the weights {', '.join(f'{w:g}' for w in weights[:8])} sum to {total:g}",
             "give finite numbers whose sum is not 0",
         )  # fmt: skip
     exact_total = math.fsum(weights)

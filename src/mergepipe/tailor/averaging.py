@@ -84,10 +84,10 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     """
     count = len(request.checkpoints)
     if count < 2:
-        raise RecipeError.of("tailor.average.few", "checkpoints", f"{count} given", "an average takes two or more")
+        raise RecipeError.of("option.invalid", "checkpoints", f"{count} given", "an average takes two or more")
     if count > MOST_CHECKPOINTS:
         raise LimitError.of(
-            "tailor.average.many", "checkpoints", f"{count} given, at most {MOST_CHECKPOINTS} are averaged at once",
+            "option.out-of-range", "checkpoints", f"{count} given, at most {MOST_CHECKPOINTS} are averaged at once",
             "give every second one",
         )  # fmt: skip
     _check_options(request)
@@ -95,7 +95,7 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
         scheme = scheme_weights(request.weights, count, DEFAULT_ALPHA if request.alpha is None else request.alpha)
     elif len(request.weights) != count:
         raise RecipeError.of(
-            "tailor.average.weights",
+            "option.invalid",
             "--weights",
             f"{len(request.weights)} weights for {count} checkpoints",
             "give one each",
@@ -114,14 +114,14 @@ def _check_options(request: AverageRequest) -> None:
     """Refuse options that have no effect beside the others.
 
     Raises:
-        RecipeError: `option.pair`.
+        RecipeError: `option.conflict`.
     """
     if request.alpha is not None and request.weights != "ema":
-        raise RecipeError.of("option.pair", "--alpha", "only the weights 'ema' take it", "leave it out")
+        raise RecipeError.of("option.conflict", "--alpha", "only the weights 'ema' take it", "leave it out")
     for option, value in (("--dtype", request.dtype), ("--files-from", request.files_from)):
         if value is not None and request.optimizer is not OptimizerState.NONE:
             message = f"a checkpoint to resume from (optimizer: {request.optimizer.value}) is made as the newest is"
-            raise RecipeError.of("option.pair", option, message, "leave it out, or give optimizer 'none'")
+            raise RecipeError.of("option.conflict", option, message, "leave it out, or give optimizer 'none'")
 
 
 def _check_fit(sources: Sequence[TrainingCheckpoint], optimizer: OptimizerState) -> None:
@@ -131,17 +131,17 @@ def _check_fit(sources: Sequence[TrainingCheckpoint], optimizer: OptimizerState)
         if source.missing and not is_enough:
             hint = "an average takes complete checkpoints"
             hint += "; without --optimizer it takes weights alone" if source.format == WEIGHTS_FORMAT else ""
-            raise MismatchError.of("tailor.incomplete", source.path, f"lacks {source.missing[0]}", hint)
+            raise MismatchError.of("checkpoint.mismatch", source.path, f"lacks {source.missing[0]}", hint)
     for older, newer in pairwise(sources):
         if older.step == newer.step:
             raise MismatchError.of(
-                "tailor.average.twice",
+                "checkpoint.mismatch",
                 newer.path,
                 f"is of step {newer.step}, as {older.path} is",
                 "give each step once",
             )
         for reason in differences(sources[-1], older):
-            raise MismatchError.of("tailor.mismatch", older.path, reason)
+            raise MismatchError.of("checkpoint.mismatch", older.path, reason)
 
 
 @dataclass(frozen=True, slots=True)

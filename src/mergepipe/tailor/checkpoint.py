@@ -199,7 +199,7 @@ class StateReader:
             read_exact(self._open(piece.file), offset, offset + nbytes, Purpose.ANALYSIS, out[at : at + nbytes])
             done += nbytes
         if done != out.size:
-            raise CorruptError.of("tailor.gap", state.parameter, f"{state.kind} is saved in part only")
+            raise CorruptError.of("checkpoint.damaged", state.parameter, f"{state.kind} is saved in part only")
 
     def _open(self, path: Location) -> RangeFile:
         file = self._files.get(path)

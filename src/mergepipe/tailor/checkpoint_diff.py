@@ -85,7 +85,7 @@ def diff_checkpoints(
     reshaped = [name for name in both if first.parameters[name] != second.parameters[name]]
     if reshaped or not both:
         message = f"different shapes of {reshaped[0]}" if reshaped else "no parameter in common"
-        raise MismatchError.of("tailor.mismatch", f"{first.path} and {second.path}", message)
+        raise MismatchError.of("checkpoint.mismatch", f"{first.path} and {second.path}", message)
     common = set(both)
     with StateReader(store) as reader:
         comparison = _Comparison(store, reader, first, second, on_bytes)

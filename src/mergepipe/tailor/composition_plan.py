@@ -151,6 +151,6 @@ def _check_apart(ordered: Sequence[Patch], file: SkeletonFile) -> None:
     for patch, following in pairwise(ordered):
         if following.offset < patch.stop:
             raise CorruptError.of(
-                "tailor.shared", file.path, f"two states share bytes [{following.offset}, {patch.stop})",
+                "checkpoint.damaged", file.path, f"two states share bytes [{following.offset}, {patch.stop})",
                 "save each state as a tensor of its own: .clone() it",
             )  # fmt: skip

@@ -92,7 +92,7 @@ def _as_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 def _numpy_type(dtype: DType, where: object) -> np.dtype[Any]:
     if dtype not in _NUMPY_TYPES:
-        raise UnsupportedError.of("tailor.cast", where, f"values of dtype {dtype.name} are not converted")
+        raise UnsupportedError.of("checkpoint.unsupported", where, f"values of dtype {dtype.name} are not converted")
     return _NUMPY_TYPES[dtype]
 
 

@@ -26,8 +26,8 @@ def check_same_run(store: Store, checkpoints: Sequence[TrainingCheckpoint]) -> N
     """Compare architectures and training histories, where they are recorded.
 
     Raises:
-        MismatchError: `tailor.architecture`, two are of different architectures; `tailor.runs`, one has logged other
-            values for a step than another, so that they are of two runs, or of two branches of one.
+        MismatchError: `checkpoint.mismatch`, two are of different architectures; `checkpoint.mismatch`, one has logged
+            other values for a step than another, so that they are of two runs, or of two branches of one.
     """
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
     histories = [(checkpoint.path, _history(store, checkpoint.path)) for checkpoint in ordered]
@@ -39,7 +39,8 @@ def check_same_run(store: Store, checkpoints: Sequence[TrainingCheckpoint]) -> N
         other_step = next((step for step in sorted(history) if step in newest and history[step] != newest[step]), None)
         if other_step is not None:
             raise MismatchError.of(
-                "tailor.runs", path, f"its log of step {other_step} is not that of {newest_path}: they are of two "
+                "checkpoint.mismatch", path,
+                f"its log of step {other_step} is not that of {newest_path}: they are of two "
                 "runs, or of two branches of one", "take checkpoints that follow one another",
             )  # fmt: skip
 
@@ -50,7 +51,7 @@ def _compare_architectures(
     key = next((k for k in _SHOWN_KEYS if k in wanted and k in architecture and wanted[k] != architecture[k]), None)
     if key is not None:
         raise MismatchError.of(
-            "tailor.architecture", path, f"{key} is {architecture[key]}, that of {newest} is {wanted[key]}"
+            "checkpoint.mismatch", path, f"{key} is {architecture[key]}, that of {newest} is {wanted[key]}"
         )
 
 

@@ -115,7 +115,7 @@ def compose_from_log(
     records = [record for record in log.records if record.step <= at]
     if not records:
         first = f"; the first is at step {log.records[0].step}" if log.records else ""
-        raise NotFoundError.of("tailor.log.empty", run, f"the log has no save at or before step {at}{first}")
+        raise NotFoundError.of("save.not-found", run, f"the log has no save at or before step {at}{first}")
     model = given_units if given_units is not None else _model_units(log)
     newest = {unit: record for record in records for unit in record.units}
     _check_units(run, newest, model, at)
@@ -146,11 +146,11 @@ def _model_units(log: SaveLog) -> tuple[Unit, ...]:
 def _check_units(run: Location, newest: Collection[Unit], model: Collection[Unit], at: int) -> None:
     alien = sorted(set(newest) - set(model))
     if alien:
-        raise NotFoundError.of("tailor.log.alien_unit", run, f"the log has {alien[0]}, which the model lacks")
+        raise NotFoundError.of("save.not-found", run, f"the log has {alien[0]}, which the model lacks")
     uncovered = sorted(set(model) - set(newest))
     if uncovered:
         raise NotFoundError.of(
-            "tailor.log.uncovered", run,
+            "save.not-found", run,
             f"never saved at or before step {at}: {', '.join(unit_selectors(uncovered))}",
             "ask for a later step; a head tied to the embeddings is no unit: then name the model's units",
         )  # fmt: skip
@@ -165,7 +165,7 @@ def _base(
         return full[-1]
     if any(record.is_full is not None for record in records):
         raise NotFoundError.of(
-            "tailor.log.no_full", run, f"no full save before the partial one at step {records[0].step}",
+            "save.not-found", run, f"no full save before the partial one at step {records[0].step}",
             "a composite needs one full checkpoint to stand on",
         )  # fmt: skip
     counts = [sum(source is record for source in newest.values()) for record in records]
@@ -179,7 +179,7 @@ def _folder(run: Location, record: SaveRecord, folders: Collection[str] | None) 
     present = [name for name in wanted if name in folders]
     if not present:
         raise NotFoundError.of(
-            "tailor.log.folder", run, f"the save of step {record.step} is not there: no {' or '.join(wanted[:2])}"
+            "save.not-found", run, f"the save of step {record.step} is not there: no {' or '.join(wanted[:2])}"
         )
     return present[0]
 

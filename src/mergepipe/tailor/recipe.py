@@ -108,7 +108,7 @@ def load_composition(path: Location, store: Store) -> CompositionRecipe:
     source = read_yaml(path.absolute(), store)
     if not isinstance(source.root, dict):
         message = f"a recipe is a mapping of names to values, found {describe(source.root)}"
-        raise RecipeError(Problem("recipe.wrong-kind", source.where(), message))
+        raise RecipeError(Problem("recipe.value", source.where(), message))
     reader = DocumentReader(source, Findings(RecipeError, NotFoundError), store)
     root = source.root
     is_short = not any(key in root for key in ("slices", "pre_weights", "post_weights"))
@@ -127,7 +127,7 @@ def _read_short(reader: DocumentReader, root: dict[str, Value]) -> CompositionRe
     takes = [take for index, entry in enumerate(entries) if (take := _take(reader, entry, ("take", index)))]
     if default is None and not entries and "default" not in root:
         reader.refuse(
-            "recipe.missing-key", ("default",), "the recipe takes no units from any checkpoint", "write 'default: PATH'"
+            "recipe.incomplete", ("default",), "the recipe takes no units from any checkpoint", "write 'default: PATH'"
         )
     return _recipe(reader, root, default, takes)
 
@@ -149,7 +149,7 @@ def _source(reader: DocumentReader, value: Value, key_path: KeyPath) -> Location
     if reference is None:
         return None
     if reference.adapter is not None:
-        reader.refuse("tailor.recipe.adapter", key_path, "a training checkpoint is taken without an adapter")
+        reader.refuse("recipe.value", key_path, "a training checkpoint is taken without an adapter")
     return reference.path.normal()
 
 
@@ -163,7 +163,7 @@ def _take(reader: DocumentReader, entry: Value, at: KeyPath) -> Take | None:
     texts = units if isinstance(units, list) else [units]
     if units is None or not texts:
         reader.refuse(
-            "recipe.missing-key", (*at, "units"), "names no units", "write for example units: [layers even, embed]"
+            "recipe.incomplete", (*at, "units"), "names no units", "write for example units: [layers even, embed]"
         )
         return None
     choices = []
@@ -186,7 +186,7 @@ def _selector(reader: DocumentReader, text: str, at: KeyPath) -> Selector | None
 
 def _named_source(reader: DocumentReader, entry: dict[str, Value], key: str, at: KeyPath) -> Location | None:
     if entry.get(key) is None:
-        reader.refuse("recipe.missing-key", (*at, key), "the entry names no checkpoint", f"write '{key}: PATH'")
+        reader.refuse("recipe.incomplete", (*at, key), "the entry names no checkpoint", f"write '{key}: PATH'")
         return None
     return _source(reader, entry[key], (*at, key))
 
@@ -199,7 +199,7 @@ def _read_slices(reader: DocumentReader, root: dict[str, Value]) -> CompositionR
     method = root.get("merge_method")
     if method != "passthrough":
         message = f"slices are composed with merge_method: passthrough, found {describe(method)}"
-        reader.refuse("tailor.recipe.method", ("merge_method",), message)
+        reader.refuse("recipe.value", ("merge_method",), message)
     takes: list[Take] = []
     n_layers = 0
     for index, entry in enumerate(_entries(reader, root, "slices")):
@@ -233,7 +233,7 @@ def _slice(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:
     reader.refuse_unknown_keys(entry, _SLICE_KEYS, at)
     sources = entry.get("sources")
     if not isinstance(sources, list) or len(sources) != 1:
-        reader.refuse("tailor.recipe.sources", (*at, "sources"), "a slice is taken from exactly one source")
+        reader.refuse("recipe.value", (*at, "sources"), "a slice is taken from exactly one source")
         return []
     place = (*at, "sources", 0)
     if not isinstance(sources[0], dict):
@@ -250,7 +250,7 @@ def _layer_range(reader: DocumentReader, value: Value, at: KeyPath) -> StackedLa
     first, last = (ends[0], ends[1]) if len(ends) == 2 else (None, None)
     is_range = isinstance(first, int) and isinstance(last, int) and not isinstance(first, bool)
     if not is_range or not isinstance(first, int) or not isinstance(last, int) or not 0 <= first <= last <= 10**6:
-        reader.refuse("tailor.recipe.range", at, "needs two layer numbers, the second excluded, as [0, 16]")
+        reader.refuse("recipe.value", at, "needs two layer numbers, the second excluded, as [0, 16]")
         return None
     text = f"layer_range [{first}, {last}]"
     return NumberedUnit(text, first) if first == last else StackedLayers(text, tuple(range(first, last)), 0)
@@ -274,7 +274,7 @@ def _dtype(reader: DocumentReader, root: dict[str, Value]) -> DType | None:
     if name is None or name in DTYPES_BY_RECIPE_NAME:
         return DTYPES_BY_RECIPE_NAME[name] if name else None
     hint = did_you_mean(shortened(name), list(DTYPES_BY_RECIPE_NAME))
-    reader.refuse("recipe.unknown-dtype", ("dtype",), f"unknown dtype '{shortened(name)}'", hint)
+    reader.refuse("recipe.unknown-name", ("dtype",), f"unknown dtype '{shortened(name)}'", hint)
     return None
 
 
@@ -331,7 +331,9 @@ def find_checkpoints(store: Store, run: Location, at: int | None) -> list[Traini
             break
     if not checkpoints:
         before = f" at or before step {at}" if at is not None else ""
-        raise NotFoundError.of("tailor.run", run, f"holds no complete checkpoint{before}", "give the run's directory")
+        raise NotFoundError.of(
+            "save.not-found", run, f"holds no complete checkpoint{before}", "give the run's directory"
+        )
     return checkpoints
 
 
@@ -349,7 +351,7 @@ def strategy_recipe(strategy: Strategy, checkpoints: Sequence[TrainingCheckpoint
         return _strategy_recipe(newest.path, None, [], folder)
     if len(checkpoints) < 2:
         raise RecipeError.of(
-            "tailor.strategy", strategy.value, f"needs two checkpoints, only {newest.path} is there", "use latest"
+            "option.invalid", strategy.value, f"needs two checkpoints, only {newest.path} is there", "use latest"
         )
     units = tuple(newest.units.parameters)
     saved = scheduled_units(schedule[0], units, schedule[1])

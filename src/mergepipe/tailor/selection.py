@@ -201,16 +201,14 @@ def parse_selector(text: str, where: str = "units") -> Selector:
     word, _, rest = stripped.partition(" ")
     if word in ("layers", "layer") and rest:
         return _layers(stripped, rest, where)
-    raise RecipeError.of("tailor.units.unknown", where, f"{text[:80]!r} names no unit", did_you_mean(stripped, _WORDS))
+    raise RecipeError.of("recipe.units", where, f"{text[:80]!r} names no unit", did_you_mean(stripped, _WORDS))
 
 
 def _pattern(
     kind: Callable[[str, str], OtherUnits | ParameterNames], text: str, pattern: str, where: str
 ) -> OtherUnits | ParameterNames:
     if not pattern:
-        raise RecipeError.of(
-            "tailor.units.pattern", where, f"{text!r} has no pattern", "write for example name:*.mlp.*"
-        )
+        raise RecipeError.of("recipe.units", where, f"{text!r} has no pattern", "write for example name:*.mlp.*")
     return kind(text, pattern)
 
 
@@ -220,12 +218,12 @@ def _layers(text: str, rest: str, where: str) -> EveryLayer | TheseLayers:
         return EveryLayer(text, *every[rest])
     if rest[0].isalpha():
         hint = did_you_mean(rest, tuple(every))
-        raise RecipeError.of("tailor.units.layers", where, f"{text[:80]!r}: {rest[:80]!r} names no layers", hint)
+        raise RecipeError.of("recipe.units", where, f"{text[:80]!r}: {rest[:80]!r} names no layers", hint)
     indices = [index for part in rest.split(",") for index in _index_range(part.strip(), text, where)]
     repeated = [index for index, count in Counter(indices).items() if count > 1]
     if repeated:
         raise RecipeError.of(
-            "tailor.units.layers", where, f"{text[:80]!r} names layer {repeated[0]} twice",
+            "recipe.units", where, f"{text[:80]!r} names layer {repeated[0]} twice",
             "name each layer once; to put a layer in several places write 'slices', as for mergekit's passthrough",
         )  # fmt: skip
     return TheseLayers(text, tuple(indices))
@@ -235,13 +233,13 @@ def _index_range(part: str, text: str, where: str) -> range:
     match = _RANGE.fullmatch(part)
     if match is None:
         raise RecipeError.of(
-            "tailor.units.layers", where, f"{text[:80]!r}: {part[:40]!r} is neither a layer nor a range",
+            "recipe.units", where, f"{text[:80]!r}: {part[:40]!r} is neither a layer nor a range",
             "write for example layers 3,7-9",
         )  # fmt: skip
     first = int(match[1])
     last = int(match[2]) if match[2] else first
     if last < first:
-        raise RecipeError.of("tailor.units.layers", where, f"{text[:80]!r}: the range {part!r} runs backwards")
+        raise RecipeError.of("recipe.units", where, f"{text[:80]!r}: the range {part!r} runs backwards")
     return range(first, last + 1)
 
 
@@ -285,7 +283,7 @@ def _require_layers(selector: TheseLayers, units: ModelUnits, where: str) -> Non
     beyond = [index for index in selector.indices if index not in indices]
     if beyond:
         raise RecipeError.of(
-            "tailor.units.no_layer", where, f"{selector.text!r}: the model has no layer {_shown(beyond)}",
+            "recipe.units", where, f"{selector.text!r}: the model has no layer {_shown(beyond)}",
             f"its layers are {min(indices)} to {max(indices)}" if indices else "it has no layers",
         )  # fmt: skip
 
@@ -299,7 +297,7 @@ def _empty_selection(selector: Selector, units: ModelUnits, where: str) -> Merge
         hint = did_you_mean(selector.pattern, units.names)
     else:
         hint = f"its units: {', '.join(map(str, units.parameters))}"
-    return RecipeError.of("tailor.units.empty", where, message, hint)
+    return RecipeError.of("recipe.units", where, message, hint)
 
 
 def _shown(indices: Sequence[int]) -> str:

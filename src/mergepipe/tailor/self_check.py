@@ -64,7 +64,7 @@ def check_composite(
     """Compare every state of `made` with its source, every copy of a weight with its master, and the step counters.
 
     Raises:
-        CorruptError: `tailor.self-check`: something is not what it should be.
+        CorruptError: `output.damaged`: something is not what it should be.
     """
     _check_structure(made, assignment, steps)
     if thoroughness is Thoroughness.OFF:
@@ -125,7 +125,7 @@ class _Check:
 
 def _failed(made: TrainingCheckpoint, message: str) -> MergePipeError:
     return CorruptError.of(
-        "tailor.self-check", made.path.name, message, "nothing was published; check the sources, then report it"
+        "output.damaged", made.path.name, message, "nothing was published; check the sources, then report it"
     )
 
 
@@ -212,7 +212,7 @@ class AverageCheck:
         """Compare what was written with averages in float64, and everything else with the newest checkpoint.
 
         Raises:
-            CorruptError: `tailor.self-check`.
+            CorruptError: `output.damaged`.
         """
         if self._thoroughness is Thoroughness.OFF:
             return SelfCheck(self._thoroughness, 0, 0, 0)
@@ -280,7 +280,7 @@ def _made_states(averaging: Averaging, made: Location, home: Location) -> Mappin
         return {(e.name, WEIGHT): weight_state(e, WEIGHT) for t in entries for e in t.stored}
     opened = open_training_checkpoint(averaging.store, made, home)
     if opened.missing or opened.step != averaging.newest.step:
-        raise CorruptError.of("tailor.self-check", home.name, f"is at step {opened.step}, lacks {opened.missing[:1]}")
+        raise CorruptError.of("output.damaged", home.name, f"is at step {opened.step}, lacks {opened.missing[:1]}")
     return opened.states
 
 
@@ -289,6 +289,6 @@ def _differs(made: StoredState, spans: Sequence[Span], place: int) -> MergePipeE
     ends = np.cumsum([span.n_elements for span in spans])
     span = spans[int(np.searchsorted(ends, place, side="right"))]
     return CorruptError.of(
-        "tailor.self-check", made.parameter, f"{made.kind} is not the average in elements [{span.start}, {span.stop})",
+        "output.damaged", made.parameter, f"{made.kind} is not the average in elements [{span.start}, {span.stop})",
         "nothing was published; check the sources, then report it",
     )  # fmt: skip

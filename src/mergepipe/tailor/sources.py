@@ -48,7 +48,7 @@ def list_skeleton(store: Store, checkpoint: TrainingCheckpoint) -> tuple[Skeleto
         names = [*_walk(store, base, "", 0), *_walk(store, base, f"{tag}/", _MAX_DEPTH)]
     names = sorted(name for name in names if name != MANIFEST_NAME)
     if len(names) > _MAX_FILES:
-        raise CorruptError.of("tailor.files", base, f"more than {_MAX_FILES} files")
+        raise CorruptError.of("checkpoint.damaged", base, f"more than {_MAX_FILES} files")
     return tuple(_file(store, base, name) for name in names)
 
 
@@ -64,7 +64,7 @@ def _walk(store: Store, base: Location, prefix: str, depth: int) -> Iterator[str
 def _file(store: Store, base: Location, name: str) -> SkeletonFile:
     status = stat_regular(store, base, name)
     if status is None:
-        raise CorruptError.of("tailor.files", base / name, "is a link to nothing")
+        raise CorruptError.of("checkpoint.damaged", base / name, "is a link to nothing")
     return SkeletonFile(name, base / name, status.size_bytes)
 
 

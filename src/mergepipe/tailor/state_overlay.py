@@ -92,11 +92,11 @@ def _check_state(store: Store, assignment: Assignment) -> None:
     if not assignment.state.has_state:
         what = format_named(assignment.state.format).state_file
         raise CorruptError.of(
-            "tailor.state.files", folder, f"holds no {what} to resume from", "name another checkpoint in state_from"
+            "checkpoint.damaged", folder, f"holds no {what} to resume from", "name another checkpoint in state_from"
         )
     is_trainer = assignment.state.framework is Framework.TRANSFORMERS
     if is_trainer and read_global_step(store, folder) != assignment.state.step:
-        raise CorruptError.of("tailor.state.step", folder, f"{TRAINER_STATE_NAME} is of another step")
+        raise CorruptError.of("checkpoint.damaged", folder, f"{TRAINER_STATE_NAME} is of another step")
 
 
 def _with_state_files(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> tuple[SkeletonFile, ...]:
@@ -104,7 +104,7 @@ def _with_state_files(store: Store, assignment: Assignment, files: Sequence[Skel
     source_files = {f.name: f for f in _state_files(store, folder)}
     lacking = [f.name for f in files if _STATE_FILES.fullmatch(f.name) and f.name not in source_files]
     if lacking:
-        raise CorruptError.of("tailor.state.files", folder, f"holds no {lacking[0]}, which the skeleton has")
+        raise CorruptError.of("checkpoint.damaged", folder, f"holds no {lacking[0]}, which the skeleton has")
     other_files = [f for f in files if f.name not in source_files]
     return tuple(sorted([*other_files, *source_files.values()], key=lambda f: f.name))
 
@@ -134,7 +134,7 @@ def _options(store: Store, assignment: Assignment, root: Node, place: PicklePath
     rates = [option.get(_RATE) for option in new]
     if len(new) != len(old) or not all(isinstance(rate, float) for rate in rates):
         raise MismatchError.of(
-            "tailor.state.rates", assignment.state.path, f"has learning rates {rates}, not {len(old)}"
+            "checkpoint.mismatch", assignment.state.path, f"has learning rates {rates}, not {len(old)}"
         )
     edits: dict[PicklePath, object] = {}
     for number, (group, options) in enumerate(zip(old, new, strict=True)):
@@ -155,7 +155,7 @@ def _like(old: Node, value: JsonValue) -> object:
     """Convert an option's new value to the form of the old one."""
     if isinstance(old.value, PickledTensor):
         raise UnsupportedError.of(
-            "tailor.state.rates", f"{old.file}: {old.path}", "is a tensor, not a plain number", "name a complete "
+            "checkpoint.unsupported", f"{old.file}: {old.path}", "is a tensor, not a plain number", "name a complete "
             "checkpoint in state_from",
         )  # fmt: skip
     return tuple(value) if isinstance(value, list) else value
@@ -217,7 +217,7 @@ def _loss_scale(store: Store, assignment: Assignment, root: Node) -> Edits:
     if dynamic is None or dynamic.value is not True or not isinstance(scaler, Record):
         return {}
     if not is_file(store, folder / LOSS_SCALER_NAME):
-        raise CorruptError.of("tailor.state.files", folder, f"holds no {LOSS_SCALER_NAME}, and the loss is scaled")
+        raise CorruptError.of("checkpoint.damaged", folder, f"holds no {LOSS_SCALER_NAME}, and the loss is scaled")
     fields = Node(read_torch_zip(store, folder / LOSS_SCALER_NAME).root, LOSS_SCALER_NAME).mapping()
     return {("optimizer_state_dict", "loss_scaler"): Record(scaler.kind, scaler.args, fields)}
 
@@ -225,10 +225,10 @@ def _loss_scale(store: Store, assignment: Assignment, root: Node) -> Edits:
 def _scheduler(store: Store, folder: Location) -> object:
     path = folder / SCHEDULER_NAME
     if not is_file(store, path):
-        raise CorruptError.of("tailor.state.files", folder, f"holds no {SCHEDULER_NAME}, and the engine has one")
+        raise CorruptError.of("checkpoint.damaged", folder, f"holds no {SCHEDULER_NAME}, and the engine has one")
     root = read_torch_zip(store, path).root
     if next(iter(walk_tensors(root)), None) is not None:
-        raise UnsupportedError.of("tailor.state.scheduler", path, "holds tensors, which are not put into the engine's")
+        raise UnsupportedError.of("checkpoint.unsupported", path, "holds tensors, which are not put into the engine's")
     return root
 
 
@@ -252,7 +252,7 @@ def overlay_dcp_state(store: Store, assignment: Assignment, files: Sequence[Skel
     for old, new in moved.items():
         status = stat_regular(store, state.path, old)
         if status is None:
-            raise CorruptError.of("tailor.state.files", state.path, f"holds no {old}, which {METADATA_NAME} names")
+            raise CorruptError.of("checkpoint.damaged", state.path, f"holds no {old}, which {METADATA_NAME} names")
         added.append(SkeletonFile(new, state.path / old, status.size_bytes))
     contents = MappingProxyType({METADATA_NAME: InertPickler().dump(metadata)})
     return StateOverlay(tuple(sorted([*files, *added], key=lambda f: f.name)), contents=contents)

@@ -25,7 +25,7 @@ def ask_transformers(folder: Path, model_type: str) -> tuple[tuple[str, ...], tu
         transformers: Any = import_module("transformers")
     except ImportError as error:
         raise UnsupportedError.of(
-            "tailor.hf.order", folder, f"the order of parameters of model type {model_type!r} is not known here",
+            "checkpoint.unsupported", folder, f"the order of parameters of model type {model_type!r} is not known here",
             "install mergepipe[torch], which asks transformers",
         ) from error  # fmt: skip
     try:
@@ -35,7 +35,7 @@ def ask_transformers(folder: Path, model_type: str) -> tuple[tuple[str, ...], tu
             model = kind(config)
     except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
         raise UnsupportedError.of(
-            "tailor.hf.architecture", folder, f"transformers cannot build model type {model_type!r}: {error}"
+            "checkpoint.unsupported", folder, f"transformers cannot build model type {model_type!r}: {error}"
         ) from error
     decayed = frozenset(transformers.Trainer.get_decay_parameter_names(None, model))
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

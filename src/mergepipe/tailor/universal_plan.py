@@ -58,7 +58,7 @@ def plan_universal(store: Store, assignment: Assignment) -> CompositionPlan:
     steps = choose_steps(assignment, groups)
     if not steps:
         raise UnsupportedError.of(
-            "tailor.universal.counter", skeleton.path, "its optimizer counts no steps; DeepSpeed's universal "
+            "checkpoint.unsupported", skeleton.path, "its optimizer counts no steps; DeepSpeed's universal "
             "checkpoints are those of Adam", "compose without --export: the number of ranks stays",
         )  # fmt: skip
     overlay = overlay_state(store, assignment, list_skeleton(store, skeleton))

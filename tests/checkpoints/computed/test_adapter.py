@@ -254,5 +254,5 @@ def test_open_adapter__says_what_to_do_about_a_head_of_tied_weights(
     tied = {f"{Q}.weight": random(12, 12), "model.embed_tokens.weight": random(30, 12)}
     with pytest.raises(MismatchError) as caught:
         opened(write_adapter(tmp_path / "a", tensors), opened(write_model(tmp_path / "tied", tied)))
-    assert caught.value.code == "adapter.tensor.tied"
+    assert caught.value.code == "adapter.mismatch"
     assert caught.value.problems[0].hint.endswith(hint)

@@ -270,4 +270,4 @@ def test_merge__slices_of_a_bare_adapter_are_refused(
     (root / "bare.yml").write_text(yaml.safe_dump(sliced("passthrough", [("base", 0, 1)], [("part", 0, 2)], pieces)))
     with pytest.raises(UnsupportedError) as caught:
         mergepipe.merge(root / "bare.yml", root / "out", options=MergeOptions(catalog=False))
-    assert caught.value.code == "merge.base.delta"
+    assert caught.value.code == "model.unsupported"

@@ -126,7 +126,7 @@ def test_open_model__refuses_quantised_weights(
 ) -> None:
     with pytest.raises(UnsupportedError) as caught:
         opened(write_model(tmp_path / "m", tensors))
-    assert caught.value.code == "model.quantised"
+    assert caught.value.code == "model.unsupported"
     assert what in str(caught.value)
 
 

@@ -125,7 +125,7 @@ def test_align_vocabulary__a_model_without_tokenizer_has_the_first_ones(tmp_path
     assert align_vocabulary(BASE, [base, expert], LocalStore(), has_base=True).checkpoints == (base, expert)
     with pytest.raises(NotFoundError, match="no tokenizer file found") as caught:
         align_vocabulary(BASE, [expert, base], LocalStore(), has_base=True)
-    assert caught.value.code == "tokenizer.missing"
+    assert caught.value.code == "checkpoint.incomplete"
 
 
 def test_align_vocabulary__another_models_tokenizer_lends_order_and_files(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_align_vocabulary__a_source_that_is_not_there_is_named(
     request = TokenizerRequest(TokenizerSource.UNION, tokens={"c": wanted}, where="recipe.yml:7")
     with pytest.raises(RecipeError) as caught:
         align_vocabulary(request, [base, expert], LocalStore(), has_base=True)
-    assert caught.value.code == "tokenizer.token"
+    assert caught.value.code == "recipe.value"
     assert "recipe.yml:7: token 'c': " in str(caught.value)
     assert message.format(base=base.path, expert=expert.path) in str(caught.value)
 
@@ -213,7 +213,7 @@ def test_align_vocabulary__too_few_rows_for_a_tokenizer_are_named(tmp_path: Path
     (expert.root / "config.json").local_path.write_text("{}")
     with pytest.raises(MismatchError, match=r"5 rows in '.*expert', its tokenizer\.json needs 8") as caught:
         align_vocabulary(BASE, [base, expert], LocalStore(), has_base=True)
-    assert caught.value.code == "tokenizer.rows"
+    assert caught.value.code == "model.mismatch"
 
 
 def test_align_vocabulary__tokens_beyond_a_models_rows_are_unknown_to_it(tmp_path: Path) -> None:

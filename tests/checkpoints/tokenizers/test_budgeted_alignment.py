@@ -70,6 +70,6 @@ def test_run__refuses_tokenizers_that_changed_since_the_plan_was_made(recipe: Pa
     tokenizer.write_text(text.replace('"token7"', '"token-7"'))
     with pytest.raises(ConflictError) as caught:
         mergepipe.run(stored, tmp_path / "out", options=RunOptions(home=tmp_path / "home"))
-    assert [problem.code for problem in caught.value.problems] == ["plan.input-changed"]
+    assert [problem.code for problem in caught.value.problems] == ["input.changed"]
     tokenizer.write_text(text)
     mergepipe.run(stored, tmp_path / "out", options=RunOptions(home=tmp_path / "home"))

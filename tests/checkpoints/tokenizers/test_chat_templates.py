@@ -95,7 +95,7 @@ def test_chosen_template__is_jinja_text_or_a_name() -> None:
     with pytest.raises(RecipeError) as caught:
         chosen_template("lama3", [], LocalStore(), where="recipe.yml")
     message = "recipe.yml: chat_template is a name or Jinja text, found 'lama3'; did you mean 'llama3'?"
-    assert (caught.value.code, str(caught.value)) == ("chat_template.unknown", message)
+    assert (caught.value.code, str(caught.value)) == ("recipe.value", message)
 
 
 @pytest.mark.parametrize(
@@ -111,13 +111,13 @@ def test_chosen_template__is_jinja_text_or_a_name() -> None:
 def test_chosen_template__refuses_text_that_no_parser_can_take(text: str) -> None:
     with pytest.raises(RecipeError, match=r"^recipe\.yml: the chat_template cannot be parsed: ") as caught:
         chosen_template(text, [], LocalStore(), where="recipe.yml")
-    assert caught.value.code == "chat_template.syntax"
+    assert caught.value.code == "recipe.value"
 
 
 def test_chosen_template__refuses_text_that_no_loader_can_parse() -> None:
     with pytest.raises(RecipeError) as caught:
         chosen_template("{{ a }}\n{% for x in %}", [], LocalStore(), where="recipe.yml")
-    assert caught.value.code == "chat_template.syntax"
+    assert caught.value.code == "recipe.value"
     assert str(caught.value).startswith(
         "recipe.yml: the chat_template is no Jinja text, line 2: Expected an expression"
     )

@@ -72,7 +72,7 @@ def test_check__tells_tokens_that_the_output_lacks(tmp_path: Path, text: str) ->
     models = "models: [{model: other, parameters: {weight: 1}}]\nbase_model: base\nmerge_method: task_arithmetic\n"
     recipe.write_text(models + text)
     *_, notice = check(recipe).recipe_notices
-    assert (notice.code, notice.changes_result) == ("model.tokens", True)
+    assert (notice.code, notice.changes_result) == ("recipe.unclear", True)
     assert notice.text.startswith("1 token of 'other' not in the output's tokenizer")
 
 

@@ -118,7 +118,7 @@ def test_obstore__that_is_missing_is_named(server: BucketServer, monkeypatch: py
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(UnsupportedError) as caught:
         remote_store("s3").list(root_of("s3", server))
-    assert caught.value.code == "storage.extra"
+    assert caught.value.code == "extra.missing"
     assert str(caught.value).startswith("s3://bucket")
     assert "install mergepipe[remote]" in str(caught.value)
 

@@ -173,8 +173,8 @@ def changed_body(request: Request, answer: Answer) -> Answer:
         ("X-Linked-ETag", None, "input.changed"),
         ("X-Linked-Size", "10241", "input.changed"),
         ("Content-Range", "bytes 0-9/10241", "input.changed"),
-        ("Content-Range", "bytes 1-10/10240", "storage.wrong-range"),
-        ("Content-Range", None, "storage.wrong-range"),
+        ("Content-Range", "bytes 1-10/10240", "storage.answer"),
+        ("Content-Range", None, "storage.answer"),
     ],
 )
 def test_read__refuses_answers_that_disagree_with_the_pin(
@@ -188,7 +188,7 @@ def test_read__refuses_answers_that_disagree_with_the_pin(
 
 def test_read__refuses_the_whole_file_for_a_range(hub: HubServer, store: HubStore) -> None:
     hub.cdn.faults = [lambda _request, _answer: Answer(200, WEIGHTS)]
-    assert refused(lambda: read(store, FILE, 0, 10)).code == "storage.no-ranges"
+    assert refused(lambda: read(store, FILE, 0, 10)).code == "storage.answer"
 
 
 def test_read__resumes_a_cut_body_and_charges_both_attempts(hub: HubServer, store: HubStore) -> None:
@@ -276,16 +276,20 @@ def test_read__gives_up_where_new_locations_are_refused_and_shows_no_secret(hub:
     ("model", "token", "kind", "expected"),
     [
         ("hf://org/none", "", NotFoundError,
-         "hub.model | hf://org/none: the Hub knows no public model 'org/none' (401); check the name at hf.co/org/none; "
+         "model.not-found | hf://org/none: the Hub knows no public model 'org/none' (401); check the name at "
+         "hf.co/org/none; "
          "a folder of this machine is written with ./ or / before it; for a private model, `hf auth login`"),
         ("hf://org/none", "hf_right", NotFoundError,
-         "hub.model | hf://org/none: the Hub knows no model 'org/none' that this token may see (404); check the name "
+         "model.not-found | hf://org/none: the Hub knows no model 'org/none' that this token may see (404); "
+         "check the name "
          "at hf.co/org/none; a folder of this machine is written with ./ or / before it"),
         ("hf://org/name@v9", "", NotFoundError,
-         "hub.revision | hf://org/name@v9: the model has no branch, tag or commit 'v9'; see hf.co/org/name/tree/main "
+         "model.not-found | hf://org/name@v9: the model has no branch, tag or commit 'v9'; see "
+         "hf.co/org/name/tree/main "
          "for what there is"),
         ("hf://org/name", "hf_wrong", StorageError,
-         "hub.token | hf://org/name: the Hub does not accept the token (401); renew it by `hf auth login`, or correct "
+         "storage.credentials | hf://org/name: the Hub does not accept the token (401); renew it by `hf auth "
+         "login`, or correct "
          "HF_TOKEN"),
     ],
 )  # fmt: skip
@@ -314,7 +318,7 @@ def test_gated__model_is_pinned_but_reading_says_what_to_accept(
 def test_forbidden__shows_what_the_hub_says(hub: HubServer, store: HubStore) -> None:
     hub.fault = status(403, X_Error_Message="Access to this resource is disabled.")
     error = refused(lambda: store.pin(MODEL))
-    assert (error.code, "Access to this resource is disabled." in str(error)) == ("hub.forbidden", True)
+    assert (error.code, "Access to this resource is disabled." in str(error)) == ("storage.credentials", True)
 
 
 def once(fault: Fault) -> Fault:

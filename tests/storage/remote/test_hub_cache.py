@@ -171,6 +171,6 @@ def test_settings__know_offline_mode(tmp_path: Path, value: str, is_offline: boo
 def test_settings__refuse_an_endpoint_that_is_no_address_without_showing_it(tmp_path: Path, endpoint: str) -> None:
     with pytest.raises(RecipeError) as caught:
         settings(tmp_path, HF_ENDPOINT=endpoint)
-    assert caught.value.code == "hub.endpoint"
+    assert caught.value.code == "location.invalid"
     assert "secret" not in str(caught.value)
     assert settings(tmp_path, HF_ENDPOINT="http://host:80/hub/").endpoint == "http://host:80/hub"

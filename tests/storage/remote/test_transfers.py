@@ -140,7 +140,7 @@ def test_abort__ends_reads_that_wait_and_no_later_ones() -> None:
     assert waiting.wait(5)
     requests.abort()
     thread.join(5)
-    assert [error.code for error in errors] == ["storage.aborted"]
+    assert [error.code for error in errors] == ["storage.unavailable"]
     assert broken.is_set()
     requests.read(Numbers(), 0, memoryview(bytearray(10)), Purpose.BASE)
 

@@ -12,7 +12,7 @@ from mergepipe.tailor.saving.callback import LoopState
 def test_loop_state__refuses_the_keys_of_the_model_and_the_optimizer(key: str) -> None:
     with pytest.raises(RecipeError, match=key) as caught:
         LoopState(None, None, {"step": 1, key: 2}, 0)
-    assert caught.value.code == "train.state"
+    assert caught.value.code == "option.conflict"
 
 
 def test_loop_state__takes_others() -> None:

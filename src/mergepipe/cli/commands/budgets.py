@@ -171,7 +171,7 @@ def analyze(
         report = api.analyze(
             base,
             experts_of_part(experts, part),
-            densities=[parse_fraction(text, "--density", "option.density") for text in density or ()],
+            densities=[parse_fraction(text, "--density", "option.invalid") for text in density or ()],
             block_elements=block_elements,
             options=options,
             on_progress=on_progress,

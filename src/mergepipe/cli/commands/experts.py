@@ -88,7 +88,7 @@ def pack(
     from mergepipe.jobs.parts import experts_of_part
 
     if chain is not None and part is not None:
-        raise RecipeError.of("option.pair", "--part", "a chain is packed by one machine", "leave it out")
+        raise RecipeError.of("option.conflict", "--part", "a chain is packed by one machine", "leave it out")
     has_bases = base or len(models) == 1  # one model alone is packed on its own
     bases, experts = (base, models) if has_bases else (models[:1], models[1:])
     part_experts = experts_of_part(experts, part)

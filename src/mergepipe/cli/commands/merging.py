@@ -98,7 +98,7 @@ def _checked_output(recipe: str, out: str | None, plan: str | None) -> str:
     """
     if plan is not None:
         if out is not None:
-            raise RecipeError.of("option.pair", "--plan", f"the plan takes the place of {recipe}", "give OUT alone")
+            raise RecipeError.of("option.conflict", "--plan", f"the plan takes the place of {recipe}", "give OUT alone")
         return recipe
     if out is None:
         raise RecipeError.of("option.invalid", "", "Missing argument 'OUT'", "see 'mergepipe merge --help'")
@@ -111,18 +111,18 @@ def _refuse_options(context: typer.Context, names: tuple[str, ...], hint: str) -
     for option in declared_options(MergeOptions):
         source = context.get_parameter_source(option.field)
         if option.field in names and source is not None and source.name == "COMMANDLINE":
-            raise RecipeError.of("option.pair", option.name, "it has no meaning by itself", hint)
+            raise RecipeError.of("option.conflict", option.name, "it has no meaning by itself", hint)
 
 
 def refuse_swapped(first: str, second: str, endings: tuple[str, ...]) -> None:
     """Refuse two arguments of which the second is named as the first should be.
 
     Raises:
-        RecipeError: `option.swapped`.
+        RecipeError: `option.conflict`.
     """
     if second.endswith(endings) and not first.endswith(endings):
         message = f"stands where the output is named, and {first} where a file like it is"
-        raise RecipeError.of("option.swapped", second, message, f"swap the two: {second} {first}")
+        raise RecipeError.of("option.conflict", second, message, f"swap the two: {second} {first}")
 
 
 def _print_schema(wanted: bool) -> None:

@@ -163,7 +163,7 @@ def verify(
     Names the damaged tensors and bytes. Exit code 0: it is sound; 4: it is damaged.
     """
     if sample is not None and not deep:
-        raise RecipeError.of("option.pair", "--sample", "it has no meaning by itself", "add --deep")
+        raise RecipeError.of("option.conflict", "--sample", "it has no meaning by itself", "add --deep")
     fraction = (DEFAULT_DEEP_FRACTION if sample is None else sample) if deep else 0.0
     from mergepipe import api
 

@@ -14,7 +14,7 @@ T = TypeVar("T", bound=np.generic)
 
 def corrupt(where: object, message: str) -> CorruptError:
     """Make the error of a store whose content contradicts its format."""
-    return CorruptError.of("store.content", where, message, "copy the store again, or pack the expert again")  # type: ignore[return-value]
+    return CorruptError.of("store.damaged", where, message, "copy the store again, or pack the expert again")  # type: ignore[return-value]
 
 
 class ByteReader:

@@ -194,7 +194,9 @@ def open_base(store: Store, path: Location) -> Checkpoint:
         return open_packed(store, path)[1]
     base = open_checkpoint(store, path)
     if base.kind is not CheckpointKind.FULL:
-        raise UnsupportedError.of("pack.kind", path, "holds differences from a base, not weights", "name its base")
+        raise UnsupportedError.of(
+            "pack.unsupported", path, "holds differences from a base, not weights", "name its base"
+        )
     return base
 
 
@@ -212,7 +214,7 @@ def job_of(store: Store, base: Checkpoint | None, expert: Checkpoint, folder: Lo
     require_text_path(expert.path)
     reason = reason_against(expert)
     if reason:
-        raise UnsupportedError.of("pack.kind", expert.path, reason, "pack full weights in .safetensors files")
+        raise UnsupportedError.of("pack.unsupported", expert.path, reason, "pack full weights in .safetensors files")
     real_path = store.real_path(expert.path) or expert.path
     place = folder / (real_path.name or real_path.root.rpartition("/")[2]).removesuffix(_SUFFIX)
     out = place.local_path if place.is_local else staging_place(place, home)
@@ -225,7 +227,9 @@ def job_of(store: Store, base: Checkpoint | None, expert: Checkpoint, folder: Lo
     depth = read_header(store, base.path).header.depth + 1 if base is not None and is_chained else 0
     if base is not None and depth > MOST_DEPTH:
         message = f"is at depth {depth - 1} of a chain, stores are packed on those at {MOST_DEPTH - 1} at most"
-        raise UnsupportedError.of("pack.kind", base.path, message, "name what the chain begins on, or add --chain 8")
+        raise UnsupportedError.of(
+            "pack.unsupported", base.path, message, "name what the chain begins on, or add --chain 8"
+        )
     return PackJob.of(base, expert, out, place, _kept_files(store, expert), depth)
 
 
@@ -246,7 +250,7 @@ def check_names(jobs: Iterable[PackJob]) -> None:
     for place, count in Counter(job.place for job in jobs).items():
         if count > 1:
             raise RecipeError.of(
-                "pack.name", place.parent, f"{count} experts are named {place.name!r}",
+                "option.conflict", place.parent, f"{count} experts are named {place.name!r}",
                 "pack them into different directories",
             )  # fmt: skip
 
@@ -293,7 +297,7 @@ def _kept_files(store: Store, expert: Checkpoint) -> tuple[FileFingerprint, ...]
     for name in sorted(name for name in _walk(store, expert.root) if name not in weights):
         if is_own_name(name):
             raise UnsupportedError.of(
-                "pack.file", expert.root / name, "has a name that delta stores use", "rename the file"
+                "pack.unsupported", expert.root / name, "has a name that delta stores use", "rename the file"
             )
         status = stat_present(store, expert.root, name)
         fingerprints.append(FileFingerprint(name, status.size_bytes, status.version, ""))
@@ -309,7 +313,7 @@ def _walk(store: Store, root: Location, prefix: str = "") -> Iterator[str]:
             continue
         if is_linked_folder(store, folder, entry.name):
             raise UnsupportedError.of(
-                "pack.file", folder / entry.name, "is a link to a directory, and stores keep files only",
+                "pack.unsupported", folder / entry.name, "is a link to a directory, and stores keep files only",
                 "remove the link, or copy the directory into its place",
             )  # fmt: skip
         yield from _walk(store, root, f"{prefix}{entry.name}/")

@@ -83,7 +83,7 @@ def lay_out_columns(
     """Lay out `tasks` in blocks of `block_elements`, for the experts `expert_models`.
 
     Raises:
-        UnsupportedError: `plan.model-twice`, a task merges two tensors of one model, which a mask cannot tell apart.
+        UnsupportedError: `plan.unsupported`, a task merges two tensors of one model, which a mask cannot tell apart.
     """
     elements_T = np.array([task.base.n_elements for task in tasks], np.int64)
     blocks_T = -(-elements_T // block_elements)
@@ -100,7 +100,7 @@ def _slots(tasks: Sequence[MergeTask], expert_models: Sequence[int]) -> NDArray[
     for t, task in enumerate(tasks):
         if len(set(task.expert_models)) < len(task.expert_models):
             message = "merges two tensors of the same model"
-            raise UnsupportedError.of("plan.model-twice", task.name, message, "merge it without a budget")
+            raise UnsupportedError.of("plan.unsupported", task.name, message, "merge it without a budget")
         for slot, model in enumerate(task.expert_models):
             slot_ET[expert_of[model], t] = slot
     return slot_ET

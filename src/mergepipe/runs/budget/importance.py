@@ -37,8 +37,8 @@ def read_importance(store: Store, path: Location, tasks: Sequence[MergeTask]) ->
 
     Raises:
         NotFoundError: it is not there, or nothing that can be read.
-        CorruptError: `importance.file`, it is no JSON object of numbers; as from opening a checkpoint.
-        MismatchError: `importance.tensor`, a tensor is missing, has another shape, or a number is negative or not
+        CorruptError: `importance.damaged`, it is no JSON object of numbers; as from opening a checkpoint.
+        MismatchError: `importance.mismatch`, a tensor is missing, has another shape, or a number is negative or not
             finite; all numbers are zero.
         UnsupportedError, StorageError: as from opening a checkpoint.
     """
@@ -49,13 +49,13 @@ def read_importance(store: Store, path: Location, tasks: Sequence[MergeTask]) ->
     else:
         total_by_name = _totals(store, path, tasks)
     if not any(total_by_name.values()):
-        raise MismatchError.of("importance.tensor", path, "says that no tensor is important: all are zero", _HINT)
+        raise MismatchError.of("importance.mismatch", path, "says that no tensor is important: all are zero", _HINT)
     return total_by_name
 
 
 def _numbers(store: Store, path: Location) -> Mapping[str, object]:
     def refuse(reason: str) -> NoReturn:
-        raise CorruptError.of("importance.file", path, reason, _HINT)
+        raise CorruptError.of("importance.damaged", path, reason, _HINT)
 
     content = parse_digestible(store.read_small(path, IMPORTANCE_BYTES), refuse)
     return content if isinstance(content, dict) else refuse("is no JSON object")
@@ -87,7 +87,7 @@ def _total(reader: StateReader, store: Store, path: Location, state: StoredState
     """Sum a tensor in float64, in an order that does not depend on the machine."""
     if state.shape != shape and (state.n_elements != 1 or state.kind == EXP_AVG_SQ):
         message = f"tensor '{state.parameter}' has the shape {list(state.shape)}, it is merged as {list(shape)}"
-        raise MismatchError.of("importance.tensor", path, message, "give its shape, or one number")
+        raise MismatchError.of("importance.mismatch", path, message, "give its shape, or one number")
     raw_state, total = unpacked(store, state), 0.0
     for span in BlockGrid(state.n_elements, _SPAN_ELEMENTS).spans():
         values = values_of(reader.read(raw_state, span), state.dtype, state.parameter)
@@ -99,11 +99,11 @@ def _checked(path: Location, name: str, number: object) -> float:
     if isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < math.inf:
         return float(number)
     message = f"tensor '{name}' needs numbers from 0 up, all finite"
-    raise MismatchError.of("importance.tensor", path, message, _HINT)
+    raise MismatchError.of("importance.mismatch", path, message, _HINT)
 
 
 def _check_names(path: Location, tasks: Sequence[MergeTask], known: Mapping[str, object]) -> None:
     missing = [task.name for task in tasks if task.name not in known]
     if missing:
         message = f"says nothing of {plural(len(missing), 'tensor')} of {len(tasks)} that are merged: '{missing[0]}'"
-        raise MismatchError.of("importance.tensor", path, message, did_you_mean(missing[0], list(known)))
+        raise MismatchError.of("importance.mismatch", path, message, did_you_mean(missing[0], list(known)))

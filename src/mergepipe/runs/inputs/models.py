@@ -63,7 +63,7 @@ def open_model(store: Store, model: NamedModel, base: Checkpoint | None, *, as_w
     weights = _open(store, model.path, base)
     if weights.kind is not CheckpointKind.FULL:
         raise UnsupportedError.of(
-            "model.adapter_base", model.path, "holds differences from a base; an adapter applies to weights only"
+            "model.unsupported", model.path, "holds differences from a base; an adapter applies to weights only"
         )
     return apply_adapter(weights, open_adapter(store, model.adapter, weights))
 
@@ -112,7 +112,7 @@ def _delta_digest(header_digest: str) -> str:
 def _required(base: Checkpoint | None, path: Location, what: str) -> Checkpoint:
     if base is None:
         raise UnsupportedError.of(
-            "model.not_weights", path, f"is {what}, but full weights are needed here",
+            "model.unsupported", path, f"is {what}, but full weights are needed here",
             "name its base here, and it as an expert",
         )  # fmt: skip
     return base
@@ -122,7 +122,7 @@ def _check_base(store: Store, delta: Checkpoint, base: Checkpoint) -> None:
     digest = base_digest(store, base)
     if digest != delta.base_digest:
         raise MismatchError.of(
-            "delta.base", delta.path,
+            "base.mismatch", delta.path,
             f"holds differences from the base {delta.base_digest}, {base.path} is {digest}",
             "use the base it was made from",
         )  # fmt: skip
@@ -132,7 +132,7 @@ def _refuse_composite(store: Store, path: Location, names: frozenset[str]) -> No
     head = store.read_metadata(path / MANIFEST_NAME, 0, _FORMAT_BYTES) if MANIFEST_NAME in names else b""
     if _COMPOSITE_FORMAT in head and _MODEL_KIND not in head:
         raise UnsupportedError.of(
-            "model.composite", path, "is a composite, a training checkpoint made by `mergepipe tailor`",
+            "model.unsupported", path, "is a composite, a training checkpoint made by `mergepipe tailor`",
             "merge the weights that are saved after training is resumed from it",
         )  # fmt: skip
 

@@ -215,7 +215,7 @@ def _opened(
     parts = [intermediate.inputs for intermediate in intermediates.values()]
     earlier = [notice for inputs in parts for notice in inputs.notices]
     of_tokens = [
-        notice_at("model.tokens", recipe.path.name, text, changes_result=True)
+        notice_at("recipe.unclear", recipe.path.name, text, changes_result=True)
         for text in _vocabulary_notices(recipe, checkpoints, resolution, alignment, store)
     ]
     notices = told_once(dict.fromkeys((*recipe.notices, *earlier, *resolution.notices, *of_tokens)))

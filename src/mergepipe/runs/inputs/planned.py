@@ -20,19 +20,21 @@ def open_planned(plan: Plan, store: Store, link: CatalogLink) -> Inputs:
     """Open the inputs that a plan was made for.
 
     Raises:
-        ConflictError: `plan.input-changed`, an input is not what it was.
+        ConflictError: `input.changed`, an input is not what it was.
         NotFoundError: an input is gone.
     """
     recipe = reload_recipe(plan.recipe, store, {model.model: model.path for model in plan.models})
     if [reference_text(model) for model in recipe.inputs()] != [model.path for model in plan.models]:
-        raise NotFoundError.of("plan.models", "plan", "its models are not those of its recipe", "make the plan again")
+        raise NotFoundError.of(
+            "input.not-found", "plan", "its models are not those of its recipe", "make the plan again"
+        )
     inputs = open_recipes((recipe,), store, ("*",), strictness=LENIENT)  # it was accepted when the plan was made
     inputs = with_known_digests(inputs, link)
     bound = zip(plan.models, inputs.checkpoints, strict=True)
     problems = [problem for model, checkpoint in bound for problem in _changes(model, checkpoint)]
     if vocabulary_of(inputs) != plan.vocabulary:
         message = "the tokenizers of its models are not those that it was made for"
-        problems.append(Problem("plan.input-changed", "tokenizer", message, "make the plan again"))
+        problems.append(Problem("input.changed", "tokenizer", message, "make the plan again"))
     if problems:
         raise ConflictError(*problems)
     return replace(inputs, notices=plan.recipe_notices)  # of the recipe as it was written
@@ -55,6 +57,6 @@ def _changes(model: PlannedModel, checkpoint: Checkpoint) -> Sequence[Problem]:
     }
     hint = "make the plan again (`mergepipe analyze`, then `mergepipe plan`)"
     return [
-        Problem("plan.input-changed", f"{model.path}/{name}", "changed since the plan was made", hint)
+        Problem("input.changed", f"{model.path}/{name}", "changed since the plan was made", hint)
         for name in sorted((now.keys() | then.keys()) - same)
     ]

@@ -40,20 +40,20 @@ class BaseModelIds:
         """Refuse an id of a model that the recipe does not name.
 
         Raises:
-            RecipeError: `option.base-model-id`.
+            RecipeError: `option.invalid`.
         """
         names = {name for model in models for name in (model.text, reference_text(model))}
         for name in self.by_model:
             if name not in names:
                 message, hint = f"the recipe names no model '{name}'", ", ".join(model.text for model in models)
-                raise RecipeError.of("option.base-model-id", "--base-model-id", message, f"it names {hint}")
+                raise RecipeError.of("option.invalid", "--base-model-id", message, f"it names {hint}")
 
 
 def parse_base_model_ids(texts: Iterable[str]) -> BaseModelIds:
     """Parse values of `--base-model-id`: `org/name`, or `MODEL=org/name`.
 
     Raises:
-        RecipeError: `option.base-model-id`, one is no id of the Hub.
+        RecipeError: `option.invalid`, one is no id of the Hub.
     """
     by_model: dict[str, str] = {}
     of_merge: list[str] = []
@@ -61,7 +61,7 @@ def parse_base_model_ids(texts: Iterable[str]) -> BaseModelIds:
         model, equals, hub_id = text.rpartition("=")
         if not _WITH_REVISION.fullmatch(hub_id) or (equals and not model):
             message = f"'{text}' was given"
-            raise RecipeError.of("option.base-model-id", "--base-model-id", message, "give org/name or MODEL=org/name")
+            raise RecipeError.of("option.invalid", "--base-model-id", message, "give org/name or MODEL=org/name")
         if equals:
             by_model[model] = hub_id
         else:

@@ -82,7 +82,7 @@ def read_totals(directory: Path) -> ReadTotals:
     A torn last record tells of reads that were never made.
 
     Raises:
-        CorruptError: `resume.account`, the account is there and cannot be understood.
+        CorruptError: `work-log.damaged`, the account is there and cannot be understood.
         StorageError: it cannot be read.
     """
     path = directory / ACCOUNT_NAME
@@ -99,7 +99,7 @@ def read_totals(directory: Path) -> ReadTotals:
             return totals
     if len(lines) > 1 or (lines and raw.endswith(b"\n")):
         hint = "start over with --no-resume, which counts nothing of it"
-        raise CorruptError.of("resume.account", path, "the account of what was read is damaged", hint)
+        raise CorruptError.of("work-log.damaged", path, "the account of what was read is damaged", hint)
     return ReadTotals()
 
 

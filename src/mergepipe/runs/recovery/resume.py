@@ -151,7 +151,7 @@ class MergeProgress:
         Raises:
             NotFoundError: `resume.nothing`, resuming was required and there is nothing to resume.
             LimitError: `resume.budget`, the budget does not cover what earlier runs read and what is left to be read.
-            CorruptError: `resume.account`.
+            CorruptError: `work-log.damaged`.
         """
         if self._resume is Resume.NEVER:
             self._forgive_earlier_reads(directory)

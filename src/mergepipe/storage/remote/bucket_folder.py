@@ -32,7 +32,7 @@ class BucketFolder:
         """Open the folder; makes no request.
 
         Raises:
-            UnsupportedError: `storage.extra`, obstore is not installed.
+            UnsupportedError: `extra.missing`, obstore is not installed.
             StorageError: `storage.settings`.
         """
         if location.scheme not in OBJECT_SCHEMES:
@@ -131,7 +131,7 @@ class BucketFolder:
             message = f"writing there is not allowed: {detail}"
             return StorageError.of("storage.permission", place, message, "check the credentials and their permissions")
         if failure.status in _IS_THERE:
-            return ConflictError.of("output.appeared", place, f"was written meanwhile: {detail}", "run again")
+            return ConflictError.of("output.changed", place, f"was written meanwhile: {detail}", "run again")
         message = f"could not be written: {detail}"
         return StorageError.of("storage.unavailable", place, message, "run again: what is uploaded already stays")
 

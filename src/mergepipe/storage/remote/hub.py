@@ -56,7 +56,7 @@ def open_store(scheme: str, ledger: Ledger, settings: RemoteSettings) -> HubStor
     """Make the store of `hf://` locations with the settings of the environment.
 
     Raises:
-        RecipeError: `hub.endpoint`, HF_ENDPOINT is no address of a web server.
+        RecipeError: `location.invalid`, HF_ENDPOINT is no address of a web server.
     """
     if scheme != HUB_SCHEME:
         raise ValueError(f"not a scheme of the Hub: {scheme}")
@@ -100,8 +100,8 @@ class HubStore(PinnedStore):
         """The location at the commit that its revision leads to now.
 
         Raises:
-            NotFoundError: `hub.model`, `hub.revision`; `hub.offline`, there is no network and nothing in the cache.
-            StorageError: `hub.token`, `storage.unavailable` and others, the Hub refuses.
+            NotFoundError: `model.not-found`; `hub.offline`, there is no network and nothing in the cache.
+            StorageError: `storage.credentials`, `storage.unavailable` and others, the Hub refuses.
             CorruptError: `hub.answer`, the answer is not that of a Hub.
         """
         return location.with_revision(self._listing(location).commit)

@@ -35,7 +35,7 @@ ANSWER_LIMIT_BYTES: Final = 8 << 20  # 300 bytes a file: 25,000 files; parsing t
 RENEWED_BEFORE_SECONDS: Final = 60
 TOO_MANY_REQUESTS: Final = 429
 _FOUND: Final = (301, 302, 303, 307, 308)
-UNREACHABLE: Final = "storage.connection"
+UNREACHABLE: Final = "storage.unreachable"
 """The code of the error for a Hub that cannot be reached, in whose place a local cache may serve."""
 
 _INVALID_TOKEN = "Invalid credentials in Authorization header"
@@ -59,7 +59,7 @@ def hub_settings(environment: Mapping[str, str] | None = None) -> HubSettings:
     """Read the settings as the Hugging Face tools do, from their variables and the token of `hf auth login`.
 
     Raises:
-        RecipeError: `hub.endpoint`, HF_ENDPOINT is no address of a web server.
+        RecipeError: `location.invalid`, HF_ENDPOINT is no address of a web server.
     """
     variables = os.environ if environment is None else environment
     home = _home(variables)
@@ -95,7 +95,7 @@ def _endpoint(text: str) -> str:
         is_address = False
     if not is_address or parts.scheme not in ("http", "https"):
         hint = f"write it like {DEFAULT_ENDPOINT}, or unset it"
-        raise RecipeError.of("hub.endpoint", "HF_ENDPOINT", "is no address of a web server", hint)
+        raise RecipeError.of("location.invalid", "HF_ENDPOINT", "is no address of a web server", hint)
     return text.rstrip("/")
 
 
@@ -137,13 +137,13 @@ def hub_package() -> Any:
     """Import the Hub's own package, by which repositories are written.
 
     Raises:
-        UnsupportedError: `storage.extra`, it is not installed.
+        UnsupportedError: `extra.missing`, it is not installed.
     """
     try:
         import huggingface_hub
     except ImportError as error:
         message = "writing to hf:// needs huggingface_hub, which is not installed"
-        raise UnsupportedError.of("storage.extra", "", message, "install mergepipe[remote]") from error
+        raise UnsupportedError.of("extra.missing", "", message, "install mergepipe[remote]") from error
     module: ModuleType = huggingface_hub
     return module
 
@@ -323,18 +323,20 @@ def refusal(location: Location, status: int, headers: Mapping[str, str], *, has_
         return _gated(location, has_token)
     if code == "RevisionNotFound":
         text = f"the model has no branch, tag or commit '{location.revision}'"
-        return NotFoundError.of("hub.revision", location, text, f"see hf.co/{model}/tree/main for what there is")
+        return NotFoundError.of("model.not-found", location, text, f"see hf.co/{model}/tree/main for what there is")
     if code == "EntryNotFound":
         return NotFoundError.of("storage.not-found", location, "no such file", f"see hf.co/{model}/tree/main")
     if status == 401 and message == _INVALID_TOKEN:
         hint = f"renew it by {_LOG_IN}, or correct HF_TOKEN"
-        return StorageError.of("hub.token", location, "the Hub does not accept the token (401)", hint)
+        return StorageError.of("storage.credentials", location, "the Hub does not accept the token (401)", hint)
     if status in (401, 404) and code in ("", "RepoNotFound"):
         return _no_model(location, status, has_token)
     if status == 403:
         text, hint = f"the Hub refuses access (403): {_shown(message)}", "see that the token has the right to read it"
-        return StorageError.of("hub.forbidden", location, text, hint)
-    return StorageError.of("hub.status", location, f"the Hub answers {status}: {_shown(message)}", "run again later")
+        return StorageError.of("storage.credentials", location, text, hint)
+    return StorageError.of(
+        "storage.unavailable", location, f"the Hub answers {status}: {_shown(message)}", "run again later"
+    )
 
 
 def offline(location: Location, why: str) -> MergePipeError:
@@ -363,7 +365,7 @@ def _no_model(location: Location, status: int, has_token: bool) -> MergePipeErro
     message = f"the Hub knows no model '{location.root}' that this token may see ({status})"
     if not has_token:
         message = f"the Hub knows no public model '{location.root}' ({status})"
-    return NotFoundError.of("hub.model", location, message, hint)
+    return NotFoundError.of("model.not-found", location, message, hint)
 
 
 def _shown(message: str) -> str:

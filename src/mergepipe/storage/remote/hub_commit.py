@@ -21,8 +21,9 @@ _LOG_IN: Final = "set HF_TOKEN, or run `hf auth login`"
 class HubRepository:
     """One branch of a model repository, written to with the token of the Hugging Face tools.
 
-    Every method raises NotFoundError (`hub.model`, `hub.revision`), ConflictError (`hub.moved`) or StorageError; their
-    texts hold neither the token nor signed addresses. Without a token none is made: StorageError, `hub.token`.
+    Every method raises NotFoundError (`model.not-found`), ConflictError (`output.changed`) or StorageError; their
+    texts hold neither the token nor signed addresses. Without a token none is made: StorageError,
+    `storage.credentials`.
     """
 
     def __init__(self, location: Location, settings: HubSettings | None = None) -> None:
@@ -32,7 +33,7 @@ class HubRepository:
                 "writing to the Hub needs a token, and there is none",
                 "set HF_TOKEN, or run `hf auth login`",
             )
-            raise StorageError.of("hub.token", location, message, hint)
+            raise StorageError.of("storage.credentials", location, message, hint)
         self.location = location
         self._endpoint = settings.endpoint
         self.branch = location.revision or "main"
@@ -62,7 +63,7 @@ class HubRepository:
         `on_file` is called with the name of each file that is there. Until the commit nothing is visible.
 
         Raises:
-            ConflictError: `hub.moved`, the branch does not lead to `parent` any more.
+            ConflictError: `output.changed`, the branch does not lead to `parent` any more.
         """
         folder = self.location.key
         named = {name: f"{folder}/{name}" if folder else name for name in (*files, *deleted)}
@@ -104,27 +105,29 @@ class HubRepository:
         model = self.location.root
         if name == "RevisionNotFoundError":
             message, hint = f"the model has no branch '{self.branch}'", "create it on the Hub, or name another"
-            return NotFoundError.of("hub.revision", self.location, message, hint)
+            return NotFoundError.of("model.not-found", self.location, message, hint)
         if name in ("RepositoryNotFoundError", "GatedRepoError") or status == 404:
             message = f"the Hub knows no model '{model}' that this token may see ({status})"
             hint = "check the name and `hf auth login`; --create makes a new repository"
-            return NotFoundError.of("hub.model", self.location, message, hint)
+            return NotFoundError.of("model.not-found", self.location, message, hint)
         if status in _MOVED:
             message = f"its branch '{self.branch}' has moved meanwhile ({status}): nothing was committed"
-            return ConflictError.of("hub.moved", self.location, message, "see what is there, then push again")
+            return ConflictError.of("output.changed", self.location, message, "see what is there, then push again")
         if status in (401, 403):
             hint = f"use a token that may write: {_LOG_IN}"
             message = f"the Hub does not let this token write ({status})"
-            return StorageError.of("hub.forbidden", self.location, message, hint)
+            return StorageError.of("storage.credentials", self.location, message, hint)
         message = f"{self._host_of(error)} answers {status}"
-        return StorageError.of("hub.status", self.location, message, "push again later: what is uploaded stays")
+        return StorageError.of(
+            "storage.unavailable", self.location, message, "push again later: what is uploaded stays"
+        )
 
     def _unreachable(self, error: Exception) -> MergePipeError:
         if isinstance(error, MergePipeError):
             return error
         message = f"could not be written: {self._host_of(error)}: {_cause_of(error)}"
         hint = "check the network, then push again: what is uploaded stays"
-        return StorageError.of("storage.connection", self.location, message, hint)
+        return StorageError.of("storage.unreachable", self.location, message, hint)
 
     def _host_of(self, error: Exception) -> str:
         """Name the host that a request was made to: the endpoint, unless the error knows of another one."""

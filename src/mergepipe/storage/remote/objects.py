@@ -362,7 +362,7 @@ def open_bucket(location: Location, stall_seconds: float = STALL_SECONDS) -> Obj
     """Return the client of the bucket of `location`.
 
     Raises:
-        UnsupportedError: `storage.extra`, obstore is not installed.
+        UnsupportedError: `extra.missing`, obstore is not installed.
         StorageError: `storage.settings`, the settings of the environment cannot be used.
     """
     return _opened(location, _Connections(stall_seconds, _NO_RETRIES, _LONGEST_READ))
@@ -419,7 +419,7 @@ def _obstore(place: Location | None = None) -> Any:
         import obstore.store
     except ImportError as error:
         message = "object stores need obstore, which is not installed"
-        raise UnsupportedError.of("storage.extra", place or "", message, "install mergepipe[remote]") from error
+        raise UnsupportedError.of("extra.missing", place or "", message, "install mergepipe[remote]") from error
     module: ModuleType = obstore
     return module
 

@@ -127,14 +127,14 @@ def error_of(failure: Failure, location: Location, n_failures: int, elapsed_seco
         return _changed(location, failure.detail)
     if failure.kind is FailureKind.NOT_PARTIAL:
         message = f"its server sends no byte ranges: {failure.detail}"
-        return StorageError.of("storage.no-ranges", location, message, "copy the files to a server that does, or here")
+        return StorageError.of("storage.answer", location, message, "copy the files to a server that does, or here")
     if failure.kind is FailureKind.WRONG_RANGE:
         message = f"its server sent another range than was asked for: {failure.detail}"
-        return StorageError.of("storage.wrong-range", location, message, "report this to whoever runs the server")
+        return StorageError.of("storage.answer", location, message, "report this to whoever runs the server")
     if failure.kind is FailureKind.UNUSABLE:
         return StorageError.of("storage.answer", location, failure.detail, "check the address and the settings")
     text = f"could not be read: {failure.detail} ({_tries(n_failures, elapsed_seconds)})"
-    return StorageError.of("storage.connection", location, text, "check the network and the address, then run again")
+    return StorageError.of("storage.unreachable", location, text, "check the network and the address, then run again")
 
 
 def _status_error(failure: Failure, location: Location, n_failures: int, elapsed_seconds: float) -> MergePipeError:
@@ -232,7 +232,7 @@ class Transfers:
 
         Raises:
             LimitError: `budget.exceeded`.
-            StorageError: `storage.aborted`, by `abort`.
+            StorageError: `storage.unavailable`, by `abort`.
             MergePipeError: as `retry.error_of` tells.
         """
         starts = range(0, len(buffer), REQUEST_BYTES)
@@ -419,4 +419,4 @@ class _Attempts:
 
 
 def _aborted(location: Location) -> MergePipeError:
-    return StorageError.of("storage.aborted", location, "its reading was given up", "run again")
+    return StorageError.of("storage.unavailable", location, "its reading was given up", "run again")

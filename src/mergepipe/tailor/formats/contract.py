@@ -95,7 +95,8 @@ class Copied:
     def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
         """Refuse."""
         raise UnsupportedError.of(
-            "tailor.state.format", assignment.skeleton.path, f"is of format {assignment.skeleton.format}, which takes "
+            "checkpoint.unsupported", assignment.skeleton.path,
+            f"is of format {assignment.skeleton.format}, which takes "
             "no state from a partial checkpoint", "name a complete checkpoint in state_from",
         )  # fmt: skip
 
@@ -111,7 +112,7 @@ def refuse_universal(skeleton: TrainingCheckpoint) -> NoReturn:
         UnsupportedError: always.
     """
     raise UnsupportedError.of(
-        "tailor.universal.format", skeleton.path, "only DeepSpeed ZeRO checkpoints are exported as universal ones; "
+        "checkpoint.unsupported", skeleton.path, "only DeepSpeed ZeRO checkpoints are exported as universal ones; "
         f"this is {skeleton.format}",
     )  # fmt: skip
 
@@ -156,12 +157,14 @@ class ForeignKind:
         """Refuse a directory of a format that is not read; any other is left to the formats that are.
 
         Raises:
-            UnsupportedError: `tailor.foreign`.
+            UnsupportedError: `checkpoint.unsupported`.
         """
         names = frozenset(entry.name for entry in store.list(path))
         foreign = next((candidate for candidate in _FOREIGN if candidate.is_shown_by(names)), None)
         if foreign is not None:
-            raise UnsupportedError.of("tailor.foreign", path, f"is {foreign.name}, which is not read", foreign.hint)
+            raise UnsupportedError.of(
+                "checkpoint.unsupported", path, f"is {foreign.name}, which is not read", foreign.hint
+            )
         return False
 
     def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
@@ -181,11 +184,11 @@ def refuse_foreign_states(kinds: frozenset[str], where: object) -> None:
     """Refuse the states of an optimizer whose states are not arrays of the parameter's shape.
 
     Raises:
-        UnsupportedError: `tailor.optimizer`, with the optimizer's name.
+        UnsupportedError: `checkpoint.unsupported`, with the optimizer's name.
     """
     kind = next((kind for kind in _FOREIGN_STATES if kind in kinds), None)
     if kind is not None:
         raise UnsupportedError.of(
-            "tailor.optimizer", where, f"holds the state {kind!r} of {_FOREIGN_STATES[kind]}",
+            "checkpoint.unsupported", where, f"holds the state {kind!r} of {_FOREIGN_STATES[kind]}",
             "only optimizers whose states have their parameter's shape are composed, as AdamW",
         )  # fmt: skip

@@ -96,7 +96,7 @@ def merge_state(metadata: object, folder: Location, state: object, state_folder:
     if lacking:
         more = f" and {len(lacking) - _MAX_NAMED} more" if len(lacking) > _MAX_NAMED else ""
         raise MismatchError.of(
-            "tailor.state.files", state_folder, f"lacks {', '.join(lacking[:_MAX_NAMED])}{more}, which {folder} holds",
+            "checkpoint.mismatch", state_folder, f"lacks {', '.join(lacking[:_MAX_NAMED])}{more}, which {folder} holds",
             "save the same state with every partial checkpoint, or name a complete one in state_from",
         )  # fmt: skip
     described.update(added)
@@ -111,7 +111,7 @@ def merge_state(metadata: object, folder: Location, state: object, state_folder:
         fields = place.fields("_StorageInfo")
         relative = fields.get("relative_path").text()
         if not is_plain_name(relative):
-            raise UnsupportedError.of("tailor.state.files", state_folder, f"its state lies in {relative[:80]!r}")
+            raise UnsupportedError.of("checkpoint.unsupported", state_folder, f"its state lies in {relative[:80]!r}")
         renamed[relative] = f"state-{relative}"
         fields.mapping()["relative_path"] = renamed[relative]
         stored[index] = place.value
@@ -220,11 +220,11 @@ def unpack_piece(store: Store, piece: Piece, dtype: DType) -> Piece:
     where = f"{piece.file} [{piece.offset}, {piece.offset + piece.nbytes})"
     archive = read_torch_zip(store, piece.file, Window(piece.file, piece.offset, piece.nbytes))
     if not isinstance(archive.root, PickledTensor):
-        raise CorruptError.of("tailor.dcp.item", where, "the archive does not hold a tensor")
+        raise CorruptError.of("checkpoint.damaged", where, "the archive does not hold a tensor")
     tensor = archive.locate(archive.root, "the tensor")
     if tensor.dtype != dtype or tensor.n_elements != piece.span.n_elements:
         raise CorruptError.of(
-            "tailor.dcp.item", where,
+            "checkpoint.damaged", where,
             f"{tensor.n_elements} elements of {tensor.dtype.name}, not {piece.span.n_elements} of {dtype.name}",
         )  # fmt: skip
     return replace(piece, offset=tensor.offset, nbytes=tensor.nbytes, packing=Packing.RAW)
@@ -233,7 +233,7 @@ def unpack_piece(store: Store, piece: Piece, dtype: DType) -> Piece:
 def _read_metadata(store: Store, folder: Location) -> Node:
     path = folder / METADATA_NAME
     if not is_file(store, path):
-        raise NotFoundError.of("tailor.dcp.none", folder, "there is no .metadata file")
+        raise NotFoundError.of("checkpoint.incomplete", folder, "there is no .metadata file")
     root = load_inert(store.read_small(path, PICKLE_BYTES), str(path))
     return Node(root, str(path)).fields("Metadata")
 
@@ -279,7 +279,7 @@ def _storage(metadata: Node, folder: Location) -> dict[tuple[str, tuple[int, ...
         index = Node(key, node.file, node.path).fields("MetadataIndex")
         place = node.fields("_StorageInfo")
         if place.find("transform_descriptors") is not None:
-            raise UnsupportedError.of("tailor.dcp.transform", node.file, "chunks are compressed or transformed")
+            raise UnsupportedError.of("checkpoint.unsupported", node.file, "chunks are compressed or transformed")
         offsets = index.find("offset")
         name = (index.get("fqn").text(), offsets.shape() if offsets is not None else ())
         relative = place.get("relative_path").text()
@@ -315,7 +315,7 @@ def _classify(
     complete = [p for p in prefixes if all(p + name in weight_keys for name in names)]
     if not names or not complete:
         raise UnsupportedError.of(
-            "tailor.dcp.layout", folder, "no optimizer state with the weights it belongs to",
+            "checkpoint.unsupported", folder, "no optimizer state with the weights it belongs to",
             "save both: {'model': ..., 'optim': ...} of get_state_dict",
         )  # fmt: skip
     prefix = min(complete, key=len)
@@ -357,7 +357,7 @@ def _state(tensor: DcpTensor, name: str, kind: str) -> StoredState:
     pieces = sorted((_piece(tensor, c) for c in tensor.chunks if element_count(c.sizes)), key=lambda p: p.span.start)
     for a, b in pairwise(pieces):
         if b.span.start < a.span.stop:
-            raise CorruptError.of("tailor.dcp.overlap", tensor.key, f"chunks overlap at element {b.span.start}")
+            raise CorruptError.of("checkpoint.damaged", tensor.key, f"chunks overlap at element {b.span.start}")
     return StoredState(name, kind, tensor.dtype, tensor.shape, tuple(pieces))
 
 
@@ -366,7 +366,7 @@ def _piece(tensor: DcpTensor, chunk: _Chunk) -> Piece:
     first = next((i for i, size in enumerate(chunk.sizes) if size != 1), len(chunk.sizes))
     if chunk.sizes[first + 1 :] != tensor.shape[first + 1 :]:
         raise UnsupportedError.of(
-            "tailor.dcp.columns", tensor.key, f"a chunk of {chunk.sizes} of {tensor.shape} is not a run of rows",
+            "checkpoint.unsupported", tensor.key, f"a chunk of {chunk.sizes} of {tensor.shape} is not a run of rows",
             "only sharding along the first dimension is read (FSDP2 without tensor parallelism)",
         )  # fmt: skip
     start = 0
@@ -378,7 +378,7 @@ def _piece(tensor: DcpTensor, chunk: _Chunk) -> Piece:
 
 def _step(store: Store, name: str, tensor: DcpTensor) -> AdamStep:
     if element_count(tensor.shape) != 1 or len(tensor.chunks) != 1:
-        raise CorruptError.of("tailor.dcp.step", tensor.key, f"a step counter has shape {tensor.shape}")
+        raise CorruptError.of("checkpoint.damaged", tensor.key, f"a step counter has shape {tensor.shape}")
     chunk = tensor.chunks[0]
     packed = Piece(chunk.file, chunk.offset, chunk.nbytes, Span(0, 1), Packing.TORCH_ZIP)
     inside = unpack_piece(store, packed, tensor.dtype)

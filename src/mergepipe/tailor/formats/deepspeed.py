@@ -104,7 +104,9 @@ def list_zero_files(store: Store, folder: Location) -> ZeroFiles | None:
     if not optimizer:
         return None
     if _OFFLOADED_NAME in names:
-        raise UnsupportedError.of("tailor.zero.offload", folder, f"optimizer state is in {_OFFLOADED_NAME}/, from NVMe")
+        raise UnsupportedError.of(
+            "checkpoint.unsupported", folder, f"optimizer state is in {_OFFLOADED_NAME}/, from NVMe"
+        )
     first, *others = _sorted_models(folder, names, tuple(optimizer))
     ranks = {int(match[1]): folder / name for match, name in optimizer.items()}
     return ZeroFiles(MappingProxyType(ranks), first, tuple(others))
@@ -117,10 +119,10 @@ def _sorted_models(folder: Location, names: Sequence[str], optimizer: Sequence[r
     parallel += [name for name in names if _FOREIGN_FILE.fullmatch(name)]
     if parallel:
         raise UnsupportedError.of(
-            "tailor.zero.parallel", folder, f"{parallel[0]!r} belongs to tensor, pipeline or expert parallel training"
+            "checkpoint.unsupported", folder, f"{parallel[0]!r} belongs to tensor, pipeline or expert parallel training"
         )
     if not model:
-        raise NotFoundError.of("tailor.zero.no_model", folder, "there is no *_model_states.pt file")
+        raise NotFoundError.of("checkpoint.incomplete", folder, "there is no *_model_states.pt file")
     return tuple(folder / match.string for match in sorted(model, key=lambda match: int(match[1] or 0)))
 
 
@@ -145,7 +147,7 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
     """
     files = list_zero_files(store, folder)
     if files is None:
-        raise NotFoundError.of("tailor.zero.none", folder, "there is no zero_pp_rank_*_optim_states.pt file")
+        raise NotFoundError.of("checkpoint.incomplete", folder, "there is no zero_pp_rank_*_optim_states.pt file")
     model_archive = read_torch_zip(store, files.model)
     model = Node(model_archive.root, files.model.name)
     ranks = [_open_rank(store, rank, path) for rank, path in sorted(files.optimizer.items())]
@@ -206,7 +208,7 @@ def _check_step(store: Store, path: Location, first: Node) -> None:
     step = first.get("global_steps").integer()
     if node.integer() != step:
         raise CorruptError.of(
-            "tailor.zero.step", path, f"is of step {node.integer()}, {first.file} is of step {step}",
+            "checkpoint.damaged", path, f"is of step {node.integer()}, {first.file} is of step {step}",
             "copy the files of one save again",
         )  # fmt: skip
 
@@ -216,7 +218,7 @@ def _refuse_alignment(rank: _Rank) -> None:
     node = rank.optimizer.find("param_alignment_paddings")
     if node is not None and any(item.value for group in node.elements() for item in group.elements()):
         raise UnsupportedError.of(
-            "tailor.zero.alignment", node.file, "its flat groups are padded between parameters",
+            "checkpoint.unsupported", node.file, "its flat groups are padded between parameters",
             "save without zero_optimization.parameter_alignment",
         )  # fmt: skip
 
@@ -232,7 +234,9 @@ def zero_stage(optimizer: Node) -> int:
     if isinstance(stage, Record) and stage.kind.name == "ZeroStageEnum" and len(stage.args) == 1:
         stage = stage.args[0]
     if not isinstance(stage, int) or stage not in (1, 2, 3):
-        raise UnsupportedError.of("tailor.zero.stage", f"{node.file}: {node.path}", "the ZeRO stage is not 1, 2 or 3")
+        raise UnsupportedError.of(
+            "checkpoint.unsupported", f"{node.file}: {node.path}", "the ZeRO stage is not 1, 2 or 3"
+        )
     return stage
 
 
@@ -242,7 +246,9 @@ def _stage(rank: _Rank) -> int:
     expected = _STAGE3_KEY if stage == 3 else _STAGE12_KEY
     if expected not in node.mapping():
         raise UnsupportedError.of(
-            "tailor.zero.layout", node.file, f"a stage {stage} checkpoint without {expected!r} (elastic, or too old)"
+            "checkpoint.unsupported",
+            node.file,
+            f"a stage {stage} checkpoint without {expected!r} (elastic, or too old)",
         )
     return stage
 
@@ -375,7 +381,7 @@ class _Reader:
     def _base_optimizer(self, rank: _Rank) -> Node:
         node = rank.optimizer.get(base_optimizer_path(self.stage)[-1])
         if isinstance(node.value, list):
-            raise UnsupportedError.of("tailor.zero.elastic", node.file, "an elastic ZeRO checkpoint")
+            raise UnsupportedError.of("checkpoint.unsupported", node.file, "an elastic ZeRO checkpoint")
         return node
 
     def _base_state(self, rank: _Rank, group: int) -> Node | None:
@@ -389,7 +395,7 @@ class _Reader:
             for file, step in counted:
                 if step.value != steps[0].value:
                     message = f"is at optimizer step {step.value:g}, {counted[0][0].name} at {steps[0].value:g}"
-                    raise CorruptError.of("tailor.zero.step", file, message, "copy the files of one save again")
+                    raise CorruptError.of("checkpoint.damaged", file, message, "copy the files of one save again")
             if steps:
                 cells = tuple(cell for step in steps for cell in step.cells)
                 entries = tuple(entry for step in steps for entry in step.entries)
@@ -427,7 +433,7 @@ class _Reader:
 
 def _lies(state: _GroupState, message: str) -> MergePipeError:
     where = f"{state.tensor.file}: {state.tensor.path}"
-    return CorruptError.of("tailor.zero.partition", where, message)
+    return CorruptError.of("checkpoint.damaged", where, message)
 
 
 class ZeroFormat(Copied):
@@ -478,12 +484,12 @@ def check_trainer_step(store: Store, checkpoint: TrainingCheckpoint) -> None:
     """Check that the Trainer's state and the engine's are of one step.
 
     Raises:
-        CorruptError: `tailor.hf.step`.
+        CorruptError: `checkpoint.damaged`.
     """
     step = read_global_step(store, checkpoint.path)
     if checkpoint.step != step:
         message = f"the Trainer is at step {step}, DeepSpeed at step {checkpoint.step}"
-        raise CorruptError.of("tailor.hf.step", checkpoint.path, message)
+        raise CorruptError.of("checkpoint.damaged", checkpoint.path, message)
 
 
 def with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckpoint:
@@ -498,7 +504,9 @@ def with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckpo
         if checkpoint.parameters.get(checkpoint.units.tied.get(name, name), state.shape) != state.shape
     ]
     if wrong:
-        raise CorruptError.of("tailor.hf.export", checkpoint.path, f"{wrong[0]!r} has another shape in the safetensors")
+        raise CorruptError.of(
+            "checkpoint.damaged", checkpoint.path, f"{wrong[0]!r} has another shape in the safetensors"
+        )
     return replace(checkpoint, states=MappingProxyType({**checkpoint.states, **exported}))
 
 
@@ -506,12 +514,12 @@ def read_latest(store: Store, path: Location, name: str = LATEST_NAME) -> Locati
     """Return the tag directory that `latest`, or another file of this `name`, names.
 
     Raises:
-        CorruptError, NotFoundError: `tailor.latest`.
+        CorruptError, NotFoundError: `checkpoint.incomplete`.
     """
     raw = store.read_small(path / name, LATEST_BYTES)
     tag = raw.decode("utf-8", "replace").strip()
     if not is_plain_name(tag):
-        raise CorruptError.of("tailor.latest", path / name, "does not name a directory beside it")
+        raise CorruptError.of("checkpoint.damaged", path / name, "does not name a directory beside it")
     if not is_folder(store, path / tag):
-        raise NotFoundError.of("tailor.latest", path / name, f"names {tag!r}, which is not there")
+        raise NotFoundError.of("checkpoint.incomplete", path / name, f"names {tag!r}, which is not there")
     return path / tag

@@ -60,7 +60,7 @@ def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
     unknown = next((name for name in entries if name not in weights), None)
     if unknown is not None:
         raise CorruptError.of(
-            "tailor.fsdp.names", folder, f"{unknown[:80]!r} of the optimizer is not among the weights"
+            "checkpoint.damaged", folder, f"{unknown[:80]!r} of the optimizer is not among the weights"
         )
     tied = dict(_aliases(weights, entries))
     parameters = {name: tensor.shape for name, tensor in weights.items() if name not in tied}

@@ -51,7 +51,7 @@ LOSS_SCALER_NAME = "loss_scaler.pt"
 
 def read_json(store: Store, path: Location) -> dict[str, JsonValue]:
     """Read a JSON object of the checkpoint directory, strictly."""
-    return parse_object(store.read_small(path, TRAINER_JSON_BYTES), where=path, code="tailor.not_json")
+    return parse_object(store.read_small(path, TRAINER_JSON_BYTES), where=path, code="checkpoint.damaged")
 
 
 def read_config(store: Store, folder: Location) -> dict[str, JsonValue]:
@@ -64,7 +64,7 @@ def read_global_step(store: Store, folder: Location) -> int:
     path = folder / TRAINER_STATE_NAME
     step = read_json(store, path).get("global_step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise CorruptError.of("tailor.hf.step", path, "'global_step' is not a count")
+        raise CorruptError.of("checkpoint.damaged", path, "'global_step' is not a count")
     return step
 
 
@@ -165,7 +165,7 @@ def _check_groups(folder: Location, optimizer: Node, numbering: _Numbering) -> N
     expected = [list(range(n_decayed)), list(range(n_decayed, n_all))]
     if [g for g in groups if g] != [g for g in expected if g]:
         raise MismatchError.of(
-            "tailor.hf.groups", folder / OPTIMIZER_NAME,
+            "checkpoint.mismatch", folder / OPTIMIZER_NAME,
             f"groups of {[len(g) for g in groups][:8]} parameters; the Trainer makes groups of "
             f"{[len(g) for g in expected]} for this model",
             "only the Trainer's own parameter groups are read, with no frozen parameter",
@@ -176,12 +176,12 @@ def _check_shapes(folder: Location, optimizer: Node, names: Sequence[str], model
     states = optimizer.get("state")
     for number, name in enumerate(names):
         if name not in model.tensors:
-            raise MismatchError.of("tailor.hf.names", folder, f"parameter {name!r} is not among the weights")
+            raise MismatchError.of("checkpoint.mismatch", folder, f"parameter {name!r} is not among the weights")
         entry = states.find(number)
         average = entry.find("exp_avg") if entry is not None else None
         if average is not None and average.tensor().shape != model.tensors[name].shape:
             raise MismatchError.of(
-                "tailor.hf.shapes", folder / OPTIMIZER_NAME,
+                "checkpoint.mismatch", folder / OPTIMIZER_NAME,
                 f"state {number} has shape {average.tensor().shape}, {name!r} has {model.tensors[name].shape}",
             )  # fmt: skip
     beyond = [key for key in states.mapping() if key not in range(len(names))]
@@ -202,7 +202,7 @@ def optimizer_states(entry: Node, archive: TorchArchive, name: str, shape: tuple
         t = archive.locate(node.value, node.path)
         if t.shape != shape:
             raise UnsupportedError.of(
-                "tailor.hf.state", f"{archive.file}: {node.path}",
+                "checkpoint.unsupported", f"{archive.file}: {node.path}",
                 f"state {kind!r} of shape {t.shape} for a parameter of shape {shape}",
                 "only optimizers whose states have their parameter's shape are read, as AdamW",
             )  # fmt: skip
@@ -294,7 +294,7 @@ class WeightsFormat(Copied):
         model = open_checkpoint(store, path)
         if model.kind is not CheckpointKind.FULL:
             raise UnsupportedError.of(
-                "tailor.weights.kind", path, "holds differences from a base, not weights", "name weights"
+                "checkpoint.unsupported", path, "holds differences from a base, not weights", "name weights"
             )
         entries = [entry for tensor in model.tensors.values() for entry in tensor.stored]
         parameters = {entry.name: entry.shape for entry in entries}
@@ -321,7 +321,8 @@ def _step(store: Store, path: Location, home: Location) -> int:
     step = step_of_name(home.name)
     if step is None:
         raise UnsupportedError.of(
-            "tailor.weights.step", path, f"holds weights alone, and neither {TRAINER_STATE_NAME} nor its name says of "
+            "checkpoint.unsupported", path,
+            f"holds weights alone, and neither {TRAINER_STATE_NAME} nor its name says of "
             "which step", "name it by its step, as checkpoint-400",
         )  # fmt: skip
     return step

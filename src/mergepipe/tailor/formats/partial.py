@@ -29,7 +29,7 @@ from mergepipe.tailor.selection import ModelUnits, model_units
 
 MANIFEST_NAME = "mergepipe-partial.json"
 MANIFEST_VERSION = 1
-_CODE = "tailor.partial"
+_CODE = "checkpoint.damaged"
 _KEYS = (
     "mergepipe_partial", "origin", "framework", "stage", "world_size", "step", "parameters", "tied", "flat_groups",
     "units", "counters", "options", "shards",
@@ -128,7 +128,7 @@ def parse_manifest(raw: bytes, where: Location) -> PartialManifest:
         CorruptError: it contradicts itself or is no manifest; codes begin with `tailor.partial.`.
         UnsupportedError: another version's.
     """
-    document = parse_object(raw, where=where, code=f"{_CODE}.not_json")
+    document = parse_object(raw, where=where, code=_CODE)
     _check_version(document, where)
     fields = _Fields(where, document)
     parameters = {name: fields.shape(value, name) for name, value in fields.mapping("parameters").items()}
@@ -149,9 +149,9 @@ def parse_manifest(raw: bytes, where: Location) -> PartialManifest:
         shards=fields.listed("shards", lambda value: _shard(where, value, parameters, len(counters))),
     )
     if manifest.world_size < 1:
-        fields.refuse("world", "'world_size' is 0")
+        fields.refuse("'world_size' is 0")
     if len({shard.name for shard in manifest.shards}) != len(manifest.shards):
-        fields.refuse("shards", "two shards have one name")
+        fields.refuse("two shards have one name")
     return manifest
 
 
@@ -159,39 +159,39 @@ def _check_version(document: Mapping[str, JsonValue], where: Location) -> None:
     version = document.get("mergepipe_partial")
     if version != MANIFEST_VERSION or isinstance(version, bool):
         raise UnsupportedError.of(
-            f"{_CODE}.version", where, f"manifest version {shown(version)}; this version reads {MANIFEST_VERSION}"
+            "format.version", where, f"manifest version {shown(version)}; this version reads {MANIFEST_VERSION}"
         )
     unknown = [key for key in document if key not in _KEYS]
     if unknown:
         hint = did_you_mean(unknown[0][:40], _KEYS)
-        raise CorruptError.of(f"{_CODE}.key", where, f"has an unknown key {shown(unknown[0])}", hint)
+        raise CorruptError.of(_CODE, where, f"has an unknown key {shown(unknown[0])}", hint)
 
 
 def _shard(where: Location, value: JsonValue, parameters: Mapping[str, tuple[int, ...]], n_counters: int) -> ShardFile:
     fields = _Fields(where, _Fields(where, {}).object(value, "shards"))
     name = fields.text(fields.document.get("file"), "file")
     if not is_plain_name(name) or not name.endswith(".safetensors"):
-        fields.refuse("file", f"the shard {shown(name)} is not a safetensors file beside the manifest")
+        fields.refuse(f"the shard {shown(name)} is not a safetensors file beside the manifest")
     tensors = fields.listed("tensors", lambda row: _tensor(fields, row, parameters))
     counters = fields.listed("counters", lambda number: fields.integer(number, "counters"))
     if len({t.key for t in tensors}) != len(tensors) or len(set(counters)) != len(counters):
-        fields.refuse("twice", f"the shard {shown(name)} lists one tensor twice")
+        fields.refuse(f"the shard {shown(name)} lists one tensor twice")
     if any(number >= n_counters for number in counters):
-        fields.refuse("counters", f"the shard {shown(name)} holds a step counter that is not described")
+        fields.refuse(f"the shard {shown(name)} holds a step counter that is not described")
     return ShardFile(name, fields.count("bytes"), tensors, counters)
 
 
 def _tensor(fields: _Fields, row: JsonValue, parameters: Mapping[str, tuple[int, ...]]) -> ShardTensor:
     if not isinstance(row, list) or len(row) != len(("parameter", "kind", "dtype", "start", "stop")):
-        fields.refuse("tensor", f"a tensor is [parameter, kind, dtype, start, stop], found {shown(row)}")
+        fields.refuse(f"a tensor is [parameter, kind, dtype, start, stop], found {shown(row)}")
     parameter, kind, dtype = (fields.text(part, "tensors") for part in row[:3])
     start, stop = (fields.integer(part, "tensors") for part in row[3:])
     if parameter not in parameters:
-        fields.refuse("parameter", f"a tensor of the unknown parameter {shown(parameter)}")
+        fields.refuse(f"a tensor of the unknown parameter {shown(parameter)}")
     if dtype not in DTYPES or not kind or "/" in kind or kind == "step":
-        fields.refuse("tensor", f"{shown(parameter)}: kind {shown(kind)} of dtype {shown(dtype)}")
+        fields.refuse(f"{shown(parameter)}: kind {shown(kind)} of dtype {shown(dtype)}")
     if not start < stop <= element_count(parameters[parameter]):
-        fields.refuse("span", f"{shown(parameter)} of shape {parameters[parameter]} has no elements [{start}, {stop})")
+        fields.refuse(f"{shown(parameter)} of shape {parameters[parameter]} has no elements [{start}, {stop})")
     return ShardTensor(parameter, kind, DTYPES[dtype], Span(start, stop))
 
 
@@ -202,12 +202,12 @@ class _Fields:
     where: Location
     document: Mapping[str, JsonValue]
 
-    def refuse(self, what: str, message: str) -> NoReturn:
-        raise CorruptError.of(f"{_CODE}.{what}", self.where, message)
+    def refuse(self, message: str) -> NoReturn:
+        raise CorruptError.of(_CODE, self.where, message)
 
     def integer(self, value: JsonValue, key: str) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_COUNT:
-            self.refuse("count", f"'{key}': a count is needed, found {shown(value)}")
+            self.refuse(f"'{key}': a count is needed, found {shown(value)}")
         return value
 
     def count(self, key: str) -> int:
@@ -216,12 +216,12 @@ class _Fields:
     def text(self, value: JsonValue, key: str, allowed: frozenset[str] | None = None) -> str:
         if not isinstance(value, str) or (allowed is not None and value not in allowed):
             what = "a name" if allowed is None else "a parameter of the model"
-            self.refuse("name", f"'{key}': {what} is needed, found {shown(value)}")
+            self.refuse(f"'{key}': {what} is needed, found {shown(value)}")
         return value
 
     def object(self, value: JsonValue, key: str) -> dict[str, JsonValue]:
         if not isinstance(value, dict):
-            self.refuse("object", f"'{key}': an object is needed, found {shown(value)}")
+            self.refuse(f"'{key}': an object is needed, found {shown(value)}")
         return value
 
     def mapping(self, key: str) -> dict[str, JsonValue]:
@@ -230,27 +230,27 @@ class _Fields:
     def listed(self, key: str, read: Callable[[JsonValue], _Value]) -> tuple[_Value, ...]:
         value = self.document.get(key)
         if not isinstance(value, list):
-            self.refuse("list", f"'{key}': a list is needed, found {shown(value)}")
+            self.refuse(f"'{key}': a list is needed, found {shown(value)}")
         return tuple(read(item) for item in value)
 
     def names(self, value: JsonValue, key: str, allowed: frozenset[str]) -> tuple[str, ...]:
         if not isinstance(value, list):
-            self.refuse("list", f"'{key}': a list of names is needed, found {shown(value)}")
+            self.refuse(f"'{key}': a list of names is needed, found {shown(value)}")
         return tuple(self.text(item, key, allowed) for item in value)
 
     def shape(self, value: JsonValue, name: str) -> tuple[int, ...]:
         if not isinstance(value, list):
-            self.refuse("shape", f"the shape of {shown(name)} is {shown(value)}")
+            self.refuse(f"the shape of {shown(name)} is {shown(value)}")
         shape = tuple(self.integer(length, "parameters") for length in value)
         if element_count(shape) >= _MAX_COUNT:
-            self.refuse("shape", f"the shape of {shown(name)} overflows")
+            self.refuse(f"the shape of {shown(name)} overflows")
         return shape
 
     def member(self, key: str, kind: type[_Name]) -> _Name:
         value = self.document.get(key)
         names: Iterable[str] = tuple(member.value for member in kind)
         if not isinstance(value, str) or value not in names:
-            self.refuse("name", f"'{key}': one of {', '.join(names)} is needed, found {shown(value)}")
+            self.refuse(f"'{key}': one of {', '.join(names)} is needed, found {shown(value)}")
         return kind(value)
 
 
@@ -311,7 +311,7 @@ def _entries(store: Store, folder: Location, shard: ShardFile) -> _Entries:
     if status is None or status.size_bytes != shard.size_bytes:
         size = "is not there" if status is None else f"has {status.size_bytes} bytes"
         raise CorruptError.of(
-            "tailor.partial.shard", path, f"{size}; the manifest says {shard.size_bytes} bytes", "copy it again"
+            "checkpoint.damaged", path, f"{size}; the manifest says {shard.size_bytes} bytes", "copy it again"
         )
     entries = {entry.name: entry for entry in read_header(store, path).entries}
     listed = {t.key: (t.dtype, t.span.n_elements) for t in shard.tensors}
@@ -319,7 +319,7 @@ def _entries(store: Store, folder: Location, shard: ShardFile) -> _Entries:
     held = {name: (entry.dtype, entry.n_elements) for name, entry in entries.items()}
     if held != listed:
         wrong = min(name for name in held.keys() | listed.keys() if held.get(name) != listed.get(name))
-        raise CorruptError.of("tailor.partial.tensors", path, f"{shown(wrong)} is not as the manifest describes it")
+        raise CorruptError.of("checkpoint.damaged", path, f"{shown(wrong)} is not as the manifest describes it")
     return entries
 
 
@@ -336,7 +336,7 @@ def _states(manifest: PartialManifest, entries: dict[str, _Entries]) -> Iterator
         overlap = any(a.span.stop > b.span.start for a, b in pairwise(pieces))
         if overlap or len({tensor.dtype for tensor, _ in parts}) > 1:
             message = f"{kind} of {shown(parameter)}: shards overlap or have different dtypes"
-            raise CorruptError.of("tailor.partial.overlap", pieces[0].file, message)
+            raise CorruptError.of("checkpoint.damaged", pieces[0].file, message)
         yield StoredState(parameter, kind, parts[0][0].dtype, manifest.parameters[parameter], tuple(pieces))
 
 
@@ -347,7 +347,7 @@ def _steps(store: Store, manifest: PartialManifest, entries: dict[str, _Entries]
         values = {read_scalar(store, cell.file, cell.offset, cell.dtype) for cell in cells}
         if len(values) != 1:
             path = cells[0].file if cells else MANIFEST_NAME
-            raise CorruptError.of("tailor.partial.step", path, f"step counter {number} has the values {sorted(values)}")
+            raise CorruptError.of("checkpoint.damaged", path, f"step counter {number} has the values {sorted(values)}")
         pieces = tuple(Piece(cell.file, cell.offset, cell.nbytes, Span(0, 1)) for cell in cells)
         yield AdamStep(values.pop(), parameters, _COUNTER_DTYPE, pieces)
 
@@ -360,12 +360,12 @@ def _missing(
     unknown = [name for name in manifest.units if name not in by_name]
     if unknown:
         path = folder / MANIFEST_NAME
-        raise CorruptError.of("tailor.partial.unit", path, f"the model has no unit {shown(unknown[0])}")
+        raise CorruptError.of("checkpoint.damaged", path, f"the model has no unit {shown(unknown[0])}")
     saved = {parameter for unit in manifest.units for parameter in by_name[unit]}
     outside = [name for name, _ in states if name not in saved]
     if outside:
         message = f"{shown(outside[0])} is in no unit that was saved"
-        raise CorruptError.of("tailor.partial.unit", folder / MANIFEST_NAME, message)
+        raise CorruptError.of("checkpoint.damaged", folder / MANIFEST_NAME, message)
     yield from (f"{unit}: not saved" for unit in by_name if unit not in manifest.units)
     yield from (f"part of {state.kind} of {state.parameter}" for state in states.values() if state.gaps)
     stateless = saved - {name for name, _ in states}
@@ -390,6 +390,6 @@ class PartialKind:
         if of_run is None:
             names = ", ".join(candidate.name for candidate in self.formats)
             message = f"'origin': one of {names} is needed, found {shown(partial.format)}"
-            raise CorruptError.of("tailor.partial.name", path / MANIFEST_NAME, message)
+            raise CorruptError.of("checkpoint.damaged", path / MANIFEST_NAME, message)
         has_state = of_run.resumes_partial(partial.framework) and is_file(store, path / of_run.state_file)
         return replace(partial, has_state=has_state)

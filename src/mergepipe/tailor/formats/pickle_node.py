@@ -27,13 +27,13 @@ def read_scalar(store: Store, file: Location, offset: int, dtype: DType) -> floa
         UnsupportedError: no number of this dtype is read.
     """
     if dtype.name not in _FORMS:
-        raise UnsupportedError.of("tailor.scalar.dtype", file, f"a step counter of dtype {dtype.name}")
+        raise UnsupportedError.of("checkpoint.unsupported", file, f"a step counter of dtype {dtype.name}")
     raw = store.read_metadata(file, offset, dtype.itemsize)
     if len(raw) != dtype.itemsize:
-        raise CorruptError.of("tailor.scalar.cut", file, f"the file ends before byte {offset + dtype.itemsize}")
+        raise CorruptError.of("checkpoint.damaged", file, f"the file ends before byte {offset + dtype.itemsize}")
     (value,) = struct.unpack(_FORMS[dtype.name], raw)
     if not abs(value) < 2.0**62:
-        raise CorruptError.of("tailor.scalar.value", file, f"a step counter is {value}")
+        raise CorruptError.of("checkpoint.damaged", file, f"a step counter is {value}")
     return float(value)
 
 
@@ -53,7 +53,7 @@ class Node:
 
     def error(self, message: str) -> MergePipeError:
         """The error of this place."""
-        return CorruptError.of("tailor.structure", f"{self.file}: {self.path or 'the pickle'}", message)
+        return CorruptError.of("checkpoint.damaged", f"{self.file}: {self.path or 'the pickle'}", message)
 
     def _wrong(self, needed: str) -> MergePipeError:
         return self.error(f"{needed} is needed, found a {type(self.value).__name__}")

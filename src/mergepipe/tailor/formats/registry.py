@@ -53,9 +53,9 @@ def open_training_checkpoint(store: Store, path: Location, home: Location | None
         UnsupportedError: a kind this version does not read.
     """
     if not is_folder(store, path):
-        raise NotFoundError.of("tailor.path", path, "there is no such directory")
+        raise NotFoundError.of("model.not-found", path, "there is no such directory")
     kind = next((candidate for candidate in CHECKPOINT_KINDS if candidate.recognise(store, path)), None)
     if kind is None:
         looked_for = "; ".join(candidate.looked_for for candidate in CHECKPOINT_KINDS if candidate.looked_for)
-        raise NotFoundError.of("tailor.none", path, "no training checkpoint is here", f"looked for {looked_for}")
+        raise NotFoundError.of("model.not-found", path, "no training checkpoint is here", f"looked for {looked_for}")
     return kind.open(store, path, home or path)

@@ -114,7 +114,7 @@ def _states(store: Store, folder: Location, name: str, shape: tuple[int, ...]) -
         tensor = archive.locate(node.tensor(), node.path)
         if tensor.n_elements != element_count(shape):
             raise CorruptError.of(
-                "tailor.universal.shape", place / file, f"has shape {tensor.shape}, the parameter has {shape}"
+                "checkpoint.damaged", place / file, f"has shape {tensor.shape}, the parameter has {shape}"
             )
         piece = Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, tensor.n_elements))
         yield StoredState(name, kind, tensor.dtype, shape, (piece,) if tensor.n_elements else ())
@@ -125,7 +125,7 @@ def _refuse_cut(node: Node) -> None:
     key = next((str(key) for key in node.mapping() if key not in (PARAMETER_KEY, "cat_dim")), None)
     if key is not None:
         raise UnsupportedError.of(
-            "tailor.zero.parallel", node.file, f"{key!r} belongs to tensor or expert parallel training"
+            "checkpoint.unsupported", node.file, f"{key!r} belongs to tensor or expert parallel training"
         )
 
 
@@ -141,7 +141,7 @@ def _group_steps(
             steps.append(_step(store, options, ("param_groups", number, "step")))
         if len({step.value for step in steps}) > 1:
             values = sorted({step.value for step in steps})
-            raise CorruptError.of("tailor.zero.step", folder, f"parameters of one group are at steps {values}")
+            raise CorruptError.of("checkpoint.damaged", folder, f"parameters of one group are at steps {values}")
         if steps:
             cells = tuple(cell for step in steps for cell in step.cells)
             entries = tuple(entry for step in steps for entry in step.entries)

@@ -94,7 +94,9 @@ class LoopState:
     def __post_init__(self) -> None:
         reserved = [key for key in _OWN_KEYS if key in self.state]
         if reserved:
-            raise RecipeError.of("train.state", "state", f"has the key {reserved[0]!r}, which is taken", "rename it")
+            raise RecipeError.of(
+                "option.conflict", "state", f"has the key {reserved[0]!r}, which is taken", "rename it"
+            )
 
     def write_full(self, folder: Path) -> None:
         """Write the whole checkpoint, on all ranks together."""
@@ -133,7 +135,7 @@ class PartialCheckpointCallback(_TrainerCallback):  # type: ignore[misc]
         self, every_steps: int, strategy: Strategy, *, tracker: ChangeTracker | None = None, background: bool = False
     ) -> None:
         if every_steps < 1:
-            raise RecipeError.of("train.every", "every_steps", f"{every_steps} is no number of steps")
+            raise RecipeError.of("option.invalid", "every_steps", f"{every_steps} is no number of steps")
         self._every_steps = every_steps
         self._strategy = strategy
         self._tracker = tracker or (ChangeTracker() if isinstance(strategy, LatestChanged) else None)
@@ -213,12 +215,15 @@ def _check_arguments(args: Any, model: Any) -> None:
     """Refuse settings under which no composite could be made; before the first step."""
     if args.save_total_limit is not None:
         raise UnsupportedError.of(
-            "train.limit", "save_total_limit", "would delete the full checkpoint that partial ones stand on", "unset it"
+            "training.unsupported",
+            "save_total_limit",
+            "would delete the full checkpoint that partial ones stand on",
+            "unset it",
         )
     if args.save_only_model:
-        raise UnsupportedError.of("train.model_only", "save_only_model", "leaves no full checkpoint to resume from")
+        raise UnsupportedError.of("training.unsupported", "save_only_model", "leaves no full checkpoint to resume from")
     if getattr(args, "fsdp", None) or is_sharded(model):
         raise UnsupportedError.of(
-            "train.fsdp", "fsdp", "the callback does not save FSDP models in parts",
+            "training.unsupported", "fsdp", "the callback does not save FSDP models in parts",
             "use mergepipe.tailor.saving.save_partial in a loop of your own",
         )  # fmt: skip

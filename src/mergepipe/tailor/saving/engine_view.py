@@ -38,7 +38,7 @@ class ModuleTensors:
         """
         if id(parameter) not in self.names:
             raise UnsupportedError.of(
-                "train.parameter", "the optimizer", "has a parameter the model has not",
+                "training.unsupported", "the optimizer", "has a parameter the model has not",
                 "build the optimizer from this model's parameters",
             )  # fmt: skip
         return self.names[id(parameter)]
@@ -58,7 +58,7 @@ def module_tensors(model: Any) -> ModuleTensors:
         UnsupportedError: an adapter model, whose checkpoints hold only part of it.
     """
     if hasattr(model, "peft_config"):
-        raise UnsupportedError.of("train.peft", type(model).__name__, "adapter models are not saved in parts")
+        raise UnsupportedError.of("training.unsupported", type(model).__name__, "adapter models are not saved in parts")
     names: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

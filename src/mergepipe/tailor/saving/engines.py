@@ -75,7 +75,7 @@ def _check_shape(name: str, kind: str, value: Any, parameter: Any) -> None:
     shape, needed = tuple(value.shape), tuple(parameter.shape)
     if shape != needed:
         raise UnsupportedError.of(
-            "train.state", name, f"optimizer state {kind!r} has shape {shape}, not {needed}",
+            "training.unsupported", name, f"optimizer state {kind!r} has shape {shape}, not {needed}",
             "only optimizers whose states have their parameter's shape are saved in parts, as AdamW",
         )  # fmt: skip
 
@@ -102,7 +102,7 @@ def _rows(name: str, tensor: Any) -> int | None:
             row = position * -(-tensor.shape[0] // size)
         elif not placement.is_replicate():
             raise UnsupportedError.of(
-                "train.rows", name, f"is placed as {tensor.placements}",
+                "training.unsupported", name, f"is placed as {tensor.placements}",
                 "only FSDP2's sharding along the first dimension is saved",
             )  # fmt: skip
         elif position:
@@ -136,7 +136,9 @@ def view_zero(zero: Any, model: Any, ranks: Ranks, framework: Framework) -> Engi
     module = module_tensors(model)
     is_stage3 = hasattr(zero, _STAGE3_FLATS)
     if is_stage3 and getattr(zero, "swap_optimizer", False):
-        raise UnsupportedError.of("train.zero.swap", "ZeRO-3", "optimizer state that is swapped to disk is not saved")
+        raise UnsupportedError.of(
+            "training.unsupported", "ZeRO-3", "optimizer state that is swapped to disk is not saved"
+        )
     groups = _stage3_groups(zero, module, ranks) if is_stage3 else _stage12_groups(zero, module, ranks)
     grouped = {name: shape for group in groups for name, shape in group.shapes.items()}
     ungrouped = {} if is_stage3 else {n: tuple(t.shape) for n, t in module.stored.items() if n not in grouped}
@@ -195,7 +197,9 @@ def _group(zero: Any, flat: Any, shapes: dict[str, tuple[int, ...]], parts: tupl
     flats = {kind: value for kind, value in state.items() if getattr(value, "ndim", 0) == 1}
     odd = [kind for kind, value in flats.items() if value.numel() < flat.numel()]
     if odd:
-        raise UnsupportedError.of("train.state", "ZeRO", f"optimizer state {odd[0]!r} is not one value an element")
+        raise UnsupportedError.of(
+            "training.unsupported", "ZeRO", f"optimizer state {odd[0]!r} is not one value an element"
+        )
     return _Group(shapes, parts, {FP32: flat} | flats, state)
 
 
@@ -214,7 +218,7 @@ def _stage12_groups(zero: Any, module: ModuleTensors, ranks: Ranks) -> list[_Gro
                 parts.append(_Part(name, Span(first, last), start + first - begin))
             start += n_elements
         if start > ranks.world_size * flat.numel():
-            raise UnsupportedError.of("train.zero.parallel", "ZeRO", "the ranks do not partition the group alone")
+            raise UnsupportedError.of("training.unsupported", "ZeRO", "the ranks do not partition the group alone")
         groups.append(_group(zero, flat, shapes, tuple(parts)))
     return groups
 
@@ -228,7 +232,7 @@ def _stage3_groups(zero: Any, module: ModuleTensors, ranks: Ranks) -> list[_Grou
             name, shape = module.name_of(parameter), tuple(parameter.ds_shape)
             share = parameter.partition_numel()
             if share * ranks.world_size < prod(shape):
-                raise UnsupportedError.of("train.zero.parallel", name, "is not partitioned over all ranks")
+                raise UnsupportedError.of("training.unsupported", name, "is not partitioned over all ranks")
             shapes[name] = shape
             first = ranks.rank * share
             last = min(first + share, prod(shape))

@@ -33,7 +33,7 @@ def trainer_callback_base() -> Any:
 
 
 def _not_installed(package: str) -> MergePipeError:
-    return UnsupportedError.of("train.extra", package, "is not installed", "install mergepipe[train]")
+    return UnsupportedError.of("extra.missing", package, "is not installed", "install mergepipe[train]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def dtype_of(tensor: Any, where: str) -> DType:
     """
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in TORCH_DTYPES:
-        raise UnsupportedError.of("train.dtype", where, f"tensors of dtype {name} are not saved")
+        raise UnsupportedError.of("training.unsupported", where, f"tensors of dtype {name} are not saved")
     return TORCH_DTYPES[name]
 
 
@@ -153,7 +153,7 @@ def restore_random_state(folder: Path) -> None:
     ranks = current_ranks()
     path = folder / f"rng_state_{ranks.rank}.pth"
     if not path.is_file():
-        raise NotFoundError.of("train.random", folder, f"holds no random states of rank {ranks.rank}")
+        raise NotFoundError.of("checkpoint.incomplete", folder, f"holds no random states of rank {ranks.rank}")
     with torch.serialization.safe_globals(_random_types()):
         states = torch.load(path, weights_only=True)
     random.setstate(states["python"])

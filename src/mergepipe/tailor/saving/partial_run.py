@@ -224,7 +224,7 @@ def _agree(ranks: Ranks, act: Callable[[], Value]) -> list[Value]:
         outcome = act()
     except Exception as error:
         cause = error
-        problem = Problem("train.rank", f"rank {ranks.rank}", f"{type(error).__name__}: {error}")
+        problem = Problem("training.rank", f"rank {ranks.rank}", f"{type(error).__name__}: {error}")
         outcome = _Failure(StorageError, (problem,))
         if isinstance(error, MergePipeError):
             outcome = _Failure(type(error), error.problems)
@@ -329,7 +329,10 @@ class PartialRun:
     def __post_init__(self) -> None:
         if isinstance(self.strategy, LatestChanged) and self.tracker is None:
             raise RecipeError.of(
-                "train.tracker", "latest-changed", "no ChangeTracker is given", "make one and keep it for the whole run"
+                "option.conflict",
+                "latest-changed",
+                "no ChangeTracker is given",
+                "make one and keep it for the whole run",
             )
 
     def start(self, step: int) -> None:

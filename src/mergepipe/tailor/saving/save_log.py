@@ -23,7 +23,7 @@ from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind, lay
 
 SAVE = "save"
 START = "start"
-_CODE = "tailor.log"
+_CODE = "save-log.damaged"
 _PLAIN_UNITS = {str(unit): unit for unit in (EMBED, NORM, LM_HEAD)}
 _PAPER_KEYS = frozenset({"step", "flag"})
 _OWN_KEYS = frozenset({"event", "step"})
@@ -137,7 +137,7 @@ class _Event:
         for number in dict.fromkeys(self.flags or ()):
             if number > n_layers + 2:
                 raise CorruptError.of(
-                    f"{_CODE}.unit", self.where, f"unit {number} of a model with {n_layers} layers",
+                    _CODE, self.where, f"unit {number} of a model with {n_layers} layers",
                     f"0 is the final norm, 1 to {n_layers} the layers, {n_layers + 1} lm_head, {n_layers + 2} embed",
                 )  # fmt: skip
             yield {0: NORM, n_layers + 1: LM_HEAD, n_layers + 2: EMBED}.get(number, layer(max(0, number - 1)))
@@ -160,43 +160,43 @@ class _Line:
     text: str
 
     def parse(self) -> _Event:
-        document = parse_object(self.text.encode("utf-8", "surrogatepass"), where=self.where, code=f"{_CODE}.not_json")
+        document = parse_object(self.text.encode("utf-8", "surrogatepass"), where=self.where, code=_CODE)
         if document.keys() >= _PAPER_KEYS:
             return _Event(self.where, self._step(document), is_start=False, flags=self._flags(document["flag"]))
         if not document.keys() >= _OWN_KEYS:
-            self._refuse("line", 'neither {"step", "flag"} nor {"event", "step", ...}')
+            self._refuse('neither {"step", "flag"} nor {"event", "step", ...}')
         if document["event"] == START:
             return _Event(self.where, self._step(document), is_start=True)
         if document["event"] != SAVE:
-            self._refuse("line", f"unknown event {shown(document['event'])}")
+            self._refuse(f"unknown event {shown(document['event'])}")
         return _Event(self.where, self._step(document), is_start=False, recorded=self._own(document))
 
-    def _refuse(self, what: str, message: str) -> NoReturn:
-        raise CorruptError.of(f"{_CODE}.{what}", self.where, message)
+    def _refuse(self, message: str) -> NoReturn:
+        raise CorruptError.of(_CODE, self.where, message)
 
     def _step(self, document: Mapping[str, JsonValue]) -> int:
         return self._count(document["step"], "step")
 
     def _count(self, value: JsonValue, key: str) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_STEP:
-            self._refuse("line", f"'{key}' must be a count, found {shown(value)}")
+            self._refuse(f"'{key}' must be a count, found {shown(value)}")
         return value
 
     def _flags(self, value: JsonValue) -> tuple[int, ...]:
         if not isinstance(value, list):
-            self._refuse("line", f"'flag' must be a list of unit numbers, found {shown(value)}")
+            self._refuse(f"'flag' must be a list of unit numbers, found {shown(value)}")
         numbers = tuple(self._count(number, "flag") for number in value)
         if any(number > _MAX_LAYERS for number in numbers):
-            self._refuse("unit", f"unit {max(numbers)} is beyond any model")
+            self._refuse(f"unit {max(numbers)} is beyond any model")
         return numbers
 
     def _own(self, document: Mapping[str, JsonValue]) -> SaveRecord:
         folder, full = document.get("folder"), document.get("full")
         if not isinstance(folder, str) or not is_plain_name(folder) or not isinstance(full, bool):
-            self._refuse("line", "'folder' must be a name in the run's directory, 'full' true or false")
+            self._refuse("'folder' must be a name in the run's directory, 'full' true or false")
         strategy, seconds = document.get("strategy", ""), document.get("seconds", 0.0)
         if not isinstance(strategy, str) or not isinstance(seconds, int | float):
-            self._refuse("line", "'strategy' must be a word, 'seconds' a number")
+            self._refuse("'strategy' must be a word, 'seconds' a number")
         return SaveRecord(
             step=self._step(document),
             units=self._units(document.get("units")),
@@ -211,7 +211,7 @@ class _Line:
 
     def _units(self, value: JsonValue) -> tuple[Unit, ...]:
         if not isinstance(value, list):
-            self._refuse("line", f"units must be a list of names, found {shown(value)}")
+            self._refuse(f"units must be a list of names, found {shown(value)}")
         return tuple(self._unit(name) for name in value)
 
     def _unit(self, name: JsonValue) -> Unit:
@@ -222,7 +222,7 @@ class _Line:
         if number != text and number.isascii() and number.isdecimal() and len(number) < len(str(_MAX_LAYERS)):
             return layer(int(number))
         if not text.startswith("other:") or text == "other:":
-            self._refuse("unit", f"{shown(name)} names no unit")
+            self._refuse(f"{shown(name)} names no unit")
         return Unit(UnitKind.OTHER, name=text.removeprefix("other:"))
 
 

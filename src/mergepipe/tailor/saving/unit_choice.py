@@ -30,7 +30,7 @@ class ChangeTracker:
 
     def __init__(self, sample_elements: int = DEFAULT_SAMPLE_ELEMENTS) -> None:
         if sample_elements < 1:
-            raise RecipeError.of("train.sample", "sample_elements", f"{sample_elements} elements are no sample")
+            raise RecipeError.of("option.invalid", "sample_elements", f"{sample_elements} elements are no sample")
         self._sample_elements = sample_elements
         self._saved: Samples = {}
 
@@ -100,7 +100,7 @@ class Filter:
     def __post_init__(self) -> None:
         if self.edge_layers < 0 or self.every < 1:
             raise RecipeError.of(
-                "train.filter", "filter", f"edge_layers is {self.edge_layers}, every is {self.every}",
+                "option.invalid", "filter", f"edge_layers is {self.edge_layers}, every is {self.every}",
                 "edge_layers counts layers from 0, every counts saves from 1",
             )  # fmt: skip
 
@@ -141,7 +141,7 @@ class LatestChanged:
 
     def __post_init__(self) -> None:
         if self.budget_bytes < 1:
-            raise RecipeError.of("train.budget", "latest-changed", f"a budget of {self.budget_bytes} bytes")
+            raise RecipeError.of("option.invalid", "latest-changed", f"a budget of {self.budget_bytes} bytes")
 
     def __str__(self) -> str:
         return "latest-changed"
@@ -217,7 +217,7 @@ def _most_changed(strategy: LatestChanged, situation: Situation) -> set[Unit]:
     largest = max(situation.units, key=lambda unit: situation.unit_bytes[unit])
     if situation.unit_bytes[largest] > strategy.budget_bytes:
         raise LimitError.of(
-            "train.budget", str(largest),
+            "budget.too-small", str(largest),
             f"needs {situation.unit_bytes[largest]} bytes, each save may take {strategy.budget_bytes}",
             "raise the budget, or save whole checkpoints less often",
         )  # fmt: skip
