@@ -328,11 +328,7 @@ def default_threads() -> int:
 
 
 def check_seed(seed: int) -> int:
-    """Return `seed` if 64 bits hold it, signed or not.
-
-    Raises:
-        RecipeError: `option.invalid`.
-    """
+    """Return `seed` if 64 bits hold it, signed or not."""
     if not -(2**63) <= seed < 2**64:
         raise RecipeError.of(
             "option.invalid", "--seed", f"{shown_number(seed)} was given", "give an integer of 64 bits"
@@ -341,12 +337,7 @@ def check_seed(seed: int) -> int:
 
 
 def threads_of(threads: int | None) -> int:
-    """Return the number of compute threads, the default for None, if the address space has room for them.
-
-    Raises:
-        LimitError: a number that is not above zero; `memory.too-small`, as `check_address_space`.
-        RecipeError: more than `MAX_THREADS`.
-    """
+    """Return the number of compute threads, the default for None, if the address space has room for them."""
     n_threads = positive("--threads", default_threads() if threads is None else threads, MAX_THREADS)
     from mergepipe.kernels.address_space import check_address_space
 
@@ -355,11 +346,7 @@ def threads_of(threads: int | None) -> int:
 
 
 def engine_options(options: RunOptions) -> EngineOptions:
-    """Return how to run the engine, with the machine's defaults for what was not given.
-
-    Raises:
-        LimitError: `memory.too-small`.
-    """
+    """Return how to run the engine, with the machine's defaults for what was not given."""
     n_threads = threads_of(options.threads)
     from mergepipe.engine.work import EngineOptions
 
@@ -368,11 +355,7 @@ def engine_options(options: RunOptions) -> EngineOptions:
 
 
 def block_elements_of(value: int | None) -> int:
-    """Return the elements of a block; 256 Ki for None.
-
-    Raises:
-        LimitError: no multiple of the block grain, or more than `MAX_BLOCK_ELEMENTS`.
-    """
+    """Return the elements of a block; 256 Ki for None."""
     from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS
 
     elements = DEFAULT_BLOCK_ELEMENTS if value is None else value
@@ -383,11 +366,7 @@ def block_elements_of(value: int | None) -> int:
 
 
 def choice(option: str, value: str, choices: type[C]) -> C:
-    """Return the choice of that name.
-
-    Raises:
-        RecipeError: there is none; the message names `option`.
-    """
+    """Return the choice of that name."""
     try:
         return choices(value)
     except ValueError:
@@ -408,11 +387,7 @@ def catalog_home(options: RunOptions) -> Path | None:
 
 
 def needed_home(options: RunOptions, call: str) -> Path:
-    """Return the catalog's home for a call that needs a catalog.
-
-    Raises:
-        RecipeError: `option.conflict`, none is wanted.
-    """
+    """Return the catalog's home for a call that needs a catalog."""
     if not options.catalog:
         raise RecipeError.of("option.conflict", "catalog", f"{call} keeps what it learns there", "leave catalog=True")
     return home_of(options.home)
@@ -425,11 +400,7 @@ def _check_strictness(*, strict: bool, lenient: bool) -> None:
 
 
 def executor_of(executor: str, address: str | None) -> ExecutorName:
-    """Return who makes the files of an output.
-
-    Raises:
-        RecipeError: `option.invalid`; `option.conflict`, an address for none.
-    """
+    """Return who makes the files of an output."""
     name = choice("--executor", executor, ExecutorName)
     if address is not None and name is not ExecutorName.RAY:
         raise RecipeError.of("option.conflict", "--address", "only a Ray cluster has one", "add --executor ray")
@@ -437,11 +408,7 @@ def executor_of(executor: str, address: str | None) -> ExecutorName:
 
 
 def place_of_packs(place: str | Path) -> Location:
-    """Return the folder, of this machine or of a bucket, that experts are packed into.
-
-    Raises:
-        UnsupportedError: `pack.unsupported`, the place is in a store of another kind.
-    """
+    """Return the folder, of this machine or of a bucket, that experts are packed into."""
     location = Location.of(place)
     if not location.is_local and location.scheme not in OBJECT_SCHEMES:
         hint = "pack into a folder, then `mergepipe push` each store"

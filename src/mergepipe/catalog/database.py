@@ -128,11 +128,7 @@ class Database:
                 raise
 
     def check_integrity(self) -> None:
-        """Read every page.
-
-        Raises:
-            CorruptError: `catalog.damaged`, with SQLite's first finding.
-        """
+        """Read every page."""
         with self.read_transaction() as connection:
             finding = str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
         if finding != "ok":
@@ -145,15 +141,7 @@ class Database:
 
 
 def open_database(home: Path, *, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Database:
-    """Open the catalog's file under `home`, created where there is none.
-
-    Raises:
-        ConflictError: `catalog.locked`, another process kept it locked for `timeout_seconds`.
-        CorruptError: `catalog.damaged`, not a sound SQLite file or tables are missing.
-        MismatchError: `catalog.foreign`, a SQLite file of another application, which is left alone.
-        UnsupportedError: `catalog.newer` or `catalog.older`, made by another version.
-        StorageError: `catalog.not-a-file`, `catalog.permission`, `catalog.no-space` or `catalog.io`.
-    """
+    """Open the catalog's file under `home`, created where there is none."""
     path = home / CATALOG_NAME
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -171,11 +159,7 @@ def open_database(home: Path, *, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) 
 
 
 def check_regular_files(path: Path) -> None:
-    """Refuse a catalog file, or one of SQLite's files next to it, that is a FIFO or a device: SQLite would block.
-
-    Raises:
-        StorageError: `catalog.not-a-file`.
-    """
+    """Refuse a catalog file, or one of SQLite's files next to it, that is a FIFO or a device: SQLite would block."""
     for suffix in FILE_SUFFIXES:
         file = path.with_name(path.name + suffix)
         try:
@@ -341,11 +325,7 @@ def create_schema(connection: sqlite3.Connection) -> None:
 
 
 def stored_text(text: str, where: object) -> str:
-    """Return a text that SQLite can hold.
-
-    Raises:
-        UnsupportedError: `catalog.path-encoding`, it is not UTF-8 or holds a NUL.
-    """
+    """Return a text that SQLite can hold."""
     try:
         text.encode()
     except UnicodeEncodeError:

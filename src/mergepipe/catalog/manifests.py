@@ -59,12 +59,7 @@ class SnapshotRecord:
 
 
 def parse_manifest(raw: bytes, where: Path) -> SnapshotRecord:
-    """Parse and validate the indexed fields of a manifest.
-
-    Raises:
-        CorruptError: `manifest.*`.
-        UnsupportedError: `format.version`, another version of the format.
-    """
+    """Parse and validate the indexed fields of a manifest."""
     content = _Fields(parse_object(raw, where=where, code="manifest.damaged"), where)
     check_format(content.text("format"), where)
     sid = content.text("sid")
@@ -153,14 +148,7 @@ class _Fields:
 
 
 def read_manifest(store: Store, directory: Path) -> SnapshotRecord:
-    """Read the manifest of a snapshot on storage; the paths of its inputs become absolute.
-
-    Raises:
-        NotFoundError: `snapshot.not-found`.
-        CorruptError: `manifest.*`, `storage.too-large`.
-        StorageError: `storage.*`, it cannot be read.
-        UnsupportedError: `format.version`.
-    """
+    """Read the manifest of a snapshot on storage; the paths of its inputs become absolute."""
     path = directory / MANIFEST_NAME
     try:
         raw = store.read_small(Location.local(path), MANIFEST_BYTES)
@@ -193,9 +181,6 @@ def find_manifests(roots: Sequence[Path], unreadable: list[Problem]) -> Iterator
     """Yield the directories with a manifest at or under `roots`, by name; links and staging are not followed.
 
     Directories that cannot be listed are appended to `unreadable`.
-
-    Raises:
-        NotFoundError: `storage.not-found`, a root is not a directory.
     """
     for root in roots:
         if not root.is_dir():

@@ -28,10 +28,6 @@ def rebuild(home: Path, roots: Sequence[Path], *, timeout_seconds: float = LOCK_
 
     Digests of files in a sound catalog are kept. One that is damaged or of an older version is moved aside, never
     deleted. Close other processes that use it first: they would continue to write to the moved file.
-
-    Raises:
-        NotFoundError: `storage.not-found`.
-        ConflictError, MismatchError, StorageError, UnsupportedError: as `Catalog.open`.
     """
     unreadable: list[Problem] = []
     manifest_paths = list(find_manifests(roots, unreadable))

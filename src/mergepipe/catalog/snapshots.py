@@ -29,11 +29,7 @@ _EDGE_COLUMNS = "role, model, path, content_id, read_bytes, sid"
 
 
 def path_text(path: Path) -> str:
-    """Return the path of a snapshot with links resolved, in the form that is stored.
-
-    Raises:
-        UnsupportedError: `catalog.path-encoding`, the path is not valid UTF-8 text.
-    """
+    """Return the path of a snapshot with links resolved, in the form that is stored."""
     return stored_text(os.path.realpath(path), path)
 
 
@@ -111,12 +107,7 @@ def all_snapshots(connection: sqlite3.Connection) -> tuple[SnapshotRow, ...]:
 
 
 def one_snapshot(connection: sqlite3.Connection, reference: str | Path) -> SnapshotRow:
-    """Find a snapshot by path, sid or a prefix of its sid; of several with that sid, the newest.
-
-    Raises:
-        NotFoundError: `snapshot.not-found`.
-        RecipeError: `snapshot.ambiguous`.
-    """
+    """Find a snapshot by path, sid or a prefix of its sid; of several with that sid, the newest."""
     at_path = _row_at(connection, Path(reference))
     if at_path is not None:
         return at_path

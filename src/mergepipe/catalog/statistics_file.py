@@ -99,11 +99,7 @@ class StatisticsFile:
         return has_cuts and block_elements == self.block_elements and set(names) <= self.tensors.keys()
 
     def to_bytes(self) -> bytes:
-        """Encode the file.
-
-        Raises:
-            LimitError: `statistics.too-large`, no reader would take it.
-        """
+        """Encode the file."""
         tensors = sorted(self.tensors.items())
         header = canonical_json({
             "format": f"{FORMAT_NAME}/{FORMAT_VERSION}",
@@ -145,12 +141,7 @@ def _encoded(statistics: TensorStatistics) -> Iterator[bytes]:
 
 
 def parse_statistics(raw: bytes, where: object) -> StatisticsFile:
-    """Parse and check a file; the arrays are views of `raw`.
-
-    Raises:
-        CorruptError: it is damaged or contradicts the format.
-        UnsupportedError: `format.version`, it is of another version.
-    """
+    """Parse and check a file; the arrays are views of `raw`."""
     start = len(MAGIC) + _LENGTH_BYTES
     if len(raw) < start + SEAL_BYTES or not raw.startswith(MAGIC):
         raise _corrupt("statistics.damaged", where, "is not a file of statistics")
@@ -264,10 +255,6 @@ def write_statistics(home: Path, file: StatisticsFile) -> Path:
     """Write a file under its contents' name in one step, in place of what was there; return its path.
 
     Any number of processes may do so at once: what they write of equal contents is equal.
-
-    Raises:
-        LimitError: `statistics.too-large`.
-        StorageError: it cannot be written there.
     """
     path, content = statistics_path(home, file.expert.digest, file.base.digest), file.to_bytes()
     make_folders(path.parent)

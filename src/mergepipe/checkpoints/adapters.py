@@ -84,13 +84,7 @@ class AdapterConfig:
 
 
 def read_adapter_config(store: Store, path: Location) -> AdapterConfig:
-    """Read `adapter_config.json`.
-
-    Raises:
-        UnsupportedError: another kind of adapter, or a variant whose delta is not `scale * B @ A`; each by its name.
-        CorruptError: it contradicts itself or is no configuration.
-        NotFoundError, StorageError: from the store.
-    """
+    """Read `adapter_config.json`."""
     config = parse_object(store.read_small(path, ADAPTER_CONFIG_BYTES), where=path, code="adapter.damaged")
     _check_kind(config, path)
     rank = _rank(config.get("r", 8), "r", path)
@@ -202,11 +196,7 @@ class Prefix:
 
 
 def base_names(wanted: Sequence[str], base: Collection[str], where: object) -> dict[str, str]:
-    """Map each wanted name to the base's: the same name, or by one prefix change common to all others.
-
-    Raises:
-        MismatchError: there is no such change, or more than one that takes equally little away.
-    """
+    """Map each wanted name to the base's: the same name, or by one prefix change common to all others."""
     renamed = {name: name for name in wanted if name in base}
     changed_names = [name for name in wanted if name not in base]
     if not changed_names:
@@ -283,12 +273,6 @@ def open_adapter(store: Store, path: Location, base: Checkpoint) -> Checkpoint:
 
     Deltas are computed when they are fetched. Weights that the adapter stores in full (`modules_to_save`, biases) are
     stored tensors. What it does not touch is absent. No tensor byte is read.
-
-    Raises:
-        NotFoundError: a file of the adapter is missing.
-        CorruptError: it contradicts itself.
-        MismatchError: it does not fit the base.
-        UnsupportedError: it is no plain LoRA.
     """
     config, fingerprint = _read_config(store, path)
     name = next((candidate for candidate in ADAPTER_NAMES if candidate in list_names(store, path)), None)
@@ -301,11 +285,7 @@ def open_adapter(store: Store, path: Location, base: Checkpoint) -> Checkpoint:
 
 
 def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
-    """Apply `adapter`, opened against `weights`: a checkpoint of full tensors, unchanged ones as stored.
-
-    Raises:
-        UnsupportedError: a tensor that the adapter changes is not stored plainly.
-    """
+    """Apply `adapter`, opened against `weights`: a checkpoint of full tensors, unchanged ones as stored."""
     tensors = {
         name: _applied(weights.path, tensor, adapter.tensors.get(name)) for name, tensor in weights.tensors.items()
     }

@@ -103,9 +103,6 @@ def chosen_template(wanted: str, models: Sequence[Checkpoint], store: Store, *, 
     """Resolve a recipe's `chat_template`: a name, Jinja text, or `auto`.
 
     `auto` is the most common one of `models`, the first such in their order; None if no model has any.
-
-    Raises:
-        RecipeError: `recipe.value`, neither a name nor Jinja text; `recipe.value`, text that is none.
     """
     if wanted == AUTO:
         templates = [template for model in models if (template := template_of(model, store)) is not None]

@@ -43,10 +43,6 @@ def content_id(checkpoint: Checkpoint, files: Mapping[Location, RangeFile]) -> s
     names or times, nor on whether the tensors are packed. At most 32 * 3 pages are read, as analysis; of packed ones
     the blocks that the samples lie in; nothing where the checkpoint knows its id. Two checkpoints that agree in every
     sample share an id: their random masks are then the same, nothing else follows from it.
-
-    Raises:
-        CorruptError: `storage.shrunk`, a file ends before a sample.
-        StorageError: a read failed.
     """
     if checkpoint.content_id is not None:
         return checkpoint.content_id

@@ -35,11 +35,7 @@ def is_plain_name(name: str) -> bool:
 
 
 def require_text_path(path: Location) -> None:
-    """Check that the absolute form of a path can be written into a record of what was read.
-
-    Raises:
-        UnsupportedError: `path.encoding`, it has bytes that are not UTF-8.
-    """
+    """Check that the absolute form of a path can be written into a record of what was read."""
     text = str(path.normal())
     try:
         text.encode()
@@ -49,12 +45,7 @@ def require_text_path(path: Location) -> None:
 
 
 def stat_regular(store: Store, root: Location, name: str) -> FileStatus | None:
-    """Look up the file `name` (relative, posix) of the checkpoint directory `root`; None if there is none.
-
-    Raises:
-        CorruptError: the name cannot be used, a link leads out of the checkpoint, or it is not a regular file.
-        StorageError: the store refused to look.
-    """
+    """Look up the file `name` (relative, posix) of the checkpoint directory `root`; None if there is none."""
     if not all(is_plain_name(part) for part in name.split("/")):
         raise CorruptError.of("checkpoint.damaged", root, f"the file name {shown(name)} cannot be used")
     path = root / name
@@ -107,9 +98,6 @@ def parse_config(raw: bytes, where: object) -> Json:
     """Parse a configuration: one JSON object in UTF-8, nested no deeper than `MAX_DEPTH`.
 
     As in loaders, the last of two equal keys counts, and NaN and half surrogate pairs pass.
-
-    Raises:
-        CorruptError: `checkpoint.damaged`.
     """
     try:
         text = raw.decode("utf-8-sig")
@@ -194,11 +182,7 @@ def is_adapter(names: Collection[str]) -> bool:
 
 
 def choose_weights(root: Location, names: Collection[str]) -> Weights:
-    """Decide from the file names of the directory `root` which of them holds the tensors; safetensors come first.
-
-    Raises:
-        NotFoundError, UnsupportedError, CorruptError: nothing, nothing readable, or no single answer.
-    """
+    """Decide from the file names of the directory `root` which of them holds the tensors; safetensors come first."""
     visible = _visible(names)
     if STORE_HEADER_NAME in names:
         raise UnsupportedError.of(
@@ -305,12 +289,6 @@ def open_checkpoint(store: Store, path: Location) -> Checkpoint:
     """Open a directory or a bare file of weights; reads headers, the index and names, never tensor bytes.
 
     A link given as `path` itself is followed; links inside a directory must stay in it, or in its hub cache folder.
-
-    Raises:
-        NotFoundError: the path, its weights or some shards do not exist.
-        CorruptError: a header or the index lies, or a link leads out of the checkpoint.
-        UnsupportedError: weights of another format, or an adapter.
-        StorageError: the operating system refused to look.
     """
     status = store.stat(path)
     if status is None:

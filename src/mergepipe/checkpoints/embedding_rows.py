@@ -60,11 +60,7 @@ VOCAB_SIZE_KEY = "vocab_size"
 
 
 def embeddings_of(model: Checkpoint, vocabulary: Vocabulary, store: Store) -> dict[str, Readable]:
-    """Find the tensors of `model` with a row for every token, by name, in storage order; padding rows are allowed.
-
-    Raises:
-        MismatchError: a tensor has such a name, and fewer rows than there are tokens.
-    """
+    """Find the tensors of `model` with a row for every token, by name, in storage order; padding rows are allowed."""
     vocab_size = _vocab_size(TokenizerFiles(model, store).document(CONFIG_NAME))
     named = {name: tensor for name, tensor in model.tensors.items() if tensor.shape and embedding_ending(name)}
     embeddings = {

@@ -62,10 +62,6 @@ def read_digests(
     """Read the files of a checkpoint whose SHA-256 is unknown, and return it by name; charged as analysis.
 
     Memory: 16 MiB a thread.
-
-    Raises:
-        ConflictError: `input.changed`, a file is not the one that was opened.
-        CorruptError, NotFoundError, StorageError: a file cannot be read.
     """
     unknown = {checkpoint.root / file.name: file.name for file in checkpoint.files if file.sha256 is None}
     with (

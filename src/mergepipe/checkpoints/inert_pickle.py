@@ -31,10 +31,6 @@ def load_inert(pickled: bytes, where: str, limits: PickleLimits = DEFAULT_LIMITS
     values. Sets become lists. The result may share parts and may contain itself: walk it with care.
 
     Memory: a small multiple of `len(pickled)`, capped by `limits`.
-
-    Raises:
-        CorruptError: the pickle is cut, contradicts itself, or is built to exhaust the reader.
-        UnsupportedError: it names something outside the closed list, uses a refused opcode, or is too large.
     """
     if len(pickled) > limits.max_bytes:
         raise UnsupportedError.of(

@@ -97,11 +97,7 @@ _RECORDS = frozenset({
 
 
 def resolve_global(module: str, name: str, where: str) -> Global:
-    """Accept a name of the closed list.
-
-    Raises:
-        UnsupportedError: the name is not on the list.
-    """
+    """Accept a name of the closed list."""
     qualified_name = (module, name)
     is_listed = qualified_name in _RECORDS or qualified_name in _CONSTRUCTORS or qualified_name in _TYPES
     if not (is_listed or _is_torch_constant(module, name)):
@@ -120,11 +116,7 @@ def _is_torch_constant(module: str, name: str) -> bool:
 
 
 def construct(kind: object, args: object, where: str) -> object:
-    """Return the inert value for `kind(*args)`.
-
-    Raises:
-        CorruptError: `kind` cannot be constructed, or not from these arguments.
-    """
+    """Return the inert value for `kind(*args)`."""
     if not isinstance(kind, Global) or not isinstance(args, tuple):
         raise _corrupt(where, "something that is not a listed type is called")
     qualified_name = (kind.module, kind.name)

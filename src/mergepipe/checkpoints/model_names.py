@@ -39,9 +39,6 @@ def resolve_model_name(text: str, exists: Callable[[str], bool]) -> ModelName:
     In this order: an address with a scheme; a path that exists; a path that exists, with `@revision` or `:subfolder`
     behind it; a Hub id `org/name[@revision][:subfolder]`, or a name that the Hub knows alone (`gpt2`); and otherwise a
     path that is missing.
-
-    Raises:
-        RecipeError: `location.invalid`, an address or the subfolder of a Hub id is not well formed.
     """
     if is_remote(text):
         return ModelName(remote=Location.parse(text))

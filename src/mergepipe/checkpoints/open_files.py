@@ -35,11 +35,7 @@ class PinnedFile:
 def pin_files(
     store: Store, paths: Iterable[Location], checkpoints: Iterable[Checkpoint] = ()
 ) -> tuple[PinnedFile, ...]:
-    """Pin files to the versions at which `checkpoints` were opened, others to what the store holds now.
-
-    Raises:
-        ConflictError: `input.changed`, a file is not there any more.
-    """
+    """Pin files to the versions at which `checkpoints` were opened, others to what the store holds now."""
     versions = {path: file.version for path, file in _files_of(checkpoints)}
     return tuple(PinnedFile(path, versions.get(path) or _version_now(store, path)) for path in sorted(set(paths)))
 
@@ -53,11 +49,7 @@ def _version_now(store: Store, path: Location) -> str:
 
 @contextlib.contextmanager
 def open_pinned(store: Store, pinned: Iterable[PinnedFile]) -> Iterator[Mapping[Location, RangeFile]]:
-    """Open files for direct reads, and close them all at the end.
-
-    Raises:
-        ConflictError: `input.changed`, a file has another version than the pinned one.
-    """
+    """Open files for direct reads, and close them all at the end."""
     versions = {file.location: file.version for file in pinned}
     with open_files(store, versions) as files:
         for path, file in files.items():
@@ -70,11 +62,7 @@ def open_pinned(store: Store, pinned: Iterable[PinnedFile]) -> Iterator[Mapping[
 def open_files(
     store: Store, paths: Iterable[Location], checkpoints: Iterable[Checkpoint] = ()
 ) -> Iterator[Mapping[Location, RangeFile]]:
-    """Open files for direct reads, and close them all at the end.
-
-    Raises:
-        ConflictError: `input.changed`, what was opened is not the file of one of `checkpoints` that it was.
-    """
+    """Open files for direct reads, and close them all at the end."""
     ordered = sorted(set(paths))
     allow_open_files(len(ordered))
     with contextlib.ExitStack() as stack:
@@ -89,11 +77,7 @@ def open_files(
 
 
 def check_unchanged(store: Store, checkpoints: Iterable[Checkpoint]) -> None:
-    """Refuse files that changed after they were opened.
-
-    Raises:
-        ConflictError: naming the file.
-    """
+    """Refuse files that changed after they were opened."""
     for path, file in _files_of(checkpoints):
         try:
             status = store.stat(path)
@@ -131,10 +115,6 @@ def read_span(
     """The stored bytes (uint8) of the elements `span`. Holds them, and less than two pages more.
 
     Requests at most `block_cost_bytes(entry, span)`.
-
-    Raises:
-        CorruptError: `storage.shrunk`, the file ends before the tensor does.
-        StorageError: the read failed.
     """
     start = entry.offset + span.start * entry.dtype.itemsize
     stop = start + span.n_elements * entry.dtype.itemsize

@@ -29,11 +29,7 @@ _FP8 = (F8_E4M3, F8_E5M2)
 
 
 def refuse_quantised(store: Store, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose weights are codes.
-
-    Raises:
-        UnsupportedError: naming a tensor and, where it can be told, the format.
-    """
+    """Refuse a checkpoint whose weights are codes."""
     tensors = checkpoint.tensors
     for name in tensors:
         quantisation = _code_format(name, tensors) or _scaled(name, tensors)

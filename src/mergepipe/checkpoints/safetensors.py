@@ -42,24 +42,14 @@ class SafetensorsHeader:
 
 
 def read_header(store: Store, path: Location) -> SafetensorsHeader:
-    """Read and check the header of `path`; no tensor byte is read. Memory: 10 times the header, of at most 16 MiB.
-
-    Raises:
-        CorruptError: the header lies; each lie has its own code under `checkpoint.header.`.
-        UnsupportedError: a tensor has a dtype whose elements are smaller than a byte.
-        NotFoundError, StorageError: from the store.
-    """
+    """Read and check the header of `path`; no tensor byte is read. Memory: 10 times the header, of at most 16 MiB."""
     size_bytes = store.size_bytes(path)
     content = b"".join(_read_raw(store, path, size_bytes))
     return parse_header(content, path, size_bytes, store.terms(path).granularity_bytes)
 
 
 def parse_header(content: bytes, path: Location, size_bytes: int, granularity: int = PAGE_BYTES) -> SafetensorsHeader:
-    """Check a header, length prefix included, of a file of `size_bytes` that is read in multiples of `granularity`.
-
-    Raises:
-        CorruptError, UnsupportedError: as `read_header`.
-    """
+    """Check a header, length prefix included, of a file of `size_bytes` that is read in multiples of `granularity`."""
     metadata: dict[str, str] = {}
     unsorted: list[TensorEntry] = []
     members = object_members(content[PREFIX_BYTES:], where=path, code="checkpoint.damaged", nested=METADATA_KEY)
@@ -262,12 +252,7 @@ class DeltaMark:
 
 
 def mark_of(metadata: Mapping[str, str], path: Location) -> DeltaMark | None:
-    """Read the mark of a file with this metadata; None where it holds plain weights.
-
-    Raises:
-        UnsupportedError: it is marked as something that this version does not know.
-        CorruptError: the mark is incomplete.
-    """
+    """Read the mark of a file with this metadata; None where it holds plain weights."""
     kind = metadata.get(KIND_KEY)
     if kind is None:
         return None

@@ -79,10 +79,6 @@ def read_zip_directory(store: MetadataSource, window: Window) -> Mapping[str, Zi
     """Return the members in the order of their bytes.
 
     Laws: members lie inside the window, overlap neither each other nor any header, and no two have one name.
-
-    Raises:
-        CorruptError: the file is cut, or its directory contradicts itself or the local headers.
-        UnsupportedError: a member is compressed or encrypted, or the archive has several volumes.
     """
     directory = _Directory(store, window)
     start, stop, count = directory.locate()
@@ -306,12 +302,7 @@ class TorchArchive:
     members: Mapping[str, ZipMember]
 
     def locate(self, tensor: PickledTensor, path: str) -> StoredTensor:
-        """Return the byte range of `tensor`, which the pickle holds at `path`.
-
-        Raises:
-            CorruptError: its storage is missing, has another size, or is too small for it.
-            UnsupportedError: it is not contiguous.
-        """
+        """Return the byte range of `tensor`, which the pickle holds at `path`."""
         member = self.storage(tensor)
         where = f"{self.file}: {path}"
         if element_count(tensor.shape) and not _is_contiguous(tensor):
@@ -356,10 +347,6 @@ def read_torch_zip(store: Store, path: Location, window: Window | None = None) -
     """Read the structure of a `torch.save` file, or of one that lies in a `window` of a larger file.
 
     Memory: a small multiple of the pickle (at most 256 MiB).
-
-    Raises:
-        CorruptError: the file is cut or contradicts itself.
-        UnsupportedError: it is in torch's older, unzipped format, big-endian, or holds what is not inert.
     """
     window = window or Window(path, 0, store.size_bytes(path))
     source = _held(store, window) if window.nbytes <= _SMALL_ARCHIVE_BYTES else store
@@ -490,14 +477,7 @@ class TorchWeights:
 
 
 def read_torch_weights(store: Store, path: Location) -> TorchWeights:
-    """Read names, dtypes, shapes and places of the tensors in `path`; nothing is executed.
-
-    Raises:
-        CorruptError: the file is cut or contradicts itself.
-        UnsupportedError: it is in torch's unzipped format, names something that is not inert, holds no weights, or a
-            tensor is not contiguous.
-        NotFoundError, StorageError: from the store.
-    """
+    """Read names, dtypes, shapes and places of the tensors in `path`; nothing is executed."""
     archive = read_torch_zip(store, path)
     state = _state_of(archive)
     entries = [_entry(archive, name, value) for name, value in state.items() if not _is_nothing(value)]

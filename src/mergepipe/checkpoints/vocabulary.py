@@ -79,11 +79,7 @@ _MAX_VARINT_BYTES = 10
 
 
 def read_pieces(raw: bytes, *, where: object) -> tuple[str, ...]:
-    """Read the pieces in order of id.
-
-    Raises:
-        CorruptError: `tokenizer.pieces.*`: it is no sentencepiece model, or a piece occurs twice.
-    """
+    """Read the pieces in order of id."""
     parser = _Parser(raw, where)
     pieces: dict[str, None] = {}
     for number, value in parser.fields(0, len(raw)):
@@ -179,12 +175,7 @@ _TIKTOKEN_SUFFIX = ".tiktoken"
 
 
 def read_vocabulary(checkpoint: Checkpoint, store: Store) -> Vocabulary | None:
-    """Read the vocabulary of a checkpoint; None if it has no tokenizer file.
-
-    Raises:
-        CorruptError: `tokenizer.*`, a file contradicts itself or its format.
-        UnsupportedError: a tokenizer whose ids are not in its files.
-    """
+    """Read the vocabulary of a checkpoint; None if it has no tokenizer file."""
     for name, read in _READERS.items():
         if name in checkpoint.sidecars:
             return read(TokenizerFiles(checkpoint, store), name)

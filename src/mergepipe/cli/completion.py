@@ -17,11 +17,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def completion_script(shell: str) -> str:
-    """Return the script that a shell evaluates to complete the program's arguments.
-
-    Raises:
-        RecipeError: `option.invalid`, another shell.
-    """
+    """Return the script that a shell evaluates to complete the program's arguments."""
     if shell not in SHELLS:
         raise RecipeError.of("option.invalid", "--completion", f"'{shell}' was given", did_you_mean(shell, SHELLS))
     from typer._completion_shared import get_completion_script

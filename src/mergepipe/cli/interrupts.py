@@ -42,11 +42,7 @@ class Interrupts:
         return 128 + int(self._received or signal.SIGINT)
 
     def report(self) -> None:
-        """Say that the run can be stopped here. From the first call on, a signal waits for the next one.
-
-        Raises:
-            KeyboardInterrupt: a signal has come, even if an earlier interrupt was lost in foreign code.
-        """
+        """Say that the run can be stopped here. From the first call on, a signal waits for the next one."""
         self._at_reports_only = True
         if self._received is not None:
             self._raised = True

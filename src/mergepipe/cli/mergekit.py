@@ -126,11 +126,7 @@ class RefusedFlags:
     lora_merge_dtype: str | None = option(None, _refused("LoRAs are applied in float32.", metavar="DTYPE"))
 
     def check(self) -> None:
-        """Refuse what was asked for and cannot be done, all at once.
-
-        Raises:
-            UnsupportedError: `option.unsupported`.
-        """
+        """Refuse what was asked for and cannot be done, all at once."""
         refusals = {
             "--no-safe-serialization": (
                 self.safe_serialization is False,
@@ -226,11 +222,7 @@ def _print_notices(notices: Iterable[object]) -> None:
 
 
 def shard_bytes_of(text: str) -> int:
-    """Return the bytes of mergekit's shard sizes: `5B` are 5 * 10**9, as it counts; other sizes as everywhere here.
-
-    Raises:
-        RecipeError: `option.invalid`.
-    """
+    """Return the bytes of mergekit's shard sizes: `5B` are 5 * 10**9, as it counts; other sizes as everywhere here."""
     number, unit = text[:-1], text[-1:].lower()
     if unit in _COUNT_UNITS and number.isdecimal():
         return int(number) * _COUNT_UNITS[unit]

@@ -6,12 +6,7 @@ from pathlib import Path
 
 
 def check_page(path: Path) -> None:
-    """Refuse a page that could not be written, before anything is done.
-
-    Raises:
-        OutputError: `output.not-ours`, `output.link`.
-        NotFoundError: `storage.not-found`.
-    """
+    """Refuse a page that could not be written, before anything is done."""
     from mergepipe.errors import NotFoundError, OutputError
 
     if not path.absolute().parent.is_dir():

@@ -9,12 +9,7 @@ _MOST_DIGITS = 40
 
 
 def positive(option: str, value: int, most: int = MAX_SIZE_BYTES) -> int:
-    """Return `value` if it is above zero and at most `most` (default: the largest file size).
-
-    Raises:
-        LimitError: `option.out-of-range`.
-        RecipeError: `option.invalid`.
-    """
+    """Return `value` if it is above zero and at most `most` (default: the largest file size)."""
     if value < 1:
         raise LimitError.of(
             "option.out-of-range", option, f"{shown_number(value)} was given", "give a number above zero"

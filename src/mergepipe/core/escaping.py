@@ -87,9 +87,6 @@ def json_line(value: object, indent: int | None = None) -> str:
     """Return `value` as ASCII JSON: dataclasses as objects, paths as strings, times in ISO 8601.
 
     NaN and infinities become null.
-
-    Raises:
-        TypeError: a value has no JSON form.
     """
     return json.dumps(_plain(value), indent=indent, allow_nan=False)
 

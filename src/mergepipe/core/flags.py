@@ -60,11 +60,7 @@ class Option:
         return self.flag.read is not None or self.field.endswith("_bytes")
 
     def read(self, text: str) -> object:
-        """Return the value that a text stands for.
-
-        Raises:
-            RecipeError: `option.invalid`, or what the reader of the flag raises.
-        """
+        """Return the value that a text stands for."""
         if self.flag.read is not None:
             return self.flag.read(text, self.name)
         if self.field.endswith("_bytes"):

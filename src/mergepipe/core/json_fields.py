@@ -23,11 +23,7 @@ class FieldCodes:
 
 
 class JsonFields:
-    """One JSON object of a document. Fields are taken one by one; `done` refuses the remaining ones.
-
-    Raises:
-        CorruptError: with one of `codes`, from every method.
-    """
+    """One JSON object of a document. Fields are taken one by one; `done` refuses the remaining ones."""
 
     def __init__(self, value: object, codes: FieldCodes, where: object, place: str = "") -> None:
         self._codes = codes

@@ -53,11 +53,7 @@ def private_outputs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def published_but(out: Place) -> Iterator[None]:
-    """Convert any failure after `out` was committed to an error that says so; interrupts pass.
-
-    Raises:
-        PublishedError: `output.published-but`, with the problems of the original error.
-    """
+    """Convert any failure after `out` was committed to an error that says so; interrupts pass."""
     with committed_places() as committed:
         try:
             yield

@@ -8,11 +8,7 @@ from mergepipe.errors import UnsupportedError
 
 
 def check_platform() -> None:
-    """Refuse a system that is not POSIX.
-
-    Raises:
-        UnsupportedError: `platform.unsupported`.
-    """
+    """Refuse a system that is not POSIX."""
     if os.name != "posix":
         message = f"mergepipe runs on Linux, and this system is '{os.name}'"
         raise UnsupportedError.of("platform.unsupported", "", message, "on Windows, run it inside WSL")

@@ -40,9 +40,6 @@ def parse_size(text: str, option: str) -> int:
 
     Units are B, kB, MB, GB, TB, PB (powers of 1000) and KiB, MiB, GiB, TiB, PiB (of 1024), in any case; the B may be
     left out. A bare number is bytes, and is refused below 1 MiB: nobody means files of 5 bytes.
-
-    Raises:
-        RecipeError: it is not a size; the message names `option`.
     """
     written = " ".join(text.split())
     quantity = split_quantity(written)

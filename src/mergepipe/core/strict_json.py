@@ -37,12 +37,7 @@ def shown(value: object) -> str:
 def parse_object(
     raw: bytes, *, where: object, code: str, max_integer_digits: int = MAX_INTEGER_DIGITS
 ) -> dict[str, JsonValue]:
-    """Parse one JSON object. `code` is the code of its errors, `where` the file named in messages.
-
-    Raises:
-        CorruptError: it is not UTF-8, no JSON or no object, nested too deep, or it has a key twice, a number that is
-            not finite or too long, or half of a surrogate pair.
-    """
+    """Parse one JSON object. `code` is the code of its errors, `where` the file named in messages."""
     rules = _Rules(where, code, max_integer_digits)
     text = rules.decode(raw)
     if is_too_deep(raw):
@@ -68,9 +63,6 @@ def object_members(raw: bytes, *, where: object, code: str, nested: str = "") ->
 
     Each as ("", key, value), but of an object under the key `nested` its members, as (nested, key, value).
     Memory: twice the text. Values but strings have at most 64 Ki characters: short ones take 35 times their text.
-
-    Raises:
-        CorruptError: as `parse_object`, or a value is too long; members before the fault were yielded by then.
     """
     rules = _Rules(where, code, MAX_INTEGER_DIGITS)
     text = rules.decode(raw)

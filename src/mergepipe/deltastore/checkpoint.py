@@ -142,13 +142,7 @@ class OpenedStore:
 
 
 def read_store(store: Store, path: Location) -> OpenedStore:
-    """Read and check header and index, both charged as metadata.
-
-    Raises:
-        CorruptError: one of them is damaged, or a file has another size than the index implies.
-        UnsupportedError: a newer version.
-        NotFoundError, StorageError: from the store.
-    """
+    """Read and check header and index, both charged as metadata."""
     if not is_store(store, path):
         raise NotFoundError.of(
             "snapshot.not-found",
@@ -162,11 +156,7 @@ def read_store(store: Store, path: Location) -> OpenedStore:
 
 
 def read_header(store: Store, path: Location) -> OpenedStore:
-    """Read and check the header of a store; the index is read when it is first needed, charged as metadata.
-
-    Raises:
-        CorruptError, UnsupportedError, NotFoundError, StorageError: as `read_store`.
-    """
+    """Read and check the header of a store; the index is read when it is first needed, charged as metadata."""
     return _read_header(store, path, as_metadata)
 
 
@@ -192,10 +182,6 @@ def open_store(store: Store, path: Location, base: Checkpoint | None) -> Checkpo
 
     The index is read when it is first needed, charged to the expert. Blocks are checked against the digests of the
     base's blocks as they are read.
-
-    Raises:
-        MismatchError: the base lacks a tensor that was packed relative to it, or has another dtype or shape.
-        CorruptError, UnsupportedError, NotFoundError, StorageError: as `read_store`.
     """
     opened = _read_header(store, path, as_expert)
     tensors: dict[str, Readable] = {entry.name: _readable(opened, entry, base) for entry in opened.header.tensors}
@@ -267,11 +253,6 @@ def open_packed(
 
     There is no base for one that was packed without. That of a checkpoint in a chain is the store of the one before,
     which may have moved together with it, with its own bases behind it; or that one unpacked, if it is given as `base`.
-
-    Raises:
-        RecipeError: `option.conflict`, a base for a store that was packed without one.
-        NotFoundError, MismatchError: the store or its base is gone, or it is another base.
-        CorruptError, UnsupportedError: header or index are damaged, or of another version.
     """
     opened = read_store(store, path)
     is_chained = opened.header.depth > 0 and (base is None or is_store(store, base))
@@ -324,9 +305,6 @@ def next_base(store: Store, last: Location, length: int) -> Location:
     """The base of the checkpoint after `last` in a chain: `last`, or what its chain begins on once that is long enough.
 
     `length` is the most stores that are decoded to restore a checkpoint.
-
-    Raises:
-        CorruptError, NotFoundError, UnsupportedError, StorageError: a store of the chain cannot be opened.
     """
     if not is_store(store, last):
         return last

@@ -132,12 +132,7 @@ def _entry_json(tensor: PackedEntry) -> dict[str, object]:
 
 
 def parse_header(raw: bytes, path: Location) -> StoreHeader:
-    """Parse and check a header.
-
-    Raises:
-        CorruptError: it is damaged or contradicts the format.
-        UnsupportedError: it is of another version.
-    """
+    """Parse and check a header."""
     document = parse_object(raw, where=path, code="store.damaged")
     fields = _Fields(document, path)
     _check_version(fields.get("format", str), path)

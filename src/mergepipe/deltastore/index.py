@@ -73,11 +73,7 @@ class StoreIndex:
 
     @classmethod
     def parse(cls, content: bytes, where: str) -> StoreIndex:
-        """Parse and check an index.
-
-        Raises:
-            CorruptError: it is not a whole number of rows, or a row contradicts the format.
-        """
+        """Parse and check an index."""
         if len(content) % ROW_BYTES:
             raise corrupt(where, f"{len(content)} bytes are not a whole number of rows of {ROW_BYTES} bytes")
         rows = np.frombuffer(content, ROW)
@@ -108,9 +104,6 @@ class StoreIndex:
         """Check the pieces of rows from `first` on, which lie side by side in `content`, against their checksums.
 
         `offsets` is where they begin in their file, and where the last ends; `where` tells errors where a row is.
-
-        Raises:
-            CorruptError: they do not match.
         """
         checks = self.rows["checks"][first : first + len(offsets) - 1, piece].tobytes()
         for i, (start, stop) in enumerate(pairwise(offsets)):

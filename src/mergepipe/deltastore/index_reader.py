@@ -113,11 +113,7 @@ class StoreIndexReader:
         return self.index.rows.tobytes()
 
     def adopt(self, content: bytes) -> None:
-        """Use the bytes of the index that another process has read: nothing is charged.
-
-        Raises:
-            CorruptError: they are not those of this store.
-        """
+        """Use the bytes of the index that another process has read: nothing is charged."""
         with self._lock:
             self._index = self._checked_index(content)
 
@@ -127,12 +123,7 @@ class StoreIndexReader:
 
     @property
     def index(self) -> StoreIndex:
-        """The index; the first access reads it.
-
-        Raises:
-            CorruptError: it is damaged, or a file has another size than it implies.
-            StorageError, LimitError: from the store.
-        """
+        """The index; the first access reads it."""
         if self._index is None:
             with self._lock:
                 if self._index is None:

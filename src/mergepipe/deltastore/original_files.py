@@ -37,12 +37,7 @@ from mergepipe.storage.ranges import read_exact
 
 
 def read_original_header(store: Store, opened: OpenedStore, number: int) -> bytes:
-    """Read the header of weight file `number`, length prefix included, and check it.
-
-    Raises:
-        CorruptError: it is damaged, or has other tensors than the store.
-        StorageError: the read failed.
-    """
+    """Read the header of weight file `number`, length prefix included, and check it."""
     packed = opened.header.files
     start = sum(file.header_bytes for file in packed[:number])
     where = opened.root / HEADERS_NAME
@@ -97,12 +92,7 @@ class OriginalFiles:
         self._blocks = _DecodedBlocks()
 
     def folder(self, path: Location) -> OriginalFolder:
-        """Open a packed expert with all that it is packed on.
-
-        Raises:
-            NotFoundError, MismatchError: its base, or a store below it, is gone, or is another one.
-            CorruptError, UnsupportedError: a header or index of its chain is damaged, or of another version.
-        """
+        """Open a packed expert with all that it is packed on."""
         opened, expert, bases = open_packed(self._store, path)
         self._blocks.add_stores(checkpoint.root for checkpoint in (expert, *bases))
         return OriginalFolder(self._store, opened, (expert, *bases), self._files, self._blocks)
@@ -150,12 +140,7 @@ class OriginalFolder:
         ]
 
     def open(self, location: Location) -> OriginalFile:
-        """Open one of the weight files.
-
-        Raises:
-            ConflictError: `input.changed`, a file of the chain is not what it was when the expert was opened.
-            CorruptError: the original's header is damaged.
-        """
+        """Open one of the weight files."""
         number = list(self.sizes_bytes).index(location.name)
         header = read_original_header(self._store, self._opened, number)
         return OriginalFile(self, location, header, self._entries[location.name])
@@ -225,11 +210,7 @@ class _SharedFiles:
 
     @contextmanager
     def open(self, chain: tuple[Checkpoint, ...]) -> Iterator[Mapping[Location, RangeFile]]:
-        """Keep the files of checkpoints open, each at the version at which it was opened as a checkpoint.
-
-        Raises:
-            ConflictError: `input.changed`, it has another one by now.
-        """
+        """Keep the files of checkpoints open, each at the version at which it was opened as a checkpoint."""
         with ExitStack() as stack:
             files: dict[Location, RangeFile] = {}
             for checkpoint in chain:
@@ -271,11 +252,7 @@ class _DecodedBlocks:
             self._roots.update(roots)
 
     def block(self, tensor: Readable, number: int, files: Mapping[Location, RangeFile], purpose: Purpose) -> RawBytes:
-        """Return the bytes of a block of a tensor, not to be changed; blocks below it are kept as well.
-
-        Raises:
-            MismatchError, CorruptError: it, or one below it, is not what was packed.
-        """
+        """Return the bytes of a block of a tensor, not to be changed; blocks below it are kept as well."""
         span = BlockGrid(tensor.n_elements, BLOCK_ELEMENTS).span(number)
 
         def decode() -> RawBytes:

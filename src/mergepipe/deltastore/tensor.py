@@ -90,11 +90,7 @@ class PlainTensor:
         return frozenset({self.index_reader.path_of(Piece.WHOLE)})
 
     def entry(self) -> TensorEntry:
-        """Locate the tensor.
-
-        Raises:
-            CorruptError: it is encoded, or its size does not fit.
-        """
+        """Locate the tensor."""
         stop = self.first_row + BlockGrid(self.n_elements, BLOCK_ELEMENTS).n_blocks
         index = self.index_reader.index
         if any(index.codec(row) is not Codec.RAW for row in range(self.first_row, stop)):
@@ -389,11 +385,7 @@ class PackedFetch:
         self._fetch(span, base, out, purpose, is_checked=True)
 
     def unchecked(self, span: Span, out: RawBytes, purpose: Purpose) -> None:
-        """Write the elements of `span` without comparing digests, for callers that compare those of the result.
-
-        Raises:
-            CorruptError: the pieces are not a valid encoding.
-        """
+        """Write the elements of `span` without comparing digests, for callers that compare those of the result."""
         self._fetch(span, None, out, purpose, is_checked=False)
 
     def _fetch(self, span: Span, base: BaseBytes | None, out: RawBytes, purpose: Purpose, *, is_checked: bool) -> None:
@@ -441,11 +433,7 @@ class PackedFetch:
     def _base_of(
         self, first: int, stop: int, span: Span, base: BaseBytes | None, *, is_checked: bool
     ) -> RawBytes | None:
-        """Return the base's bytes of blocks `[first, stop)` after checking their digests; None without a base.
-
-        Raises:
-            MismatchError: it is not the base that the store was packed with.
-        """
+        """Return the base's bytes of blocks `[first, stop)` after checking their digests; None without a base."""
         entry = self._tensor.base
         if entry is None:
             return None

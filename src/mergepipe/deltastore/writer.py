@@ -45,9 +45,6 @@ class StoreWriter:
 
     Blocks are appended in the order of tensors and blocks. Memory: `chunk_bytes` for each of eight files, a byte a row.
     With `durable` it resumes an earlier writer, whose files were truncated to these sizes.
-
-    Raises:
-        StorageError: the operating system refused.
     """
 
     def __init__(
@@ -232,11 +229,7 @@ class OrderedBlocks:
         return self._writer.n_rows
 
     def put(self, number: int, block: EncodedBlock, row: NDArray[np.void]) -> None:
-        """Add block `number` with its row of the index.
-
-        Raises:
-            StorageError: this block, or one before, could not be written.
-        """
+        """Add block `number` with its row of the index."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure

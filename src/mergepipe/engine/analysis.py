@@ -36,9 +36,6 @@ def run_analysis(
     """Read every task's tensors once from open files of `store`, and report the statistics of each expert.
 
     A tensor whose copies do not fit into the memory cap may be read twice. Memory: as `make_part`.
-
-    Raises:
-        LimitError, StorageError, CorruptError: as `make_part`.
     """
     cut_of = cut_everywhere(work.block_elements)
     cut_of = uncut_blocks(cut_of, work.tasks, options.memory_bytes)

@@ -31,11 +31,7 @@ class MadeParts:
         observer: Observer = SILENT,
         progress: DurableProgress | None = None,
     ) -> PartResult:
-        """See `Executor.run`.
-
-        Raises:
-            NotFoundError: `parts.missing`, a shard is not made.
-        """
+        """See `Executor.run`."""
         digests_of = made_shards(self.parts)
         self.ledger.expert_limit_bytes = self.limit_bytes
         self.ledger.add(self.usage)
@@ -48,11 +44,7 @@ class MadeParts:
 
 
 def made_shards(parts: PartsPlace) -> dict[int, tuple[TensorDigest, ...]]:
-    """Return the digests of all shards.
-
-    Raises:
-        NotFoundError: `parts.missing`, it names the first shards that are not made.
-    """
+    """Return the digests of all shards."""
     recorded = parts.recorded_shards()
     is_complete = len(recorded) == len(parts.job.shards)  # else none is read
     digests_of = {

@@ -57,11 +57,6 @@ def make_part(
 
     Memory: `options.memory_bytes` of buffers, and the counters of reductions (see `engine.reductions`). Disk, under a
     plan: in `directory`, what is read of experts of a tensor that buffers do not hold and that is looked at twice.
-
-    Raises:
-        ConflictError: `input.changed`, a file has another version than the work names.
-        LimitError: the memory cap is too small for one step.
-        StorageError, CorruptError: see `Pipeline.run`.
     """
     layout = _layout(work, options.memory_bytes - CHUNK_BYTES)
     by_shard = work.output.tasks_by_shard()

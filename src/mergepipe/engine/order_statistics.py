@@ -90,11 +90,7 @@ class RankSearch:
 
     @property
     def places(self) -> dict[int, Place]:
-        """The answers by rank.
-
-        Raises:
-            ValueError: some are not decided.
-        """
+        """The answers by rank."""
         if self.is_open:
             raise ValueError(f"ranks {self.open_ranks} are not decided")
         return {rank: place for rank, place in self._answers.items() if place is not None}

@@ -175,12 +175,7 @@ class Pipeline:
         self._next_tick = 0.0
 
     def run(self, jobs: Iterable[Job]) -> None:
-        """Run all jobs to completion, or raise the first worker's error after every thread has stopped.
-
-        Raises:
-            StorageError: a read or a write failed.
-            CorruptError: an input ended before a tensor did.
-        """
+        """Run all jobs to completion, or raise the first worker's error after every thread has stopped."""
         workers: list[threading.Thread] = []
         try:
             for loop in (
@@ -430,11 +425,7 @@ def fill_now(
     opened: Opened,
     purpose: Purpose,
 ) -> None:
-    """Fill a buffer on the calling thread, charging everything to one purpose.
-
-    Raises:
-        StorageError, CorruptError: as `Pipeline.run`.
-    """
+    """Fill a buffer on the calling thread, charging everything to one purpose."""
     for read in layout.reads:
         _read(replace(read, purpose=purpose), buffer, files)
     bases = {order.base_offset: _base_bytes(order, buffer) for order in layout.computations if order.on_base}

@@ -62,11 +62,7 @@ class ClusterNode:
 
 
 def task_shape(nodes: Sequence[ClusterNode], threads: int | None, memory_bytes: int | None) -> TaskShape:
-    """Choose what a task gets, so that every node with a processor is used; half of a node's memory is left.
-
-    Raises:
-        LimitError: `ray.resources`, no node has so much.
-    """
+    """Choose what a task gets, so that every node with a processor is used; half of a node's memory is left."""
     offering = [node for node in nodes if node.threads > 0]
     if not offering:
         message = "no node of the cluster offers a processor"
@@ -147,9 +143,6 @@ class RayCluster:
 
         `on_outcome` is called with what each task returned or raised, as they end, and with None about ten times a
         second. What it raises cancels the other tasks, and they have ended when it is raised here.
-
-        Raises:
-            StorageError: `ray.lost`, processes or nodes of a task were lost again and again, or the head.
         """
         task = self._task_of(shape)
         pending = [task.remote(mergepipe.__version__, function, payload) for payload in payloads]

@@ -237,11 +237,7 @@ RunsOf = Callable[[int, MergeTask], Iterable[Run]]
 
 
 def leveled(source: Source) -> LeveledTensor:
-    """Return the source as a `LeveledTensor`.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Return the source as a `LeveledTensor`."""
     if not isinstance(source, LeveledTensor):
         raise ValueError(f"{source.name} has no levels: it is read as it is")
     return source
@@ -347,9 +343,6 @@ def choose_buffer_sizes(
     """Pick the buffer size for a memory cap; a buffer holds at least one stretch between cuts of every model.
 
     `memory_bytes` is what the cap leaves for buffers, after `reserved_bytes` for something else.
-
-    Raises:
-        LimitError: not even three buffers of the smallest useful size fit into the cap.
     """
     raw_bytes, out_bytes = _smallest_buffer(tasks, cut_of)
     smallest = raw_bytes + out_bytes

@@ -274,11 +274,7 @@ class Needs:
         return make_reduction(request, n_elements, n_experts, self.sampled_elements)
 
     def next(self, reduced: Reduced) -> tuple[Reduced, ReductionRequest | None]:
-        """Advance as far as known quantities allow; return them, and the next request to gather, if any.
-
-        Raises:
-            ValueError: an operator asks again for what it was told.
-        """
+        """Advance as far as known quantities allow; return them, and the next request to gather, if any."""
         earlier: list[ReductionRequest] = []
         while (request := self.operator.reduction(self.inputs, reduced)) is not None:
             if request in earlier:

@@ -214,11 +214,7 @@ class PartResult:
         return tuple(digest for shard in sorted(self.digests_of) for digest in self.digests_of[shard])
 
     def __add__(self, other: PartResult) -> PartResult:
-        """Join the results of disjoint parts.
-
-        Raises:
-            ValueError: a shard is in both.
-        """
+        """Join the results of disjoint parts."""
         if self.digests_of.keys() & other.digests_of.keys():
             raise ValueError(f"{self.part} and {other.part} are not disjoint parts of one output")
         return PartResult({**self.digests_of, **other.digests_of}, self.usage + other.usage)
@@ -248,8 +244,5 @@ class Executor(Protocol):
         """Write the work's shards into the staging `directory`, and return the sum of the results of its parts.
 
         What `progress` says is durable already is neither read nor written.
-
-        Raises:
-            MergePipeError: as `make_part`, from any worker; every worker has stopped.
         """
         ...

@@ -18,12 +18,7 @@ from mergepipe.storage.stores import Stores
 
 
 def compare_snapshots(a: Path, b: Path, *, reads_tensors: bool, on_progress: ProgressCallback | None) -> SnapshotDiff:
-    """Compare the snapshots in two directories; `reads_tensors` works out norms of what differs.
-
-    Raises:
-        NotFoundError, CorruptError, UnsupportedError: a manifest cannot be read.
-        StorageError: a file of tensors cannot be read.
-    """
+    """Compare the snapshots in two directories; `reads_tensors` works out norms of what differs."""
     store = Stores()
     first, second = (read_manifest_value(store, Location.local(path)) for path in (a, b))
     changes, equal = _changes(first, second)

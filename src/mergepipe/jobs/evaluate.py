@@ -37,11 +37,7 @@ class Evaluation:
     words: tuple[str, ...]
 
     def loss_of(self, folder: Path) -> float:
-        """Run the command on a snapshot, without a shell and without input; what it writes to stderr is not touched.
-
-        Raises:
-            RecipeError: `evaluate.failed`, it cannot be run, fails, or prints no finite number.
-        """
+        """Run the command on a snapshot, without a shell and without input; what it writes to stderr is not touched."""
         words = [word.replace(_FOLDER, str(folder)) for word in self.words]
         try:
             ran = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
@@ -60,11 +56,7 @@ class Evaluation:
 
 
 def parse_evaluation(command: str) -> Evaluation:
-    """Split a command as a shell would, without its variables and patterns; without `{}` the folder comes last.
-
-    Raises:
-        RecipeError: `evaluate.failed`, it is empty, its quotes are not closed, or there is no such program.
-    """
+    """Split a command as a shell would, without its variables and patterns; without `{}` the folder comes last."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -94,11 +86,6 @@ def merge_to_target(
 
     Each is made anew where the output grows, and evaluated before it is published. What those before it read is told
     in the report and the manifest as bytes of earlier runs that do not count.
-
-    Raises:
-        LimitError: `evaluate.target`, the loss of no budget is low enough; nothing is published.
-        RecipeError: as `Evaluation.loss_of`.
-        MergePipeError: as `run_budgeted`.
     """
     tried: list[TriedBudget] = []
     anew = replace(settings, resume=Resume.NEVER)

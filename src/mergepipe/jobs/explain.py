@@ -68,10 +68,6 @@ def explain_subject(subject_text: str, pattern: str | None, home: Path) -> Expla
     """Explain a snapshot (its directory, sid or prefix of the sid) or a stored plan.
 
     `pattern` chooses tensors that are told of block by block, by a shell pattern over their names.
-
-    Raises:
-        NotFoundError: `tensor.not-found`, no merged tensor matches; otherwise as `find_snapshot_path`.
-        CorruptError, UnsupportedError: the plan or the manifest cannot be read.
     """
     store, place = Stores(), Location.of(subject_text)
     if place.name != MANIFEST_NAME and is_file(store, place):
@@ -87,11 +83,7 @@ def _snapshot(store: Store, path: Path) -> _Subject:
 
 
 def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pattern: str | None) -> Explanation:
-    """Explain a plan, a manifest, or a manifest that contains its plan.
-
-    Raises:
-        NotFoundError: `tensor.not-found`.
-    """
+    """Explain a plan, a manifest, or a manifest that contains its plan."""
     source = plan if plan is not None else manifest
     if source is None:
         raise ValueError("neither a plan nor a manifest")

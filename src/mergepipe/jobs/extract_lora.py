@@ -64,10 +64,6 @@ def extract_lora_adapter(
     """Write the adapter that brings `base` as close to `model` as its ranks allow; see `api.extract_lora`.
 
     Memory: about four times the largest matrix in float32.
-
-    Raises:
-        MismatchError: `extract.nothing`, the two are equal in all that an adapter holds.
-        MergePipeError: as opening the models, reading them, and publishing.
     """
     started = time.perf_counter()
     store = Stores()

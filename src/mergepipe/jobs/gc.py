@@ -37,11 +37,6 @@ def collect_garbage(home: Path, places: Sequence[Location], *, dry_run: bool) ->
 
     A snapshot on a disk that is not mounted does not count as deleted: a row goes only if the folder that held it is
     there and it is not. What another snapshot was made from keeps its row.
-
-    Raises:
-        NotFoundError: `storage.not-found`, a place is no directory and no bucket.
-        StorageError: a bucket refuses.
-        MergePipeError: the catalog cannot be used.
     """
     roots = [place.local_path for place in places if place.scheme not in OBJECT_SCHEMES]
     for root in roots:

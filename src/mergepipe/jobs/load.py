@@ -97,13 +97,7 @@ class LoadedTensors(Mapping[str, Any]):
 
 
 def load_tensors(path: Location, *, base: Location | None, framework: str, threads: int) -> LoadedTensors:
-    """Open a model for reading by name; see `api.load_file`.
-
-    Raises:
-        RecipeError: `option.invalid`, another framework; `option.conflict`, a base for a model that needs none.
-        UnsupportedError: an adapter, differences from a base, and what else `open_model` refuses.
-        NotFoundError, CorruptError, MismatchError, StorageError: from opening the model or its base.
-    """
+    """Open a model for reading by name; see `api.load_file`."""
     if framework not in FRAMEWORKS:
         raise RecipeError.of(
             "option.invalid", "framework", f"{framework!r} was given", f"give one of {', '.join(FRAMEWORKS)}"

@@ -67,12 +67,7 @@ class PartTask:
 
 
 def make_part_of_plan(payload: bytes) -> bytes:
-    """Make the part that a pickled `PartTask` names, and return the pickled report: what a task calls.
-
-    Raises:
-        NotFoundError: `ray.not-shared`, this machine does not see the place of the parts.
-        MergePipeError: as `run_part`.
-    """
+    """Make the part that a pickled `PartTask` names, and return the pickled report: what a task calls."""
     task: PartTask = pickle.loads(payload)
     plan = _plan_of_parts(task.out, task.plan_digest)
     if plan is None:
@@ -109,11 +104,7 @@ def run_merge_on_ray(
     started: float,
     on_progress: ProgressCallback | None,
 ) -> MergeReport:
-    """Plan a recipe, and make the plan's output on a cluster; an unfinished merge of this very request is resumed.
-
-    Raises:
-        MergePipeError: as `run_plan_on_ray` and `make_plan`.
-    """
+    """Plan a recipe, and make the plan's output on a cluster; an unfinished merge of this very request is resumed."""
     store = Stores(settings=settings.engine.remote)
     inputs = open_inputs(recipe, store, request.allow_dropped, strictness=settings.strictness)
     place = settings.destination or out.absolute()
@@ -156,16 +147,7 @@ def run_plan_on_ray(
     started: float,
     on_progress: ProgressCallback | None,
 ) -> MergeReport:
-    """Make the output of a plan as tasks of a cluster, and publish it. If that fails, what is made is kept.
-
-    Raises:
-        UnsupportedError: `extra.missing`, Ray is not installed; `parts.reuse`.
-        NotFoundError: `ray.unreachable`, no cluster; `ray.not-shared`, a node does not see OUT; `resume.nothing`.
-        LimitError: `ray.resources`; `parts.budget`, the budget does not allow to read again what a lost worker read.
-        ConflictError: `ray.version`, a node has another version; `parts.other-job`.
-        StorageError: `ray.lost`.
-        MergePipeError: as `run_part`, from any task.
-    """
+    """Make the output of a plan as tasks of a cluster, and publish it. If that fails, what is made is kept."""
     planned = _opened(plan, settings)
     settings.base_model_ids.check_names(planned.inputs.leaf_models)
     check_output(settings.destination or out.absolute(), planned.inputs, force=settings.force)
@@ -280,11 +262,7 @@ class _RayRun:
         return f"{n_done} of {n_shards} files are made: the same command resumes there; to give up, remove {place}"
 
     def make_all(self, ray: RayCluster) -> None:
-        """Make what is not made yet.
-
-        Raises:
-            LimitError, ConflictError: some files could not be read for again; all others are made first.
-        """
+        """Make what is not made yet."""
         sizes = [nbytes for _, nbytes in self._parts.job.shards]
         done = [self._parts.done(shard) is not None for shard in range(len(sizes))]
         missing_bytes = sum(nbytes for nbytes, is_done in zip(sizes, done, strict=True) if not is_done)

@@ -50,10 +50,6 @@ def pack_experts(
     """Pack each expert into a store `folder/NAME`, relative to the nearest of `bases`, or on its own; see `api.pack`.
 
     With `replaces` the originals are removed last.
-
-    Raises:
-        RecipeError, UnsupportedError, MismatchError: see `api.pack`.
-        OutputError, ConflictError, StorageError: the store cannot go there, or an input changed.
     """
     started = time.perf_counter()
     store = Stores()
@@ -114,9 +110,6 @@ def pack_chain(
     """Pack checkpoints of one run in order, each relative to the one before as packed; see `api.pack`.
 
     Every `length`-th is relative to what the chain begins on, so that at most `length` stores restore one.
-
-    Raises:
-        As `pack_experts`, for each of them; those before it are published.
     """
     started = time.perf_counter()
     reports: list[PackReport] = []
@@ -144,11 +137,7 @@ def _check_bases(
     *,
     strict: bool,
 ) -> None:
-    """Tell of bases that are hardly the experts' or were not told from others, before anything is written.
-
-    Raises:
-        MismatchError: `base.mismatch`, if `strict`.
-    """
+    """Tell of bases that are hardly the experts' or were not told from others, before anything is written."""
     doubts = [
         Problem("base.mismatch", str(job.expert.path), doubt, "name its base")
         for job in jobs
@@ -164,11 +153,7 @@ def _check_bases(
 def _pack_together(
     store: Store, jobs: Sequence[PackJob], threads: int, on_progress: ProgressCallback | None
 ) -> dict[Location, PackedExpert]:
-    """Pack some experts in one pass and publish each; if one fails, the others are still published.
-
-    Raises:
-        MergePipeError: the first one's, once all others are published.
-    """
+    """Pack some experts in one pass and publish each; if one fails, the others are still published."""
     started = time.perf_counter()
     total = sum(job.expert.tensor_bytes for job in jobs)
     inputs = set[Location]().union(*(job.weight_files for job in jobs))
@@ -219,11 +204,7 @@ class _Counter:
 
 
 def _check_removable(job: PackJob) -> None:
-    """Refuse to replace an expert that is a symbolic link, or that contains the base.
-
-    Raises:
-        RecipeError: naming the file.
-    """
+    """Refuse to replace an expert that is a symbolic link, or that contains the base."""
     expert = job.expert
     if not expert.path.is_local:
         message = "is not on this machine: --replace removes only files of this machine"
@@ -245,12 +226,7 @@ def _check_removable(job: PackJob) -> None:
 
 
 def _check_replaceable(store: Store, job: PackJob, threads: int) -> None:
-    """Check that a store restores its original exactly and is durable, before the original is removed.
-
-    Raises:
-        CorruptError: the store is damaged.
-        ConflictError: the original is not what it holds.
-    """
+    """Check that a store restores its original exactly and is durable, before the original is removed."""
     store = store if job.place.is_local else Stores()  # which lists the bucket as it is now
     verify_store(store, job.place, job.base, threads)
     opened = read_store(store, job.place)

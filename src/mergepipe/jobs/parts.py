@@ -53,11 +53,7 @@ class PartChoice:
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """Read `2/7` as a part.
-
-    Raises:
-        RecipeError: `option.invalid`.
-    """
+    """Read `2/7` as a part."""
     number, slash, count = text.partition("/")
     if slash and all(word.isascii() and word.isdigit() and len(word) < 7 for word in (number, count)):
         return check_part(int(number), int(count))
@@ -65,22 +61,14 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def check_part(number: int, n_parts: int) -> tuple[int, int]:
-    """Return the numbers of a part if there can be one.
-
-    Raises:
-        RecipeError: `option.invalid`.
-    """
+    """Return the numbers of a part if there can be one."""
     if 1 <= number <= n_parts:
         return number, n_parts
     raise _not_a_part(f"{number}/{n_parts}")
 
 
 def experts_of_part(experts: Sequence[str], text: str | None) -> Sequence[str]:
-    """Return the experts that a part of a job on many machines takes; all without a part.
-
-    Raises:
-        RecipeError: `option.invalid`, it is no part, or there are fewer experts than parts.
-    """
+    """Return the experts that a part of a job on many machines takes; all without a part."""
     if text is None:
         return experts
     number, n_parts = parse_part(text)
@@ -105,13 +93,7 @@ def run_part(
     started: float,
     on_progress: ProgressCallback | None,
 ) -> PartReport:
-    """Make the shards of one part that are not done; whoever completes the last one finishes the output.
-
-    Raises:
-        NotFoundError: `parts.missing`, finishing was wanted and shards are not made.
-        LimitError, ConflictError: as `PartsWorker.make`; the other shards of the part are made first.
-        MergePipeError: as `run_plan`.
-    """
+    """Make the shards of one part that are not done; whoever completes the last one finishes the output."""
     run = _PartRun(plan, out, choice, settings, started, on_progress)
     return run.report((), (), is_published=True) if run.is_published() else run.make_and_finish()
 
@@ -260,11 +242,7 @@ class _PartRun:
 
 
 def check_output(out: Path | Location, inputs: Inputs, *, force: bool) -> None:
-    """Refuse a place at which an output cannot be published.
-
-    Raises:
-        OutputError: `output.exists`, `output.not-ours`, `output.place`.
-    """
+    """Refuse a place at which an output cannot be published."""
     paths = [checkpoint.path for checkpoint in inputs.checkpoints]
     if isinstance(out, Path):
         check_target(out, paths, force=force)
@@ -273,12 +251,7 @@ def check_output(out: Path | Location, inputs: Inputs, *, force: bool) -> None:
 
 
 def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> PartsStatus:
-    """Tell how far an output is that is made in parts; its inputs are not opened.
-
-    Raises:
-        NotFoundError: `parts.none`, nothing of it is there.
-        CorruptError: `work-log.damaged`.
-    """
+    """Tell how far an output is that is made in parts; its inputs are not opened."""
     published = is_snapshot_of(out, plan.digest)
     job = job_at(out, plan.digest)
     if job is None and not published:

@@ -72,11 +72,7 @@ def plan_request(
     strict: bool = False,
     everything: bool = False,
 ) -> PlanRequest:
-    """Return what a plan is asked for; `everything` takes the place of a budget.
-
-    Raises:
-        RecipeError: `budget.*`, no budget, or one that cannot be; `option.conflict`, a budget for everything.
-    """
+    """Return what a plan is asked for; `everything` takes the place of a budget."""
     if everything:
         if budget is not None:
             message = "it reads everything, whatever --budget says"
@@ -223,11 +219,7 @@ def _read_whole(tensor: PlannedTensor, block_elements: int) -> PlannedTensor:
 
 
 def _refuse_starved(plan: Plan) -> None:
-    """Refuse a plan that reads nothing of an expert, whatever the reason.
-
-    Raises:
-        LimitError: `budget.too-small`, one problem for each such expert.
-    """
+    """Refuse a plan that reads nothing of an expert, whatever the reason."""
     problems = [
         Problem("budget.too-small", fallback.where, f"{fallback.decision}: {fallback.reason}", "raise --budget")
         for fallback in plan.fallbacks
@@ -282,10 +274,5 @@ def plan_recipe(recipe: Location | RecipeText, request: PlanRequest, home: Path)
 
 
 def read_plan(store: Store, path: Location) -> Plan:
-    """Read a stored plan.
-
-    Raises:
-        NotFoundError: there is none.
-        CorruptError, UnsupportedError: as `parse_plan`.
-    """
+    """Read a stored plan."""
     return parse_plan(store.read_small(path, PLAN_BYTES), path)

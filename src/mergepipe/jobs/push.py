@@ -62,11 +62,7 @@ class _Push:
 
 
 def push_destination(text: str) -> Location:
-    """Read where to push to: `org/name` is a repository of the Hub unless there is such a path.
-
-    Raises:
-        RecipeError: `location.invalid`.
-    """
+    """Read where to push to: `org/name` is a repository of the Hub unless there is such a path."""
     name = resolve_model_name(text, lambda path: Path(path).exists())
     return name.remote if name.remote is not None and name.is_hub_id else Location.parse(text)
 
@@ -74,14 +70,7 @@ def push_destination(text: str) -> Location:
 def push_snapshot(
     path: Path, destination: Location, request: PushRequest, *, started: float, on_progress: ProgressCallback | None
 ) -> PushReport:
-    """Push the snapshot, composite or packed expert at `path`; what a killed push has uploaded is not uploaded again.
-
-    Raises:
-        NotFoundError, CorruptError: a file of the snapshot is gone, or is not what was written.
-        OutputError: `output.place`, `output.exists`, `output.not-ours`.
-        ConflictError: `output.busy`, `output.changed`.
-        StorageError: the store refuses, or cannot be reached.
-    """
+    """Push the snapshot, composite or packed expert at `path`; what a killed push has uploaded is not sent again."""
     if destination.scheme not in (*OBJECT_SCHEMES, HUB_SCHEME):
         hint = "push to org/name on the Hub, hf://org/name, s3://, gs:// or az://"
         raise OutputError.of("output.place", destination, "no snapshot can be pushed there", hint)
@@ -228,11 +217,7 @@ def _holds(place: Location, output: OutputContent) -> bool:
 
 
 def _replaced_names(place: Location) -> set[str]:
-    """The files of the snapshot, average or packed expert that a repository holds by now, which are replaced.
-
-    Raises:
-        OutputError: `output.not-ours`, it holds weights that no output of ours lists.
-    """
+    """The files of the snapshot, average or packed expert that a repository holds by now, which are replaced."""
     store = Stores()
     try:
         names = set(files_below(store, place))

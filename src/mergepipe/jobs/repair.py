@@ -55,11 +55,6 @@ def repair_snapshot(
 
     Nothing is written before all of it was made again and is what the manifest says. Times of files stay as they are,
     so that what was made from the snapshot knows it again.
-
-    Raises:
-        NotFoundError, ConflictError: an input is gone or changed; `input.changed`, it makes other bytes by now.
-        CorruptError: the manifest is damaged; `snapshot.unrepairable`, something that cannot be made again.
-        OutputError: `output.link`, `output.not-ours`: what is to be written to is not the snapshot's own.
     """
     if path.is_symlink():
         message = f"is a link to {path.resolve()}, and nothing is written through links"

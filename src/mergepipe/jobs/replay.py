@@ -25,13 +25,7 @@ _MOST_NAMED = 5
 def replay_snapshot(
     path: Location, out: Path, settings: MergeSettings, *, started: float, on_progress: ProgressCallback | None
 ) -> MergeReport:
-    """Recompute the snapshot at `path` into `out`; seed and shard sizes come from the manifest, not `settings`.
-
-    Raises:
-        NotFoundError: `input.not-found`.
-        ConflictError: `input.changed`, what was made is not the same, and is not published.
-        MergePipeError: as a merge.
-    """
+    """Recompute the snapshot at `path` into `out`; seed and shard sizes come from the manifest, not `settings`."""
     store = Stores(settings=settings.engine.remote)
     manifest = with_inputs_found(read_manifest_value(store, path), store, settings.home)
     settings = replace(

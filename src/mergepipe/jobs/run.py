@@ -53,12 +53,7 @@ def run_budgeted(
 def run_plan(
     plan: Plan, out: Path, settings: MergeSettings, *, started: float, on_progress: ProgressCallback | None
 ) -> MergeReport:
-    """Run a stored plan against the inputs it was made for.
-
-    Raises:
-        ConflictError: `input.changed`, an input is not what it was.
-        NotFoundError: an input is gone.
-    """
+    """Run a stored plan against the inputs it was made for."""
     store = Stores(settings=settings.engine.remote)
     with closing(CatalogLink(settings.home)) as link:
         inputs = open_planned(plan, store, link)

@@ -56,11 +56,7 @@ class SweepRequest:
 def sweep_request(
     budgets: Sequence[str], plan: PlanRequest, home: Path, work: Path | None, evaluate: str | None
 ) -> SweepRequest:
-    """Return the request for budgets as they are written; each takes the place of the budget of `plan`.
-
-    Raises:
-        RecipeError: `budget.*`; as `parse_evaluation`.
-    """
+    """Return the request for budgets as they are written; each takes the place of the budget of `plan`."""
     return SweepRequest(
         tuple(SweepBudget(text.strip(), parse_budget(text, "--budgets")) for text in budgets),
         plan,
@@ -90,10 +86,6 @@ def run_sweep(
 
     Every budget is planned as a merge under it is. At most two outputs lie
     on the disk at a time, under `request.work` (default: where temporary files go); nothing is left behind or recorded.
-
-    Raises:
-        NotFoundError: `storage.not-found`, there is no such directory.
-        MergePipeError: as planning and merging do, before the full merge where it can be known by then.
     """
     work = request.work
     if work is not None and not work.is_dir():

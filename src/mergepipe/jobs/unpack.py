@@ -44,13 +44,7 @@ _ROOM_BYTES = 8 * BLOCK_ELEMENTS
 def unpack_store(
     root: Location, out: Path, *, base: Location | None, threads: int, on_progress: ProgressCallback | None
 ) -> UnpackReport:
-    """Write the files that the store in `root` was made from into the new directory `out`; see `api.unpack`.
-
-    Raises:
-        NotFoundError, MismatchError: the store or its base is gone, or it is another base.
-        CorruptError: the store is damaged.
-        OutputError, StorageError: the files cannot go there; nothing was published.
-    """
+    """Write the files that the store in `root` was made from into the new directory `out`; see `api.unpack`."""
     started = time.perf_counter()
     store = Stores()
     opened, checkpoint, bases = open_packed(store, root, base)
@@ -69,11 +63,7 @@ def unpack_store(
 
 
 def verify_store(store: Store, path: Location, base: Checkpoint | None, threads: int) -> None:
-    """Decode everything in the store at `path`, and compare it with the digests of the originals.
-
-    Raises:
-        CorruptError: something in it is not what was packed.
-    """
+    """Decode everything in the store at `path`, and compare it with the digests of the originals."""
     opened = read_store(store, path)
     checkpoint = open_store(store, path, base)
     reader = _Reader(opened, checkpoint, threads, checks_pieces=True)
@@ -91,12 +81,7 @@ def verify_pack(
     started: float,
     on_progress: ProgressCallback | None,
 ) -> VerifyReport:
-    """Decode a packed expert and compare it with the digests of the original, tensor by tensor; see `api.verify`.
-
-    Raises:
-        NotFoundError, MismatchError: the store or its base is gone, or it is another base.
-        CorruptError: header or index are damaged.
-    """
+    """Decode a packed expert and compare it with the digests of the original, tensor by tensor; see `api.verify`."""
     store = Stores()
     opened, checkpoint, bases = open_packed(store, path, base)
     reader = _Reader(opened, checkpoint, threads, checks_pieces=True)
@@ -177,11 +162,7 @@ class _Reader:
         self._identity = PassingContentId(original_checkpoint(opened))
 
     def check_content_id(self) -> None:
-        """Compare the id on record with that of the tensors, once all were read.
-
-        Raises:
-            CorruptError: it is another one.
-        """
+        """Compare the id on record with that of the tensors, once all were read."""
         if self._identity.missing_files:
             return  # a tensor is damaged: that was told
         content_id, claimed = self._identity.value({}), self.opened.header.content_id
@@ -234,11 +215,7 @@ class _Reader:
         return True
 
     def _check(self, tensor: Readable, span: Span, row: int, content: RawBytes) -> None:
-        """Compare blocks with the digests of the original's.
-
-        Raises:
-            CorruptError: they are not what was packed.
-        """
+        """Compare blocks with the digests of the original's."""
         block_bytes = BLOCK_ELEMENTS * tensor.dtype.itemsize
         for block, start in enumerate(range(0, len(content), block_bytes)):
             if digest(content[start : start + block_bytes]) != self.opened.index.rows["expert"][row + block].tobytes():

@@ -69,14 +69,7 @@ def verify_snapshot(
     started: float,
     on_progress: ProgressCallback | None,
 ) -> VerifyReport:
-    """Verify the snapshot or composite at a path; recompute `deep_fraction` of it from the inputs and compare.
-
-    Raises:
-        NotFoundError: there is no manifest, or for `deep_fraction` an input is gone.
-        CorruptError: the manifest is damaged.
-        ConflictError: an input is not what it was, and something was to be made again from it.
-        UnsupportedError: `snapshot.composite`, a composite cannot be made again.
-    """
+    """Verify the snapshot or composite at a path; recompute `deep_fraction` of it from the inputs and compare."""
     store = Stores()
     if is_composite(store, path):
         if deep_fraction > 0:

@@ -59,11 +59,7 @@ def is_composite(store: Store, path: Location) -> bool:
 
 
 def read_composite(store: Store, path: Location) -> CompositeRecord:
-    """Read the manifest of a composite.
-
-    Raises:
-        CorruptError: it is damaged.
-    """
+    """Read the manifest of a composite."""
     manifest = path / MANIFEST_NAME
     content = parse_object(store.read_small(manifest, MANIFEST_BYTES), where=manifest, code="manifest.damaged")
     record = CompositeRecord(content, tuple(_recorded(content.get("files"), manifest)))
@@ -76,11 +72,7 @@ def read_composite(store: Store, path: Location) -> CompositeRecord:
 def verify_composite(
     store: Store, path: Location, threads: int, *, started: float, on_progress: ProgressCallback | None
 ) -> VerifyReport:
-    """Read every file of a composite and compare it with the manifest.
-
-    Raises:
-        CorruptError: the manifest is damaged.
-    """
+    """Read every file of a composite and compare it with the manifest."""
     record = read_composite(store, path)
     files, sid = record.files, record.sid
     damages: list[Damage] = []

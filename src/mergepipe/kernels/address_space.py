@@ -22,11 +22,7 @@ def address_space_limit_bytes() -> int | None:
 
 
 def check_address_space(threads: int) -> None:
-    """Refuse an address space limit under which the loaded compiler would abort the process.
-
-    Raises:
-        LimitError: `memory.too-small`.
-    """
+    """Refuse an address space limit under which the loaded compiler would abort the process."""
     limit = address_space_limit_bytes()
     needed = COMPILER_ADDRESS_BYTES + threads * THREAD_ADDRESS_BYTES
     if limit is None or limit >= needed or "llvmlite" in sys.modules:
@@ -37,11 +33,7 @@ def check_address_space(threads: int) -> None:
 
 @cache
 def load_llvm() -> Any:
-    """Import LLVM, which knows this processor, without the compiler.
-
-    Raises:
-        LimitError: `memory.too-small`.
-    """
+    """Import LLVM, which knows this processor, without the compiler."""
     check_address_space(threads=1)
     from llvmlite import binding
 

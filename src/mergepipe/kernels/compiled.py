@@ -50,11 +50,7 @@ class Kernel:
 
     @property
     def dispatcher(self) -> Any:
-        """numba's dispatcher of the function: one, whichever threads ask for it.
-
-        Raises:
-            UnsupportedError: `platform.unsupported`.
-        """
+        """numba's dispatcher of the function: one, whichever threads ask for it."""
         with _making:
             if self._dispatcher is None:
                 self._dispatcher = self._make_dispatcher()

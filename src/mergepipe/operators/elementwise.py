@@ -92,11 +92,7 @@ class ElementwiseRule:
         return self.anchor_scale == 1.0 and not len(self.coefficients_E)
 
     def _keep_in(self, first_element: int) -> Keep:
-        """Return how a block is selected: by marks, where there are any and it begins with a group of them.
-
-        Raises:
-            ValueError: it does not, and only marks say what is kept.
-        """
+        """Return how a block is selected: by marks, where there are any and it begins with a group of them."""
         from mergepipe.kernels.merge import MARK_ELEMENTS
 
         if self.marks_MB is not None and first_element % MARK_ELEMENTS == 0:

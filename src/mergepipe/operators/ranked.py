@@ -137,20 +137,12 @@ class Survival:
             drop_ranked(values_N, block.first_element, self.row_elements, self.stream_keys_E[e], lowest, spread)
 
     def check_rows(self, block: RawBlock) -> None:
-        """Refuse a block that cuts a row in which something is dropped.
-
-        Raises:
-            ValueError: it starts inside a row.
-        """
+        """Refuse a block that cuts a row in which something is dropped."""
         if block.first_element % self.row_elements and bool((self.lowest_E < 1.0).any()):
             raise ValueError(f"a block starts at element {block.first_element}, inside a row of {self.row_elements}")
 
     def parts(self, block: RawBlock) -> Iterator[RawBlock]:
-        """The block in pieces, of whole rows where anything is dropped, about `SCRATCH_ELEMENTS` long.
-
-        Raises:
-            ValueError: the block cuts a row in which something is dropped.
-        """
+        """The block in pieces, of whole rows where anything is dropped, about `SCRATCH_ELEMENTS` long."""
         self.check_rows(block)
         step = self.row_elements * max(1, SCRATCH_ELEMENTS // self.row_elements)
         for skip in range(0, block.n_elements, step):
@@ -310,11 +302,7 @@ def survival_of(inputs: OperatorInput) -> Survival:
 
 
 def check_spread(inputs: OperatorInput) -> None:
-    """Refuse probabilities outside of (0, 1).
-
-    Raises:
-        RecipeError: `density - epsilon` or `density + epsilon` is out of range.
-    """
+    """Refuse probabilities outside of (0, 1)."""
     for parameters in inputs.experts:
         conflict = spread_conflict(parameters)
         if conflict:

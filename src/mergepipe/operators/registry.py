@@ -33,11 +33,7 @@ def has_operator(name: str) -> bool:
 
 
 def operator_named(name: str) -> Operator:
-    """The operator of that name.
-
-    Raises:
-        KeyError: there is none; recipes are checked against `operator_specs` before.
-    """
+    """The operator of that name."""
     return _OPERATORS[name]
 
 
@@ -47,11 +43,7 @@ def is_built_in(operator: Operator) -> bool:
 
 
 def add_operator(operator: Operator) -> None:
-    """Let recipes name an operator.
-
-    Raises:
-        UnsupportedError: there is another one of that name, or it does not say what a planner may know.
-    """
+    """Let recipes name an operator."""
     name = operator.spec.name
     if has_operator(name):
         message = "there is a merge method of that name already"
@@ -63,11 +55,7 @@ def add_operator(operator: Operator) -> None:
 
 
 def remove_operator(name: str) -> None:
-    """Take out an operator that was added; those of MergePipe itself stay.
-
-    Raises:
-        KeyError: no operator of that name was added.
-    """
+    """Take out an operator that was added; those of MergePipe itself stay."""
     if name in _BUILT_IN:
         raise KeyError(name)
     del _OPERATORS[name]

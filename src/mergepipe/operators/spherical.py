@@ -310,11 +310,7 @@ class MultiSlerp(Plain):
 
 
 def barycentre(weights_P: Coefficients, gram_PP: Gram, eps: float) -> Coefficients:
-    """The coefficients of the barycentre of vectors with these inner products.
-
-    Raises:
-        UnsupportedError: the weighted directions of more than two vectors cancel out.
-    """
+    """The coefficients of the barycentre of vectors with these inner products."""
     if not np.isfinite(gram_PP).all():
         return np.full(len(weights_P), math.nan)
     lengths_P = lengths(gram_PP[None])[0]

@@ -73,9 +73,6 @@ def parse_budget(value: str | float, where: str = "--budget") -> BudgetRequest:
     """Read `25%` or `0.25` as a share, `4GiB` or `500MB` as bytes, `0` as nothing; fractions of a byte are cut off.
 
     A bare whole number below 1 MiB is refused: nobody means 25 bytes. `25B` is taken at its word.
-
-    Raises:
-        RecipeError: `option.invalid`; it names `where`.
     """
     text = number_text(value)
     quantity = split_quantity(text)
@@ -108,11 +105,7 @@ def _share_budget(share: Fraction, text: str, where: str) -> ShareBudget:
 
 
 def parse_fraction(value: str | float, where: str, code: str = "option.share") -> float:
-    """Read `1%` or `0.01` as a share above 0 and up to 1.
-
-    Raises:
-        RecipeError: `code`; it names `where`.
-    """
+    """Read `1%` or `0.01` as a share above 0 and up to 1."""
     text = number_text(value)
     quantity = split_quantity(text)
     if quantity is not None and quantity[1] in ("", "%"):

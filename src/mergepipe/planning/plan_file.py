@@ -15,12 +15,7 @@ _HEAD_BYTES = 400
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write a plan; refuse to replace a file that is not a plan.
-
-    Raises:
-        OutputError: `output.not-ours`, `output.link`.
-        StorageError, NotFoundError: it cannot be written there.
-    """
+    """Write a plan; refuse to replace a file that is not a plan."""
     try:
         _check_replaceable(path)
     except OSError as error:

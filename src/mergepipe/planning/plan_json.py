@@ -33,13 +33,7 @@ _Parameters = tuple[dict[str, Scalar], dict[str, Scalar], tuple[dict[str, Scalar
 
 
 def parse_plan(raw: bytes, where: object = "plan") -> Plan:
-    """Parse what `Plan.to_json` wrote. `where` names the file in messages.
-
-    Raises:
-        UnsupportedError: `format.version`, it is of another version of the format.
-        CorruptError: `plan.damaged` where it was
-            changed by hand.
-    """
+    """Parse what `Plan.to_json` wrote. `where` names the file in messages."""
     top = JsonFields(_parse(raw, where), _CODES, where)
     _check_format(top.text("format"), where)
     digest = top.text("digest")
@@ -51,11 +45,7 @@ def parse_plan(raw: bytes, where: object = "plan") -> Plan:
 
 
 def parse_runs(text: str) -> Runs:
-    """The inverse of `format_runs`.
-
-    Raises:
-        ValueError: it is not a list of runs.
-    """
+    """The inverse of `format_runs`."""
     return tuple(_run_of(part) for part in text.split(","))
 
 

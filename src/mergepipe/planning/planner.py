@@ -59,11 +59,6 @@ def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy,
     Laws: the planned cost is at most the budget; nothing that is left out would fit as well, but of a sample, which
     takes positions in their order; a budget of the full cost reads everything; the same problem gives the same plan on
     any machine.
-
-    Raises:
-        RecipeError: `option.conflict`, the operator has no weights to renormalise.
-        LimitError: `budget.too-small`, the budget does not hold the indices that were read.
-        UnsupportedError: `plan.unsupported`, a sample would hold parts of a tensor that is read whole or not at all.
     """
     ranking = rank_blocks(problem, request, policy, options)
     return ranking.plan(ranking.budget_bytes)
@@ -238,11 +233,7 @@ class Ranking:
         return order_positions(data.candidates, number_B, weight_T, data.sample_E)
 
     def _sample(self, budget_bytes: int) -> Selection:
-        """Draw positions within the budget.
-
-        Raises:
-            UnsupportedError: `plan.unsupported`, it would hold parts of a tensor that is read whole or not at all.
-        """
+        """Draw positions within the budget."""
         data, columns = self.data, self.data.columns
         selection = select_positions(data.candidates, self._positions(), budget_bytes)
         assert selection.probability_T is not None
@@ -285,11 +276,7 @@ class Ranking:
         return sum(index.cost_bytes for index in indices if index is not None)
 
     def check_usefulness(self, plan: Plan) -> None:
-        """Refuse a plan of a positive budget that reads nothing though there is something to read.
-
-        Raises:
-            LimitError: `budget.too-small`, it names the smallest useful budget, as far as the indices are known.
-        """
+        """Refuse a plan of a positive budget that reads nothing though there is something to read."""
         least = self.least_useful_bytes()
         accesses = (access for tensor in plan.tensors for access in tensor.access)
         if least is not None and not any(access.blocks or access.shared for access in accesses):

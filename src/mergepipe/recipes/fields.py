@@ -104,11 +104,7 @@ def near_miss(name: str, *real_names: str) -> str | None:
 
 
 def refuse_notices(notices: tuple[Notice, ...]) -> None:
-    """Raise all notices as one error; do nothing if there are none.
-
-    Raises:
-        RecipeError: one problem for each notice, with its code.
-    """
+    """Raise all notices as one error; do nothing if there are none."""
     if notices:
         raise RecipeError(*(Problem(notice.code, notice.where, notice.text) for notice in notices))
 

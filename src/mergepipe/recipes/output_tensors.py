@@ -443,11 +443,7 @@ def with_dtype(config: bytes, dtype: DType) -> bytes:
 
 
 def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:
-    """Set the number of layers to that of the slices, and reorder lists with one entry per layer likewise.
-
-    Raises:
-        MismatchError: `model.mismatch`, nothing states the number of layers before.
-    """
+    """Set the number of layers to that of the slices, and reorder lists with one entry per layer likewise."""
     content = parsed_config(config) or {}
     sections = _sections_of(content, layers.prefix)
     stated = [(section, keys) for section in sections if (keys := _layer_keys(section, layers))]

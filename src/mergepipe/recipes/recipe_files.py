@@ -123,12 +123,6 @@ def load_recipes(path: Location | RecipeText, store: Store, strictness: Strictne
     """Read and validate the recipes in a file or a text, one a document, dependencies first; the last is the output's.
 
     Model paths must exist; no model is opened. What has no effect is in the recipes' notices.
-
-    Raises:
-        RecipeError: everything that is wrong with them, one problem each.
-        UnsupportedError: nothing is wrong with them but what this version does not do.
-        NotFoundError: there is no such file, or nothing is wrong but models that do not exist.
-        StorageError: it cannot be read.
     """
     return _load(read_documents(path, store), store, {}, strictness)
 

@@ -135,12 +135,6 @@ def resolve(
     """Pair the tensors of `checkpoints`, opened from `recipe.inputs()` in that order, into merge tasks.
 
     `allow_dropped` are patterns (`*`, `?`, `[...]`) of names that models may have and the base not.
-
-    Raises:
-        MismatchError: a tensor of the base is missing in an expert or has another shape there, or an expert has one
-            that the base has not; layer counts differ.
-        RecipeError: layers that are not there, filters that match nothing, parameters without a value for a tensor.
-        UnsupportedError: nothing but dtypes that cannot be merged.
     """
     inputs = recipe.inputs()
     if len(inputs) != len(checkpoints):

@@ -83,11 +83,6 @@ def align_vocabulary(
 
     `has_base`: the recipe names a `base_model`, which is `models[0]`; its row is used for a token that some model
     lacks, else the mean of those that have one. Models without tokenizer files have that of `models[0]`.
-
-    Raises:
-        NotFoundError, RecipeError: no tokenizer, or a token or id that is asked for is not there.
-        MismatchError: a model's embeddings do not fit its tokenizer, or differ in width.
-        CorruptError, UnsupportedError: from reading tokenizers.
     """
     vocabularies = _vocabularies(models, store)
     lender = request.model if request.source is TokenizerSource.MODEL and request.model is not None else 0

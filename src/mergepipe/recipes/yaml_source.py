@@ -49,11 +49,7 @@ class RecipeText:
 
 
 def recipe_text(content: Mapping[str, object], folder: Location) -> RecipeText:
-    """Write a recipe that is given as a mapping as the YAML that is recorded with the merge.
-
-    Raises:
-        RecipeError: `recipe.syntax`, it holds what YAML has no plain form for.
-    """
+    """Write a recipe that is given as a mapping as the YAML that is recorded with the merge."""
     try:
         return RecipeText(yaml.safe_dump(_plain(content), sort_keys=False, allow_unicode=True), folder)
     except yaml.YAMLError as error:
@@ -109,15 +105,7 @@ def shortened(text: str, limit: int = 60) -> str:
 
 
 def read_yaml(path: Location, store: Store) -> YamlSource:
-    """Read the one YAML document in `path`.
-
-    Raises:
-        NotFoundError: there is no such file.
-        StorageError: it cannot be read, or is no regular file.
-        CorruptError: `storage.too-large`.
-        RecipeError: it is not UTF-8, not YAML, empty, several documents, or uses what is refused here:
-            duplicate keys, tags, too many nodes after aliases are expanded, too deep nesting.
-    """
+    """Read the one YAML document in `path`."""
     return parse_yaml(path, _read_text(path, store))
 
 
@@ -301,11 +289,7 @@ class _Builder:
         return values
 
     def _note_repeated(self, at: KeyPath, message: str, values: list[Value]) -> None:
-        """Report a key that stands twice.
-
-        Raises:
-            RecipeError: `recipe.syntax`, with two values.
-        """
+        """Report a key that stands twice."""
         if repr(values[0]) != repr(values[1]):
             place = f"{self._name}:{self.lines[at]} {key_path_text(at)}"
             hint = "remove one of the two (mergekit takes the last)"

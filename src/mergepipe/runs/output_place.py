@@ -41,11 +41,7 @@ _LAST_NAMES: Final = (CONFIG_NAME, INDEX_NAME)  # what loaders look for first
 
 
 def refuse_file_name(out: Location) -> None:
-    """Refuse an output whose name is that of a file of weights.
-
-    Raises:
-        OutputError: `output.place`.
-    """
+    """Refuse an output whose name is that of a file of weights."""
     if out.suffix in _FILE_SUFFIXES:
         message = f"is the name of a file; the output is a folder that holds {SINGLE_NAME}"
         raise OutputError.of("output.place", out, message, f"write {out.parent / out.stem}")
@@ -115,11 +111,7 @@ class BucketPublication:
         self._add(self._progress.done)
 
     def publish(self, manifest: Manifest) -> None:
-        """Upload all that is left, the manifest last.
-
-        Raises:
-            ConflictError, StorageError: as `ObjectUpload.send` and `ObjectUpload.commit`.
-        """
+        """Upload all that is left, the manifest last."""
         if not isinstance(self._upload, JobUpload):
             self._add([TensorDigest(t.name, t.blake3, ()) for t in manifest.tensors[len(self._roots) :]])
         self._wait(0)
@@ -200,12 +192,7 @@ class BucketTarget:
 
 
 def check_destination(destination: Location, options: Mapping[str, bool]) -> None:
-    """Refuse a place that is none for an output, and options that have no meaning there (those that are true).
-
-    Raises:
-        OutputError: `output.place`.
-        RecipeError: `option.conflict`.
-    """
+    """Refuse a place that is none for an output, and options that have no meaning there (those that are true)."""
     if destination.scheme not in OBJECT_SCHEMES:
         hint = "merge into a folder, then `mergepipe push` it" if destination.scheme == "hf" else "name a bucket"
         raise OutputError.of("output.place", destination, f"{destination.scheme}:// takes no outputs of merges", hint)

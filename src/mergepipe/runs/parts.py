@@ -66,23 +66,14 @@ def plan_digests_at(out: Path | Location) -> tuple[str, ...]:
 
 
 def job_at(out: Path | Location, plan_digest: str) -> PartsJob | None:
-    """Read what the parts of an output by a plan are made for; None if there are none.
-
-    Raises:
-        CorruptError: `work-log.damaged`.
-    """
+    """Read what the parts of an output by a plan are made for; None if there are none."""
     if isinstance(out, Path):
         return read_job(parts_directory(out, plan_digest))
     return find_job(BucketFolder(out), plan_digest)
 
 
 def open_output(plan: Plan, shard_bytes: int, store: Store) -> PlannedOutput:
-    """Open the inputs of a plan that is made in parts. No catalog is asked: every worker sees the same.
-
-    Raises:
-        UnsupportedError: `parts.reuse`, the plan reuses blocks of earlier snapshots.
-        ConflictError, NotFoundError: as `open_planned`.
-    """
+    """Open the inputs of a plan that is made in parts. No catalog is asked: every worker sees the same."""
     inputs = with_parameters(open_planned(plan, store, CatalogLink(None)), plan)
     return PlannedOutput(plan, inputs, plan_output(inputs.resolution.tasks, shard_bytes))
 
@@ -107,13 +98,7 @@ class PartsWorker:
         self._shares: tuple[int, ...] = ()
 
     def make(self, shard: int) -> None:
-        """Make one shard that is not done.
-
-        Raises:
-            LimitError: `parts.budget`, the budget does not allow to read for it again.
-            ConflictError: `parts.busy`, neither, and another process may be making it; `parts.differ`, `parts.gone`.
-            MergePipeError: as `make_part`.
-        """
+        """Make one shard that is not done."""
         with self._parts.used():
             self._make(self._prepared(), shard)
 

@@ -20,11 +20,7 @@ _KILLED = "(interrupted workers)"
 
 
 def made_output(parts: PartsPlace, plan: Plan, output: OutputPlan, ledger: Ledger) -> MadeOutput:
-    """Return an output whose shards are all made, with all that was read for them.
-
-    Raises:
-        NotFoundError: `parts.missing`, a shard is not made.
-    """
+    """Return an output whose shards are all made, with all that was read for them."""
     made_shards(parts)
     readings = readings_in(parts)
     killed = readings.unfinished_bytes

@@ -42,21 +42,12 @@ class RebuiltTensor:
 
 
 def recorded_plan(manifest: Manifest) -> Plan | None:
-    """Return the recorded plan; None for a full merge.
-
-    Raises:
-        CorruptError, UnsupportedError: as `parse_plan`.
-    """
+    """Return the recorded plan; None for a full merge."""
     return plan_of(manifest, "the manifest's plan")
 
 
 def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) -> Inputs:
-    """Open the inputs of a snapshot at their recorded paths; `stage` writes intermediates that must be complete.
-
-    Raises:
-        NotFoundError: `input.not-found`, naming every input that no longer exists.
-        ConflictError: `input.changed`, naming every file that has changed.
-    """
+    """Open the inputs of a snapshot at their recorded paths; `stage` writes intermediates that must be complete."""
     gone = [
         Problem("input.not-found", str(path), f"the input {record.model} is gone", _GONE_HINT)
         for record in manifest.inputs
@@ -109,12 +100,7 @@ def sampled_tensors(manifest: Manifest, fraction: float) -> tuple[str, ...]:
 def rebuild_tensors(
     store: Store, manifest: Manifest, names: Collection[str], directory: Path, engine: EngineOptions
 ) -> tuple[RebuiltTensor, ...]:
-    """Recompute the named tensors into one file in `directory`.
-
-    Raises:
-        NotFoundError, ConflictError: as `open_recorded`.
-        ConflictError: `input.changed`, an input changed during the run.
-    """
+    """Recompute the named tensors into one file in `directory`."""
     settings = MergeSettings(engine, manifest.seed, force=False, shard_bytes=_ONE_FILE, home=None)
     with IntermediateWriter(directory / "made", settings, store) as intermediates:
         inputs = open_recorded(manifest, store, intermediates.write)

@@ -27,12 +27,7 @@ from mergepipe.storage.location import Location
 
 
 def merge_settings(options: MergeOptions) -> MergeSettings:
-    """Return the settings of a merge.
-
-    Raises:
-        RecipeError: `option.invalid`.
-        LimitError: `memory.too-small`.
-    """
+    """Return the settings of a merge."""
     return replace(
         run_settings(options, options.seed),
         allow_dropped=options.allow_dropped,
@@ -86,12 +81,7 @@ def cluster_request(options: OutputOptions) -> ClusterRequest | None:
 def output_place(
     out: str | Path | Location, settings: MergeSettings, home: str | Path | None
 ) -> tuple[Path, MergeSettings]:
-    """Return where an output is staged or published on this machine; the settings name the bucket it goes to, if any.
-
-    Raises:
-        RecipeError: `location.invalid`; `option.conflict`, an option that has no meaning for a bucket.
-        OutputError: `output.place`, a store that takes no outputs; `output.place`, the name of a file.
-    """
+    """Return where an output is staged or published on this machine; settings name the bucket it goes to, if any."""
     location = Location.of(out)
     refuse_file_name(location)
     if location.is_local:

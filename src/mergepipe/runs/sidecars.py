@@ -42,10 +42,6 @@ def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
 
     None names a path of the machine that it comes from. Configuration comes from the first model, the tokenizer from
     the one that the recipe wants.
-
-    Raises:
-        CorruptError: a small file is too large, or the configuration is not a JSON object.
-        RecipeError, MismatchError: a chat template that is none, a configuration that has no place for its layers.
     """
     recipe, models, alignment = inputs.recipe, inputs.checkpoints, inputs.alignment
     lender = models[alignment.lender if alignment else 0]
@@ -131,12 +127,7 @@ def _configuration(inputs: Inputs, config: bytes) -> bytes:
 
 
 def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:
-    """Read every small file of a model, by name. Memory: at most `SIDECARS_BYTES`.
-
-    Raises:
-        CorruptError: `storage.too-large`, one of them or all together.
-        NotFoundError, StorageError: one cannot be read.
-    """
+    """Read every small file of a model, by name. Memory: at most `SIDECARS_BYTES`."""
     remaining_bytes = SIDECARS_BYTES
     for name in model.sidecars:
         # reading refuses one beyond its limit

@@ -48,12 +48,7 @@ def list_snapshots(
 
 
 def show_snapshot(reference: str, home: Path) -> SnapshotReport:
-    """Describe one snapshot from the catalog, else from its own manifest.
-
-    Raises:
-        NotFoundError: `snapshot.not-found`.
-        RecipeError: `snapshot.ambiguous`.
-    """
+    """Describe one snapshot from the catalog, else from its own manifest."""
     try:
         return _of_row(_recorded(reference, home))
     except NotFoundError:
@@ -65,12 +60,7 @@ def show_snapshot(reference: str, home: Path) -> SnapshotReport:
 
 
 def trace_lineage(reference: str, home: Path, *, down: bool) -> tuple[LineageNode, ...]:
-    """List everything that went into a catalogued snapshot, or with `down` came of it, as a tree in preorder.
-
-    Raises:
-        NotFoundError: `snapshot.not-found`.
-        RecipeError: `snapshot.ambiguous`.
-    """
+    """List everything that went into a catalogued snapshot, or with `down` came of it, as a tree in preorder."""
     try:
         row = _recorded(reference, home)
     except NotFoundError:
@@ -83,11 +73,7 @@ def trace_lineage(reference: str, home: Path, *, down: bool) -> tuple[LineageNod
 
 
 def catalog_statistics(home: Path) -> CatalogStats:
-    """Counts and bytes of the catalog.
-
-    Raises:
-        NotFoundError: `catalog.not-found`.
-    """
+    """Counts and bytes of the catalog."""
     statistics = _with_catalog(home, lambda catalog: catalog.stats())
     if statistics is None:
         hint = "`mergepipe analyze` or a merge makes one; --home names another place"
@@ -96,12 +82,7 @@ def catalog_statistics(home: Path) -> CatalogStats:
 
 
 def find_snapshot_path(reference: str, home: Path) -> Path:
-    """Find the directory of a snapshot by its directory, its manifest, its sid or a prefix of the sid.
-
-    Raises:
-        NotFoundError: `snapshot.not-found` where a directory is not a snapshot.
-        RecipeError: `snapshot.ambiguous`.
-    """
+    """Find the directory of a snapshot by its directory, its manifest, its sid or a prefix of the sid."""
     path = Path(reference)
     if path.name == MANIFEST_NAME and path.is_file():
         return path.parent
@@ -114,24 +95,14 @@ def find_snapshot_path(reference: str, home: Path) -> Path:
 
 
 def find_snapshot(reference: str, home: Path) -> Location:
-    """Find a snapshot as `find_snapshot_path` does, or in a bucket or repository by its address.
-
-    Raises:
-        NotFoundError, RecipeError: as `find_snapshot_path`.
-    """
+    """Find a snapshot as `find_snapshot_path` does, or in a bucket or repository by its address."""
     if is_remote(reference):
         return Location.parse(reference)
     return Location.local(find_snapshot_path(reference, home))
 
 
 def read_manifest_value(store: Store, directory: Location) -> Manifest:
-    """Read the whole manifest of a snapshot, with absolute paths.
-
-    Raises:
-        NotFoundError: it is not there.
-        CorruptError, UnsupportedError: as `manifest_of_json`.
-        StorageError: it cannot be read.
-    """
+    """Read the whole manifest of a snapshot, with absolute paths."""
     path = directory / MANIFEST_NAME
     return with_absolute_paths(manifest_of_json(store.read_small(path, MANIFEST_BYTES), path), directory)
 

@@ -24,11 +24,7 @@ _KEY, _PLAN = "key", "plan"
 
 
 def plan_of(manifest: Manifest, where: str) -> Plan | None:
-    """Decode the plan in a manifest; None for a full merge.
-
-    Raises:
-        CorruptError, UnsupportedError: as `parse_plan`, which names `where`.
-    """
+    """Decode the plan in a manifest; None for a full merge."""
     if manifest.plan is None:
         return None
     return parse_plan(json.dumps(manifest.plan, allow_nan=False).encode(), where)
@@ -66,11 +62,7 @@ def plan_in_record(raw: bytes | None, key: str | None, where: Location) -> Plan 
 
 
 def store_plan(directory: Path, key: str, plan: Plan) -> None:
-    """Write the plan durably into the staging directory of its output, sealed: its digest covers no paths.
-
-    Raises:
-        StorageError: it cannot be written there.
-    """
+    """Write the plan durably into the staging directory of its output, sealed: its digest covers no paths."""
     place = directory / STORED_PLAN_NAME
     try:
         owned.replace_file(place, sealed(plan_record(plan, key)))

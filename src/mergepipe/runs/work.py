@@ -33,10 +33,6 @@ def merge_work(
     """Build the work of merging `output` by `plan`, or in full without one.
 
     A plan's seed overrides `seed`. What `link` has on record of the experts is not read or reduced again.
-
-    Raises:
-        ConflictError: `input.changed`, an input is not what was opened.
-        StorageError, CorruptError: reading the samples that content ids need failed.
     """
     checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
     paths = _paths(inputs, output.tasks)

@@ -49,12 +49,7 @@ class BlockTable:
 
 
 def block_table_of(raw: bytes, where: object, n_files: int, element_counts: Sequence[int]) -> BlockTable:
-    """Decode `BlockTable.to_bytes`, given the counts of files and blocks from the manifest.
-
-    Raises:
-        UnsupportedError: `format.version`.
-        CorruptError: `manifest.damaged`, it is no table, or one of other tensors.
-    """
+    """Decode `BlockTable.to_bytes`, given the counts of files and blocks from the manifest."""
 
     def refuse(message: str) -> NoReturn:
         raise CorruptError.of("manifest.damaged", where, message, _HINT)

@@ -93,11 +93,7 @@ def _opened(store: Store, *checkpoints: Checkpoint) -> Iterator[Mapping[Location
 
 
 def _elements(files: Mapping[Location, RangeFile], entry: Readable, span: Span) -> NDArray[np.float64]:
-    """Decode elements of a tensor into a new array.
-
-    Raises:
-        CorruptError: `storage.shrunk`, the file ends inside the tensor.
-    """
+    """Decode elements of a tensor into a new array."""
     from mergepipe.kernels.codec import CODE_F64, decode_all
 
     if isinstance(entry, TensorEntry):

@@ -88,11 +88,7 @@ class SnapshotLayout:
 
 
 def layout_of(manifest: Manifest, where: object, block_elements: int = DEFAULT_BLOCK_ELEMENTS) -> SnapshotLayout:
-    """Locate every tensor of a manifest.
-
-    Raises:
-        CorruptError: `manifest.damaged`: duplicate names, or sizes or digests that are not those of their parts.
-    """
+    """Locate every tensor of a manifest."""
 
     def refuse(message: str) -> NoReturn:
         raise CorruptError.of("manifest.damaged", where, message, _HINT)
@@ -136,13 +132,7 @@ def _is_contained(name: str) -> bool:
 
 
 def read_table(store: Store, directory: Location, manifest: Manifest) -> BlockTable:
-    """Read the digests of all blocks.
-
-    Raises:
-        CorruptError: `blocks.*`: it contradicts the manifest.
-        NotFoundError, StorageError: it cannot be read.
-        UnsupportedError: `format.version`.
-    """
+    """Read the digests of all blocks."""
     record = manifest.blocks
     path = directory / record.name
     raw = read_small_file(store, path, record.size_bytes)
@@ -159,11 +149,7 @@ def read_small_file(store: Store, path: Location, size_bytes: int) -> bytes:
 
 
 def file_digest(store: Store, path: Location, size_bytes: int) -> tuple[int, str]:
-    """Size and BLAKE3-128 of a file in 8 MiB of memory; of another size than `size_bytes` it is not read.
-
-    Raises:
-        NotFoundError, StorageError: it cannot be read, or is not a regular file.
-    """
+    """Size and BLAKE3-128 of a file in 8 MiB of memory; of another size than `size_bytes` it is not read."""
     from blake3 import blake3
 
     hasher, size = blake3(), store.size_bytes(path)

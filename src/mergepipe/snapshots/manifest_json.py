@@ -31,13 +31,7 @@ _CODES: Final = FieldCodes("manifest.damaged", "manifest.damaged", "manifest.dam
 
 
 def manifest_of_json(raw: bytes, where: object = "manifest") -> Manifest:
-    """Parse the output of `Manifest.to_json`. Law: `manifest_of_json(m.to_json()) == m`.
-
-    Raises:
-        UnsupportedError: `format.version`.
-        CorruptError: `manifest.damaged` if they do not match the
-            content.
-    """
+    """Parse the output of `Manifest.to_json`. Law: `manifest_of_json(m.to_json()) == m`."""
     top = JsonFields(_parse(raw, where), _CODES, where)
     check_format(top.text("format"), where)
     sid = top.text("sid")
@@ -52,12 +46,7 @@ def manifest_of_json(raw: bytes, where: object = "manifest") -> Manifest:
 
 
 def check_format(text: str, where: object) -> None:
-    """Refuse a manifest of another `format`.
-
-    Raises:
-        UnsupportedError: `format.version`, another version; `snapshot.composite`, another kind of manifest.
-        CorruptError: `manifest.damaged`, it is no manifest.
-    """
+    """Refuse a manifest of another `format`."""
     name, _, number = text.partition("/")
     version = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else 0
     if name == COMPOSITE_NAME:

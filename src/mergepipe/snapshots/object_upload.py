@@ -112,14 +112,7 @@ class ObjectUpload:
         return self._folder
 
     def __enter__(self) -> ObjectUpload:
-        """Claim the prefix.
-
-        Raises:
-            OutputError: `output.exists`, `output.not-ours`: an output, or somebody's objects, are there.
-            ConflictError: `output.busy`, another process writes there.
-            UnsupportedError: `output.unsupported`, the store ignores conditions.
-            NotFoundError, StorageError: as `BucketFolder`.
-        """
+        """Claim the prefix."""
         self._check_unpublished()
         self._check_conditions()
         _active.add(self._marker.upload)
@@ -150,12 +143,7 @@ class ObjectUpload:
         return facts is not None and facts.digest == digest
 
     def send(self, name: str, content: bytes | Path, digest: str) -> None:
-        """Write an object, unless it is there already.
-
-        Raises:
-            ConflictError: `output.changed`, the prefix was taken over meanwhile.
-            StorageError: as `BucketFolder`.
-        """
+        """Write an object, unless it is there already."""
         is_small = isinstance(content, bytes)
         nbytes = len(content) if isinstance(content, bytes) else content.stat().st_size
         if is_small and self._folder.create(name, content, digest):
@@ -178,12 +166,7 @@ class ObjectUpload:
         self.commit(output.record, output.sizes_bytes)
 
     def commit(self, record: bytes, sizes: Mapping[str, int]) -> None:
-        """Make the output visible by its record: `sizes` are those of all its other objects.
-
-        Raises:
-            ConflictError: `output.changed`: another process published there, or took the prefix over.
-            StorageError: `output.incomplete`, an object is missing; else as `BucketFolder`.
-        """
+        """Make the output visible by its record: `sizes` are those of all its other objects."""
         self._check_ours()
         listing = self._folder.list_all()
         for name, size_bytes in sizes.items():
@@ -288,11 +271,7 @@ class LeftUpload:
     is_published: bool
 
     def remove(self) -> bool:
-        """Remove it; False where a run has continued it meanwhile.
-
-        Raises:
-            StorageError: as `BucketFolder`.
-        """
+        """Remove it; False where a run has continued it meanwhile."""
         marker = _Marker(uuid.uuid4().hex, this_process(), self.record_name)
         _active.add(marker.upload)
         try:
@@ -313,11 +292,7 @@ def staging_place(destination: Location, home: Path) -> Path:
 
 
 def check_apart(destination: Location, inputs: Iterable[Location]) -> None:
-    """Refuse an output in or around an input.
-
-    Raises:
-        OutputError: `output.place`.
-    """
+    """Refuse an output in or around an input."""
     for source in inputs:
         if destination.is_relative_to(source) or source.is_relative_to(destination):
             message, hint = f"overlaps the input {source}", "choose a prefix apart from every input"
@@ -408,12 +383,7 @@ def _is_left(
 
 
 def _take_over(folder: BucketFolder, marker: _Marker, silence_seconds: float = SILENCE_SECONDS) -> None:
-    """Put our marker in the place of a dead run's.
-
-    Raises:
-        ConflictError: `output.busy`, the run may be alive.
-        OutputError: `output.not-ours`, what is there is no marker.
-    """
+    """Put our marker in the place of a dead run's."""
     facts = folder.look(MARKER_NAME)
     earlier = _read_marker(folder)
     if facts is None:

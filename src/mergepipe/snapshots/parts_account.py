@@ -135,11 +135,7 @@ class Readings:
 
 
 def readings_in(parts: PartsPlace) -> Readings:
-    """Read the account of a place.
-
-    Raises:
-        CorruptError: `work-log.damaged`.
-    """
+    """Read the account of a place."""
     names = parts.names()
     return Readings(_read_all(parts, names, _FIRST), _read_all(parts, names, _EXTRA))
 
@@ -198,11 +194,7 @@ class PartsAccount:
 
 
 def parse_reading(raw: bytes, where: object) -> Reading:
-    """Decode a record.
-
-    Raises:
-        CorruptError: `work-log.damaged`.
-    """
+    """Decode a record."""
     fields = parsed_record(raw, where)
     owner = fields.object("owner").read(
         lambda who: Owner(who.size("pid"), who.text("started"), who.text("boot"), who.text("host"))

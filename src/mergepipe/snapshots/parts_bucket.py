@@ -65,13 +65,7 @@ class PartsBucket(PartsPlace):
         return self._records.look(JOB_NAME) is not None
 
     def begin(self) -> None:
-        """See `PartsPlace.begin`.
-
-        Raises:
-            OutputError: `output.exists`, `output.not-ours`: a snapshot, or somebody's objects, are there.
-            ConflictError: `output.busy`, another process writes an output there.
-            UnsupportedError: `output.unsupported`, the store ignores conditions.
-        """
+        """See `PartsPlace.begin`."""
         if self.exists:
             return
         self._check_unused()
@@ -234,11 +228,7 @@ class LeftParts:
 
 
 def find_job(output: BucketFolder, plan_digest: str) -> PartsJob | None:
-    """Read what the parts of an output are for; None if there are none.
-
-    Raises:
-        CorruptError: `work-log.damaged`.
-    """
+    """Read what the parts of an output are for; None if there are none."""
     records = parts_folder(output, plan_digest)
     raw, where = records.read(JOB_NAME, JOURNAL_BYTES), records.location / JOB_NAME
     return None if raw is None else PartsJob.parse(unsealed_record(raw, JOB_NAME, where), where)

@@ -157,11 +157,7 @@ class PartsDirectory(PartsPlace):
 
 
 def read_job(directory: Path) -> PartsJob | None:
-    """Read what a parts directory is for; None if there is none.
-
-    Raises:
-        CorruptError: `work-log.damaged`.
-    """
+    """Read what a parts directory is for; None if there is none."""
     path = directory / JOB_NAME
     try:
         return PartsJob.parse(unsealed_record(owned.read_file(path, JOURNAL_BYTES), JOB_NAME, path), path)

@@ -83,11 +83,7 @@ class PartsPlace(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Make the place with the record of the job, unless it is there.
-
-        Raises:
-            OutputError, UnsupportedError: no output can be made there.
-        """
+        """Make the place with the record of the job, unless it is there."""
 
     @abstractmethod
     def write_new(self, name: str, raw: bytes) -> bool:
@@ -119,11 +115,7 @@ class PartsPlace(ABC):
 
     @abstractmethod
     def keep_file(self, shard: int, file: Path, digests: Sequence[TensorDigest]) -> None:
-        """Take over the finished file of a shard, before it is recorded. An equal one may be there.
-
-        Raises:
-            ConflictError: `parts.differ`, another one is in its place.
-        """
+        """Take over the finished file of a shard, before it is recorded. An equal one may be there."""
 
     @abstractmethod
     def give(self, shard: int, digests: Sequence[TensorDigest], target: Path) -> None:
@@ -152,21 +144,12 @@ class PartsPlace(ABC):
         self.write_over(name, sealed(content, name))
 
     def read(self, name: str, limit_bytes: int = JOURNAL_BYTES) -> bytes | None:
-        """Read a record; None if there is none.
-
-        Raises:
-            CorruptError: `work-log.damaged`, it is not what was written.
-        """
+        """Read a record; None if there is none."""
         raw = self.read_raw(name, limit_bytes)
         return None if raw is None else unsealed_record(raw, name, self.path / name)
 
     def open(self) -> None:
-        """Make the place, or check that it is for the same job.
-
-        Raises:
-            ConflictError: `parts.other-job`, other workers make other shards, or are of another version.
-            OutputError, UnsupportedError: as `begin`.
-        """
+        """Make the place, or check that it is for the same job."""
         self.begin()
         raw = self.read(JOB_NAME)
         other = self.job if raw is None else PartsJob.parse(raw, self.path / JOB_NAME)
@@ -183,9 +166,6 @@ class PartsPlace(ABC):
         """Raise every error of a context that works in the place as `parts.gone` if the place is gone.
 
         A worker that is writing a shard when another one finishes the output meets missing files at any call.
-
-        Raises:
-            ConflictError: `parts.gone`.
         """
         try:
             yield
@@ -215,11 +195,7 @@ class PartsPlace(ABC):
         return digests
 
     def add(self, shard: int, file: Path, digests: Sequence[TensorDigest]) -> None:
-        """Take over the finished file of a shard. A lost race with equal digests is success.
-
-        Raises:
-            ConflictError: `parts.differ`, another worker made other bytes of it; `parts.gone`.
-        """
+        """Take over the finished file of a shard. A lost race with equal digests is success."""
         earlier = self.recorded(shard)
         if earlier is None or earlier == tuple(digests):
             self.keep_file(shard, file, digests)
@@ -250,11 +226,7 @@ def gone(place: Path | Location) -> MergePipeError:
 
 
 def unsealed_record(raw: bytes, name: str, where: object) -> bytes:
-    """Return the content of a record from the bytes of its file.
-
-    Raises:
-        CorruptError: `work-log.damaged`, it is not what was written under this name.
-    """
+    """Return the content of a record from the bytes of its file."""
     content = payload_of(raw, name)
     if content is None:
         raise CorruptError.of("work-log.damaged", where, "its checksum does not fit: it was changed", _CODES.hint)
@@ -262,11 +234,7 @@ def unsealed_record(raw: bytes, name: str, where: object) -> bytes:
 
 
 def parsed_record(raw: bytes, where: object) -> JsonFields:
-    """Parse a record of a parts directory up to its format.
-
-    Raises:
-        CorruptError: `work-log.damaged`.
-    """
+    """Parse a record of a parts directory up to its format."""
 
     def refuse(reason: str) -> NoReturn:
         raise CorruptError.of("work-log.damaged", where, reason, _CODES.hint)

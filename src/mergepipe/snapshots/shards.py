@@ -191,11 +191,7 @@ class ShardWriter:
         self._note_if_due()
 
     def finish(self) -> None:
-        """Close the last file.
-
-        Raises:
-            ValueError: not all tensors were written.
-        """
+        """Close the last file."""
         self._skip_empty()
         if self._specs or self._file is not None or next(self._shards, None) is not None:
             raise ValueError("the output was closed before all tensors were written")

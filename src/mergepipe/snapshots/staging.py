@@ -56,9 +56,6 @@ def check_target(out: Path, inputs: Iterable[Location], *, force: bool | None) -
     """Refuse an output that exists, overlaps an input, or would replace files that mergepipe did not make.
 
     An empty directory may be there. `force` is None where replacing is not possible.
-
-    Raises:
-        OutputError: naming the obstacle.
     """
     resolved = out.resolve()
     for path in inputs:
@@ -81,11 +78,7 @@ def check_target(out: Path, inputs: Iterable[Location], *, force: bool | None) -
 
 
 def _is_there(out: Path) -> bool:
-    """Whether the name exists, as a link too.
-
-    Raises:
-        OutputError: the name is impossible.
-    """
+    """Whether the name exists, as a link too."""
     try:
         out.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -106,11 +99,7 @@ def is_empty_folder(out: Path) -> bool:
 
 
 def _check_replaceable(out: Path) -> None:
-    """Refuse to replace anything but an empty directory, or one that holds only files that mergepipe made.
-
-    Raises:
-        OutputError: naming the obstacle.
-    """
+    """Refuse to replace anything but an empty directory, or one that holds only files that mergepipe made."""
     if out.is_symlink() or not out.is_dir():
         raise OutputError.of("output.place", out, "exists and is not a directory", "remove it yourself")
     held = sorted(_files_in(out))
@@ -164,11 +153,7 @@ def _name_of(record: object) -> str | None:
 
 
 def check_free_space(out: Path, needed_bytes: int) -> None:
-    """Refuse to start if the file system of `out` cannot hold the result.
-
-    Raises:
-        StorageError: with the free and the needed bytes.
-    """
+    """Refuse to start if the file system of `out` cannot hold the result."""
     parent = out.absolute().parent
     while not parent.exists():
         parent = parent.parent
@@ -257,12 +242,7 @@ class Staging:
         return self
 
     def _acquire(self) -> int:
-        """Make or take over the directory; return the descriptor that holds its lock, -1 to try again.
-
-        Raises:
-            ConflictError: `output.busy`, a living process works there.
-            OutputError: `output.link`, `output.not-ours`: what is there is not of this output.
-        """
+        """Make or take over the directory; return the descriptor that holds its lock, -1 to try again."""
         try:
             self._is_new = owned.make_private_folder(self._directory) or self._is_new
             descriptor = owned.open_folder(self._directory)
@@ -318,14 +298,7 @@ class Staging:
         self._keeps = True
 
     def publish(self) -> None:
-        """Make the finished directory visible as `out`, durably.
-
-        Raises:
-            ConflictError: `out` appeared meanwhile; an empty directory of that name is replaced.
-            OutputError: what is to be replaced is no snapshot (any more).
-            StorageError: the operating system refused.
-            PublishedError: `output.not-durable`, it is visible, and a loss of power might still undo that.
-        """
+        """Make the finished directory visible as `out`, durably."""
         for directory, _, _ in os.walk(self.path):
             sync_directory(Path(directory))
         replaced = self._force and self._out.exists()

@@ -56,11 +56,7 @@ class BufferPool:
 
 
 def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
-    """A page-aligned uint8 array outside the Python heap, freed with its last reference.
-
-    Raises:
-        StorageError: `storage.exhausted`.
-    """
+    """A page-aligned uint8 array outside the Python heap, freed with its last reference."""
     try:
         mapping = _anonymous_mapping(max(nbytes, 1))  # no mapping is empty
     except OSError as error:

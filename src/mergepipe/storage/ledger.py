@@ -79,11 +79,7 @@ class Ledger:
         self._by_file: dict[tuple[str, Purpose], int] = defaultdict(int)
 
     def charge(self, file: str, purpose: Purpose, nbytes: int) -> None:
-        """Add `nbytes` about to be requested from (or just written to) `file`.
-
-        Raises:
-            LimitError: `budget.exceeded`, the budget does not cover the request.
-        """
+        """Add `nbytes` about to be requested from (or just written to) `file`."""
         with self._lock:
             if purpose in EXPERT_PURPOSES:
                 self._admit_expert_bytes(file, nbytes)
@@ -91,11 +87,7 @@ class Ledger:
             self._by_file[(file, purpose)] += nbytes
 
     def refund(self, file: str, purpose: Purpose, nbytes: int) -> None:
-        """Take back `nbytes` of a charge: it is proved that they were not sent.
-
-        Raises:
-            ValueError: more than was charged.
-        """
+        """Take back `nbytes` of a charge: it is proved that they were not sent."""
         with self._lock:
             if not 0 <= nbytes <= self._by_file[(file, purpose)]:
                 raise ValueError(f"{file}: no charge of {nbytes} bytes to take back")
@@ -103,11 +95,7 @@ class Ledger:
             self._by_file[(file, purpose)] -= nbytes
 
     def add(self, usage: Usage) -> None:
-        """Count what another ledger has counted: that of a part which another process made.
-
-        Raises:
-            LimitError: `budget.exceeded`, as `charge`.
-        """
+        """Count what another ledger has counted: that of a part which another process made."""
         for (file, purpose), nbytes in sorted(usage.by_file.items()):
             self.charge(file, purpose, nbytes)
 

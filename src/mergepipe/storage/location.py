@@ -52,11 +52,7 @@ class Location(WrittenAsText):
 
     @classmethod
     def parse(cls, text: str) -> Location:
-        """Read a location as users write it: a path, or one of `FORMS`.
-
-        Raises:
-            RecipeError: `location.invalid`, parts are missing, or it holds credentials, a query or `..`.
-        """
+        """Read a location as users write it: a path, or one of `FORMS`."""
         match = _SCHEME.match(text)
         if match is None:
             return cls.local(Path(text))
@@ -74,11 +70,7 @@ class Location(WrittenAsText):
 
     @classmethod
     def of(cls, place: str | os.PathLike[str] | Location) -> Location:
-        """The location that a caller names: a text is parsed, a path is of this machine.
-
-        Raises:
-            RecipeError: `location.invalid`, as `parse`.
-        """
+        """The location that a caller names: a text is parsed, a path is of this machine."""
         if isinstance(place, Location):
             return place
         return cls.parse(place) if isinstance(place, str) else cls.local(Path(place))
@@ -94,11 +86,7 @@ class Location(WrittenAsText):
 
     @property
     def local_path(self) -> Path:
-        """The path of a file of this machine.
-
-        Raises:
-            RecipeError: `location.invalid`, it lies elsewhere.
-        """
+        """The path of a file of this machine."""
         if self.scheme:
             raise RecipeError.of(
                 "location.invalid", self, "is not on this machine", "give a local path; only inputs may lie elsewhere"

@@ -141,12 +141,7 @@ def _read_written(path: Path, offset: int, nbytes: int) -> bytes:
 
 
 def make_folders(path: Path) -> None:
-    """Make what is missing of a folder in staging.
-
-    Raises:
-        OutputError: `output.link`, `output.not-ours`: something else is in its place.
-        StorageError: the operating system refused.
-    """
+    """Make what is missing of a folder in staging."""
     with os_errors(path, "creating it"):
         owned.make_folders(path)
 

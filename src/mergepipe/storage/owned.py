@@ -96,11 +96,7 @@ def _not_ours(path: Path, what: str) -> MergePipeError:
 
 
 def create_file(path: Path, *, flags: int = os.O_WRONLY, mode: int = 0o666) -> int:
-    """Make a new file; return its descriptor.
-
-    Raises:
-        FileExistsError: something is there already.
-    """
+    """Make a new file; return its descriptor."""
     try:
         return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     except OSError as error:
@@ -211,11 +207,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def create_whole(path: Path, content: bytes) -> None:
-    """Write a small file that appears whole and durable under a name that is not there, on shared file systems too.
-
-    Raises:
-        FileExistsError: something has that name.
-    """
+    """Write a small file that appears whole and durable under a name that is not there, on shared file systems too."""
     _write_and_move(path, content, _rename_new_file)
 
 
@@ -266,11 +258,7 @@ def is_there(path: Path) -> bool:
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
-    """Make a folder.
-
-    Raises:
-        FileExistsError: something is there already.
-    """
+    """Make a folder."""
     try:
         path.mkdir(mode)
     except FileExistsError as error:
@@ -279,11 +267,7 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
 
 
 def make_private_folder(path: Path) -> bool:
-    """Make a folder that only this user may look into, or make one that is there so; whether it was made.
-
-    Raises:
-        OutputError: `output.not-ours`, another user made it, and could still change what is in it.
-    """
+    """Make a folder that only this user may look into, or make one that is there so; whether it was made."""
     with contextlib.suppress(FileExistsError):
         make_folder(path, 0o700)
         return True
@@ -396,11 +380,7 @@ def rename(old: Path, new: Path) -> None:
 
 
 def rename_new(old: Path, new: Path) -> None:
-    """Rename to a name that is not there.
-
-    Raises:
-        FileExistsError: it is.
-    """
+    """Rename to a name that is not there."""
     if not renameat2(old, new, _NOREPLACE):
         if is_there(new):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))

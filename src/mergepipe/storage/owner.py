@@ -80,12 +80,7 @@ def staging_name(output: str) -> str:
 
 
 def holding_of(directory: Path) -> Holding:
-    """Classify the content of a directory that has the name of a staging directory.
-
-    Raises:
-        OutputError: it, or its record, is a link or not a regular file.
-        OSError: it cannot be read.
-    """
+    """Classify the content of a directory that has the name of a staging directory."""
     record = _read_record(directory)
     if record is not None and staging_name(record[0]) == directory.name:
         return Holding.OURS
@@ -110,12 +105,7 @@ def read_owner(directory: Path) -> Owner | None:
 
 
 def write_owner(directory: Path, output: str) -> None:
-    """Record durably that a directory is the staging of `output`, and this process its owner.
-
-    Raises:
-        OutputError: a link, or what is not ours, is in the way.
-        OSError: the operating system refused.
-    """
+    """Record durably that a directory is the staging of `output`, and this process its owner."""
     content = {"format": RECORD_FORMAT, "output": output, **asdict(this_process())}
     new = directory / _NEW_NAME
     with contextlib.suppress(FileNotFoundError):

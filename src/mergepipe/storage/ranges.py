@@ -49,10 +49,6 @@ def read_exact(
     Returns the part (uint8) of `out` that holds them, or of a new page-aligned buffer. `out` has at least
     `request_bytes(file, start, stop)` bytes, at an address that is a multiple of the file's alignment. An empty range
     makes no request.
-
-    Raises:
-        CorruptError: `storage.shrunk`, the file ends before `stop`.
-        StorageError: the read failed.
     """
     if start == stop:
         return np.empty(0, np.uint8) if out is None else out[:0]
@@ -76,10 +72,6 @@ def request(file: RangeFile, offset: int, out: NDArray[np.uint8], needed_bytes: 
 
     For requests whose size was fixed when they were planned; `offset`, the size and the address of `out` are multiples
     of the file's alignment.
-
-    Raises:
-        CorruptError: `storage.shrunk`, the file holds fewer.
-        StorageError: the read failed.
     """
     got = file.read_into(offset, out.data, purpose)
     if got < needed_bytes:
@@ -87,12 +79,7 @@ def request(file: RangeFile, offset: int, out: NDArray[np.uint8], needed_bytes: 
 
 
 def read_descriptor_range(descriptor: int, path: Path, offset: int, nbytes: int) -> bytes:
-    """Read exactly `nbytes` at `offset` of an open file of this machine, which errors call `path`.
-
-    Raises:
-        CorruptError: `storage.shrunk`, it ends before.
-        OSError: the operating system failed the read.
-    """
+    """Read exactly `nbytes` at `offset` of an open file of this machine, which errors call `path`."""
     content = read_up_to(descriptor, offset, nbytes)
     if len(content) < nbytes:
         raise shrunk(path, offset, nbytes, len(content))
@@ -151,12 +138,7 @@ def not_a_file(path: Path, mode: int) -> MergePipeError:
 
 
 def regular_status(path: Path) -> os.stat_result:
-    """Look up a regular file, following links, without opening it.
-
-    Raises:
-        NotFoundError: `storage.not-found`.
-        StorageError: `storage.not-a-file`, or the operating system refused.
-    """
+    """Look up a regular file, following links, without opening it."""
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
@@ -174,10 +156,6 @@ def open_regular(path: Path) -> int:
     """Open a regular file for reading, following links; return its descriptor, which the caller closes.
 
     Never waits for the other end of a FIFO, never reads a device, never takes a terminal.
-
-    Raises:
-        NotFoundError: `storage.not-found`.
-        StorageError: `storage.not-a-file`, or the operating system refused.
     """
     regular_status(path)  # before opening: to open a device may already do something
     with os_errors(path, "opening it"):
@@ -197,11 +175,6 @@ def read_small(path: Path, limit_bytes: int) -> bytes:
     """Read a whole regular file of at most `limit_bytes`; a larger one is refused before anything is read.
 
     Memory: the size of the file, at most `limit_bytes`.
-
-    Raises:
-        NotFoundError: `storage.not-found`.
-        StorageError: `storage.not-a-file`, or the operating system refused.
-        CorruptError: `storage.too-large`.
     """
     descriptor = open_regular(path)
     try:

@@ -48,11 +48,7 @@ class SealedFile:
             raise os_error(error, path, doing) from error
 
     def append(self, lines: bytes, *, is_durable: bool = True) -> None:
-        """Append bytes; with `is_durable` they survive a power loss.
-
-        Raises:
-            StorageError: they could not be written.
-        """
+        """Append bytes; with `is_durable` they survive a power loss."""
         try:
             owned.write_all(self._descriptor, lines)
             if is_durable:

@@ -84,12 +84,7 @@ class Stores:
             return list(self._members.values())
 
     def member(self, location: Location) -> Store:
-        """The store of a location.
-
-        Raises:
-            RecipeError: `location.invalid`, no store is known for its scheme.
-            UnsupportedError: `extra.missing`, a package that its store needs is not installed.
-        """
+        """The store of a location."""
         with self._lock:
             if location.scheme not in self._members:
                 self._members[location.scheme] = _opener(location)(location.scheme, self._ledger, self._settings)

@@ -28,11 +28,7 @@ class Map(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
-    """Settings of reading remote files: at most `connections` requests at once for each scheme.
-
-    Raises:
-        LimitError, RecipeError: a number that is not above zero, or too large.
-    """
+    """Settings of reading remote files: at most `connections` requests at once for each scheme."""
 
     connections: int = CONNECTIONS
 

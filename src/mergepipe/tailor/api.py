@@ -153,11 +153,7 @@ def average(
 
 
 def _average_request(recipe: str | Path, *, state_from: str | Path | None, export: str | None) -> AverageRequest | None:
-    """Read a recipe that averages; None where it composes. Options that exclude each other are refused.
-
-    Raises:
-        MergePipeError: it is wrong.
-    """
+    """Read a recipe that averages; None where it composes. Options that exclude each other are refused."""
     from mergepipe.tailor.average_recipe import load_average
 
     composing = {"--state-from": state_from is not None, "--export": export is not None}
@@ -234,9 +230,6 @@ def recipe_text(
         at: the last step to look at; default, any.
         ends: layers at either end that the filters take from the newest checkpoint.
         folder: where the recipe will lie; its paths are relative to that.
-
-    Raises:
-        MergePipeError: there are too few checkpoints.
     """
     from mergepipe.core.bounds import shown_number
     from mergepipe.tailor.recipe import Strategy, find_checkpoints, strategy_recipe
@@ -256,9 +249,6 @@ def recipe_from_log(
     """Write the recipe that a log of partial saves implies: each unit from its newest save at or before step `at`.
 
     Returns the recipe (paths relative to `folder`) and notes for the user.
-
-    Raises:
-        MergePipeError: the log is not one, or something it needs was never saved or is gone.
     """
     from mergepipe.errors import NotFoundError
     from mergepipe.tailor.log_recipe import composition_from_log_file

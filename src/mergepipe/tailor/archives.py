@@ -153,10 +153,6 @@ def stale_checksums(
     """Return the checksums of the members that any patched range touches; none for files that have none.
 
     `windows` are the archives inside a file that is not one archive itself.
-
-    Raises:
-        CorruptError: an archive contradicts itself.
-        UnsupportedError: a checksum stands before its member, where a stream cannot write it.
     """
     ranges = sorted(((r.start, r.stop) for r in patched if r.nbytes), key=lambda r: r[0])
     if not ranges:
@@ -203,9 +199,6 @@ def edit_pickle(raw: bytes, edits: Mapping[PicklePath, object], where: str) -> b
     to a part of it, breaks. `raw` must be a pickle that `load_inert` accepted.
 
     Law: `load_inert(edit_pickle(raw, {p: v}))` is `load_inert(raw)` with v at p.
-
-    Raises:
-        CorruptError: there is no such path.
     """
     if not edits:
         return raw
@@ -365,9 +358,6 @@ def plan_edited(
     """Plan a copy of one archive with `edits` in its pickle and `patches` (by offsets of the original) in its tensors.
 
     The empty path stands for all of the pickle.
-
-    Raises:
-        CorruptError, UnsupportedError: the archive cannot be read, or lacks what is to be changed.
     """
     archive = read_torch_zip(store, file.path)
     pickle = archive.pickle

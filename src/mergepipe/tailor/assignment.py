@@ -125,12 +125,7 @@ class Assignment:
 
 
 def assign(recipe: CompositionRecipe, sources: Mapping[Location, TrainingCheckpoint]) -> Assignment:
-    """Decide where each parameter comes from. `sources` has every location that the recipe names.
-
-    Raises:
-        RecipeError: units that do not exist, are named twice, or not at all.
-        MismatchError: sources that do not fit together, or lack what is taken from them.
-    """
+    """Decide where each parameter comes from. `sources` has every location that the recipe names."""
     places = {place: index for index, place in enumerate(sources)}
     opened = tuple(sources.values())
     findings = Findings(RecipeError, MismatchError)

@@ -69,9 +69,6 @@ def scheme_weights(scheme: str, count: int, alpha: float = DEFAULT_ALPHA) -> tup
 
     Source: simple, exponential and weighted averages as in PMA (Li et al. 2025, arXiv 2505.12082); weights shaped as a
     learning-rate decay as in WSM (Tian et al. 2025, arXiv 2507.17634: `w_i = sum_(j >= i) c_j`, solved for c).
-
-    Raises:
-        RecipeError: an unknown scheme, or an `alpha` that is not in (0, 1].
     """
     if scheme not in SCHEMES:
         raise RecipeError.of(
@@ -83,11 +80,7 @@ def scheme_weights(scheme: str, count: int, alpha: float = DEFAULT_ALPHA) -> tup
 
 
 def normalised(weights: Sequence[float], where: str) -> tuple[float, ...]:
-    """Divide weights by their sum.
-
-    Raises:
-        RecipeError: one is not a finite number, or they sum to next to nothing.
-    """
+    """Divide weights by their sum."""
     total = sum(weights)  # that of huge numbers is infinite, where fsum would raise
     if not math.isfinite(total) or abs(total) < _NEXT_TO_NOTHING:
         raise RecipeError.of(
@@ -142,11 +135,7 @@ class AverageRequest:
 
 
 def out_dtype(name: str | None, where: str) -> DType | None:
-    """Return the dtype of that name.
-
-    Raises:
-        RecipeError: weights are not written in it.
-    """
+    """Return the dtype of that name."""
     names = [dtype.recipe_name for dtype in _OUT_DTYPES]
     if name is not None and name not in names:
         raise RecipeError.of("option.invalid", where, f"'{name}' is not known", did_you_mean(name, names))
@@ -154,11 +143,7 @@ def out_dtype(name: str | None, where: str) -> DType | None:
 
 
 def weights_of(text: str) -> str | tuple[float, ...]:
-    """Read `--weights`: a scheme's name, or numbers separated by commas.
-
-    Raises:
-        RecipeError: it is neither.
-    """
+    """Read `--weights`: a scheme's name, or numbers separated by commas."""
     if text in SCHEMES:
         return text
     try:
@@ -173,12 +158,7 @@ def weights_of(text: str) -> str | tuple[float, ...]:
 
 
 def load_average(path: Location, store: Store) -> AverageRequest | None:
-    """Read a recipe that averages; None where it composes.
-
-    Raises:
-        RecipeError: everything that is wrong with it.
-        NotFoundError: there is no such recipe, or a checkpoint does not exist.
-    """
+    """Read a recipe that averages; None where it composes."""
     source = read_yaml(path.absolute(), store)
     if not isinstance(source.root, dict) or AVERAGE_KEY not in source.root:
         return None
@@ -250,11 +230,7 @@ def _optimizer(reader: DocumentReader, value: Value) -> OptimizerState:
 
 
 def optimizer_state(text: str) -> OptimizerState:
-    """Read `--optimizer`.
-
-    Raises:
-        RecipeError: it is not known.
-    """
+    """Read `--optimizer`."""
     names: Sequence[str] = [state.value for state in OptimizerState]
     if text not in names:
         raise RecipeError.of("option.invalid", "--optimizer", f"'{text}' is not known", did_you_mean(text, names))

@@ -75,13 +75,7 @@ def check_average(request: AverageRequest) -> CompositionReport:
 
 
 def open_averaging(store: Store, request: AverageRequest) -> Averaging:
-    """Open the checkpoints, oldest first, and give each its weight; reads no tensor data.
-
-    Raises:
-        RecipeError: fewer than two checkpoints, weights that are not one each, or options without effect.
-        LimitError: too many checkpoints.
-        MismatchError: checkpoints that do not fit together, or lack something.
-    """
+    """Open the checkpoints, oldest first, and give each its weight; reads no tensor data."""
     count = len(request.checkpoints)
     if count < 2:
         raise RecipeError.of("option.invalid", "checkpoints", f"{count} given", "an average takes two or more")
@@ -111,11 +105,7 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
 
 
 def _check_options(request: AverageRequest) -> None:
-    """Refuse options that have no effect beside the others.
-
-    Raises:
-        RecipeError: `option.conflict`.
-    """
+    """Refuse options that have no effect beside the others."""
     if request.alpha is not None and request.weights != "ema":
         raise RecipeError.of("option.conflict", "--alpha", "only the weights 'ema' take it", "leave it out")
     for option, value in (("--dtype", request.dtype), ("--files-from", request.files_from)):

@@ -175,11 +175,7 @@ class StateReader:
             self._files.clear()
 
     def read(self, state: StoredState, *spans: Span) -> NDArray[np.uint8]:
-        """Return the bytes of elements of `state`, those of one span after those of another.
-
-        Raises:
-            CorruptError: a piece of it is not there.
-        """
+        """Return the bytes of elements of `state`, those of one span after those of another."""
         out = np.empty(sum(span.n_elements for span in spans) * state.dtype.itemsize, np.uint8)
         start = 0
         for span in spans:

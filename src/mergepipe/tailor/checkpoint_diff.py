@@ -77,9 +77,6 @@ def diff_checkpoints(
     """Compare every parameter both have; they may differ in stage, world size and format.
 
     Every byte is read once. Memory: a few arrays of `BLOCK_ELEMENTS`.
-
-    Raises:
-        MismatchError: different shapes, or no parameter in common.
     """
     both = [n for n in first.units.names if n in second.parameters]
     reshaped = [name for name in both if first.parameters[name] != second.parameters[name]]

@@ -53,11 +53,7 @@ class CompositionPlan:
 
 
 def plan_composition(store: Store, assignment: Assignment) -> CompositionPlan:
-    """Plan the composite that `assignment` describes, in the skeleton's own layout.
-
-    Raises:
-        CorruptError, UnsupportedError: an archive that is to be patched cannot be.
-    """
+    """Plan the composite that `assignment` describes, in the skeleton's own layout."""
     steps = choose_steps(assignment)
     patches = PatchCollector(store)
     for (name, kind), target in assignment.skeleton.states.items():

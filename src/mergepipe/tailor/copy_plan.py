@@ -201,9 +201,6 @@ def patched_file(
     """Plan a copy of `original` with some ranges replaced.
 
     Law: the segments cover `[0, size_bytes)` in order.
-
-    Raises:
-        ValueError: patches overlap or lie outside.
     """
     segments: list[Segment] = []
     position = 0

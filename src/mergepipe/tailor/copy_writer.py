@@ -52,22 +52,14 @@ _NUMPY_TYPES: dict[DType, np.dtype[Any]] = {
 
 
 def values_of(raw: NDArray[np.uint8], dtype: DType, where: object) -> NDArray[Any]:
-    """Return the elements that `raw` holds, in a numpy dtype that holds them exactly; bfloat16 as float32.
-
-    Raises:
-        UnsupportedError: training uses no such dtype.
-    """
+    """Return the elements that `raw` holds, in a numpy dtype that holds them exactly; bfloat16 as float32."""
     if dtype == BF16:
         return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     return raw.view(_numpy_type(dtype, where))
 
 
 def cast_bytes(raw: NDArray[np.uint8], stored: DType, wanted: DType, where: object) -> NDArray[np.uint8]:
-    """Return `raw` (elements of `stored`) as bytes of `wanted`; a new array unless the two are one.
-
-    Raises:
-        UnsupportedError: training uses no such dtype.
-    """
+    """Return `raw` (elements of `stored`) as bytes of `wanted`; a new array unless the two are one."""
     if stored == wanted:
         return raw
     values = values_of(raw, stored, where)
@@ -142,12 +134,7 @@ class Copier:
         return self.write_all([(plan, path)])[0]
 
     def write_all(self, jobs: Sequence[tuple[FilePlan, Path]]) -> tuple[WrittenFile, ...]:
-        """Write the file that each plan describes at its path, durably; the next is read while one is written.
-
-        Raises:
-            CorruptError: a source is shorter than it was.
-            StorageError: the operating system refused.
-        """
+        """Write the file that each plan describes at its path, durably; the next is read while one is written."""
         targets = [_Target(plan, path, self._store.ledger) for plan, path in jobs]
         written: list[WrittenFile] = []
         with (

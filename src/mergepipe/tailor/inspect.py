@@ -23,12 +23,7 @@ _SHOWN_KEYS = ("model_type", "architectures")
 
 
 def check_same_run(store: Store, checkpoints: Sequence[TrainingCheckpoint]) -> None:
-    """Compare architectures and training histories, where they are recorded.
-
-    Raises:
-        MismatchError: `checkpoint.mismatch`, two are of different architectures; `checkpoint.mismatch`, one has logged
-            other values for a step than another, so that they are of two runs, or of two branches of one.
-    """
+    """Compare architectures and training histories, where they are recorded."""
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
     histories = [(checkpoint.path, _history(store, checkpoint.path)) for checkpoint in ordered]
     described = [(checkpoint.path, read_config(store, checkpoint.path)) for checkpoint in ordered]
@@ -128,11 +123,7 @@ class InspectReport:
 
 
 def inspect_checkpoints(store: Store, paths: Sequence[Location]) -> InspectReport:
-    """Open every path and report; reads structure and step counters only.
-
-    Raises:
-        MergePipeError: a path is no training checkpoint that can be read.
-    """
+    """Open every path and report; reads structure and step counters only."""
     return report_on([open_training_checkpoint(store, path) for path in paths])
 
 

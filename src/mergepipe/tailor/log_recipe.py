@@ -102,11 +102,6 @@ def compose_from_log(
     `folders` are the names of the directories in `run`; None takes what the log says on trust, and `checkpoint-STEP`
     for the paper's form, which names none. `units` are the model's; None takes what the log says of them. `stateless`
     are folders that training cannot resume from, whatever their step. Pure.
-
-    Raises:
-        CorruptError: a line is not of either form, or names a unit the model cannot have.
-        NotFoundError: nothing was saved by then, a unit never was, a folder is gone, or partial saves of ours have
-            no full checkpoint to stand on.
     """
     given_units = None if units is None else tuple(units)
     log = read_log(
@@ -209,12 +204,7 @@ def _notes(log: SaveLog, at: int, state_step: int, newest_step: int) -> Iterator
 def composition_from_log_file(
     store: Store, log: Location, run: Location, at: int, *, units: Iterable[Unit] | None = None
 ) -> LoggedComposition:
-    """Compose from a log file and the directories that exist in the run.
-
-    Raises:
-        NotFoundError, StorageError: the log or the run cannot be read.
-        CorruptError: the log is larger than any log; or as `compose_from_log`.
-    """
+    """Compose from a log file and the directories that exist in the run."""
     text = store.read_small(log, SAVE_LOG_BYTES).decode("utf-8", errors="surrogateescape")
     folders = frozenset(entry.name for entry in store.list(run) if entry.kind is FileKind.FOLDER)
     stateless = frozenset(name for name in folders if _is_stateless(store, run / name))

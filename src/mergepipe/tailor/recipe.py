@@ -98,13 +98,7 @@ class CompositionRecipe:
 
 
 def load_composition(path: Location, store: Store) -> CompositionRecipe:
-    """Read and validate a recipe. Sources must exist; none is opened.
-
-    Raises:
-        RecipeError: everything that is wrong with it, one problem each.
-        NotFoundError: there is no such recipe, or nothing is wrong but sources that do not exist.
-        StorageError: it cannot be read.
-    """
+    """Read and validate a recipe. Sources must exist; none is opened."""
     source = read_yaml(path.absolute(), store)
     if not isinstance(source.root, dict):
         message = f"a recipe is a mapping of names to values, found {describe(source.root)}"
@@ -310,9 +304,6 @@ def find_checkpoints(store: Store, run: Location, at: int | None) -> list[Traini
 
     Checkpoints are directories whose names end in their step, as `checkpoint-400` or `global_step400`; what cannot be
     read as one (a save that was cut short) is passed over.
-
-    Raises:
-        NotFoundError: there is none.
     """
     numbered = []
     for entry in store.list(run) if is_folder(store, run) else ():
@@ -341,9 +332,6 @@ def strategy_recipe(strategy: Strategy, checkpoints: Sequence[TrainingCheckpoint
     """Write the recipe (YAML, short form) of a strategy over the newest checkpoint and the one before it.
 
     `ends` is how many layers at either end the filters take from the newest. Paths are relative to `folder`.
-
-    Raises:
-        RecipeError: the strategy needs two checkpoints and there is one.
     """
     newest = checkpoints[0]
     schedule = strategy.schedule(ends)

@@ -85,11 +85,7 @@ class ModelUnits:
         return sum(unit.kind is UnitKind.LAYER for unit in self.parameters)
 
     def unit_of(self, parameter: str) -> Unit:
-        """The unit of a parameter, or of the owner of an alias.
-
-        Raises:
-            KeyError: the model has no such parameter.
-        """
+        """The unit of a parameter, or of the owner of an alias."""
         owner = self.tied.get(parameter, parameter)
         return next(unit for unit, names in self.parameters.items() if owner in names)
 
@@ -187,11 +183,7 @@ Selector: TypeAlias = OneUnit | EveryLayer | TheseLayers | OtherUnits | Paramete
 
 
 def parse_selector(text: str, where: str = "units") -> Selector:
-    """Read one selector.
-
-    Raises:
-        RecipeError: it is not one.
-    """
+    """Read one selector."""
     stripped = " ".join(text.split())
     for prefix, kind in (("name:", ParameterNames), ("other:", OtherUnits)):
         if stripped.startswith(prefix):
@@ -244,11 +236,7 @@ def _index_range(part: str, text: str, where: str) -> range:
 
 
 def select_parameters(selectors: Iterable[Selector], units: ModelUnits, where: str = "units") -> tuple[str, ...]:
-    """Return the parameters that any of the selectors means, in the model's order. Aliases are not parameters.
-
-    Raises:
-        RecipeError: a selector matches nothing in this model.
-    """
+    """Return the parameters that any of the selectors means, in the model's order. Aliases are not parameters."""
     chosen: set[str] = set()
     for selector in selectors:
         parameters = _matching_names(selector, units, where)

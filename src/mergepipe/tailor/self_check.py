@@ -61,11 +61,7 @@ def check_composite(
     thoroughness: Thoroughness,
     on_state: Callable[[], None],
 ) -> SelfCheck:
-    """Compare every state of `made` with its source, every copy of a weight with its master, and the step counters.
-
-    Raises:
-        CorruptError: `output.damaged`: something is not what it should be.
-    """
+    """Compare every state of `made` with its source, every copy of a weight with its master, and the step counters."""
     _check_structure(made, assignment, steps)
     if thoroughness is Thoroughness.OFF:
         return SelfCheck(thoroughness, 0, 0, 0)
@@ -209,11 +205,7 @@ class AverageCheck:
                 self._ahead[key] = self._pool.submit(self._wanted, key, spans, planned.dtype)
 
     def compare(self, made: Location, home: Location, advance: Callable[[], None]) -> SelfCheck:
-        """Compare what was written with averages in float64, and everything else with the newest checkpoint.
-
-        Raises:
-            CorruptError: `output.damaged`.
-        """
+        """Compare what was written with averages in float64, and everything else with the newest checkpoint."""
         if self._thoroughness is Thoroughness.OFF:
             return SelfCheck(self._thoroughness, 0, 0, 0)
         states = _made_states(self._averaging, made, home)

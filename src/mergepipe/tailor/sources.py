@@ -35,10 +35,6 @@ def list_skeleton(store: Store, checkpoint: TrainingCheckpoint) -> tuple[Skeleto
 
     Of a DeepSpeed save directory: what lies in it directly and the tag that `latest` names, no other tag. An earlier
     composite's manifest is left out.
-
-    Raises:
-        CorruptError: something is not a regular file, or a link leads out of the checkpoint.
-        StorageError: a directory cannot be listed.
     """
     base = checkpoint.path
     if checkpoint.root == base:
@@ -75,21 +71,13 @@ _OPENED_AT_ONCE = 8
 
 
 def open_source_checkpoints(store: Store, paths: Sequence[Location]) -> list[TrainingCheckpoint]:
-    """Open many checkpoints, several at a time: each takes some hundred small reads, one after another.
-
-    Raises:
-        MergePipeError: see `open_source_checkpoint`; of several, that of the first.
-    """
+    """Open many checkpoints, several at a time: each takes some hundred small reads, one after another."""
     with ThreadPoolExecutor(min(_OPENED_AT_ONCE, len(paths)), "mergepipe-tailor-open") as pool:
         return list(pool.map(lambda path: open_source_checkpoint(store, path), paths))
 
 
 def open_source_checkpoint(store: Store, path: Location) -> TrainingCheckpoint:
-    """Open a checkpoint; a partial one never counts as complete, since no framework can resume it.
-
-    Raises:
-        MergePipeError: see `open_training_checkpoint`.
-    """
+    """Open a checkpoint; a partial one never counts as complete, since no framework can resume it."""
     require_text_path(path)
     opened = open_training_checkpoint(store, path)
     if not opened.is_partial:

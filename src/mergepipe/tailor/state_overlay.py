@@ -60,12 +60,7 @@ class StateOverlay:
 
 
 def overlay_state(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
-    """Plan which small files and values the state replaces; `files` are the skeleton's.
-
-    Raises:
-        UnsupportedError: values in a form that is not changed.
-        CorruptError, MismatchError: the state lacks what the framework needs, or has other parameter groups.
-    """
+    """Plan which small files and values the state replaces; `files` are the skeleton's."""
     if assignment.state_index is None:
         return _with_layers(store, assignment, StateOverlay(tuple(files)))
     _check_state(store, assignment)

@@ -41,11 +41,7 @@ class InertPickler:
         self._memoizes = True
 
     def dump(self, value: object) -> bytes:
-        """Return the whole pickle.
-
-        Raises:
-            TypeError: a value of another type.
-        """
+        """Return the whole pickle."""
         self._out = [b"\x80\x02"]
         self._memo = {}
         self._memoizes = True
@@ -53,11 +49,7 @@ class InertPickler:
         return b"".join([*self._out, b"."])
 
     def fragment(self, value: object) -> bytes:
-        """Return the instructions that push a value, to be put inside another pickle: nothing is memoized.
-
-        Raises:
-            TypeError: a value of another type.
-        """
+        """Return the instructions that push a value, to be put inside another pickle: nothing is memoized."""
         self._out = []
         self._memo = {}
         self._memoizes = False

@@ -16,9 +16,6 @@ def ask_transformers(folder: Path, model_type: str) -> tuple[tuple[str, ...], tu
     """Build the model of `folder`'s configuration without memory; return parameters with weight decay and without.
 
     No code of the checkpoint is run: only architectures that transformers itself has.
-
-    Raises:
-        UnsupportedError: transformers is not installed, or does not know the architecture.
     """
     try:
         torch: Any = import_module("torch")

@@ -45,11 +45,7 @@ _STEM = "archive"
 
 
 def plan_universal(store: Store, assignment: Assignment) -> CompositionPlan:
-    """Plan the composite as a universal checkpoint, which DeepSpeed loads at any number of ranks.
-
-    Raises:
-        UnsupportedError: a partial checkpoint, or an optimizer that is not like Adam.
-    """
+    """Plan the composite as a universal checkpoint, which DeepSpeed loads at any number of ranks."""
     skeleton = assignment.skeleton
     zero = list_zero_files(store, skeleton.root)
     if zero is None:  # a partial checkpoint of a run with ZeRO

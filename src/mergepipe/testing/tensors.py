@@ -65,11 +65,7 @@ def _with_specials(rng: np.random.Generator, values: NDArray[np.float32], share:
 
 
 def decode_elements(stored: NDArray[Any], dtype: DType) -> NDArray[np.float32]:
-    """The stored elements of `dtype` as float32.
-
-    Raises:
-        KeyError: a dtype that is not in `STORED_DTYPES`.
-    """
+    """The stored elements of `dtype` as float32."""
     elements = np.frombuffer(stored.tobytes(), STORED_DTYPES[dtype.name])
     if dtype.name == "BF16":
         return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -78,11 +74,7 @@ def decode_elements(stored: NDArray[Any], dtype: DType) -> NDArray[np.float32]:
 
 
 def encode_elements(values: NDArray[np.float32], dtype: DType) -> NDArray[Any]:
-    """Float32 numbers rounded to nearest even into `dtype`; NaN becomes the quiet one of its sign in bfloat16.
-
-    Raises:
-        KeyError: a dtype that is not in `STORED_DTYPES`.
-    """
+    """Float32 numbers rounded to nearest even into `dtype`; NaN becomes the quiet one of its sign in bfloat16."""
     if dtype.name != "BF16":
         with np.errstate(all="ignore"):
             return values.astype(STORED_DTYPES[dtype.name])

@@ -91,11 +91,7 @@ def merge(
 
 
 def _checked_output(recipe: str, out: str | None, plan: str | None) -> str:
-    """Return where the output goes; with a plan it is the only argument.
-
-    Raises:
-        RecipeError: an argument too many or too few, or two that are swapped.
-    """
+    """Return where the output goes; with a plan it is the only argument."""
     if plan is not None:
         if out is not None:
             raise RecipeError.of("option.conflict", "--plan", f"the plan takes the place of {recipe}", "give OUT alone")
@@ -115,11 +111,7 @@ def _refuse_options(context: typer.Context, names: tuple[str, ...], hint: str) -
 
 
 def refuse_swapped(first: str, second: str, endings: tuple[str, ...]) -> None:
-    """Refuse two arguments of which the second is named as the first should be.
-
-    Raises:
-        RecipeError: `option.conflict`.
-    """
+    """Refuse two arguments of which the second is named as the first should be."""
     if second.endswith(endings) and not first.endswith(endings):
         message = f"stands where the output is named, and {first} where a file like it is"
         raise RecipeError.of("option.conflict", second, message, f"swap the two: {second} {first}")

@@ -206,11 +206,7 @@ def decode_band_values(
     pieces: Pieces, base: Bits16, bands: Bands, where: str, out: Bits16, features: int = _FEATURES,
     mantissa_bits: int = BF16_MANTISSA_BITS,
 ) -> None:  # fmt: skip
-    """Decode the expert's 16 bits an element from all pieces.
-
-    Raises:
-        CorruptError: the pieces are not a valid encoding.
-    """
+    """Decode the expert's 16 bits an element from all pieces."""
     blocks = _one_block(pieces, Level.LOSSLESS, base, where)
     decode_band_blocks(blocks, Level.LOSSLESS, bands, lambda _: where, out, _NO_DELTAS, features, mantissa_bits)
 
@@ -219,11 +215,7 @@ def decode_band_deltas(
     pieces: Pieces, level: Level, base: Bits16, bands: Bands, where: str, out: Floats, features: int = _FEATURES,
     mantissa_bits: int = BF16_MANTISSA_BITS,
 ) -> None:  # fmt: skip
-    """Decode deltas: exact where residuals are read, else the centroid of the band or the centre of the cell, else 0.
-
-    Raises:
-        CorruptError: the pieces that `level` reads are not a valid encoding.
-    """
+    """Decode deltas: exact where residuals are read, else the centroid of the band or the cell's centre, else 0."""
     blocks = _one_block(pieces, level, base, where)
     decode_band_blocks(blocks, level, bands, lambda _: where, _NO_VALUES, out, features, mantissa_bits)
 
@@ -254,9 +246,6 @@ def decode_band_blocks(
     """Decode consecutive blocks in one call, like `decode_band_values`, or `decode_band_deltas` without `values`.
 
     `where` tells errors where the block of a number is.
-
-    Raises:
-        CorruptError: the pieces that `level` reads are not a valid encoding.
     """
     n = len(blocks.base)
     if len(values) + len(deltas) != n:  # compiled code does not check bounds
@@ -490,11 +479,7 @@ def _decodes_to(encoded: EncodedBlock, context: BlockContext, expert: RawBytes) 
 
 
 def decode_block(codec: Codec, pieces: Mapping[Piece, RawBytes], context: BlockContext, out: RawBytes) -> None:
-    """Decode a block from all of its pieces into `out`.
-
-    Raises:
-        CorruptError: the pieces are not a valid encoding.
-    """
+    """Decode a block from all of its pieces into `out`."""
     if codec is Codec.SAME:
         out[:] = _base(context)
     elif codec is Codec.BANDS:
@@ -516,11 +501,7 @@ def decode_block(codec: Codec, pieces: Mapping[Piece, RawBytes], context: BlockC
 def decode_deltas(
     codec: Codec, level: Level, pieces: Mapping[Piece, RawBytes], context: BlockContext, out: Floats
 ) -> None:
-    """Decode the deltas (float32) of a block as far as `level` has them; only its pieces are read.
-
-    Raises:
-        CorruptError: the pieces are not a valid encoding.
-    """
+    """Decode the deltas (float32) of a block as far as `level` has them; only its pieces are read."""
     if level is Level.NOTHING or (codec is Codec.SAME and not context.is_converted):
         out[:] = 0
     elif codec is Codec.BANDS:

@@ -202,11 +202,7 @@ def _least_coded_bytes(counts: Counts, frequencies: Bits16) -> float:
 
 
 def decode_plane(reader: ByteReader, n: int, where: str, beside: Bytes | None = None) -> NDArray[np.uint8] | None:
-    """Decode one byte of all elements; None where all are 0. `beside`: bytes that may tell their contexts.
-
-    Raises:
-        CorruptError: the plane is not a valid encoding.
-    """
+    """Decode one byte of all elements; None where all are 0. `beside`: bytes that may tell their contexts."""
     form = int(reader.take(np.uint8, 1)[0])
     if form == FORM_ZERO:
         return None
@@ -287,11 +283,7 @@ def encode_bytewise(base: NDArray[np.uint8], expert: NDArray[np.uint8], dtype: D
 
 
 def decode_bytewise(content: NDArray[np.uint8], base: NDArray[np.uint8], dtype: DType, where: str) -> NDArray[np.uint8]:
-    """Decode the expert's bytes: the inverse of `encode_bytewise`.
-
-    Raises:
-        CorruptError: `content` is not a valid encoding.
-    """
+    """Decode the expert's bytes: the inverse of `encode_bytewise`."""
     n, bits = len(base) // dtype.itemsize, 8 * dtype.itemsize
     reader = ByteReader(content, where)
     folded = scratch("bytewise", n, UNSIGNED[dtype.itemsize])

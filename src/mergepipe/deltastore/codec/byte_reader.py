@@ -26,11 +26,7 @@ class ByteReader:
         self._position = 0
 
     def take(self, dtype: type[T], count: int) -> NDArray[T]:
-        """Read the next `count` values as a copy: little-endian, at any alignment.
-
-        Raises:
-            CorruptError: fewer are left.
-        """
+        """Read the next `count` values as a copy: little-endian, at any alignment."""
         nbytes = np.dtype(dtype).itemsize * count
         left_bytes = len(self._content) - self._position
         if nbytes > left_bytes:
@@ -40,11 +36,7 @@ class ByteReader:
         return part.copy().view(dtype)
 
     def rest(self, dtype: type[T]) -> NDArray[T]:
-        """Read all that is left.
-
-        Raises:
-            CorruptError: it is not a whole number of values.
-        """
+        """Read all that is left."""
         left_bytes = len(self._content) - self._position
         itemsize = np.dtype(dtype).itemsize
         if left_bytes % itemsize:
@@ -52,11 +44,7 @@ class ByteReader:
         return self.take(dtype, left_bytes // itemsize)
 
     def end(self) -> None:
-        """Check that nothing is left.
-
-        Raises:
-            CorruptError: bytes are left.
-        """
+        """Check that nothing is left."""
         if self._position != len(self._content):
             raise corrupt(self._where, f"{len(self._content) - self._position} bytes are left over")
 

@@ -256,11 +256,7 @@ def encode_standalone(expert: NDArray[np.uint8], dtype: DType, choice: PrefixCho
 
 
 def decode_standalone(content: NDArray[np.uint8], dtype: DType, where: str, out: NDArray[np.uint8]) -> None:
-    """Decode the expert's bytes into `out`: the inverse of `encode_standalone`.
-
-    Raises:
-        CorruptError: `content` is not a valid encoding.
-    """
+    """Decode the expert's bytes into `out`: the inverse of `encode_standalone`."""
     n, bits = len(out) // dtype.itemsize, 8 * dtype.itemsize
     reader = ByteReader(content, where)
     low_bits, first = int(reader.take(np.uint8, 1)[0]), int(reader.take(np.uint16, 1)[0])

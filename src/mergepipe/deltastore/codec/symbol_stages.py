@@ -138,11 +138,7 @@ def encode_words(symbols: Bytes, contexts: Bytes, frequencies_CS: Bits16) -> Bit
 
 
 def decode_words(coded: Bits16, contexts: Bytes, frequencies_CS: Bits16, where: str) -> NDArray[np.uint8]:
-    """Decode the symbols of `coded`; skipped elements get 0.
-
-    Raises:
-        CorruptError: the frequencies do not add up, or the words do not end where they should.
-    """
+    """Decode the symbols of `coded`; skipped elements get 0."""
     if not are_valid_frequencies(frequencies_CS):
         raise corrupt(where, f"frequencies of symbols do not add up to {TOTAL}")
     n_words = len(coded) - _STATE_WORDS

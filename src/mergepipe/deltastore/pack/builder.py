@@ -57,21 +57,13 @@ _PART_BYTES = 8 << 20
 
 
 def file_parts(store: Store, path: Location, size_bytes: int) -> Iterator[bytes]:
-    """Read the first `size_bytes` of a file in parts of 8 MiB, charged as metadata.
-
-    Raises:
-        StorageError, CorruptError: it could not be read.
-    """
+    """Read the first `size_bytes` of a file in parts of 8 MiB, charged as metadata."""
     for start in range(0, size_bytes, _PART_BYTES):
         yield store.read_metadata(path, start, min(_PART_BYTES, size_bytes - start))
 
 
 def write_kept(store: Store, target: Path, parts: Iterable[bytes], size_bytes: int, doing: str) -> None:
-    """Write a new file durably, with its folders; `size_bytes` are charged as output, `doing` is for the error.
-
-    Raises:
-        StorageError: the operating system refused.
-    """
+    """Write a new file durably, with its folders; `size_bytes` are charged as output, `doing` is for the error."""
     try:
         owned.make_folders(target.parent)
         descriptor = owned.create_file(target)
@@ -98,9 +90,6 @@ def portable_store(
     """Describe a store of this machine; of a local base and expert the header keeps the last names, as hints.
 
     `changed` files of the original take the place of those that the store keeps.
-
-    Raises:
-        StorageError: a small file cannot be read.
     """
     kept = tuple(
         KeptFile(file.name, len(changed[file.name]), small_digest(changed[file.name])) if file.name in changed else file
@@ -121,12 +110,7 @@ def portable_store(
 
 
 def published_store(store: Store, opened: OpenedStore) -> OutputContent:
-    """Describe a store as it is published: kept files that name paths of this machine are without them.
-
-    Raises:
-        CorruptError: `storage.too-large`, a small file of the original.
-        StorageError: a small file cannot be read.
-    """
+    """Describe a store as it is published: kept files that name paths of this machine are without them."""
     names = [file.name for file in opened.header.kept if file.name.endswith(".json")]
     contents = {name: store.read_small(opened.root / name, sidecar_limit(name)) for name in names}
     cleaned = {name: file_without_paths(name, raw) for name, raw in contents.items()}
@@ -250,11 +234,7 @@ class PackJob:
         return digest_of([mergepipe.__version__, FORMAT, BLOCK_ELEMENTS, *roots, *fingerprints, kept_files])
 
     def check_unchanged(self, store: Store) -> None:
-        """Refuse inputs that are not those that were opened.
-
-        Raises:
-            ConflictError: naming the file.
-        """
+        """Refuse inputs that are not those that were opened."""
         check_unchanged(store, (*self.bases, replace(self.expert, files=(*self.expert.files, *self.kept))))
 
 
@@ -280,11 +260,6 @@ def open_builder(job: PackJob, store: Store) -> Iterator[StoreBuilder]:
 
     It resumes what an interrupted run of the same job left, and if interrupted itself leaves its durable part for the
     next run.
-
-    Raises:
-        OutputError: `output.exists`, `output.not-ours`, of a place in a bucket.
-        ConflictError: another process is building it.
-        StorageError: the operating system or the bucket refused.
     """
     resumable: list[PackProgress] = []
 
@@ -384,11 +359,7 @@ class StoreBuilder:
         self._bands[number] = bands
 
     def put(self, number: int, block: int, content: RawBytes, encoded: EncodedBlock, row: NDArray[np.void]) -> None:
-        """Add a block of tensor `number`: its bytes and their encoding.
-
-        Raises:
-            StorageError: it could not be written.
-        """
+        """Add a block of tensor `number`: its bytes and their encoding."""
         place = self.job.places[number]
         self._content_id.show(place.entry.name, block * BLOCK_ELEMENTS * place.entry.dtype.itemsize, content)
         self._blocks.put(place.first_row + block, encoded, row)
@@ -408,12 +379,7 @@ class StoreBuilder:
         self.is_noted = True
 
     def finish(self) -> None:
-        """Write the remaining files once every block was put, make all durable, and check that no input changed.
-
-        Raises:
-            StorageError: it could not be written.
-            ConflictError: an input changed.
-        """
+        """Write the remaining files once every block was put, make all durable, and check that no input changed."""
         if self._blocks.n_written != self.job.n_rows:
             raise ValueError(f"{self.job.out}: {self._blocks.n_written} of {self.job.n_rows} blocks were put")
         if self._upload is not None:  # what is packed is not packed again if the upload fails
@@ -429,11 +395,7 @@ class StoreBuilder:
         return read_store(self._store, Location.local(self._staging.path))
 
     def publish(self) -> None:
-        """Make the finished store visible.
-
-        Raises:
-            ConflictError, StorageError: as `Staging.publish` or `ObjectUpload.send_all`.
-        """
+        """Make the finished store visible."""
         if self._upload is None:
             self._staging.publish()
         else:

@@ -73,9 +73,6 @@ class BlockGroup:
         """Encode one block of every expert and hand it to its builder; called from many threads.
 
         The part of the encoding that depends on the base alone is computed once.
-
-        Raises:
-            StorageError: a block could not be written.
         """
         base = None
         if self.base is not None and self.base_entry is not None:
@@ -116,11 +113,7 @@ class BandChooser:
         self._lock = threading.Lock()
 
     def choose(self, blocks: BlockGroup) -> None:
-        """Make sure that the builders of a `BlockGroup` have the bands of their tensors.
-
-        Raises:
-            StorageError, CorruptError: a sample could not be read.
-        """
+        """Make sure that the builders of a `BlockGroup` have the bands of their tensors."""
         with self._lock:
             lacking = [member for member in blocks.members if member.builder.lacks_bands(member.number)]
             if not lacking or blocks.base_entry is None or blocks.base is None:
@@ -166,9 +159,6 @@ def pack_all(
 
     Memory: `MEMORY_BYTES` (100 MiB) for reading, for at most `EXPERTS_AT_ONCE` experts; some 6 MiB per thread; what the
     builders state.
-
-    Raises:
-        StorageError, CorruptError: from reading or writing.
     """
     pool = BufferPool(MEMORY_BYTES // GROUPS_AHEAD, MEMORY_BYTES)
     encoders = ThreadPoolExecutor(threads, "mergepipe-encode")
@@ -272,11 +262,7 @@ class _Reader:
         self._bands = BandChooser(files)
 
     def read(self, group: _Group, buffer: NDArray[np.uint8]) -> list[Future[None]]:
-        """Read a group into `buffer` and start encoding its blocks.
-
-        Raises:
-            StorageError, CorruptError: a file could not be read.
-        """
+        """Read a group into `buffer` and start encoding its blocks."""
         base = None
         at = 0
         if group.base is not None:

@@ -26,9 +26,6 @@ def estimate_packed_bytes(
 
     Encodes `SAMPLED_BLOCKS` blocks as `pack` does, at equal distances over the bytes of all tensors, and extrapolates.
     Reads at most 1 MiB and a few pages for each block of two bytes an element: 32 MiB.
-
-    Raises:
-        ConflictError, StorageError, CorruptError: a block could not be read.
     """
     names = sorted(name for name, tensor in expert.tensors.items() if tensor.n_elements)
     entries = [entry for name in names if isinstance(entry := expert.tensors[name], TensorEntry)]

@@ -97,9 +97,6 @@ def match_base(store: Store, expert: Checkpoint, candidates: Sequence[Checkpoint
 
     Reads the same samples of the expert and of each candidate: at most 0.1 % of the expert's bytes, or 128 KiB. An
     expert without a floating-point tensor is taken as equal to the first candidate.
-
-    Raises:
-        ConflictError, StorageError, CorruptError: a sample could not be read.
     """
     spans = tuple(sample_spans(expert))
     if not spans:
@@ -184,11 +181,7 @@ _SUFFIX = ".safetensors"
 
 
 def open_base(store: Store, path: Location) -> Checkpoint:
-    """Open the checkpoint that experts are packed relative to; it may be packed itself.
-
-    Raises:
-        UnsupportedError: it holds deltas.
-    """
+    """Open the checkpoint that experts are packed relative to; it may be packed itself."""
     require_text_path(path)
     if is_store(store, path):
         return open_packed(store, path)[1]
@@ -204,12 +197,6 @@ def job_of(store: Store, base: Checkpoint | None, expert: Checkpoint, folder: Lo
     """The job of packing an expert, relative to `base` if any, under its name in `folder`.
 
     One in a bucket is staged in `home`.
-
-    Raises:
-        UnsupportedError: its files are not plain safetensors weights, one has a name that stores use, or the chain that
-            the base is in is too long.
-        CorruptError: a file of its directory is not a regular file, or a link out of it.
-        OutputError: the store would lie in an input.
     """
     require_text_path(expert.path)
     reason = reason_against(expert)
@@ -242,11 +229,7 @@ def reason_against(expert: Checkpoint) -> str:
 
 
 def check_names(jobs: Iterable[PackJob]) -> None:
-    """Refuse two experts of the same name.
-
-    Raises:
-        RecipeError: naming it.
-    """
+    """Refuse two experts of the same name."""
     for place, count in Counter(job.place for job in jobs).items():
         if count > 1:
             raise RecipeError.of(
@@ -260,9 +243,6 @@ def is_packed(store: Store, job: PackJob, threads: int) -> bool:
 
     Weights count as unchanged if their files' versions are the same; otherwise they are read and compared with the
     digests in the store. Other files are always compared by content.
-
-    Raises:
-        OutputError: it holds another store; naming the file that differs.
     """
     if not is_store(store, job.place):
         return False
@@ -283,13 +263,7 @@ def is_packed(store: Store, job: PackJob, threads: int) -> bool:
 
 
 def _kept_files(store: Store, expert: Checkpoint) -> tuple[FileFingerprint, ...]:
-    """Every other file of the expert's directory, at any depth; none beside a bare file.
-
-    Raises:
-        CorruptError: one of them is not a regular file, or a link out of the directory.
-        NotFoundError: one is a broken link.
-        UnsupportedError: one has a name that the store uses itself, or is a link to a directory.
-    """
+    """Every other file of the expert's directory, at any depth; none beside a bare file."""
     if expert.path != expert.root:
         return ()
     weights = {file.name for file in expert.files}

@@ -100,11 +100,7 @@ def _differing_file(
 
 
 def check_same(store: Store, opened: OpenedStore, job: PackJob, threads: int) -> None:
-    """Read all files of an expert and check that the store at `opened` holds each of them, before any is removed.
-
-    Raises:
-        ConflictError: `input.changed`, one has other content.
-    """
+    """Read all files of an expert and check that the store at `opened` holds each of them, before any is removed."""
     path = differing_kept_file(store, opened, job) or differing_weights(store, opened, job, threads)
     if path is not None:
         message = f"is not what the store in {opened.root} holds: nothing was removed"
@@ -112,11 +108,7 @@ def check_same(store: Store, opened: OpenedStore, job: PackJob, threads: int) ->
 
 
 def sync_store(opened: OpenedStore) -> None:
-    """Make a store and its directories durable, whichever process wrote it.
-
-    Raises:
-        StorageError: the operating system refused.
-    """
+    """Make a store and its directories durable, whichever process wrote it."""
     folders = {opened.root, opened.root.parent}
     for file in opened.fingerprints:
         path = opened.root / file.name
@@ -141,10 +133,6 @@ def remove_original(job: PackJob) -> None:
     """Remove the files of an expert whose content was verified, and directories that become empty.
 
     Each is checked right before it is removed: files modified or created since the job was made stay.
-
-    Raises:
-        ConflictError: `input.changed`, naming the first file that was modified; it and those after it stay.
-        StorageError: the operating system refused.
     """
     expert, removed = job.expert, set[tuple[int, int]]()
     root = expert.root.local_path.resolve()

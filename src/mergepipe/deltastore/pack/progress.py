@@ -39,11 +39,7 @@ class PackProgress:
 
 
 def note_progress(directory: Path, progress: PackProgress, ledger: Ledger) -> None:
-    """Record in a staging directory the part of the store that is durable, and make the names of its files durable.
-
-    Raises:
-        StorageError: the operating system refused.
-    """
+    """Record in a staging directory the part of the store that is durable, and make the names of its files durable."""
     content = {"format": _FORMAT, "content": _inode_of(directory), **asdict(progress)}
     sync_directory(directory / CONTENT_NAME)
     replace_durably(directory / PROGRESS_NAME, sealed(canonical_json(content)), ledger)
@@ -54,9 +50,6 @@ def find_progress(directory: Path, key: str) -> PackProgress | None:
     """Find progress to resume in a staging directory, truncated to its durable part; None if there is none.
 
     The blocks were durable before they were recorded; the index is checked against its digest.
-
-    Raises:
-        StorageError: the operating system refused.
     """
     progress = _read(directory)
     if progress is None or progress.key != key or not _is_complete(directory / CONTENT_NAME, progress.durable):

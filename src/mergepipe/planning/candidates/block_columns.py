@@ -80,11 +80,7 @@ def lay_out_columns(
     block_elements: int,
     unread: frozenset[int] = frozenset(),
 ) -> Columns:
-    """Lay out `tasks` in blocks of `block_elements`, for the experts `expert_models`.
-
-    Raises:
-        UnsupportedError: `plan.unsupported`, a task merges two tensors of one model, which a mask cannot tell apart.
-    """
+    """Lay out `tasks` in blocks of `block_elements`, for the experts `expert_models`."""
     elements_T = np.array([task.base.n_elements for task in tasks], np.int64)
     blocks_T = -(-elements_T // block_elements)
     first_T = np.concatenate([[0], np.cumsum(blocks_T)]).astype(np.int64)

@@ -34,13 +34,6 @@ def read_importance(store: Store, path: Location, tasks: Sequence[MergeTask]) ->
     Tensors of a safetensors file or folder hold one number, or one for each element, which are summed. Of a training
     checkpoint the second moments v of n elements count as n times the root of their mean: the size of the gradient.
     Memory: about 64 MiB.
-
-    Raises:
-        NotFoundError: it is not there, or nothing that can be read.
-        CorruptError: `importance.damaged`, it is no JSON object of numbers; as from opening a checkpoint.
-        MismatchError: `importance.mismatch`, a tensor is missing, has another shape, or a number is negative or not
-            finite; all numbers are zero.
-        UnsupportedError, StorageError: as from opening a checkpoint.
     """
     if path.name.endswith(".json"):
         numbers = _numbers(store, path)

@@ -46,12 +46,6 @@ def open_model(store: Store, model: NamedModel, base: Checkpoint | None, *, as_w
     `base` is what deltas and adapters are taken against and whose layout of fused tensors is followed; None for the
     base itself, which must be full weights. An adapter that is applied to the base is taken for its differences alone,
     unless `as_weights`.
-
-    Raises:
-        NotFoundError, CorruptError, StorageError: as `readers.hf.open_checkpoint`.
-        UnsupportedError: a path that is not UTF-8, quantised weights, a composite, an adapter that is no plain LoRA,
-            or a delta as the base.
-        MismatchError: an adapter or a delta that belongs to another base.
     """
     for path in (model.path, model.adapter):
         if path is not None:

@@ -175,9 +175,6 @@ def open_recipes(
     """Open what the documents of a recipe name, pair the tensors; the last document makes the output.
 
     Without `stage` intermediates that have to be written first are only described: their tensors cannot be read.
-
-    Raises:
-        RecipeError: every notice of a document, if notices are refused.
     """
     made: dict[str, Intermediate] = {}
     for recipe in recipes[:-1]:

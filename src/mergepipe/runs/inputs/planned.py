@@ -17,12 +17,7 @@ from mergepipe.storage.contract import Store
 
 
 def open_planned(plan: Plan, store: Store, link: CatalogLink) -> Inputs:
-    """Open the inputs that a plan was made for.
-
-    Raises:
-        ConflictError: `input.changed`, an input is not what it was.
-        NotFoundError: an input is gone.
-    """
+    """Open the inputs that a plan was made for."""
     recipe = reload_recipe(plan.recipe, store, {model.model: model.path for model in plan.models})
     if [reference_text(model) for model in recipe.inputs()] != [model.path for model in plan.models]:
         raise NotFoundError.of(

@@ -53,9 +53,6 @@ def truncated_svd(matrix_MN: Matrix, rank: int | None, energy: float | None, see
     the matrix where it is decomposed whole.
 
     Source: N. Halko, P. G. Martinsson, J. A. Tropp, "Finding structure with randomness", 2011, algorithms 4.4 and 5.1.
-
-    Raises:
-        ValueError: neither `rank` nor `energy`, or one out of its range.
     """
     if (rank is None and energy is None) or (rank is not None and rank < 1):
         raise ValueError("a rank above zero or an energy is needed")

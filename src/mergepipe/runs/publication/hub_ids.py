@@ -37,11 +37,7 @@ class BaseModelIds:
         return self.by_model.get(model.text) or self.by_model.get(reference_text(model))
 
     def check_names(self, models: Sequence[ModelInput]) -> None:
-        """Refuse an id of a model that the recipe does not name.
-
-        Raises:
-            RecipeError: `option.invalid`.
-        """
+        """Refuse an id of a model that the recipe does not name."""
         names = {name for model in models for name in (model.text, reference_text(model))}
         for name in self.by_model:
             if name not in names:
@@ -50,11 +46,7 @@ class BaseModelIds:
 
 
 def parse_base_model_ids(texts: Iterable[str]) -> BaseModelIds:
-    """Parse values of `--base-model-id`: `org/name`, or `MODEL=org/name`.
-
-    Raises:
-        RecipeError: `option.invalid`, one is no id of the Hub.
-    """
+    """Parse values of `--base-model-id`: `org/name`, or `MODEL=org/name`."""
     by_model: dict[str, str] = {}
     of_merge: list[str] = []
     for text in texts:

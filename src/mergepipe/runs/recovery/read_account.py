@@ -53,11 +53,7 @@ class ReadAccount:
             raise
 
     def record(self, totals: ReadTotals) -> None:
-        """Append the bytes that may have been read in total: before reading a reservation, at the end the exact number.
-
-        Raises:
-            StorageError: it could not be written.
-        """
+        """Append the bytes that may have been read in total: before reading a reservation, then the exact number."""
         payload = canonical_json(
             {"expert_bytes": totals.expert_bytes, "forgiven_bytes": totals.forgiven_bytes, "format": ACCOUNT_FORMAT}
         )
@@ -80,10 +76,6 @@ def read_totals(directory: Path) -> ReadTotals:
     """Read the totals of earlier runs from a staging directory; zeros without an account.
 
     A torn last record tells of reads that were never made.
-
-    Raises:
-        CorruptError: `work-log.damaged`, the account is there and cannot be understood.
-        StorageError: it cannot be read.
     """
     path = directory / ACCOUNT_NAME
     try:

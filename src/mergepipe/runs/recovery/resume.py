@@ -147,11 +147,6 @@ class MergeProgress:
         """Decide whether to resume the run in a staging directory; if so, prepare its files.
 
         Reads of earlier runs are charged to the ledger, whether their work is resumed or not.
-
-        Raises:
-            NotFoundError: `resume.nothing`, resuming was required and there is nothing to resume.
-            LimitError: `resume.budget`, the budget does not cover what earlier runs read and what is left to be read.
-            CorruptError: `work-log.damaged`.
         """
         if self._resume is Resume.NEVER:
             self._forgive_earlier_reads(directory)

@@ -29,12 +29,7 @@ class BucketFolder:
     """
 
     def __init__(self, location: Location, writer: BucketWriter | None = None) -> None:
-        """Open the folder; makes no request.
-
-        Raises:
-            UnsupportedError: `extra.missing`, obstore is not installed.
-            StorageError: `storage.settings`.
-        """
+        """Open the folder; makes no request."""
         if location.scheme not in OBJECT_SCHEMES:
             raise ValueError(f"no object store has the scheme {location.scheme}")
         from mergepipe.storage.remote.objects import open_writer
@@ -75,11 +70,7 @@ class BucketFolder:
         self._asked(name, lambda: self._writer.delete(self._key(name)))
 
     def unfinished_uploads(self) -> MultipartUploads | None:
-        """The uploads below it whose objects are not there yet; None of stores other than S3.
-
-        Raises:
-            StorageError: `storage.credentials`, there is no secret key that the requests can be signed with.
-        """
+        """The uploads below it whose objects are not there yet; None of stores other than S3."""
         from mergepipe.storage.remote.objects import open_bucket
 
         if self.location.scheme != "s3":

@@ -138,11 +138,7 @@ class HttpClient:
         weakref.finalize(self, _close_all, self._idle)
 
     def head(self, address: Address) -> HeadAnswer:
-        """Ask for size and version of a file.
-
-        Raises:
-            RequestFailed: it failed, or the answer tells no size.
-        """
+        """Ask for size and version of a file."""
         answer, _ = self._request("HEAD", address)
         answer.discard()
         answer.check_status(200)
@@ -160,9 +156,6 @@ class HttpClient:
         """Fill `buffer` with the bytes of a file at `offset`, all of which lie inside the file that `pin` names.
 
         The version that the answer names is held against the pin, or given to `difference`, before a byte is taken.
-
-        Raises:
-            RequestFailed: it failed; `received_bytes` of `buffer` are right.
         """
         last = offset + len(buffer) - 1
         headers = {**address.headers, "Range": f"bytes={offset}-{last}"}
@@ -178,11 +171,7 @@ class HttpClient:
             answer.discard()
 
     def exchange(self, method: str, address: Address, limit_bytes: int) -> Exchange:
-        """Send a request whose refusals the caller understands; only relative redirects are followed.
-
-        Raises:
-            RequestFailed: no answer came, it asks to come again later, or its body has more than `limit_bytes`.
-        """
+        """Send a request whose refusals the caller understands; only relative redirects are followed."""
         answer, elsewhere = self._request(method, address, within_host=True)
         return answer.exchange(limit_bytes, elsewhere)
 
@@ -458,12 +447,7 @@ class _Pace(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]
-        """Read as from a socket.
-
-        Raises:
-            TimeoutError: nothing arrived for too long, or too little since the answer began.
-            HTTPException: it is too long.
-        """
+        """Read as from a socket."""
         if self.left_bytes <= 0:
             raise _TooLongError("the answer goes on where it should end")
         seconds = self._patience_ends + self._received_bytes / SLOWEST_BYTES_PER_SECOND - self._clock()

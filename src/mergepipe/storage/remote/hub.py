@@ -53,11 +53,7 @@ _KIND_OF_LENGTH: Final = {64: SHA256, 40: GIT}
 
 
 def open_store(scheme: str, ledger: Ledger, settings: RemoteSettings) -> HubStore:
-    """Make the store of `hf://` locations with the settings of the environment.
-
-    Raises:
-        RecipeError: `location.invalid`, HF_ENDPOINT is no address of a web server.
-    """
+    """Make the store of `hf://` locations with the settings of the environment."""
     if scheme != HUB_SCHEME:
         raise ValueError(f"not a scheme of the Hub: {scheme}")
     return HubStore(hub_settings(), Transfers(ledger, connections=settings.connections))
@@ -97,13 +93,7 @@ class HubStore(PinnedStore):
         return CACHED_TERMS if is_cached else super().terms(location)
 
     def pin(self, location: Location) -> Location:
-        """The location at the commit that its revision leads to now.
-
-        Raises:
-            NotFoundError: `model.not-found`; `hub.offline`, there is no network and nothing in the cache.
-            StorageError: `storage.credentials`, `storage.unavailable` and others, the Hub refuses.
-            CorruptError: `hub.answer`, the answer is not that of a Hub.
-        """
+        """The location at the commit that its revision leads to now."""
         return location.with_revision(self._listing(location).commit)
 
     def forget(self, location: Location) -> None:
@@ -123,7 +113,7 @@ class HubStore(PinnedStore):
         return entries
 
     def open(self, location: Location, *, direct: bool = False) -> RangeFile:
-        """Open a file for positional reads: in the local cache, else on the network, which is asked at the first read.
+        """Open a file for positional reads: in the local cache, else on the network, asked at the first read.
 
         What is cached is read like what is not, byte for byte: `direct` means nothing here.
         """
@@ -136,12 +126,7 @@ class HubStore(PinnedStore):
         return _CheckedFile(self._source(location), status, self._transfers)
 
     def read_small(self, location: Location, limit_bytes: int) -> bytes:
-        """Read a whole file of at most `limit_bytes`, charged as metadata, and hold it against its digest.
-
-        Raises:
-            CorruptError: `storage.too-large`, it is larger; nothing was read.
-            ConflictError: `input.changed`, it is not what was pinned.
-        """
+        """Read a whole file of at most `limit_bytes`, charged as metadata, and hold it against its digest."""
         listing = self._listing(location)
         content = super().read_small(location, limit_bytes)
         listing.files[location.key].check(location, content)

@@ -56,11 +56,7 @@ class HubSettings:
 
 
 def hub_settings(environment: Mapping[str, str] | None = None) -> HubSettings:
-    """Read the settings as the Hugging Face tools do, from their variables and the token of `hf auth login`.
-
-    Raises:
-        RecipeError: `location.invalid`, HF_ENDPOINT is no address of a web server.
-    """
+    """Read the settings as the Hugging Face tools do, from their variables and the token of `hf auth login`."""
     variables = os.environ if environment is None else environment
     home = _home(variables)
     cache = variables.get("HF_HUB_CACHE") or variables.get("HUGGINGFACE_HUB_CACHE")
@@ -134,11 +130,7 @@ def _refreshed_token(file: Path) -> str:
 
 
 def hub_package() -> Any:
-    """Import the Hub's own package, by which repositories are written.
-
-    Raises:
-        UnsupportedError: `extra.missing`, it is not installed.
-    """
+    """Import the Hub's own package, by which repositories are written."""
     try:
         import huggingface_hub
     except ImportError as error:
@@ -173,11 +165,7 @@ class HubApi:
         self.waiting_room = WaitingRoom()
 
     def model_info(self, location: Location, revision: str) -> ModelListing:
-        """Ask for the commit of a revision, and all its files with sizes and digests.
-
-        Raises:
-            NotFoundError, StorageError, CorruptError: as `HubStore.pin` does.
-        """
+        """Ask for the commit of a revision, and all its files with sizes and digests."""
         url = f"{self._endpoint}/api/models/{location.root}/revision/{quote(revision, safe='')}?blobs=true"
         answer = self._transfers.ask(location, lambda: self._exchange("GET", url))
         if answer.status != 200:
@@ -189,13 +177,7 @@ class HubApi:
         return parse_model_info(location.root, location, parse_digestible(answer.body, refuse))
 
     def resolve(self, location: Location, commit: str, file: HubFile) -> Address:
-        """Ask where the bytes of a file of a commit are, and hold the answer against the pin. Makes one attempt.
-
-        Raises:
-            RequestFailed: the request failed.
-            StorageError, NotFoundError: the Hub refuses.
-            ConflictError: `input.changed`, it is another file than the pinned one.
-        """
+        """Ask where the bytes of a file of a commit are, and hold the answer against the pin. Makes one attempt."""
         url = f"{self._endpoint}/{location.root}/resolve/{commit}/{quote(file.path)}"
         answer = self._exchange("HEAD", url)
         if answer.status not in (200, *_FOUND):

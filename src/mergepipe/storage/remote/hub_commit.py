@@ -61,9 +61,6 @@ class HubRepository:
         """Upload what the Hub lacks of the files, then commit all of them after `parent`; return the commit.
 
         `on_file` is called with the name of each file that is there. Until the commit nothing is visible.
-
-        Raises:
-            ConflictError: `output.changed`, the branch does not lead to `parent` any more.
         """
         folder = self.location.key
         named = {name: f"{folder}/{name}" if folder else name for name in (*files, *deleted)}

@@ -48,11 +48,7 @@ class HubFile:
         return self.version.partition(":")[2]
 
     def check(self, location: Location, content: bytes) -> None:
-        """Hold the whole content against the digest.
-
-        Raises:
-            ConflictError: `input.changed`, it is other content.
-        """
+        """Hold the whole content against the digest."""
         hasher = self.hasher()
         if hasher is not None:
             hasher.update(content)
@@ -112,11 +108,7 @@ class WholeFileCheck:
 
     @contextmanager
     def reading(self, offset: int, buffer: memoryview) -> Iterator[None]:
-        """Look at what is read into `buffer` while the context lasts.
-
-        Raises:
-            ConflictError: `input.changed`, it completes a file that is not the pinned one.
-        """
+        """Look at what is read into `buffer` while the context lasts."""
         piece, digest = range(offset, offset + len(buffer)), None
         with self._moved:
             self._being_read.append(piece)
@@ -196,11 +188,7 @@ class ModelListing:
 
 
 def parse_model_info(model: str, where: Location, answer: object) -> ModelListing:
-    """Read the Hub's answer about one revision of a model.
-
-    Raises:
-        CorruptError: `hub.answer`, it lacks the commit, or a file's size or digest, or names a path outside the model.
-    """
+    """Read the Hub's answer about one revision of a model."""
     if not isinstance(answer, dict):
         raise no_answer(where, "it is no JSON object")
     commit, siblings = answer.get("sha"), answer.get("siblings")

@@ -81,11 +81,7 @@ _KINDS: Final = (
 
 
 def open_store(scheme: str, ledger: Ledger, settings: RemoteSettings) -> ObjectStore:
-    """Return the store of all buckets of a scheme; a bucket's client is made when it is first named.
-
-    Raises:
-        ValueError: a scheme of no object store.
-    """
+    """Return the store of all buckets of a scheme; a bucket's client is made when it is first named."""
     if scheme not in ("s3", "gs", "az"):
         raise ValueError(f"no object store has the scheme {scheme}")
     return ObjectStore(Transfers(ledger, connections=settings.connections))
@@ -206,22 +202,14 @@ class ObjectClient:
         return self._sign is not None
 
     def list_folder(self, prefix: str) -> Listing:
-        """List the objects and folders directly below `prefix`, which is empty for the whole bucket.
-
-        Raises:
-            RequestFailed: it failed.
-        """
+        """List the objects and folders directly below `prefix`, which is empty for the whole bucket."""
         with _failures():
             answer = _obstore().list_with_delimiter(self.store, prefix or None)
             objects = {item["path"]: _pin(item) for item in answer["objects"] if item["path"] != prefix}
         return Listing(objects, tuple(folder.rstrip("/") for folder in answer["common_prefixes"]))
 
     def address(self, key: str) -> Address:
-        """Return an address of an object that is good for `SIGNED_FOR`. Makes no request to the store.
-
-        Raises:
-            RequestFailed: the credentials could not be had.
-        """
+        """Return an address of an object that is good for `SIGNED_FOR`. Makes no request to the store."""
         assert self._sign is not None
         with _failures():
             return Address(self._sign(key))
@@ -231,11 +219,7 @@ class ObjectClient:
         return SignedBucket(self.address("x").url, self._secret) if self._secret else None
 
     def read_range(self, key: str, offset: int, buffer: memoryview, pin: Pin) -> None:
-        """Fill `buffer` with the bytes of an object at `offset`, all of which lie inside the pinned object.
-
-        Raises:
-            RequestFailed: it failed; `received_bytes` of `buffer` are right.
-        """
+        """Fill `buffer` with the bytes of an object at `offset`, all of which lie inside the pinned object."""
         options = {"range": (offset, offset + len(buffer))} | ({"if_match": pin.if_match} if pin.if_match else {})
         done = 0
         try:
@@ -359,12 +343,7 @@ def open_writer(location: Location, on_bytes: Callable[[int], None] = lambda _: 
 
 
 def open_bucket(location: Location, stall_seconds: float = STALL_SECONDS) -> ObjectClient:
-    """Return the client of the bucket of `location`.
-
-    Raises:
-        UnsupportedError: `extra.missing`, obstore is not installed.
-        StorageError: `storage.settings`, the settings of the environment cannot be used.
-    """
+    """Return the client of the bucket of `location`."""
     return _opened(location, _Connections(stall_seconds, _NO_RETRIES, _LONGEST_READ))
 
 

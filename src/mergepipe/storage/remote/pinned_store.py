@@ -33,13 +33,7 @@ class PinnedFile:
         return self._source.location
 
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
-        """Fill `buffer` from `offset`; see `RangeFile.read_into`. Bytes past the end are neither asked for nor charged.
-
-        Raises:
-            ConflictError: `input.changed`, the server has another version by now.
-            LimitError: `budget.exceeded`.
-            NotFoundError, StorageError: the request failed, as often as it was made again.
-        """
+        """Fill `buffer` from `offset`; see `RangeFile.read_into`. Bytes past the end are not asked for or charged."""
         nbytes = max(0, min(len(buffer), self.size_bytes - offset))
         if nbytes:
             self._fill(offset, buffer[:nbytes], purpose)

@@ -229,11 +229,6 @@ class Transfers:
         """Fill `buffer` with the bytes at `offset`, all of which lie inside the file.
 
         Nothing writes to `buffer` after it returns or raises.
-
-        Raises:
-            LimitError: `budget.exceeded`.
-            StorageError: `storage.unavailable`, by `abort`.
-            MergePipeError: as `retry.error_of` tells.
         """
         starts = range(0, len(buffer), REQUEST_BYTES)
         with self._stoppable(source.location) as stop:

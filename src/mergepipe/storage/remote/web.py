@@ -48,11 +48,7 @@ _UNCLEAR: Final = frozenset({403, 405, 501})  # also said of folders, and of mis
 
 
 def open_store(scheme: str, ledger: Ledger, settings: RemoteSettings) -> WebStore:
-    """Return the store of all hosts of a scheme.
-
-    Raises:
-        ValueError: a scheme of no web server.
-    """
+    """Return the store of all hosts of a scheme."""
     if scheme not in WEB_SCHEMES:
         raise ValueError(f"no web server has the scheme {scheme}")
     return WebStore(Transfers(ledger, connections=settings.connections))
@@ -170,11 +166,7 @@ class _WebSource:
         self._http.read_range(self._answer.address, offset, buffer, self._answer.pin)
 
     def renew(self) -> bool:
-        """Follow the redirects again; False where there were none.
-
-        Raises:
-            RequestFailed: it failed, or they lead to another version now.
-        """
+        """Follow the redirects again; False where there were none."""
         original = _address(self.location)
         if self._answer.address.url == original.url:
             return False

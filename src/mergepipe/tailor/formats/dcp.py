@@ -85,10 +85,6 @@ def merge_state(metadata: object, folder: Location, state: object, state_folder:
     """Take every entry of `state` into `metadata` (changed in place), in place of entries of the same key.
 
     Returns the state's files with the names they must have beside `metadata`.
-
-    Raises:
-        MismatchError: `metadata` has values that are no tensors and that the state lacks.
-        UnsupportedError: the state's files do not lie in its directory.
     """
     metadata_root, new = _root(metadata, folder), _root(state, state_folder)
     described, added = metadata_root.get(_DESCRIBED).mapping(), new.get(_DESCRIBED).mapping()
@@ -169,11 +165,6 @@ def read_dcp(store: Store, folder: Location) -> TrainingCheckpoint:
     """Read a DCP directory; of tensors, only step counters are read.
 
     Its pieces are packed (`Packing.TORCH_ZIP`): `unpack_piece` finds the elements inside one.
-
-    Raises:
-        NotFoundError: it holds no `.metadata`.
-        CorruptError: `.metadata` contradicts itself.
-        UnsupportedError: tensors cut other than by rows, or a state dict without optimizer state.
     """
     return dcp_checkpoint(store, folder, read_tensors(store, folder))
 
@@ -212,11 +203,7 @@ def dcp_checkpoint(store: Store, folder: Location, described: Iterable[DcpTensor
 
 
 def unpack_piece(store: Store, piece: Piece, dtype: DType) -> Piece:
-    """Find the elements inside a packed piece.
-
-    Raises:
-        CorruptError: the archive does not hold exactly one tensor of the piece's elements.
-    """
+    """Find the elements inside a packed piece."""
     where = f"{piece.file} [{piece.offset}, {piece.offset + piece.nbytes})"
     archive = read_torch_zip(store, piece.file, Window(piece.file, piece.offset, piece.nbytes))
     if not isinstance(archive.root, PickledTensor):

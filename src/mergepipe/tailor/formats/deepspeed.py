@@ -92,13 +92,7 @@ class _GroupState:
 
 
 def list_zero_files(store: Store, folder: Location) -> ZeroFiles | None:
-    """Sort the files of a directory; None when it holds no ZeRO optimizer file.
-
-    Raises:
-        UnsupportedError: tensor, pipeline or expert parallel files, or state that is offloaded to NVMe.
-        NotFoundError: there is no model file.
-        StorageError: the directory cannot be listed.
-    """
+    """Sort the files of a directory; None when it holds no ZeRO optimizer file."""
     names = [entry.name for entry in store.list(folder)]
     optimizer = {match: name for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))}
     if not optimizer:
@@ -127,24 +121,12 @@ def _sorted_models(folder: Location, names: Sequence[str], optimizer: Sequence[r
 
 
 def model_files(store: Store, folder: Location) -> tuple[Location, ...]:
-    """Return the model files of a tag directory, in order of ranks.
-
-    Raises:
-        UnsupportedError: tensor, pipeline or expert parallel files.
-        NotFoundError: there is none.
-        StorageError: the directory cannot be listed.
-    """
+    """Return the model files of a tag directory, in order of ranks."""
     return _sorted_models(folder, [entry.name for entry in store.list(folder)], ())
 
 
 def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
-    """Read a DeepSpeed tag directory; of tensors, only step counters are read.
-
-    Raises:
-        NotFoundError: it holds no ZeRO checkpoint.
-        CorruptError: files contradict each other or themselves.
-        UnsupportedError: a kind of checkpoint this version does not read.
-    """
+    """Read a DeepSpeed tag directory; of tensors, only step counters are read."""
     files = list_zero_files(store, folder)
     if files is None:
         raise NotFoundError.of("checkpoint.incomplete", folder, "there is no zero_pp_rank_*_optim_states.pt file")
@@ -224,11 +206,7 @@ def _refuse_alignment(rank: _Rank) -> None:
 
 
 def zero_stage(optimizer: Node) -> int:
-    """Return the ZeRO stage that an optimizer's state records.
-
-    Raises:
-        UnsupportedError: it is none that is read.
-    """
+    """Return the ZeRO stage that an optimizer's state records."""
     node = optimizer.get("zero_stage")
     stage = node.value
     if isinstance(stage, Record) and stage.kind.name == "ZeroStageEnum" and len(stage.args) == 1:
@@ -481,11 +459,7 @@ def _read_of_trainer(store: Store, path: Location) -> TrainingCheckpoint:
 
 
 def check_trainer_step(store: Store, checkpoint: TrainingCheckpoint) -> None:
-    """Check that the Trainer's state and the engine's are of one step.
-
-    Raises:
-        CorruptError: `checkpoint.damaged`.
-    """
+    """Check that the Trainer's state and the engine's are of one step."""
     step = read_global_step(store, checkpoint.path)
     if checkpoint.step != step:
         message = f"the Trainer is at step {step}, DeepSpeed at step {checkpoint.step}"
@@ -511,11 +485,7 @@ def with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckpo
 
 
 def read_latest(store: Store, path: Location, name: str = LATEST_NAME) -> Location:
-    """Return the tag directory that `latest`, or another file of this `name`, names.
-
-    Raises:
-        CorruptError, NotFoundError: `checkpoint.incomplete`.
-    """
+    """Return the tag directory that `latest`, or another file of this `name`, names."""
     raw = store.read_small(path / name, LATEST_BYTES)
     tag = raw.decode("utf-8", "replace").strip()
     if not is_plain_name(tag):

@@ -33,22 +33,13 @@ WEIGHTS_NAME, OPTIMIZER_NAME = "pytorch_model_fsdp.bin", "optimizer.bin"
 
 
 def read_sharded(store: Store, folder: Location) -> TrainingCheckpoint:
-    """Read a checkpoint of sharded state dicts; of tensors, only step counters are read.
-
-    Raises:
-        MergePipeError: see `formats.dcp.read_dcp`.
-    """
+    """Read a checkpoint of sharded state dicts; of tensors, only step counters are read."""
     tensors = [tensor for name in (WEIGHTS_FOLDER, OPTIMIZER_FOLDER) for tensor in read_tensors(store, folder / name)]
     return dcp_checkpoint(store, folder, tensors)
 
 
 def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
-    """Read a checkpoint of full state dicts, whose optimizer names parameters; of tensors, only counters are read.
-
-    Raises:
-        CorruptError: a file contradicts itself or the other.
-        UnsupportedError: an optimizer whose states do not have their parameter's shape.
-    """
+    """Read a checkpoint of full state dicts, whose optimizer names parameters; of tensors, only counters are read."""
     model = read_torch_zip(store, folder / WEIGHTS_NAME)
     weights = {
         name: model.locate(node.value, node.path)

@@ -91,14 +91,7 @@ OPTIMIZER_NAME = "optimizer.pt"
 
 
 def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
-    """Read a Trainer checkpoint directory with an `optimizer.pt`; of tensors, only step counters are read.
-
-    Raises:
-        NotFoundError: a file is missing.
-        CorruptError: a file contradicts itself.
-        MismatchError: the optimizer state is not that of the model.
-        UnsupportedError: the order of the optimizer's parameters cannot be known.
-    """
+    """Read a Trainer checkpoint directory with an `optimizer.pt`; of tensors, only step counters are read."""
     model = open_checkpoint(store, folder)
     archive = read_torch_zip(store, folder / OPTIMIZER_NAME)
     optimizer = Node(archive.root, OPTIMIZER_NAME)
@@ -190,11 +183,7 @@ def _check_shapes(folder: Location, optimizer: Node, names: Sequence[str], model
 
 
 def optimizer_states(entry: Node, archive: TorchArchive, name: str, shape: tuple[int, ...]) -> Iterator[StoredState]:
-    """Yield the states of one parameter in an optimizer's state dict.
-
-    Raises:
-        UnsupportedError: one has not the parameter's shape.
-    """
+    """Yield the states of one parameter in an optimizer's state dict."""
     refuse_foreign_states(frozenset(kind for kind, _ in entry.named_items()), archive.file)
     for kind, node in entry.named_items():
         if kind == "step" or not isinstance(node.value, PickledTensor):
@@ -211,11 +200,7 @@ def optimizer_states(entry: Node, archive: TorchArchive, name: str, shape: tuple
 
 
 def optimizer_step(store: Store, entry: Node, archive: TorchArchive, name: str, path: PicklePath) -> AdamStep | None:
-    """Read the step counter of one parameter, which is at `path` in the archive's pickle; None without one.
-
-    Raises:
-        CorruptError: it is no counter.
-    """
+    """Read the step counter of one parameter, which is at `path` in the archive's pickle; None without one."""
     node = entry.find("step")
     if node is None:
         return None
@@ -285,12 +270,7 @@ class WeightsFormat(Copied):
         return bool(_WEIGHT_NAMES & names) and OPTIMIZER_NAME not in names
 
     def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
-        """Open the weights; of tensors, nothing is read.
-
-        Raises:
-            UnsupportedError: they are differences from a base, or nothing says of which step they are.
-            MergePipeError: see `open_checkpoint`.
-        """
+        """Open the weights; of tensors, nothing is read."""
         model = open_checkpoint(store, path)
         if model.kind is not CheckpointKind.FULL:
             raise UnsupportedError.of(

@@ -122,12 +122,7 @@ def _shard_json(shard: ShardFile) -> dict[str, object]:
 
 
 def parse_manifest(raw: bytes, where: Location) -> PartialManifest:
-    """Read a manifest strictly: what it names must be consistent within it.
-
-    Raises:
-        CorruptError: it contradicts itself or is no manifest; codes begin with `tailor.partial.`.
-        UnsupportedError: another version's.
-    """
+    """Read a manifest strictly: what it names must be consistent within it."""
     document = parse_object(raw, where=where, code=_CODE)
     _check_version(document, where)
     fields = _Fields(where, document)
@@ -263,11 +258,7 @@ _Entries = dict[str, TensorEntry]
 
 
 def read_partial_manifest(store: Store, folder: Location) -> PartialManifest:
-    """Read and check the manifest alone.
-
-    Raises:
-        CorruptError, UnsupportedError: it is none that this version reads.
-    """
+    """Read and check the manifest alone."""
     path = folder / MANIFEST_NAME
     return parse_manifest(store.read_small(path, PARTIAL_MANIFEST_BYTES), path)
 
@@ -277,10 +268,6 @@ def read_partial(store: Store, folder: Location) -> TrainingCheckpoint:
 
     It has the format of the run it comes from, so that it can be compared and combined with full checkpoints of it;
     what was not saved is listed as `missing`.
-
-    Raises:
-        CorruptError: manifest and shard files contradict each other.
-        UnsupportedError: a version this one does not read.
     """
     manifest = read_partial_manifest(store, folder)
     entries = {shard.name: _entries(store, folder, shard) for shard in manifest.shards}

@@ -20,12 +20,7 @@ _FORMS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 
 def read_scalar(store: Store, file: Location, offset: int, dtype: DType) -> float:
-    """Read one element as a float.
-
-    Raises:
-        CorruptError: the file ends before it, or it is not a finite number.
-        UnsupportedError: no number of this dtype is read.
-    """
+    """Read one element as a float."""
     if dtype.name not in _FORMS:
         raise UnsupportedError.of("checkpoint.unsupported", file, f"a step counter of dtype {dtype.name}")
     raw = store.read_metadata(file, offset, dtype.itemsize)

@@ -31,11 +31,7 @@ CHECKPOINT_KINDS: tuple[CheckpointKind, ...] = (PartialKind(TRAINING_FORMATS), F
 
 
 def format_named(name: str) -> TrainingFormat:
-    """The format of that name; see `TrainingCheckpoint.format`.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """The format of that name; see `TrainingCheckpoint.format`."""
     return {training_format.name: training_format for training_format in TRAINING_FORMATS}[name]
 
 
@@ -46,11 +42,6 @@ def open_training_checkpoint(store: Store, path: Location, home: Location | None
     """Open a Trainer checkpoint, a DeepSpeed tag or save directory, a DCP directory or a partial checkpoint of ours.
 
     Reads structure and step counters, never another tensor byte. `home` is where it will lie, if that is elsewhere.
-
-    Raises:
-        NotFoundError: there is no such directory, or no training checkpoint in it.
-        CorruptError, MismatchError: it contradicts itself.
-        UnsupportedError: a kind this version does not read.
     """
     if not is_folder(store, path):
         raise NotFoundError.of("model.not-found", path, "there is no such directory")

@@ -52,13 +52,7 @@ SHARED_STEP: PicklePath = ("optimizer_state_dict", "state", 0, "step")
 
 
 def read_universal(store: Store, folder: Location) -> TrainingCheckpoint:
-    """Read a universal tag directory; of tensors, only step counters are read.
-
-    Raises:
-        NotFoundError: a file is missing.
-        CorruptError: files contradict each other or themselves.
-        UnsupportedError: a kind of checkpoint this version does not read.
-    """
+    """Read a universal tag directory; of tensors, only step counters are read."""
     first, *_ = model_files(store, folder)
     archive = read_torch_zip(store, first)
     model = Node(archive.root, first.name)

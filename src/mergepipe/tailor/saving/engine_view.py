@@ -31,11 +31,7 @@ class ModuleTensors:
     names: dict[int, str]  # by id of the parameter
 
     def name_of(self, parameter: Any) -> str:
-        """Return the name of an optimizer's parameter.
-
-        Raises:
-            UnsupportedError: it is none of the model's.
-        """
+        """Return the name of an optimizer's parameter."""
         if id(parameter) not in self.names:
             raise UnsupportedError.of(
                 "training.unsupported", "the optimizer", "has a parameter the model has not",
@@ -52,11 +48,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def module_tensors(model: Any) -> ModuleTensors:
-    """Collect the tensors of a model that is not wrapped.
-
-    Raises:
-        UnsupportedError: an adapter model, whose checkpoints hold only part of it.
-    """
+    """Collect the tensors of a model that is not wrapped."""
     if hasattr(model, "peft_config"):
         raise UnsupportedError.of("training.unsupported", type(model).__name__, "adapter models are not saved in parts")
     names: dict[int, str] = {}

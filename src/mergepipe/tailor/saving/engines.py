@@ -36,11 +36,7 @@ def _is_distributed(tensor: Any) -> bool:
 
 
 def view_plain(model: Any, optimizer: Any, ranks: Ranks, framework: Framework) -> EngineView:
-    """View one rank's part; replicated tensors belong to rank 0. `model` is not wrapped.
-
-    Raises:
-        UnsupportedError: tensors cut otherwise than by rows; optimizer states of another shape than their parameter's.
-    """
+    """View one rank's part; replicated tensors belong to rank 0. `model` is not wrapped."""
     module = module_tensors(model)
     shards = [s for n, t in module.stored.items() for s in _shards(n, WEIGHT, t, ranks)]
     counters = []
@@ -128,11 +124,7 @@ def find_zero(optimizer: Any) -> Any | None:
 
 
 def view_zero(zero: Any, model: Any, ranks: Ranks, framework: Framework) -> EngineView:
-    """View one rank's part. `model` is the module inside the engine.
-
-    Raises:
-        UnsupportedError: state on another device by swapping, or more kinds of parallelism than data parallelism.
-    """
+    """View one rank's part. `model` is the module inside the engine."""
     module = module_tensors(model)
     is_stage3 = hasattr(zero, _STAGE3_FLATS)
     if is_stage3 and getattr(zero, "swap_optimizer", False):

@@ -20,11 +20,7 @@ from mergepipe.tailor.saving.engine_view import LocalShard, Ranks, SingleRank, V
 
 
 def trainer_callback_base() -> Any:
-    """The class that the Trainer's callbacks derive from.
-
-    Raises:
-        UnsupportedError: transformers is not installed.
-    """
+    """The class that the Trainer's callbacks derive from."""
     try:
         from transformers import TrainerCallback
     except ImportError as error:
@@ -68,11 +64,7 @@ def current_ranks() -> Ranks:
 
 
 def dtype_of(tensor: Any, where: str) -> DType:
-    """The dtype of a tensor.
-
-    Raises:
-        UnsupportedError: safetensors has no such dtype.
-    """
+    """The dtype of a tensor."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in TORCH_DTYPES:
         raise UnsupportedError.of("training.unsupported", where, f"tensors of dtype {name} are not saved")

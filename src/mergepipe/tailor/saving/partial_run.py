@@ -103,21 +103,12 @@ def write_partial(job: PartialJob, ranks: Ranks) -> int:
     """Save, called on every rank; return the bytes of all files. Published only after everything is durable.
 
     All ranks must see one file system. Memory: the largest local shard, and a write chunk of 8 MiB.
-
-    Raises:
-        ConflictError: `out` exists.
-        MergePipeError: a rank failed; every rank raises, and nothing becomes visible.
     """
     return open_partial(job, ranks, copies=False).write(ranks)
 
 
 def open_partial(job: PartialJob, ranks: Ranks, *, copies: bool) -> OpenedPartial:
-    """Begin a save: write the small files, which hold the state of now, and with `copies` copy the rest to the host.
-
-    Raises:
-        ConflictError: `out` exists.
-        MergePipeError: a rank failed; every rank raises, and nothing is left.
-    """
+    """Begin a save: write the small files, which hold the state of now, and with `copies` copy the rest to the host."""
     with ExitStack() as stack:
         staging = Staging(job.out, force=False) if ranks.rank == 0 else None
         opened = _agree(ranks, lambda: str(stack.enter_context(staging).path) if staging is not None else "")
@@ -168,9 +159,6 @@ def write_together(
     """Let every rank `write` into one staging directory, rank 0 `finish` and publish it as `out`, durably.
 
     Returns what `finish` returned, on every rank. A rank that fails makes all fail, and nothing becomes visible.
-
-    Raises:
-        MergePipeError: as it was raised on the rank that failed.
     """
     with ExitStack() as stack:
         staging = Staging(out, force=False) if ranks.rank == 0 else None
@@ -342,11 +330,7 @@ class PartialRun:
         self.ranks.gather(None)
 
     def history(self, step: int) -> tuple[SaveRecord, ...]:
-        """Return the saves before `step` that the run builds on: none, unless a full one of them still exists.
-
-        Raises:
-            MergePipeError: the save that was being written failed.
-        """
+        """Return the saves before `step` that the run builds on: none, unless a full one of them still exists."""
         if self.writer is not None:
             self.writer.wait()
         history: tuple[SaveRecord, ...] = ()
@@ -366,10 +350,6 @@ class PartialRun:
         """Save the units that are due, all of them if `history` is empty, and log the save.
 
         The record of a save in the background counts the bytes of its tensors and the seconds that training waited.
-
-        Raises:
-            LimitError: the strategy's budget is smaller than a unit.
-            MergePipeError: a rank could not write; the run's earlier saves are as they were.
         """
         started = time.perf_counter()
         unit_bytes = self._unit_bytes(view)
@@ -396,11 +376,7 @@ class PartialRun:
         return record
 
     def note_full(self, view: EngineView, step: int, folder: str, seconds: float = 0.0) -> SaveRecord:
-        """Log a full checkpoint that the framework itself has written into the run's directory.
-
-        Raises:
-            MergePipeError: the save that was being written failed.
-        """
+        """Log a full checkpoint that the framework itself has written into the run's directory."""
         if self.writer is not None:
             self.writer.wait()
         unit_bytes = self._unit_bytes(view)

@@ -89,11 +89,7 @@ class SaveLog:
 
 
 def read_log(text: str, where: object = "log", n_layers: int | None = None) -> SaveLog:
-    """Read a log in either form. `n_layers` is needed for the paper's where no line names the embeddings.
-
-    Raises:
-        CorruptError: a line is not of either form (`tailor.log.*`), or names a unit that cannot be.
-    """
+    """Read a log in either form. `n_layers` is needed for the paper's where no line names the embeddings."""
     lines = text.split("\n")
     is_cut = bool(lines[-1].strip()) and not _is_json(lines[-1])
     complete = lines[:-1] if is_cut else lines
@@ -234,12 +230,7 @@ PAPER_LOG_NAME = "flags.jsonl"
 
 
 def read_journal(run: Path) -> SaveLog:
-    """Read the saves so far; none without a log.
-
-    Raises:
-        CorruptError: a line is no line of ours.
-        StorageError: the log cannot be read.
-    """
+    """Read the saves so far; none without a log."""
     path = run / LOG_NAME
     raw = read_small(path, SAVE_LOG_BYTES) if path.exists() else b""
     return read_log(raw.decode("utf-8", errors="surrogateescape"), path.name)

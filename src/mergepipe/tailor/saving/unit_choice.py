@@ -171,9 +171,6 @@ def choose_units(strategy: Strategy, situation: Situation) -> tuple[Unit, ...]:
 
     Law: `Parity` and `PaperParity` have saved every unit after 2 saves, `Filter` after `every`, `PaperFilter` after
     twice that; `LatestChanged` always saves what changed most, and never more bytes than its budget.
-
-    Raises:
-        LimitError: a unit is larger than the budget, so that it could never be saved.
     """
     if isinstance(strategy, LatestChanged):
         chosen = _most_changed(strategy, situation)
