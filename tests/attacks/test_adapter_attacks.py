@@ -13,12 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.checkpoints.adapters import AdapterConfig, read_adapter_config
-from mergepipe.checkpoints.safetensors import DeltaMark, mark_of
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.runs.inputs.models import open_model
 from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
 from mergepipe.storage.location import Location
-from support.delta_checkpoints import metadata_of
 from support.safetensors_bytes import file_bytes, record
 from support.stores import InMemoryStore, MetadataStore
 from support.torch_bytes import Call, torch_bytes
@@ -146,19 +144,3 @@ def test_open_model__no_link_leads_out_of_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(file_bytes({}))
     with pytest.raises(CorruptError, match="outside of the checkpoint"):
         open_model(MetadataStore(), Named(Location.local(tmp_path / "a")), base)
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from(["mergepipe.kind", "mergepipe.base", "mergepipe.full"]), st.text() | st.just("delta")
-    )
-)
-def test_mark_of__survives_any_metadata(metadata: dict[str, str]) -> None:
-    found = outcome(lambda: mark_of(metadata, PATH))
-    assert found is None or isinstance(found, MergePipeError) or len(found.base) == 32
-
-
-@given(st.text("0123456789abcdef", min_size=32, max_size=32), st.frozensets(st.text()))
-def test_mark_of__reads_what_was_written(base: str, full: frozenset[str]) -> None:
-    mark = DeltaMark(base, full)
-    assert mark_of(metadata_of(mark), PATH) == mark

@@ -18,7 +18,6 @@ from mergepipe.core.canonical_json import digest_of
 from mergepipe.deltastore.header import HEADER_NAME
 from mergepipe.errors import ConflictError, CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from mergepipe.storage.local import LocalStore
-from support.delta_checkpoints import write_delta
 from support.safetensors_bytes import file_bytes, record
 
 
@@ -128,10 +127,6 @@ def test_load_file__refuses_what_it_cannot_give(family: PackFamily, tmp_path: Pa
     mergepipe.pack(None, [family.base], tmp_path / "packed")
     with pytest.raises(RecipeError, match="was packed without a base"):
         mergepipe.load_file(tmp_path / "packed" / family.base.name, base=family.base)
-    delta = write_delta(family.base, family.experts[0], tmp_path / "delta")
-    with pytest.raises(UnsupportedError) as kind:
-        mergepipe.load_file(delta)
-    assert kind.value.code == "model.unsupported"
 
 
 @pytest.mark.parametrize(("key", "value"), [("name", "a.wider"), ("shape", [N_WIDE, 1]), ("header_blake3", "0" * 32)])

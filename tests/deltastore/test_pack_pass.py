@@ -20,12 +20,11 @@ from mergepipe.deltastore.index import digest, make_row
 from mergepipe.deltastore.pack import builder as store_building
 from mergepipe.deltastore.pack import encode_pass as pack_pass
 from mergepipe.deltastore.writer import OrderedBlocks, StoreWriter
-from mergepipe.errors import ConflictError, LimitError, OutputError, StorageError, UnsupportedError
+from mergepipe.errors import ConflictError, LimitError, OutputError, StorageError
 from mergepipe.reports import Progress
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile
-from support.delta_checkpoints import write_delta
 from support.faults import open_descriptors
 
 TENSOR_BYTES = 2 * sum(int(np.prod(shape)) for shape in SHAPES.values())
@@ -117,12 +116,7 @@ def test_pack__replace_keeps_originals_whose_other_files_changed(family: PackFam
     assert (expert / "model.safetensors").exists()
 
 
-def test_pack__refuses_differences_and_other_formats_before_it_writes(family: PackFamily, tmp_path: Path) -> None:
-    write_delta(family.base, family.experts[0], tmp_path / "delta")
-    for base, expert in ((family.base, tmp_path / "delta"), (tmp_path / "delta", family.experts[0])):
-        with pytest.raises(UnsupportedError) as caught:
-            mergepipe.pack(base, [expert], tmp_path / "stores")
-        assert caught.value.code == "pack.unsupported"
+def test_pack__refuses_no_threads_before_it_writes(family: PackFamily, tmp_path: Path) -> None:
     with pytest.raises(LimitError):
         mergepipe.pack(family.base, family.experts, tmp_path / "stores", threads=0)
     assert not (tmp_path / "stores").exists()

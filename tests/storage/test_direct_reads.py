@@ -22,12 +22,11 @@ _NAMES = PATH_METHODS | PATH_METHODS_WITH_PATTERN | OS_FUNCTIONS | OS_PATH_FUNCT
 
 OWN = "our own files: home, catalog, staging, outputs"
 ALLOWED = {
+    "catalog/catalog.py": ("exists glob stat", OWN),
     "catalog/database.py": ("regular.regular_status", OWN),
     "catalog/manifests.py": ("is_dir os.walk", OWN),
     "catalog/rebuild.py": ("exists os.path.realpath", OWN),
     "catalog/snapshots.py": ("os.path.realpath", OWN),
-    "catalog/statistics_file.py": ("exists is_file is_symlink regular.read_head", OWN),
-    "catalog/usage.py": ("stat", OWN),
     "cli/__init__.py": ("os.open", "/dev/null"),
     "cli/page_files.py": ("exists is_dir is_file is_symlink", OWN),
     "cli/guard.py": ("os.open", "/dev/null"),
@@ -47,8 +46,6 @@ ALLOWED = {
     "kernels/compiled.py": ("read_bytes rglob", "the kernels' own source"),
     "kernels/code_cache.py": ("is_dir os.fstat os.listdir os.lstat os.open", "compiled kernels"),
     "planning/plan_file.py": ("exists is_file is_symlink regular.read_head", OWN),
-    "runs/merge_run.py": ("resolve", OWN),
-    "runs/moved_inputs.py": ("exists", OWN),
     "runs/output_place.py": ("glob is_file read_bytes", OWN),
     "runs/parts_finish.py": ("is_dir", OWN),
     "runs/recovery/resume.py": ("is_dir is_file stat", OWN),

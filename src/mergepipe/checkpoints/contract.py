@@ -354,7 +354,6 @@ class Checkpoint:
     files: tuple[FileFingerprint, ...]
     sidecars: tuple[str, ...]
     kind: CheckpointKind = CheckpointKind.FULL
-    base_digest: str | None = None  # of a delta: identifies the base it was taken from
     encoded: PackedIndex | None = None  # of one whose tensors are encoded beside a base's
     content_id: str | None = None  # see `checkpoints.content_id`; None where it is unknown without reading tensors
 

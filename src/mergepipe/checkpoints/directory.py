@@ -6,14 +6,14 @@ import json
 import re
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint, TensorEntry
-from mergepipe.checkpoints.safetensors import DeltaMark, mark_of, read_header
+from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
+from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.checkpoints.torch_file import SUFFIXES as TORCH_SUFFIXES
 from mergepipe.checkpoints.torch_file import read_torch_weights
 from mergepipe.core.strict_json import MAX_DEPTH, JsonValue, is_too_deep, object_members, shown
@@ -278,11 +278,10 @@ _MODULE_SUFFIXES = (".json", ".txt", ".safetensors")
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """One file of tensors: what it says it holds; `mark` where those are differences from a base."""
+    """One file of tensors: what it says it holds."""
 
     fingerprint: FileFingerprint
     entries: tuple[TensorEntry, ...]
-    mark: DeltaMark | None = None
 
 
 def open_checkpoint(store: Store, path: Location) -> Checkpoint:
@@ -378,7 +377,7 @@ def read_weight_file(store: Store, root: Location, name: str, status: FileStatus
         _refuse_gguf(store, path)
         raise
     fingerprint = FileFingerprint(name, header.size_bytes, status.version, header.header_digest)
-    return WeightFile(fingerprint, header.entries, mark_of(header.metadata, path))
+    return WeightFile(fingerprint, header.entries)
 
 
 def _refuse_gguf(store: Store, path: Location) -> None:
@@ -474,32 +473,5 @@ def _is_sidecar(name: str) -> bool:
 
 
 def _checkpoint(path: Location, root: Location, files: list[WeightFile], sidecars: tuple[str, ...]) -> Checkpoint:
-    tensors: dict[str, TensorEntry] = {entry.name: entry for file in files for entry in _as_marked(file)}
-    base = _common_base(path, files)
-    return Checkpoint(
-        path,
-        root,
-        MappingProxyType(tensors),
-        tuple(file.fingerprint for file in files),
-        sidecars,
-        CheckpointKind.FULL if base is None else CheckpointKind.DELTA,
-        base,
-    )
-
-
-def _as_marked(file: WeightFile) -> Iterator[TensorEntry]:
-    for entry in file.entries:
-        is_delta = file.mark is not None and entry.name not in file.mark.full
-        yield replace(entry, is_delta=True) if is_delta else entry
-
-
-def _common_base(path: Location, files: list[WeightFile]) -> str | None:
-    """The base that all files are differences from; None for plain weights."""
-    bases = {None if file.mark is None else file.mark.base for file in files}
-    if len(bases) > 1:
-        raise CorruptError.of(
-            "checkpoint.damaged",
-            path,
-            "some of its files are differences from a base and others are not, or from another one",
-        )
-    return next(iter(bases), None)
+    tensors: dict[str, TensorEntry] = {entry.name: entry for file in files for entry in file.entries}
+    return Checkpoint(path, root, MappingProxyType(tensors), tuple(file.fingerprint for file in files), sidecars)

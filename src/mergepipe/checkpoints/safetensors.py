@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -231,48 +230,3 @@ def _check_tiling(path: Location, entries: tuple[TensorEntry, ...], data_start: 
             "checkpoint.damaged", path,
             f"the header describes {end} bytes, the file has {size_bytes}: {size_bytes - end} bytes are in no tensor",
         )  # fmt: skip
-
-
-# --- mark safetensors files whose tensors are differences from a base, and recognise the mark ---
-
-
-KIND_KEY = "mergepipe.kind"
-BASE_KEY = "mergepipe.base"
-FULL_KEY = "mergepipe.full"
-DELTA_KIND = "delta"
-_DIGEST_DIGITS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaMark:
-    """`base` identifies the base (32 hex digits); `full` names the tensors that are stored as weights after all."""
-
-    base: str
-    full: frozenset[str] = frozenset()
-
-
-def mark_of(metadata: Mapping[str, str], path: Location) -> DeltaMark | None:
-    """Read the mark of a file with this metadata; None where it holds plain weights."""
-    kind = metadata.get(KIND_KEY)
-    if kind is None:
-        return None
-    if kind != DELTA_KIND:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", path, f"{KIND_KEY} is {shown(kind)}, only '{DELTA_KIND}' is known"
-        )
-    base = metadata.get(BASE_KEY, "")
-    if len(base) != _DIGEST_DIGITS or not set(base) <= set("0123456789abcdef"):
-        raise CorruptError.of("checkpoint.damaged", path, f"{BASE_KEY} must be 32 hex digits, found {shown(base)}")
-    return DeltaMark(base, _names(metadata.get(FULL_KEY, "[]"), path))
-
-
-def _names(text: str, path: Location) -> frozenset[str]:
-    try:
-        names = json.loads(text)
-    except (ValueError, RecursionError):
-        names = None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CorruptError.of(
-            "checkpoint.damaged", path, f"{FULL_KEY} must be a JSON list of names, found {shown(text)}"
-        )
-    return frozenset(names)

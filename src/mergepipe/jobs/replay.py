@@ -9,11 +9,10 @@ from pathlib import Path
 from mergepipe.errors import ConflictError, Problem
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings, publish_merge
-from mergepipe.runs.moved_inputs import with_inputs_found
 from mergepipe.runs.publication.hub_ids import BaseModelIds
 from mergepipe.runs.rebuild import open_recorded, recorded_plan
 from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.runs.snapshots import read_manifest_value, with_inputs_found
 from mergepipe.snapshots.layout import layout_of
 from mergepipe.snapshots.manifest import InputRecord, Manifest
 from mergepipe.storage.location import Location

@@ -17,9 +17,8 @@ from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Storag
 from mergepipe.jobs.verify_composite import is_composite, verify_composite
 from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
 from mergepipe.runs.inputs.configuration import config_findings
-from mergepipe.runs.moved_inputs import with_inputs_found
 from mergepipe.runs.rebuild import rebuild_tensors, sampled_tensors
-from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.runs.snapshots import read_manifest_value, with_inputs_found
 from mergepipe.snapshots.block_digests import BlockTable, root_of
 from mergepipe.snapshots.layout import (
     PlacedFile,

@@ -6,6 +6,7 @@ A missing catalog counts as empty and is not created.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -14,9 +15,10 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.manifests import SnapshotRecord, read_manifest, sid_of_unchanged_input
 from mergepipe.catalog.snapshots import containing
-from mergepipe.errors import NotFoundError
+from mergepipe.errors import MergePipeError, NotFoundError
+from mergepipe.recipes.references import referenced_paths
 from mergepipe.reports import SnapshotInput, SnapshotReport
-from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
+from mergepipe.snapshots.manifest import MANIFEST_NAME, InputRecord, Manifest
 from mergepipe.snapshots.manifest_json import manifest_of_json
 from mergepipe.snapshots.recorded_paths import with_absolute_paths
 from mergepipe.storage.file_version import modified_at
@@ -115,6 +117,26 @@ def is_snapshot_of(place: Path | Location, plan_digest: str) -> bool:
         return False
 
 
+def with_inputs_found(manifest: Manifest, store: Store, home: Path | None) -> Manifest:
+    """Return the manifest with inputs at the paths that the catalog knows, where its own lead nowhere.
+
+    A manifest names inputs relative to its snapshot, so they are lost where the snapshot alone is moved. The catalog
+    recorded where they were when it was made.
+    """
+    if home is None or not (home / CATALOG_NAME).exists():
+        return manifest
+    if all(_is_there(record.path, store) for record in manifest.inputs):
+        return manifest
+    with Catalog.open(home) as catalog:
+        rows = [row for row in catalog.snapshots() if row.sid == manifest.sid]
+    for row in rows:
+        if [source.model for source in row.inputs] == [record.model for record in manifest.inputs]:
+            places = [source.path for source in row.inputs]
+            pairs = zip(manifest.inputs, places, strict=True)
+            manifest = replace(manifest, inputs=tuple(_at_one_of(record, path, store) for record, path in pairs))
+    return manifest
+
+
 def _with_catalog(home: Path, action: Callable[[Catalog], T]) -> T | None:
     if not (home / CATALOG_NAME).exists():
         return None
@@ -171,3 +193,18 @@ def _of_manifest(record: SnapshotRecord, path: Path, created: datetime) -> Snaps
         is_present=True,
         is_recorded=False,
     )
+
+
+def _at_one_of(record: InputRecord, known_path: str, store: Store) -> InputRecord:
+    return (
+        record
+        if _is_there(record.path, store) or not _is_there(known_path, store)
+        else replace(record, path=known_path)
+    )
+
+
+def _is_there(reference: str, store: Store) -> bool:
+    try:
+        return all(store.stat(path) is not None for path in referenced_paths(reference, store))
+    except MergePipeError:  # what is wrong with it is said where it is opened
+        return False

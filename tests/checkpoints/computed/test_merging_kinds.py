@@ -18,7 +18,6 @@ from small_models import lora, product, random, write_adapter, write_model
 import mergepipe
 from mergepipe.errors import RecipeError, UnsupportedError
 from mergepipe.options import MergeOptions
-from support.delta_checkpoints import write_delta
 from support.torch_bytes import View, torch_bytes
 
 MODULES = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in (("q", (96, 64)), ("up", (160, 64)))}
@@ -69,15 +68,6 @@ def test_merge__a_pickle_merges_as_safetensors_do(root: Path, method: str) -> No
     if method != "dare_linear":  # whose masks follow the content, hence the order of the stored tensors
         assert same_bits(first, second)
     assert first.keys() == second.keys()
-
-
-@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
-def test_merge__a_delta_checkpoint_merges_as_its_expert(root: Path, method: str) -> None:
-    write_model(root / "expert", tuned(22))
-    write_delta(root / "base", root / "expert", root / "delta")
-    stored = load_file(root / "delta" / "delta.safetensors")
-    assert stored.keys() == base_tensors().keys()
-    assert same_bits(*(merged(root, {"full": 0.4, name: 0.7}, method) for name in ("delta", "expert")))
 
 
 def marked_recipe(root: Path, model: object, base: str = "base", method: str = "task_arithmetic") -> Path:
@@ -134,16 +124,6 @@ def test_merge__differences_are_no_base(root: Path) -> None:
     recipe.write_text(recipe.read_text().replace(f"base_model: {root / 'base'}\n", ""))
     with pytest.raises(UnsupportedError, match="is a delta, but full weights are needed here"):
         mergepipe.check(recipe)
-
-
-def test_merge__a_delta_that_leaves_tensors_out_changes_nothing_there(root: Path) -> None:
-    own = {n: t if "layers" in n else base_tensors()[n] for n, t in tuned(23).items()}
-    write_model(root / "expert", own)
-    write_delta(root / "base", root / "expert", root / "delta")
-    out = merged(root, {"delta": 0.5})
-    for name, value in base_tensors().items():
-        assert np.array_equal(out[name], value) == ("layers" not in name)
-    assert same_bits(out, merged(root, {"expert": 0.5}))
 
 
 @pytest.mark.parametrize("method", ["task_arithmetic", "ties"])

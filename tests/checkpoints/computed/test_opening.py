@@ -10,15 +10,11 @@ import pytest
 from numpy.typing import NDArray
 from small_models import Named, opened, random, write_model
 
-from mergepipe.checkpoints.base_digest import base_digest
 from mergepipe.checkpoints.contract import CheckpointKind
-from mergepipe.checkpoints.safetensors import DeltaMark
 from mergepipe.checkpoints.torch_file import SUFFIXES, WRAPPERS
-from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
+from mergepipe.errors import UnsupportedError
 from mergepipe.runs.inputs.models import open_model
-from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from support.delta_checkpoints import metadata_of
 from support.fetching import fetched
 from support.places import DOCS
 from support.stores import MetadataStore
@@ -33,65 +29,6 @@ def test_open_model__reads_no_tensor_byte_of_plain_weights(tmp_path: Path) -> No
     store = MetadataStore()
     first = open_model(store, Named(Location.local(path)), None)
     assert open_model(store, Named(Location.local(path)), first) == first
-
-
-def test_open_model__a_delta_is_bound_to_its_base(tmp_path: Path) -> None:
-    base = opened(write_model(tmp_path / "base", {"a.weight": W, "b.weight": W}))
-    mark = DeltaMark(base_digest(LocalStore(), base), frozenset({"c.weight"}))
-    path = write_model(tmp_path / "delta", {"a.weight": W * 2, "c.weight": W}, metadata_of(mark))
-    delta = opened(path, base)
-    assert (delta.kind, delta.base_digest) == (CheckpointKind.DELTA, mark.base)
-    assert {name: tensor.is_delta for name, tensor in delta.tensors.items()} == {"a.weight": True, "c.weight": False}
-    assert np.array_equal(fetched(delta.tensors["a.weight"]), W * 2)
-    other = opened(write_model(tmp_path / "other", {"a.weight": W + 1, "b.weight": W}))
-    with pytest.raises(MismatchError, match=f"holds differences from the base {mark.base}, .*other is"):
-        opened(path, other)
-    with pytest.raises(UnsupportedError, match="is a delta, but full weights are needed here"):
-        opened(path)
-    with pytest.raises(UnsupportedError, match="holds differences from a base; an adapter applies to weights only"):
-        opened(path, base, adapter=tmp_path / "adapter")
-
-
-def test_base_digest__tells_content_names_and_shapes_but_not_sharding(tmp_path: Path) -> None:
-    store = LocalStore()
-    digests = {
-        name: base_digest(store, opened(write_model(tmp_path / name, tensors)))
-        for name, tensors in {
-            "one": {"a": W, "b": W}, "again": {"b": W, "a": W}, "content": {"a": W, "b": W + 1},
-            "names": {"a": W, "c": W}, "shapes": {"a": W, "b": W.T},
-        }.items()
-    }  # fmt: skip
-    assert digests["one"] == digests["again"]
-    assert len(set(digests.values())) == 4
-
-
-@pytest.mark.parametrize(
-    ("metadata", "error", "words"),
-    [
-        ({"mergepipe.kind": "sparse"}, UnsupportedError, "only 'delta' is known"),
-        ({"mergepipe.kind": "delta"}, CorruptError, "must be 32 hex digits, found ''"),
-        ({"mergepipe.kind": "delta", "mergepipe.base": "0" * 31 + "g"}, CorruptError, "32 hex digits"),
-        (
-            {"mergepipe.kind": "delta", "mergepipe.base": "0" * 32, "mergepipe.full": "[1]"},
-            CorruptError, "must be a JSON list of names",
-        ),
-    ],
-)  # fmt: skip
-def test_open_model__refuses_marks_that_lie(
-    tmp_path: Path, metadata: dict[str, str], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        opened(write_model(tmp_path / "m", {"a": W}, metadata))
-
-
-def test_open_model__refuses_a_mixture_of_weights_and_differences(tmp_path: Path) -> None:
-    write_model(tmp_path / "m", {"a": W}).joinpath("model.safetensors").rename(tmp_path / "m" / "1.safetensors")
-    write_model(tmp_path / "m", {"b": W}, metadata_of(DeltaMark("0" * 32)))
-    (tmp_path / "m" / "model.safetensors").rename(tmp_path / "m" / "2.safetensors")
-    index = '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}'
-    (tmp_path / "m" / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(CorruptError, match="some of its files are differences"):
-        opened(tmp_path / "m")
 
 
 def test_open_model__refuses_a_composite(tmp_path: Path) -> None:
@@ -154,7 +91,7 @@ def test_open_model__a_pickle_is_as_good_as_safetensors(tmp_path: Path) -> None:
     assert {name: fetched(t).tolist() for name, t in expert.tensors.items()} == {"a": W.tolist(), "b": W[0].tolist()}
 
 
-def test_experts_doc__states_marks_wrappers_and_suffixes() -> None:
+def test_experts_doc__states_wrappers_and_suffixes() -> None:
     text = (DOCS / "guide" / "kinds-of-models.md").read_text(encoding="utf-8")
-    stated = (*metadata_of(DeltaMark("0" * 32)), *SUFFIXES, *WRAPPERS)
+    stated = (*SUFFIXES, *WRAPPERS)
     assert [word for word in stated if f"`{word}`" not in text] == []

@@ -10,14 +10,13 @@ from blake3 import blake3
 
 from mergepipe.checkpoints.adapted_tensors import Adapted
 from mergepipe.checkpoints.adapters import apply_adapter, open_adapter
-from mergepipe.checkpoints.base_digest import base_digest
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
 from mergepipe.checkpoints.directory import ADAPTER_NAMES, is_adapter, list_names, open_checkpoint, require_text_path
 from mergepipe.checkpoints.quantised import refuse_quantised
 from mergepipe.checkpoints.stacked_experts import in_layout_of
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.deltastore.header import is_store
-from mergepipe.errors import MismatchError, UnsupportedError
+from mergepipe.errors import UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.contract import Store, is_folder
 from mergepipe.storage.location import Location
@@ -63,7 +62,7 @@ def open_model(store: Store, model: NamedModel, base: Checkpoint | None, *, as_w
 
 
 def _open(store: Store, path: Location, base: Checkpoint | None, *, is_delta: bool = False) -> Checkpoint:
-    """Open what lies at one path; `is_delta`: plain weights there are differences, whatever their files say."""
+    """Open what lies at one path; `is_delta`: plain weights there are differences."""
     if is_store(store, path):
         from mergepipe.deltastore.checkpoint import open_store, read_header  # compiled: only packed experts wait for it
 
@@ -79,9 +78,7 @@ def _open(store: Store, path: Location, base: Checkpoint | None, *, is_delta: bo
         return open_adapter(store, path.parent, _required(base, path, "an adapter"))
     opened = open_checkpoint(store, path)
     refuse_quantised(store, opened)
-    if opened.kind is CheckpointKind.DELTA:
-        _check_base(store, opened, _required(base, path, "a delta"))
-    elif is_delta:
+    if is_delta:
         _required(base, path, "a delta")
         opened = _as_delta(opened)
     return opened if base is None else in_layout_of(base, opened)
@@ -110,16 +107,6 @@ def _required(base: Checkpoint | None, path: Location, what: str) -> Checkpoint:
             "name its base here, and it as an expert",
         )  # fmt: skip
     return base
-
-
-def _check_base(store: Store, delta: Checkpoint, base: Checkpoint) -> None:
-    digest = base_digest(store, base)
-    if digest != delta.base_digest:
-        raise MismatchError.of(
-            "base.mismatch", delta.path,
-            f"holds differences from the base {delta.base_digest}, {base.path} is {digest}",
-            "use the base it was made from",
-        )  # fmt: skip
 
 
 def _refuse_composite(store: Store, path: Location, names: frozenset[str]) -> None:
