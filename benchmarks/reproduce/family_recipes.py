@@ -105,7 +105,8 @@ class PaperMerge:
         home = analyzed_home(self.place, self.family, len(self.family.experts))
         return self.place.merge(
             recipe, inputs_of(self.family, self.k), "--budget", f"{int(PAPER_BUDGET_SHARE * model_bytes)}B",
-            "--home", home, repeats=repeats, has_floor=True, judge=judge_against(full, self.family.base),
+            "--select", "norm", "--home", home,
+            repeats=repeats, has_floor=True, judge=judge_against(full, self.family.base),
         )  # fmt: skip
 
     def _recipe(self) -> Path:

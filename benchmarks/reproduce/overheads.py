@@ -88,7 +88,7 @@ def _phases(place: Workplace, family: FamilyPaths, k: int) -> dict[str, Any]:
     recipe, home = write_recipe(place, family, "ties", k), analyzed_home(place, family, len(family.experts))
     out, phases, plan = (place.folder / name for name in ("out", "phases.json", "plan.json"))
     shutil.rmtree(out, ignore_errors=True)
-    budget = ("--budget", f"{_SHARE}%", "--home", home)
+    budget = ("--budget", f"{_SHARE}%", "--select", "norm", "--home", home)
     _, planning = place.ours("plan", recipe, *budget, "--out", plan)
     report, cost = place.ours("merge", recipe, out, *budget, cold=weight_files(inputs_of(family, k)), phases=phases)
     entry = {
@@ -106,7 +106,16 @@ def _merge(place: Workplace, family: FamilyPaths, k: int, budget: str | None) ->
     recipe, inputs = write_recipe(place, family, "ties", k), inputs_of(family, k)
     if budget is None:
         return place.merge(recipe, inputs, "--no-catalog")
-    return place.merge(recipe, inputs, "--budget", budget, "--home", analyzed_home(place, family, len(family.experts)))
+    return place.merge(
+        recipe,
+        inputs,
+        "--budget",
+        budget,
+        "--select",
+        "norm",
+        "--home",
+        analyzed_home(place, family, len(family.experts)),
+    )
 
 
 def _blocks(place: Workplace, family: FamilyPaths, k: int, operator: str, kibi: int) -> dict[str, Any]:
@@ -117,7 +126,9 @@ def _blocks(place: Workplace, family: FamilyPaths, k: int, operator: str, kibi: 
         place.ours("analyze", *models, *option, "--home", home)
         (home / "analyzed").touch()
     judge = judge_against(full_merge(place, recipe), family.base)
-    result = place.merge(recipe, models, "--budget", f"{_SHARE}%", "--home", home, *option, judge=judge)
+    result = place.merge(
+        recipe, models, "--budget", f"{_SHARE}%", "--select", "norm", "--home", home, *option, judge=judge
+    )
     return {**result, "catalog_bytes": (home / "catalog.sqlite3").stat().st_size}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import mergepipe
+from mergepipe.options import PlanOptions
 from mergepipe.planning import planner
 from mergepipe.planning.selection.policy_order import Order, descending_order
 
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     setattr(planner, "_order", _paper_order)  # noqa: B010 - a process of its own, in which nothing else is planned
     setattr(planner, "least_error_budget", _whole_budget)  # noqa: B010
-    plan = mergepipe.plan(chosen.recipe, budget=chosen.budget, home=chosen.home)
+    plan = mergepipe.plan(chosen.recipe, budget=chosen.budget, home=chosen.home, options=PlanOptions(select="norm"))
     chosen.plan.write_bytes(plan.to_json())
 
 

@@ -74,7 +74,9 @@ class _Work:
     def analyzed(self, name: str, rate: float | None) -> dict[str, Any]:
         if not self._home(name, "analyze").exists():
             self.analyze(name, None)
-        return self._merge(rate, "--budget", _BUDGET, "--home", self._home(name, "analyze"), judged=True)
+        return self._merge(
+            rate, "--budget", _BUDGET, "--select", "norm", "--home", self._home(name, "analyze"), judged=True
+        )
 
     def pack(self, name: str, rate: float | None) -> dict[str, Any]:
         shutil.rmtree(self._packed, ignore_errors=True)

@@ -118,16 +118,23 @@ class RunOptions:
 class PlanOptions:
     """Options of spending a budget.
 
-    Statistics of another grid than `block_elements` are carried over. For merges `strict` and `lenient` of
-    `MergeOptions` count.
+    Without `select` a sample is read; by norm where experts are packed, weights are renormalised, or the rule cannot be
+    sampled and all experts were analyzed. Statistics of another grid than `block_elements` are carried over. For merges
+    `strict` and `lenient` of `MergeOptions` count.
 
     Raises:
         LimitError, RecipeError: a name that is not known, or a number out of its range.
     """
 
-    select: str = option(
-        Policy.NORM.value,
-        Flag(f"What to read: {', '.join(Policy)}.", metavar="POLICY", panel=BUDGET_PANEL, choices=tuple(Policy)),
+    select: str | None = option(
+        None,
+        Flag(
+            f"What to read: {', '.join(Policy)}.",
+            metavar="POLICY",
+            default="sample, where that can be",
+            panel=BUDGET_PANEL,
+            choices=tuple(Policy),
+        ),
     )
     where_omitted: str = option(
         OnOmit.KEEP.value,
@@ -161,7 +168,7 @@ class PlanOptions:
     importance: str | Path | None = option(
         None,
         Flag(
-            "With --select sample: draw important tensors more often. A JSON object of numbers by tensor, safetensors "
+            "Of a sample: draw important tensors more often. A JSON object of numbers by tensor, safetensors "
             "with one number a tensor or an element, or a training checkpoint (second moments).",
             metavar="PATH",
             panel=BUDGET_PANEL,
@@ -177,9 +184,10 @@ class PlanOptions:
         density = self.min_density
         if density is not None and not 0.0 < density <= 1.0:
             raise RecipeError.of("option.invalid", "--min-density", f"{density:g} was given", "it is in (0, 1]")
-        if choice("--select", self.select, Policy) is not Policy.SAMPLE and self.importance is not None:
+        policy = None if self.select is None else choice("--select", self.select, Policy)
+        if self.importance is not None and policy not in (None, Policy.SAMPLE):
             message = f"has no effect with --select {self.select}"
-            raise RecipeError.of("option.conflict", "--importance", message, "add --select sample")
+            raise RecipeError.of("option.conflict", "--importance", message, "leave --select out")
         choice("--where-omitted", self.where_omitted, OnOmit)
         if self.block_elements is not None:
             block_elements_of(self.block_elements)

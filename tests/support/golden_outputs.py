@@ -151,7 +151,10 @@ def plans(root: Path) -> dict[str, dict[str, str]]:
     for method in BUDGETED:
         for budget in ("20%", "55%"):
             plan = mergepipe.plan(
-                root / f"{method}.yml", budget=budget, home=home, options=PlanOptions(block_elements=BLOCK_ELEMENTS)
+                root / f"{method}.yml",
+                budget=budget,
+                home=home,
+                options=PlanOptions(select="norm", block_elements=BLOCK_ELEMENTS),
             )
             text = json.dumps(without_identities(json.loads(plan.to_json())), sort_keys=True)
             out = root / "out" / f"{method}-{budget}"

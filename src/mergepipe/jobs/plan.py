@@ -43,12 +43,13 @@ SAMPLED_UNIT_ELEMENTS = 32 * 1024
 class PlanRequest:
     """The request for a plan. Without `block_elements` the block size follows the experts.
 
+    Without a `policy` it is a sample where that can be, see `make_plan`.
     Under strictness an expert of which nothing is read is an error. With `everything` all experts are read in full, no
     budget limits that, and nothing has to be known.
     """
 
     budget: BudgetRequest
-    policy: Policy
+    policy: Policy | None
     choices: PlanningChoices
     block_elements: int | None
     allow_dropped: tuple[str, ...] = ()
@@ -88,7 +89,7 @@ def plan_request(
     )
     return PlanRequest(
         parse_budget(budget),
-        Policy(options.select),
+        _wanted_policy(options, everything=everything),
         choices,
         options.block_elements,
         tuple(allow_dropped),
@@ -99,13 +100,24 @@ def plan_request(
     )
 
 
-def make_plan(
-    store: Store,
-    inputs: Inputs,
-    request: PlanRequest,
-    link: CatalogLink,
-) -> Plan:
-    """Plan a merge of opened inputs from the catalog, and indices of packed experts."""
+def _wanted_policy(options: PlanOptions, *, everything: bool) -> Policy | None:
+    """Return the policy that options ask for by name, or by what only one policy knows."""
+    if options.select is not None:
+        return Policy(options.select)
+    if everything or options.where_omitted != OnOmit.KEEP:
+        return Policy.NORM
+    return None if options.importance is None else Policy.SAMPLE
+
+
+def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogLink) -> Plan:
+    """Plan a merge of opened inputs from the catalog, and indices of packed experts.
+
+    Where no policy is asked for a sample is planned; packed experts are read at levels, by norm, and so are blocks of
+    analyzed experts that a sample would have to read whole.
+
+    Raises:
+        UnsupportedError: `plan.unsupported`, it cannot be sampled and not all experts were analyzed.
+    """
     inputs = with_known_digests(inputs, link)
     models = inputs.recipe.inputs()
     if inputs.intermediates:
@@ -116,10 +128,36 @@ def make_plan(
     facts = _lookup_known(PairStatistics(known, inputs), inputs)
     if request.everything:
         facts = replace(facts, statistics=({},) * len(inputs.expert_models))
+    if request.policy is not None:
+        plan = _plan_by(request.policy, store, inputs, request, facts)
+    elif _are_packed(inputs):
+        plan = _plan_by(Policy.NORM, store, inputs, request, facts)
+    else:
+        plan = _sampled_or_by_norm(store, inputs, request, facts)
+    if request.strictness.strict:
+        _refuse_starved(plan)
+    plan = replace(plan, vocabulary=vocabulary_of(inputs), recipe_notices=inputs.notices)
+    if request.everything:
+        plan = _of_everything(plan, inputs.resolution.tasks)
+    paths = [reference_text(model) for model in models]
+    return replace(plan, models=tuple(replace(m, path=path) for m, path in zip(plan.models, paths, strict=True)))
+
+
+def _sampled_or_by_norm(store: Store, inputs: Inputs, request: PlanRequest, facts: _KnownFacts) -> Plan:
+    """Plan a sample, or by norm where the rule needs what a sample does not read and all experts were analyzed."""
+    try:
+        return _plan_by(Policy.SAMPLE, store, inputs, request, facts)
+    except UnsupportedError as error:
+        if not all(facts.statistics):
+            raise
+        notice = Fallback("policy", "blocks are read by norm, none are sampled", error.problems[0].message)
+    plan = _plan_by(Policy.NORM, store, inputs, request, facts)
+    return replace(plan, fallbacks=(notice, *plan.fallbacks))
+
+
+def _plan_by(policy: Policy, store: Store, inputs: Inputs, request: PlanRequest, facts: _KnownFacts) -> Plan:
     request_bytes = _request_bytes(request, inputs, store)
-    samples = request.policy is Policy.SAMPLE
-    unit_elements = _sampled_unit(inputs, request_bytes) if samples else _suitable_block(inputs, facts)
-    block_elements = request.block_elements or unit_elements
+    unit_elements = _sampled_unit(inputs, request_bytes) if policy is Policy.SAMPLE else _suitable_block(inputs, facts)
     importance = None
     if request.importance is not None and not request.everything:
         from mergepipe.runs.budget.importance import read_importance
@@ -130,38 +168,24 @@ def make_plan(
         operator=inputs.recipe.operator.name,
         recipe=inputs.recipe.source_text,
         seed=request.seed,
-        block_elements=block_elements,
+        block_elements=request.block_elements or unit_elements,
         resolution=inputs.resolution,
         models=tuple(
             PlanningModel(model.text, checkpoint, facts.content_ids[place])
-            for place, (model, checkpoint) in enumerate(zip(models, inputs.checkpoints, strict=True))
+            for place, (model, checkpoint) in enumerate(zip(inputs.recipe.inputs(), inputs.checkpoints, strict=True))
         ),
         statistics=facts.statistics,
         unread=find_unread(inputs, request.budget),
         request_bytes=request_bytes if any(request_bytes) else (),
         importance=importance,
     )
-    ranking, budget_bytes = _with_reserve(
-        rank_blocks(problem, request.budget, request.policy, request.choices), inputs, store
-    )
-    plan = ranking.plan(ranking.budget_bytes)
-    plan = _of_budget(plan, budget_bytes)
+    ranking, budget_bytes = _with_reserve(rank_blocks(problem, request.budget, policy, request.choices), inputs, store)
+    plan = _of_budget(ranking.plan(ranking.budget_bytes), budget_bytes)
     if not request.budget.is_zero:
         ranking.check_usefulness(plan)
-    if request.strictness.strict:
-        _refuse_starved(plan)
-    plan = replace(
-        plan,
-        vocabulary=vocabulary_of(inputs),
-        recipe_notices=inputs.notices,
-    )
-    if request.importance is not None and importance is not None:
-        record = ImportanceRecord(str(request.importance.absolute()), digest_of(importance))
-        plan = replace(plan, importance=record)
-    if request.everything:
-        plan = _of_everything(plan, inputs.resolution.tasks)
-    paths = [reference_text(model) for model in models]
-    return replace(plan, models=tuple(replace(m, path=path) for m, path in zip(plan.models, paths, strict=True)))
+    if request.importance is None or importance is None:
+        return plan
+    return replace(plan, importance=ImportanceRecord(str(request.importance.absolute()), digest_of(importance)))
 
 
 def _request_bytes(request: PlanRequest, inputs: Inputs, store: Store) -> tuple[int, ...]:
@@ -229,6 +253,11 @@ def _refuse_starved(plan: Plan) -> None:
         raise LimitError(*problems)
 
 
+def _are_packed(inputs: Inputs) -> bool:
+    """Whether some expert is packed, and read at levels."""
+    return any(inputs.checkpoints[model].encoded is not None for model in inputs.expert_models)
+
+
 def _suitable_block(inputs: Inputs, facts: _KnownFacts) -> int:
     """Choose larger blocks where all experts are packed and have no statistics: fewer partial pages are read."""
     if any(facts.statistics):
@@ -240,8 +269,7 @@ def _suitable_block(inputs: Inputs, facts: _KnownFacts) -> int:
 
 def _sampled_unit(inputs: Inputs, request_bytes: Sequence[int]) -> int:
     """Choose the unit of a sample: a larger one where requests of experts cost something or encoded blocks are cut."""
-    are_packed = any(inputs.checkpoints[model].encoded is not None for model in inputs.expert_models)
-    return DEFAULT_BLOCK_ELEMENTS if are_packed or any(request_bytes) else SAMPLED_UNIT_ELEMENTS
+    return DEFAULT_BLOCK_ELEMENTS if _are_packed(inputs) or any(request_bytes) else SAMPLED_UNIT_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True)

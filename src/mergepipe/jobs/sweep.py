@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 
 from mergepipe.checkpoints.contract import Checkpoint
@@ -18,7 +19,7 @@ from mergepipe.jobs.evaluate import Evaluation, parse_evaluation
 from mergepipe.jobs.merge import run_merge
 from mergepipe.jobs.plan import PlanRequest, make_plan
 from mergepipe.jobs.run import run_plan
-from mergepipe.planning.budget import BudgetRequest, parse_budget
+from mergepipe.planning.budget import BudgetRequest, ShareBudget, parse_budget
 from mergepipe.planning.choices import Policy
 from mergepipe.planning.level_counts import blocks_by_level
 from mergepipe.planning.plan import Plan
@@ -111,7 +112,7 @@ class _Sweep:
         self._settings = replace(settings, home=None, strictness=request.plan.strictness)
         self._home = request.home
         self._evaluation = request.evaluation
-        self._measures_error = request.plan.policy is not Policy.SAMPLE
+        self._measures_error = True
         self._directory = directory
         self._on_progress = on_progress
         self._store = Stores(settings=settings.engine.remote)
@@ -120,10 +121,12 @@ class _Sweep:
         inputs = open_inputs(
             self._recipe, self._store, self._request.allow_dropped, strictness=self._request.strictness
         )
-        everything = self._plan(inputs, self._request).full_cost_bytes  # refuses what cannot be planned
+        plan = self._plan(inputs, replace(self._request, budget=self._some_budget()))  # refuses what cannot be planned
+        policy = Policy(plan.policy)
+        self._measures_error = policy is not Policy.SAMPLE
         reference = self._full_merge(inputs)
         compares = self._measures_error and self._evaluation is None
-        policies = list(dict.fromkeys((self._request.policy, *([Policy.RANDOM] if compares else []))))
+        policies = list(dict.fromkeys((policy, *([Policy.RANDOM] if compares else []))))
         points = tuple(
             self._point(inputs, reference, budget, policy) for budget in self._budgets for policy in policies
         )
@@ -131,10 +134,10 @@ class _Sweep:
         return SweepReport(
             recipe=self._recipe.path if isinstance(self._recipe, RecipeText) else self._recipe,
             operator=inputs.recipe.operator.name,
-            policy=self._request.policy.value,
+            policy=policy.value,
             seed=self._settings.seed,
             dtypes=tuple(sorted({entry.dtype.name for entry in reference.full.tensors.values()})),
-            full_cost_bytes=everything,
+            full_cost_bytes=plan.full_cost_bytes,
             full_expert_bytes=reference.report.expert_bytes + reference.report.analysis_bytes,
             full_seconds=reference.report.seconds,
             changed_norm=reference.changed_norm,
@@ -144,6 +147,11 @@ class _Sweep:
             recipe_notices=inputs.notices,
             full_loss=reference.loss,
         )
+
+    def _some_budget(self) -> BudgetRequest:
+        """Return a budget of the sweep that decides its policy: some of the experts, where there is one."""
+        budgets = [budget.request for budget in self._budgets] or [self._request.budget]
+        return next((one for one in budgets if not one.is_zero and one != ShareBudget(Fraction(1))), budgets[0])
 
     def _plan(self, inputs: Inputs, request: PlanRequest) -> Plan:
         with closing(CatalogLink(self._home, required=True)) as link:

@@ -9,8 +9,8 @@ from enum import StrEnum
 class Policy(StrEnum):
     """The order in which blocks are chosen; see `planner.policies`."""
 
-    NORM = "norm"
     SAMPLE = "sample"  # block positions at random, of all experts, their merged delta divided by their probability
+    NORM = "norm"
     CONFLICT = "conflict"
     RANDOM = "random"
 
