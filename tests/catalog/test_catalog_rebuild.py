@@ -17,7 +17,7 @@ from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
 from mergepipe.catalog.rows import SnapshotRow
 from mergepipe.checkpoints.file_digests import with_digests
-from mergepipe.cli.render.catalog import rebuild_table
+from mergepipe.cli.render.snapshots import rebuild_table
 from mergepipe.errors import ConflictError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.tailor.composite import COMPOSITE_FORMAT

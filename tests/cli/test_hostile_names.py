@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from mergepipe import cli
 from mergepipe.cli import main
 from mergepipe.cli.printing import REPORT_FORMAT
-from mergepipe.cli.render.sweep_page import sweep_page
+from mergepipe.cli.render.pages import sweep_page
 from mergepipe.planning.plan import PLAN_FORMAT
 from mergepipe.reports import SweepPoint, SweepReport
 from mergepipe.storage.location import Location

@@ -11,12 +11,10 @@ import pytest
 from mergepipe import __version__
 from mergepipe.catalog.rows import LineageNode
 from mergepipe.cli.printing import REPORT_FORMAT, report_json
-from mergepipe.cli.render.catalog import lineage_tree
-from mergepipe.cli.render.charts import Line, draw_chart
+from mergepipe.cli.render.budgets import plan_table, sweep_table, verdict_text
 from mergepipe.cli.render.layout import columns_text
-from mergepipe.cli.render.plans import plan_table
-from mergepipe.cli.render.sweep import sweep_table, verdict_text
-from mergepipe.cli.render.sweep_page import charts_of, sweep_page
+from mergepipe.cli.render.pages import Line, charts_of, draw_chart, sweep_page
+from mergepipe.cli.render.snapshots import lineage_tree
 from mergepipe.planning.plan import Fallback, Plan, PlannedModel
 from mergepipe.reports import SweepPoint, SweepReport
 from mergepipe.storage.location import Location

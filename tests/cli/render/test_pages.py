@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 from test_budget_reports import SWEPT
 
-from mergepipe.cli.render.explain_page import explain_page, layer_charts
-from mergepipe.cli.render.plans import explain_table
-from mergepipe.cli.render.sweep_page import sweep_page
-from mergepipe.cli.render.verdicts import verdict_sentence
+from mergepipe.cli.render.budgets import explain_table, verdict_sentence
+from mergepipe.cli.render.pages import explain_page, layer_charts, sweep_page
 from mergepipe.reports import BudgetVerdict, ExpertCoverage, ExpertShare, Explanation, LayerShare
 
 MADE = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)

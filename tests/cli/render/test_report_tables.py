@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from mergepipe.cli.printing import report_json
-from mergepipe.cli.render.merges import check_table, merge_table, shorten_names
-from mergepipe.cli.render.packing import pack_table
+from mergepipe.cli.render.merges import check_table, merge_table, pack_table, shorten_names
 from mergepipe.cli.render.snapshots import verify_table
 from mergepipe.deltastore.pack.job import BaseMatch
 from mergepipe.recipes.tasks import DroppedTensor

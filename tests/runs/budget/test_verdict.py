@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import mergepipe
-from mergepipe.cli.render.explain_page import explain_page
+from mergepipe.cli.render.budgets import sweep_table
 from mergepipe.cli.render.merges import merge_table
-from mergepipe.cli.render.sweep import sweep_table
-from mergepipe.cli.render.sweep_page import sweep_page
+from mergepipe.cli.render.pages import explain_page, sweep_page
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from support.disk_families import write_single
 

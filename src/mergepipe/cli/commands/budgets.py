@@ -107,7 +107,7 @@ def plan(
     if as_json:
         print(json_line(decided.content(), indent=1))
     else:
-        from mergepipe.cli.render.plans import plan_table
+        from mergepipe.cli.render.budgets import plan_table
 
         print_text(plan_table(decided, None if out is None else Path(out)))
 
@@ -134,10 +134,10 @@ def explain(
         check_page(Path(html))
     explanation = api.explain(subject, tensor=tensor, home=home)
     if html is not None:
-        from mergepipe.cli.render.explain_page import explain_page
+        from mergepipe.cli.render.pages import explain_page
 
         write_page(Path(html), explain_page(explanation, datetime.now(UTC)))
-    from mergepipe.cli.render.plans import explain_table
+    from mergepipe.cli.render.budgets import explain_table
 
     print_report(explanation, explain_table, printing)
 
@@ -218,9 +218,9 @@ def sweep(
             on_progress=on_progress,
         )
     if html is not None:
-        from mergepipe.cli.render.sweep_page import sweep_page
+        from mergepipe.cli.render.pages import sweep_page
 
         write_page(Path(html), sweep_page(report, datetime.now(UTC)))
-    from mergepipe.cli.render.sweep import sweep_table
+    from mergepipe.cli.render.budgets import sweep_table
 
     print_report(report, sweep_table, printing)

@@ -97,7 +97,7 @@ def pack(
             bases, part_experts, out, replace=replace, chain=chain, strict=strict, threads=threads, home=home,
             on_progress=on_progress,
         )  # fmt: skip
-    from mergepipe.cli.render.packing import pack_table
+    from mergepipe.cli.render.merges import pack_table
 
     print_report(report, pack_table, printing)
 
@@ -116,7 +116,7 @@ def unpack(
 
     with tell_if_published(Path(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
         report = api.unpack(store, out, base=base, threads=threads, on_progress=on_progress)
-    from mergepipe.cli.render.packing import unpack_line
+    from mergepipe.cli.render.merges import unpack_line
 
     print_report(report, unpack_line, printing)
 
@@ -144,6 +144,6 @@ def extract_lora(
             base, model, out, rank=rank, energy=energy, save_modules=save_modules, base_model_id=base_model_id,
             on_progress=on_progress,
         )  # fmt: skip
-    from mergepipe.cli.render.extraction import extraction_table
+    from mergepipe.cli.render.merges import extraction_table
 
     print_report(report, extraction_table, printing)

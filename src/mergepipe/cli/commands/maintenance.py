@@ -64,7 +64,7 @@ def rebuild(
     from mergepipe import api
 
     report = api.rebuild_catalog(roots or (), home=home)
-    from mergepipe.cli.render.catalog import rebuild_table
+    from mergepipe.cli.render.snapshots import rebuild_table
 
     print_report(report, rebuild_table, printing)
 
@@ -74,6 +74,6 @@ def stats(*, home: Annotated[str | None, HOME] = None, printing: PrintOptions) -
     from mergepipe import api
 
     report = api.catalog_stats(home=home)
-    from mergepipe.cli.render.catalog import catalog_table
+    from mergepipe.cli.render.snapshots import catalog_table
 
     print_report(report, catalog_table, printing)

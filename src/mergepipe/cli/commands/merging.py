@@ -190,8 +190,7 @@ def run(
     """
     refuse_swapped(plan, out, PLAN_ENDINGS)
     from mergepipe import api
-    from mergepipe.cli.render.merges import merge_table
-    from mergepipe.cli.render.parts import part_table
+    from mergepipe.cli.render.merges import merge_table, part_table
 
     with tell_if_published(Location.of(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
         if part is None and not finish:
@@ -220,6 +219,6 @@ def status(
     """
     refuse_swapped(plan, out, PLAN_ENDINGS)
     from mergepipe import api
-    from mergepipe.cli.render.parts import status_table
+    from mergepipe.cli.render.merges import status_table
 
     print_report(api.parts_status(plan, out, n_parts=parts), status_table, printing)

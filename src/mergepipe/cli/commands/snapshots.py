@@ -85,7 +85,7 @@ def list_snapshots(
     if printing.as_json:
         print(report_json({"snapshots": snapshots}))
     else:
-        from mergepipe.cli.render.catalog import snapshots_table
+        from mergepipe.cli.render.snapshots import snapshots_table
 
         print_text(snapshots_table(snapshots))
 
@@ -95,7 +95,7 @@ def show(snapshot: SnapshotName, *, home: Annotated[str | None, HOME] = None, pr
     from mergepipe import api
 
     report = api.show(snapshot, home=home)
-    from mergepipe.cli.render.catalog import snapshot_table
+    from mergepipe.cli.render.snapshots import snapshot_table
 
     print_report(report, snapshot_table, printing)
 
@@ -119,7 +119,7 @@ def lineage(
 
         print(printable_lines(lineage_dot(nodes, down=down)))
     else:
-        from mergepipe.cli.render.catalog import lineage_tree
+        from mergepipe.cli.render.snapshots import lineage_tree
 
         print(printable_lines(lineage_tree(nodes, down=down)))
 

@@ -1,4 +1,4 @@
-"""Reports as text tables for people."""
+"""Reports of checks, merges, analyses, packing and extraction as text tables for people."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from mergepipe.cli.render.layout import Fact, facts_text, notice_facts
-from mergepipe.cli.render.verdicts import verdict_facts
+from mergepipe.cli.render.budgets import verdict_facts
+from mergepipe.cli.render.layout import Fact, columns_text, facts_text, notice_facts
+from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_percent, format_rate, format_seconds, plural
 from mergepipe.reports import (
     AnalyzedExpert,
     AnalyzeReport,
     CheckReport,
+    ExtractLoraReport,
     MergeReport,
+    PackedExpert,
+    PackReport,
+    PartReport,
+    PartsStatus,
+    UnpackReport,
 )
 from mergepipe.storage.traffic import Traffic
 
@@ -159,3 +166,133 @@ def grouped_names(reasons_and_names: Iterable[tuple[str, str]]) -> list[str]:
 
 def _shorten(name: str) -> str:
     return name if len(name) <= MAX_NAME_CHARACTERS else f"{name[: MAX_NAME_CHARACTERS - 3]}..."
+
+
+def part_table(report: PartReport) -> str:
+    """Show the shards that a worker made, and whether the output is complete."""
+    if report.merge is not None:
+        return (
+            f"part {report.part}: the last one\n{merge_table(report.merge)}"
+            if report.part
+            else merge_table(report.merge)
+        )
+    state = "published" if report.is_published else f"{report.done_shards} of {report.n_shards} shards are done"
+    return facts_text(
+        [
+            ("part", report.part or "-"),
+            ("shards made", str(len(report.made_shards))),
+            ("done before", str(len(report.found_shards))),
+            ("base read", format_bytes(report.base_bytes)),
+            ("experts read", format_bytes(report.expert_bytes)),
+            ("written", format_bytes(report.output_bytes)),
+            ("time", format_seconds(report.seconds)),
+            ("whole output", state),
+            ("output", str(report.out)),
+        ]
+    )
+
+
+def status_table(status: PartsStatus) -> str:
+    """Show the state of an output, shard by shard."""
+    limit = "no limit" if status.limit_bytes is None else f"a budget of {format_bytes(status.limit_bytes)}"
+    read = f"{format_bytes(status.read_bytes)} of {format_bytes(status.planned_bytes)} planned, {limit}"
+    state = "published" if status.is_published else f"{status.done_shards} of {len(status.shards)} shards are done"
+    facts = [("output", str(status.out)), ("state", state)]
+    if not status.is_published:
+        facts.append(("experts read", read))
+    if status.n_parts is not None:
+        missing = ", ".join(f"{number}/{status.n_parts}" for number in status.missing_parts)
+        facts.append(("missing parts", missing or "none"))
+    if not status.shards:
+        return facts_text(facts)
+    rows = [[s.name, s.state, s.part or "-", s.worker or "-", format_bytes(s.size_bytes)] for s in status.shards]
+    return facts_text(facts) + "\n\n" + columns_text(("shard", "state", "part", "worker", "size"), rows, left=4)
+
+
+_CODEC_WORDS = {
+    "same": "equal to the base",
+    "bands": "in levels",
+    "bytes": "without levels",
+    "raw": "unencoded",
+    "standalone": "without the base",
+}
+
+
+def pack_table(report: PackReport) -> str:
+    """A row for each expert, and how to get replaced ones back."""
+    head = ("store", "blocks", "expert", "packed", "of it", "time", "speed")
+    table = columns_text(head, [_packed_row(expert) for expert in report.experts], left=2)
+    facts = [fact for expert in report.experts for fact in _base_of_choice(expert)]
+    for expert in report.experts:
+        if expert.is_original_removed:
+            base = report.base if expert.match is None else expert.match.base
+            place = str(expert.expert).removesuffix(".safetensors")  # a bare file comes back in a directory
+            command = f"`mergepipe unpack {expert.store} -o {place}`"
+            needs = "" if base is None else f" and needs the base {base}"
+            facts.append(("removed", f"{expert.expert}; {command} brings it back{needs}"))
+    return f"{table}\n\n{facts_text(facts)}" if facts else table
+
+
+def _base_of_choice(expert: PackedExpert) -> list[Fact]:
+    """Show the base that was chosen among several for an expert, and how sure that is."""
+    match = expert.match
+    if match is None or match.next_base is None or match.next_delta is None:
+        return []
+    sure = "" if match.is_sure else "; not sure"
+    text = (
+        f"{expert.store}: {match.base}, deltas of {format_percent(match.relative_delta)} of the weights, nearest at "
+        f"{format_percent(match.nearest_fraction)} of {match.n_samples} samples; next is {match.next_base} with "
+        f"{format_percent(match.next_delta)}{sure}"
+    )
+    return [("base", text)]
+
+
+def _packed_row(expert: PackedExpert) -> tuple[str, ...]:
+    """Return the store, how its blocks can be read, sizes, time and speed."""
+    sizes = (format_bytes(expert.tensor_bytes), format_bytes(expert.store_bytes), f"{expert.share:.1%}")
+    if not expert.is_new:
+        return (str(expert.store), "was packed before, left as it is", *sizes, "-", "-")
+    speed = format_rate(expert.tensor_bytes / expert.seconds) if expert.seconds else "-"
+    before = f"; {format_bytes(expert.resumed_bytes)} by an interrupted run" if expert.resumed_bytes else ""
+    return (str(expert.store), _blocks_text(expert) + before, *sizes, format_seconds(expert.seconds), speed)
+
+
+def _size_text(expert: PackedExpert) -> str:
+    """Return the store's size and share, and its blocks."""
+    sizes = f"{format_bytes(expert.tensor_bytes)} in {format_bytes(expert.store_bytes)} ({expert.share:.1%})"
+    return f"{sizes}; {_blocks_text(expert)}"
+
+
+def _blocks_text(expert: PackedExpert) -> str:
+    """Return how the blocks can be read, and why some have no levels."""
+    blocks = ", ".join(f"{plural(count, 'block')} {_CODEC_WORDS[codec]}" for codec, count in expert.blocks.items())
+    reasons = ", ".join(f"{count} {reason}" for reason, count in expert.outside_bands.items())
+    return (blocks or "no blocks") + (f" (without levels: {reasons})" if reasons else "")
+
+
+def unpack_line(report: UnpackReport) -> str:
+    """Show the restored files in one line."""
+    speed = format_rate(report.tensor_bytes / report.seconds) if report.seconds else "no time"
+    out = printable(str(report.out))
+    return f"{out}: {format_bytes(report.tensor_bytes)} restored, {format_seconds(report.seconds)}, {speed}"
+
+
+def extraction_table(report: ExtractLoraReport) -> str:
+    """Ranks, errors, and what was left out."""
+    ranks = sorted({tensor.rank for tensor in report.tensors})
+    span = "-" if not ranks else str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    worst = max(report.tensors, key=lambda tensor: tensor.relative_error, default=None)
+    worst_fact = [] if worst is None else [("largest error", f"{format_percent(worst.relative_error)} of {worst.name}")]
+    return facts_text(
+        [
+            ("adapted", plural(len(report.tensors), "tensor")),
+            ("rank", span),
+            ("error", f"{format_percent(report.relative_error)} of the difference's norm is not in the adapter"),
+            *worst_fact,
+            *([("saved whole", ", ".join(report.saved_modules))] if report.saved_modules else []),
+            *(("not held", line) for line in grouped_names((skipped.reason, skipped.name) for skipped in report.left)),
+            ("base model", report.base_model_id or "unknown on the Hub; --base-model-id names it"),
+            ("read", f"{format_bytes(report.base_bytes + report.model_bytes)} in {format_seconds(report.seconds)}"),
+            ("adapter", f"{format_bytes(report.adapter_bytes)}, {report.out}"),
+        ]
+    )

@@ -1,4 +1,4 @@
-"""Plans and explanations as text tables for people."""
+"""Plans, verdicts, explanations and sweeps as text tables for people."""
 
 from __future__ import annotations
 
@@ -8,15 +8,84 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from mergepipe.cli.render.layout import Fact, columns_text, facts_text, listed, notice_facts, share_text
-from mergepipe.cli.render.levels import grouped_layers, layers_range, levels_text
-from mergepipe.cli.render.verdicts import verdict_facts
+from mergepipe.cli.render.layout import Fact, columns_text, facts_text, listed, notice_facts, number_text, share_text
+from mergepipe.cli.render.terminal import available_columns
 from mergepipe.core.escaping import printable
-from mergepipe.core.units import format_bytes
+from mergepipe.core.units import format_bytes, format_percent, format_seconds
+from mergepipe.planning.choices import Policy
 from mergepipe.planning.level_counts import WHOLE, blocks_by_level
 from mergepipe.planning.plan import Plan
-from mergepipe.reports import ExpertShare, Explanation, Sampling
+from mergepipe.reports import BudgetVerdict, ExpertShare, Explanation, LayerShare, Sampling, SweepReport
 from mergepipe.runs.budget.verdict import analysis_advice, verdict_of
+
+
+def verdict_sentence(verdict: BudgetVerdict) -> str:
+    """Say how much is read and how it is chosen, and where the gain of such merges was measured."""
+    if verdict.is_full:
+        return "The full merge: everything of the experts is read."
+    share = share_text(verdict.planned_bytes, verdict.full_bytes)
+    read = f"{share} of the experts' bytes are read, by policy '{verdict.policy}'"
+    return f"{read}. What such merges kept of a gain: {verdict.measured}."
+
+
+def unspent_text(verdict: BudgetVerdict) -> str:
+    """Say what of the budget is not used, and why; nothing where that is little."""
+    return f"{format_bytes(verdict.unspent_bytes)}: {verdict.unspent_reason}." if verdict.unspent_bytes else ""
+
+
+def verdict_facts(verdict: BudgetVerdict | None) -> list[Fact]:
+    """Return the lines of a table that tell a verdict: it first, then what is missing of whom."""
+    if verdict is None:
+        return []
+    unspent = unspent_text(verdict)
+    return [
+        ("verdict", verdict_sentence(verdict)),
+        *([("unspent", unspent)] if unspent else []),
+        *(("expert", line) for line in coverage_lines(verdict)),
+    ]
+
+
+def coverage_lines(verdict: BudgetVerdict) -> list[str]:
+    """Return a line for each expert, those of which nothing is read first: what is missing of it."""
+    return [f"{expert.model}: {missing_text(expert.share, expert.rough)}" for expert in verdict.experts]
+
+
+def missing_text(share: float, rough: float = 0.0) -> str:
+    """Say what is missing of an expert, by the share of the blocks that it changes that is in the merge."""
+    if not share:
+        return "nothing of it is in the merge"
+    text = f"{share_text(1 - share, 1)} of the blocks that it changes are missing"
+    text = "all blocks that it changes are in the merge" if share == 1 else text
+    return f"{text}, {share_text(rough, 1)} are rough" if rough else text
+
+
+MOST_GROUPS = 24
+_GROUP_COLUMNS = 9
+_MOST_NAME = 28
+
+
+def levels_text(levels: Sequence[tuple[str, int]]) -> str:
+    """Shares of the blocks that are read: `largest exactly 40 %, whole 60 %`."""
+    total = sum(count for _, count in levels)
+    return ", ".join(f"{name} {format_percent(count / total)}" for name, count in levels) if total else "-"
+
+
+def grouped_layers(layers: Sequence[LayerShare], experts: Sequence[str]) -> list[Sequence[LayerShare]]:
+    """Return runs of layers, as many as fit beside each other, those outside of layers on their own."""
+    columns = available_columns()
+    names = min(max((len(name) for name in experts), default=0), _MOST_NAME) + 2
+    room = MOST_GROUPS if columns is None else (columns - max(names, _MOST_NAME)) // _GROUP_COLUMNS
+    most = min(max(room, 2), MOST_GROUPS)
+    numbered, unnumbered = [x for x in layers if x.layer], [x for x in layers if not x.layer]
+    size = max(1, -(-len(numbered) // (most - 1)))
+    return [*(numbered[i : i + size] for i in range(0, len(numbered), size)), *([unnumbered] if unnumbered else [])]
+
+
+def layers_range(group: Sequence[LayerShare]) -> str:
+    """Name a run of layers: `4-7`, or `others`."""
+    first, last = group[0].layer, group[-1].layer
+    return (first if first == last else f"{first}-{last}") or "others"
+
 
 MAX_GROUPS = 6
 MAX_RUN_CHARACTERS = 60
@@ -187,3 +256,73 @@ def _bytes_or_dash(nbytes: int | None) -> str:
 
 def _shortened(text: str, most: int = MAX_RUN_CHARACTERS) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def verdict_text(report: SweepReport) -> str:
+    """Say what was measured: a loss by a command, or distances, which say little."""
+    if report.full_loss is not None:
+        return f"the loss of the full merge is {loss_text(report.full_loss)}; those under budgets are below"
+    if report.policy == Policy.SAMPLE:
+        return "a sample is right on average, and far from the full merge in each draw: measure a loss with --evaluate"
+    return "distances say nothing of a gain: measure a loss with --evaluate"
+
+
+def unread_lines(report: SweepReport) -> list[str]:
+    """Return a line for each budget under which nothing is read of some expert, by the policy that was chosen."""
+    points = (point for point in report.points if point.policy == report.policy and point.unread)
+    return [f"{point.budget}: nothing of {listed(point.unread)} is in the merge" for point in points]
+
+
+def measured(report: SweepReport) -> tuple[bool, bool]:
+    """Whether errors were measured, and losses."""
+    points = report.points
+    return any(point.error is not None for point in points), any(point.loss is not None for point in points)
+
+
+def loss_text(loss: float | None) -> str:
+    """Return a loss with six significant digits: those of near merges differ in the third or fourth."""
+    return "-" if loss is None else f"{loss:.6g}"
+
+
+def rounding_note(report: SweepReport) -> str:
+    """Return the note on the rounding that errors are measured against."""
+    return f"errors are taken from the outputs, after rounding to {', '.join(report.dtypes)}"
+
+
+def sweep_table(report: SweepReport) -> str:
+    """Budget by budget and policy by policy: error, bytes, time."""
+    has_errors, has_losses = measured(report)
+    error_facts = [
+        ("error", "distance to the full merge, as a share of what the full merge changes"),
+        ("beside", "the same distance as a share of the full merge's norm: it flatters"),
+        ("note", rounding_note(report)),
+    ] if has_errors else []  # fmt: skip
+    facts = [
+        ("verdict", verdict_text(report)),
+        *(("unread", line) for line in unread_lines(report)),
+        ("operator", report.operator),
+        ("full merge", f"{format_bytes(report.full_expert_bytes)} of the experts read, "
+                       f"{format_seconds(report.full_seconds)}"),
+        ("changes", f"the full merge is {number_text(report.changed_norm)} away from the base, "
+                    f"{share_text(report.changed_norm, report.full_norm)} of its own norm"),
+        *error_facts,
+        *notice_facts(report.recipe_notices),
+    ]  # fmt: skip
+    is_graded = any(name != WHOLE for point in report.points for name, _ in point.levels)
+    graded = ["blocks read"] if is_graded else []
+    losses, errors = ["loss"] * has_losses, ["error", "beside"] * has_errors
+    head = ["budget", "policy", "read", "of all", "time", *losses, *errors, *graded]
+    rows = [
+        [
+            point.budget,
+            point.policy,
+            format_bytes(point.expert_bytes),
+            share_text(point.expert_bytes, report.full_cost_bytes),
+            format_seconds(point.seconds),
+            *([loss_text(point.loss)] if has_losses else []),
+            *([number_text(x) for x in (point.error, point.flattering_error)] if has_errors else []),
+            *([levels_text(point.levels)] if is_graded else []),
+        ]
+        for point in report.points
+    ]
+    return f"{facts_text(facts)}\n\n{columns_text(head, rows, left=2)}"
