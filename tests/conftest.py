@@ -113,7 +113,7 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 @pytest.fixture(autouse=True)
 def _nothing_durable_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Journal by bytes alone: on a busy machine a tiny merge may take a second, and what is durable is kept."""
-    monkeypatch.setattr("mergepipe.runs.recovery.resume.INTERVAL_SECONDS", math.inf)
+    monkeypatch.setattr("mergepipe.snapshots.work_log.UNIT_SECONDS", math.inf)
 
 
 @pytest.fixture

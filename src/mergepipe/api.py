@@ -321,24 +321,26 @@ def run_part(
 ) -> PartReport:
     """Make one part of a plan's output, on any machine that reaches the inputs and `out`.
 
-    Parts can be made in any order, at once, and again: what is done is left as it is. Whoever completes the last one
-    publishes the output; the same bytes as `run`.
+    Parts can be made in any order, at once, and again: what is done is left as it is, what an interrupted worker lost
+    is read again. Whoever completes the last one publishes the output; the same bytes as `run`.
 
     Args:
         part: (2, 7) is the second of seven parts: output files, dealt out by bytes. None only finishes.
         finish: the output must be finished by this call; without it that is left to the worker of the last part.
-        options: as of `run`. `shard_bytes` must be the same for all parts; `resume=False` forgets what interrupted
-            workers read for this part: it is read again, beyond the budget. What the output says of its inputs follows
-            the call that publishes it.
+        options: as of `run`, without `resume`. `shard_bytes` must be the same for all parts. What the output says of
+            its inputs follows the call that publishes it.
 
     Raises:
-        MergePipeError: see `mergepipe.errors`; `parts.budget`, the budget does not allow to repeat an interrupted part.
+        MergePipeError: see `mergepipe.errors`; `parts.busy`, another process is making the part under the same budget.
     """
     started = time.perf_counter()
     output = options_as(OutputOptions, options)
     if output.executor != ExecutorName.THREADS:
         hint = "give one of the two: a cluster makes all parts"
         raise RecipeError.of("option.conflict", "--executor", "a part is made by this process", hint)
+    if output.resume is not None:
+        message = "a part that is run again takes what is done, and reads again what was lost"
+        raise RecipeError.of("option.conflict", "--resume" if output.resume else "--no-resume", message, "leave it out")
     from mergepipe.jobs.parts import PartChoice, check_part
     from mergepipe.jobs.parts import run_part as run_one
     from mergepipe.runs.settings import output_place, run_settings

@@ -76,7 +76,7 @@ SEED = Flag("Seed of the random operators, and of --select sample and random.", 
 ALLOW_DROPPED = Flag(
     "Leave out tensors of this name that an expert has and the base has not. May be given again.", metavar="GLOB"
 )
-STRICT = Flag("Refuse a recipe with a notice, and a plan that reads nothing of an expert.")
+STRICT = Flag("Refuse a recipe with a notice, a plan that reads nothing of an expert, and reads beyond a budget.")
 LENIENT = Flag("Take misspelt names for such without effect, and shares like 40 as 1, as mergekit does.")
 BLOCK_ELEMENTS = Flag("Elements of a block, a multiple of 16384.", metavar="N", default="262144", panel=BUDGET_PANEL)
 SHARD_SIZE = Flag("Largest output file, e.g. 5GB.", name="--shard-size", metavar="SIZE", default="5GB")
@@ -230,8 +230,8 @@ class OutputOptions(RunOptions):
     resume: bool | None = option(
         None,
         Flag(
-            "Resume an interrupted run of the same merge to OUT, if it must beyond the budget, on record.",
-            default="if there is one, within the budget",
+            "Resume an interrupted run of the same merge to OUT.",
+            default="if there is one",
             panel=WORK_PANEL,
         ),
     )

@@ -148,7 +148,6 @@ class MergeReport(Displayed):
     budget_bytes: int | None = None
     notices: tuple[str, ...] = ()
     earlier_expert_bytes: int = 0  # of `expert_bytes`: what earlier runs for this output may have read
-    forgiven_expert_bytes: int = 0  # the same before a run was told to begin anew: no part of `expert_bytes`
     verdict: BudgetVerdict | None = None  # of a merge under a budget
     recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe, or another one than it asks for
     traffic: Traffic = field(default_factory=Traffic)  # requests for remote files, and their bytes by host

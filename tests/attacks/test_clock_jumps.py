@@ -69,7 +69,7 @@ def test_gc__after_a_jump_of_the_clock_leaves_the_parts_of_a_living_worker(
 ) -> None:
     place = PartsDirectory(tmp_path / "out", PartsJob("out", mergepipe.__version__, "0" * 32, (("a.safetensors", 9),)))
     place.begin()
-    account = PartsAccount(place, 10, None, "1/1")
+    account = PartsAccount(place, "1/1", is_exclusive=False)
     reading = account.admit(0, 10)
     assert reading is not None
     assert [reading.state for reading in readings_in(place).all] == ["open"]

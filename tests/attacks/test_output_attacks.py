@@ -141,7 +141,7 @@ def test_staging__that_is_not_ours_is_refused_by_every_command(work: Work, comma
     assert not staging.exists()
 
 
-@pytest.mark.parametrize("name", [CONTENT_NAME, "journal", OWNER_NAME, f"{CONTENT_NAME}/{WEIGHTS}", "pipe"])
+@pytest.mark.parametrize("name", [CONTENT_NAME, "log", OWNER_NAME, f"{CONTENT_NAME}/{WEIGHTS}", "pipe"])
 @pytest.mark.parametrize("is_hard", [False, True], ids=["symlink", "hard link"])
 def test_staging__left_with_a_link_in_it_is_refused(work: Work, name: str, is_hard: bool) -> None:
     staging = staging_directory(work.out)
@@ -258,7 +258,7 @@ def test_merge__leaves_everything_that_only_looks_like_its_staging(work: Work) -
     other = staging_directory(work.out.with_name("out.mergepipe-b"))
     other.mkdir()
     write_owner(other, "out.mergepipe-b")
-    (other / "journal").write_text("resumable")
+    (other / "log").write_text("resumable")
     shutil.copytree(work.theirs, work.out.with_name(".out.mergepipe-mine"))
     shutil.copytree(work.snapshot, work.out.with_name(".x.mergepipe-y"))
     shutil.copytree(work.snapshot, work.out.with_name(".z.mergepipe-staging"))

@@ -23,7 +23,7 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import HEADER_NAME, INDEX_NAME
 from mergepipe.planning.plan import Plan
 from mergepipe.storage.local import resident_fraction
-from mergepipe.storage.owner import ACCOUNT_NAME, OWNER_NAME
+from mergepipe.storage.owner import LOG_NAME, OWNER_NAME
 from support.budgets import (
     AWKWARD,
     GRAIN,
@@ -255,7 +255,7 @@ def test_budgeted_merge__whose_read_fails_stays_within_the_plan(
     assert traced.answer["error"] is None
     assert not list(tmp_path.glob("traced-*"))
     accounts = [sorted(path.name for path in staging.iterdir()) for staging in tmp_path.glob(".*")]
-    assert all(names == [OWNER_NAME, ACCOUNT_NAME] for names in accounts)  # what was read counts when it is run again
+    assert all(names == [LOG_NAME, OWNER_NAME] for names in accounts)  # what was read counts when it is run again
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,6 @@ def test_merge__to_a_target_loss_publishes_the_first_budget_that_meets_it(work: 
     assert [one["budget"] for one in report["tried"]] == ["5%", "10%", "25%"]
     losses = [one["loss"] for one in report["tried"]]
     assert losses[0] > losses[1] > 2.8 >= losses[2]
-    assert report["forgiven_expert_bytes"] == sum(one["expert_bytes"] for one in report["tried"][:2])
     assert report["expert_bytes"] + report["analysis_bytes"] == report["tried"][2]["expert_bytes"]
     run("merge", work.recipe, work.root / "direct", *SAMPLE, "--budget", "25%", "-q")
     weights = [(place / "model.safetensors").read_bytes() for place in (work.out, work.root / "direct")]
@@ -157,4 +156,4 @@ def test_evaluate__numbers_in_names_are_no_losses(work: Workplace, run: Runner) 
 def test_manifest__of_a_target_loss_says_what_earlier_budgets_read(work: Workplace, run: Runner) -> None:
     run("merge", work.recipe, work.out, *SAMPLE, "--target-loss", "2.8", "--evaluate", COMMAND, "-q")
     manifest = json.loads((work.out / "mergepipe.json").read_text())
-    assert manifest["run"]["earlier_runs_forgiven_bytes"] > 0
+    assert 0 < manifest["run"]["tried_expert_bytes"] < manifest["realized"]["expert"] + manifest["realized"]["analysis"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import Runner, Workplace, make_workplace
 
-from mergepipe.runs.recovery import resume as resuming
+from mergepipe.snapshots import work_log
 from mergepipe.snapshots.staging import staging_directory
 from support.faults import Fault, replaced, system_error
 
@@ -103,7 +103,7 @@ def test_lineage__as_a_graph(work: Workplace, run: Runner) -> None:
 
 
 def test_merge__says_what_is_kept_and_goes_on(work: Workplace, run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resuming, "INTERVAL_BYTES", 10_000)
+    monkeypatch.setattr(work_log, "UNIT_BYTES", 10_000)
     merge = ("merge", work.recipe, work.out, "--shard-size", "30kB")
     assert "[resume.nothing]" in run(*merge, "--resume").err
     with replaced(os, "ftruncate", Fault(2, system_error(errno.ENOSPC)).wrap):

@@ -150,14 +150,15 @@ INTERRUPT_AT_RECORD = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from mergepipe.cli import main
-from mergepipe.runs.recovery import resume
-resume.INTERVAL_BYTES = 10_000
-note = resume.MergeProgress.note
+from mergepipe.runs import progress
+from mergepipe.snapshots import work_log
+work_log.UNIT_BYTES = 10_000
+note = progress.MergeProgress.note
 def noted(*arguments):
     note(*arguments)
     if sys.argv[1] == "stops":
         os.kill(os.getpid(), signal.SIGINT)
-resume.MergeProgress.note = noted
+progress.MergeProgress.note = noted
 sys.exit(main(sys.argv[2:]))
 """
 

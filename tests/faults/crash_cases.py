@@ -1,4 +1,4 @@
-"""For the crash tests: a small merge with several files and journal records, and what must hold after any crash."""
+"""For the crash tests: a small merge with several files and logged units, and what must hold after any crash."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import mergepipe
 from mergepipe.engine.work import EngineOptions
-from mergepipe.errors import LimitError
 from mergepipe.jobs.verify import verify_snapshot
 from mergepipe.options import MergeOptions
 from mergepipe.reports import MergeReport
-from mergepipe.runs.recovery import resume as resuming
+from mergepipe.runs import progress
+from mergepipe.snapshots import work_log
 from mergepipe.storage.location import Location
 from support.disk_families import weights_digest
 from support.families import TINY, write_family
@@ -64,15 +64,6 @@ class CrashJob:
             ),
         )
 
-    def run_after_crash(self) -> MergeReport:
-        """Resume; where the budget does not cover what the crash may have read, begin anew with the whole budget."""
-        try:
-            return self.run()
-        except LimitError as error:
-            if self.budget is None or error.code != "resume.budget":
-                raise
-            return self.run(resume=False)
-
     def check_whole(self) -> None:
         """What is visible is the new snapshot, to the byte, and nothing lies beside it."""
         assert weights_digest(self.out) == self.wanted
@@ -99,9 +90,9 @@ def make_job(root: Path, *, budget: str | None = None, force: bool = False) -> C
 @contextlib.contextmanager
 def recording_often() -> Iterator[None]:
     """Record every few kilobytes, whatever the time."""
-    before = resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES, resuming.INTERVAL_SECONDS
-    resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES, resuming.INTERVAL_SECONDS = 10_000, 4096, math.inf
+    before = work_log.UNIT_BYTES, progress.READ_AHEAD_BYTES, work_log.UNIT_SECONDS
+    work_log.UNIT_BYTES, progress.READ_AHEAD_BYTES, work_log.UNIT_SECONDS = 10_000, 4096, math.inf
     try:
         yield
     finally:
-        resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES, resuming.INTERVAL_SECONDS = before
+        work_log.UNIT_BYTES, progress.READ_AHEAD_BYTES, work_log.UNIT_SECONDS = before

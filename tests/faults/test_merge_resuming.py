@@ -9,9 +9,9 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from enum import IntEnum
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,6 @@ import mergepipe
 from mergepipe import api as keeping
 from mergepipe.errors import (
     ConflictError,
-    CorruptError,
     LimitError,
     MergePipeError,
     NotFoundError,
@@ -30,16 +29,16 @@ from mergepipe.errors import (
 )
 from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.reports import MergeReport, Progress
-from mergepipe.runs.recovery import resume as resuming
-from mergepipe.runs.recovery.read_account import ReadAccount, ReadTotals, read_totals
+from mergepipe.runs import progress
+from mergepipe.runs.progress import MergeState, expert_bytes_of, merge_state
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots import staging
-from mergepipe.snapshots.journal import JOURNAL_NAME, expert_bytes_of, read_journal
 from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
+from mergepipe.snapshots.work_log import WorkLog, read_work_log
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.storage.owner import ACCOUNT_NAME, OWNER_NAME
+from mergepipe.storage.owner import LOG_NAME, OWNER_NAME
 from support.crashes import Death, count_operations, run_forked, run_killed
 from support.faults import Fault, open_descriptors, replaced, system_error, worker_threads
 from support.slow_cases import slow_unless
@@ -58,6 +57,14 @@ def job(tmp_path: Path) -> CrashJob:
 
 def went_on(notices: tuple[str, ...]) -> bool:
     return any("resumed" in notice for notice in notices)
+
+
+def state_of(job: CrashJob) -> MergeState:
+    """What the log of an unfinished merge tells."""
+    logged = read_work_log(staging_directory(job.out))
+    state = MergeState() if logged is None else merge_state(logged)
+    assert state is not None
+    return state
 
 
 def interrupt_late(job: CrashJob, error: BaseException) -> None:
@@ -82,11 +89,9 @@ ERRORS = [KeyboardInterrupt(), system_error(errno.ENOSPC), system_error(errno.ED
 @pytest.mark.parametrize("error", ERRORS, ids=["ctrl-c", "full", "quota", "io"])
 def test_merge__stopped_goes_on_where_it_was(job: CrashJob, error: BaseException) -> None:
     interrupt_late(job, error)
-    staging = staging_directory(job.out)
-    state = read_journal(staging / JOURNAL_NAME)
-    assert state is not None
-    assert read_totals(staging).expert_bytes == expert_bytes_of(state.usage)
-    held = sum(path.stat().st_size for path in (staging / CONTENT_NAME).iterdir())
+    state = state_of(job)
+    assert state.expert_bytes == expert_bytes_of(state.usage) > 0
+    held = sum(path.stat().st_size for path in (staging_directory(job.out) / CONTENT_NAME).iterdir())
     before = {(file, purpose): nbytes for file, purpose, nbytes in state.usage}
     report = job.run()
     assert went_on(report.notices)
@@ -101,9 +106,7 @@ def test_merge__stopped_goes_on_where_it_was(job: CrashJob, error: BaseException
 
 def test_merge__reads_only_what_was_not_durable(job: CrashJob) -> None:
     interrupt_late(job, KeyboardInterrupt())
-    state = read_journal(staging_directory(job.out) / JOURNAL_NAME)
-    assert state is not None
-    before = sum(nbytes for _, purpose, nbytes in state.usage if purpose is Purpose.EXPERT)
+    before = sum(nbytes for _, purpose, nbytes in state_of(job).usage if purpose is Purpose.EXPERT)
     report = job.run()
     full = mergepipe.merge(
         job.root / "recipe.yml", job.root / "again", options=MergeOptions(shard_bytes=30_000, catalog=False)
@@ -140,7 +143,7 @@ def cut_file(job: CrashJob) -> None:
 
 
 def swap_content(job: CrashJob) -> None:
-    """What an exchange that was killed half way leaves: the journal, and beside it the snapshot that was replaced."""
+    """What an exchange that was killed half way leaves: the log, and beside it the snapshot that was replaced."""
     content = staging_directory(job.out) / CONTENT_NAME
     content.rename(content.with_name("was"))
     shutil.copytree(job.root / "wanted", content)
@@ -158,7 +161,7 @@ def test_merge__does_not_go_on_with_something_else(job: CrashJob, change: Callab
             job.root / "recipe.yml", job.out, options=MergeOptions(shard_bytes=30_000, home=job.home, resume=True)
         )
     assert caught.value.code == "resume.nothing"
-    assert read_journal(staging_directory(job.out) / JOURNAL_NAME) is not None
+    assert state_of(job).digests
     assert not went_on(job.run().notices)
     job.check_whole()
 
@@ -223,7 +226,6 @@ class Ending(IntEnum):
     FAILED = 0
     BEGAN_ANEW = 1
     WENT_ON = 2
-    REFUSED = 3
 
 
 # The fast form kills at few operations, the slow one at more, and under another budget.
@@ -235,11 +237,7 @@ TWO_DEATHS = slow_unless(
 def noted(job: CrashJob, total: mmap.mmap) -> None:
     """Merge, and leave behind how that ended."""
     total[8] = Ending.FAILED
-    try:
-        total[8] = Ending.WENT_ON if went_on(job.run().notices) else Ending.BEGAN_ANEW
-    except LimitError as error:
-        assert error.code == "resume.budget"  # noqa: PT017 - in a process of its own; a failure leaves FAILED behind
-        total[8] = Ending.REFUSED
+    total[8] = Ending.WENT_ON if went_on(job.run().notices) else Ending.BEGAN_ANEW
 
 
 def requested(total: mmap.mmap) -> int:
@@ -248,58 +246,53 @@ def requested(total: mmap.mmap) -> int:
 
 
 @pytest.mark.parametrize(("budget", "step"), TWO_DEATHS)
-def test_merge__killed_twice_under_a_budget_never_reads_more_in_all(tmp_path: Path, budget: str, step: int) -> None:
-    """What the system is asked for in three runs is accounted for, within the budget, or the run is refused."""
+def test_merge__killed_twice_under_a_budget_is_finished_and_tells_what_was_read_in_all(
+    tmp_path: Path, budget: str, step: int
+) -> None:
+    """What the system is asked for in three runs is told; each run alone stays within the budget."""
     job = make_job(tmp_path, budget=budget)
+    limit = mergepipe.plan(job.root / "recipe.yml", budget, home=job.home).budget_bytes
     n_operations = len(count_operations(job.run))
     endings = set()
     for at in range(n_operations // 6, n_operations, step):
         shutil.rmtree(job.out.parent, ignore_errors=True)
         shutil.rmtree(job.home, ignore_errors=True)
         total = mmap.mmap(-1, 4096)
+        reads = [0]
         with replaced(os, "preadv", partial(counted, total)):
             for death_at in (at, at // 2):
                 if not job.out.exists():
                     run_killed(partial(noted, job, total), death_at, Death.BEFORE)
+                    reads.append(requested(total))
             if job.out.exists():
                 continue
-            totals = read_totals(staging_directory(job.out))
-            assert requested(total) <= totals.expert_bytes
+            state = state_of(job)
+            assert requested(total) <= state.expert_bytes or not state.expert_bytes  # killed before it logged anything
             assert run_forked(partial(noted, job, total)) == 0
+            reads.append(requested(total))
+        assert all(after - before <= limit for before, after in pairwise(reads))
         endings.add(Ending(total[8]))
-        limit = mergepipe.plan(job.root / "recipe.yml", budget, home=job.home).budget_bytes
-        assert requested(total) <= max(totals.expert_bytes, limit)
-        if total[8] == Ending.REFUSED:
-            report = mergepipe.merge(
-                job.root / "recipe.yml",
-                job.out,
-                budget=budget,
-                options=MergeOptions(shard_bytes=30_000, home=job.home, resume=False),
-            )
-            assert report.forgiven_expert_bytes == totals.expert_bytes
-            assert any("--no-resume" in notice for notice in report.notices)
-        else:
-            manifest = read_manifest_value(LocalStore(), Location.local(job.out))
-            assert requested(total) <= manifest.realized.expert + manifest.realized.analysis <= limit
-            assert manifest.run.get("earlier_runs_expert_bytes", 0) == totals.expert_bytes
         job.check_whole()
-    assert Ending.FAILED not in endings
-    assert endings >= ({Ending.WENT_ON} if budget == "700000B" else {Ending.REFUSED})
+        manifest = read_manifest_value(LocalStore(), Location.local(job.out))
+        assert manifest.run.get("earlier_runs_expert_bytes", 0) == state.expert_bytes
+        assert manifest.realized.expert + manifest.realized.analysis <= state.expert_bytes + limit
+        if state.expert_bytes:
+            assert requested(total) <= manifest.realized.expert + manifest.realized.analysis
+            assert manifest.run["earlier_runs"] in (1, 2)
+    assert endings == {Ending.BEGAN_ANEW, Ending.WENT_ON}
 
 
-def test_merge__that_fails_twice_under_a_budget_counts_every_read(tmp_path: Path) -> None:
-    """Read errors, which leave nothing to continue: the account alone stays, and is exact."""
+def test_merge__that_fails_twice_under_a_budget_tells_every_read(tmp_path: Path) -> None:
+    """Read errors, which leave nothing to continue: the log alone stays, and is exact."""
     job = make_job(tmp_path, budget="100%")
     staging = staging_directory(job.out)
     total = mmap.mmap(-1, 4096)
     sums = []
     plan = mergepipe.plan(job.root / "recipe.yml", "100%", home=job.home)
-    (tmp_path / "plan.json").write_bytes(replace(plan, budget_bytes=3 * plan.budget_bytes).to_json())
+    (tmp_path / "plan.json").write_bytes(plan.to_json())
 
-    def run(*, resume: bool | None = None) -> MergeReport:
-        return mergepipe.run(
-            tmp_path / "plan.json", job.out, options=OutputOptions(threads=2, home=job.home, resume=resume)
-        )
+    def run() -> MergeReport:
+        return mergepipe.run(tmp_path / "plan.json", job.out, options=OutputOptions(threads=2, home=job.home))
 
     for at in (5, 3):
         fault = Fault(at, system_error(errno.EIO), afterwards=True)
@@ -309,89 +302,48 @@ def test_merge__that_fails_twice_under_a_budget_counts_every_read(tmp_path: Path
             pytest.raises(StorageError) as caught,
         ):
             run()
-        assert resuming.ACCOUNT_KEPT in caught.value.__notes__
-        assert sorted(path.name for path in staging.iterdir()) == [OWNER_NAME, ACCOUNT_NAME]
+        assert progress.READS_KEPT in caught.value.__notes__
+        assert sorted(path.name for path in staging.iterdir()) == [LOG_NAME, OWNER_NAME]
         sums.append(requested(total))
-        assert read_totals(staging) == ReadTotals(sums[-1])
+        assert state_of(job).expert_bytes == sums[-1]
     assert 0 < sums[0] < sums[1]
     with replaced(os, "preadv", partial(counted, total)):
         report = run()
     assert report.earlier_expert_bytes == sums[1] < requested(total)
-    assert report.expert_bytes + report.analysis_bytes == requested(total) <= 3 * plan.budget_bytes
+    assert report.expert_bytes + report.analysis_bytes == requested(total) > plan.budget_bytes
     assert any("started over" in notice for notice in report.notices)
-    assert read_manifest_value(LocalStore(), Location.local(job.out)).run["earlier_runs_expert_bytes"] == sums[1]
+    share = requested(total) / plan.budget_bytes
+    assert f"{share:.2f} x the budget was read over 3 runs: what a crash lost was read again" in report.notices
+    facts = read_manifest_value(LocalStore(), Location.local(job.out)).run
+    assert (facts["earlier_runs"], facts["earlier_runs_expert_bytes"]) == (2, sums[1])
     assert not staging.exists()
 
 
-def test_merge__that_the_budget_does_not_cover_any_more_is_refused(tmp_path: Path) -> None:
+def test_merge__that_is_strict_does_not_go_beyond_the_budget(tmp_path: Path) -> None:
     job = make_job(tmp_path, budget="100%")
     interrupt_late(job, KeyboardInterrupt())
     staging = staging_directory(job.out)
-    with closing(ReadAccount(staging, is_durable=True)) as account:
-        account.record(ReadTotals(10**9))
-    with pytest.raises(
-        LimitError, match=r"1000000000 of .* resume=True finishes it.*resume=False starts over"
-    ) as caught:
-        mergepipe.merge(
-            job.root / "recipe.yml",
-            job.out,
-            budget="100%",
-            options=MergeOptions(shard_bytes=30_000, home=job.home),
-        )
+    logged = read_work_log(staging)
+    assert logged is not None
+    with closing(WorkLog(staging, logged.key, logged)) as log:
+        log.append({"kind": "read", "expert_bytes": 10**9}, is_durable=True)
+    options = MergeOptions(shard_bytes=30_000, home=job.home, strict=True)
+    with pytest.raises(LimitError, match="earlier runs may have read 1000000000 of") as caught:
+        mergepipe.merge(job.root / "recipe.yml", job.out, budget="100%", options=options)
     assert caught.value.code == "resume.budget"
-    options = MergeOptions(shard_bytes=30_000, home=job.home, resume=False)
-    anew = partial(mergepipe.merge, job.root / "recipe.yml", job.out, budget="100%", options=options)
-    with replaced(os, "preadv", Fault(5, system_error(errno.EIO)).wrap), pytest.raises(StorageError):
-        anew()
-    counts = read_totals(staging)
-    assert counts.forgiven_bytes == 10**9
-    report = anew()  # which says so of both runs, though the first that was told to died
-    assert report.forgiven_expert_bytes == 10**9 + counts.expert_bytes
-    assert (
-        read_manifest_value(LocalStore(), Location.local(job.out)).run["earlier_runs_forgiven_bytes"]
-        == report.forgiven_expert_bytes
-    )
+    report = job.run()
+    assert went_on(report.notices)
+    assert report.earlier_expert_bytes == 10**9
+    assert any("x the budget was read over 3 runs" in notice for notice in report.notices)
     job.check_whole()
 
 
-def test_merge__that_must_resume_does_not_count_what_is_read_again(tmp_path: Path) -> None:
+def test_merge__begun_anew_forgets_what_was_read(tmp_path: Path) -> None:
     job = make_job(tmp_path, budget="100%")
     interrupt_late(job, KeyboardInterrupt())
-    with closing(ReadAccount(staging_directory(job.out), is_durable=True)) as account:
-        account.record(ReadTotals(10**9))
-    options = MergeOptions(shard_bytes=30_000, home=job.home, resume=True)
-    report = mergepipe.merge(job.root / "recipe.yml", job.out, budget="100%", options=options)
-    assert went_on(report.notices)
-    assert report.budget_bytes is not None
-    assert report.expert_bytes + report.analysis_bytes <= report.budget_bytes
-    assert 10**9 > report.forgiven_expert_bytes > 10**9 - report.budget_bytes
-    assert f"{report.forgiven_expert_bytes} expert bytes" in " ".join(report.notices)
+    report = job.run(resume=False)
+    assert (went_on(report.notices), report.earlier_expert_bytes) == (False, 0)
     job.check_whole()
-
-
-@pytest.mark.parametrize("damage", ["cut", "torn", "foreign", "flipped"])
-def test_read_account__that_is_damaged_is_refused_unless_no_read_followed(tmp_path: Path, damage: str) -> None:
-    with closing(ReadAccount(tmp_path, is_durable=True)) as account:
-        account.record(ReadTotals(1000, 5))
-        account.record(ReadTotals(2000, 5))
-    path = tmp_path / ACCOUNT_NAME
-    content = path.read_bytes()
-    if damage == "torn":
-        path.write_bytes(content[:-3])
-        assert read_totals(tmp_path) == ReadTotals(1000, 5)
-        with closing(ReadAccount(tmp_path, is_durable=False)) as account:
-            account.record(ReadTotals(3000))
-        assert read_totals(tmp_path) == ReadTotals(3000)
-    elif damage == "cut":
-        for size in range(len(content) // 2):
-            path.write_bytes(content[:size])
-            assert read_totals(tmp_path) == ReadTotals(*((1000, 5) if size == len(content) // 2 - 1 else ()))
-    else:
-        changed = content.replace(b"reads/1", b"reads/2") if damage == "foreign" else bytes(b ^ 64 for b in content)
-        path.write_bytes(changed + b"\n")
-        with pytest.raises(CorruptError) as caught:
-            read_totals(tmp_path)
-        assert caught.value.code == "work-log.damaged"
 
 
 # --- faults while going on ---

@@ -15,10 +15,10 @@ import pytest
 import mergepipe
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.pack import builder as store_building
-from mergepipe.deltastore.pack import progress as pack_progress
 from mergepipe.deltastore.pack.builder import StoreBuilder
 from mergepipe.errors import MergePipeError, StorageError
 from mergepipe.reports import PackReport, Progress
+from mergepipe.storage.owner import LOG_NAME
 from support.crashes import Death, count_operations, run_killed
 from support.faults import Fault, open_descriptors, replaced, system_error, worker_threads
 from support.safetensors_bytes import file_bytes
@@ -163,7 +163,7 @@ def test_pack__begins_anew_where_what_was_left_is_of_no_use(
 ) -> None:
     interrupt(case, 2_000_000)
     for staging in case.out.glob(".*"):
-        progress, index = staging / pack_progress.PROGRESS_NAME, staging / "snapshot" / "mergepipe-store.index"
+        progress, index = staging / LOG_NAME, staging / "snapshot" / "mergepipe-store.index"
         if what == "progress":
             progress.write_bytes(progress.read_bytes().replace(b'"n_rows":', b'"n_rows":1'))
         elif what == "index":

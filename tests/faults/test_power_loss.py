@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from crash_cases import CrashJob, make_job, recording_often
 
-from mergepipe.runs.recovery import resume as resuming
+from mergepipe.snapshots import work_log
+from mergepipe.snapshots.staging import CONTENT_NAME
 from support.disk_families import weights_digest
 from support.power import Kind, Trace, Traced, leave, undurable
 
@@ -22,7 +23,8 @@ DRAWN = 3  # random subsets beside the systematic ones, at every point
 def _often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with recording_often():
         # What is left is written to new directories, so that their inodes say nothing.
-        monkeypatch.setattr(resuming, "_identity", lambda path: (1, 1) if path.is_dir() else None)
+        identity = lambda directory: (1, 1) if (directory / CONTENT_NAME).is_dir() else None  # noqa: E731
+        monkeypatch.setattr(work_log, "content_identity", identity)
         yield
 
 

@@ -21,15 +21,16 @@ from mergepipe.deltastore.codec.levels import BANDED_DTYPES, Codec, Piece
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.recipes.recipe_files import reload_recipes
-from mergepipe.snapshots.journal import read_journal
+from mergepipe.runs.progress import merge_state
 from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.snapshots.work_log import read_work_log
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.fuzz_seals import (
     instructions_of,
-    journal_payloads,
     lines_of,
-    seal_journal,
+    log_payloads,
+    seal_log,
     seal_manifest,
     seal_plan,
 )
@@ -43,7 +44,7 @@ GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 SHORT_INPUTS = 120
 SHORT_SECONDS = 0.6
 NAMES = (
-    "safetensors", "index", "pickle", "torch-pickle", "torch-zip", "plan", "manifest", "journal", "block-table",
+    "safetensors", "index", "pickle", "torch-pickle", "torch-zip", "plan", "manifest", "log", "block-table",
     "statistics", "statistics-header", "statistics-file", "tokenizer.json", "tokenizer_config", "vocab.json",
     "tokenizer.model", "sentencepiece", "recipe", "recipe-tree", "adapter-config", "adapter", "partial-manifest",
     "save-log", "composition", "composition-tree", "trainer", "dcp", "zero", "store-header", "store-index",
@@ -92,32 +93,33 @@ def test_blocks__of_every_codec_are_fuzzed_and_those_of_bands_in_each_dtype_and_
         b"",
         b"[]",
         b'{"con\xc0ent"',
-        b'{"content":[1,2],"format":"mergepipe-journal/2","kind":"begin"}',
-        b'{"content":[1e999,2],"format":"mergepipe-journal/2","key":"k","kind":"begin"}',
-        b'{"content":[1],"format":"mergepipe-journal/2","key":"k","kind":"begin"}',
-        b'{"content":["a",2],"format":"mergepipe-journal/2","key":"k","kind":"begin"}',
+        b'{"content":[1,2],"format":"mergepipe-log/1","kind":"begin"}',
+        b'{"content":[1e999,2],"format":"mergepipe-log/1","key":"k","kind":"begin"}',
+        b'{"content":[1],"format":"mergepipe-log/1","key":"k","kind":"begin"}',
+        b'{"content":["a",2],"format":"mergepipe-log/1","key":"k","kind":"begin"}',
     ],
 )
-def test_read_journal__a_sealed_first_record_that_is_none_is_nothing(tmp_path: Path, payloads: bytes) -> None:
-    (tmp_path / "journal").write_bytes(seal_journal(payloads))
-    assert read_journal(tmp_path / "journal") is None
+def test_read_work_log__a_sealed_first_record_that_is_none_is_nothing(tmp_path: Path, payloads: bytes) -> None:
+    (tmp_path / "log").write_bytes(seal_log(payloads))
+    assert read_work_log(tmp_path) is None
 
 
 @pytest.mark.parametrize(
     "record",
     [
-        b'{"kind":"durable","tensors":[["a","A"]],"usage":[]}',
-        b'{"kind":"durable","tensors":[["a"]],"usage":[]}',
+        b'{"kind":"unit","tensors":[["a","A"]],"usage":[]}',
+        b'{"kind":"unit","tensors":[["a"]],"usage":[]}',
         b'{"kind":"stop","usage":[["a","expert"]]}',
         b'{"kind":"stop","usage":[["a","nobody",1]]}',
         b'{"kind":"stop","usage":[["a","expert","x"]]}',
         b"[" * 100_000,
     ],
 )
-def test_read_journal__a_sealed_record_that_is_none_makes_nothing_of_all(tmp_path: Path, record: bytes) -> None:
-    begin = b'{"content":[1,2],"format":"mergepipe-journal/2","key":"k","kind":"begin"}'
-    (tmp_path / "journal").write_bytes(seal_journal(begin + b"\n" + record))
-    assert read_journal(tmp_path / "journal") is None
+def test_read_work_log__a_sealed_record_that_is_none_makes_nothing_of_all(tmp_path: Path, record: bytes) -> None:
+    begin = b'{"content":[1,2],"format":"mergepipe-log/1","key":"k","kind":"begin"}'
+    (tmp_path / "log").write_bytes(seal_log(begin + b"\n" + record))
+    logged = read_work_log(tmp_path)
+    assert logged is None or merge_state(logged) is None
 
 
 @pytest.mark.parametrize("value", ['"\\ud800"', "1e999", "-1e999"])
@@ -181,7 +183,7 @@ def test_mutator__the_same_seed_gives_the_same_inputs(targets: dict[str, Target]
         assert [first.next() for _ in range(30)] == [second.next() for _ in range(30)]
 
 
-@pytest.mark.parametrize("name", ["plan", "manifest", "journal", "statistics", "statistics-header", "store-header"])
+@pytest.mark.parametrize("name", ["plan", "manifest", "log", "statistics", "statistics-header", "store-header"])
 def test_seal__changed_content_is_read_behind_its_checksum(targets: dict[str, Target], name: str) -> None:
     """Were seals wrong, every input would end at the checksum."""
     mutator = Mutator(targets[name].shape, 3)
@@ -190,8 +192,8 @@ def test_seal__changed_content_is_read_behind_its_checksum(targets: dict[str, Ta
 
 
 @given(st.lists(st.binary(max_size=20).filter(lambda line: b"\n" not in line and b"\r" not in line), min_size=1))
-def test_journal_payloads__is_the_inverse_of_seal_journal(lines: list[bytes]) -> None:
-    assert journal_payloads(seal_journal(b"\n".join(lines))) == b"\n".join(lines)
+def test_log_payloads__is_the_inverse_of_seal_log(lines: list[bytes]) -> None:
+    assert log_payloads(seal_log(b"\n".join(lines))) == b"\n".join(lines)
 
 
 @given(st.binary(max_size=200))

@@ -88,10 +88,8 @@ class Bench:
             mergepipe.run(plan, out, options=replace(self.options, shard_bytes=SHARD_BYTES))
         return parse_plan(stored.read_bytes()), out
 
-    def part(self, plan: Plan, out: str, part: tuple[int, int] | None, *, resume: bool | None = None) -> PartReport:
-        return mergepipe.run_part(
-            plan, out, part, options=replace(self.options, shard_bytes=SHARD_BYTES, resume=resume)
-        )
+    def part(self, plan: Plan, out: str, part: tuple[int, int] | None) -> PartReport:
+        return mergepipe.run_part(plan, out, part, options=replace(self.options, shard_bytes=SHARD_BYTES))
 
     def staged(self) -> list[Path]:
         """What is left on this machine of outputs for buckets."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -23,7 +24,6 @@ from mergepipe.engine.make_part import make_part
 from mergepipe.errors import (
     ConflictError,
     CorruptError,
-    LimitError,
     NotFoundError,
     OutputError,
     RecipeError,
@@ -34,11 +34,13 @@ from mergepipe.options import MergeOptions, OutputOptions, PlanOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport
 from mergepipe.runs import parts as worker_module
+from mergepipe.snapshots import parts_account, work_log
 from mergepipe.snapshots.parts_account import PartsAccount, readings_in, usage_of
 from mergepipe.snapshots.parts_directory import PartsDirectory, parts_directory, read_job
 from mergepipe.snapshots.parts_place import PartsJob
 from mergepipe.storage import owned
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.owner import Owner
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import DiskFamily, make_models, tree_digest, write_family
 
@@ -129,10 +131,8 @@ def files_of(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for name in names for path in out.glob(name)}
 
 
-def run_part(plan: Plan, out: Path, number: int, n_parts: int, *, resume: bool | None = None) -> PartReport:
-    return mergepipe.run_part(
-        plan, out, (number, n_parts), options=replace(OPTIONS, shard_bytes=SHARD_BYTES, resume=resume)
-    )
+def run_part(plan: Plan, out: Path, number: int, n_parts: int) -> PartReport:
+    return mergepipe.run_part(plan, out, (number, n_parts), options=replace(OPTIONS, shard_bytes=SHARD_BYTES))
 
 
 def nothing_else(out: Path) -> bool:
@@ -302,27 +302,14 @@ def with_other_digests(record: bytes) -> bytes:
     return json.dumps(content).encode()
 
 
-def needs_more_than_the_budget(case: Case, out: Path) -> bool:
-    """Run the part again; whether the budget refuses that, as something is read twice."""
-    try:
-        run_part(case.plan, out, 1, 1)
-    except LimitError as error:
-        return error.code == "parts.budget"
-    return False
-
-
 def check_survives(case: Case, out: Path, at: int, death: Death) -> None:
-    """Kill a worker at a storage operation; then a second worker completes the output, within the budget."""
+    """Kill a worker at a storage operation; then a second worker completes the output, and tells what was read."""
     was_killed = run_killed(lambda: run_part(case.plan, out, 1, 1), at, death)
     has_output = out.exists()
-    is_refused = case.plan.limit_bytes is not None and needs_more_than_the_budget(case, out)
-    again = run_part(case.plan, out, 1, 1, resume=False if is_refused else None)
-    if is_refused:
-        assert again.merge is not None
-        assert again.merge.forgiven_expert_bytes > 0
+    again = run_part(case.plan, out, 1, 1)
     assert was_killed
     assert again.is_published
-    assert case.plan.limit_bytes is not None or (again.merge is None) == has_output
+    assert (again.merge is None) == has_output
     assert files_of(out) == case.files
     if has_output:  # killed between the commit and the end: what is left beside it is garbage, if it is not just made
         for path in out.parent.glob(f".{out.name}.*"):
@@ -330,8 +317,12 @@ def check_survives(case: Case, out: Path, at: int, death: Death) -> None:
         mergepipe.gc([out.parent], home=out.parent.parent / "no-home")
     left = [path.name for path in out.parent.iterdir() if path.name.startswith(f".{out.name}.")]
     assert left == []
-    if again.merge is not None and case.plan.limit_bytes is not None:
-        assert again.merge.expert_bytes + again.merge.analysis_bytes <= case.plan.limit_bytes
+    if again.merge is not None:
+        read_bytes = again.merge.expert_bytes + again.merge.analysis_bytes
+        assert (
+            again.merge.earlier_expert_bytes <= read_bytes <= again.merge.earlier_expert_bytes + case.plan.planned_bytes
+        )
+        assert again.expert_bytes <= case.plan.planned_bytes
 
 
 @pytest.mark.parametrize("key", [("dare_ties", None, True), ("dare_ties", "60%", False)])
@@ -355,6 +346,30 @@ def test_run_part__survives_death_at_every_operation(
     for at, name in enumerate(names):
         if death is Death.BEFORE or name in ("write", "pwrite"):
             check_survives(case, tmp_path / f"out-{at}", at, death)
+
+
+def test_run_part__killed_within_a_file_goes_on_behind_its_last_unit(
+    cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_log, "UNIT_BYTES", 1)
+    plan = cases(("ties", "40%", False)).plan
+    mergepipe.run(plan, tmp_path / "whole", options=OPTIONS)
+
+    def run(out: Path) -> PartReport:
+        return mergepipe.run_part(plan, out, (1, 1), options=OPTIONS)
+
+    names = count_operations(lambda: run(tmp_path / "counted"))
+    first, last = names.index("ftruncate"), len(names) - 1 - names[::-1].index("ftruncate")
+    saved = []
+    for at in (first - 6, (first + last) // 2, last - 4, last + 12):
+        out = tmp_path / f"out-{at}"
+        assert run_killed(partial(run, out), at, Death.BEFORE)
+        report = run(out)
+        assert files_of(out) == files_of(tmp_path / "whole")
+        assert nothing_else(out)
+        assert report.expert_bytes <= plan.planned_bytes
+        saved.append(plan.planned_bytes - report.expert_bytes)
+    assert max(saved) > plan.planned_bytes / 2
 
 
 def test_run_part__failed_finish_gives_the_shards_back(
@@ -437,8 +452,7 @@ def test_run_part__that_another_process_makes_is_busy_under_a_budget(cases: Case
     status = mergepipe.parts_status(plan, out)
     open_shard = next(n for n, shard in enumerate(status.shards) if shard.state == "open")
     place = job_place(out, plan)
-    assert plan.limit_bytes is not None
-    PartsAccount(place, plan.planned_bytes, plan.limit_bytes, "1/1").admit(open_shard, plan.limit_bytes)
+    PartsAccount(place, "1/1", is_exclusive=True).admit(open_shard, plan.planned_bytes)
     with pytest.raises(ConflictError, match="is being made by process") as refused:
         run_part(plan, out, 1, 1)
     assert {problem.code for problem in refused.value.problems} == {"parts.busy"}
@@ -465,35 +479,63 @@ def test_gc__removes_parts_that_are_abandoned(cases: Cases, tmp_path: Path) -> N
     assert nothing_else(out)
 
 
+def test_run_part__again_on_another_machine_takes_the_part_of_the_lost_one(
+    cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node is gone without a word: its part can be run again at once, and the report tells what was lost."""
+    case, out = cases(("ties", "40%", False)), tmp_path / "out"
+    run_part(case.plan, out, 1, 2)
+    place = job_place(out, case.plan)
+    shard = next(n for n, s in enumerate(mergepipe.parts_status(case.plan, out).shards) if s.state == "open")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(parts_account, "this_process", lambda: Owner(1, "1", "another boot", "another machine"))
+        reading = PartsAccount(place, "2/2", is_exclusive=True).admit(shard, 1000)
+    assert reading is not None
+    with pytest.raises(ConflictError, match="is being made by process 1 on another machine"):
+        run_part(case.plan, out, 1, 1)
+    merge = run_part(case.plan, out, 2, 2).merge
+    assert merge is not None
+    assert merge.earlier_expert_bytes == 1000
+    assert merge.expert_bytes + merge.analysis_bytes == 1000 + case.report.expert_bytes + case.report.analysis_bytes
+    assert files_of(out) == case.files
+
+
 @given(
     st.lists(st.integers(0, 1000), min_size=1, max_size=5),
-    st.integers(0, 1500),
     st.lists(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=6), min_size=2, max_size=5),
 )
 @settings(max_examples=8)
-def test_parts_account__holds_the_budget_for_the_sum_of_racing_workers(
-    tmp_path_factory: pytest.TempPathFactory, shares: list[int], slack: int, orders: list[list[tuple[int, bool]]]
+def test_parts_account__tells_what_racing_workers_read(
+    tmp_path_factory: pytest.TempPathFactory, shares: list[int], orders: list[list[tuple[int, bool]]]
 ) -> None:
     """Each worker reads shards in an order of its own, all of its share or until it is killed."""
     out = tmp_path_factory.mktemp("account") / "out"
     place = PartsDirectory(out, PartsJob("out", "1", "0" * 32, tuple((f"s{n}", 1) for n in range(len(shares)))))
     place.open()
-    planned = sum(shares)
 
     def work(order: list[tuple[int, bool]]) -> int:
-        account, read_bytes = PartsAccount(place, planned, planned + slack, ""), 0
+        account, read_bytes = PartsAccount(place, "", is_exclusive=False), 0
         for number, is_killed in order:
             shard = number % len(shares)
             reading = account.admit(shard, shares[shard])
-            if reading is not None:
-                read_bytes += shares[shard]
-                if not is_killed:
-                    account.spend(reading, usage_of([("expert", Purpose.EXPERT, shares[shard])]))
+            assert reading is not None
+            read_bytes += shares[shard]
+            if not is_killed:
+                account.spend(reading, usage_of([("expert", Purpose.EXPERT, shares[shard])]))
         return read_bytes
 
     with ThreadPoolExecutor(len(orders)) as pool:
         read_bytes = sum(pool.map(work, orders))
     readings = readings_in(place)
-    unread = planned - sum(shares[numbered.reading.shard] for numbered in readings.first)
-    assert read_bytes + unread <= planned + slack
-    assert readings.committed_bytes(planned) == read_bytes + unread
+    assert readings.expert_bytes == read_bytes
+    for shard in range(len(shares)):
+        assert [reading.attempt for reading in readings.of(shard)] == list(range(len(readings.of(shard))))
+
+
+def test_parts_account__of_racing_workers_under_a_budget_one_reads(tmp_path: Path) -> None:
+    place = PartsDirectory(tmp_path / "out", PartsJob("out", "1", "0" * 32, (("s", 1),)))
+    place.open()
+    account = PartsAccount(place, "1/1", is_exclusive=True)
+    with ThreadPoolExecutor(8) as pool:
+        readings = list(pool.map(lambda _: account.admit(0, 10), range(32)))
+    assert sum(reading is not None for reading in readings) == 1

@@ -15,8 +15,9 @@ import mergepipe
 from mergepipe import api as keeping
 from mergepipe.errors import ConflictError, MergePipeError
 from mergepipe.options import RunOptions
-from mergepipe.runs.recovery import resume as resuming
+from mergepipe.runs.progress import MergeProgress
 from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.snapshots import work_log
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.local import LocalFile, LocalStore
 from mergepipe.storage.location import Location
@@ -110,15 +111,15 @@ def test_run__refuses_a_plan_of_another_version(bench: Bench, change: str) -> No
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_merge__resumes_no_run_of_another_version(bench: Bench, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resuming, "INTERVAL_BYTES", 1)
-    note = resuming.MergeProgress.note
+    monkeypatch.setattr(work_log, "UNIT_BYTES", 1)
+    note = MergeProgress.note
 
-    def stopped(progress: resuming.MergeProgress, *rest: object) -> None:
+    def stopped(progress: MergeProgress, *rest: object) -> None:
         note(progress, *rest)  # type: ignore[arg-type]
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(resuming.MergeProgress, "note", stopped)
+        patched.setattr(MergeProgress, "note", stopped)
         with pytest.raises(KeyboardInterrupt):
             bench.scratch(SUM, "out")
     CHANGES[change](bench.only_file("expert1"))

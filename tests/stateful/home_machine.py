@@ -19,7 +19,8 @@ from mergepipe import api as keeping
 from mergepipe.errors import OutputError
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
 from mergepipe.reports import MergeReport
-from mergepipe.runs.recovery import resume as resuming
+from mergepipe.runs import progress
+from mergepipe.snapshots import work_log
 from support.crashes import Death, run_killed
 from support.disk_families import tree_digest, weights_digest, write_single
 
@@ -66,11 +67,11 @@ class HomeMachine(RuleBasedStateMachine):
         self.analyzed: set[str] = set()
         self.wanted: dict[tuple[object, ...], str] = {}
         self.interrupted: dict[str, Wish] = {}
-        self.intervals = resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES, resuming.INTERVAL_SECONDS
-        resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES, resuming.INTERVAL_SECONDS = 8_000, 4096, math.inf
+        self.intervals = work_log.UNIT_BYTES, progress.READ_AHEAD_BYTES, work_log.UNIT_SECONDS
+        work_log.UNIT_BYTES, progress.READ_AHEAD_BYTES, work_log.UNIT_SECONDS = 8_000, 4096, math.inf
 
     def teardown(self) -> None:
-        resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES, resuming.INTERVAL_SECONDS = self.intervals
+        work_log.UNIT_BYTES, progress.READ_AHEAD_BYTES, work_log.UNIT_SECONDS = self.intervals
         shutil.rmtree(self.root)
 
     # --- models ---

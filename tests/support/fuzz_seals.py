@@ -64,7 +64,7 @@ seal_manifest = _sealed(_digest_manifest)
 seal_store_header = _sealed(_digest_all)
 
 
-def seal_journal(payloads: bytes) -> bytes:
+def seal_log(payloads: bytes) -> bytes:
     """Lines with a chained checksum in front of each."""
     check, lines = "", []
     for payload in payloads.split(b"\n"):
@@ -73,8 +73,8 @@ def seal_journal(payloads: bytes) -> bytes:
     return b"".join(lines)
 
 
-def journal_payloads(raw: bytes) -> bytes:
-    """The inverse of `seal_journal`."""
+def log_payloads(raw: bytes) -> bytes:
+    """The inverse of `seal_log`."""
     return b"\n".join(line[_CHECK_DIGITS + 1 :] for line in raw.splitlines())
 
 

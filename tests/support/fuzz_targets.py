@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,13 +28,15 @@ from mergepipe.checkpoints.vocabulary import read_pieces, read_vocabulary
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
 from mergepipe.planning.plan_json import parse_plan
+from mergepipe.runs.progress import merge_state
 from mergepipe.snapshots.block_digests import BlockTable, block_table_of
-from mergepipe.snapshots.journal import Journal, read_journal
 from mergepipe.snapshots.manifest_json import manifest_of_json
-from mergepipe.snapshots.shards import TensorDigest
+from mergepipe.snapshots.staging import CONTENT_NAME
+from mergepipe.snapshots.work_log import WorkLog, read_work_log
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.storage.owner import LOG_NAME
 from mergepipe.tailor.formats.partial import parse_manifest
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.recipe import load_composition
@@ -120,30 +124,35 @@ def weight_targets(folder: Path) -> tuple[Target, ...]:
 
 
 def record_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
-    """Plans, manifests, journals, tables of digests, statistics: what MergePipe wrote itself."""
+    """Plans, manifests, work logs, tables of digests, statistics: what MergePipe wrote itself."""
     plans = Shape(seeds.plans(folder / "planned"), seals.seal_plan, words=seeds.PLAN_WORDS, is_json=True)
     manifests = Shape(((golden / "manifest-4" / "mergepipe.json").read_bytes(),), seals.seal_manifest, is_json=True)
     return (
         Target("plan", parse_plan, plans),
         Target("manifest", manifest_of_json, manifests),
-        _journal_target(folder),
+        _log_target(folder),
         _table_target(),
         *_statistics_file_targets(),
     )
 
 
-def _journal_target(folder: Path) -> Target:
-    path = folder / "seed-journal"
-    digests = [TensorDigest(name, "", (bytes(16), bytes(range(16)))) for name in ("a", "b")]
-    use = ("x.safetensors", Purpose.EXPERT, 4096)
-    with Journal(path) as journal:
-        journal.begin("k" * 32, (2049, 1234))
-        journal.note_durable(digests, [use])
-        journal.stop([use])
-    payloads = seals.journal_payloads(path.read_bytes())
-    shape = Shape((payloads,), seals.seal_journal, seals.lines_of, (b'"begin"', b'"durable"', b'"expert"', b"null"))
-    fuzzed = folder / "journal"
-    return Target("journal", on_disk(fuzzed, lambda: read_journal(fuzzed)), shape)
+def _log_target(folder: Path) -> Target:
+    (folder / CONTENT_NAME).mkdir()
+    blocks = base64.b64encode(bytes(32)).decode()
+    usage = [["x.safetensors", Purpose.EXPERT.value, 4096]]
+    with closing(WorkLog(folder, "k" * 32)) as log:
+        log.append({"kind": "read", "expert_bytes": 5000}, is_durable=False)
+        log.append({"kind": "unit", "tensors": [["a", blocks], ["b", blocks]], "usage": usage}, is_durable=True)
+        log.append({"kind": "sent", "shard": "model.safetensors", "blake3": "0" * 32}, is_durable=True)
+        log.append({"kind": "stop", "usage": usage}, is_durable=True)
+    payloads = seals.log_payloads((folder / LOG_NAME).read_bytes())
+    shape = Shape((payloads,), seals.seal_log, seals.lines_of, (b'"begin"', b'"unit"', b'"expert"', b"null"))
+
+    def read() -> object:
+        logged = read_work_log(folder)
+        return None if logged is None else merge_state(logged)
+
+    return Target("log", on_disk(folder / LOG_NAME, read), shape)
 
 
 def _table_target() -> Target:

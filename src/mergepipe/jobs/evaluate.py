@@ -18,7 +18,7 @@ from mergepipe.planning.budget import parse_budget
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, ProgressCallback, TriedBudget
 from mergepipe.runs.merge_run import MergeSettings
-from mergepipe.runs.recovery.resume import Resume
+from mergepipe.runs.progress import Resume
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage.location import Location
 
@@ -84,8 +84,8 @@ def merge_to_target(
 ) -> MergeReport:
     """Merge under one budget of `TARGET_BUDGETS` after the other, and publish the first of which the loss is met.
 
-    Each is made anew where the output grows, and evaluated before it is published. What those before it read is told
-    in the report and the manifest as bytes of earlier runs that do not count.
+    Each is made anew where the output grows, and evaluated before it is published. The report and the manifest tell
+    what those before it read.
     """
     tried: list[TriedBudget] = []
     anew = replace(settings, resume=Resume.NEVER)
@@ -99,6 +99,7 @@ def merge_to_target(
 
     for budget in TARGET_BUDGETS:
         rung = replace(request, budget=parse_budget(budget))
+        anew = replace(anew, tried_expert_bytes=sum(one.expert_bytes for one in tried))
         try:
             report = run_budgeted(
                 recipe, out, rung, anew, started=started, on_progress=on_progress, before_publish=evaluate

@@ -13,14 +13,15 @@ from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rows import SnapshotRow
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.reports import Garbage, GcReport
+from mergepipe.runs.progress import merge_state
 from mergepipe.runs.snapshots import is_snapshot_of
-from mergepipe.snapshots.journal import JOURNAL_NAME, read_journal
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import UPLOADS_NAME, find_left_pieces, find_uploads
 from mergepipe.snapshots.parts_account import ReadingState, readings_in
 from mergepipe.snapshots.parts_bucket import find_parts
 from mergepipe.snapshots.parts_directory import PartsDirectory, read_job
 from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead
+from mergepipe.snapshots.work_log import read_work_log
 from mergepipe.storage import owned
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
 from mergepipe.storage.owner import is_alive, newest_change
@@ -83,8 +84,9 @@ def _staging(folders: Iterable[Path], living: list[str], *, dry_run: bool) -> It
                 living.append(f"{staging.directory}: {staging.owner}")
                 continue
             nbytes = _allocated_bytes(staging.directory)
-            state = read_journal(staging.directory / JOURNAL_NAME)
-            durable = len(state.digests) if state is not None else 0
+            logged = read_work_log(staging.directory)
+            state = None if logged is None else merge_state(logged)
+            durable = 0 if state is None else len(state.digests)
             reason = f"left by a dead run, {durable} tensors could be resumed" if durable else "left by a dead run"
             is_removed = not dry_run and remove_dead(staging.directory)
             if not is_removed and not is_dead(staging.directory):

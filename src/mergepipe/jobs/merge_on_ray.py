@@ -19,7 +19,7 @@ from typing import Final
 from mergepipe.engine.ray_tasks import Outcome, RayCluster, TaskShape, task_shape
 from mergepipe.engine.work import plan_output, split
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, OutputError
-from mergepipe.jobs.parts import REPEATABLE, PartChoice, check_output, run_part
+from mergepipe.jobs.parts import PartChoice, check_output, run_part
 from mergepipe.jobs.plan import PlanRequest, make_plan
 from mergepipe.options import DEFAULT_SHARD_BYTES, OutputOptions
 from mergepipe.planning.plan import Plan
@@ -35,8 +35,8 @@ from mergepipe.runs.parts import (
     plan_digests_at,
     record_planning,
 )
+from mergepipe.runs.progress import Resume
 from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.settings import ClusterRequest, output_place, run_settings
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.runs.stored_plan import STORED_PLAN_NAME, plan_in_record, plan_key, plan_record
@@ -218,7 +218,7 @@ class _RayRun:
         self._parts = parts_place(out, planned.job(out), Path())
         self._done_bytes = self._earlier_bytes = 0
         self._total_bytes = 1
-        self._refused: list[MergePipeError] = []
+        self._refused: list[ConflictError] = []
 
     def open_parts(self, key: str, opened: Inputs, planning: Usage) -> int:
         """Make the place of the parts with the plan and what was read for it, and return its files' greatest size."""
@@ -280,7 +280,7 @@ class _RayRun:
         self._tick()
         ray.run(_TASK, [self._payload(number, n_parts) for number in numbers], self._shape, self._take)
         if self._refused:
-            raise type(self._refused[0])(*(problem for error in self._refused for problem in error.problems))
+            raise ConflictError(*(problem for error in self._refused for problem in error.problems))
 
     def _payload(self, number: int, n_parts: int) -> bytes:
         options = OutputOptions(
@@ -297,7 +297,7 @@ class _RayRun:
                 report: PartReport = pickle.loads(outcome)
                 self._done_bytes += report.base_bytes + report.expert_bytes + report.output_bytes
             case MergePipeError():
-                if outcome.code not in REPEATABLE:
+                if not isinstance(outcome, ConflictError) or outcome.code != "parts.busy":
                     raise outcome
                 self._refused.append(outcome)
         self._tick()

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from mergepipe.core.outcome import published_but
 from mergepipe.engine.work import Observer, Part, split, split_sizes
-from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, OutputError, RecipeError
+from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, OutputError, RecipeError
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
 from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
 from mergepipe.runs.parts import PartsWorker, PlannedOutput, job_at, open_output, parts_place
 from mergepipe.runs.parts_finish import made_output
+from mergepipe.runs.progress import Resume
 from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.parts_account import PartsAccount, Readings, ReadingState, readings_in
@@ -30,8 +30,6 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.owner import is_alive
 from mergepipe.storage.stores import Stores
 
-REPEATABLE = ("parts.busy", "parts.budget")
-"""Errors of one shard that keep nobody from making the others."""
 _PUBLISHED_ELSEWHERE = ("output.exists", "output.changed")
 _FINISHED_ELSEWHERE = ("parts.gone", "output.busy", "parts.missing")
 
@@ -159,7 +157,7 @@ class _PartRun:
         return split(planned.output, self._choice.n_parts)[self._choice.number - 1]
 
     def _make(self, planned: PlannedOutput, parts: PartsPlace, part: Part) -> tuple[int, ...]:
-        """Make shards; those that cannot be read again now are left to the end, as an error."""
+        """Make shards; those that another process is making are left to the end, as an error."""
         sizes = [parts.job.shards[shard][1] for shard in part.shards]
         own_bytes = sum(sizes)
         check_free_space(self._staged, own_bytes if isinstance(self._out, Path) else max(sizes, default=0))
@@ -167,25 +165,25 @@ class _PartRun:
         resolution = planned.inputs.resolution
         whole_bytes = resolution.base_bytes + self._plan.planned_bytes
         self._total_bytes = own_bytes + (whole_bytes * own_bytes // all_bytes if all_bytes else 0)
-        account = PartsAccount(
-            parts, self._plan.planned_bytes, self._plan.limit_bytes, str(self._choice),
-            forgives=self._settings.resume is Resume.NEVER,
-        )  # fmt: skip
-        worker = PartsWorker(planned, account, self._store, self._settings.engine, Observer(lambda _: self._tick()))
+        observer = Observer(lambda _: self._tick())
+        worker = PartsWorker(planned, self._account(parts), self._store, self._settings.engine, observer)
         self._tick()
         made: list[int] = []
-        refused: list[MergePipeError] = []
+        refused: list[ConflictError] = []
         for shard in part.shards:
             try:
                 worker.make(shard)
                 made.append(shard)
-            except (LimitError, ConflictError) as error:
-                if error.code not in REPEATABLE:
+            except ConflictError as error:
+                if error.code != "parts.busy":
                     raise
                 refused.append(error)
         if refused:
-            raise type(refused[0])(*(problem for error in refused for problem in error.problems))
+            raise ConflictError(*(problem for error in refused for problem in error.problems))
         return tuple(made)
+
+    def _account(self, parts: PartsPlace) -> PartsAccount:
+        return PartsAccount(parts, str(self._choice), is_exclusive=self._plan.limit_bytes is not None)
 
     def _finish_if_complete(self, planned: PlannedOutput, parts: PartsPlace) -> None:
         """Publish the output if all shards are done; without `--finish` nothing else is an error."""
@@ -199,8 +197,7 @@ class _PartRun:
     def _finish(self, planned: PlannedOutput, parts: PartsPlace) -> None:
         store = Stores()  # counts what all workers read, this one among them
         made = made_output(parts, self._plan, planned.output, store.ledger)
-        account = PartsAccount(parts, self._plan.planned_bytes, self._plan.limit_bytes, "")
-        worker = PartsWorker(planned, account, store, self._settings.engine, Observer())
+        worker = PartsWorker(planned, self._account(parts), store, self._settings.engine, Observer())
         inputs = worker.with_shared_facts(read_missing=False)
         settings = replace(self._settings, resume=Resume.NEVER)
         with closing(CatalogLink(settings.home)) as link, published_but(self._out):
@@ -267,21 +264,21 @@ def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> Parts
             number for number, part in enumerate(dealt, 1) if any(shards[i].state != "done" for i in part.shards)
         )
     return PartsStatus(
-        out, published, shards, sum(reading.expert_bytes for reading in readings.counted), plan.planned_bytes,
+        out, published, shards, readings.expert_bytes, plan.planned_bytes,
         plan.limit_bytes, n_parts, missing,
     )  # fmt: skip
 
 
 def _shard_status(parts: PartsPlace, readings: Readings, shard: int) -> ShardStatus:
     name, nbytes = parts.job.shards[shard]
-    mine = [entry for entry in readings.of(shard) if entry.reading.state is not ReadingState.WITHDRAWN]
-    part = mine[-1].reading.part if mine else ""
+    mine = readings.of(shard)
+    part = mine[-1].part if mine else ""
     if parts.done(shard) is not None:
         return ShardStatus(name, nbytes, "done", part)
     if not mine:
         return ShardStatus(name, nbytes, "open")
-    reading = mine[-1].reading
-    alive = reading.state is ReadingState.OPEN and is_alive(reading.owner, parts.age_seconds(mine[-1].name))
+    reading = mine[-1]
+    alive = reading.state is ReadingState.OPEN and is_alive(reading.owner, parts.age_seconds(reading.name))
     return ShardStatus(name, nbytes, "reading" if alive else "interrupted", part, str(reading.owner))
 
 

@@ -14,8 +14,8 @@ from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.inputs.opened import open_inputs, with_parameters
 from mergepipe.runs.inputs.planned import open_planned
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
+from mergepipe.runs.progress import Resume
 from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.stored_plan import plan_key, stored_plan
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.snapshots.staging import staging_directory

@@ -30,6 +30,7 @@ from mergepipe.runs.output_place import (
     Publication,
     most_staged_bytes,
 )
+from mergepipe.runs.progress import MergeProgress, Resume, run_key
 from mergepipe.runs.publication.hub_ids import BaseModelIds, hub_id_of
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.records.manifest import (
@@ -41,7 +42,6 @@ from mergepipe.runs.records.manifest import (
     tensor_records,
     traffic_facts,
 )
-from mergepipe.runs.recovery.resume import MergeProgress, Resume, run_key
 from mergepipe.runs.sidecars import (
     EVERY_SMALL_FILE,
     PlannedFiles,
@@ -82,10 +82,11 @@ NO_IDS = BaseModelIds()
 class MergeSettings:
     """Settings of one merge run. `home` is the catalog's directory; None runs without a catalog.
 
-    `strictness` says whether what has no effect in a recipe is refused. With a `plan_key` the plan is kept beside the
-    unfinished output, see `stored_plan`. With a `destination` in a bucket the output goes there, and is staged on this
-    machine. With `absolute_paths` the snapshot's files name inputs by their absolute paths. `base_model_ids` are ids on
-    the Hub that the user states.
+    `strictness` says whether what has no effect in a recipe is refused, and what an interrupted run leaves to be read
+    beyond the budget. With a `plan_key` the plan is kept beside the unfinished output, see `stored_plan`. With a
+    `destination` in a bucket the output goes there, and is staged on this machine. With `absolute_paths` the snapshot's
+    files name inputs by their absolute paths. `base_model_ids` are ids on the Hub that the user states.
+    `tried_expert_bytes` were read under budgets of which the result was not good enough.
     """
 
     engine: EngineOptions
@@ -101,6 +102,7 @@ class MergeSettings:
     destination: Location | None = None
     absolute_paths: bool = False
     base_model_ids: BaseModelIds = NO_IDS
+    tried_expert_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,10 @@ def publish_merge(
     run.tick("merge")  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
     key = run_key(inputs, plan, output, seed)
-    progress = MergeProgress(key, output, plan, store.ledger, settings.resume) if made is None else made.progress
+    is_strict = settings.strictness.strict
+    progress = made.progress if made else MergeProgress(
+        key, output, plan, store.ledger, settings.resume, is_strict=is_strict
+    )  # fmt: skip
     with published_but(settings.destination or out):
         with (
             Staging(out, force=settings.force, can_continue=_continuation(bucket, progress)) as staging,
@@ -185,6 +190,7 @@ def publish_merge(
             if progress.done:
                 run.resume_at(progress.durable_share)
             manifest = run.fill(staging, progress, publication.durable)
+            link.notices.extend(progress.excess_notices())
             if before_publish is not None:
                 before_publish(manifest, staging.path)
             publication.publish(manifest)
@@ -193,7 +199,6 @@ def publish_merge(
         return replace(
             run.report(settings.destination or out, manifest),
             earlier_expert_bytes=progress.earlier_expert_bytes,
-            forgiven_expert_bytes=progress.forgiven_expert_bytes,
         )
 
 
@@ -218,15 +223,6 @@ def _publication(
     if bucket is None:
         return contextlib.nullcontext(FolderPublication(staging, progress))
     return bucket.publication(staging, progress, output)
-
-
-def _earlier_run_facts(progress: MergeProgress) -> dict[str, int]:
-    """Return for the manifest the expert bytes that earlier runs may have read for this output."""
-    facts = {
-        "earlier_runs_expert_bytes": progress.earlier_expert_bytes,  # part of what was realized
-        "earlier_runs_forgiven_bytes": progress.forgiven_expert_bytes,  # no part of it
-    }
-    return {name: nbytes for name, nbytes in facts.items() if nbytes}
 
 
 class _Run:
@@ -355,7 +351,8 @@ class _Run:
                 "threads": self._settings.engine.threads,
                 "memory_bytes": self._settings.engine.memory_bytes,
                 **traffic_facts(traffic(self._store, usage)),
-                **_earlier_run_facts(progress),
+                **progress.facts(),
+                **({"tried_expert_bytes": tried_bytes} if (tried_bytes := self._settings.tried_expert_bytes) else {}),
                 **kept_facts(self._kept),
                 **self._recipe_facts(),
             },

@@ -19,9 +19,8 @@ from typing import Final, Protocol
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.engine.work import OutputPlan
 from mergepipe.errors import OutputError, RecipeError
+from mergepipe.runs.progress import MergeProgress
 from mergepipe.runs.records.manifest import file_digest_of
-from mergepipe.runs.recovery.resume import MergeProgress
-from mergepipe.snapshots.journal import JOURNAL_NAME
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.object_upload import ObjectUpload
 from mergepipe.snapshots.parts_bucket import JobUpload
@@ -35,8 +34,6 @@ from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 _FILE_SUFFIXES: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx")
 SHARDS_ON_DISK: Final = 3
 """The shard that is made, the one that is uploaded, and one that waits for that."""
-_RECORD_SUFFIX: Final = ".uploaded"
-_RECORD_BYTES: Final = 256
 _LAST_NAMES: Final = (CONFIG_NAME, INDEX_NAME)  # what loaders look for first
 
 
@@ -142,12 +139,11 @@ class BucketPublication:
     def _send(self, index: int) -> None:
         """Upload a shard, record that, and give its space back."""
         shard = self._shards[index]
-        record, path = _record_of(self._staging.directory, shard.name), self._staging.path / shard.name
-        if owned.is_there(record):
+        if shard.name in self._progress.sent:
             return
-        digest = file_digest_of(shard, self._roots)
+        path, digest = self._staging.path / shard.name, file_digest_of(shard, self._roots)
         self._upload.send(shard.name, path, digest)
-        owned.write_file(record, digest.encode())
+        self._progress.note_sent(shard.name, digest)
         owned.replace_by_hole(path)
 
 
@@ -163,11 +159,7 @@ class BucketTarget:
 
     def can_continue(self, directory: Path, progress: MergeProgress) -> bool:
         """Decide whether to resume, as `MergeProgress`; never where an uploaded shard is gone from the bucket."""
-        records = [path for path in directory.glob(f"*{_RECORD_SUFFIX}") if path.is_file()]
-        if not all(map(self._is_sound, records)):
-            with contextlib.suppress(FileNotFoundError):
-                owned.remove_file(directory / JOURNAL_NAME)
-        return progress.can_continue(directory)
+        return progress.can_continue(directory, self._upload.has)
 
     @contextlib.contextmanager
     def publication(self, staging: Staging, progress: MergeProgress, output: OutputPlan) -> Iterator[BucketPublication]:
@@ -180,10 +172,6 @@ class BucketTarget:
             finally:
                 self._stop.set()
                 publication.close()
-
-    def _is_sound(self, record: Path) -> bool:
-        digest = owned.read_file(record, _RECORD_BYTES).decode(errors="replace")
-        return self._upload.has(record.name.removesuffix(_RECORD_SUFFIX), digest)
 
     def _check_stop(self, nbytes: int) -> None:
         del nbytes
@@ -208,7 +196,3 @@ def check_destination(destination: Location, options: Mapping[str, bool]) -> Non
 def most_staged_bytes(output: OutputPlan) -> int:
     """The disk space that the shards of an output for a bucket need at once."""
     return sum(sorted((shard.file_bytes for shard in output.shards), reverse=True)[:SHARDS_ON_DISK])
-
-
-def _record_of(directory: Path, name: str) -> Path:
-    return directory / f"{name}{_RECORD_SUFFIX}"

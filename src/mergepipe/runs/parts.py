@@ -10,11 +10,11 @@ from pathlib import Path
 
 import mergepipe
 from mergepipe.checkpoints.contract import NeedsBase
-from mergepipe.core.canonical_json import canonical_json
+from mergepipe.core.canonical_json import canonical_json, digest_of
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.tensor_work import operator_input
 from mergepipe.engine.work import EngineOptions, MergeWork, Observer, OutputPlan, Part, plan_output
-from mergepipe.errors import ConflictError, LimitError, MergePipeError
+from mergepipe.errors import ConflictError, MergePipeError
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes
 from mergepipe.planning.plan import Plan
@@ -24,10 +24,11 @@ from mergepipe.runs.inputs.opened import Inputs, with_parameters
 from mergepipe.runs.inputs.planned import open_planned
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.work import merge_work, used_experts
-from mergepipe.snapshots.parts_account import CONTENT_IDS, PLANNING, NumberedReading, PartsAccount, index_of
+from mergepipe.snapshots.parts_account import CONTENT_IDS, PLANNING, PartsAccount, Reading, index_of
 from mergepipe.snapshots.parts_bucket import PartsBucket, find_job, folder_digests
 from mergepipe.snapshots.parts_directory import PartsDirectory, directory_digests, parts_directory, read_job
 from mergepipe.snapshots.parts_place import PARTS_FORMAT, PartsJob, PartsPlace, parsed_record
+from mergepipe.snapshots.work_log import UnitLog
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Usage
@@ -105,9 +106,12 @@ class PartsWorker:
     def _make(self, work: MergeWork, shard: int) -> None:
         name = self._parts.job.shards[shard][0]
         reading = self._admitted(shard, self._shares[shard], name)
-        with self._parts.work_folder() as folder:
+        job = self._parts.job
+        key = digest_of([job.version, job.plan_digest, *job.shards[shard]])
+        units = UnitLog(key, (work.output.shards[shard],))
+        with self._parts.work_folder(shard, units) as folder:
             with self._metered(reading):
-                result = make_part(work, Part((shard,)), folder, self._store, self._engine, self._observer)
+                result = make_part(work, Part((shard,)), folder, self._store, self._engine, self._observer, units)
             self._parts.add(shard, folder / name, result.digests)
 
     def _prepared(self) -> MergeWork:
@@ -177,27 +181,19 @@ class PartsWorker:
             time.sleep(_POLL_SECONDS)
         return content
 
-    def _admitted(self, shard: int, share_bytes: int, name: str) -> NumberedReading:
+    def _admitted(self, shard: int, share_bytes: int, name: str) -> Reading:
         reading = self._account.admit(shard, share_bytes)
         if reading is not None:
             return reading
-        reader = self._account.reader_of(shard)
-        if reader is not None:
-            message = f"is being made by {reader}, and the budget does not allow to read for it twice"
-            raise ConflictError.of("parts.busy", name, message, "wait for it, then run this part again")
-        used, limit = self._account.committed_bytes(), self._account.limit_bytes
-        refusal = (
-            f"a worker that made it was interrupted: reading for it again takes {share_bytes} bytes beside the {used} "
-            f"that are read or planned, and the budget is {limit}"
-        )
-        hint = "--no-resume forgets what was read for it, or plan with a larger --budget"
-        raise LimitError.of("parts.budget", name, refusal, hint)
+        reader = self._account.reader_of(shard) or "another process"
+        message = f"is being made by {reader}, and the budget does not allow to read for it twice"
+        raise ConflictError.of("parts.busy", name, message, "wait for it, then run this part again")
 
     @contextlib.contextmanager
-    def _metered(self, reading: NumberedReading) -> Iterator[None]:
+    def _metered(self, reading: Reading) -> Iterator[None]:
         """Limit what is read in the context to the reading's share, and record it exactly."""
         ledger = self._store.ledger
-        ledger.expert_limit_bytes = ledger.usage().expert_bytes + reading.reading.reserved_bytes
+        ledger.expert_limit_bytes = ledger.usage().expert_bytes + reading.reserved_bytes
         try:
             yield
         except BaseException:
@@ -206,26 +202,23 @@ class PartsWorker:
             raise
         self._spend(reading)
 
-    def _spend(self, reading: NumberedReading) -> None:
+    def _spend(self, reading: Reading) -> None:
         usage = self._store.ledger.usage()
         self._account.spend(reading, usage - self._reported)
         self._reported = usage
 
 
 def record_planning(parts: PartsPlace, plan: Plan, inputs: Inputs, usage: Usage) -> None:
-    """Record what was read of `inputs` to make a plan, and leave indices of packed experts to the workers.
-
-    Where it was read before, by a run that is started over, that does not count any more.
-    """
+    """Record what was read of `inputs` to make a plan, and leave indices of packed experts to the workers."""
     if not usage.expert_bytes:
         return
     costs = _index_costs(inputs, plan)
     sides = {model: inputs.checkpoints[model].encoded for model in costs}
     contents = {model: side.content for model, side in sides.items() if side is not None and side.is_read}
-    account = PartsAccount(parts, plan.planned_bytes, plan.limit_bytes, "", forgives=True)
+    account = PartsAccount(parts, "", is_exclusive=False)
     share = sum(costs[model] for model in contents)
     reading = account.admit(PLANNING, share)
-    assert reading is not None  # one that forgives is always admitted
+    assert reading is not None
     account.spend(reading, usage)
     for model, content in contents.items():
         parts.create(_index_name(model), content)

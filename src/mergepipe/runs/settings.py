@@ -19,8 +19,8 @@ from mergepipe.options import (
 from mergepipe.recipes.fields import Strictness
 from mergepipe.runs.merge_run import MergeSettings
 from mergepipe.runs.output_place import check_destination, refuse_file_name
+from mergepipe.runs.progress import Resume
 from mergepipe.runs.publication.hub_ids import parse_base_model_ids
-from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.sidecars import SmallFileChoice
 from mergepipe.snapshots.object_upload import staging_place
 from mergepipe.storage.location import Location

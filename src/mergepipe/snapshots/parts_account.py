@@ -1,20 +1,19 @@
-"""The account of what workers read for an output that is made in parts: the budget holds for the sum of them.
+"""What workers read for an output that is made in parts: who reads for which shard, and how much it was.
 
-Who reads something first for a shard records `read-<i>.json` before it, with the bytes that the plan allots to the
-shard: these shares together are what the plan costs. Who reads for it again, after a worker was killed or at the same
-time, records `extra-<n>.json`, numbered in the order in which they were created: each counts those before it, and
-reads only if the sum stays within the budget. After reading a record holds the exact bytes; of a killed worker the
-share stays.
+Who is about to read for a shard records `read-<shard>-<attempt>.json` before it, with the bytes that the plan allots to
+the shard: the shares of the first attempts together are what the plan costs. After reading a record holds the exact
+bytes; of a killed worker the share stays. What it read is read again, by whoever makes the shard then, and counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import reduce
 from operator import add
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from mergepipe.core.canonical_json import canonical_json
 from mergepipe.core.json_fields import JsonFields
@@ -24,11 +23,11 @@ from mergepipe.storage.owner import Owner, is_alive, this_process
 
 E = TypeVar("E", bound=StrEnum)
 
-_FIRST, _EXTRA = "read-", "extra-"
-CONTENT_IDS = -1
+CONTENT_IDS: Final = -1
 """Stands for a shard where the content ids that all shards need are read."""
-PLANNING = -(1 << 30)
+PLANNING: Final = -(1 << 30)
 """Stands for a shard where samples and indices were read to make the plan."""
+_PREFIX: Final = "read-"
 
 
 def index_of(model: int) -> int:
@@ -41,155 +40,139 @@ class ReadingState(StrEnum):
 
     OPEN = "open"  # its worker reads, or was killed
     SPENT = "spent"
-    WITHDRAWN = "withdrawn"  # the budget did not allow it: nothing was read
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """One worker's bytes for one shard: at most `reserved_bytes` of experts; exactly `usage` once it is spent.
 
-    It `forgives` what earlier readings for the same shard took: they do not count.
+    `attempt` numbers the readings for the same shard, from 0.
     """
 
     shard: int
+    attempt: int
     reserved_bytes: int
     owner: Owner
     part: str = ""
     state: ReadingState = ReadingState.OPEN
     usage: Usage = field(default_factory=Usage)
-    forgives: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of its record."""
+        return f"{_prefix_of(self.shard)}{self.attempt:03d}.json"
 
     @property
     def expert_bytes(self) -> int:
         """The expert bytes that it may have read."""
-        match self.state:
-            case ReadingState.OPEN:
-                return self.reserved_bytes
-            case ReadingState.SPENT:
-                return self.usage.expert_bytes
-            case ReadingState.WITHDRAWN:
-                return 0
+        return self.reserved_bytes if self.state is ReadingState.OPEN else self.usage.expert_bytes
 
     def to_json(self) -> bytes:
         """Encode as a record. Law: `parse_reading(reading.to_json()) == reading`."""
         uses = sorted((file, purpose.value, nbytes) for (file, purpose), nbytes in self.usage.by_file.items())
         return canonical_json({
-            "format": PARTS_FORMAT, "shard": self.shard, "reserved_bytes": self.reserved_bytes,
-            "owner": asdict(self.owner), "part": self.part, "state": self.state.value, "forgives": self.forgives,
+            "format": PARTS_FORMAT, "shard": self.shard, "attempt": self.attempt,
+            "reserved_bytes": self.reserved_bytes, "owner": asdict(self.owner), "part": self.part,
+            "state": self.state.value,
             "usage": [{"file": file, "purpose": purpose, "bytes": nbytes} for file, purpose, nbytes in uses],
         })  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class NumberedReading:
-    """A reading with the name of its record."""
-
-    name: str
-    reading: Reading
-
-
-@dataclass(frozen=True, slots=True)
 class Readings:
-    """All recorded readings: the first of each shard, and the others in the order that they were recorded in."""
+    """All recorded readings, those of a shard in order."""
 
-    first: tuple[NumberedReading, ...] = ()
-    extra: tuple[NumberedReading, ...] = ()
+    all: tuple[Reading, ...] = ()
 
-    @property
-    def all(self) -> tuple[Reading, ...]:
-        return tuple(numbered.reading for numbered in (*self.first, *self.extra))
-
-    def of(self, shard: int) -> tuple[NumberedReading, ...]:
+    def of(self, shard: int) -> tuple[Reading, ...]:
         """Return the readings for one shard, in order."""
-        return tuple(numbered for numbered in (*self.first, *self.extra) if numbered.reading.shard == shard)
+        return tuple(reading for reading in self.all if reading.shard == shard)
 
     @property
-    def counted(self) -> tuple[Reading, ...]:
-        """The readings that count: none that a later one of its shard forgives."""
-        return tuple(reading for reading, is_forgiven in self._judged() if not is_forgiven)
-
-    @property
-    def forgiven_bytes(self) -> int:
-        """The expert bytes of those that do not count."""
-        return sum(reading.expert_bytes for reading, is_forgiven in self._judged() if is_forgiven)
-
-    def _judged(self) -> Iterator[tuple[Reading, bool]]:
-        readings = self.all
-        for n, reading in enumerate(readings):
-            yield reading, any(later.forgives and later.shard == reading.shard for later in readings[n + 1 :])
-
-    def committed_bytes(self, planned_bytes: int) -> int:
-        """Return the expert bytes that were or may be read, given what the plan costs: unread shards included."""
-        first = {numbered.reading.shard: numbered.reading.reserved_bytes for numbered in self.first}
-        return planned_bytes - sum(first.values()) + sum(reading.expert_bytes for reading in self.counted)
+    def expert_bytes(self) -> int:
+        """The expert bytes that were or may have been read."""
+        return sum(reading.expert_bytes for reading in self.all)
 
     @property
     def usage(self) -> Usage:
-        """The sum of what was read and counts; of killed workers nothing is known."""
-        return reduce(add, (reading.usage for reading in self.counted), Usage())
+        """The sum of what was read; of killed workers nothing is known."""
+        return reduce(add, (reading.usage for reading in self.all), Usage())
 
     @property
     def unfinished_bytes(self) -> int:
-        """The expert bytes that killed workers may have read, as far as they count."""
-        return sum(reading.expert_bytes for reading in self.counted if reading.state is ReadingState.OPEN)
+        """The expert bytes that killed workers may have read."""
+        return sum(reading.expert_bytes for reading in self.all if reading.state is ReadingState.OPEN)
+
+    @property
+    def repeated_bytes(self) -> int:
+        """The expert bytes of readings that another one of the same shard followed."""
+        last = {reading.shard: reading.attempt for reading in self.all}
+        return sum(reading.expert_bytes for reading in self.all if reading.attempt < last[reading.shard])
+
+    @property
+    def n_attempts(self) -> int:
+        """How often the shard was begun that was begun most often."""
+        return max((reading.attempt + 1 for reading in self.all), default=0)
 
 
 def readings_in(parts: PartsPlace) -> Readings:
     """Read the account of a place."""
-    names = parts.names()
-    return Readings(_read_all(parts, names, _FIRST), _read_all(parts, names, _EXTRA))
+    return Readings(_read_all(parts, _PREFIX))
+
+
+def _read_all(parts: PartsPlace, prefix: str) -> tuple[Reading, ...]:
+    """Read the records of readings whose names begin with `prefix`, those of a shard in order."""
+    contents = ((name, parts.read(name)) for name in parts.names() if name.startswith(prefix))
+    readings = [parse_reading(raw, parts.path / name) for name, raw in contents if raw is not None]
+    return tuple(sorted(readings, key=lambda reading: (reading.shard, reading.attempt)))
+
+
+def _prefix_of(shard: int) -> str:
+    """Return how the names of the readings for a shard begin."""
+    return f"{_PREFIX}{shard:05d}-" if shard >= 0 else f"{_PREFIX}shared-{-shard:05d}-"
 
 
 @dataclass(frozen=True, slots=True)
 class PartsAccount:
-    """Admits readings, given what the plan costs and the limit of all reading (None: unlimited)."""
+    """Admits readings of a worker of `part`. Where it `is_exclusive`, of two living workers one reads for a shard."""
 
     parts: PartsPlace
-    planned_bytes: int
-    limit_bytes: int | None
     part: str
-    forgives: bool = False
+    is_exclusive: bool
 
-    def admit_first(self, shard: int, share_bytes: int) -> NumberedReading | None:
+    def admit_first(self, shard: int, share_bytes: int) -> Reading | None:
         """Record that this process is about to read for a shard; None if another process has recorded that."""
-        reading = Reading(shard, share_bytes, this_process(), self.part)
-        name = _first_name(shard)
-        return NumberedReading(name, reading) if self.parts.create(name, reading.to_json()) else None
+        return self._created(Reading(shard, 0, share_bytes, this_process(), self.part))
 
-    def admit(self, shard: int, share_bytes: int) -> NumberedReading | None:
-        """Record that this process is about to read for a shard; None, and nothing is read, beyond the limit."""
-        first = self.admit_first(shard, share_bytes)
-        if first is not None:
-            return first
-        reading = Reading(shard, share_bytes, this_process(), self.part, forgives=self.forgives)
-        number = len(readings_in(self.parts).extra)
-        while not self.parts.create(_extra_name(number), reading.to_json()):
-            number += 1
-        numbered = NumberedReading(_extra_name(number), reading)
-        if self.limit_bytes is None or self.forgives:
-            return numbered
-        if self.committed_bytes(number + 1) <= self.limit_bytes:
-            return numbered
-        self.parts.replace(numbered.name, replace(reading, state=ReadingState.WITHDRAWN).to_json())
-        return None
+    def admit(self, shard: int, share_bytes: int) -> Reading | None:
+        """Record that this process is about to read for a shard; None if another one does, and excludes others."""
+        reading = self.admit_first(shard, share_bytes)
+        while reading is None:
+            if self.is_exclusive and self.reader_of(shard) is not None:
+                return None
+            attempt = len(_read_all(self.parts, _prefix_of(shard)))
+            reading = self._created(Reading(shard, attempt, share_bytes, this_process(), self.part))
+        return reading
 
-    def committed_bytes(self, n_extras: int | None = None) -> int:
-        """Return the expert bytes that were or may be read, with the first `n_extras` repeated readings."""
-        readings = readings_in(self.parts)
-        return replace(readings, extra=readings.extra[:n_extras]).committed_bytes(self.planned_bytes)
+    def _created(self, reading: Reading) -> Reading | None:
+        return reading if self.parts.create(reading.name, reading.to_json()) else None
 
-    def spend(self, numbered: NumberedReading, usage: Usage) -> None:
+    def spend(self, reading: Reading, usage: Usage) -> None:
         """Record exactly what was read."""
-        spent = replace(numbered.reading, state=ReadingState.SPENT, usage=usage)
-        self.parts.replace(numbered.name, spent.to_json())
+        spent = replace(reading, state=ReadingState.SPENT, usage=usage)
+        self.parts.replace(reading.name, spent.to_json())
 
     def reader_of(self, shard: int) -> Owner | None:
-        """Return a process that may be reading for a shard now, if there is one."""
-        for numbered in readings_in(self.parts).of(shard):
-            owner = numbered.reading.owner
-            is_open = numbered.reading.state is ReadingState.OPEN
-            if is_open and is_alive(owner, self.parts.age_seconds(numbered.name)):
-                return owner
+        """Return a process that may be reading for a shard now, if there is one.
+
+        Who runs a part again knows that its first run has ended: a process of the same part on another machine is dead.
+        """
+        for reading in _read_all(self.parts, _prefix_of(shard)):
+            if reading.state is ReadingState.OPEN:
+                is_same_part = bool(self.part) and reading.part == self.part
+                silent_seconds = math.inf if is_same_part else self.parts.age_seconds(reading.name)
+                if is_alive(reading.owner, silent_seconds):
+                    return reading.owner
         return None
 
 
@@ -200,8 +183,8 @@ def parse_reading(raw: bytes, where: object) -> Reading:
         lambda who: Owner(who.size("pid"), who.text("started"), who.text("boot"), who.text("host"))
     )
     reading = Reading(
-        fields.integer("shard"), fields.size("reserved_bytes"), owner, fields.text("part"),
-        _member(fields, "state", ReadingState), usage_of(fields.each("usage", _use_of)), fields.flag("forgives"),
+        fields.integer("shard"), fields.size("attempt"), fields.size("reserved_bytes"), owner, fields.text("part"),
+        _member(fields, "state", ReadingState), usage_of(fields.each("usage", _use_of)),
     )  # fmt: skip
     fields.done()
     return reading
@@ -223,19 +206,3 @@ def _use_of(fields: JsonFields) -> tuple[str, Purpose, int]:
 def _member(fields: JsonFields, key: str, kind: type[E]) -> E:
     value = fields.text(key)
     return kind(value) if value in set(kind) else fields.refuse(f"'{key}' is '{value[:20]}'")
-
-
-def _read_all(parts: PartsPlace, names: Iterable[str], prefix: str) -> tuple[NumberedReading, ...]:
-    """Read the records of one kind in the order of their names."""
-    contents = ((name, parts.read(name)) for name in names if name.startswith(prefix))
-    return tuple(
-        NumberedReading(name, parse_reading(raw, parts.path / name)) for name, raw in contents if raw is not None
-    )
-
-
-def _first_name(shard: int) -> str:
-    return f"{_FIRST}{shard:05d}.json" if shard >= 0 else f"{_FIRST}shared-{-shard:05d}.json"
-
-
-def _extra_name(number: int) -> str:
-    return f"{_EXTRA}{number:05d}.json"

@@ -22,8 +22,7 @@ from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload, is_uploading, no_conditions, written_names
 from mergepipe.snapshots.parts_place import JOB_NAME, PartsJob, PartsPlace, content_of, gone, unsealed_record
 from mergepipe.snapshots.shards import TensorDigest
-from mergepipe.snapshots.staging import Staging
-from mergepipe.storage.limits import JOURNAL_BYTES
+from mergepipe.storage.limits import WORK_LOG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.owned import PARTS_MARK
 from mergepipe.storage.owner import SILENCE_SECONDS
@@ -142,10 +141,9 @@ class PartsBucket(PartsPlace):
 
     # --- shards ---
 
-    @contextlib.contextmanager
-    def work_folder(self) -> Iterator[Path]:
-        with Staging(self._work.with_name(f"{self._work.name}-{uuid.uuid4().hex}"), force=False) as staging:
-            yield staging.path
+    @property
+    def work(self) -> Path:
+        return self._work
 
     def has_file(self, shard: int, digests: Sequence[TensorDigest]) -> bool:
         name, nbytes = self.job.shards[shard]
@@ -230,7 +228,7 @@ class LeftParts:
 def find_job(output: BucketFolder, plan_digest: str) -> PartsJob | None:
     """Read what the parts of an output are for; None if there are none."""
     records = parts_folder(output, plan_digest)
-    raw, where = records.read(JOB_NAME, JOURNAL_BYTES), records.location / JOB_NAME
+    raw, where = records.read(JOB_NAME, WORK_LOG_BYTES), records.location / JOB_NAME
     return None if raw is None else PartsJob.parse(unsealed_record(raw, JOB_NAME, where), where)
 
 

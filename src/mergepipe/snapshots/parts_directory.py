@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -19,7 +18,7 @@ from mergepipe.snapshots.parts_place import JOB_NAME, PartsJob, PartsPlace, cont
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
 from mergepipe.storage import owned
-from mergepipe.storage.limits import JOURNAL_BYTES
+from mergepipe.storage.limits import WORK_LOG_BYTES
 from mergepipe.storage.local import os_error
 
 _STAGED_NAME: Final = "parts"  # in a staging directory
@@ -94,16 +93,9 @@ class PartsDirectory(PartsPlace):
 
     # --- shards ---
 
-    @contextlib.contextmanager
-    def work_folder(self) -> Iterator[Path]:
-        folder = self._path / f"work-{uuid.uuid4().hex}"
-        with _typed(self._path):
-            owned.make_folder(folder)
-        try:
-            yield folder
-        finally:
-            with contextlib.suppress(OSError, MergePipeError):
-                owned.remove_tree(folder, ignore_errors=True)
+    @property
+    def work(self) -> Path:
+        return self._path / "work"
 
     def has_file(self, shard: int, digests: Sequence[TensorDigest]) -> bool:
         name, nbytes = self.job.shards[shard]
@@ -160,7 +152,7 @@ def read_job(directory: Path) -> PartsJob | None:
     """Read what a parts directory is for; None if there is none."""
     path = directory / JOB_NAME
     try:
-        return PartsJob.parse(unsealed_record(owned.read_file(path, JOURNAL_BYTES), JOB_NAME, path), path)
+        return PartsJob.parse(unsealed_record(owned.read_file(path, WORK_LOG_BYTES), JOB_NAME, path), path)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ from mergepipe.core.json_fields import FieldCodes, JsonFields
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError
 from mergepipe.snapshots.block_digests import DIGEST_BYTES, root_of
 from mergepipe.snapshots.shards import TensorDigest
-from mergepipe.storage.limits import JOURNAL_BYTES
+from mergepipe.snapshots.staging import Staging
+from mergepipe.snapshots.work_log import WORTH_KEEPING, UnitLog
+from mergepipe.storage.limits import WORK_LOG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.sealed_lines import payload_of, sealed
 
-PARTS_FORMAT: Final = "mergepipe-parts/1"
+PARTS_FORMAT: Final = "mergepipe-parts/2"
 JOB_NAME: Final = "job.json"
 _DONE: Final = "done-"
 _CODES = FieldCodes(
@@ -105,9 +108,10 @@ class PartsPlace(ABC):
     def age_seconds(self, name: str) -> float:
         """Return how long ago a record was written; 0 if it is gone."""
 
+    @property
     @abstractmethod
-    def work_folder(self) -> contextlib.AbstractContextManager[Path]:
-        """Make a private folder of this machine for one shard, which is removed when the context ends."""
+    def work(self) -> Path:
+        """The output of this machine beside which shards are made."""
 
     @abstractmethod
     def has_file(self, shard: int, digests: Sequence[TensorDigest]) -> bool:
@@ -143,7 +147,7 @@ class PartsPlace(ABC):
         """Replace a record of this process."""
         self.write_over(name, sealed(content, name))
 
-    def read(self, name: str, limit_bytes: int = JOURNAL_BYTES) -> bytes | None:
+    def read(self, name: str, limit_bytes: int = WORK_LOG_BYTES) -> bytes | None:
         """Read a record; None if there is none."""
         raw = self.read_raw(name, limit_bytes)
         return None if raw is None else unsealed_record(raw, name, self.path / name)
@@ -160,6 +164,31 @@ class PartsPlace(ABC):
             differs = f"{len(other.shards)} shards, these would be {len(self.job.shards)}"
         hint = f"use the same version and --shard-size for all parts, or remove {self.path} to start over"
         raise ConflictError.of("parts.other-job", self.out, f"its parts are made as {differs}", hint)
+
+    @contextlib.contextmanager
+    def work_folder(self, shard: int, units: UnitLog) -> Iterator[Path]:
+        """Make or resume the folder of this machine in which a worker makes a shard, logging `units`.
+
+        If it is interrupted what is durable stays for the next run; else it is removed when the context ends. Of two
+        that make a shard at once, one works in a folder of its own.
+        """
+        place = self.work.with_name(f"{self.work.name}-{shard:05d}")
+        with contextlib.ExitStack() as stack:
+            try:
+                staging = stack.enter_context(Staging(place, force=False, can_continue=units.can_continue))
+            except ConflictError as error:
+                if error.code != "output.busy":
+                    raise
+                other = place.with_name(f"{place.name}-{uuid.uuid4().hex}")
+                staging = stack.enter_context(Staging(other, force=False, can_continue=units.can_continue))
+            try:
+                yield staging.path
+            except WORTH_KEEPING:
+                if units.n_durable and staging.directory.is_dir():
+                    staging.keep()
+                raise
+            finally:
+                units.close()
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:

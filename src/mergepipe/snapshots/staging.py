@@ -23,7 +23,7 @@ from mergepipe.storage.local import os_error
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.owner import (
-    ACCOUNT_NAME,
+    LOG_NAME,
     OWNER_NAME,
     Holding,
     Owner,
@@ -177,7 +177,7 @@ def _allocated_bytes(directory: Path) -> int:
 class Staging:
     """The invisible directory in which a snapshot grows; a context manager.
 
-    `.<name>.mergepipe-staging` beside the output, one for each output: it holds the snapshot to be, the journal and a
+    `.<name>.mergepipe-staging` beside the output, one for each output: it holds the snapshot to be, its log and a
     record of the output and the process, which locks it while it lives. Only `publish` makes anything visible. Leaving
     the context without it removes the directory, unless `keep` was called. What a killed process left is taken over:
     continued where `can_continue` says so of the directory, else removed. Only what carries the record of this very
@@ -231,6 +231,9 @@ class Staging:
             _bring_back(self._directory, self._out)
             self.is_continued = self._can_continue is not None and self._can_continue(self._directory)
             if not self.is_continued:
+                if self._can_continue is None:
+                    with contextlib.suppress(FileNotFoundError):
+                        owned.remove_file(self._directory / LOG_NAME)
                 _empty(self._directory)
                 owned.make_folder(self.path)
             self._keeps = False
@@ -439,12 +442,12 @@ def _is_same(descriptor: int, path: Path) -> bool:
 
 
 def _empty(directory: Path) -> None:
-    """Remove everything but the record of the owner and the account of what was read; plain files first."""
+    """Remove everything but the record of the owner and the log of the work; plain files first."""
     listed = [(name, stat.S_ISDIR(status.st_mode)) for name, status in owned.list_folder(directory)]
     for name, is_folder in sorted(listed, key=lambda entry: entry[1]):
         if is_folder:
             owned.remove_tree(directory / name)
-        elif name not in (OWNER_NAME, ACCOUNT_NAME):
+        elif name not in (OWNER_NAME, LOG_NAME):
             owned.remove_file(directory / name)
 
 
@@ -456,7 +459,7 @@ def _remove_all(directory: Path) -> None:
     for _ in range(2):
         with contextlib.suppress(OSError, MergePipeError):
             _empty(directory)
-            for name in (ACCOUNT_NAME, OWNER_NAME):
+            for name in (LOG_NAME, OWNER_NAME):
                 with contextlib.suppress(FileNotFoundError):
                     owned.remove_file(directory / name)
             owned.remove_folder(directory)

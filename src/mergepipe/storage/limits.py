@@ -34,9 +34,7 @@ PLAN_BYTES: Final = 256 * _MIB  # one record a tensor, with the blocks that are 
 MANIFEST_BYTES: Final = 256 * _MIB  # one record a tensor
 BLOCK_TABLE_BYTES: Final = 1024 * _MIB  # 16 bytes a block of 256 KiB or so: 10**13 elements
 STORE_HEADER_BYTES: Final = 64 * _MIB  # one record a tensor
-PACK_PROGRESS_BYTES: Final = 16 * _MIB  # one cut a group of tensors
-JOURNAL_BYTES: Final = 256 * _MIB  # one digest a block
-ACCOUNT_BYTES: Final = 16 * _MIB  # one short line for each part of a budget
+WORK_LOG_BYTES: Final = 256 * _MIB  # one digest a block
 STATISTICS_BYTES: Final = 256 * _MIB  # 0.025 % of the experts: those of 10**12 bytes
 OWNER_BYTES: Final = 64 * _KIB  # four short values
 

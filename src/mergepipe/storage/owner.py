@@ -27,7 +27,7 @@ from mergepipe.storage.owned import (
 )
 
 OWNER_NAME = "owner.json"
-ACCOUNT_NAME = "reads"
+LOG_NAME = "log"
 RECORD_FORMAT = "mergepipe-staging/1"
 _NEW_NAME = f"{OWNER_NAME}.new"
 SILENCE_SECONDS = 900.0

@@ -37,11 +37,11 @@ from mergepipe.deltastore.header import (
 )
 from mergepipe.deltastore.pack.progress import PackProgress, find_progress, note_progress
 from mergepipe.deltastore.writer import EARLY_BYTES, GROWING_FILES, OrderedBlocks, StoreWriter
-from mergepipe.errors import StorageError
 from mergepipe.snapshots.layout import small_digest
 from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, OutputContent
 from mergepipe.snapshots.recorded_paths import file_without_paths, relative_reference
 from mergepipe.snapshots.staging import Staging, kept_note
+from mergepipe.snapshots.work_log import WORTH_KEEPING, WorkLog
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
@@ -134,12 +134,11 @@ def _digest(header: StoreHeader, name: str) -> str:
 # --- build the store of one expert in its staging directory: accept blocks in any order, publish a finished store ---
 
 
-NOTE_BLOCKS = 2048
-"""Blocks between two progress records, 1 GiB of bf16: the most work that a crash loses."""
+NOTE_BLOCKS = 512
+"""Blocks between two units of the log, 256 MiB of bf16: the most work that a crash loses."""
 FILES_OF_BUILDER = len(GROWING_FILES) + 2
 """Open files of one builder: those of the store, the temporary file of early blocks, the lock."""
 _EARLY_NAME = "early"
-_WORTH_KEEPING = (KeyboardInterrupt, SystemExit, MemoryError, StorageError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +275,7 @@ def open_builder(job: PackJob, store: Store) -> Iterator[StoreBuilder]:
             yield builder
         except BaseException as error:
             is_noted = bool(resumable) if builder is None else builder.is_noted
-            if is_noted and isinstance(error, _WORTH_KEEPING) and staging.path.is_dir():
+            if is_noted and isinstance(error, WORTH_KEEPING) and staging.path.is_dir():
                 staging.keep()
                 note = kept_note(
                     job.out, resumable[0].durable.n_rows / job.n_rows if builder is None else builder.noted_share
@@ -315,7 +314,9 @@ class StoreBuilder:
         self._staging = staging
         self._upload = upload
         self._noted_rows = self.n_done
+        self._log = WorkLog(staging.directory, job.key, None if progress is None else progress.logged)
         cuts = () if progress is None else progress.cuts
+        self._n_noted_cuts = len(cuts)
         self._bands = {
             number: None if tensor_cuts is None else Bands(tensor_cuts) for number, tensor_cuts in enumerate(cuts)
         }
@@ -334,6 +335,7 @@ class StoreBuilder:
         """Close the files."""
         self._blocks.close()
         self._writer.close()
+        self._log.close()
 
     @property
     def done_bytes(self) -> int:
@@ -372,9 +374,10 @@ class StoreBuilder:
         """Make the blocks written so far durable, and record the progress."""
         durable = self._writer.sync()
         n_begun = sum(place.first_row < durable.n_rows for place in self.job.places)
-        bands = [self._bands.get(number) for number in range(n_begun)]
-        cuts = tuple(None if tensor_bands is None else tensor_bands.cuts for tensor_bands in bands)
-        note_progress(self._staging.directory, PackProgress(self.job.key, durable, cuts), self._store.ledger)
+        bands = [self._bands.get(number) for number in range(self._n_noted_cuts, n_begun)]
+        cuts = [None if tensor_bands is None else tensor_bands.cuts for tensor_bands in bands]
+        note_progress(self._log, self._staging.directory, durable, cuts)
+        self._n_noted_cuts = n_begun
         self._noted_rows = durable.n_rows
         self.is_noted = True
 

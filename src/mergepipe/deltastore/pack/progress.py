@@ -1,49 +1,40 @@
-"""Record the progress of an unfinished store, atomically, and read it to resume the store."""
+"""Log which part of an unfinished store is durable, and read that to resume the store."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mergepipe.core.canonical_json import canonical_json
 from mergepipe.deltastore.header import INDEX_NAME
 from mergepipe.deltastore.index import ROW_BYTES
 from mergepipe.deltastore.writer import GROWING_FILES, DurableStore, index_digest, read_rows
 from mergepipe.errors import MergePipeError
 from mergepipe.snapshots.staging import CONTENT_NAME
+from mergepipe.snapshots.work_log import LoggedWork, WorkLog, content_identity, forget_work_log, read_work_log
 from mergepipe.storage import owned
-from mergepipe.storage.ledger import Ledger
-from mergepipe.storage.limits import PACK_PROGRESS_BYTES
 from mergepipe.storage.local import os_error
-from mergepipe.storage.output import replace_durably, sync_directory
-from mergepipe.storage.sealed_lines import payload_of, sealed
-
-PROGRESS_NAME = "pack.progress"
-_FORMAT = "mergepipe-pack-progress/1"
+from mergepipe.storage.output import sync_directory
 
 Cuts = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class PackProgress:
-    """The durable part of an unfinished store. `key` identifies inputs and versions.
+    """The durable part of an unfinished store, and the log that tells of it.
 
     `cuts` are those of the tensors that were begun, in order.
     """
 
-    key: str
     durable: DurableStore
     cuts: tuple[Cuts | None, ...]
+    logged: LoggedWork
 
 
-def note_progress(directory: Path, progress: PackProgress, ledger: Ledger) -> None:
-    """Record in a staging directory the part of the store that is durable, and make the names of its files durable."""
-    content = {"format": _FORMAT, "content": _inode_of(directory), **asdict(progress)}
+def note_progress(log: WorkLog, directory: Path, durable: DurableStore, new_cuts: Sequence[Cuts | None]) -> None:
+    """Log the part of the store in a staging directory that is durable, with the cuts of tensors begun since."""
     sync_directory(directory / CONTENT_NAME)
-    replace_durably(directory / PROGRESS_NAME, sealed(canonical_json(content)), ledger)
-    sync_directory(directory.parent)
+    log.append({"kind": "unit", "durable": asdict(durable), "cuts": list(new_cuts)}, is_durable=True)
 
 
 def find_progress(directory: Path, key: str) -> PackProgress | None:
@@ -51,40 +42,43 @@ def find_progress(directory: Path, key: str) -> PackProgress | None:
 
     The blocks were durable before they were recorded; the index is checked against its digest.
     """
-    progress = _read(directory)
-    if progress is None or progress.key != key or not _is_complete(directory / CONTENT_NAME, progress.durable):
+    logged = read_work_log(directory)
+    progress = None if logged is None or logged.key != key else _progress(logged)
+    if (
+        progress is None
+        or progress.logged.content != content_identity(directory)
+        or not _is_complete(directory / CONTENT_NAME, progress.durable)
+    ):
+        forget_work_log(directory)
         return None
     try:
-        _truncate_to(directory, progress.durable)
+        owned.keep_only(directory / CONTENT_NAME, progress.durable.file_bytes)
     except OSError as error:
         raise os_error(error, directory, "resuming it") from error
     return progress
 
 
-def _read(directory: Path) -> PackProgress | None:
+def _progress(logged: LoggedWork) -> PackProgress | None:
+    durable: DurableStore | None = None
+    cuts: list[Cuts | None] = []
     try:
-        document = json.loads(payload_of(owned.read_file(directory / PROGRESS_NAME, PACK_PROGRESS_BYTES)) or b"")
-        if document["format"] != _FORMAT:
-            return None
-        return None if document["content"] != _inode_of(directory) else _progress(document)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, MergePipeError):
-        return None  # torn or foreign: nothing to resume
+        for record in logged.records:
+            match record:
+                case {"kind": "unit", "durable": dict(part), "cuts": list(new_cuts)}:
+                    durable = _durable(part)
+                    cuts.extend(
+                        None if one is None else (float(one[0]), float(one[1]), float(one[2])) for one in new_cuts
+                    )
+    except (ValueError, TypeError, LookupError, OverflowError):
+        return None
+    return None if durable is None else PackProgress(durable, tuple(cuts), logged)
 
 
-def _progress(document: Mapping[str, object]) -> PackProgress | None:
-    match document:
-        case {
-            "key": str(key),
-            "durable": {"n_rows": int(n_rows), "file_bytes": dict(file_bytes), "index_blake3": str(index_blake3)},
-            "cuts": list(all_cuts),
-        }:
-            sizes = {str(name): int(size) for name, size in file_bytes.items()}
-            cuts = tuple(
-                None if tensor_cuts is None else (float(tensor_cuts[0]), float(tensor_cuts[1]), float(tensor_cuts[2]))
-                for tensor_cuts in all_cuts
-            )
-            return PackProgress(key, DurableStore(n_rows, sizes, index_blake3), cuts)
-    return None
+def _durable(part: Mapping[str, object]) -> DurableStore:
+    match part:
+        case {"n_rows": int(n_rows), "file_bytes": dict(file_bytes), "index_blake3": str(index_blake3)}:
+            return DurableStore(n_rows, {str(name): int(size) for name, size in file_bytes.items()}, index_blake3)
+    raise ValueError("not the durable part of a store")
 
 
 def _is_complete(content: Path, durable: DurableStore) -> bool:
@@ -96,14 +90,3 @@ def _is_complete(content: Path, durable: DurableStore) -> bool:
         return index_digest(read_rows(content, durable.n_rows)) == durable.index_blake3
     except (OSError, MergePipeError):
         return False
-
-
-def _truncate_to(directory: Path, durable: DurableStore) -> None:
-    """Truncate or remove everything that is not durable."""
-    owned.keep_only(directory / CONTENT_NAME, durable.file_bytes)
-
-
-def _inode_of(directory: Path) -> list[int]:
-    """Device and inode of the content directory."""
-    status = (directory / CONTENT_NAME).stat()
-    return [status.st_dev, status.st_ino]

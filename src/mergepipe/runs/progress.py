@@ -1,0 +1,322 @@
+"""Log the progress of a merge, and resume an interrupted one: what is durable stays, what was lost is read again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+import mergepipe
+from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.units import plural
+from mergepipe.engine.work import OutputPlan
+from mergepipe.errors import LimitError, NotFoundError, StorageError
+from mergepipe.planning.plan import Plan
+from mergepipe.runs.budget.planned_cost import planned_cost
+from mergepipe.runs.inputs.opened import Inputs
+from mergepipe.snapshots.shards import TensorDigest
+from mergepipe.snapshots.staging import Staging, kept_note
+from mergepipe.snapshots.work_log import (
+    WORTH_KEEPING,
+    LoggedWork,
+    UnitLog,
+    WorkLog,
+    forget_work_log,
+    read_work_log,
+    unit_digests,
+)
+from mergepipe.storage import owned
+from mergepipe.storage.ledger import EXPERT_PURPOSES, Ledger, Purpose
+
+READ_AHEAD_BYTES = 16 << 20
+"""How far a record of reads is ahead of them: what a run that is killed may be charged too much."""
+READS_KEPT: Final = (
+    "expert bytes that were read count when this output is made again; `--no-resume` or `mergepipe gc` forget them"
+)
+_EARLIER: Final = "(earlier runs)"
+
+FileUse = tuple[str, Purpose, int]
+
+
+class Resume(StrEnum):
+    """Whether to resume an interrupted run."""
+
+    AUTO = "auto"  # resume the same merge, else start over
+    REQUIRED = "required"  # resume, or refuse
+    NEVER = "never"  # start over, and forget what earlier runs have read
+
+
+@dataclass(frozen=True, slots=True)
+class MergeState:
+    """What the log of an interrupted merge tells: its durable tensors, what it used, and what it may have read.
+
+    `sent` are the digests of shards that lie in a bucket, by name.
+    """
+
+    digests: tuple[TensorDigest, ...] = ()
+    usage: tuple[FileUse, ...] = ()
+    expert_bytes: int = 0
+    sent: Mapping[str, str] = field(default_factory=dict)
+
+
+def merge_state(logged: LoggedWork) -> MergeState | None:
+    """Return what the records of a log tell of a merge; None if they are not those of a merge."""
+    digests = unit_digests(logged)
+    if digests is None:
+        return None
+    state = MergeState()
+    try:
+        for record in logged.records:
+            state = _advanced(state, record)
+    except (ValueError, TypeError, LookupError, OverflowError):
+        return None
+    return replace(state, digests=digests)
+
+
+def _advanced(state: MergeState, record: Mapping[str, object]) -> MergeState:
+    match record:
+        case {"kind": "unit", "usage": list(uses)}:
+            usage = _uses(uses)
+            return replace(state, usage=usage, expert_bytes=max(state.expert_bytes, expert_bytes_of(usage)))
+        case {"kind": "read", "expert_bytes": int(expert_bytes)}:
+            return replace(state, expert_bytes=expert_bytes)
+        case {"kind": "sent", "shard": str(shard), "blake3": str(digest)}:
+            return replace(state, sent={**state.sent, shard: digest})
+        case {"kind": "stop", "usage": list(uses)}:
+            usage = _uses(uses)
+            return replace(state, usage=usage, expert_bytes=expert_bytes_of(usage))
+        case {"kind": "restart"}:
+            return MergeState(expert_bytes=state.expert_bytes)
+        case {"kind": "begin" | "resume"}:
+            return state
+    raise ValueError("no record of a merge")
+
+
+def _uses(uses: Sequence[Sequence[object]]) -> tuple[FileUse, ...]:
+    return tuple((str(file), Purpose(str(purpose)), int(str(nbytes))) for file, purpose, nbytes in uses)
+
+
+def expert_bytes_of(usage: Sequence[FileUse]) -> int:
+    """Sum what was read from experts."""
+    return sum(nbytes for _, purpose, nbytes in usage if purpose in EXPERT_PURPOSES)
+
+
+def run_key(inputs: Inputs, plan: Plan | None, output: OutputPlan, seed: int) -> str:
+    """Digest everything that must be equal for one run to resume another."""
+    return digest_of({
+        "version": mergepipe.__version__,
+        "recipe": inputs.recipe_text,
+        "seed": seed,
+        "plan": None if plan is None else plan.digest,
+        "inputs": [
+            [str(checkpoint.root), [[f.name, f.size_bytes, f.version, f.header_digest] for f in checkpoint.files]]
+            for _, _, checkpoint in inputs.leaves()
+        ],
+        "alignment": None if inputs.alignment is None else inputs.alignment.digest,
+        "tasks": [[task.name, task.action.value, task.dtype.name, list(task.shape)] for task in output.tasks],
+        "shards": [[shard.name, shard.file_bytes, len(shard.tensors)] for shard in output.shards],
+    })  # fmt: skip
+
+
+class MergeProgress(UnitLog):
+    """The durable progress of one merge, and what was read for it. Used from many threads.
+
+    The budget bounds what the plan reads, in each run; what a crash lost is read again by the next one, and counted.
+    To tell how much, a record of reads is written ahead of them, without waiting for the disk: the end of the process
+    loses none of it, a loss of power at most what was read since the last unit.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        output: OutputPlan,
+        plan: Plan | None,
+        ledger: Ledger,
+        resume: Resume,
+        *,
+        is_strict: bool = False,
+    ) -> None:
+        """`is_strict` refuses to go beyond the budget."""
+        super().__init__(key, output.shards)
+        self._output = output
+        self._plan = plan
+        self._ledger = ledger
+        self._resume = resume
+        self._is_strict = is_strict
+        self._announced_bytes = 0  # expert bytes that the log tells of
+        self._most_expert_bytes = self._remaining_bytes(0)
+        self.sent: dict[str, str] = {}
+        self.n_runs = 1
+        self.earlier_expert_bytes = 0
+        self.notices: list[str] = []
+
+    # --- what earlier runs left ---
+
+    def can_continue(self, directory: Path, is_sent: Callable[[str, str], bool] | None = None) -> bool:
+        """Decide whether to resume the run in a staging directory; if so, prepare its files.
+
+        `is_sent` tells whether a shard of some digest is in the bucket that it was sent to. What earlier runs of this
+        merge read is charged to the ledger, whether their work is resumed or not.
+        """
+        logged = None if self._resume is Resume.NEVER else read_work_log(directory)
+        state = None if logged is None or logged.key != self._key else merge_state(logged)
+        if logged is None:
+            refusal = "there is no interrupted run"
+        elif state is None:
+            refusal = "the interrupted run was another merge, or its inputs have changed"
+        else:
+            refusal = self._refusal(directory, logged, state.digests) or self._unsent(state, is_sent)
+        if refusal and self._resume is Resume.REQUIRED:
+            hint = "run without --resume to start over"
+            raise NotFoundError.of("resume.nothing", directory, f"nothing to resume: {refusal}", hint)
+        self._directory = directory
+        if logged is None or state is None:
+            forget_work_log(directory)
+            if logged is not None:
+                self.notices.append(f"started over, since {refusal}")
+            return False
+        n_durable = 0 if refusal else len(state.digests)
+        self._check_budget(directory, state.expert_bytes, n_durable)
+        self.n_runs = logged.n_runs + 1
+        if refusal:
+            self._log = WorkLog(directory, self._key, logged)
+            self._log.restart()
+            self._charge((), state.expert_bytes)
+            if state.expert_bytes:
+                counted = f"earlier runs may have read {state.expert_bytes} expert bytes, which are read again"
+                self.notices.append(f"started over, since {refusal}: {counted}")
+            return False
+        self._take_up(directory, logged, state.digests)
+        self.sent = dict(state.sent)
+        self._charge(state.usage, state.expert_bytes)
+        self.notices.append(
+            f"resumed an interrupted run at {self.durable_share:.0%}: {self._durable_bytes} of {self._output_bytes} "
+            f"bytes in {self.n_durable} of {len(self._output.tasks)} tensors were durable"
+        )
+        return True
+
+    def _unsent(self, state: MergeState, is_sent: Callable[[str, str], bool] | None) -> str:
+        """Return which shard that was sent to a bucket is not there, as a reason; empty if all are."""
+        missing = [name for name, digest in state.sent.items() if is_sent is None or not is_sent(name, digest)]
+        return f"{missing[0]} is not in the bucket any more" if missing else ""
+
+    def _check_budget(self, directory: Path, earlier_bytes: int, n_durable: int) -> None:
+        """Refuse, if the merge is strict, what all runs together would read beyond the budget."""
+        limit_bytes = None if self._plan is None else self._plan.limit_bytes
+        needed_bytes = self._remaining_bytes(n_durable)
+        if not self._is_strict or limit_bytes is None or earlier_bytes + needed_bytes <= limit_bytes:
+            return
+        message = (
+            f"earlier runs may have read {earlier_bytes} of {limit_bytes} bytes for this output, which leaves "
+            f"{max(0, limit_bytes - earlier_bytes)}; {needed_bytes} are needed"
+        )
+        hint = "leave out --strict, which lets it be finished beyond the budget"
+        raise LimitError.of("resume.budget", directory, message, hint)
+
+    def _remaining_bytes(self, n_durable: int) -> int:
+        """Return the expert bytes that are still to be read, once, when the first tensors are durable."""
+        if self._plan is None:
+            return sum(source.nbytes for task in self._output.tasks[n_durable:] for source in task.experts)
+        durable_bytes = planned_cost(self._plan, self._output.tasks[:n_durable])
+        return self._plan.planned_bytes - durable_bytes
+
+    def _charge(self, usage: Sequence[FileUse], expert_bytes: int) -> None:
+        """Charge the bytes of earlier runs: by file where recorded, the other expert bytes as one sum."""
+        self.earlier_expert_bytes = self._announced_bytes = expert_bytes
+        self._most_expert_bytes = expert_bytes + self._remaining_bytes(self.n_durable)
+        if self._ledger.expert_limit_bytes is not None:
+            self._ledger.expert_limit_bytes += expert_bytes
+        for file, purpose, nbytes in usage:
+            self._ledger.charge(file, purpose, nbytes)
+        rest = expert_bytes - expert_bytes_of(usage)
+        if rest:
+            self._ledger.charge(_EARLIER, Purpose.EXPERT, rest)
+
+    @property
+    def durable_share(self) -> float:
+        """The share of the output's tensors that is durable and recorded as such, by bytes."""
+        return self._durable_bytes / self._output_bytes if self._output_bytes else 0.0
+
+    @property
+    def _durable_bytes(self) -> int:
+        return sum(task.output_bytes for task in self._output.tasks[: self.n_durable])
+
+    @property
+    def _output_bytes(self) -> int:
+        return sum(task.output_bytes for task in self._output.tasks)
+
+    # --- during the run ---
+
+    def unit_facts(self) -> Mapping[str, object]:
+        """Return what was used until now."""
+        return {"usage": self._usage()}
+
+    def note_sent(self, shard: str, digest: str) -> None:
+        """Record that a finished shard lies in a bucket."""
+        self.sent[shard] = digest
+        self.append({"kind": "sent", "shard": shard, "blake3": digest}, is_durable=True)
+
+    def _announce(self, expert_bytes: int) -> None:
+        """Record expert bytes before they are read. Called by the ledger, with its lock held."""
+        if expert_bytes > self._announced_bytes:
+            ahead_bytes = min(expert_bytes + READ_AHEAD_BYTES, self._most_expert_bytes)
+            self._announced_bytes = max(expert_bytes, ahead_bytes)
+            self.append({"kind": "read", "expert_bytes": self._announced_bytes}, is_durable=False)
+
+    def _usage(self) -> list[FileUse]:
+        by_file = self._ledger.usage().by_file
+        return [(file, purpose, nbytes) for (file, purpose), nbytes in sorted(by_file.items())]
+
+    @contextlib.contextmanager
+    def recorded(self, staging: Staging) -> Iterator[None]:
+        """Log the run in `staging`; if it is interrupted, keep what can be resumed.
+
+        If a run under a plan ends without a result, the record of its reads stays.
+        """
+        self._directory = staging.directory
+        self._ledger.before_expert_read = self._announce
+        try:
+            yield
+        except BaseException as error:
+            if staging.path.is_dir():  # else it was published
+                self._keep(staging, error)
+            raise
+        finally:
+            self._ledger.before_expert_read = None
+            self.close()
+
+    def _keep(self, staging: Staging, error: BaseException) -> None:
+        """After a failure keep the work if it can be resumed, else the record of what was read, if there is one."""
+        is_continuable = bool(self.n_durable) and isinstance(error, WORTH_KEEPING)
+        if not is_continuable and (self._plan is None or not self._announced_bytes):
+            return
+        with contextlib.suppress(StorageError, OSError):  # then the run counts as killed, which is equivalent
+            self.append({"kind": "stop", "usage": self._usage()}, is_durable=True)
+        with contextlib.suppress(StorageError, OSError):
+            if is_continuable:
+                self.remove_undurable()
+            else:
+                owned.remove_tree(staging.path)
+        staging.keep()
+        note = kept_note(staging.out, self.durable_share) if is_continuable else READS_KEPT
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+
+    # --- after it ---
+
+    def facts(self) -> dict[str, int]:
+        """Return for the manifest what is told of earlier runs; their bytes are part of what was realized."""
+        facts = {"earlier_runs": self.n_runs - 1, "earlier_runs_expert_bytes": self.earlier_expert_bytes}
+        return {name: number for name, number in facts.items() if number}
+
+    def excess_notices(self) -> tuple[str, ...]:
+        """Tell by how much all runs together went beyond the budget, if they did."""
+        limit_bytes = None if self._plan is None else self._plan.limit_bytes
+        used_bytes = self._ledger.usage().expert_bytes
+        if not limit_bytes or used_bytes <= limit_bytes:
+            return ()
+        runs = f"over {plural(self.n_runs, 'run')}"
+        return (f"{used_bytes / limit_bytes:.2f} x the budget was read {runs}: what a crash lost was read again",)

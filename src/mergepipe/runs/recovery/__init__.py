@@ -1,1 +1,0 @@
-"""Resume interrupted runs within their budget."""
