@@ -184,7 +184,7 @@ class PartsPlace(ABC):
             try:
                 yield staging.path
             except WORTH_KEEPING:
-                if units.n_durable and staging.directory.is_dir():
+                if units.n_durable:
                     staging.keep()
                 raise
             finally:
