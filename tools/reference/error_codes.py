@@ -22,13 +22,14 @@ _SHOWN_MESSAGES = 2
 _LEFT_OUT = ("testing",)
 _RELAYED = ("code",)
 """Attributes of a problem that is passed on: its code was found where it was made."""
+INTERNAL = 70
 _LEAVES = (ast.expr_context, ast.operator, ast.cmpop, ast.Name, ast.Constant, ast.alias)
 _HEAD = """# Errors
 
 Every failure is one or more lines on standard error, each with a stable code in brackets; `--json` prints the same as
 JSON, `--debug` adds the traceback. In Python it is a `mergepipe.MergePipeError` with `problems`, each with `code`,
-`where`, `message` and `hint`. Codes never change their meaning; messages may improve. In the tables `…` stands for what
-differs from case to case, and an exit code of `-` is that of the error with which the line is printed.
+`where`, `message` and `hint`. A code names the object and what is wrong with it, so that a program can tell what to do;
+the message has the particulars, and may improve. In the tables `…` stands for what differs from case to case.
 
 ## Classes and exit codes
 
@@ -147,14 +148,12 @@ def error_page(source: Path) -> str:
     entries = error_codes(source)
     lines = table("exit code", "class", "meaning")
     lines += [row(str(kind.exit_code), f"`{name}`", cell(_meaning(kind))) for name, kind in CLASSES.items()]
-    groups: dict[str, list[str]] = defaultdict(list)
-    for code in sorted(entries):
-        groups[code.partition(".")[0]].append(code)
     lines += [_TAIL]
-    for group, codes in groups.items():
-        lines += [f"## {group}", "", *table("code", "exit", "message")]
-        lines += [row(f"`{code}`", _exits(code, entries[code]), cell(_messages(entries[code]))) for code in codes]
-        lines += [""]
+    for exit_code, title in _groups():
+        codes = [code for code in sorted(entries) if _exit_code(code, entries[code]) == exit_code]
+        lines += [f"## {title}", "", *table("code", "message")] if codes else []
+        lines += [row(f"`{code}`", cell(_messages(entries[code]))) for code in codes]
+        lines += [""] if codes else []
     return _HEAD + "\n".join(lines)
 
 
@@ -185,9 +184,17 @@ def _meaning(kind: type[MergePipeError]) -> str:
     return (kind.__doc__ or "").partition("\n\n")[0]
 
 
-def _exits(code: str, entry: Entry) -> str:
-    numbers = sorted({CLASSES[name].exit_code for name in entry.classes})
-    return ", ".join(map(str, numbers)) or ("70" if code == "internal" else "-")
+def _groups() -> Iterator[tuple[int, str]]:
+    """Exit codes, each with the title of its table."""
+    for name, kind in CLASSES.items():
+        yield kind.exit_code, f"Exit code {kind.exit_code}: `{name}`"
+    yield INTERNAL, "Exit code 70: an error of MergePipe itself"
+    yield 0, "Lines beside an error, with its exit code"
+
+
+def _exit_code(code: str, entry: Entry) -> int:
+    numbers = sorted(CLASSES[name].exit_code for name in entry.classes)
+    return numbers[-1] if numbers else INTERNAL if code == "internal" else 0
 
 
 def _messages(entry: Entry) -> str:
