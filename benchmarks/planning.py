@@ -24,8 +24,7 @@ from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.core.blocks import BF16, DEFAULT_BLOCK_ELEMENTS, BlockGrid
 from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, N_OCTAVES, N_SKETCH, Cut, TensorStatistics
-from mergepipe.planning.budget import ShareBudget
-from mergepipe.planning.choices import PlanningChoices, Policy
+from mergepipe.planning.budget import PlanningChoices, Policy, ShareBudget
 from mergepipe.planning.planner import plan_merge
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.recipe import ModelInput, Recipe

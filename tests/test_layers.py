@@ -134,19 +134,6 @@ def test_layers__imports_only_go_downwards() -> None:
     assert wrong == []
 
 
-def test_layers__rooms_of_planning_import_only_those_before_them() -> None:
-    rooms = ("candidates", "selection")
-    inside = [each for each in all_imports() if each.component == "planning" and each.source.parent.name in rooms]
-    assert {each.source.parent.name for each in inside} == set(rooms)
-    wrong = [
-        str(each)
-        for each in inside
-        for later in rooms[rooms.index(each.source.parent.name) + 1 :]
-        if each.module.startswith(f"mergepipe.planning.{later}")
-    ]
-    assert wrong == []
-
-
 def test_layers__components_do_not_import_each_other_in_a_circle() -> None:
     graph: dict[str, set[str]] = {}
     for each in all_imports():

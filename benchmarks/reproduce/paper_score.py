@@ -12,7 +12,7 @@ import numpy as np
 import mergepipe
 from mergepipe.options import PlanOptions
 from mergepipe.planning import planner
-from mergepipe.planning.selection.policy_order import Order, descending_order
+from mergepipe.planning.selection import Order, descending_order
 
 
 def _paper_order(items: Any, data: Any, *_: object) -> Order:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mergepipe.core.bounds import positive, shown_number
 from mergepipe.core.flags import Flag, option
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError, did_you_mean
-from mergepipe.planning.choices import OnOmit, Policy
+from mergepipe.planning.budget import OnOmit, Policy
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
 from mergepipe.storage.traffic import CONNECTIONS, MAX_CONNECTIONS, RemoteSettings
 

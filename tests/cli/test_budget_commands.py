@@ -17,7 +17,7 @@ from command_line import Ran, Runner, Workplace, file_bytes, make_workplace
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.cli.printing import REPORT_FORMAT
 from mergepipe.options import SWEEP_BUDGETS, PlanOptions
-from mergepipe.planning.choices import OnOmit, Policy
+from mergepipe.planning.budget import OnOmit, Policy
 from mergepipe.planning.plan_json import parse_plan
 
 

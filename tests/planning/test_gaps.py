@@ -10,11 +10,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe.planning.budget import ShareBudget
-from mergepipe.planning.choices import PlanningChoices, Policy
+from mergepipe.planning.budget import PlanningChoices, Policy, ShareBudget
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.planner import Ranking, plan_merge, rank_blocks
-from mergepipe.planning.selection.gaps import Gaps
+from mergepipe.planning.selection import Gaps
 from mergepipe.storage.buffers import PAGE_BYTES
 from support.planning_problems import BLOCK, make
 

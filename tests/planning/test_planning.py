@@ -16,14 +16,20 @@ from mergepipe.core.blocks import BlockGrid
 from mergepipe.engine.tensor_work import source_of_blocks
 from mergepipe.errors import LimitError, RecipeError
 from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, N_SKETCH, NOTHING_KEPT, Cut
-from mergepipe.planning.budget import BudgetRequest, ByteBudget, ShareBudget
-from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes
-from mergepipe.planning.candidates.known_statistics import REASON_MISSING, REASON_OTHER_SIZE
-from mergepipe.planning.candidates.operator_rules import REASON_NO_CUT
-from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
+from mergepipe.planning.budget import (
+    AdjustPolicy,
+    BudgetRequest,
+    ByteBudget,
+    OnOmit,
+    PlanningChoices,
+    Policy,
+    ShareBudget,
+)
+from mergepipe.planning.candidates import REASON_MISSING, REASON_OTHER_SIZE
 from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.planning.planner import plan_merge, rank_blocks
-from mergepipe.planning.problem import PlanningProblem
+from mergepipe.planning.problem import PlanningProblem, sample_cost_bytes
+from mergepipe.planning.rules import REASON_NO_CUT
 from support.oracle import order_of_ranks, reaching
 from support.planning_problems import BLOCK, DEFAULT_SIZES, Given, make, random_arrays
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, element_count
 from mergepipe.errors import NotFoundError, did_you_mean
 from mergepipe.jobs.plan import read_plan
-from mergepipe.planning.level_counts import blocks_by_level, level_name
 from mergepipe.planning.plan import (
     Access,
     Fallback,
@@ -20,10 +19,10 @@ from mergepipe.planning.plan import (
     Runs,
     format_runs,
 )
-from mergepipe.planning.selection.policy_order import layer_of
+from mergepipe.planning.selection import layer_of
 from mergepipe.recipes.tasks import Action
 from mergepipe.reports import BlockUse, Decision, ExpertShare, Explanation, LayerShare, TensorUse
-from mergepipe.runs.budget.verdict import verdict_of
+from mergepipe.runs.budget.verdict import blocks_by_level, level_name, verdict_of
 from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value
 from mergepipe.runs.stored_plan import plan_of
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest

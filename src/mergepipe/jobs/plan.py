@@ -13,8 +13,15 @@ from mergepipe.core.canonical_json import digest_of
 from mergepipe.errors import LimitError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import PlanOptions, check_seed
-from mergepipe.planning.budget import BudgetRequest, parse_budget, retry_reserve_bytes
-from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
+from mergepipe.planning.budget import (
+    AdjustPolicy,
+    BudgetRequest,
+    OnOmit,
+    PlanningChoices,
+    Policy,
+    parse_budget,
+    retry_reserve_bytes,
+)
 from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, Fallback, ImportanceRecord, Plan, PlannedTensor
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.planning.planner import Ranking, rank_blocks
@@ -23,8 +30,7 @@ from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.recipes.yaml_source import RecipeText
-from mergepipe.runs.budget.packed_indices import find_unread
-from mergepipe.runs.budget.planned_cost import planned_cost
+from mergepipe.runs.budget.costs import find_unread, planned_cost
 from mergepipe.runs.inputs.opened import Inputs, PairStatistics, open_inputs, with_known_digests
 from mergepipe.runs.inputs.planned import vocabulary_of
 from mergepipe.runs.records.catalog_link import CatalogLink

@@ -1,14 +1,18 @@
-"""Parse budgets and shares as users write them."""
+"""Budgets and shares as users write them, and the choices of a plan beside them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from decimal import Decimal
+from enum import StrEnum
 from fractions import Fraction
 
 from mergepipe.core.sizes import LEAST_BARE_BYTES, MAX_SIZE_BYTES, SIZE_UNITS, split_quantity, unit_bytes
 from mergepipe.errors import RecipeError, did_you_mean
+
+# --- parse budgets and shares as users write them ---
+
 
 _EXAMPLES = "write it as 25%, 0.25, 4GiB or 500MB"
 _REPEATED_REQUEST_BYTES = 8 << 20  # a request for more is split
@@ -120,3 +124,42 @@ def number_text(value: str | float) -> str:
     if isinstance(value, str):
         return value
     return format(Decimal(repr(value)), "f") if math.isfinite(value) else str(value)
+
+
+# --- the choices of the user that a planner takes beside the budget ---
+
+
+class Policy(StrEnum):
+    """The order in which blocks are chosen; see `planner.policies`."""
+
+    SAMPLE = "sample"  # block positions at random, of all experts, their merged delta divided by their probability
+    NORM = "norm"
+    CONFLICT = "conflict"
+    RANDOM = "random"
+
+
+class OnOmit(StrEnum):
+    """The treatment of coefficients where an expert is omitted."""
+
+    KEEP = "keep"  # an omitted delta is a zero
+    RENORMALIZE = "renormalize"  # weights are divided by the sum of those that were read
+
+
+@dataclass(frozen=True, slots=True)
+class AdjustPolicy:
+    """Allows densities to fall under a tight budget, never below `min_density`; see `planner.adjust`."""
+
+    min_density: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_density <= 1:
+            raise ValueError(f"not a density: {self.min_density}")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningChoices:
+    """Choices beside budget and policy. `selection_seed` is what the policies `sample` and `random` draw with."""
+
+    on_omit: OnOmit = OnOmit.KEEP
+    adjust: AdjustPolicy | None = None
+    selection_seed: int = 0

@@ -1,15 +1,16 @@
-"""Parse a stored plan strictly: every key known, every value in range, the digest checked."""
+"""Parse a stored plan strictly, and write plans to files atomically."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
 from mergepipe.core.canonical_json import parse_digestible
 from mergepipe.core.json_fields import FieldCodes, JsonFields
 from mergepipe.core.notices import Notice
-from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.errors import CorruptError, OutputError, UnsupportedError
 from mergepipe.operators.statistics import Cut
 from mergepipe.planning.plan import (
     PLAN_FORMAT,
@@ -26,6 +27,13 @@ from mergepipe.planning.plan import (
     Scalar,
     SharedRuns,
 )
+from mergepipe.storage.ledger import Ledger
+from mergepipe.storage.local import os_error
+from mergepipe.storage.output import replace_durably
+from mergepipe.storage.ranges import read_head
+
+# --- parse a stored plan strictly: every key known, every value in range, the digest checked ---
+
 
 _CODES = FieldCodes("plan.damaged", "plan.damaged", "plan.damaged", "plan again")
 _LONGEST_INDEX = 18  # digits
@@ -227,3 +235,31 @@ def _access_of(access: JsonFields) -> Access:
         access.refuse(str(error))
     access.done()
     return parsed
+
+
+# --- write plans to files atomically: the file holds the old plan, the new one, or does not exist ---
+
+
+_HEAD_BYTES = 400
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write a plan; refuse to replace a file that is not a plan."""
+    try:
+        _check_replaceable(path)
+    except OSError as error:
+        raise os_error(error, path, "writing the plan") from error
+    replace_durably(path, plan.to_json(), Ledger())
+
+
+def _check_replaceable(path: Path) -> None:
+    if path.is_symlink():
+        message = "is a link, and nothing is written through links"
+        raise OutputError.of("output.link", path, message, "name the file itself")
+    if path.exists() and not _is_plan(path):
+        message = "exists, and is not a plan of mergepipe"
+        raise OutputError.of("output.not-ours", path, message, "choose another name")
+
+
+def _is_plan(path: Path) -> bool:
+    return path.is_file() and f'"format": "{PLAN_NAME}/'.encode() in read_head(path, _HEAD_BYTES)

@@ -21,8 +21,7 @@ from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.recipes.recipe import ModelInput
 from mergepipe.recipes.references import reference_text
 from mergepipe.reports import MergeReport, Progress, ProgressCallback
-from mergepipe.runs.budget.coverage import coverage_of
-from mergepipe.runs.budget.verdict import analysis_advice, verdict_of
+from mergepipe.runs.budget.verdict import analysis_advice, coverage_of, verdict_of
 from mergepipe.runs.inputs.opened import Inputs, with_known_digests
 from mergepipe.runs.output_place import (
     BucketTarget,

@@ -16,10 +16,10 @@ from mergepipe.engine.tensor_work import operator_input
 from mergepipe.engine.work import EngineOptions, MergeWork, Observer, OutputPlan, Part, plan_output
 from mergepipe.errors import ConflictError, MergePipeError
 from mergepipe.operators.registry import operator_named
-from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes
 from mergepipe.planning.plan import Plan
+from mergepipe.planning.problem import sample_cost_bytes
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.runs.budget.planned_cost import planned_cost
+from mergepipe.runs.budget.costs import planned_cost
 from mergepipe.runs.inputs.opened import Inputs, with_parameters
 from mergepipe.runs.inputs.planned import open_planned
 from mergepipe.runs.records.catalog_link import CatalogLink

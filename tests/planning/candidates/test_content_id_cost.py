@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.checkpoints.content_id import content_id
-from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes
+from mergepipe.planning.problem import sample_cost_bytes
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES
 from mergepipe.storage.location import Location

@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.operators.statistics import COMMON_DENSITIES
-from mergepipe.planning.budget import ShareBudget
-from mergepipe.planning.candidates.density_adjustment import adjusted_density
-from mergepipe.planning.choices import AdjustPolicy, PlanningChoices, Policy
-from mergepipe.planning.planner import plan_merge
+from mergepipe.planning.budget import AdjustPolicy, PlanningChoices, Policy, ShareBudget
+from mergepipe.planning.planner import adjusted_density, plan_merge
 from support.planning_problems import make
 
 SHARES = st.floats(0.001, 1.0)

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mergepipe.operators.statistics import N_OCTAVES, OCTAVE_SHARES
-from mergepipe.planning.candidates.block_columns import lay_out_columns
-from mergepipe.planning.candidates.known_statistics import gather_statistics, match_statistics
-from mergepipe.planning.candidates.operator_rules import evaluate_rules
-from mergepipe.planning.candidates.scores import octave_position, score_blocks
+from mergepipe.planning.candidates import gather_statistics, match_statistics, octave_position, score_blocks
+from mergepipe.planning.problem import lay_out_columns
+from mergepipe.planning.rules import evaluate_rules
 from mergepipe.recipes.recipe import Scalar
 from support.octaves import decode_octaves
 from support.planning_problems import BLOCK, Given, make

@@ -13,19 +13,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from mergepipe.planning.budget import ShareBudget
-from mergepipe.planning.candidates.block_columns import lay_out_columns
-from mergepipe.planning.candidates.items import Items
-from mergepipe.planning.candidates.level_ladders import ALL
-from mergepipe.planning.choices import PlanningChoices, Policy
+from mergepipe.planning.budget import PlanningChoices, Policy, ShareBudget
+from mergepipe.planning.candidates import Items
 from mergepipe.planning.planner import rank_blocks
-from mergepipe.planning.problem import PlanningProblem
-from mergepipe.planning.selection.conflict_order import tensor_cosines
-from mergepipe.planning.selection.policy_order import (
+from mergepipe.planning.problem import PlanningProblem, lay_out_columns
+from mergepipe.planning.rules import ALL
+from mergepipe.planning.selection import (
     descending_order,
     layer_of,
     norm_order,
     random_order,
+    tensor_cosines,
 )
 from support.planning_problems import BLOCK, Arrays, make, random_arrays
 

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.planning.budget import ShareBudget
-from mergepipe.planning.candidates.block_columns import Columns
-from mergepipe.planning.choices import PlanningChoices, Policy
+from mergepipe.planning.budget import PlanningChoices, Policy, ShareBudget
 from mergepipe.planning.planner import rank_blocks
-from mergepipe.planning.selection.positions import position_numbers
+from mergepipe.planning.problem import Columns
+from mergepipe.planning.sample import position_numbers
 from support.planning_problems import BLOCK, make
 
 

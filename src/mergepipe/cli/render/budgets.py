@@ -12,11 +12,10 @@ from mergepipe.cli.render.layout import Fact, columns_text, facts_text, listed, 
 from mergepipe.cli.render.terminal import available_columns
 from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_percent, format_seconds
-from mergepipe.planning.choices import Policy
-from mergepipe.planning.level_counts import WHOLE, blocks_by_level
+from mergepipe.planning.budget import Policy
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import BudgetVerdict, ExpertShare, Explanation, LayerShare, Sampling, SweepReport
-from mergepipe.runs.budget.verdict import analysis_advice, verdict_of
+from mergepipe.runs.budget.verdict import WHOLE, analysis_advice, blocks_by_level, verdict_of
 
 
 def verdict_sentence(verdict: BudgetVerdict) -> str:

@@ -27,8 +27,8 @@ from mergepipe.cli.render.budgets import (
 from mergepipe.cli.render.layout import number_text, share_text
 from mergepipe.core.escaping import as_line
 from mergepipe.core.units import format_bytes, format_percent, format_seconds, plural
-from mergepipe.planning.level_counts import NAMES, WHOLE
 from mergepipe.reports import BudgetVerdict, ExpertShare, Explanation, SweepPoint, SweepReport
+from mergepipe.runs.budget.verdict import NAMES, WHOLE
 
 
 def render_page(template: str, made: datetime | None, **values: object) -> str:

@@ -3,14 +3,73 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
+import numpy as np
+
+from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.units import format_bytes
-from mergepipe.planning.candidates.known_statistics import REASON_MISSING
-from mergepipe.planning.plan import NOTHING_READ, UNSPENT, Plan
+from mergepipe.deltastore.codec.levels import Level
+from mergepipe.engine.tensor_work import FREE, source_of_blocks
+from mergepipe.planning.candidates import REASON_MISSING
+from mergepipe.planning.plan import NOTHING_READ, UNSPENT, Access, Plan
 from mergepipe.reports import BudgetVerdict, ExpertCoverage
-from mergepipe.runs.budget.coverage import coverage_of
 from mergepipe.snapshots.manifest import Coverage
+
+# --- count what a plan covers: blocks read, shared and free per expert, and blocks that any expert contributes to ---
+
+
+def coverage_of(plan: Plan) -> Coverage:
+    """Count the blocks of all planned tensors."""
+    n_experts = sum(model.role == "expert" for model in plan.models)
+    blocks = touched = 0
+    read_E, shared_E, free_E = (np.zeros(n_experts, np.int64) for _ in range(3))
+    for tensor in plan.tensors:
+        n_blocks = BlockGrid(tensor.n_elements, plan.block_elements).n_blocks
+        sources_EB = source_of_blocks(tensor, n_blocks)
+        blocks += n_blocks
+        touched += int((sources_EB >= 0).any(axis=0).sum())
+        experts, own_S1 = list(tensor.models), np.arange(len(tensor.models))[:, None]
+        read_E[experts] += (sources_EB == own_S1).sum(axis=1)
+        shared_E[experts] += ((sources_EB >= 0) & (sources_EB != own_S1)).sum(axis=1)
+        free_E[experts] += (sources_EB == FREE).sum(axis=1)
+    counts = (tuple(int(n) for n in each_E) for each_E in (read_E, shared_E, free_E))
+    return Coverage(blocks, touched, *counts)
+
+
+# --- count the blocks that a plan reads at each level ---
+
+
+WHOLE = "whole"
+_NAME_OF = {
+    Level.HEAD: "largest roughly",
+    Level.HEAD_EXACT: "largest exactly",
+    Level.BODY: "all roughly",
+    Level.BODY_EXACT: "all closely",
+}
+"""Which deltas of a block are read at a level, and how closely."""
+NAMES = (*_NAME_OF.values(), WHOLE)
+
+
+def level_name(level: int) -> str:
+    """Return the display name of a level below the last."""
+    return NAMES[level - 1] if 0 < level < len(Level) - 1 else str(level)
+
+
+def blocks_by_level(accesses: Iterable[Access]) -> tuple[tuple[str, int], ...]:
+    """Count blocks by level, lowest first; `whole` are those read unencoded."""
+    blocks = Counter[str]()
+    for access in accesses:
+        blocks[WHOLE] += access.n_blocks
+        for start, stop, level in access.levels:
+            blocks[level_name(level)] += stop - start
+            blocks[WHOLE] -= stop - start
+    return tuple((name, blocks[name]) for name in NAMES if blocks[name])
+
+
+# --- say of a budgeted merge what it reads and what is missing of each expert, and which command would tell more ---
+
 
 MEASURED_SAMPLES, MEASURED_ORDERS = "docs/benchmarks/sampling.md", "docs/benchmarks/trained.md"
 """The pages with what merges under a budget kept of a gain: of samples, and of blocks in an order."""

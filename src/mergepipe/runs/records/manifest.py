@@ -12,7 +12,7 @@ from mergepipe.core.canonical_json import digest_of
 from mergepipe.engine.work import OutputPlan
 from mergepipe.operators.base import MagnitudeBand, MagnitudeCut
 from mergepipe.operators.registry import operator_named
-from mergepipe.planning.candidates.operator_rules import operator_input
+from mergepipe.planning.rules import operator_input
 from mergepipe.recipes.tasks import Action
 from mergepipe.reports import KeptShare
 from mergepipe.runs.inputs.opened import Inputs

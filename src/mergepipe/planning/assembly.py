@@ -11,11 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.planning.candidates.block_columns import Columns
-from mergepipe.planning.candidates.items import Candidates
-from mergepipe.planning.candidates.known_statistics import KnownStatistics
-from mergepipe.planning.candidates.level_ladders import ALL
-from mergepipe.planning.candidates.operator_rules import Rules
+from mergepipe.planning.candidates import Candidates, KnownStatistics
 from mergepipe.planning.plan import (
     NOTHING_READ,
     UNSPENT,
@@ -27,8 +23,9 @@ from mergepipe.planning.plan import (
     Runs,
     SharedRuns,
 )
-from mergepipe.planning.problem import PlanningModel, PlanningProblem
-from mergepipe.planning.selection.select import Selection
+from mergepipe.planning.problem import Columns, PlanningModel, PlanningProblem
+from mergepipe.planning.rules import ALL, Rules
+from mergepipe.planning.selection import Selection
 
 MOST_UNSPENT = 1 / 20  # of a budget: less is what no further block fits into
 SPREAD = "it was analysed by larger blocks; `mergepipe analyze --block-elements {}` makes them exact"

@@ -1,8 +1,4 @@
-"""Draw block positions for a sample: evenly along each tensor, of all experts at once, a superset as budgets grow.
-
-Each position has a number in [0, 1), made of its tensor's name, its index and the seed alone. A budget takes the
-positions whose number is below their tensor's probability, which grows with the budget.
-"""
+"""Draw block positions for a sample: evenly along each tensor, of all experts at once, a superset as budgets grow."""
 
 from __future__ import annotations
 
@@ -14,11 +10,10 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import GRAIN_ELEMENTS
-from mergepipe.planning.candidates.block_columns import Columns
-from mergepipe.planning.candidates.items import Candidates
-from mergepipe.planning.candidates.level_ladders import ALL
-from mergepipe.planning.selection.policy_order import mix
-from mergepipe.planning.selection.select import Selection, served_blocks
+from mergepipe.planning.candidates import Candidates
+from mergepipe.planning.problem import Columns
+from mergepipe.planning.rules import ALL
+from mergepipe.planning.selection import Selection, mix, served_blocks
 
 SMALL_ELEMENTS = GRAIN_ELEMENTS
 SMALL_SHARE = 0.01

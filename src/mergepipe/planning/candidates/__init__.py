@@ -1,1 +1,0 @@
-"""List the candidates for reading: blocks of experts, their costs, statistics and scores."""
