@@ -82,7 +82,7 @@ CALLS = {
     "merge": ("recipe out", "budget force seed options on_progress"),
     "analyze": (
         "base experts",
-        "densities block_elements options on_progress",
+        "densities block_elements text importance_to options on_progress",
     ),
     "plan": ("recipe budget", "everything seed home allow_dropped options"),
     "store_plan": ("plan path", ""),

@@ -195,6 +195,8 @@ def analyze(
     *,
     densities: Sequence[float] = (),
     block_elements: int | None = None,
+    text: str | Path | None = None,
+    importance_to: str | Path | None = None,
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> AnalyzeReport:
@@ -206,6 +208,10 @@ def analyze(
     Args:
         densities: shares whose exact magnitude cuts are wanted beside the common ones.
         block_elements: elements of a block; default 256 Ki.
+        text: a file of text that tells which tensors matter: the sums of absolute gradient times delta of each tensor,
+            over all experts, go to `importance_to`, for `importance` of `PlanOptions`. Needs transformers, a base in a
+            folder, and 8 bytes of memory for each of its parameters.
+        importance_to: the file, JSON, that is written for `text`; what stands there is replaced.
         options: threads, memory, the home folder.
         on_progress: see `merge`.
 
@@ -216,6 +222,9 @@ def analyze(
     options = options or RunOptions()
     if any(not 0.0 < density <= 1.0 for density in densities):
         raise RecipeError.of("option.invalid", "--density", "a density is in (0, 1]", "give shares such as 0.2")
+    if (text is None) != (importance_to is None):
+        option, other = ("--importance-out", "--text FILE") if text is None else ("--text", "--importance-out FILE")
+        raise RecipeError.of("option.conflict", option, "has no meaning by itself", f"add {other}")
     from mergepipe.jobs.analyze import AnalysisRequest, run_analysis
     from mergepipe.operators.statistics import COMMON_DENSITIES
 
@@ -226,6 +235,11 @@ def analyze(
         block_elements=block_elements_of(block_elements),
         densities=tuple(sorted({*COMMON_DENSITIES, *densities})),
     )
+    if text is not None and importance_to is not None:
+        from mergepipe.jobs.text_importance import write_text_importance
+
+        n_threads, out = threads_of(options.threads), Path(importance_to)
+        write_text_importance(request.base.local_path, request.experts, Location.of(text), out, n_threads)
     return run_analysis(request, engine_options(options), started=started, on_progress=on_progress)
 
 

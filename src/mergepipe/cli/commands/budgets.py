@@ -52,6 +52,7 @@ def register(app: typer.Typer) -> None:
         app,
         analyze,
         "mergepipe analyze base/ expert-1/ expert-2/",
+        "mergepipe analyze base/ math/ --text some.txt --importance-out importance.json",
         "mergepipe analyze base/ expert-*/ --part 2/4 --home /shared/home",
         section=SECTION,
     )
@@ -153,6 +154,17 @@ def analyze(
         list[str] | None, Flag("Work out this magnitude cut too; may be given several times.", metavar="SHARE")
     ] = None,
     block_elements: Annotated[int | None, BLOCK_ELEMENTS] = None,
+    text: Annotated[
+        str | None,
+        Flag(
+            "Also measure which tensors matter to this text, by the gradient of BASE. Takes transformers, and 8 bytes "
+            "of memory a parameter.",
+            metavar="FILE",
+        ),
+    ] = None,
+    importance_out: Annotated[
+        str | None, Flag("For --text: write that to FILE, for `merge --importance`.", metavar="FILE")
+    ] = None,
     part: Annotated[str | None, EXPERT_PART] = None,
     options: Annotated[RunOptions, Without("catalog")],
     printing: ReportOptions,
@@ -171,8 +183,10 @@ def analyze(
         report = api.analyze(
             base,
             experts_of_part(experts, part),
-            densities=[parse_fraction(text, "--density", "option.invalid") for text in density or ()],
+            densities=[parse_fraction(share, "--density", "option.invalid") for share in density or ()],
             block_elements=block_elements,
+            text=text,
+            importance_to=importance_out,
             options=options,
             on_progress=on_progress,
         )

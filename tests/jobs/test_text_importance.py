@@ -1,0 +1,104 @@
+"""`analyze --text`: sums of absolute gradient times delta, by transformers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mergepipe
+from mergepipe.errors import NotFoundError, RecipeError, UnsupportedError
+from mergepipe.jobs.text_importance import write_text_importance
+from mergepipe.options import PlanOptions
+from mergepipe.storage.location import Location
+from support.families import TINY, write_family
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 8
+RECIPE = """
+merge_method: task_arithmetic
+base_model: base
+models:
+- {model: expert-1, parameters: {weight: 0.5}}
+- {model: expert-2, parameters: {weight: 0.5}}
+"""
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Path:
+    write_family(tmp_path, TINY, 2)
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path
+
+
+def measured(family: Path, *experts: str) -> dict[str, float]:
+    out = family / "importance.json"
+    places = [Location.of(family / expert) for expert in experts]
+    write_text_importance(family / "base", places, Location.of(family / "text.txt"), out, threads=1)
+    totals: dict[str, float] = json.loads(out.read_text())
+    return totals
+
+
+def test_text__sums_gradient_times_delta_of_each_tensor(family: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    models: dict[str, Any] = {
+        name: transformers.AutoModelForCausalLM.from_pretrained(family / name, dtype=torch.float32)
+        for name in ("base", "expert-1", "expert-2")
+    }
+    tokens = transformers.AutoTokenizer.from_pretrained(family / "base")(TEXT, return_tensors="pt").input_ids
+    models["base"](input_ids=tokens, labels=tokens).loss.backward()
+    totals = measured(family, "expert-1", "expert-2")
+    for name, parameter in models["base"].named_parameters():
+        deltas = (dict(models[e].named_parameters())[name] - parameter for e in ("expert-1", "expert-2"))
+        expected = sum(float((parameter.grad * delta.detach()).abs().sum()) for delta in deltas)
+        assert totals[name] == pytest.approx(expected, rel=1e-3, abs=1e-9)
+    assert set(totals) >= {name for name, _ in models["base"].named_parameters()}
+
+
+def test_text__analyze_writes_a_file_that_is_an_importance(family: Path) -> None:
+    pytest.importorskip("transformers")
+    experts, out = [family / "expert-1", family / "expert-2"], family / "importance.json"
+    mergepipe.analyze(family / "base", experts, text=family / "text.txt", importance_to=out)
+    (family / "recipe.yml").write_text(RECIPE)
+    options = PlanOptions(select="sample", block_elements=16384, importance=out)
+    plan = mergepipe.plan(family / "recipe.yml", "50%", options=options)
+    assert plan.importance is not None
+    assert plan.importance.path == str(out)
+
+
+def test_text__without_transformers_says_what_to_install(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        UnsupportedError, match=r"needs transformers, which is not installed; install mergepipe\[torch\]"
+    ):
+        measured(family, "expert-1")
+    assert not (family / "importance.json").exists()
+
+
+def test_text__a_base_that_transformers_cannot_load_is_refused(family: Path) -> None:
+    pytest.importorskip("transformers")
+    (family / "base" / "config.json").write_text('{"model_type": "nothing"}')
+    with pytest.raises(UnsupportedError, match="transformers cannot load it") as caught:
+        measured(family, "expert-1")
+    assert caught.value.code == "importance.text"
+
+
+def test_text__a_text_without_tokens_is_refused(family: Path) -> None:
+    pytest.importorskip("transformers")
+    (family / "text.txt").write_text("a")
+    with pytest.raises(UnsupportedError, match="fewer than two tokens"):
+        measured(family, "expert-1")
+
+
+def test_text__that_is_not_there_is_named(family: Path) -> None:
+    (family / "text.txt").unlink()
+    with pytest.raises(NotFoundError, match=r"text\.txt"):
+        measured(family, "expert-1")
+
+
+def test_text__needs_a_place_for_the_result(family: Path) -> None:
+    with pytest.raises(RecipeError, match="text: has no meaning by itself; add importance_to"):
+        mergepipe.analyze(family / "base", [family / "expert-1"], text=family / "text.txt")
