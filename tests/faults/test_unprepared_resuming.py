@@ -99,7 +99,7 @@ def test_merge__unfinished_is_planned_anew_for_another_budget(family: Family) ->
     with recording_often():
         n_operations = len(count_operations(family.run))
         family.forget()
-        run_killed(family.run, n_operations * 3 // 4, Death.BEFORE)
+        assert run_killed(family.run, n_operations // 2, Death.BEFORE)
         report = family.run(spare_bytes=1_990_000)
     assert any("the interrupted run was another merge" in notice for notice in report.notices)
     assert report.expert_bytes + report.analysis_bytes <= (report.budget_bytes or 0)
