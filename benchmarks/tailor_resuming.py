@@ -220,7 +220,7 @@ def _final(losses: Losses, last: int) -> float:
 
 
 def _ages(report: CompositionReport) -> tuple[int, ...]:
-    return tuple(max(age for _, _, age in unit.sources) for unit in report.plan.staleness)
+    return tuple(max(source.age for source in unit.sources) for unit in report.plan.staleness)
 
 
 def _forget_moments(path: Path) -> None:

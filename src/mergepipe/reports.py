@@ -13,9 +13,8 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.traffic import Traffic
 
 if TYPE_CHECKING:
-    from mergepipe.core.notices import Notice
+    from mergepipe.core.notices import DroppedTensor, Notice
     from mergepipe.deltastore.pack.job import BaseMatch
-    from mergepipe.recipes.tasks import DroppedTensor
     from mergepipe.snapshots.manifest import LeftOutFile
 
 

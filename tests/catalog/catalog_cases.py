@@ -9,20 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.core.blocks import BF16, BlockGrid
 from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, Cut, TensorStatistics
 from mergepipe.snapshots.manifest import (
     MANIFEST_NAME,
     Coverage,
-    FileRecord,
     InputRecord,
     Manifest,
-    OutputFileRecord,
     RealizedBytes,
-    SmallFileRecord,
 )
-from mergepipe.storage.file_version import version_of
+from mergepipe.storage.file_version import Digested, FileId, version_of
 from mergepipe.storage.location import Location
 
 WEIGHTS_NAME = "model.safetensors"
@@ -60,9 +57,9 @@ def same_bits(a: TensorStatistics, b: TensorStatistics) -> bool:
     )
 
 
-def fingerprint_of(path: Path) -> FileFingerprint:
+def fingerprint_of(path: Path) -> FileId:
     status = path.stat()
-    return FileFingerprint(path.name, status.st_size, version_of(path, status), f"{len(path.read_bytes()):032x}")
+    return FileId(path.name, status.st_size, version_of(path, status), f"{len(path.read_bytes()):032x}")
 
 
 def make_checkpoint(directory: Path, content: bytes = b"weights", *, bare: bool = False) -> Checkpoint:
@@ -107,7 +104,7 @@ def make_manifest(
             model=f"./{path.name}",
             path=str(path),
             files=tuple(
-                FileRecord(file.name, file.size_bytes, file.version, file.header_digest)
+                FileId(file.name, file.size_bytes, file.version, file.header_digest)
                 for file in (fingerprint_of(path / WEIGHTS_NAME),)
             ),
             content_id=None,
@@ -121,7 +118,7 @@ def make_manifest(
         recipe=f"# {name}\n",
         seed=0,
         inputs=records,
-        files=(OutputFileRecord(WEIGHTS_NAME, 1, "0" * 32),),
+        files=(Digested(WEIGHTS_NAME, 1, "0" * 32),),
         tensors=(),
         dropped=(),
         realized=RealizedBytes(base=1, expert=2, analysis=3, metadata=4, output=5),
@@ -129,7 +126,7 @@ def make_manifest(
         plan=None,
         coverage=coverage,
         run={"seconds": 1.5},
-        blocks=SmallFileRecord("mergepipe.blocks", 1, "0" * 32),
+        blocks=Digested("mergepipe.blocks", 1, "0" * 32),
     )
 
 

@@ -19,8 +19,8 @@ from mergepipe.catalog.rows import SnapshotRow
 from mergepipe.checkpoints.file_digests import with_digests
 from mergepipe.cli.render.snapshots import rebuild_table
 from mergepipe.errors import ConflictError, MismatchError, NotFoundError, UnsupportedError
+from mergepipe.snapshots.composite import COMPOSITE_FORMAT
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.tailor.composite import COMPOSITE_FORMAT
 
 
 def family(tmp_path: Path, n_models: int = 2) -> None:
@@ -64,7 +64,7 @@ def test_rebuild__leaves_out_training_composites_and_names_them(tmp_path: Path) 
     composite = tmp_path / "out" / "run" / "checkpoint-9"
     composite.mkdir(parents=True)
     (composite / MANIFEST_NAME).write_text(
-        json.dumps({"format": COMPOSITE_FORMAT, "kind": "composite", "sid": "0" * 32})
+        json.dumps({"format": COMPOSITE_FORMAT.title, "kind": "composite", "sid": "0" * 32})
     )
     report = rebuild(tmp_path / "home", [tmp_path / "out"])
     assert (report.snapshots, report.composites, report.unreadable, report.missing) == (1, (composite,), (), ())
@@ -91,7 +91,7 @@ def test_rebuild__tells_which_manifests_cannot_be_read_and_takes_the_others(tmp_
     (tmp_path / "out" / "bad" / "mergepipe.json").write_bytes(b"{")
     report = rebuild(tmp_path / "home", [tmp_path / "out"])
     assert report.snapshots == 1
-    assert [problem.code for problem in report.unreadable] == ["manifest.damaged"]
+    assert [problem.code for problem in report.unreadable] == ["format.damaged"]
 
 
 def test_rebuild__a_snapshot_that_is_gone_keeps_its_row_and_is_told(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,10 +12,9 @@ import pytest
 from catalog_cases import NOON, WEIGHTS_NAME, make_manifest, publish, rewrite
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.manifests import parse_manifest
 from mergepipe.catalog.rows import InputRow, LineageNode, SnapshotRow
 from mergepipe.catalog.snapshots import containing
-from mergepipe.errors import CorruptError, NotFoundError, RecipeError, UnsupportedError
+from mergepipe.errors import NotFoundError, RecipeError
 from mergepipe.snapshots.manifest import Manifest, RealizedBytes
 
 
@@ -273,48 +271,11 @@ def test_containing__goes_through_generations(tmp_path: Path) -> None:
         assert sorted(row.path.name for row in rows) == ["one", "three", "two"]
 
 
-def with_fields(**fields: object) -> bytes:
-    return json.dumps({**json.loads(make_manifest("a").to_json()), **fields}).encode()
-
-
 def test_record_snapshot__keeps_the_plan_digest(tmp_path: Path) -> None:
     with Catalog.open(tmp_path / "home") as catalog:
         manifest = make_manifest("a", plan_digest="p" * 32)
         row = catalog.record_snapshot(manifest, tmp_path / "a", created=NOON)
         assert row.plan_digest == "p" * 32
-
-
-@pytest.mark.parametrize(
-    ("raw", "code"),
-    [
-        (b"", "manifest.damaged"),
-        (b"[]", "manifest.damaged"),
-        (b'{"format": 1}', "manifest.damaged"),
-        (with_fields(sid="../../x"), "manifest.damaged"),
-        (with_fields(sid="A" * 32), "manifest.damaged"),
-        (with_fields(operator=None), "manifest.damaged"),
-        (with_fields(operator="a\0b"), "manifest.damaged"),
-        (with_fields(plan_digest=7), "manifest.damaged"),
-        (with_fields(realized=[]), "manifest.damaged"),
-        (with_fields(realized={"base": -1}), "manifest.damaged"),
-        (with_fields(realized={"base": True}), "manifest.damaged"),
-        (with_fields(realized={"base": 2**63}), "manifest.damaged"),
-        (with_fields(realized={"base": 1.5}), "manifest.damaged"),
-        (with_fields(inputs={}), "manifest.damaged"),
-        (with_fields(inputs=[[]]), "manifest.damaged"),
-        (with_fields(inputs=[{"role": "base"}]), "manifest.damaged"),
-    ],
-)
-def test_parse_manifest__refuses_what_is_not_one(raw: bytes, code: str) -> None:
-    with pytest.raises(CorruptError) as caught:
-        parse_manifest(raw, Path("mergepipe.json"))
-    assert caught.value.code == code
-
-
-def test_parse_manifest__names_another_version() -> None:
-    with pytest.raises(UnsupportedError) as caught:
-        parse_manifest(with_fields(format="mergepipe-manifest/5"), Path("mergepipe.json"))
-    assert caught.value.code == "format.version"
 
 
 def test_record_snapshot__any_path_and_text_is_stored_as_it_is(tmp_path: Path) -> None:

@@ -494,7 +494,7 @@ def test_explain__a_damaged_manifest_is_refused(work: Workplace, run: Runner) ->
     manifest = work.out / "mergepipe.json"
     manifest.write_text(manifest.read_text().replace('"seed": 0', '"seed": 1'))
     ran = run("explain", work.out)
-    assert (ran.exit_code, codes(ran)) == (4, ["manifest.damaged"])
+    assert (ran.exit_code, codes(ran)) == (4, ["format.damaged"])
 
 
 # --- sweep ---

@@ -22,7 +22,7 @@ from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.recipes.recipe_files import reload_recipes
 from mergepipe.runs.progress import merge_state
-from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.snapshots.manifest import parse_manifest
 from mergepipe.snapshots.work_log import read_work_log
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -123,13 +123,13 @@ def test_read_work_log__a_sealed_record_that_is_none_makes_nothing_of_all(tmp_pa
 
 
 @pytest.mark.parametrize("value", ['"\\ud800"', "1e999", "-1e999"])
-def test_manifest_of_json__refuses_what_has_no_digest(value: str) -> None:
-    raw = (GOLDEN / "manifest-4" / "mergepipe.json").read_text()
+def test_parse_manifest__refuses_what_has_no_digest(value: str) -> None:
+    raw = (GOLDEN / "manifest-5" / "mergepipe.json").read_text()
     lying = raw.replace('"seed": 0', f'"seed": {value}', 1)
     assert lying != raw
     with pytest.raises(CorruptError) as caught:
-        manifest_of_json(lying.encode())
-    assert caught.value.code == "manifest.damaged"
+        parse_manifest(lying.encode())
+    assert caught.value.code == "format.damaged"
 
 
 @pytest.mark.parametrize("value", ['"\\ud800"', "1e999"])
@@ -155,7 +155,7 @@ def test_readers__any_bytes_end_in_a_value_or_a_typed_error(raw: bytes) -> None:
         outcome(lambda: load_inert(b"\x80\x02" + raw, "any")),
         outcome(lambda: read_pieces(raw, where="any")),
         outcome(lambda: parse_plan(raw)),
-        outcome(lambda: manifest_of_json(raw)),
+        outcome(lambda: parse_manifest(raw)),
     ]
     assert len(outcomes) == 6
 

@@ -39,8 +39,7 @@ from mergepipe.jobs.merge_on_ray import (
 )
 from mergepipe.options import DEFAULT_SHARD_BYTES, OutputOptions, PlanOptions
 from mergepipe.reports import Progress
-from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
-from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from support.bucket_outputs import objects_below
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family
 from support.families import FamilyShape
@@ -231,7 +230,7 @@ def test_merge__on_ray_reads_indices_of_packed_experts_once(family: DiskFamily, 
 
 
 def manifest_of(out: Path) -> Manifest:
-    return manifest_of_json((out / MANIFEST_NAME).read_bytes())
+    return parse_manifest((out / MANIFEST_NAME).read_bytes())
 
 
 def test_merge__on_ray_reports_errors_of_tasks_as_its_own(cluster: FakeCluster, recipe: Path, tmp_path: Path) -> None:

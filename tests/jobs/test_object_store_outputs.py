@@ -19,8 +19,7 @@ import mergepipe
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, RecipeError, StorageError, UnsupportedError
 from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.reports import MergeReport
-from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
 from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
@@ -105,7 +104,7 @@ def assert_same(out: str, local: Path) -> None:
     remote, wanted = objects_below(out), files_below(local)
     assert remote.keys() == wanted.keys()
     assert [name for name in wanted if remote[name] != wanted[name] and name not in DESCRIBE_THE_RUN] == []
-    ours, theirs = (manifest_of_json(files[MANIFEST_NAME]) for files in (remote, wanted))
+    ours, theirs = (parse_manifest(files[MANIFEST_NAME]) for files in (remote, wanted))
     assert (ours.sid, ours.files, ours.tensors, ours.sidecars) == (
         theirs.sid, theirs.files, theirs.tensors, theirs.sidecars,
     )  # fmt: skip

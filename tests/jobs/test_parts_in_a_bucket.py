@@ -21,8 +21,7 @@ from mergepipe.planning.plan_json import parse_plan
 from mergepipe.reports import Garbage, PartReport
 from mergepipe.runs import parts as worker_module
 from mergepipe.snapshots import parts_bucket
-from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
 from mergepipe.snapshots.object_upload import ObjectUpload
 from mergepipe.snapshots.parts_bucket import JobUpload, parts_folder
 from mergepipe.snapshots.parts_place import JOB_NAME
@@ -121,7 +120,7 @@ def assert_same(out: str, local: Path) -> None:
     remote, wanted = objects_below(out), files_below(local)
     assert remote.keys() == wanted.keys()
     assert [name for name in wanted if remote[name] != wanted[name] and name != MANIFEST_NAME] == []
-    ours, theirs = (manifest_of_json(files[MANIFEST_NAME]) for files in (remote, wanted))
+    ours, theirs = (parse_manifest(files[MANIFEST_NAME]) for files in (remote, wanted))
     assert (ours.sid, ours.files, ours.tensors) == (theirs.sid, theirs.files, theirs.tensors)
     assert ours.realized.expert == theirs.realized.expert
 

@@ -24,10 +24,9 @@ from mergepipe.errors import (
     RecipeError,
     StorageError,
 )
-from mergepipe.jobs.push import _without_local_paths
+from mergepipe.jobs.push import _recipe_without_paths
 from mergepipe.options import MergeOptions, RunOptions
-from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
 from mergepipe.storage.remote import objects
 from support.bucket_outputs import files_below, objects_below, watch_buckets
 from support.families import FamilyShape, write_family
@@ -83,7 +82,7 @@ def check_copy(snapshot: Path, files: dict[str, bytes]) -> None:
     assert files.keys() == wanted.keys()
     assert [name for name in files if name.endswith(".safetensors") and files[name] != wanted[name]] == []
     assert [name for name, content in files.items() if str(snapshot.parent).encode() in content] == []
-    manifest, source = (manifest_of_json(held[MANIFEST_NAME]) for held in (files, wanted))
+    manifest, source = (parse_manifest(held[MANIFEST_NAME]) for held in (files, wanted))
     assert (manifest.files, manifest.tensors, manifest.blocks) == (source.files, source.tensors, source.blocks)
     assert manifest.sid == source.sid
     assert [record.path for record in manifest.inputs] == ["../base", "../expert-1"]
@@ -435,6 +434,6 @@ def test_push__of_a_damaged_average_is_refused(average: Path, name: str) -> None
 )
 def test_push__of_a_recipe_leaves_last_names_of_relative_paths(recipe: str) -> None:
     """Whatever the form of the recipe, its checkpoints' folders are not told."""
-    pushed = _without_local_paths({"recipe": recipe})["recipe"]
-    assert "private" not in str(pushed)
-    assert re.findall(r"\.\./(\w+)", str(pushed)) == ["first", "second", "third"]
+    pushed = _recipe_without_paths(recipe)
+    assert "private" not in pushed
+    assert re.findall(r"\.\./(\w+)", pushed) == ["first", "second", "third"]

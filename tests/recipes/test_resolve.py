@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, F64, DType, DTypeKind, element_count
+from mergepipe.core.notices import DroppedTensor
 from mergepipe.errors import MergePipeError, MismatchError, UnsupportedError
 from mergepipe.operators.registry import operator_specs
 from mergepipe.recipes.recipe import Case, Cases, ModelInput, Recipe, Scalar, Setting
 from mergepipe.recipes.resolution import resolve
-from mergepipe.recipes.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
+from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters
 from mergepipe.storage.location import Location
 
 I64, U8, F8 = DTYPES["I64"], DTYPES["U8"], DTYPES["F8_E8M0"]

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry, Unchanged
 from mergepipe.checkpoints.gathered_rows import GatheredRows
 from mergepipe.core.blocks import BF16, F32, DType, element_count
+from mergepipe.core.notices import DroppedTensor
 from mergepipe.errors import MergePipeError, MismatchError, RecipeError
 from mergepipe.operators.registry import operator_specs
 from mergepipe.recipes.fields import Strictness
 from mergepipe.recipes.output_tensors import LayerList, is_before_layers, layer_lists
 from mergepipe.recipes.recipe import Case, Cases, LayerSource, ModelInput, OutputModule, OutputSlice, Recipe, Setting
 from mergepipe.recipes.resolution import resolve
-from mergepipe.recipes.tasks import Action, DroppedTensor, Resolution
+from mergepipe.recipes.tasks import Action, Resolution
 from mergepipe.storage.location import Location
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -172,7 +172,7 @@ def test_repair__believes_no_manifest_that_was_edited(copy: Path) -> None:
     (copy / MANIFEST_NAME).write_text(manifest.replace("../family/base", "../family/expert-1"))
     with pytest.raises(CorruptError) as caught:
         keeping.repair(copy)
-    assert caught.value.code == "manifest.damaged"
+    assert caught.value.code == "format.damaged"
 
 
 def test_replay__gives_the_same_bytes(made: Path, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_diff__tells_what_differs_and_by_how_much(own: Path) -> None:
 
 
 def test_verify__of_the_golden_snapshot(tmp_path: Path) -> None:
-    snapshot = Path(shutil.copytree(GOLDEN / "manifest-4", tmp_path / "golden"))
+    snapshot = Path(shutil.copytree(GOLDEN / "manifest-5", tmp_path / "golden"))
     assert keeping.verify(snapshot).is_sound
     flip(sorted(snapshot.glob("*.safetensors"))[0], -1)
     assert [damage.kind for damage in keeping.verify(snapshot).damages] == ["block"]

@@ -30,14 +30,14 @@ from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.runs.progress import merge_state
 from mergepipe.snapshots.block_digests import BlockTable, block_table_of
-from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.snapshots.manifest import parse_manifest
 from mergepipe.snapshots.staging import CONTENT_NAME
 from mergepipe.snapshots.work_log import WorkLog, read_work_log
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.owner import LOG_NAME
-from mergepipe.tailor.formats.partial import parse_manifest
+from mergepipe.tailor.formats.partial import parse_manifest as parse_partial
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.recipe import load_composition
 from mergepipe.tailor.saving.save_log import read_log
@@ -126,10 +126,10 @@ def weight_targets(folder: Path) -> tuple[Target, ...]:
 def record_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
     """Plans, manifests, work logs, tables of digests, statistics: what MergePipe wrote itself."""
     plans = Shape(seeds.plans(folder / "planned"), seals.seal_plan, words=seeds.PLAN_WORDS, is_json=True)
-    manifests = Shape(((golden / "manifest-4" / "mergepipe.json").read_bytes(),), seals.seal_manifest, is_json=True)
+    manifests = Shape(((golden / "manifest-5" / "mergepipe.json").read_bytes(),), seals.seal_manifest, is_json=True)
     return (
         Target("plan", parse_plan, plans),
-        Target("manifest", manifest_of_json, manifests),
+        Target("manifest", parse_manifest, manifests),
         _log_target(folder),
         _table_target(),
         *_statistics_file_targets(),
@@ -239,7 +239,7 @@ def training_targets(folder: Path) -> tuple[Target, ...]:
     trees = Shape(seeds.as_trees(seeds.COMPOSITIONS), words=seeds.COMPOSITION_WORDS, is_json=True)
     recipe = Shape(seeds.COMPOSITIONS, split=seals.lines_of, words=seeds.COMPOSITION_WORDS)
     return (
-        Target("partial-manifest", lambda raw: parse_manifest(raw, FILE), partial),
+        Target("partial-manifest", lambda raw: parse_partial(raw, FILE), partial),
         Target("save-log", lambda raw: read_log(raw.decode("utf-8", errors="replace")), log),
         Target(
             "composition",

@@ -10,7 +10,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.core.blocks import F32, BlockGrid
 from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.statistics import (
@@ -26,6 +26,7 @@ from mergepipe.operators.statistics import (
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.recipe import ModelInput, Recipe, Scalar
 from mergepipe.recipes.resolution import resolve
+from mergepipe.storage.file_version import FileId
 from mergepipe.storage.location import Location
 
 BLOCK = 4096
@@ -74,7 +75,7 @@ def checkpoint(name: str, arrays: Arrays, first_offset: int = 1000) -> Checkpoin
         entry = TensorEntry(tensor, F32, (len(values),), Location.local(Path("/models") / name), offset, values.nbytes)
         entries[tensor] = entry
         offset += entry.nbytes
-    fingerprint = FileFingerprint(name, offset, "17", blake3(name.encode()).hexdigest(16))
+    fingerprint = FileId(name, offset, "17", blake3(name.encode()).hexdigest(16))
     return Checkpoint(
         Location.local(Path("/models") / name), Location.local(Path("/models")), entries, (fingerprint,), ()
     )

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe.snapshots.composite import Thoroughness
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Packing, StoredState
 from mergepipe.tailor.composition import ComposeOptions, CompositionReport, compose
 from mergepipe.tailor.formats.dcp import unpack_piece
 from mergepipe.tailor.formats.registry import open_training_checkpoint
-from mergepipe.tailor.self_check import Thoroughness
 from support.stores import MetadataStore
 from support.training_trees import (
     KnownStates,

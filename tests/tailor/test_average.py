@@ -20,6 +20,7 @@ from mergepipe import tailor
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import BF16, F32, Span
 from mergepipe.errors import CorruptError, MergePipeError
+from mergepipe.snapshots.composite import Thoroughness
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor import copy_writer
@@ -30,7 +31,7 @@ from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.copy_plan import AverageRange, ElementRange, FilePlan, average_states, joined
 from mergepipe.tailor.copy_writer import Copier
 from mergepipe.tailor.formats.registry import open_training_checkpoint
-from mergepipe.tailor.self_check import AverageCheck, Thoroughness, _made_states
+from mergepipe.tailor.self_check import AverageCheck, _made_states
 from support.stores import MetadataStore
 from support.training_trees import STATES, KnownStates, decoder_shapes, known_states, write_hf
 

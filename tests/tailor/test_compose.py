@@ -41,13 +41,14 @@ from mergepipe.errors import (
     StorageError,
     UnsupportedError,
 )
+from mergepipe.snapshots.composite import StepPolicy, Thoroughness
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage import owned
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.assignment import StepPolicy, assign, state_to_copy
+from mergepipe.tailor.assignment import assign, state_to_copy
 from mergepipe.tailor.checkpoint import Framework, Packing
 from mergepipe.tailor.composition import ComposeOptions, check_recipe, compose
 from mergepipe.tailor.composition_plan import plan_composition
@@ -60,7 +61,6 @@ from mergepipe.tailor.recipe import load_composition
 from mergepipe.tailor.saving.engine_view import Ranks
 from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, write_partial
 from mergepipe.tailor.selection import EMBED, Unit, layer
-from mergepipe.tailor.self_check import Thoroughness
 from support.engine_views import known_view, on_ranks
 from support.faults import (
     Fault,
@@ -181,7 +181,7 @@ def test_compose__counts_steps_as_its_policy_says(tmp_path: Path, kind: str) -> 
 
 def test_compose__reports_how_old_each_unit_is(zero2: Pair) -> None:
     report = zero2.compose(PARITY)
-    ages = {unit.unit: [age for _, _, age in unit.sources] for unit in report.plan.staleness}
+    ages = {unit.unit: [source.age for source in unit.sources] for unit in report.plan.staleness}
     assert ages == {"embed": [2], "layer 0": [2], "layer 1": [0], "layer 2": [2], "norm": [2], "lm_head": [0]}
 
 
@@ -543,7 +543,7 @@ def test_compose__takes_units_from_a_partial_checkpoint(with_partial: Pair) -> N
     old = [n for n in with_partial.old.shapes if "embed_tokens" not in n and ".layers.1." not in n]
     assert wrong_values(with_partial.out, with_partial, old) == []
     assert report.plan.assignment.skeleton.step == 7
-    ages = {unit.unit: [age for _, _, age in unit.sources] for unit in report.plan.staleness}
+    ages = {unit.unit: [source.age for source in unit.sources] for unit in report.plan.staleness}
     assert ages == {"embed": [-2], "layer 0": [0], "layer 1": [-2], "layer 2": [0], "norm": [0], "lm_head": [0]}
 
 
@@ -603,7 +603,7 @@ def test_compose__resumes_at_the_step_of_a_partial_checkpoint(trainer: Pair) -> 
     assert rates == [0.25, 0.5]
     with zipfile.ZipFile(trainer.out / "optimizer.pt") as archive:
         assert archive.testzip() is None
-    ages = {unit.unit: [age for _, _, age in unit.sources] for unit in report.plan.staleness}
+    ages = {unit.unit: [source.age for source in unit.sources] for unit in report.plan.staleness}
     assert (ages["layer 1"], ages["embed"]) == ([0], [2])
     assert not (trainer.out / "mergepipe-partial.json").exists()
 

@@ -85,7 +85,8 @@ def test_average__of_a_packed_chain_is_that_of_the_originals(
     report = tailor.average(packed, tmp_path / "packed", weights="wma", optimizer=optimizer, self_check="full")
     assert content_of(tmp_path / "raw") == content_of(tmp_path / "packed")
     assert report.manifest is not None
-    named = {source.path.name: {Path(file.name).name for file in source.files} for source in report.manifest.inputs}
+    inputs = report.manifest.inputs
+    named = {Path(source.path).name: {Path(file.name).name for file in source.files} for source in inputs}
     assert all({WHOLE, HEADER_NAME} <= files for files in named.values())
 
 

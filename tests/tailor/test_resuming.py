@@ -150,7 +150,7 @@ def test_composite__of_partial_checkpoints_resumes_at_their_step(tmp_path: Path,
     train_partially(kind, tmp_path)
     run = tmp_path / "run"
     report = compose_log(kind, run, 99)
-    newer = {unit.unit for unit in report.plan.staleness if unit.sources[0][2] == 0}
+    newer = {unit.unit for unit in report.plan.staleness if unit.sources[0].age == 0}
     assert (0 < len(newer) < len(report.plan.staleness), report.plan.assignment.state.step) == (True, 4)
 
     (loaded,) = resume(kind, run, 99)

@@ -123,7 +123,7 @@ def root_of(path: Path) -> Node:
 
 
 def ages(report: CompositionReport) -> Mapping[str, int]:
-    return {unit.unit: unit.sources[0][2] for unit in report.plan.staleness}
+    return {unit.unit: unit.sources[0].age for unit in report.plan.staleness}
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])

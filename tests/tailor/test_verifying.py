@@ -51,7 +51,7 @@ def test_verify__believes_no_composite_manifest_that_was_edited(composite: Path)
     manifest.write_text(manifest.read_text().replace("layers all", "layers 0-1"))
     with pytest.raises(CorruptError) as caught:
         keeping.verify(composite)
-    assert caught.value.code == "manifest.damaged"
+    assert caught.value.code == "format.damaged"
 
 
 def test_verify__cannot_make_a_composite_again(composite: Path) -> None:

@@ -6,15 +6,18 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
+from blake3 import blake3
+
 from mergepipe.catalog import snapshots
 from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, Database, open_database, stored_text
 from mergepipe.catalog.home import statistics_folder
-from mergepipe.catalog.manifests import SnapshotRecord, parse_manifest, read_manifest
+from mergepipe.catalog.manifests import SnapshotRecord, read_manifest
 from mergepipe.catalog.rows import CatalogStats, LineageNode, SnapshotRow
-from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
+from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.file_digests import with_digests
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage.contract import Store, resolved
+from mergepipe.storage.file_version import FileId
 from mergepipe.storage.stores import Stores
 
 
@@ -89,7 +92,7 @@ class Catalog:
         with self._database.write_transaction() as connection:
             connection.executemany("INSERT OR REPLACE INTO file_digests VALUES (?, ?, ?, ?)", rows)
 
-    def _place_of(self, checkpoint: Checkpoint, file: FileFingerprint) -> str:
+    def _place_of(self, checkpoint: Checkpoint, file: FileId) -> str:
         """Return the location of a file, links resolved."""
         location = checkpoint.root / file.name
         return stored_text(str(resolved(self._store, location)), location)
@@ -105,17 +108,17 @@ class Catalog:
         """
         if created.tzinfo is None:
             raise ValueError("`created` needs a time zone")
-        snapshot_record = parse_manifest(manifest.to_json(), path)
+        snapshot_record = SnapshotRecord(manifest, blake3(manifest.to_json()).hexdigest(16))
         return self._record(snapshot_record, path, created, keep_created=False)
 
     def adopt_snapshot(self, path: Path, *, created: datetime) -> SnapshotRow:
         """Index a snapshot from its stored manifest; `created` is used if the catalog has no earlier record.
 
         Raises:
-            CorruptError: `manifest.*`.
+            CorruptError: `format.damaged`.
             NotFoundError: `snapshot.not-found`.
             StorageError: it cannot be read.
-            UnsupportedError: `format.version`, `catalog.path-encoding`.
+            UnsupportedError: `format.version`, `format.kind`, `catalog.path-encoding`.
         """
         return self._record(read_manifest(self._store, path), path, created, keep_created=True)
 

@@ -112,7 +112,7 @@ def _adopt_all(catalog: Catalog, paths: Iterable[Path], unreadable: list[Problem
             codes = {problem.code for problem in error.problems}
             if not codes.isdisjoint(_FATAL):
                 raise
-            if "snapshot.composite" in codes:
+            if "format.kind" in codes:
                 adopted.composites.append(path)
             else:
                 unreadable.extend(error.problems)

@@ -47,12 +47,12 @@ def record(
     From other rows of the same manifest it keeps the sids of the inputs, which may be gone later, and with
     `keep_created` the time.
     """
-    known_sids, known_created = _earlier_records(connection, snapshot_record.manifest_digest)
+    known_sids, known_created = _earlier_records(connection, snapshot_record.digest)
     if keep_created and known_created is not None:
         created = known_created
     connection.execute("DELETE FROM snapshots WHERE path = ?", (path_text(path),))
     key = _insert(connection, snapshot_record, path, created)
-    for position, source in enumerate(snapshot_record.inputs):
+    for position, source in enumerate(snapshot_record.manifest.inputs):
         sid = known_sids.get(position) or sid_of_unchanged_input(store, source)
         connection.execute(
             "INSERT INTO snapshot_inputs VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -75,7 +75,8 @@ def _earlier_records(connection: sqlite3.Connection, manifest_digest: str) -> tu
 
 
 def _insert(connection: sqlite3.Connection, snapshot_record: SnapshotRecord, path: Path, created: datetime) -> int:
-    realized = snapshot_record.realized
+    manifest = snapshot_record.manifest
+    realized = manifest.realized
     cursor = connection.execute(
         """
         INSERT INTO snapshots (
@@ -84,12 +85,12 @@ def _insert(connection: sqlite3.Connection, snapshot_record: SnapshotRecord, pat
         ) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
         """,
         (
-            snapshot_record.sid,
+            manifest.sid,
             path_text(path),
-            snapshot_record.operator,
+            manifest.operator,
             created.astimezone(UTC).isoformat(timespec="microseconds"),
-            snapshot_record.plan_digest,
-            snapshot_record.manifest_digest,
+            manifest.plan_digest,
+            snapshot_record.digest,
             realized.base,
             realized.expert,
             realized.analysis,

@@ -14,13 +14,14 @@ import numpy as np
 from blake3 import blake3
 
 from mergepipe.catalog.home import statistics_folder
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
 from mergepipe.checkpoints.file_digests import content_digest, digest_of_files, is_outside
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.canonical_json import canonical_json, parse_digestible
 from mergepipe.core.json_fields import FieldCodes, JsonFields
 from mergepipe.errors import CorruptError, LimitError, MergePipeError, UnsupportedError
 from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
+from mergepipe.storage.file_version import FileId
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.limits import STATISTICS_BYTES
 from mergepipe.storage.output import make_folders, replace_durably
@@ -59,7 +60,7 @@ class PortableContent:
     def digest(self) -> str:
         """The content digest, see `checkpoints.file_digests.content_digest`."""
         fingerprints = [
-            FileFingerprint(f"/{i}" if f.is_outside else str(i), f.size_bytes, "", f.header_digest, f.sha256)
+            FileId(f"/{i}" if f.is_outside else str(i), f.size_bytes, "", f.header_digest, f.sha256)
             for i, f in enumerate(self.files)
         ]
         digest = digest_of_files(self.kind, fingerprints)

@@ -13,7 +13,7 @@ from typing import TypeVar
 from blake3 import blake3
 
 from mergepipe.checkpoints.adapted_tensors import Adapted, LowRankDelta
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint, Readable, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry
 from mergepipe.checkpoints.directory import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAMES,
@@ -26,6 +26,7 @@ from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError, did_you_mean
 from mergepipe.storage.contract import Store
+from mergepipe.storage.file_version import FileId
 from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
 from mergepipe.storage.location import Location
 
@@ -304,14 +305,14 @@ def _applied(path: Location, weights: Readable, change: Readable | None) -> Read
     return Adapted(weights, change)
 
 
-def _read_config(store: Store, path: Location) -> tuple[AdapterConfig, FileFingerprint]:
+def _read_config(store: Store, path: Location) -> tuple[AdapterConfig, FileId]:
     if ADAPTER_CONFIG_NAME not in list_names(store, path):
         raise NotFoundError.of("checkpoint.incomplete", path, f"is no adapter: it holds no {ADAPTER_CONFIG_NAME}")
     status = stat_present(store, path, ADAPTER_CONFIG_NAME)
     config = read_adapter_config(store, path / ADAPTER_CONFIG_NAME)
     raw = store.read_small(path / ADAPTER_CONFIG_NAME, ADAPTER_CONFIG_BYTES)
     digest = blake3(raw).hexdigest(length=16)
-    return config, FileFingerprint(ADAPTER_CONFIG_NAME, status.size_bytes, status.version, digest)
+    return config, FileId(ADAPTER_CONFIG_NAME, status.size_bytes, status.version, digest)
 
 
 class _Opener:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import DELTA_FLAG, DType, Span, element_count
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import RangeFile
-from mergepipe.storage.file_version import sha256_of_version
+from mergepipe.storage.file_version import FileId
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 
@@ -322,25 +322,6 @@ def files_of(sources: Iterable[Source]) -> set[Location]:
 
 
 @dataclass(frozen=True, slots=True)
-class FileFingerprint:
-    """A file's name, relative to the checkpoint, with the size and version that identify its content.
-
-    Two that are equal, of the same path, are of the same bytes: `version` (see `storage.file_version`) changes whenever
-    those do. Two that differ in their versions alone are of the same bytes if both tell the same `sha256`; it is None
-    where nobody has taken it, and no part of the comparison of two fingerprints.
-    """
-
-    name: str
-    size_bytes: int
-    version: str
-    header_digest: str  # BLAKE3-128 (32 hex digits) of the safetensors length prefix + header
-    sha256: str | None = field(default=None, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sha256", sha256_of_version(self.version) or self.sha256)
-
-
-@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Named tensors on storage. `tensors` is in storage order: file by file in order, by offset inside a file.
 
@@ -351,7 +332,7 @@ class Checkpoint:
     path: Location
     root: Location
     tensors: Mapping[str, Readable]
-    files: tuple[FileFingerprint, ...]
+    files: tuple[FileId, ...]
     sidecars: tuple[str, ...]
     kind: CheckpointKind = CheckpointKind.FULL
     encoded: PackedIndex | None = None  # of one whose tensors are encoded beside a base's

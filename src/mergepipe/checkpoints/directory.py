@@ -9,22 +9,30 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
+from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
-from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.checkpoints.torch_file import SUFFIXES as TORCH_SUFFIXES
 from mergepipe.checkpoints.torch_file import read_torch_weights
 from mergepipe.core.strict_json import MAX_DEPTH, JsonValue, is_too_deep, object_members, shown
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, UnsupportedError
 from mergepipe.storage.contract import FileStatus, Store, is_folder
+from mergepipe.storage.file_version import FileId
 from mergepipe.storage.limits import WEIGHT_INDEX_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.traffic import concurrent_map
 
 # --- check the files that a checkpoint directory names ---
 # regular ones inside it, or blobs of the same hub cache folder
+
+
+def is_contained(name: str) -> bool:
+    """Whether a relative name lies inside the folder that it is relative to."""
+    path = PurePosixPath(name)
+    return bool(name) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def is_plain_name(name: str) -> bool:
@@ -280,7 +288,7 @@ _MODULE_SUFFIXES = (".json", ".txt", ".safetensors")
 class WeightFile:
     """One file of tensors: what it says it holds."""
 
-    fingerprint: FileFingerprint
+    fingerprint: FileId
     entries: tuple[TensorEntry, ...]
 
 
@@ -371,12 +379,12 @@ def read_weight_file(store: Store, root: Location, name: str, status: FileStatus
         if path.suffix in TORCH.suffixes:
             weights = read_torch_weights(store, path)
             digest = weights.digest
-            return WeightFile(FileFingerprint(name, weights.size_bytes, status.version, digest), weights.entries)
+            return WeightFile(FileId(name, weights.size_bytes, status.version, digest), weights.entries)
         header = read_header(store, path)
     except (CorruptError, UnsupportedError):
         _refuse_gguf(store, path)
         raise
-    fingerprint = FileFingerprint(name, header.size_bytes, status.version, header.header_digest)
+    fingerprint = FileId(name, header.size_bytes, status.version, header.header_digest)
     return WeightFile(fingerprint, header.entries)
 
 

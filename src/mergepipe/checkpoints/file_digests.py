@@ -11,11 +11,12 @@ from pathlib import PurePosixPath
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.storage.buffers import aligned_buffer
 from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.file_version import FileId
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import is_remote
 from mergepipe.storage.ranges import read_exact, request_bytes
@@ -36,7 +37,7 @@ def content_digest(checkpoint: Checkpoint) -> str | None:
     return digest_of_files(checkpoint.kind, checkpoint.files)
 
 
-def digest_of_files(kind: CheckpointKind, files: Sequence[FileFingerprint]) -> str | None:
+def digest_of_files(kind: CheckpointKind, files: Sequence[FileId]) -> str | None:
     """Return the content digest of a checkpoint of these files; None unless the SHA-256 of every file is known."""
     if not files or any(file.sha256 is None for file in files):
         return None
@@ -45,7 +46,7 @@ def digest_of_files(kind: CheckpointKind, files: Sequence[FileFingerprint]) -> s
     return digest_of([_CONTENT_FORMAT, kind.value, inside, outside])
 
 
-def is_outside(file: FileFingerprint) -> bool:
+def is_outside(file: FileId) -> bool:
     """Whether a file lies outside the folder of its checkpoint, as those of an applied adapter do."""
     return PurePosixPath(file.name).is_absolute() or is_remote(file.name)
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable, TensorEntry, block_cost_bytes
+from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, block_cost_bytes
 from mergepipe.core.blocks import ITEMSIZE_BY_KERNEL_CODE, Span
 from mergepipe.errors import ConflictError, MergePipeError, StorageError
 from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.file_version import FileId
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
@@ -91,7 +92,7 @@ def _changed(path: Location) -> MergePipeError:
     return ConflictError.of("input.changed", path, "changed while it was being read", "run again")
 
 
-def _files_of(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Location, FileFingerprint]]:
+def _files_of(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Location, FileId]]:
     for checkpoint in checkpoints:
         for file in checkpoint.files:
             yield checkpoint.root / file.name, file

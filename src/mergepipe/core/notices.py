@@ -1,4 +1,4 @@
-"""Notices: parts of a recipe that have no effect, or another effect than they seem to have. Told, not refused."""
+"""Notices: parts of a recipe, and tensors, that have no effect, or another than it seems. Told, not refused."""
 
 from __future__ import annotations
 
@@ -45,6 +45,15 @@ class Notice:
 
     def __str__(self) -> str:
         return f"{self.where}: {self.text}" if self.where else self.text
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedTensor:
+    """A tensor of an expert that no task uses: `model` is the path as the recipe writes it."""
+
+    model: str
+    tensor: str
+    reason: str
 
 
 def notice_at(code: str, where: str, message: str, elsewhere: str = "", *, changes_result: bool = False) -> Notice:

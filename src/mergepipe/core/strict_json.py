@@ -35,10 +35,10 @@ def shown(value: object) -> str:
 
 
 def parse_object(
-    raw: bytes, *, where: object, code: str, max_integer_digits: int = MAX_INTEGER_DIGITS
+    raw: bytes, *, where: object, code: str, max_integer_digits: int = MAX_INTEGER_DIGITS, hint: str = ""
 ) -> dict[str, JsonValue]:
-    """Parse one JSON object. `code` is the code of its errors, `where` the file named in messages."""
-    rules = _Rules(where, code, max_integer_digits)
+    """Parse one JSON object. `code` and `hint` are those of its errors, `where` the file named in them."""
+    rules = _Rules(where, code, max_integer_digits, hint)
     text = rules.decode(raw)
     if is_too_deep(raw):
         rules.refuse(f"JSON is nested deeper than {MAX_DEPTH} levels")
@@ -168,9 +168,10 @@ class _Rules:
     where: object
     code: str
     max_integer_digits: int
+    hint: str = ""
 
     def refuse(self, message: str) -> NoReturn:
-        raise CorruptError.of(self.code, self.where, message)
+        raise CorruptError.of(self.code, self.where, message, self.hint)
 
     def decode(self, raw: bytes) -> str:
         try:

@@ -12,7 +12,6 @@ from mergepipe.checkpoints.contract import (
     BaseBytes,
     Checkpoint,
     ComputedTensor,
-    FileFingerprint,
     NeedsBase,
     Readable,
     TensorEntry,
@@ -40,6 +39,7 @@ from mergepipe.deltastore.tensor import PackedTensor, PlainTensor, StandaloneTen
 from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, RecipeError
 from mergepipe.snapshots.recorded_paths import absolute_reference
 from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.file_version import FileId
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.limits import STORE_HEADER_BYTES
 from mergepipe.storage.location import Location
@@ -134,7 +134,7 @@ class OpenedStore:
     root: Location
     header: StoreHeader
     index_reader: StoreIndexReader
-    fingerprints: tuple[FileFingerprint, ...]
+    fingerprints: tuple[FileId, ...]
 
     @property
     def index(self) -> StoreIndex:
@@ -227,16 +227,14 @@ def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint | None) 
     return ChainedTensor(packed, base_tensor)
 
 
-def _fingerprint(
-    store: Store, root: Location, name: str, size_bytes: int | None, header: StoreHeader
-) -> FileFingerprint:
+def _fingerprint(store: Store, root: Location, name: str, size_bytes: int | None, header: StoreHeader) -> FileId:
     """A file as it is, of `size_bytes` where that is known."""
     status = stat_regular(store, root, name)
     if status is None or (size_bytes is not None and status.size_bytes != size_bytes):
         what = "is missing" if status is None else f"has {status.size_bytes} bytes"
         needed = "it is needed" if size_bytes is None else f"{size_bytes} bytes are needed"
         raise corrupt(root / name, f"{what}, {needed}")
-    return FileFingerprint(name, status.size_bytes, status.version, header.index_blake3)
+    return FileId(name, status.size_bytes, status.version, header.index_blake3)
 
 
 # --- open a store by itself, with the base that it was packed with, which may be a store as well ---

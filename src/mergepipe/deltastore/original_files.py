@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 from blake3 import blake3
 
-from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, FileFingerprint, Readable, TensorEntry, files_of
+from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
 from mergepipe.checkpoints.safetensors import parse_header
 from mergepipe.core.blocks import BlockGrid
@@ -28,6 +28,7 @@ from mergepipe.deltastore.header import HEADERS_NAME, is_own_name, is_store
 from mergepipe.deltastore.tensor import EncodedTensor, PlainTensor
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import Entry, FileKind, FileStatus, RangeFile, Store, StoreTerms
+from mergepipe.storage.file_version import FileId
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
@@ -131,7 +132,7 @@ class OriginalFolder:
         """The files that the weights are decoded from, of all stores of the chain and of the first one's base."""
         return tuple(checkpoint.root / file.name for checkpoint, file in self._pinned())
 
-    def _pinned(self) -> list[tuple[Checkpoint, FileFingerprint]]:
+    def _pinned(self) -> list[tuple[Checkpoint, FileId]]:
         return [
             (checkpoint, file)
             for checkpoint in self.chain

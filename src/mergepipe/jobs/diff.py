@@ -88,7 +88,7 @@ def _inputs(a: Manifest, b: Manifest) -> Iterator[str]:
 
 
 def _identity(record: InputRecord) -> list[tuple[str, int, str, str]]:
-    return [(file.name, file.size_bytes, file.version, file.header_blake3) for file in record.files]
+    return [(file.name, file.size_bytes, file.version, file.header_digest) for file in record.files]
 
 
 def _changes(a: Manifest, b: Manifest) -> tuple[list[TensorChange], int]:

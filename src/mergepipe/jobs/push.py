@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -17,21 +16,22 @@ from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.header import HEADER_NAME, is_own_name, is_store
 from mergepipe.deltastore.pack.builder import published_store
 from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, StorageError
-from mergepipe.jobs.verify_composite import composite_sid, damage_of, is_composite, read_composite
+from mergepipe.jobs.verify_composite import damage_of
 from mergepipe.recipes.yaml_source import parse_yaml
 from mergepipe.reports import Progress, ProgressCallback, PushReport
 from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.snapshots.composite import is_composite, read_composite
 from mergepipe.snapshots.layout import read_small_file, small_digest
-from mergepipe.snapshots.manifest import MANIFEST_NAME, record_of
+from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, OutputContent
 from mergepipe.snapshots.recorded_paths import (
     file_without_paths,
-    record_without_paths,
     relative_reference,
     with_changed_paths,
 )
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import Store, files_below
+from mergepipe.storage.file_version import Digested
 from mergepipe.storage.limits import TRAINER_JSON_BYTES
 from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
@@ -131,25 +131,23 @@ def _read_composite(store: Store, path: Path) -> _Push:
             raise CorruptError.of("snapshot.damaged", folder / file.name, "is not what was written", "make it again")
     files = sorted(record.files, key=lambda file: (file.name in _LAST_NAMES, file.name))
     objects = {file.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for file in files}
-    copy = _without_local_paths(record.content)
     for name in filter(lambda name: name.endswith(".json"), objects):
         raw = store.read_small(folder / name, TRAINER_JSON_BYTES)
         if (cleaned := file_without_paths(name, raw)) != raw:
             objects[name] = ObjectContent(cleaned, len(cleaned), small_digest(cleaned))
-    written = [(file.name, objects[file.name]) for file in record.files]
-    copy["files"] = [{"name": name, "size_bytes": to.size_bytes, "blake3": to.digest} for name, to in written]
-    copy["sid"] = composite_sid(copy)
-    raw = (json.dumps(copy, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-    title = "Composite" if copy["kind"] == "composite" else "Average"
-    message = f"{title} of checkpoints (mergepipe {copy['version']})"
-    return _Push(OutputContent(MANIFEST_NAME, raw, objects), composite_sid(copy), message)
+    written = tuple(
+        Digested(file.name, objects[file.name].size_bytes, objects[file.name].digest) for file in record.files
+    )
+    copy = replace(record.without_paths(None), recipe=_recipe_without_paths(record.recipe), files=written)
+    title = "Composite" if copy.average is None else "Average"
+    message = f"{title} of checkpoints (mergepipe {copy.version})"
+    return _Push(OutputContent(MANIFEST_NAME, copy.to_json(), objects), copy.sid, message)
 
 
-def _without_local_paths(content: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return a record in which local paths keep their last names only: absolute ones, and all of its recipe."""
-    recipe = parse_yaml(Location.parse("recipe"), str(content["recipe"])).root
-    changed = {key: record_without_paths(value, None) for key, value in content.items()}
-    return {**changed, "recipe": yaml_document(_with_last_names(recipe), width=120)}
+def _recipe_without_paths(text: str) -> str:
+    """Return a recipe in which paths keep their last names only."""
+    recipe = parse_yaml(Location.parse("recipe"), text).root
+    return yaml_document(_with_last_names(recipe), width=120)
 
 
 def _with_last_names(value: JsonValue, key: str = "") -> JsonValue:
@@ -178,7 +176,7 @@ def _read_snapshot(store: Store, path: Path) -> _Push:
             message = "is not what was written"
             raise CorruptError.of("snapshot.damaged", folder / record.name, message, "`mergepipe repair` the snapshot")
     small = {name: file_without_paths(name, raw) for name, raw in small.items()}
-    sidecars = tuple(record_of(record.name, small[record.name]) for record in manifest.sidecars)
+    sidecars = tuple(Digested.of(record.name, small[record.name]) for record in manifest.sidecars)
     names = sorted(small, key=lambda name: (name in _LAST_NAMES, name))
     objects = {file.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for file in manifest.files}
     objects |= {name: ObjectContent(small[name], len(small[name]), small_digest(small[name])) for name in names}

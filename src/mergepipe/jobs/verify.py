@@ -14,12 +14,13 @@ from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError, UnsupportedError
-from mergepipe.jobs.verify_composite import is_composite, verify_composite
+from mergepipe.jobs.verify_composite import verify_composite
 from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
 from mergepipe.runs.inputs.configuration import config_findings
 from mergepipe.runs.rebuild import rebuild_tensors, sampled_tensors
 from mergepipe.runs.snapshots import read_manifest_value, with_inputs_found
 from mergepipe.snapshots.block_digests import BlockTable, root_of
+from mergepipe.snapshots.composite import is_composite
 from mergepipe.snapshots.layout import (
     PlacedFile,
     PlacedTensor,
@@ -29,10 +30,11 @@ from mergepipe.snapshots.layout import (
     read_table,
     weight_map,
 )
-from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, SmallFileRecord
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.scan import Scan, scan_snapshot
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import Store, files_below
+from mergepipe.storage.file_version import Digested
 from mergepipe.storage.limits import MANIFEST_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
@@ -221,7 +223,7 @@ def _small_damages(store: Store, directory: Location, manifest: Manifest) -> Ite
             yield _damage("index", INDEX_NAME, 0, 0, reason)
 
 
-def _small_file_trouble(store: Store, path: Location, record: SmallFileRecord) -> str:
+def _small_file_trouble(store: Store, path: Location, record: Digested) -> str:
     try:
         digest = file_digest(store, path, record.size_bytes)
     except MergePipeError as error:

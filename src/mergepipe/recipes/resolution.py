@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from mergepipe.checkpoints.contract import Checkpoint, Readable, Source, stored_dtype
 from mergepipe.checkpoints.embedding_rows import TIED_HEADS, is_head
 from mergepipe.core.blocks import DType, DTypeKind, promoted_dtype
+from mergepipe.core.notices import DroppedTensor
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from mergepipe.operators.spec import BaseRole, Scope
 from mergepipe.recipes.entries import SMALLEST_WEIGHT_SUM, normalized_sum
@@ -18,7 +19,6 @@ from mergepipe.recipes.parameters import global_values, is_constant, missing_val
 from mergepipe.recipes.recipe import EVERY_TENSOR, Cases, Recipe, Scalar, Setting
 from mergepipe.recipes.tasks import (
     Action,
-    DroppedTensor,
     MergeTask,
     Resolution,
     TensorParameters,

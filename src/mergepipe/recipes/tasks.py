@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from mergepipe.checkpoints.contract import Readable, Source, stored_dtype
 from mergepipe.core.blocks import DType, element_count
-from mergepipe.core.notices import Notice
+from mergepipe.core.notices import DroppedTensor, Notice
 from mergepipe.recipes.recipe import ModelInput, Scalar
 
 # --- group tensor names that differ only by layer number, for one message per group ---
@@ -88,15 +88,6 @@ class MergeTask:
     @property
     def output_bytes(self) -> int:
         return element_count(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class DroppedTensor:
-    """A tensor of an expert that no task uses: `model` is the path as the recipe writes it."""
-
-    model: str
-    tensor: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

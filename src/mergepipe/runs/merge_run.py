@@ -55,12 +55,8 @@ from mergepipe.snapshots.manifest import (
     BASE_MODEL_IDS_KEY,
     MANIFEST_NAME,
     NOTICES_KEY,
-    DroppedRecord,
-    FileRecord,
     InputRecord,
     Manifest,
-    SmallFileRecord,
-    record_of,
 )
 from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.recorded_paths import relative_reference, with_changed_paths
@@ -68,6 +64,7 @@ from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, TensorDigest
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.buffers import peak_memory_bytes
 from mergepipe.storage.contract import Store
+from mergepipe.storage.file_version import Digested
 from mergepipe.storage.ledger import Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_all_durably, write_durably
@@ -285,14 +282,14 @@ class _Run:
         """Write every file that holds no tensors, the manifest last; return the manifest."""
         blocks = table_of(self._output.shards, digests).to_bytes()
         reference = partial(self._reference, out=staging.out)
-        unfinished = self._manifest(digests, ids, progress, record_of(BLOCKS_NAME, blocks))
+        unfinished = self._manifest(digests, ids, progress, Digested.of(BLOCKS_NAME, blocks))
         small_files = self._settings.small_files.of(
             sidecar_contents(self._planned, self._inputs, self._store, unfinished, self._plan), self._inputs
         )
         contents = dict(small_files)
         if len(self._output.shards) > 1:
             contents[INDEX_NAME] = index_json(self._output.shards)
-        sidecars = tuple(record_of(name, content) for name, content in sorted(contents.items()))
+        sidecars = tuple(Digested.of(name, content) for name, content in sorted(contents.items()))
         manifest = replace(unfinished, sidecars=sidecars)
         stored = with_changed_paths(manifest, reference)
         small = {staging.path / name: content for name, content in {**contents, BLOCKS_NAME: blocks}.items()}
@@ -325,7 +322,7 @@ class _Run:
         digests: tuple[TensorDigest, ...],
         ids: Mapping[int, str],
         progress: MergeProgress,
-        blocks: SmallFileRecord,
+        blocks: Digested,
     ) -> Manifest:
         usage = self._store.ledger.usage()
         plan = None if self._plan is None else self._plan.content()
@@ -337,10 +334,7 @@ class _Run:
             inputs=self._input_records(ids, usage),
             files=file_records(self._output, digests),
             tensors=tensor_records(self._output, digests),
-            dropped=tuple(
-                DroppedRecord(d.model, d.tensor, d.reason)
-                for d in (*self._inputs.resolution.dropped, *self._inputs.dropped_rows())
-            ),
+            dropped=(*self._inputs.resolution.dropped, *self._inputs.dropped_rows()),
             realized=realized(usage),
             plan_digest=None if plan is None else str(plan["digest"]),
             plan=plan,
@@ -373,10 +367,7 @@ class _Run:
                 role=role,
                 model=model.text,
                 path=reference_text(model),
-                files=tuple(
-                    FileRecord(file.name, file.size_bytes, file.version, file.header_digest, file.sha256)
-                    for file in checkpoint.files
-                ),
+                files=checkpoint.files,
                 content_id=content_ids.get(id(checkpoint)) or None,
                 read_bytes=0 if model.repeat else tensor_bytes_read(checkpoint, usage),  # its files have one count
                 hub_id=self._hub_id(model),

@@ -75,7 +75,7 @@ def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) 
 def _changes(record: InputRecord, checkpoint: Checkpoint) -> list[Problem]:
     """List the files whose size or header differs from the record. Times may differ."""
     now = {file.name: (file.size_bytes, file.header_digest) for file in checkpoint.files}
-    then = {file.name: (file.size_bytes, file.header_blake3) for file in record.files}
+    then = {file.name: (file.size_bytes, file.header_digest) for file in record.files}
     return [
         Problem("input.changed", f"{record.path}/{name}", "is not what the snapshot was made from", _HINT)
         for name in sorted(now.keys() | then.keys())

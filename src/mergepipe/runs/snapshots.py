@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.manifests import SnapshotRecord, read_manifest, sid_of_unchanged_input
+from mergepipe.catalog.manifests import read_manifest, sid_of_unchanged_input
 from mergepipe.catalog.snapshots import containing
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.recipes.references import referenced_paths
 from mergepipe.reports import SnapshotInput, SnapshotReport
-from mergepipe.snapshots.manifest import MANIFEST_NAME, InputRecord, Manifest
-from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.snapshots.manifest import MANIFEST_NAME, InputRecord, Manifest, parse_manifest
 from mergepipe.snapshots.recorded_paths import with_absolute_paths
 from mergepipe.storage.file_version import modified_at
 from mergepipe.storage.limits import MANIFEST_BYTES
@@ -58,7 +57,7 @@ def show_snapshot(reference: str, home: Path) -> SnapshotReport:
         if not _has_manifest(path):
             raise
         created = modified_at(path / MANIFEST_NAME)
-        return _of_manifest(read_manifest(Stores(), path), path.absolute(), created)
+        return _of_manifest(read_manifest(Stores(), path).manifest, path.absolute(), created)
 
 
 def trace_lineage(reference: str, home: Path, *, down: bool) -> tuple[LineageNode, ...]:
@@ -106,7 +105,7 @@ def find_snapshot(reference: str, home: Path) -> Location:
 def read_manifest_value(store: Store, directory: Location) -> Manifest:
     """Read the whole manifest of a snapshot, with absolute paths."""
     path = directory / MANIFEST_NAME
-    return with_absolute_paths(manifest_of_json(store.read_small(path, MANIFEST_BYTES), path), directory)
+    return with_absolute_paths(parse_manifest(store.read_small(path, MANIFEST_BYTES), path), directory)
 
 
 def is_snapshot_of(place: Path | Location, plan_digest: str) -> bool:
@@ -175,7 +174,7 @@ def _of_row(row: SnapshotRow) -> SnapshotReport:
     )
 
 
-def _of_manifest(record: SnapshotRecord, path: Path, created: datetime) -> SnapshotReport:
+def _of_manifest(record: Manifest, path: Path, created: datetime) -> SnapshotReport:
     return SnapshotReport(
         sid=record.sid,
         path=path,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import NoReturn
 
+from mergepipe.checkpoints.directory import is_contained
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, BlockGrid, DType, element_count
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.errors import CorruptError
@@ -95,7 +95,7 @@ def layout_of(manifest: Manifest, where: object, block_elements: int = DEFAULT_B
 
     by_file: dict[str, list[tuple[int, OutputTensor]]] = {file.name: [] for file in manifest.files}
     names = [*by_file, *(sidecar.name for sidecar in manifest.sidecars), BLOCKS_NAME, MANIFEST_NAME]
-    if len(set(names)) < len(manifest.files) + len(manifest.sidecars) + 2 or not all(map(_is_contained, names)):
+    if len(set(names)) < len(manifest.files) + len(manifest.sidecars) + 2 or not all(map(is_contained, names)):
         refuse("a file is listed twice, or is outside of the snapshot")
     if len({tensor.name for tensor in manifest.tensors}) < len(manifest.tensors):
         refuse("a tensor is listed twice")
@@ -124,11 +124,6 @@ def _placed(number: int, name: str, size_bytes: int, placed_tensors: Sequence[tu
         tensors.append(PlacedTensor(index, tensor.name, DTYPES[tensor.dtype], tensor.shape, tensor.blake3, offset))
         offset += nbytes
     return PlacedFile(number, name, size_bytes, data_start, tuple(tensors))
-
-
-def _is_contained(name: str) -> bool:
-    path = PurePosixPath(name)
-    return bool(name) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def read_table(store: Store, directory: Location, manifest: Manifest) -> BlockTable:

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-
-from blake3 import blake3
+from dataclasses import dataclass
+from typing import Final
 
 from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.notices import DroppedTensor
+from mergepipe.core.records import RecordFormat, Size, encode
+from mergepipe.storage.file_version import Digested, FileId
 
 MANIFEST_NAME = "mergepipe.json"
 CARD_NAME = "README.md"
-MANIFEST_VERSION = 4
-MANIFEST_FORMAT = f"mergepipe-manifest/{MANIFEST_VERSION}"
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """A file of an input, in the state in which it was read; a `sha256` that was unknown is None, and not written."""
-
-    name: str
-    size_bytes: int
-    version: str
-    header_blake3: str
-    sha256: str | None = None
+MANIFEST_FORMAT_NAME = "mergepipe-manifest"
+MANIFEST_VERSION = 5
+"""Of the one format of manifests, of which each `kind` has its own record: snapshot, composite, pack, partial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +29,9 @@ class InputRecord:
     role: str
     model: str
     path: str
-    files: tuple[FileRecord, ...]
+    files: tuple[FileId, ...]
     content_id: str | None
-    read_bytes: int
+    read_bytes: Size
     hub_id: str | None = None
 
 
@@ -50,42 +41,10 @@ class OutputTensor:
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     file: str
     blake3: str
     action: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class OutputFileRecord:
-    """One weight file as written: `blake3` digests the names, dtypes, shapes and digests of its tensors in order."""
-
-    name: str
-    size_bytes: int
-    blake3: str
-
-
-@dataclass(frozen=True, slots=True)
-class SmallFileRecord:
-    """A file of the snapshot that holds no tensors; `blake3` digests its bytes."""
-
-    name: str
-    size_bytes: int
-    blake3: str
-
-
-def record_of(name: str, content: bytes) -> SmallFileRecord:
-    """The record of a small file's content."""
-    return SmallFileRecord(name, len(content), blake3(content).hexdigest(16))
-
-
-@dataclass(frozen=True, slots=True)
-class DroppedRecord:
-    """A tensor of an expert that is not in the output."""
-
-    model: str
-    tensor: str
     reason: str
 
 
@@ -101,11 +60,11 @@ class LeftOutFile:
 class RealizedBytes:
     """Bytes requested from and written to storage."""
 
-    base: int
-    expert: int
-    analysis: int
-    metadata: int
-    output: int
+    base: Size
+    expert: Size
+    analysis: Size
+    metadata: Size
+    output: Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +74,11 @@ class Coverage:
     `free` blocks equal the base's and need no read; `shared` ones were served by another expert's bytes.
     """
 
-    blocks: int
-    touched: int
-    read: tuple[int, ...]
-    shared: tuple[int, ...]
-    free: tuple[int, ...]
+    blocks: Size
+    touched: Size
+    read: tuple[Size, ...]
+    shared: tuple[Size, ...]
+    free: tuple[Size, ...]
 
 
 NOTICES_KEY = "recipe_notices"  # in `Manifest.run`: what has no effect in the recipe, a line each
@@ -143,16 +102,16 @@ class Manifest:
     recipe: str
     seed: int
     inputs: tuple[InputRecord, ...]
-    files: tuple[OutputFileRecord, ...]
+    files: tuple[Digested, ...]
     tensors: tuple[OutputTensor, ...]
-    dropped: tuple[DroppedRecord, ...]
+    dropped: tuple[DroppedTensor, ...]
     realized: RealizedBytes
     plan_digest: str | None
     plan: Mapping[str, object] | None
     coverage: Coverage | None
     run: Mapping[str, float | int | str]
-    blocks: SmallFileRecord
-    sidecars: tuple[SmallFileRecord, ...] = ()
+    blocks: Digested
+    sidecars: tuple[Digested, ...] = ()
     left_out: tuple[LeftOutFile, ...] = ()
 
     @property
@@ -162,15 +121,31 @@ class Manifest:
             "version": self.version,
             "recipe": self.recipe,
             "seed": self.seed,
-            "files": [asdict(file) for file in self.files],
+            "files": encode(self.files),
         }
         return digest_of(identity)
 
     def to_json(self) -> bytes:
-        """Encode as readable JSON with a stable order of keys."""
-        content = {"format": MANIFEST_FORMAT, "sid": self.sid, **asdict(replace(self, plan=None)), "plan": self.plan}
-        for file in (file for source in content["inputs"] for file in source["files"]):
-            if file["sha256"] is None:
-                del file["sha256"]
-        content["digest"] = digest_of(content)
-        return (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        """Encode as readable JSON with a stable order of keys. Law: `parse_manifest(m.to_json(), where) == m`."""
+        return MANIFEST_FORMAT.to_json(self)
+
+
+MANIFEST_FORMAT: Final = RecordFormat(
+    MANIFEST_FORMAT_NAME,
+    MANIFEST_VERSION,
+    Manifest,
+    "merge again",
+    stated=("sid",),
+    variant="snapshot",
+    elsewhere="`mergepipe tailor inspect` says what a composite holds",
+)
+
+
+def parse_manifest(raw: bytes, where: object = "manifest") -> Manifest:
+    """Parse the output of `Manifest.to_json`.
+
+    Raises:
+        CorruptError: `format.damaged`, it is damaged, or another kind of file.
+        UnsupportedError: `format.version`.
+    """
+    return MANIFEST_FORMAT.parse(raw, where)

@@ -1,11 +1,16 @@
-"""The version of a local file: an opaque text that changes whenever the file's bytes do."""
+"""Files and their versions: opaque texts that change whenever the bytes of a file do."""
 
 from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+
+from blake3 import blake3
+
+from mergepipe.core.records import Size
 
 _SECOND_NS = 1_000_000_000
 _PROCESS = os.urandom(8).hex()
@@ -43,3 +48,36 @@ def _is_read_only(path: Path) -> bool:
         return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
     except OSError:
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class FileId:
+    """A file's name, relative to its model, with the size and version that identify its content.
+
+    Two that are equal, of the same path, are of the same bytes: `version` changes whenever those do. Two that differ in
+    their versions alone are of the same bytes if both tell the same `sha256`; it is None where nobody has taken it, and
+    no part of the comparison.
+    """
+
+    name: str
+    size_bytes: Size
+    version: str
+    header_digest: str  # BLAKE3-128 (32 hex digits) of what describes the content: in safetensors the prefix and header
+    sha256: str | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sha256", sha256_of_version(self.version) or self.sha256)
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """A file as it was written: `blake3` (32 hex digits) digests its bytes, or what its record says that it does."""
+
+    name: str
+    size_bytes: Size
+    blake3: str
+
+    @classmethod
+    def of(cls, name: str, content: bytes) -> Digested:
+        """Return the record of a file with this content."""
+        return cls(name, len(content), blake3(content).hexdigest(16))

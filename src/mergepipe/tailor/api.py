@@ -85,9 +85,9 @@ def compose(
         MergePipeError: see `mergepipe.errors`; nothing is left behind.
     """
     from mergepipe.core.bounds import positive
+    from mergepipe.snapshots.composite import Thoroughness
     from mergepipe.tailor.composition import ComposeOptions
     from mergepipe.tailor.composition import compose as run
-    from mergepipe.tailor.self_check import Thoroughness
 
     options = ComposeOptions(
         DEFAULT_MEMORY_BYTES if memory_bytes is None else positive("--memory", memory_bytes),
@@ -134,10 +134,10 @@ def average(
         MergePipeError: see `mergepipe.errors`; nothing is left behind.
     """
     from mergepipe.core.bounds import positive
+    from mergepipe.snapshots.composite import Thoroughness
     from mergepipe.tailor.average_recipe import AverageRequest, optimizer_state, out_dtype, weights_of
     from mergepipe.tailor.averaging import average as run
     from mergepipe.tailor.composition import ComposeOptions
-    from mergepipe.tailor.self_check import Thoroughness
 
     request = AverageRequest(
         tuple(absolute(path) for path in checkpoints),

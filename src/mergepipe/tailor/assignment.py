@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from types import MappingProxyType
 
-from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import MismatchError, RecipeError, did_you_mean
 from mergepipe.recipes.fields import Findings
 from mergepipe.recipes.tasks import LayerCount
+from mergepipe.snapshots.composite import StepPolicy, UnitSource, UnitStaleness
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, StoredState, TrainingCheckpoint
 from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT
@@ -410,13 +409,6 @@ def _stage_differences(skeleton: TrainingCheckpoint, source: TrainingCheckpoint)
 # --- compute each unit's staleness, and choose the value of each step counter. Pure ---
 
 
-class StepPolicy(StrEnum):
-    """The rule that chose a step counter."""
-
-    EXACT = "exact"  # the counter's parameters come from one source: that source's value
-    NEWEST = "newest"  # one counter serves parameters of several sources: the largest of their values
-
-
 @dataclass(frozen=True, slots=True)
 class StepChoice:
     """The value chosen for one step counter of the skeleton."""
@@ -424,33 +416,6 @@ class StepChoice:
     counter: AdamStep
     value: float
     policy: StepPolicy
-
-
-@dataclass(frozen=True, slots=True)
-class UnitStaleness:
-    """One unit: its sources as (path, step, age), and the step counters it resumes with.
-
-    `origin` is the unit that it is in its sources, where that is another: a layer in another place.
-    Ages are in steps behind the one training resumes at; a negative one is of a part that is newer.
-    """
-
-    unit: str
-    n_parameters: int
-    sources: tuple[tuple[Location, int, int], ...]
-    adam_steps: tuple[float, ...]
-    step_policies: tuple[StepPolicy, ...]
-    origin: str = ""
-
-    def to_json(self) -> dict[str, JsonValue]:
-        """Return the staleness as JSON values."""
-        return {
-            "unit": self.unit,
-            "parameters": self.n_parameters,
-            **({"origin": self.origin} if self.origin else {}),
-            "sources": [{"path": str(path), "step": step, "age": age} for path, step, age in self.sources],
-            "adam_steps": list(self.adam_steps),
-            "step_policies": [policy.value for policy in self.step_policies],
-        }
 
 
 def choose_steps(assignment: Assignment, groups: Sequence[Sequence[str]] | None = None) -> tuple[StepChoice, ...]:
@@ -508,8 +473,8 @@ def _units(assignment: Assignment, by_name: Mapping[str, StepChoice]) -> Iterato
         opened = [assignment.sources[index] for index in indices]
         yield UnitStaleness(
             unit=str(unit),
-            n_parameters=len(names),
-            sources=tuple((source.path, source.step, newest - source.step) for source in opened),
+            parameters=len(names),
+            sources=tuple(UnitSource(str(source.path), source.step, newest - source.step) for source in opened),
             adam_steps=tuple(sorted({choice.value for choice in choices})),
             step_policies=tuple(sorted({choice.policy for choice in choices})),
             origin=_origin(assignment, unit),

@@ -15,6 +15,7 @@ from mergepipe.deltastore.original_files import UnpackedView
 from mergepipe.errors import LimitError, MismatchError, RecipeError
 from mergepipe.recipes.output_tensors import with_dtype
 from mergepipe.recipes.references import text_with_relative_paths
+from mergepipe.snapshots.composite import AverageRecord, SelfCheck
 from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, index_json, plan_shards
 from mergepipe.snapshots.staging import check_target
 from mergepipe.storage.contract import Store
@@ -24,7 +25,6 @@ from mergepipe.storage.stores import Stores
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, choose_steps, state_to_copy
 from mergepipe.tailor.average_recipe import DEFAULT_ALPHA, AverageRequest, OptimizerState, normalised, scheme_weights
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Piece, StoredState, TrainingCheckpoint
-from mergepipe.tailor.composite import AverageRecord
 from mergepipe.tailor.composition import ComposeOptions, CompositionReport, Job, OnProgress, publish
 from mergepipe.tailor.composition_plan import CompositionPlan, PatchCollector, plan_file, unpacked
 from mergepipe.tailor.copy_plan import (
@@ -38,7 +38,7 @@ from mergepipe.tailor.copy_plan import (
 )
 from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT
 from mergepipe.tailor.inspect import check_same_run, differences
-from mergepipe.tailor.self_check import AverageCheck, SelfCheck
+from mergepipe.tailor.self_check import AverageCheck
 from mergepipe.tailor.sources import list_skeleton, open_source_checkpoints
 from mergepipe.tailor.state_overlay import StateOverlay
 

@@ -7,15 +7,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from blake3 import blake3
+
 import mergepipe
 from mergepipe.checkpoints.directory import SIDECAR_NAMES
 from mergepipe.deltastore.original_files import UnpackedView
-from mergepipe.errors import ConflictError
+from mergepipe.errors import ConflictError, NotFoundError
 from mergepipe.recipes.references import real_location, text_with_relative_paths
+from mergepipe.snapshots.composite import (
+    AverageRecord,
+    ComposedCheckpoint,
+    CompositeInput,
+    CompositeManifest,
+    SelfCheck,
+    Thoroughness,
+)
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.recorded_paths import file_without_paths
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
+from mergepipe.storage.file_version import Digested, FileId
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.limits import sidecar_limit
 from mergepipe.storage.location import Location
@@ -23,24 +34,19 @@ from mergepipe.storage.output import make_folders, write_durably
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.assignment import Assignment, assign
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
-from mergepipe.tailor.composite import (
-    AverageRecord,
-    CompositeInput,
-    CompositeManifest,
-    Fingerprint,
-    fingerprint,
-)
 from mergepipe.tailor.composition_plan import CompositionPlan, plan_composition
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal
-from mergepipe.tailor.copy_writer import Copier, WrittenFile
+from mergepipe.tailor.copy_writer import Copier
 from mergepipe.tailor.formats.registry import format_named, open_training_checkpoint
 from mergepipe.tailor.inspect import check_same_run
 from mergepipe.tailor.recipe import CompositionRecipe, load_composition
-from mergepipe.tailor.self_check import SelfCheck, Thoroughness, check_composite
+from mergepipe.tailor.self_check import check_composite
 from mergepipe.tailor.sources import open_source_checkpoint
 
 OnProgress = Callable[[str, int, int], None]
 _MARGIN_BYTES = 16 << 20
+_HEAD_BYTES = 4096
+_TAIL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +175,8 @@ class _Run:
         checked = self._job.check(directory, lambda: self._on_progress("check", self._done, self._plan.output_bytes))
         self._check_unchanged(inputs)
         manifest = self._manifest(inputs, written, checked)
-        write_durably(directory / MANIFEST_NAME, manifest.to_json(self._job.out), self._store.ledger)
+        stored = manifest.without_paths(self._job.out)
+        write_durably(directory / MANIFEST_NAME, stored.to_json(), self._store.ledger)
         return manifest
 
     def _advance(self, nbytes: int) -> None:
@@ -181,14 +188,14 @@ class _Run:
         files = {path for plan in self._plan.files for path in plan.source_files}
         stored = {path: file for file in files for path in self._store.stored_files(file)}
         assignment = self._plan.assignment
-        by_source: dict[int, list[Fingerprint]] = {}
+        by_source: dict[int, list[FileId]] = {}
         for path in sorted(stored):
             index = _owner(path, stored[path], assignment)
             base = assignment.sources[index].path
             self._versions[path] = self._version(path)
-            by_source.setdefault(index, []).append(fingerprint(self._store, base, path))
+            by_source.setdefault(index, []).append(_identify(self._store, base, path))
         return tuple(
-            CompositeInput(source.path, source.step, index == assignment.skeleton_index,
+            CompositeInput(str(source.path), source.step, "skeleton" if index == assignment.skeleton_index else "part",
                            tuple(by_source.get(index, [])), 0)
             for index, source in enumerate(assignment.sources)
         )  # fmt: skip
@@ -201,23 +208,33 @@ class _Run:
     def _check_unchanged(self, inputs: tuple[CompositeInput, ...]) -> None:
         for source in inputs:
             for file in source.files:
-                path = source.path / file.name
+                path = Location.parse(source.path) / file.name
                 if self._version(path) != self._versions[path]:
                     raise ConflictError.of("input.changed", path, "changed while it was being composed", "run again")
 
     def _manifest(
-        self, inputs: tuple[CompositeInput, ...], written: tuple[WrittenFile, ...], checked: SelfCheck
+        self, inputs: tuple[CompositeInput, ...], written: tuple[Digested, ...], checked: SelfCheck
     ) -> CompositeManifest:
         usage = self._store.ledger.usage()
         moved = {path: n for (path, purpose), n in usage.by_file.items() if purpose in (Purpose.BASE, Purpose.EXPERT)}
+        skeleton, state = self._plan.assignment.skeleton, self._plan.assignment.state
         return CompositeManifest(
             version=mergepipe.__version__,
             recipe=self._job.recipe,
-            assignment=self._plan.assignment,
+            checkpoint=ComposedCheckpoint(
+                format=skeleton.format,
+                framework=skeleton.framework.value,
+                stage=skeleton.stage,
+                world_size=skeleton.world_size,
+                step=state.step,
+                state_from=str(state.path),
+            ),
             inputs=tuple(
                 replace(
                     checkpoint,
-                    read_bytes=sum(moved.get(str(checkpoint.path / file.name), 0) for file in checkpoint.files),
+                    read_bytes=sum(
+                        moved.get(str(Location.parse(checkpoint.path) / file.name), 0) for file in checkpoint.files
+                    ),
                 )
                 for checkpoint in inputs
             ),
@@ -225,9 +242,24 @@ class _Run:
             files=written,
             self_check=checked,
             realized={str(purpose): usage[purpose] for purpose in Purpose},
-            seconds=round(time.perf_counter() - self._started, 3),
+            run={"seconds": round(time.perf_counter() - self._started, 3)},
             average=self._job.average,
         )
+
+
+def _identify(store: Store, base: Location, path: Location) -> FileId:
+    """Identify a source file, by its version and a digest of its first 4 KiB and its last 64 KiB.
+
+    In torch.save archives these hold the checksum of every tensor. `base` is the checkpoint its name is relative to.
+    """
+    status = store.stat(path)
+    if status is None:
+        raise NotFoundError.of("storage.not-found", path, "no such file", "check the path")
+    digest = blake3(store.read_metadata(path, 0, _HEAD_BYTES))
+    if status.size_bytes > _HEAD_BYTES:
+        digest.update(store.read_metadata(path, max(_HEAD_BYTES, status.size_bytes - _TAIL_BYTES), _TAIL_BYTES))
+    name = path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
+    return FileId(name, status.size_bytes, status.version, digest.hexdigest(16))
 
 
 def _without_paths(store: Store, plan: FilePlan) -> FilePlan:

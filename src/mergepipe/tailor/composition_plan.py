@@ -11,10 +11,11 @@ from itertools import pairwise
 from mergepipe.checkpoints.torch_file import Window
 from mergepipe.core.blocks import ByteRange, DType, Span
 from mergepipe.errors import CorruptError
+from mergepipe.snapshots.composite import UnitStaleness
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import plan_edited, stale_checksums
-from mergepipe.tailor.assignment import Assignment, StepChoice, UnitStaleness, choose_steps, staleness_of
+from mergepipe.tailor.assignment import Assignment, StepChoice, choose_steps, staleness_of
 from mergepipe.tailor.checkpoint import Packing, Piece, StoredState
 from mergepipe.tailor.copy_plan import (
     FilePlan,

@@ -26,6 +26,7 @@ from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInp
 from mergepipe.operators.registry import operator_named
 from mergepipe.storage.buffers import PAGE_BYTES, BufferPool
 from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.file_version import Digested
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import CHUNK_BYTES, OutputFile
@@ -102,15 +103,6 @@ _FEWEST_BUFFERS = 10  # some more than are read at once
 _FILES_AHEAD = 3
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
-    """A file as written: `blake3` (32 hex digits) digests all of its bytes."""
-
-    name: str
-    size_bytes: int
-    blake3: str
-
-
 class Copier:
     """Writes planned files in their order. Memory: at most `memory_bytes`, whatever their size.
 
@@ -129,14 +121,14 @@ class Copier:
         self._store = store
         self._on_advance = on_advance
 
-    def write(self, plan: FilePlan, path: Path) -> WrittenFile:
+    def write(self, plan: FilePlan, path: Path) -> Digested:
         """Write one file; see `write_all`."""
         return self.write_all([(plan, path)])[0]
 
-    def write_all(self, jobs: Sequence[tuple[FilePlan, Path]]) -> tuple[WrittenFile, ...]:
+    def write_all(self, jobs: Sequence[tuple[FilePlan, Path]]) -> tuple[Digested, ...]:
         """Write the file that each plan describes at its path, durably; the next is read while one is written."""
         targets = [_Target(plan, path, self._store.ledger) for plan, path in jobs]
-        written: list[WrittenFile] = []
+        written: list[Digested] = []
         with (
             _Sources(self._store, [plan for plan, _ in jobs]) as sources,
             ThreadPoolExecutor(self._readers(jobs), "mergepipe-tailor-read") as readers,
@@ -152,7 +144,7 @@ class Copier:
                 for _, views in steps_of_file:
                     renewal.pass_through(views)
                     self._on_advance(sum(view.size for view in views))
-                written.append(WrittenFile(plan.name, plan.size_bytes, renewal.digest()))
+                written.append(Digested(plan.name, plan.size_bytes, renewal.digest()))
         return tuple(written)
 
     def _readers(self, jobs: Sequence[tuple[FilePlan, Path]]) -> int:

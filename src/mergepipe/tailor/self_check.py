@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import DType, DTypeKind, Span
 from mergepipe.errors import CorruptError, MergePipeError
+from mergepipe.snapshots.composite import SelfCheck, Thoroughness
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, StepChoice
@@ -33,24 +33,6 @@ if TYPE_CHECKING:
 _SAMPLE_ELEMENTS = 32
 _BLOCK_ELEMENTS = 1 << 20
 READERS = 8
-
-
-class Thoroughness(StrEnum):
-    """The extent to which a composite is read back."""
-
-    SAMPLED = "sampled"  # both ends of every contiguous piece
-    FULL = "full"
-    OFF = "off"
-
-
-@dataclass(frozen=True, slots=True)
-class SelfCheck:
-    """Counts of compared states, elements, and copies of weights."""
-
-    thoroughness: Thoroughness
-    states: int
-    elements: int
-    copies: int
 
 
 def check_composite(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from mergepipe.cli.printing import report_json
 from mergepipe.core.escaping import printable
+from mergepipe.core.records import encode
 from mergepipe.core.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
     from mergepipe.core.strict_json import JsonValue
-    from mergepipe.tailor.assignment import UnitStaleness
+    from mergepipe.snapshots.composite import AverageRecord, UnitStaleness
     from mergepipe.tailor.checkpoint_diff import Change, DiffReport
-    from mergepipe.tailor.composite import AverageRecord
     from mergepipe.tailor.composition import CompositionReport
     from mergepipe.tailor.inspect import CheckpointReport, InspectReport, UnitReport
 
@@ -66,7 +67,7 @@ def composition_table(report: CompositionReport) -> str:
     lines += [f"structure   {printable(str(skeleton.path))}"] if state is not skeleton else []
     lines += [f"writes      {format_bytes(plan.output_bytes)} in {plural(len(plan.files), 'file')}"]
     lines += _outcome(report)
-    if any(age for unit in plan.staleness for _, _, age in unit.sources):
+    if any(source.age for unit in plan.staleness for source in unit.sources):
         lines += ["", _STALE_NOTE]
     return "\n".join(lines)
 
@@ -103,10 +104,10 @@ def _outcome(report: CompositionReport) -> list[str]:
 
 
 def _staleness_row(unit: UnitStaleness) -> list[str]:
-    paths = ", ".join(printable(path.name) for path, _, _ in unit.sources)
+    paths = ", ".join(printable(PurePosixPath(source.path).name) for source in unit.sources)
     paths += f" {unit.origin}" if unit.origin else ""
-    steps = ", ".join(str(step) for _, step, _ in unit.sources)
-    ages = ", ".join(str(age) for _, _, age in unit.sources)
+    steps = ", ".join(str(source.step) for source in unit.sources)
+    ages = ", ".join(str(source.age) for source in unit.sources)
     adam = ", ".join(f"{step:g}" for step in unit.adam_steps)
     return [printable(unit.unit), paths, steps, ages, adam or "-", ", ".join(unit.step_policies) or "-"]
 
@@ -124,7 +125,7 @@ def composition_json(report: CompositionReport) -> str:
         "output_bytes": plan.output_bytes,
         "files": len(plan.files),
         "seconds": round(report.seconds, 3),
-        "units": [unit.to_json() for unit in plan.staleness],
+        "units": encode(plan.staleness),
     }
     if report.average is not None:
         checkpoints = zip(plan.assignment.sources, report.average.weights, strict=True)

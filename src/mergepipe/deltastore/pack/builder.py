@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import mergepipe
 from mergepipe.checkpoints.content_id import PassingContentId
-from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable, TensorEntry, files_of
+from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.checkpoints.stacked_experts import pieces_of
 from mergepipe.core.blocks import BlockGrid
@@ -44,6 +44,7 @@ from mergepipe.snapshots.staging import Staging, kept_note
 from mergepipe.snapshots.work_log import WORTH_KEEPING, WorkLog
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Store
+from mergepipe.storage.file_version import FileId
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.limits import sidecar_limit
 from mergepipe.storage.local import os_error
@@ -177,7 +178,7 @@ class PackJob:
     expert: Checkpoint
     out: Path
     place: Location
-    kept: tuple[FileFingerprint, ...]
+    kept: tuple[FileId, ...]
     places: tuple[Place, ...]
     depth: int = 0  # see `StoreHeader`
 
@@ -188,7 +189,7 @@ class PackJob:
         expert: Checkpoint,
         out: Path,
         place: Location,
-        kept_files: tuple[FileFingerprint, ...],
+        kept_files: tuple[FileId, ...],
         depth: int = 0,
     ) -> PackJob:
         numbers = {expert.root / file.name: number for number, file in enumerate(expert.files)}
@@ -435,12 +436,12 @@ class StoreBuilder:
             cuts=None if bands is None else bands.cuts,
         )
 
-    def _header_bytes(self, file: FileFingerprint) -> int:
+    def _header_bytes(self, file: FileId) -> int:
         """The bytes of a weight file before its tensors: the header, with its length prefix."""
         path = self.job.expert.root / file.name
         return file.size_bytes - sum(place.entry.nbytes for place in self.job.places if place.entry.file == path)
 
-    def _file_header(self, file: FileFingerprint) -> bytes:
+    def _file_header(self, file: FileId) -> bytes:
         return self._store.read_metadata(self.job.expert.root / file.name, 0, self._header_bytes(file))
 
     def _keep(self, name: str) -> KeptFile:

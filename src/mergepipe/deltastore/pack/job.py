@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint, Readable, files_of
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, files_of
 from mergepipe.checkpoints.directory import is_linked_folder, open_checkpoint, require_text_path, stat_present
 from mergepipe.checkpoints.open_files import decoded, open_files, read_elements
 from mergepipe.core.blocks import DTypeKind, Span
@@ -31,6 +31,7 @@ from mergepipe.errors import OutputError, RecipeError, UnsupportedError
 from mergepipe.snapshots.object_upload import check_apart, staging_place
 from mergepipe.snapshots.staging import check_target
 from mergepipe.storage.contract import FileKind, RangeFile, Store
+from mergepipe.storage.file_version import FileId
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.traffic import concurrent_map
@@ -262,7 +263,7 @@ def is_packed(store: Store, job: PackJob, threads: int) -> bool:
     raise OutputError.of("output.exists", job.place, message, "remove it yourself, or choose another place")
 
 
-def _kept_files(store: Store, expert: Checkpoint) -> tuple[FileFingerprint, ...]:
+def _kept_files(store: Store, expert: Checkpoint) -> tuple[FileId, ...]:
     """Every other file of the expert's directory, at any depth; none beside a bare file."""
     if expert.path != expert.root:
         return ()
@@ -274,7 +275,7 @@ def _kept_files(store: Store, expert: Checkpoint) -> tuple[FileFingerprint, ...]
                 "pack.unsupported", expert.root / name, "has a name that delta stores use", "rename the file"
             )
         status = stat_present(store, expert.root, name)
-        fingerprints.append(FileFingerprint(name, status.size_bytes, status.version, ""))
+        fingerprints.append(FileId(name, status.size_bytes, status.version, ""))
     return tuple(fingerprints)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable, TensorEntry, files_of
+from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import open_files, read_elements
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.deltastore.checkpoint import OpenedStore
@@ -23,7 +23,7 @@ from mergepipe.deltastore.pack.builder import PackJob, file_parts
 from mergepipe.errors import ConflictError
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Store
-from mergepipe.storage.file_version import version_of
+from mergepipe.storage.file_version import FileId, version_of
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import os_error
 from mergepipe.storage.location import Location
@@ -153,7 +153,7 @@ def remove_original(job: PackJob) -> None:
                 owned.remove_folder(Path(folder))
 
 
-def _check_version(expert: Checkpoint, file: FileFingerprint, removed: set[tuple[int, int]]) -> os.stat_result:
+def _check_version(expert: Checkpoint, file: FileId, removed: set[tuple[int, int]]) -> os.stat_result:
     """Check that a file is unchanged; removing another hard link of it changed its version, and nothing else."""
     path = expert.root.local_path / file.name
     try:

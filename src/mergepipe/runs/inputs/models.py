@@ -17,13 +17,10 @@ from mergepipe.checkpoints.stacked_experts import in_layout_of
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.deltastore.header import is_store
 from mergepipe.errors import UnsupportedError
+from mergepipe.snapshots.composite import is_composite, read_composite
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.contract import Store, is_folder
 from mergepipe.storage.location import Location
-
-_COMPOSITE_FORMAT = b'"mergepipe-composite/'
-_MODEL_KIND = b'"kind": "averaged-model"'
-_FORMAT_BYTES = 96  # a manifest's format and kind are its first keys
 
 
 class NamedModel(Protocol):
@@ -110,8 +107,7 @@ def _required(base: Checkpoint | None, path: Location, what: str) -> Checkpoint:
 
 
 def _refuse_composite(store: Store, path: Location, names: frozenset[str]) -> None:
-    head = store.read_metadata(path / MANIFEST_NAME, 0, _FORMAT_BYTES) if MANIFEST_NAME in names else b""
-    if _COMPOSITE_FORMAT in head and _MODEL_KIND not in head:
+    if MANIFEST_NAME in names and is_composite(store, path) and not read_composite(store, path).is_model:
         raise UnsupportedError.of(
             "model.unsupported", path, "is a composite, a training checkpoint made by `mergepipe tailor`",
             "merge the weights that are saved after training is resumed from it",

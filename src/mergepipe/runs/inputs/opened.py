@@ -11,7 +11,7 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_notices
 from mergepipe.checkpoints.vocabulary import counted
-from mergepipe.core.notices import Notice, notice_at, told_once
+from mergepipe.core.notices import DroppedTensor, Notice, notice_at, told_once
 from mergepipe.errors import MergePipeError
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
@@ -21,7 +21,7 @@ from mergepipe.recipes.recipe import ModelInput, Recipe
 from mergepipe.recipes.recipe_files import load_recipes
 from mergepipe.recipes.references import with_relative_paths
 from mergepipe.recipes.resolution import resolve
-from mergepipe.recipes.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
+from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters
 from mergepipe.recipes.vocabulary_alignment import Alignment, align_vocabulary
 from mergepipe.runs.inputs.models import open_model
 from mergepipe.storage.location import Location

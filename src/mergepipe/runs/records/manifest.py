@@ -16,8 +16,9 @@ from mergepipe.planning.rules import operator_input
 from mergepipe.recipes.tasks import Action
 from mergepipe.reports import KeptShare
 from mergepipe.runs.inputs.opened import Inputs
-from mergepipe.snapshots.manifest import OutputFileRecord, OutputTensor, RealizedBytes
+from mergepipe.snapshots.manifest import OutputTensor, RealizedBytes
 from mergepipe.snapshots.shards import ShardLayout, TensorDigest
+from mergepipe.storage.file_version import Digested
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.traffic import Traffic
 
@@ -89,11 +90,11 @@ def tensor_records(output: OutputPlan, digests: tuple[TensorDigest, ...]) -> tup
     )
 
 
-def file_records(output: OutputPlan, digests: tuple[TensorDigest, ...]) -> tuple[OutputFileRecord, ...]:
+def file_records(output: OutputPlan, digests: tuple[TensorDigest, ...]) -> tuple[Digested, ...]:
     """Record every weight file."""
     root_of = {digest.name: digest.root for digest in digests}
     return tuple(
-        OutputFileRecord(
+        Digested(
             shard.name,
             shard.file_bytes,
             file_digest_of(shard, root_of),
