@@ -12,7 +12,7 @@ import pytest
 from catalog_cases import NOON, WEIGHTS_NAME, make_checkpoint, make_manifest, publish
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.database import PAGE_BYTES
+from mergepipe.catalog.database import PAGE_BYTES, SCHEMA_VERSION
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
 from mergepipe.catalog.rows import SnapshotRow
@@ -210,8 +210,12 @@ def test_adopt_snapshot__without_a_manifest_is_not_found(tmp_path: Path) -> None
 
 
 def test_open__an_older_catalog_is_refused_and_a_rebuild_sets_it_aside(tmp_path: Path) -> None:
-    content = (Path(__file__).resolve().parent.parent / "golden" / "catalog-4" / CATALOG_NAME).read_bytes()
-    (tmp_path / CATALOG_NAME).write_bytes(content)
+    Catalog.open(tmp_path).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / CATALOG_NAME)) as connection:
+        connection.execute("PRAGMA journal_mode = DELETE")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION - 1}")
+        connection.commit()
+    content = (tmp_path / CATALOG_NAME).read_bytes()
     with pytest.raises(UnsupportedError, match="analyze again") as caught:
         Catalog.open(tmp_path)
     assert caught.value.code == "catalog.older"

@@ -41,7 +41,7 @@ def merged(family: Path, out: Path, operator: str, budget: str | None) -> bytes:
     return (out / MANIFEST_NAME).read_bytes()
 
 
-@pytest.mark.parametrize("budget", [None, "0", "40%", "100%"])
+@pytest.mark.parametrize("budget", [None, "0", "80%", "100%"])
 @pytest.mark.parametrize("operator", ["ties", "dare_linear"])
 def test_manifest__survives_a_round_trip(family: Path, tmp_path: Path, operator: str, budget: str | None) -> None:
     raw = merged(family, tmp_path / "out", operator, budget)

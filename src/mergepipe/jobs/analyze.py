@@ -19,8 +19,6 @@ from mergepipe.checkpoints.file_digests import read_digests, with_digests
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION, WAITING_BYTES, PassingDigests
 from mergepipe.core.blocks import DTypeKind
-from mergepipe.deltastore.pack.estimate import estimate_packed_bytes
-from mergepipe.deltastore.pack.job import reason_against
 from mergepipe.engine import analysis
 from mergepipe.engine.segments import Piece
 from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, Tap
@@ -154,6 +152,9 @@ def _analyze(
         work = AnalysisWork(tuple(tasks), request.block_elements, densities)
         analysis.run_analysis(work, files, store, engine, Observer(lambda _: report_progress(), gather, passing.tap))
         checkpoints = passing.finish()
+        from mergepipe.deltastore.pack.estimate import estimate_packed_bytes  # with the compiler
+        from mergepipe.deltastore.pack.job import reason_against
+
         packed_bytes = [
             None if reason_against(expert) else estimate_packed_bytes(base, expert, files, Purpose.ANALYSIS)
             for expert in checkpoints[1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping
 from itertools import accumulate
 
@@ -32,16 +33,20 @@ def estimate_packed_bytes(
     ends = list(accumulate(entry.nbytes for entry in entries))
     if len(entries) < len(names) or not ends:
         return None
-    sampled_bytes = encoded_bytes = 0
+    drawn: Counter[tuple[int, int]] = Counter()  # a small model's blocks are drawn several times, and read once
     for number in range(SAMPLED_BLOCKS):
         at = ends[-1] * (2 * number + 1) // (2 * SAMPLED_BLOCKS)
         place = bisect_right(ends, at)
         entry = entries[place]
         element = (at - (ends[place] - entry.nbytes)) // entry.dtype.itemsize
-        span = BlockGrid(entry.n_elements, BLOCK_ELEMENTS).span(element // BLOCK_ELEMENTS)
+        drawn[place, element // BLOCK_ELEMENTS] += 1
+    sampled_bytes = encoded_bytes = 0
+    for (place, block), times in drawn.items():
+        entry = entries[place]
+        span = BlockGrid(entry.n_elements, BLOCK_ELEMENTS).span(block)
         content = _read(entry, span, files, purpose)
-        sampled_bytes += len(content)
-        encoded_bytes += _encoded_bytes(base, entry, span, content, files, purpose)
+        sampled_bytes += times * len(content)
+        encoded_bytes += times * _encoded_bytes(base, entry, span, content, files, purpose)
     return round(encoded_bytes / sampled_bytes * ends[-1])
 
 
