@@ -556,7 +556,8 @@ def test_compose__refuses_units_that_a_partial_checkpoint_lacks(with_partial: Pa
 
 def test_compose__needs_the_full_base_of_a_partial_checkpoint(with_partial: Pair) -> None:
     assert refused(with_partial, "default: new\n").code == "checkpoint.mismatch"
-    assert refused(with_partial, "default: old\nstate_from: new\n").code == "checkpoint.incomplete"
+    error = refused(with_partial, "default: old\nstate_from: new\n")
+    assert (error.code, "to resume from" in str(error)) == ("checkpoint.damaged", True)
 
 
 def trainer_partial(folder: Path, known: KnownStates, rates: tuple[float, ...], *names: str) -> None:
@@ -609,18 +610,19 @@ def test_compose__resumes_at_the_step_of_a_partial_checkpoint(trainer: Pair) -> 
 
 
 @pytest.mark.parametrize(
-    ("rates", "names", "code"),
+    ("rates", "names", "code", "words"),
     [
-        ((0.25, 0.5), STATE_NAMES[1:], "checkpoint.incomplete"),
-        ((0.25, 0.5), STATE_NAMES[:2], "checkpoint.incomplete"),
-        ((0.25,), STATE_NAMES, "checkpoint.incomplete"),
+        ((0.25, 0.5), STATE_NAMES[1:], "checkpoint.damaged", "holds no trainer_state.json"),
+        ((0.25, 0.5), STATE_NAMES[:2], "checkpoint.damaged", "holds no rng_state.pth"),
+        ((0.25,), STATE_NAMES, "checkpoint.mismatch", "has learning rates"),
     ],
 )
 def test_compose__refuses_a_partial_state_that_is_not_whole(
-    trainer: Pair, rates: tuple[float, ...], names: tuple[str, ...], code: str
+    trainer: Pair, rates: tuple[float, ...], names: tuple[str, ...], code: str, words: str
 ) -> None:
     trainer_partial(trainer.folder / "new", trainer.new, rates, *names)
-    assert refused(trainer, "default: old\nstate_from: new\n").code == code
+    error = refused(trainer, "default: old\nstate_from: new\n")
+    assert (error.code, words in str(error)) == (code, True)
 
 
 def test_compose__rounds_copies_of_weights_where_a_source_has_the_master_alone(tmp_path: Path) -> None:

@@ -163,7 +163,8 @@ def test_compose__puts_the_scheduler_where_the_engine_keeps_it(tmp_path: Path) -
     (tmp_path / "new" / "scheduler.pt").unlink()
     (tmp_path / "old" / "scheduler.pt").unlink()
     shutil.rmtree(pair.out)
-    assert refused(pair).code == "checkpoint.incomplete"
+    error = refused(pair)
+    assert (error.code, "holds no scheduler.pt" in str(error)) == ("checkpoint.damaged", True)
 
 
 def test_compose__takes_the_complete_checkpoint_where_a_partial_one_has_no_state(tmp_path: Path) -> None:
@@ -172,7 +173,8 @@ def test_compose__takes_the_complete_checkpoint_where_a_partial_one_has_no_state
     report = pair.compose(RECIPE)
     assert (report.plan.assignment.state.step, ages(report)["layer 1"]) == (7, 7 - LATE)
     shutil.rmtree(pair.out)
-    assert refused(pair, RECIPE + "state_from: new\n").code == "checkpoint.incomplete"
+    error = refused(pair, RECIPE + "state_from: new\n")
+    assert (error.code, "to resume from" in str(error)) == ("checkpoint.damaged", True)
 
 
 def test_compose__refuses_random_states_of_fewer_ranks(tmp_path: Path) -> None:
@@ -242,7 +244,7 @@ def test_compose__resumes_dcp_at_the_step_of_a_partial_checkpoint(tmp_path: Path
 def test_compose__refuses_a_dcp_state_that_lacks_a_value(tmp_path: Path) -> None:
     pair = dcp_pair(tmp_path, {key: value for key, value in PLAIN.items() if key != "step"})
     error = refused(pair)
-    assert (error.code, "lacks step" in str(error)) == ("checkpoint.incomplete", True)
+    assert (error.code, "lacks step" in str(error)) == ("checkpoint.mismatch", True)
 
 
 # --- tied weights of DCP
