@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,8 @@ _FORMS = {
     "by-norm-16": _Form("sample, units of 16 Ki, by norms on record", "sample", BLOCK_ELEMENTS, is_analyzed=True),
     "sample-256": _Form("sample, units of 256 Ki", "sample", 16 * BLOCK_ELEMENTS, is_analyzed=False),
 }
-_DEFAULT = "sample-32"
+_DEFAULT, _BY_NORM = "sample-32", "by-norm-16"
+_TOLD_MERGES = ("ties", "linear", "dare_ties")
 
 
 def _needs(size: Size) -> Needs:
@@ -158,19 +159,22 @@ def _meaning(results: Results) -> str:
 
 
 def _told(results: Results, kind: str, share: int) -> str:
-    """Say what the default units, and the other policies, keep at a share."""
+    """Say what samples, and blocks by norm, keep at a share."""
 
-    def kept(form: str) -> str:
-        found = (_kept(results, kind, merge, form, share) for merge in _MERGES)
-        shares = [value.share for value in found if value is not None and value.gain > 0]
-        return f"{percent(min(shares))} to {percent(max(shares))}" if shares else "not measured"
+    def kept(form: str, merges: Iterable[str]) -> str:
+        found = (_kept(results, kind, merge, form, share) for merge in merges)
+        shares = sorted(value.share for value in found if value is not None and value.gain > 0)
+        return " to ".join(dict.fromkeys(map(percent, (shares[0], shares[-1])))) if shares else "not measured"
 
-    if kept(_DEFAULT) == "not measured":
+    if kept(_DEFAULT, _TOLD_MERGES) == "not measured":
         return ""
+    by_norm = kept(_BY_NORM, _TOLD_MERGES)
+    on_record = f" (weighed by norms on record {by_norm})" if by_norm != "not measured" else ""
     return (
-        f"At {share} % of the bytes of {_KINDS[kind]}, samples in units of 32 Ki elements keep {kept(_DEFAULT)} of what"
-        f" the full merges gain, blocks chosen by norm {kept('norm')}, random blocks without rescaling"
-        f" {kept('random')}."
+        f"At {share} % of the bytes of {_KINDS[kind]}, samples in units of 32 Ki elements keep"
+        f" {kept(_DEFAULT, _TOLD_MERGES)}{on_record} of what TIES, linear and DARE-TIES merges gain, one expert"
+        f" {kept(_DEFAULT, ['one'])} and a sum of four {kept(_DEFAULT, ['sum'])}; blocks chosen by norm keep"
+        f" {kept('norm', _TOLD_MERGES)} of the first three."
     )
 
 
