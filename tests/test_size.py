@@ -121,9 +121,9 @@ FIGURES = (
     Figure("functions with more than 6 parameters", long_signatures, 116, 50),
     Figure("options of all commands", option_rows, 232, 150),
     Figure("commands on the first help screen", commands_on_the_first_screen, 22, 14),
-    Figure("lines of tests", lambda: lines(ROOT / "tests"), 57_775, 42_000),
-    Figure("words of docs without the reference", lambda: words(*guide_pages()), 77_064, 40_000),
-    Figure("words of the README", lambda: words(ROOT / "README.md"), 1_727, 700),
+    Figure("lines of tests", lambda: lines(ROOT / "tests"), 57_900, 42_000),
+    Figure("words of docs without the reference", lambda: words(*guide_pages()), 76_965, 40_000),
+    Figure("words of the README", lambda: words(ROOT / "README.md"), 1_724, 700),
 )
 
 
