@@ -111,7 +111,7 @@ class Figure:
 
 
 FIGURES = (
-    Figure("lines of src", lambda: lines(PACKAGE), 67_678, 50_000),
+    Figure("lines of src", lambda: lines(PACKAGE), 67_900, 50_000),
     Figure("files of src", lambda: len(source_texts()), 331, 180),
     Figure("folders of src", folders, 29, 20),
     Figure("classes", lambda: len(classes()), 786, 450),
@@ -121,7 +121,7 @@ FIGURES = (
     Figure("functions with more than 6 parameters", long_signatures, 116, 50),
     Figure("options of all commands", option_rows, 232, 150),
     Figure("commands on the first help screen", commands_on_the_first_screen, 22, 14),
-    Figure("lines of tests", lambda: lines(ROOT / "tests"), 57_900, 42_000),
+    Figure("lines of tests", lambda: lines(ROOT / "tests"), 58_000, 42_000),
     Figure("words of docs without the reference", lambda: words(*guide_pages()), 76_965, 40_000),
     Figure("words of the README", lambda: words(ROOT / "README.md"), 1_724, 700),
 )
