@@ -15,7 +15,7 @@ from mergepipe.planning import planner
 from mergepipe.planning.selection import Order, descending_order
 
 
-def _paper_order(items: Any, data: Any, *_: object) -> Order:
+def _paper_order(items: Any, _problem: Any, data: Any, *_: object) -> Order:
     """Sort by falling score per byte of what is not sparsified, whatever the operator makes of it."""
     coefficient_EB = np.abs(data.rules.coefficient_ET)[:, data.columns.tensor_B]
     score_I = (data.known_statistics.usable_norm_EB * coefficient_EB).ravel()[items.flat_I]

@@ -101,9 +101,9 @@ def test_run__in_parts_and_by_a_plan_gives_the_same_bytes(family: Path, operator
     for number in (1, 2):
         mergepipe.run_part(family / "plan.json", family / "parts", (number, 2), options=RunOptions(catalog=False))
     assert weights(family / "parts") == whole
-    budgeted = mergepipe.plan(path, "50%")
+    budgeted = mergepipe.plan(path, "60%")
     mergepipe.run(budgeted, family / "run", options=RunOptions(catalog=False))
-    assert weights(family / "run") == merged(path, "budgeted", budget="50%")
+    assert weights(family / "run") == merged(path, "budgeted", budget="60%")
 
 
 def test_merge__of_a_packed_expert_listed_twice_is_that_of_the_original(family: Path) -> None:

@@ -15,13 +15,14 @@ import mergepipe
 from mergepipe.catalog.home import resolve_home
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.errors import MismatchError, RecipeError
-from mergepipe.options import PlanOptions
+from mergepipe.options import MergeOptions, PlanOptions
 from mergepipe.reports import Progress, SweepReport
 from mergepipe.snapshots.distances import distance
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.families import TINY, write_family
 
+NORM = PlanOptions(select="norm")
 RECIPE = """\
 merge_method: {operator}
 base_model: base
@@ -47,7 +48,7 @@ def sweep(recipe: Path, *budgets: str, select: str = "norm") -> SweepReport:
 def test_sweep__errors_are_those_of_merges_made_apart(recipe: Path, tmp_path: Path) -> None:
     report = sweep(recipe, "30%")
     mergepipe.merge(recipe, tmp_path / "full")
-    mergepipe.merge(recipe, tmp_path / "budgeted", budget="30%")
+    mergepipe.merge(recipe, tmp_path / "budgeted", budget="30%", options=MergeOptions(plan=NORM))
     store = LocalStore()
     full, budgeted, base = (
         open_checkpoint(store, Location.local(tmp_path / name)) for name in ("full", "budgeted", "base")
@@ -86,7 +87,7 @@ def test_sweep__stopped_on_the_way_it_leaves_nothing(recipe: Path, tmp_path: Pat
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        mergepipe.sweep(recipe, ["50%"], work=tmp_path, on_progress=stop)
+        mergepipe.sweep(recipe, ["50%"], work=tmp_path, plan=NORM, on_progress=stop)
     assert set(tmp_path.iterdir()) == before
 
 
@@ -114,5 +115,5 @@ def test_sweep__leaves_out_tensors_that_it_may(recipe: Path) -> None:
     save_file(tensors, extra)
     with pytest.raises(MismatchError, match=r"extra\.weight"):
         sweep(recipe, "50%")
-    report = mergepipe.sweep(recipe, ["50%"], work=recipe.parent, allow_dropped=["extra.*"])
+    report = mergepipe.sweep(recipe, ["50%"], work=recipe.parent, plan=NORM, allow_dropped=["extra.*"])
     assert len(report.points) == 2
