@@ -143,7 +143,7 @@ SPENT = ("linear", "ties", "dare_ties", "slerp")
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    slow_unless(set(zip(SPENT, POLICIES, strict=True)).__contains__, product(SPENT, POLICIES)),
+    slow_unless(set(zip(SPENT, (*POLICIES, "norm"), strict=True)).__contains__, product(SPENT, POLICIES)),
 )
 def test_budget__is_spent_on_all_that_fits(tmp_path: Path, name: str, policy: str) -> None:
     setting = make_setting(tmp_path, CASES[name])

@@ -187,7 +187,7 @@ def test_run__during_which_an_input_changes_publishes_nothing(tmp_path: Path, vi
     assert fault.fired
     assert caught.value.code == "input.changed"
     left = sorted(path.name for path in (tmp_path / "results").rglob("*"))
-    assert left == [".out.mergepipe-staging", "owner.json", "reads"]  # the account of what was read stays
+    assert left == [".out.mergepipe-staging", "log", "owner.json"]  # the log of what was read stays
     assert worker_threads() == []
 
 

@@ -471,7 +471,7 @@ def test_explain__in_a_full_merge_every_expert_is_everywhere(work: Workplace, ru
     [
         ("nowhere", 3, "snapshot.not-found"),
         ("family/base", 3, "snapshot.not-found"),
-        ("recipe.yml", 4, "plan.json"),
+        ("recipe.yml", 4, "plan.damaged"),
     ],
 )
 @pytest.mark.usefixtures("analyzed")

@@ -125,7 +125,7 @@ def smallest_memory(plan: Plan, out: Path) -> int:
 
 def forget_statistics(home: Path, rng: np.random.Generator, share: float) -> None:
     """Drop about `share` of the tensors from the files of statistics under `home`."""
-    for path in sorted(statistics_folder(home).iterdir()):
+    for path in sorted(statistics_folder(home).glob("*")):
         file = parse_statistics(path.read_bytes(), path)
         kept = {name: statistics for name, statistics in file.tensors.items() if rng.random() >= share}
         path.write_bytes(replace(file, tensors=kept).to_bytes())

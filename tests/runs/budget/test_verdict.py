@@ -55,7 +55,7 @@ def merge(family: Path, recipe: str, out: Path, budget: str, **plan: Any) -> Any
 def test_verdict__says_of_each_expert_what_is_missing_and_first_of_whom_nothing_is_there(
     family: Path, tmp_path: Path
 ) -> None:
-    report = merge(family, "sum", tmp_path / "out", "25%")
+    report = merge(family, "sum", tmp_path / "out", "25%", select="norm")
     first, *others = report.verdict.experts
     assert (first.model, first.share) == ("expert-7", 0.0)  # though a sixth of its blocks equal the base
     assert all(0 < expert.share < 1 for expert in others)
@@ -69,11 +69,11 @@ def test_verdict__says_of_each_expert_what_is_missing_and_first_of_whom_nothing_
 
 
 def test_verdict__states_policy_share_and_where_gains_were_measured(family: Path, tmp_path: Path) -> None:
-    verdict = merge(family, "sum", tmp_path / "out", "25%").verdict
+    verdict = merge(family, "sum", tmp_path / "out", "25%", select="norm").verdict
     assert (verdict.policy, verdict.is_full, verdict.measured) == ("norm", False, "docs/benchmarks/trained.md")
     assert 0 < verdict.planned_bytes <= verdict.full_bytes / 4
     assert "nothing is known of this one" in (tmp_path / "out/README.md").read_text()
-    sample = merge(family, "sum", tmp_path / "sample", "25%", select="sample").verdict
+    sample = merge(family, "sum", tmp_path / "sample", "25%").verdict
     assert sample.measured == "docs/benchmarks/sampling.md"
     whole = merge(family, "sum", tmp_path / "whole", "100%").verdict
     assert whole.is_full
@@ -82,7 +82,7 @@ def test_verdict__states_policy_share_and_where_gains_were_measured(family: Path
 
 def test_sweep__names_experts_of_which_nothing_is_read(family: Path) -> None:
     report = mergepipe.sweep(
-        family / "sum.yml", ["25%"], plan=PlanOptions(block_elements=GRAIN),
+        family / "sum.yml", ["25%"], plan=PlanOptions(select="norm", block_elements=GRAIN),
         options=RunOptions(home=family / "home", threads=2),
     )  # fmt: skip
     for text in (sweep_table(report), sweep_page(report)):
