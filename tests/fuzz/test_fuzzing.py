@@ -45,7 +45,7 @@ SHORT_INPUTS = 120
 SHORT_SECONDS = 0.6
 NAMES = (
     "safetensors", "index", "pickle", "torch-pickle", "torch-zip", "plan", "manifest", "log", "block-table",
-    "statistics", "statistics-header", "statistics-file", "tokenizer.json", "tokenizer_config", "vocab.json",
+    "statistics-header", "statistics-file", "tokenizer.json", "tokenizer_config", "vocab.json",
     "tokenizer.model", "sentencepiece", "recipe", "recipe-tree", "adapter-config", "adapter", "partial-manifest",
     "save-log", "composition", "composition-tree", "trainer", "dcp", "zero", "store-header", "store-index",
     "store-block",
@@ -183,7 +183,7 @@ def test_mutator__the_same_seed_gives_the_same_inputs(targets: dict[str, Target]
         assert [first.next() for _ in range(30)] == [second.next() for _ in range(30)]
 
 
-@pytest.mark.parametrize("name", ["plan", "manifest", "log", "statistics", "statistics-header", "store-header"])
+@pytest.mark.parametrize("name", ["plan", "manifest", "log", "statistics-header", "store-header"])
 def test_seal__changed_content_is_read_behind_its_checksum(targets: dict[str, Target], name: str) -> None:
     """Were seals wrong, every input would end at the checksum."""
     mutator = Mutator(targets[name].shape, 3)

@@ -55,7 +55,7 @@ GIB = 1 << 30
 SAMPLED = FamilyShape(
     hidden=512, layers=1, heads=8, kv_heads=8, head_dim=64, intermediate=1024, vocab=2000, tied=True
 )  # fmt: skip
-"""Of tensors that are large enough to be sampled for a plan."""
+"""Of tensors that are large enough to be read in part."""
 
 
 class FakeCluster:
@@ -199,9 +199,10 @@ def test_merge__on_ray_into_a_bucket_is_resumed_there(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_merge__on_ray_accounts_for_the_samples_that_its_plan_took(tmp_path: Path) -> None:
+@pytest.mark.parametrize("operator", ["ties", "dare_ties"])
+def test_merge__on_ray_under_a_budget_reads_what_threads_read(tmp_path: Path, operator: str) -> None:
     family = write_large_family(tmp_path, SAMPLED, 2)
-    recipe = write_recipe(tmp_path / "r.yml", DiskFamily((), (family.base, *family.experts)), "ties")
+    recipe = write_recipe(tmp_path / "r.yml", DiskFamily((), (family.base, *family.experts)), operator)
     options = replace(merge_options("ray"), plan=PlanOptions(block_elements=16384), shard_bytes=2 << 20)
 
     def read_by(executor: str) -> tuple[int, int, int]:
@@ -212,10 +213,6 @@ def test_merge__on_ray_accounts_for_the_samples_that_its_plan_took(tmp_path: Pat
 
     assert read_by("ray") == read_by("threads")
     assert weights_digest(tmp_path / "ray") == weights_digest(tmp_path / "threads")
-    plan = mergepipe.plan(recipe, "60%", options=options.plan, home=tmp_path / "home")
-    mergepipe.run(plan, tmp_path / "planned", options=OutputOptions(catalog=False))
-    samples = manifest_of(tmp_path / "ray").realized.expert - manifest_of(tmp_path / "planned").realized.expert
-    assert 0 < samples <= sum(model.side_bytes for model in plan.models)
 
 
 @pytest.mark.usefixtures("cluster")

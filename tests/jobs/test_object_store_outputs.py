@@ -17,7 +17,7 @@ import pytest
 
 import mergepipe
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, RecipeError, StorageError, UnsupportedError
-from mergepipe.options import MergeOptions, OutputOptions
+from mergepipe.options import MergeOptions, OutputOptions, PlanOptions
 from mergepipe.reports import MergeReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
 from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload
@@ -65,7 +65,8 @@ class Bench:
     def merge(self, out: str | Path, method: str = "ties", budget: str | None = None) -> MergeReport:
         """Merge, under a budget or on this machine with a catalog of its own: what it learns changes plans."""
         home = self.folder / ("home" if isinstance(out, str) and budget is None else f"home-{Path(out).name}")
-        options = MergeOptions(home=home, threads=2, shard_bytes=SHARD_BYTES)
+        plan = PlanOptions(select="norm" if method == "della" else None)  # it needs whole rows
+        options = MergeOptions(home=home, threads=2, shard_bytes=SHARD_BYTES, plan=plan)
         return mergepipe.merge(self.recipe(method), out, budget=budget, options=options)
 
     def local(self, method: str = "ties", budget: str | None = None) -> Path:
@@ -117,8 +118,8 @@ def assert_same(out: str, local: Path) -> None:
     ("method", "budget"),
     [
         ("ties", None),
-        ("dare_ties", "30%"),
-        *(pytest.param(method, "40%", marks=pytest.mark.slow) for method in OTHER_METHODS),
+        ("dare_ties", "60%"),  # of it the samples that key randomness are two thirds
+        *(pytest.param(method, "60%", marks=pytest.mark.slow) for method in OTHER_METHODS),
     ],
 )
 def test_merge__into_a_bucket_is_the_local_merge(bench: Bench, out: str, method: str, budget: str | None) -> None:

@@ -10,10 +10,14 @@ from typing import Any
 from blake3 import blake3
 
 from mergepipe.core.canonical_json import digest_of
+from mergepipe.operators.statistics import BLOCK_RECORD
 from support.torch_bytes import Member, zip_bytes
 
 _OFFSETS = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d{1,6})\s*\]')
-_SIZES = re.compile(rb'"sizes":\[(\d{1,6}(?:,\d{1,6})*)\]')
+_COUNTS = [
+    re.compile(rb'"%b":\s*\[?\s*(\d{1,6}(?:,\s*\d{1,6})*)\s*[\],}]' % name)
+    for name in (b"block_elements", b"elements", b"cuts")
+]
 _CHECK_DIGITS = 16
 
 
@@ -85,8 +89,11 @@ def seal_statistics_file(content: bytes) -> bytes:
 
 def statistics_file(header: bytes) -> bytes:
     """A file of statistics with this header, and as many bytes of rows as it seems to speak of."""
-    sizes = [int(number) for sizes in _SIZES.findall(header) for number in sizes.split(b",")]
-    rows = bytes(min(sum(sizes), 1 << 18))
+    block_elements, elements, cuts = (
+        [int(number) for found in pattern.findall(header) for number in found.split(b",")] for pattern in _COUNTS
+    )
+    n_blocks = sum(-(-n // max([1, *block_elements[:1]])) for n in elements)
+    rows = bytes(min(len(elements) * 24 + sum(cuts) * 20 + n_blocks * BLOCK_RECORD.itemsize, 1 << 18))
     return seal_statistics_file(b"MPSTATS\n" + len(header).to_bytes(8, "little") + header + rows)
 
 

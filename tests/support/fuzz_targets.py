@@ -171,8 +171,12 @@ def _statistics_file_targets() -> tuple[Target, Target]:
         BlockGrid(500, 256), np.zeros(2, BLOCK_RECORD), np.array([0.1, 0.2]), np.zeros((2, 3), np.uint32), np.ones(3)
     )
     raw = StatisticsFile(expert, base, 256, (0.1,), {"a": statistics, "b": statistics}).to_bytes()
+    bare = TensorStatistics(
+        BlockGrid(500, 256), statistics.blocks_B, np.empty(0), np.zeros((0, 3), np.uint32), np.zeros(3)
+    )
+    simple = StatisticsFile(expert, base, 256, (), {"a": bare, "b": bare}).to_bytes()
     start = len(MAGIC) + 8
-    header = raw[start : start + int.from_bytes(raw[len(MAGIC) : start], "little")]
+    header = simple[start : start + int.from_bytes(simple[len(MAGIC) : start], "little")]
     return (
         Target("statistics-header", lambda raw: parse_statistics(raw, "fuzzed"),
                Shape((header,), seals.statistics_file, is_json=True)),
