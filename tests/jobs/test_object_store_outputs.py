@@ -118,7 +118,7 @@ def assert_same(out: str, local: Path) -> None:
     ("method", "budget"),
     [
         ("ties", None),
-        ("dare_ties", "60%"),  # of it the samples that key randomness are two thirds
+        ("dare_ties", "60%"),  # it holds the samples that key randomness too
         *(pytest.param(method, "60%", marks=pytest.mark.slow) for method in OTHER_METHODS),
     ],
 )

@@ -305,7 +305,7 @@ def test_run_part__killed_worker_leaves_all_or_nothing(
 def test_run_part__killed_at_any_request_leaves_all_or_nothing(
     bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> None:
-    monkeypatch.setattr(parts, "FACTS_SECONDS", 0.5)  # the killed worker seems to live on: it is this process
+    monkeypatch.setattr(worker_module, "FACTS_SECONDS", 0.5)  # the killed worker seems to live on: it is this process
     requests = watch_buckets(monkeypatch)
     bench.part(bench.local(("dare_ties", None, True))[0], f"{out}-whole", (1, 1))
     n_requests = len(requests.changes)
