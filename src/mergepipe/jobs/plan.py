@@ -42,7 +42,8 @@ from mergepipe.storage.stores import Stores
 
 PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
 SAMPLED_UNIT_ELEMENTS = 32 * 1024
-"""The block of a sample of local files: 64 KiB of bfloat16."""
+SMALL_UNITS_BYTES = 1 << 38
+"""The block of a sample of local files: 64 KiB of bfloat16; and the largest output it is for: a plan holds all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +275,9 @@ def _suitable_block(inputs: Inputs, facts: _KnownFacts) -> int:
 
 
 def _sampled_unit(inputs: Inputs, request_bytes: Sequence[int]) -> int:
-    """Choose the unit of a sample: a larger one where requests of experts cost something or encoded blocks are cut."""
-    return DEFAULT_BLOCK_ELEMENTS if _are_packed(inputs) or any(request_bytes) else SAMPLED_UNIT_ELEMENTS
+    """Choose the unit of a sample: a larger one for costly requests, encoded blocks, and models of very many units."""
+    is_large = inputs.resolution.output_bytes > SMALL_UNITS_BYTES
+    return DEFAULT_BLOCK_ELEMENTS if is_large or _are_packed(inputs) or any(request_bytes) else SAMPLED_UNIT_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True)

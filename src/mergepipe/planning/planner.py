@@ -287,9 +287,9 @@ class Ranking:
 
     def check_usefulness(self, plan: Plan) -> None:
         """Refuse a plan of a positive budget that reads nothing though there is something to read."""
-        least = self.least_useful_bytes()
         accesses = (access for tensor in plan.tensors for access in tensor.access)
-        if least is not None and not any(access.blocks or access.shared for access in accesses):
+        reads = any(access.blocks or access.shared for access in accesses)
+        if not reads and (least := self.least_useful_bytes()) is not None:
             message = f"nothing that could be read fits {plan.budget_bytes} bytes: the result would be the base"
             hint = f"the smallest useful budget is {least}B; 0 reads nothing of the experts"
             if self.problem.unread:

@@ -41,9 +41,9 @@ def position_numbers(names: Sequence[str], columns: Columns, seed: int) -> NDArr
     prefix_B = np.zeros(columns.n_columns, np.uint64)
     for k in range(int(digits_T.max(initial=0))):
         node_B = mix(key_B + (index_B >> np.uint64(k + 1)))  # the 2^(k+1) neighbours that the position is one of
-        flip_B = mix(node_B + (prefix_B << np.uint64(6)) + np.uint64(k)) & np.uint64(1)
-        digit_B = ((index_B >> np.uint64(k)) & np.uint64(1)) ^ flip_B
-        prefix_B = np.where(digits_B > k, prefix_B * np.uint64(2) + digit_B, prefix_B)
+        node_B = mix(node_B + (prefix_B << np.uint64(6)) + np.uint64(k)) & np.uint64(1)  # whether its digit is flipped
+        node_B ^= (index_B >> np.uint64(k)) & np.uint64(1)
+        prefix_B = np.where(digits_B > k, prefix_B * np.uint64(2) + node_B, prefix_B)
     rest_B = (mix(mix(~key_B) + index_B) >> np.uint64(11)) * _UNIT
     return np.asarray(np.minimum((prefix_B + rest_B) * 0.5**digits_B, 1.0 - _UNIT), np.float64)
 
