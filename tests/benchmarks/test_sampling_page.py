@@ -40,5 +40,6 @@ def test_page__tells_the_share_of_the_gain_by_what_is_read() -> None:
         "blocks by norm, of 16 Ki": "10 % ± 0",
         "blocks at random, of 16 Ki": "20 % ± 0",
     }
-    assert "keep 90 % to 90 % of what the full merges gain, blocks chosen by norm 10 % to 10 %" in page.meaning
+    assert "elements keep 90 % of what TIES, linear and DARE-TIES merges gain" in page.meaning
+    assert "blocks chosen by norm keep 10 % of the first three" in page.meaning
     assert "At 25 %" not in page.meaning  # nothing of it was measured
