@@ -119,7 +119,7 @@ def test_snapshot_commands__say_what_a_composite_is(run: Runner, place: Path, co
     run("tailor", "compose", "recipe.yml", "out", "-q")
     ran = run(command, "out", "--home", place / "home")
     assert (ran.exit_code, len(ran.error_lines)) == (6, 1)
-    assert "a training checkpoint that tailor composed" in ran.err
+    assert "is of the kind 'composite'" in ran.err
     assert "mergepipe tailor inspect" in ran.err
 
 

@@ -31,13 +31,6 @@ def test_open_model__reads_no_tensor_byte_of_plain_weights(tmp_path: Path) -> No
     assert open_model(store, Named(Location.local(path)), first) == first
 
 
-def test_open_model__refuses_a_composite(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "m", {"a": W})
-    (path / "mergepipe.json").write_text('{"format": "mergepipe-composite/1"}')
-    with pytest.raises(UnsupportedError, match="is a composite, a training checkpoint"):
-        opened(path)
-
-
 def test_open_model__opens_snapshots_as_any_model(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m", {"a": W})
     (path / "mergepipe.json").write_text('{"format": "mergepipe-manifest/1"}')

@@ -7,10 +7,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from importlib import resources
 from pathlib import Path
 
-import jsonschema
 import pytest
 
 import mergepipe
@@ -188,12 +186,10 @@ def test_run__a_plan_holds_for_a_copy_put_in_the_place_of_a_model(bench: Bench) 
     assert api.verify(bench.folder / "out").is_sound
 
 
-def test_manifest__with_digests_keeps_to_its_schema(bench: Bench) -> None:
+def test_manifest__has_the_digests_of_inputs(bench: Bench) -> None:
     bench.merge(RECIPES["linear"], "out")
     content = json.loads((bench.folder / "out" / MANIFEST_NAME).read_bytes())
     assert {"sha256"} <= {key for source in content["inputs"] for file in source["files"] for key in file}
-    schema = resources.files("mergepipe").joinpath("schemas/manifest.schema.json").read_bytes()
-    jsonschema.validate(content, json.loads(schema))
 
 
 # --- another machine ---
