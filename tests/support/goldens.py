@@ -18,7 +18,7 @@ WIDTH = 150
 """A JSON value that fits in so many columns stands on one line."""
 MOVING = {
     re.compile(r"seconds|_ns$|per_second|^(created|started|finished|time|times|modified)$"): "<time>",
-    re.compile(r"^(free|peak_rss|payload|file|output|catalog)_bytes$"): "<bytes>",
+    re.compile(r"^(free|peak_rss|payload|file|output|catalog|metadata|read)_bytes$"): "<bytes>",
     re.compile(r"^(pid|host|inode|version|threads|mergepipe_version)$"): "<machine>",
 }
 """Fields whose values change from run to run or from machine to machine, and what is recorded of them."""
