@@ -157,8 +157,9 @@ $(PLOTS_VENV)/.plots: requirements/plots.txt
 demo: $(VENV)/.package
 	@PYTHONPATH=tests $(BIN)/python examples/demo.py .demo
 
+# A test that hangs fails with the stack of every thread, and the run goes on.
 test: $(VENV)/.test
-	$(PYTEST) -n 2 --no-fsync -m "not peer and not slow"
+	$(PYTEST) -n 2 --no-fsync --timeout 600 --timeout-method thread -m "not peer and not slow"
 
 # Also the properties of the fast suite, with more examples, and others every time.
 test-slow: $(VENV)/.test

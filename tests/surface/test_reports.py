@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from workplace import BLOCK_ELEMENTS, RECIPES, command_names, recipe_text, run_command, workplace
 
-from support.bucket_outputs import bucket_server
 from support.goldens import Goldens, layout, steady_text, steady_value
 from support.remote_stores import set_environment
+from support.s3_server import s3_server
 
 BLOCKS = f"--block-elements {BLOCK_ELEMENTS}"
 ENGINE = "--threads 2 --memory 64MiB"
@@ -77,7 +77,7 @@ SESSION = (
     "damage out",
     "verify out",
     f"repair out {ENGINE}",
-    "push out s3://bucket/out",
+    "push out s3://reports/out",
     "gc . --dry-run",
 )
 """Commands in their order; `damage` is ours."""
@@ -130,7 +130,8 @@ def session_texts(root: Path, url: str) -> dict[str, str]:
 
 
 def test_reports__are_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goldens: Goldens) -> None:
-    with bucket_server() as server, workplace(tmp_path):
+    with s3_server() as server, workplace(tmp_path):
+        server.make_bucket("reports")
         set_environment(monkeypatch, server.url)
         (tmp_path / "packed.yml").write_text(recipe_text(*RECIPES["ties.yml"], folder="packed"))
         texts = session_texts(tmp_path, server.url)
