@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from support.entered_files import met_by
 from support.source_code import PACKAGE, source_texts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,6 +118,9 @@ FIGURES = (
     Figure("classes", lambda: len(classes()), 786, 450),
     Figure("dataclasses", lambda: sum(map(is_dataclass, classes())), 502, 300),
     Figure("modules with one importer", modules_with_one_importer, 64, 30),
+    Figure("modules of jobs.merge", lambda: met_by()["modules of jobs.merge"], 150, 130),
+    Figure("source files that a merge enters", lambda: met_by()["merge"], 116, 80),
+    Figure("source files that a compose enters", lambda: met_by()["compose"], 71, 60),
     Figure("error codes", error_codes, 124, 180),
     Figure("functions with more than 6 parameters", long_signatures, 116, 50),
     Figure("options of all commands", option_rows, 232, 150),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,16 +33,20 @@ class _Merge:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What is read under a budget: a policy, its blocks, and whether the experts were analysed before."""
+    """What is read under a budget: a policy, its blocks, and whether the experts were analysed or packed before.
+
+    Packed experts have blocks of their own; their budget is a share of the bytes that they have unpacked.
+    """
 
     label: str
     select: str
     block_elements: int
     is_analyzed: bool
+    is_packed: bool = False
 
     @property
     def options(self) -> tuple[object, ...]:
-        return "--select", self.select, "--block-elements", self.block_elements
+        return "--select", self.select, *(() if self.is_packed else ("--block-elements", self.block_elements))
 
 
 _MERGES = {
@@ -60,6 +64,8 @@ _FORMS = {
     "sample-16": _Form("sample, units of 16 Ki", "sample", BLOCK_ELEMENTS, is_analyzed=False),
     "sample-64": _Form("sample, units of 64 Ki", "sample", 4 * BLOCK_ELEMENTS, is_analyzed=False),
     "by-norm-16": _Form("sample, units of 16 Ki, by norms on record", "sample", BLOCK_ELEMENTS, is_analyzed=True),
+    "packed-norm": _Form("packed, levels by norm", "norm", BLOCK_ELEMENTS, is_analyzed=False, is_packed=True),
+    "packed-sample": _Form("packed, sample", "sample", BLOCK_ELEMENTS, is_analyzed=False, is_packed=True),
     "sample-256": _Form("sample, units of 256 Ki", "sample", 16 * BLOCK_ELEMENTS, is_analyzed=False),
 }
 _DEFAULT, _BY_NORM = "sample-32", "by-norm-16"
@@ -101,20 +107,28 @@ class _Samples:
         self._out = family.place.folder / "out"
 
     def full(self, merge: str) -> dict[str, Any]:
-        return self._merged(merge, "--no-catalog")
+        self.family.train()
+        return self._merged(merge, self.family.experts, "--no-catalog")
 
     def budgeted(self, merge: str, form: str, share: int) -> dict[str, Any]:
         self.family.train()
         home = self.family.home if _FORMS[form].is_analyzed else self.family.place.folder / "home-empty"
         if _FORMS[form].is_analyzed and not home.exists():
             self.family.analyze()
-        return self._merged(merge, "--budget", f"{share}%", *_FORMS[form].options, "--home", home)
+        if not _FORMS[form].is_packed:
+            return self._merged(
+                merge, self.family.experts, "--budget", f"{share}%", *_FORMS[form].options, "--home", home
+            )
+        self.family.prepare()
+        n_experts = _MERGES[merge].n_experts
+        budget = share * self.family.raw_bytes() * n_experts // (100 * len(self.family.experts))
+        packed = [self.family.packed / expert.name for expert in self.family.experts]
+        return self._merged(merge, packed, "--budget", f"{budget}B", *_FORMS[form].options, "--home", home)
 
-    def _merged(self, merge: str, *options: object) -> dict[str, Any]:
-        self.family.train()
+    def _merged(self, merge: str, family: Sequence[Path], *options: object) -> dict[str, Any]:
         chosen = _MERGES[merge]
         recipe = self.family.place.folder / "recipe.yml"
-        experts: list[Path] = self.family.experts[: chosen.n_experts]
+        experts = list(family[: chosen.n_experts])
         recipe.write_text(chosen.operator.recipe(self._base.folder, experts, "bfloat16"))
         shutil.rmtree(self._out, ignore_errors=True)
         fixed = ("--seed", self._seed, "--threads", 1)

@@ -140,12 +140,12 @@ class TrainedFamily:
         self.place = place.within(f"{kind}-{seed}")
         self._base, self._kind, self._seed = base, kind, seed
         self.experts = [self.place.folder / f"expert-{number}" for number in range(1, 5)]
-        self._packed, self.home = self.place.folder / "packed", self.place.folder / "home"
+        self.packed, self.home = self.place.folder / "packed", self.place.folder / "home"
 
     def describe(self) -> dict[str, Any]:
-        self._prepare()
-        stored = sum(file.stat().st_size for file in self._packed.rglob("*") if file.is_file())
-        return {**self.gains(), "packed_share": stored / self._raw_bytes()}
+        self.prepare()
+        stored = sum(file.stat().st_size for file in self.packed.rglob("*") if file.is_file())
+        return {**self.gains(), "packed_share": stored / self.raw_bytes()}
 
     def gains(self) -> dict[str, Any]:
         """Return the losses of each expert on its own domain, and the sizes of the deltas."""
@@ -154,16 +154,16 @@ class TrainedFamily:
         return {"own_losses": own, "deltas": [asdict(delta_size(self._base.folder, expert)) for expert in self.experts]}
 
     def full(self, operator: str) -> dict[str, Any]:
-        self._prepare()
+        self.prepare()
         return {"losses": self._base.score(self._full(operator))}
 
     def budgeted(self, operator: str, form: str, share: int) -> dict[str, Any]:
-        self._prepare()
+        self.prepare()
         full, out = self._full(operator), self.place.folder / "out"
-        experts = [self._packed / expert.name for expert in self.experts] if form == "packed" else self.experts
+        experts = [self.packed / expert.name for expert in self.experts] if form == "packed" else self.experts
         options = (
             "--budget",
-            f"{share * self._raw_bytes() // 100}B",
+            f"{share * self.raw_bytes() // 100}B",
             "--select",
             "random" if form == "random" else "norm",
         )
@@ -178,7 +178,8 @@ class TrainedFamily:
         shutil.rmtree(out)
         return {"losses": losses, "expert_bytes": report["expert_bytes"], **errors}
 
-    def _raw_bytes(self) -> int:
+    def raw_bytes(self) -> int:
+        """Return the bytes of the experts as they were trained."""
         return sum((expert / "model.safetensors").stat().st_size for expert in self.experts)
 
     def train(self) -> None:
@@ -194,15 +195,16 @@ class TrainedFamily:
         models = (self._base.folder, *self.experts)
         self.place.ours("analyze", *models, "--home", self.home, "--block-elements", BLOCK_ELEMENTS)
 
-    def _prepare(self) -> None:
-        if (self._packed / self.experts[-1].name).exists():
+    def prepare(self) -> None:
+        """Train, analyze and pack the experts."""
+        if (self.packed / self.experts[-1].name).exists():
             return
         self.train()
         self.analyze()
-        for folder in (self._packed, self.place.folder / "home-pack"):  # of a run that was stopped here
+        for folder in (self.packed, self.place.folder / "home-pack"):  # of a run that was stopped here
             shutil.rmtree(folder, ignore_errors=True)
         models = (self._base.folder, *self.experts)
-        self.place.ours("pack", *models, "--out", self._packed, "--home", self.place.folder / "home-pack")
+        self.place.ours("pack", *models, "--out", self.packed, "--home", self.place.folder / "home-pack")
 
     def _train(self, out: Path, domain: Domain, seed: int) -> None:
         unfinished = out.with_name(f"{out.name}.partial")
