@@ -1,7 +1,7 @@
 """The public calls: each checks its arguments, runs one job, and returns a report.
 
 Making models: `check`, `merge`.
-Under a budget: `analyze`, ``, `plan`, `store_plan`, `run`, `explain`, `sweep`.
+Under a budget: `analyze`, `plan`, `store_plan`, `run`, `explain`, `sweep`.
 On many machines: `run_part`, `parts_status`.
 Packing experts: `pack`, `unpack`. Reading models: `load_file`.
 Looking after snapshots: `list_snapshots`, `show`, `lineage`, `diff`, `verify`, `repair`, `replay`,

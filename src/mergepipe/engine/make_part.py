@@ -55,7 +55,7 @@ def make_part(
 
     What `progress` says is durable already is neither read nor written.
 
-    Memory: `options.memory_bytes` of buffers, and the counters of reductions (see `engine.reductions`). Disk, under a
+    Memory: `options.memory_bytes` of buffers, and the counters of reductions (see `block_reductions`). Disk, under a
     plan: in `directory`, what is read of experts of a tensor that buffers do not hold and that is looked at twice.
     """
     layout = _layout(work, options.memory_bytes - CHUNK_BYTES)

@@ -136,7 +136,7 @@ class Measure(Protocol):
         ...
 
     def __call__(self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64]) -> None:
-        """Add the block's sums to those of its atoms (see `kernels.atoms`); nothing else of `sums_AK` is touched."""
+        """Add the block's sums to those of its atoms (see `kernels.products`); nothing else of `sums_AK` is touched."""
         ...
 
 

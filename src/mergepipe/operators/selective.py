@@ -117,7 +117,7 @@ def energy_weights(energies_E: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OverlapRule:
-    """The block function of ram and ramplus_tl; see `kernels.overlap`."""
+    """The block function of ram and ramplus_tl; see `kernels.select.merge_overlapping`."""
 
     epsilon: float
     own_scales_E: NDArray[np.float32]

@@ -130,7 +130,7 @@ def number_text(value: str | float) -> str:
 
 
 class Policy(StrEnum):
-    """The order in which blocks are chosen; see `planner.policies`."""
+    """The order in which blocks are chosen."""
 
     SAMPLE = "sample"  # block positions at random, of all experts, their merged delta divided by their probability
     NORM = "norm"
@@ -147,7 +147,7 @@ class OnOmit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdjustPolicy:
-    """Allows densities to fall under a tight budget, never below `min_density`; see `planner.adjust`."""
+    """Allows densities to fall under a tight budget, never below `min_density`; see `planner.adjust_densities`."""
 
     min_density: float
 

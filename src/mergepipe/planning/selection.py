@@ -320,7 +320,7 @@ def select_items(
     """Select the longest prefix of `order_I` that costs at most `budget_bytes`, then what else fits, in that order.
 
     `sample_E` is charged with the first item that an expert takes part in, be it with bytes of its own or served.
-    Where requests have a price, a prefix comes with the blocks of short gaps in it; see `gaps.Gaps`.
+    Where requests have a price, a prefix comes with the blocks of short gaps in it; see `Gaps`.
     """
     users = _item_users(candidates, items, np.flatnonzero(sample_E))
     gaps = Gaps(candidates, items)

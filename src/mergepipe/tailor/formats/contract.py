@@ -70,7 +70,7 @@ class TrainingFormat(CheckpointKind, Protocol):
         """Plan how the state of a partial checkpoint replaces the skeleton's; `files` has its small files already.
 
         Raises:
-            MergePipeError: see `composition.state_overlay.overlay_state`.
+            MergePipeError: see `state_overlay.overlay_state`.
         """
         ...
 

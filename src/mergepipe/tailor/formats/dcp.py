@@ -394,7 +394,7 @@ class DcpFormat(Copied):
         return True
 
     def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
-        """See `composition.state_overlay`."""
+        """See `TrainingFormat.overlay_state`."""
         from mergepipe.tailor.state_overlay import overlay_dcp_state
 
         return overlay_dcp_state(store, assignment, files)

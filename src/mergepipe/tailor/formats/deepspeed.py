@@ -440,13 +440,13 @@ class ZeroFormat(Copied):
         return framework is Framework.TRANSFORMERS
 
     def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
-        """See `composition.state_overlay`."""
+        """See `TrainingFormat.overlay_state`."""
         from mergepipe.tailor.state_overlay import overlay_zero_state
 
         return overlay_zero_state(store, assignment, files)
 
     def plan_universal(self, store: Store, assignment: Assignment) -> CompositionPlan:
-        """See `composition.universal`."""
+        """See `universal_plan.plan_universal`."""
         from mergepipe.tailor.universal_plan import plan_universal
 
         return plan_universal(store, assignment)

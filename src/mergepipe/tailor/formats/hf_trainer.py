@@ -235,7 +235,7 @@ class HfFormat(Copied):
         return framework is Framework.TRANSFORMERS
 
     def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
-        """See `composition.state_overlay`."""
+        """See `TrainingFormat.overlay_state`."""
         from mergepipe.tailor.state_overlay import overlay_hf_state
 
         return overlay_hf_state(store, assignment, files)
