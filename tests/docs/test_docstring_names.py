@@ -1,4 +1,4 @@
-"""Every dotted name in backticks in a docstring of src is that of something: of src, of an error, of a file, of a library."""
+"""Every dotted name in backticks in a docstring of src is one of src, of an error code, of a file or of a library."""
 
 from __future__ import annotations
 

@@ -114,6 +114,19 @@ def test_add_operator__refuses_one_that_does_not_say_what_a_planner_may_know() -
     assert "silent" not in operator_specs()
 
 
+@dataclass(frozen=True, slots=True)
+class Boastful(Halfway):
+    """Claims that only the first model counts."""
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return Influence(np.eye(len(inputs.experts))[0], np.ones(len(inputs.experts)))
+
+
+def test_check_operator__finds_an_influence_that_is_not_true() -> None:
+    with pytest.raises(AssertionError, match="the influence must be that of the experts on the result"):
+        check_operator(Boastful())
+
+
 def test_remove_operator__keeps_those_of_mergepipe() -> None:
     with pytest.raises(KeyError):
         remove_operator("ties")

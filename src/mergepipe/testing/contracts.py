@@ -20,6 +20,7 @@ from mergepipe.testing.tensors import Family, make_family
 
 SHAPES = ((1,), (77,), (3, 20_000), (130, 300))
 N_THREADS = 4
+COMBINED_ELEMENTS = 10_000  # of fewer elements any rule may look like a sum
 RELATIVE_ERROR = 1e-5  # some roundings to float32
 _STREAM_KEYS = (11, 12, 13, 14, 15, 16, 17, 18)
 
@@ -117,7 +118,11 @@ def _check_numbers(operator: Operator, setting: _Setting) -> None:
 
 
 def _check_influence(operator: Operator, setting: _Setting) -> None:
-    """Check that the influence is told of every expert, and that what trims asks for a cut."""
+    """Check that the influence is told of every expert and is true, and that what trims asks for a cut.
+
+    What planners take from it is a ratio of experts: where the merged delta is a fixed combination of the experts'
+    deltas, the coefficients must be those of the combination, times one positive number.
+    """
     influence, n_experts = operator.influence(setting.inputs, None), len(setting.inputs.experts)
     name = operator.spec.name
     shapes = {influence.coefficients_E.shape, influence.energy_factor_E.shape}
@@ -126,6 +131,34 @@ def _check_influence(operator: Operator, setting: _Setting) -> None:
         request = operator.reduction(setting.inputs)
         law = "an operator that trims must ask for a magnitude cut, or nothing"
         assert request is None or isinstance(request, MagnitudeCut), f"{name}: {law}"
+    if influence.is_known and setting.inputs.n_elements >= COMBINED_ELEMENTS:
+        measured_E = _combination(operator, setting)
+        claimed_E = influence.coefficients_E * np.sqrt(influence.energy_factor_E)
+        is_true = measured_E is None or np.allclose(_direction(claimed_E), _direction(measured_E), atol=RELATIVE_ERROR)
+        law = "the influence must be that of the experts on the result"
+        assert is_true, f"{name}: {law}: it is in the ratio {measured_E}, {claimed_E} is claimed"
+
+
+def _combination(operator: Operator, setting: _Setting) -> NDArray[np.float64] | None:
+    """Return the coefficients if the merged delta is a fixed combination of the experts' deltas; None if it is not."""
+    family, experts = setting.family, range(len(setting.inputs.experts))
+    deltas_EN = (family.experts_EN - family.base_N).astype(np.float64)
+
+    def merged(present: Sequence[int]) -> NDArray[np.float64]:
+        return apply_operator(operator, setting.inputs, StoredTensor(family, F32, present=present), []).astype(float)
+
+    unchanged_N = merged(())
+    alone_EN = np.array([merged([e]) - unchanged_N for e in experts]).reshape(deltas_EN.shape)
+    coefficients_E = (alone_EN * deltas_EN).sum(axis=1) / (deltas_EN**2).sum(axis=1)
+    combined_EN = coefficients_E[:, None] * deltas_EN
+    sum_N = unchanged_N + combined_EN.sum(axis=0)
+    errors_N = np.abs(alone_EN - combined_EN).sum(axis=0) + np.abs(merged(experts) - sum_N)
+    sizes_N = np.abs(unchanged_N) + np.abs(combined_EN).sum(axis=0)
+    return coefficients_E if (errors_N <= RELATIVE_ERROR * sizes_N).all() else None
+
+
+def _direction(values_E: NDArray[np.float64]) -> NDArray[np.float64]:
+    return values_E / (np.linalg.norm(values_E) or 1.0)
 
 
 def _check_empty(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -14,6 +15,14 @@ from mergepipe.checkpoints.contract import CheckpointKind
 from mergepipe.checkpoints.torch_file import SUFFIXES, WRAPPERS
 from mergepipe.errors import UnsupportedError
 from mergepipe.runs.inputs.models import open_model
+from mergepipe.snapshots.composite import (
+    AverageRecord,
+    ComposedCheckpoint,
+    CompositeManifest,
+    SelfCheck,
+    Thoroughness,
+)
+from mergepipe.storage.file_version import Digested
 from mergepipe.storage.location import Location
 from support.fetching import fetched
 from support.places import DOCS
@@ -34,6 +43,28 @@ def test_open_model__reads_no_tensor_byte_of_plain_weights(tmp_path: Path) -> No
 def test_open_model__opens_snapshots_as_any_model(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m", {"a": W})
     (path / "mergepipe.json").write_text('{"format": "mergepipe-manifest/1"}')
+    assert opened(path).kind is CheckpointKind.FULL
+
+
+def test_open_model__refuses_a_composite(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m", {"a": W})
+    manifest = CompositeManifest(
+        version="1",
+        recipe="{}",
+        checkpoint=ComposedCheckpoint("hf-trainer", "transformers", None, 1, 3, "skeleton"),
+        inputs=(),
+        units=(),
+        files=(Digested.of("model.safetensors", (path / "model.safetensors").read_bytes()),),
+        self_check=SelfCheck(Thoroughness.OFF, 0, 0, 0),
+        realized={},
+        run={},
+    )
+    (path / "mergepipe.json").write_bytes(manifest.to_json())
+    with pytest.raises(UnsupportedError, match="is a composite, a training checkpoint") as caught:
+        opened(path)
+    assert caught.value.code == "model.unsupported"
+    average = replace(manifest, average=AverageRecord("uniform", (1.0,), "none"))
+    (path / "mergepipe.json").write_bytes(average.to_json())
     assert opened(path).kind is CheckpointKind.FULL
 
 
