@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -17,6 +18,7 @@ from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LOCAL_TERMS
 from mergepipe.storage.location import Location
+from mergepipe.storage.stores import OPENERS
 from mergepipe.tailor import api as tailor
 from support.families import FamilyShape, write_family
 from support.stores import InMemoryStore, StoreRequest, memory_scheme
@@ -231,8 +233,7 @@ def test_merge__that_the_network_stopped_is_made_by_the_next_run(bench: Bench) -
 def test_merge__says_what_is_wrong_with_a_location(
     bench: Bench, root: str, kind: type[MergePipeError], code: str
 ) -> None:
-    from mergepipe.storage.stores import register_scheme
-
-    with register_scheme("absent", "mergepipe.storage.no_such_module:open_store"), pytest.raises(kind) as caught:
+    absent = "mergepipe.storage.no_such_module:open_store"
+    with patch.dict(OPENERS, absent=absent), pytest.raises(kind) as caught:
         mergepipe.check(bench.recipe(root))
     assert caught.value.code == code

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
+from unittest.mock import patch
 
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.contract import Entry, FileKind, FileStatus, RangeFile, StoreTerms
@@ -15,7 +16,7 @@ from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import too_large
-from mergepipe.storage.stores import register_scheme
+from mergepipe.storage.stores import OPENERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,5 +221,5 @@ def _missing(path: Location) -> MergePipeError:
 @contextmanager
 def memory_scheme(store: InMemoryStore) -> Iterator[None]:
     """Serve all locations of the scheme `memory` from a store, for as long as the context lasts."""
-    with register_scheme("memory", lambda _scheme, ledger, _settings: store.charging(ledger)):
+    with patch.dict(OPENERS, memory=lambda _scheme, ledger, _settings: store.charging(ledger)):
         yield

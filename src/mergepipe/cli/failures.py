@@ -86,7 +86,7 @@ def _is_lack_of_memory(error: BaseException) -> bool:
 def _system_failure(error: OSError) -> Failure:
     from pathlib import Path
 
-    from mergepipe.storage.local import os_error
+    from mergepipe.storage.ranges import os_error
 
     named = error.filename if isinstance(error.filename, str) else ""
     typed = os_error(error, Path(named), "the operation")

@@ -20,9 +20,8 @@ from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, INDEX_NAME, P
 from mergepipe.deltastore.index import ROW, ROW_BYTES
 from mergepipe.storage import owned
 from mergepipe.storage.ledger import Ledger, Purpose
-from mergepipe.storage.local import os_error
 from mergepipe.storage.output import write_durably
-from mergepipe.storage.ranges import fill_from_descriptor, read_head, start_writing_back
+from mergepipe.storage.ranges import fill_from_descriptor, os_error, read_head, start_writing_back
 
 # --- write the files of one store sequentially, with bounded memory ---
 

@@ -26,10 +26,9 @@ from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, head
 from mergepipe.snapshots.staging import Staging, check_free_space
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Store
-from mergepipe.storage.local import os_error
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import sync_directory
-from mergepipe.storage.ranges import read_descriptor_range
+from mergepipe.storage.ranges import os_error, read_descriptor_range
 from mergepipe.storage.stores import Stores
 
 _HINT = "merge again"

@@ -28,9 +28,8 @@ from mergepipe.planning.plan import (
     SharedRuns,
 )
 from mergepipe.storage.ledger import Ledger
-from mergepipe.storage.local import os_error
 from mergepipe.storage.output import replace_durably
-from mergepipe.storage.ranges import read_head
+from mergepipe.storage.ranges import os_error, read_head
 
 # --- parse a stored plan strictly: every key known, every value in range, the digest checked ---
 

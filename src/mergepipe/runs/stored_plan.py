@@ -15,8 +15,8 @@ from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage import owned
 from mergepipe.storage.limits import PLAN_BYTES
-from mergepipe.storage.local import os_error
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import os_error
 from mergepipe.storage.sealed_lines import payload_of, sealed
 
 STORED_PLAN_NAME = "plan"

@@ -19,7 +19,7 @@ from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
 from mergepipe.storage import owned
 from mergepipe.storage.limits import WORK_LOG_BYTES
-from mergepipe.storage.local import os_error
+from mergepipe.storage.ranges import os_error
 
 _STAGED_NAME: Final = "parts"  # in a staging directory
 _DOING: Final = "recording a part"

@@ -19,7 +19,6 @@ from mergepipe.errors import ConflictError, MergePipeError, OutputError, Publish
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage import owned
 from mergepipe.storage.limits import MANIFEST_BYTES
-from mergepipe.storage.local import os_error
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.owner import (
@@ -37,6 +36,7 @@ from mergepipe.storage.owner import (
     try_lock,
     write_owner,
 )
+from mergepipe.storage.ranges import os_error
 
 _UNKNOWN = Owner(0, "", "", "this machine")
 _SWEEP_TRIES = 40

@@ -24,9 +24,9 @@ from mergepipe.snapshots.shards import ShardLayout, TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME
 from mergepipe.storage import owned
 from mergepipe.storage.limits import WORK_LOG_BYTES
-from mergepipe.storage.local import os_error
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.owner import LOG_NAME
+from mergepipe.storage.ranges import os_error
 from mergepipe.storage.sealed_lines import payload_of, seal_of, sealed
 
 UNIT_BYTES = 256 << 20

@@ -28,8 +28,6 @@ from mergepipe.storage.ranges import (
     switch_direct,
 )
 
-__all__ = ["DIRECT_ALIGNMENT_BYTES", "LocalFile", "LocalStore", "os_error"]
-
 DIRECT_ALIGNMENT_BYTES = 4096
 RESIDENT_ENOUGH_FRACTION = 0.5
 SAMPLE_WINDOWS = 32

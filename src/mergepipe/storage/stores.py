@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from typing import Final, TypeAlias
 
@@ -27,25 +26,13 @@ OpenStore: TypeAlias = Callable[[str, Ledger, RemoteSettings], Store]
 
 EXTRA: Final = "mergepipe[remote]"
 _REMOTE = "mergepipe.storage.remote"
-_OPENERS: dict[str, str | OpenStore] = {
+OPENERS: Final[dict[str, str | OpenStore]] = {
     "": lambda _scheme, ledger, _settings: LocalStore(ledger),
     **dict.fromkeys(("s3", "gs", "az"), f"{_REMOTE}.objects:open_store"),
     **dict.fromkeys(("http", "https"), f"{_REMOTE}.web:open_store"),
     "hf": f"{_REMOTE}.hub:open_store",
 }
-
-
-@contextmanager
-def register_scheme(scheme: str, opener: str | OpenStore) -> Iterator[None]:
-    """Make a scheme known for as long as the context lasts; `opener` is a function, or `module:function` of one."""
-    outer = _OPENERS.get(scheme)
-    _OPENERS[scheme] = opener
-    try:
-        yield
-    finally:
-        del _OPENERS[scheme]
-        if outer is not None:
-            _OPENERS[scheme] = outer
+"""What opens the store of each scheme: a function, or `module:function` of one."""
 
 
 class Stores:
@@ -120,9 +107,9 @@ class Stores:
 
 def _opener(location: Location) -> OpenStore:
     """The function that makes the store of a location; its module is imported here, so that only users of it wait."""
-    opener = _OPENERS.get(location.scheme)
+    opener = OPENERS.get(location.scheme)
     if opener is None:
-        schemes = sorted(scheme for scheme in _OPENERS if scheme)
+        schemes = sorted(scheme for scheme in OPENERS if scheme)
         message = f"no store is known for '{location.scheme}://'"
         raise RecipeError.of("location.invalid", location, message, did_you_mean(location.scheme, schemes))
     if not isinstance(opener, str):

@@ -47,8 +47,8 @@ from mergepipe.storage.contract import Store
 from mergepipe.storage.file_version import FileId
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.limits import sidecar_limit
-from mergepipe.storage.local import os_error
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import os_error
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 
 # --- copy the files that a delta store holds unchanged: read in parts, written durably ---

@@ -25,8 +25,8 @@ from mergepipe.storage import owned
 from mergepipe.storage.contract import Store
 from mergepipe.storage.file_version import FileId, version_of
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.local import os_error
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import os_error
 
 
 def differing_kept_file(store: Store, opened: OpenedStore, job: PackJob) -> Location | None:

@@ -13,8 +13,8 @@ from mergepipe.errors import MergePipeError
 from mergepipe.snapshots.staging import CONTENT_NAME
 from mergepipe.snapshots.work_log import LoggedWork, WorkLog, content_identity, forget_work_log, read_work_log
 from mergepipe.storage import owned
-from mergepipe.storage.local import os_error
 from mergepipe.storage.output import sync_directory
+from mergepipe.storage.ranges import os_error
 
 Cuts = tuple[float, float, float]
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import F32
 from mergepipe.storage import owned
 from mergepipe.storage.ledger import Ledger, Purpose
-from mergepipe.storage.local import os_error
+from mergepipe.storage.ranges import os_error
 
 PREFIX = "base_model.model."
 _LENGTH_BYTES = 8

@@ -20,8 +20,8 @@ from mergepipe.snapshots.shards import ShardWriter, TensorSpec, plan_shards
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage import owned
 from mergepipe.storage.ledger import Ledger
-from mergepipe.storage.local import os_error
 from mergepipe.storage.output import write_durably
+from mergepipe.storage.ranges import os_error
 from mergepipe.tailor.formats.partial import MANIFEST_NAME, PartialManifest, ShardFile, ShardTensor
 from mergepipe.tailor.log_recipe import partial_name
 from mergepipe.tailor.saving.engine_view import EngineView, LocalCounter, Ranks

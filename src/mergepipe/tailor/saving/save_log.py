@@ -14,8 +14,7 @@ from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError
 from mergepipe.storage import owned
 from mergepipe.storage.limits import SAVE_LOG_BYTES
-from mergepipe.storage.local import os_error
-from mergepipe.storage.ranges import read_descriptor_range, read_small
+from mergepipe.storage.ranges import os_error, read_descriptor_range, read_small
 from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
 
 # --- parse and format logs of saves during training: one JSON object per line, in the paper's form or MergePipe's ---
