@@ -15,6 +15,14 @@ from safetensors.numpy import save_file
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.runs.inputs.models import open_model
+from mergepipe.snapshots.composite import (
+    AverageRecord,
+    ComposedCheckpoint,
+    CompositeManifest,
+    SelfCheck,
+    Thoroughness,
+)
+from mergepipe.storage.file_version import Digested
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 
@@ -67,3 +75,20 @@ def opened(path: Path, base: Checkpoint | None = None, adapter: Path | None = No
     return open_model(
         LocalStore(), Named(Location.local(path), None if adapter is None else Location.local(adapter)), base
     )
+
+
+def write_composite_manifest(path: Path, *, optimizer: str) -> None:
+    """Write the manifest of an average of one checkpoint, with what became of the optimizer's state."""
+    manifest = CompositeManifest(
+        version="1",
+        recipe="{}",
+        checkpoint=ComposedCheckpoint("hf-trainer", "transformers", None, 1, 3, "skeleton"),
+        inputs=(),
+        units=(),
+        files=(Digested.of("model.safetensors", (path / "model.safetensors").read_bytes()),),
+        self_check=SelfCheck(Thoroughness.OFF, 0, 0, 0),
+        realized={},
+        run={},
+        average=AverageRecord("uniform", (1.0,), optimizer),
+    )
+    (path / "mergepipe.json").write_bytes(manifest.to_json())

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from small_models import Named, opened, random, write_model
+from small_models import Named, opened, random, write_composite_manifest, write_model
 
 from mergepipe.checkpoints.contract import CheckpointKind
 from mergepipe.checkpoints.torch_file import SUFFIXES, WRAPPERS
 from mergepipe.errors import UnsupportedError
 from mergepipe.runs.inputs.models import open_model
-from mergepipe.snapshots.composite import (
-    AverageRecord,
-    ComposedCheckpoint,
-    CompositeManifest,
-    SelfCheck,
-    Thoroughness,
-)
-from mergepipe.storage.file_version import Digested
 from mergepipe.storage.location import Location
 from support.fetching import fetched
 from support.places import DOCS
@@ -48,23 +39,11 @@ def test_open_model__opens_snapshots_as_any_model(tmp_path: Path) -> None:
 
 def test_open_model__refuses_a_composite(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m", {"a": W})
-    manifest = CompositeManifest(
-        version="1",
-        recipe="{}",
-        checkpoint=ComposedCheckpoint("hf-trainer", "transformers", None, 1, 3, "skeleton"),
-        inputs=(),
-        units=(),
-        files=(Digested.of("model.safetensors", (path / "model.safetensors").read_bytes()),),
-        self_check=SelfCheck(Thoroughness.OFF, 0, 0, 0),
-        realized={},
-        run={},
-    )
-    (path / "mergepipe.json").write_bytes(manifest.to_json())
+    write_composite_manifest(path, optimizer="kept")
     with pytest.raises(UnsupportedError, match="is a composite, a training checkpoint") as caught:
         opened(path)
     assert caught.value.code == "model.unsupported"
-    average = replace(manifest, average=AverageRecord("uniform", (1.0,), "none"))
-    (path / "mergepipe.json").write_bytes(average.to_json())
+    write_composite_manifest(path, optimizer="none")
     assert opened(path).kind is CheckpointKind.FULL
 
 
