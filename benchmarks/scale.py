@@ -142,7 +142,7 @@ def count_requests(work: Path, n_files: int, n_parts: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the figures of `docs/internals/scale.md`."""
+    """Print the figures of `docs/internals/benchmarks.md`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=126)
     parser.add_argument("--experts", type=int, default=20)
