@@ -172,7 +172,8 @@ def test_package__offers_tailor_as_the_command_line_does() -> None:
         "{getattr(t, n).__module__ for n in dir(t)})"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "['average', 'check', 'compose', 'diff', 'inspect', 'recipe'] {'mergepipe.tailor.api'}"
+    names = ["average", "check", "compose", "diff", "export", "inspect", "recipe"]
+    assert ran.stdout.strip() == f"{names} {{'mergepipe.tailor.api'}}"
 
 
 def test_package__importing_it_loads_no_dependency() -> None:

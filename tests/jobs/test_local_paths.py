@@ -77,7 +77,7 @@ def outputs(root: Path) -> Path:
     mergepipe.extract_lora(root / "base", root / "expert-1", out / "lora", rank=2)
     tailor.compose(root / "mixed.yml", out / "mixed")
     checkpoints = [root / "checkpoint-100", root / "checkpoint-200"]
-    tailor.average(checkpoints, out / "average", files_from=checkpoints[0])
+    tailor.average(checkpoints, out / "average", config=checkpoints[0])
     tailor.average(checkpoints, out / "resumable", optimizer="last")
     return out
 

@@ -352,7 +352,7 @@ def make_average(tmp_path: Path) -> Path:
     for step in (100, 200):
         write_hf(tmp_path / f"checkpoint-{step}", known_states(decoder_shapes(), seed=step, step=step))
     paths = [tmp_path / f"checkpoint-{step}" for step in (100, 200)]
-    tailor.average(paths, tmp_path / "average", files_from=paths[0])
+    tailor.average(paths, tmp_path / "average", config=paths[0])
     tailor.average(paths, tmp_path / "resumable", optimizer="last")
     return tmp_path / "average"
 
@@ -365,7 +365,7 @@ def check_average(average: Path, files: dict[str, bytes]) -> None:
     assert [name for name, content in files.items() if str(average.parent).encode() in content] == []
     record = json.loads(files[MANIFEST_NAME])
     assert [source["path"] for source in record["inputs"]] == ["../checkpoint-100", "../checkpoint-200"]
-    assert "files_from: ../checkpoint-100" in record["recipe"]
+    assert "config: ../checkpoint-100" in record["recipe"]
 
 
 def test_push__of_an_average_to_the_hub_is_one_commit(average: Path, snapshot: Path, hub: HubServer) -> None:
@@ -429,7 +429,7 @@ def test_push__of_a_damaged_average_is_refused(average: Path, name: str) -> None
         "- {name: embed, model: private/second}\nbase_model: private/third\nmerge_method: passthrough\n",
         "default: {model: {path: private/first, revision: main}}\ntake:\n"
         "- {from: {path: private/second}, units: [embed]}\nstate_from: private/third\n",
-        "average: {checkpoints: [private/first, private/second], files_from: private/third}\n",
+        "average: {checkpoints: [private/first, private/second], config: private/third}\n",
     ],
 )
 def test_push__of_a_recipe_leaves_last_names_of_relative_paths(recipe: str) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.tailor.checkpoint import Framework
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.saving.engine_view import EngineView, LocalCounter, LocalShard, Ranks
+from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, write_partial
 from support.training_trees import KnownStates
 
 _Value = TypeVar("_Value")
@@ -100,3 +102,15 @@ def on_ranks(world_size: int, act: Callable[[Ranks], _Result]) -> list[_Result |
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(one, range(world_size)))
+
+
+def write_whole_partial(folder: Path, known: KnownStates, *, lacks: str = "") -> None:
+    """Write a partial checkpoint of every unit of a model, or all but one, from two ranks."""
+
+    def write(ranks: Ranks) -> int:
+        view = known_view(known, ranks.rank, 2)
+        units = tuple(unit for unit in view.units.parameters if str(unit) != lacks)
+        return write_partial(PartialJob(view, units, known.step, folder, no_extra_files), ranks)
+
+    results = on_ranks(2, write)
+    assert all(isinstance(result, int) for result in results), results

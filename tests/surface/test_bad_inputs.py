@@ -258,7 +258,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
         "tailor-formats.yml new",
     ),
     "tailor average": (
-        "checkpoint-7 -o new",
+        "checkpoint-7 -o new --optimizer last",
         "checkpoint-7 checkpoint-7 -o new",
         "checkpoint-7 checkpoint-9",
         "checkpoint-7 checkpoint-9 -o new --weights 1,2,3",
@@ -266,7 +266,18 @@ CASES: Mapping[str, tuple[str, ...]] = {
         "checkpoint-7 checkpoint-9 -o new --alpha 2 --weights ema",
         "checkpoint-7 checkpoint-9 -o new --dtype int8",
         "checkpoint-7 global_step9 -o new",
-        "checkpoint-7 checkpoint-9 -o new --files-from nowhere",
+        "checkpoint-7 checkpoint-9 -o new --config nowhere",
+    ),
+    "tailor export": (
+        "global_step9",
+        "nowhere -o new",
+        "empty-folder -o new",
+        "global_step9 -o new --dtype int8",
+        "global_step9 -o new --config nowhere",
+        "global_step9 -o new --config empty-folder",
+        "step-lacks-a-rank -o new",
+        "step-cut -o new",
+        "global_step9 -o compose.yml",
     ),
     "tailor recipe": (
         "",

@@ -71,6 +71,7 @@ SESSION = (
     "tailor compose compose.yml composed",
     "tailor average checkpoint-7 checkpoint-9 -o averaged",
     "tailor average global_step7 global_step9 -o resumable --optimizer average --weights 1,3",
+    "tailor export global_step9 -o exported --dtype bfloat16",
     "tailor diff checkpoint-7 checkpoint-9",
     "catalog stats",
     "catalog rebuild . --home rebuilt",
@@ -85,6 +86,7 @@ WITHOUT_JSON = {"tailor recipe"}
 STORED = {
     "budgeted": "merge", "merged-of-packed": "merge", "parted": "run",
     "packed/expert-1": "pack", "composed": "tailor compose", "resumable": "tailor average",
+    "exported": "tailor export",
 }  # fmt: skip
 """Outputs whose manifests are recorded, and the command that made them."""
 MANIFESTS = "mergepipe.json", "mergepipe-store.json"

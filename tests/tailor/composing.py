@@ -6,9 +6,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.snapshots.composite import Thoroughness
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Packing, StoredState
@@ -107,6 +109,17 @@ def stored_values(state: StoredState) -> Array:
         raw = found.file.local_path.read_bytes()[found.offset : found.offset + found.nbytes]
         flat[found.span.start : found.span.stop] = np.frombuffer(raw, np.float32)
     return flat.reshape(state.shape)
+
+
+def model_values(folder: Path) -> dict[str, npt.NDArray[np.generic]]:
+    """The weights of a model, in numpy's or ml_dtypes' dtypes."""
+    types = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
+    arrays = {}
+    for name, tensor in open_checkpoint(MetadataStore(), Location.local(folder)).tensors.items():
+        (entry,) = tensor.stored
+        raw = entry.file.local_path.read_bytes()[entry.offset : entry.offset + entry.nbytes]
+        arrays[name] = np.frombuffer(raw, types[entry.dtype.name]).reshape(entry.shape)
+    return arrays
 
 
 def wrong_values(out: Path, pair: Pair, from_old: Collection[str]) -> list[str]:

@@ -163,7 +163,7 @@ def test_average__casts_once_and_says_the_dtype(tmp_path: Path) -> None:
     lender.mkdir()
     (lender / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "float32"}))
     (lender / "tokenizer.json").write_text("{}")
-    tailor.average(paths, tmp_path / "out", dtype="bfloat16", files_from=lender)
+    tailor.average(paths, tmp_path / "out", dtype="bfloat16", config=lender)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     model = open_checkpoint(LocalStore(), Location.local(tmp_path / "out"))
@@ -228,7 +228,7 @@ def test_self_check__finds_the_same_with_samples_read_ahead(
         content[offset + 3] ^= 0x40  # the exponent
         file.write_bytes(content)
         for check in (ahead, late):
-            with pytest.raises(CorruptError, match="is not the average in elements"):
+            with pytest.raises(CorruptError, match="differs from its sources in elements"):
                 check.compare(out, out, lambda: None)
 
 
@@ -281,7 +281,7 @@ def test_copier__averages_many_files_in_little_memory(tmp_path: Path) -> None:
         ({"weights": "ema", "alpha": 0.0}, "option.invalid"),
         ({"weights": "wma", "alpha": 0.5}, "option.conflict"),
         ({"optimizer": "last", "dtype": "bfloat16"}, "option.conflict"),
-        ({"optimizer": "average", "files_from": "at-3"}, "option.conflict"),
+        ({"optimizer": "average", "config": "at-3"}, "option.conflict"),
         ({"optimizer": "first"}, "option.invalid"),
         ({"dtype": "int8"}, "option.invalid"),
     ],
@@ -328,7 +328,7 @@ def test_average__refuses_checkpoints_that_are_no_steps_of_one_run(tmp_path: Pat
     shutil.copytree(paths[0], tmp_path / "twin")
     write_hf(tmp_path / "wider", known_states(decoder_shapes(width=7), step=20))
     for given_paths, code in (
-        (paths[:1], "option.invalid"),
+        ([], "option.invalid"),
         ([*paths, tmp_path / "twin"], "checkpoint.mismatch"),
         ([*paths, tmp_path / "wider"], "checkpoint.mismatch"),
         (paths * 50, "option.out-of-range"),

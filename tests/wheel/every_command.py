@@ -67,6 +67,7 @@ tailor check composition.yml
 tailor compose composition.yml composite
 tailor diff run/checkpoint-3 run/checkpoint-7
 tailor average run/checkpoint-3 run/checkpoint-7 -o averaged
+tailor export run/checkpoint-7 -o exported --dtype bfloat16
 verify composite
 """.strip()
 MERGEKIT_COMMANDS = """

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from mergepipe.checkpoints.contract import CheckpointKind, Readable
 from mergepipe.checkpoints.directory import Json, config_bytes, parse_config
 from mergepipe.core.blocks import DType
+from mergepipe.core.strict_json import shown
 from mergepipe.errors import CorruptError, MismatchError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.operators.spec import BaseRole
 from mergepipe.recipes.fields import Findings
@@ -422,6 +423,7 @@ _LAYER_KEYS = (
     "num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
     "num_encoder_layers", "num_decoder_layers", "depth",
 )  # fmt: skip
+_LAYER_NAME = re.compile(r"(.*?)(?:layers|h|blocks)\.(\d+)\.")
 _SIDES = ("decoder", "encoder")  # of a model with layers of both
 _LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "text_model")
@@ -440,6 +442,20 @@ def with_dtype(config: bytes, dtype: DType) -> bytes:
                 section[key] = dtype.recipe_name
                 changed = True
     return config_bytes(content) if changed else config
+
+
+def shape_contradictions(config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Yield what a configuration says of layers and embeddings that the tensors contradict."""
+    counts: dict[str, int] = {}  # a vision tower has layers of its own
+    for match in filter(None, map(_LAYER_NAME.match, shapes)):
+        counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+    n_layers = config.get("num_hidden_layers")
+    if counts and isinstance(n_layers, int) and n_layers not in counts.values():
+        yield f"says {n_layers} layers, there are {max(counts.values())}"
+    stated = [config.get("vocab_size"), config.get("hidden_size")]
+    for name, shape in shapes.items():
+        if name.endswith("embed_tokens.weight") and None not in stated and list(shape) != stated:
+            yield f"says that embeddings are {' x '.join(map(shown, stated))}, {name} is {list(shape)}"
 
 
 def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:

@@ -8,9 +8,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mergepipe.tailor.api import average, check, compose, diff, inspect, recipe
+    from mergepipe.tailor.api import average, check, compose, diff, export, inspect, recipe
 
-__all__ = ["average", "check", "compose", "diff", "inspect", "recipe"]
+__all__ = ["average", "check", "compose", "diff", "export", "inspect", "recipe"]
 
 
 class _Facade(ModuleType):

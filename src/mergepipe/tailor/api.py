@@ -1,4 +1,4 @@
-"""The Python API of tailor: inspect, check, compose, average, diff, and recipes for the usual compositions."""
+"""The Python API of tailor: inspect, check, compose, average, export, diff, and recipes of usual compositions."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def average(
     alpha: float | None = None,
     optimizer: str = "none",
     dtype: str | None = None,
-    files_from: str | Path | None = None,
+    config: str | Path | None = None,
     self_check: str = "sampled",
     memory_bytes: int | None = None,
     force: bool = False,
@@ -124,7 +124,7 @@ def average(
         optimizer: `none` writes a Hugging Face model, `last` and `average` a checkpoint to resume from, with the
             newest checkpoint's moments or averaged ones.
         dtype: of a model's weights; default, that of the stored weights.
-        files_from: the directory that lends a model its configuration and tokenizer; default, the newest checkpoint.
+        config: the directory that lends a model its configuration and tokenizer; default, the newest checkpoint.
         self_check: `sampled`, `full` or `off`: how much is compared with averages in float64 before publishing.
         memory_bytes: cap on buffers; default 256 MiB.
         force: replace an output of mergepipe that is already at `out`.
@@ -143,13 +143,46 @@ def average(
         tuple(absolute(path) for path in checkpoints),
         weights_of(weights) if isinstance(weights, str) else tuple(map(float, weights)),
         alpha, optimizer_state(optimizer), out_dtype(dtype, "--dtype"),
-        None if files_from is None else absolute(files_from),
+        None if config is None else absolute(config),
     )  # fmt: skip
     options = ComposeOptions(
         DEFAULT_MEMORY_BYTES if memory_bytes is None else positive("--memory", memory_bytes),
         force=force, thoroughness=Thoroughness(self_check),
     )  # fmt: skip
     return run(request, Path(out), options, on_progress or (lambda *_: None))
+
+
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    config: str | Path | None = None,
+    self_check: str = "sampled",
+    memory_bytes: int | None = None,
+    force: bool = False,
+    on_progress: OnProgress | None = None,
+) -> CompositionReport:
+    """Make a Hugging Face model of a training checkpoint and publish it at `out`: the average of one.
+
+    Weights are the float32 masters where there are any, rounded once, else the model's own.
+
+    Args:
+        checkpoint: of any format; of a partial one, all weights must be there.
+        dtype: of the weights; default, that of the stored weights, or float32 where only masters are stored.
+        config: the directory that lends configuration and tokenizer; default, the checkpoint.
+        self_check: `sampled`, `full` or `off`: how much is compared with the checkpoint before publishing.
+        memory_bytes: cap on buffers; default 256 MiB.
+        force: replace an output of mergepipe that is already at `out`.
+        on_progress: called with (phase, bytes done, bytes in all), from the calling thread.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`; nothing is left behind.
+    """
+    return average(
+        [checkpoint], out, dtype=dtype, config=config, self_check=self_check, memory_bytes=memory_bytes, force=force,
+        on_progress=on_progress,
+    )  # fmt: skip
 
 
 def _average_request(recipe: str | Path, *, state_from: str | Path | None, export: str | None) -> AverageRequest | None:

@@ -95,7 +95,7 @@ def normalised(weights: Sequence[float], where: str) -> tuple[float, ...]:
 
 
 AVERAGE_KEY = "average"
-RECIPE_KEYS = ("checkpoints", "weights", "alpha", "optimizer", "dtype", "files_from")
+RECIPE_KEYS = ("checkpoints", "weights", "alpha", "optimizer", "dtype", "config")
 _OUT_DTYPES = (F32, BF16, F16)
 
 
@@ -109,9 +109,10 @@ class OptimizerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AverageRequest:
-    """Checkpoints to average. `weights` are a scheme's name or one number a checkpoint, in the order given.
+    """Checkpoints to average; one alone is made a model as it is.
 
-    `alpha` is for `ema`; None is the default. `dtype` and `files_from` (which lends configuration and tokenizer) are
+    `weights` are a scheme's name or one number a checkpoint, in the order given. `alpha` is for `ema`; None is the
+    default. `dtype` and `config` (which lends configuration and tokenizer) are
     for models; None is what the newest has.
     """
 
@@ -120,7 +121,12 @@ class AverageRequest:
     alpha: float | None = None
     optimizer: OptimizerState = OptimizerState.NONE
     dtype: DType | None = None
-    files_from: Location | None = None
+    config: Location | None = None
+
+    @property
+    def is_model(self) -> bool:
+        """Whether a model is made, and no checkpoint to resume from."""
+        return self.optimizer is OptimizerState.NONE
 
     def to_yaml(self) -> str:
         """The request as a recipe; paths are absolute."""
@@ -130,7 +136,7 @@ class AverageRequest:
         content |= {"alpha": alpha} if self.weights == "ema" else {}
         content["optimizer"] = self.optimizer.value
         content |= {"dtype": self.dtype.recipe_name} if self.dtype is not None else {}
-        content |= {"files_from": str(self.files_from)} if self.files_from is not None else {}
+        content |= {"config": str(self.config)} if self.config is not None else {}
         return yaml_document({AVERAGE_KEY: content}, width=120)
 
 
@@ -181,14 +187,14 @@ def _request(reader: DocumentReader, entry: dict[str, Value]) -> AverageRequest:
         reader.wrong_kind(listed, (AVERAGE_KEY, "checkpoints"), "a list of checkpoints")
     values = listed if isinstance(listed, list) else []
     paths = [_location(reader, value, "checkpoints", index) for index, value in enumerate(values)]
-    lender = entry.get("files_from")
+    lender = entry.get("config")
     return AverageRequest(
         tuple(path for path in paths if path is not None),
         _weights(reader, entry.get("weights")),
         _alpha(reader, entry.get("alpha")),
         _optimizer(reader, entry.get("optimizer")),
         out_dtype(_text(reader, entry, "dtype"), "dtype"),
-        None if lender is None else _location(reader, lender, "files_from"),
+        None if lender is None else _location(reader, lender, "config"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Average checkpoints of one run and publish the result: a model, or a checkpoint to resume from."""
+"""Make a model of one checkpoint, or an average of several: a model, or a checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from mergepipe.checkpoints.directory import find_sidecars, list_names
+import mergepipe
+from mergepipe.checkpoints.directory import find_sidecars, list_names, parse_config
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DType, DTypeKind, Span
 from mergepipe.deltastore.original_files import UnpackedView
-from mergepipe.errors import LimitError, MismatchError, RecipeError
-from mergepipe.recipes.output_tensors import with_dtype
+from mergepipe.errors import LimitError, MismatchError, NotFoundError, RecipeError
+from mergepipe.recipes.output_tensors import shape_contradictions, with_dtype
 from mergepipe.recipes.references import text_with_relative_paths
 from mergepipe.snapshots.composite import AverageRecord, SelfCheck
+from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, index_json, plan_shards
 from mergepipe.snapshots.staging import check_target
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import CONFIG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
@@ -43,12 +45,13 @@ from mergepipe.tailor.sources import list_skeleton, open_source_checkpoints
 from mergepipe.tailor.state_overlay import StateOverlay
 
 MOST_CHECKPOINTS = 128
+CARD_NAME = "README.md"
 _SHARD_BYTES = 5_000_000_000
 _MEMBER = Location.parse("member")
 
 
 def average(request: AverageRequest, out: Path, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
-    """Average and publish; see `tailor.api.average`."""
+    """Average and publish; see `tailor.api.average` and, of one checkpoint, `tailor.api.export`."""
     started = time.perf_counter()
     store = UnpackedView(Stores())
     averaging = open_averaging(store, request)
@@ -77,8 +80,9 @@ def check_average(request: AverageRequest) -> CompositionReport:
 def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     """Open the checkpoints, oldest first, and give each its weight; reads no tensor data."""
     count = len(request.checkpoints)
-    if count < 2:
-        raise RecipeError.of("option.invalid", "checkpoints", f"{count} given", "an average takes two or more")
+    if count < (1 if request.is_model else 2):
+        hint = "an average to resume from takes two or more" if count else "name one or more"
+        raise RecipeError.of("option.invalid", "checkpoints", f"{count} given", hint)
     if count > MOST_CHECKPOINTS:
         raise LimitError.of(
             "option.out-of-range", "checkpoints", f"{count} given, at most {MOST_CHECKPOINTS} are averaged at once",
@@ -97,31 +101,47 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     opened = open_source_checkpoints(store, request.checkpoints)
     order = sorted(range(count), key=lambda index: opened[index].step)
     sources = tuple(opened[index] for index in order)
-    _check_fit(sources, request.optimizer)
+    _check_fit(sources)
     check_same_run(store, sources)
     if not isinstance(request.weights, str):
         scheme = normalised([request.weights[index] for index in order], "--weights")
-    return Averaging(store, request, sources, scheme)
+    averaging = Averaging(store, request, sources, scheme)
+    for source in sources:
+        _check_whole(averaging, source)
+    return averaging
 
 
 def _check_options(request: AverageRequest) -> None:
     """Refuse options that have no effect beside the others."""
     if request.alpha is not None and request.weights != "ema":
         raise RecipeError.of("option.conflict", "--alpha", "only the weights 'ema' take it", "leave it out")
-    for option, value in (("--dtype", request.dtype), ("--files-from", request.files_from)):
-        if value is not None and request.optimizer is not OptimizerState.NONE:
+    for option, value in (("--dtype", request.dtype), ("--config", request.config)):
+        if value is not None and not request.is_model:
             message = f"a checkpoint to resume from (optimizer: {request.optimizer.value}) is made as the newest is"
             raise RecipeError.of("option.conflict", option, message, "leave it out, or give optimizer 'none'")
 
 
-def _check_fit(sources: Sequence[TrainingCheckpoint], optimizer: OptimizerState) -> None:
-    """Refuse checkpoints that are not different steps of one run, each with all that is averaged."""
-    for source in sources:
-        is_enough = source.format == WEIGHTS_FORMAT and optimizer is OptimizerState.NONE
-        if source.missing and not is_enough:
+def _check_whole(averaging: Averaging, source: TrainingCheckpoint) -> None:
+    """Refuse a checkpoint that lacks something needed: of a model, all weights; to resume from, everything."""
+    if not averaging.request.is_model:
+        if source.missing:
             hint = "an average takes complete checkpoints"
             hint += "; without --optimizer it takes weights alone" if source.format == WEIGHTS_FORMAT else ""
             raise MismatchError.of("checkpoint.mismatch", source.path, f"lacks {source.missing[0]}", hint)
+        return
+    weights = {name: averaging.stored_value(source, name, WEIGHT) for name in source.parameters}
+    cut = next((name for name, state in weights.items() if state is None or state.gaps), None)
+    files = dict.fromkeys(piece.file for state in weights.values() if state is not None for piece in state.pieces)
+    gone = next((file for file in files if not is_file(averaging.store, file)), None)
+    if cut is not None or gone is not None:
+        lacking = f"file {gone.name}" if gone is not None else (*source.missing, f"weights of {cut}")[0]
+        raise MismatchError.of(
+            "checkpoint.mismatch", source.path, f"lacks {lacking}", "a model takes all weights of its checkpoint"
+        )
+
+
+def _check_fit(sources: Sequence[TrainingCheckpoint]) -> None:
+    """Refuse checkpoints that are not different steps of one run."""
     for older, newer in pairwise(sources):
         if older.step == newer.step:
             raise MismatchError.of(
@@ -160,13 +180,13 @@ class Averaging:
 
     def plan(self) -> CompositionPlan:
         """Plan all files; reads structure only."""
-        files = self._model_files() if self.request.optimizer is OptimizerState.NONE else self._checkpoint_files()
-        steps = () if self.request.optimizer is OptimizerState.NONE else choose_steps(self.assignment)
+        files = self._model_files() if self.request.is_model else self._checkpoint_files()
+        steps = () if self.request.is_model else choose_steps(self.assignment)
         return CompositionPlan(self.assignment, steps, (), tuple(sorted(files, key=lambda plan: plan.name)))
 
     def planned_states(self) -> Mapping[tuple[str, str], StoredState]:
         """Return the states of the result, cut as they will be; their places are others."""
-        if self.request.optimizer is not OptimizerState.NONE:
+        if not self.request.is_model:
             return self.newest.states
         return {(spec.name, WEIGHT): _whole_state(spec) for spec in self._specs()}
 
@@ -175,8 +195,7 @@ class Averaging:
 
         One that is no average is the last of them, or the newest checkpoint's where there are none.
         """
-        is_model = self.request.optimizer is OptimizerState.NONE
-        return self._values(name, WEIGHT) if is_model else self.averaged(name, kind)
+        return self._values(name, WEIGHT) if self.request.is_model else self.averaged(name, kind)
 
     def averaged(self, name: str, kind: str) -> tuple[StoredState, ...]:
         """Return the states that a state of a checkpoint is the average of; none where it stays the newest's."""
@@ -189,14 +208,15 @@ class Averaging:
         return self._values(name, kind)
 
     def _values(self, name: str, kind: str) -> tuple[StoredState, ...]:
-        """Return a state of every checkpoint, masters in the place of copies of weights, outside of archives."""
+        """Return a state of every checkpoint, outside of archives."""
+        values = (self.stored_value(source, name, kind) for source in self.sources)
+        return tuple(unpacked(self.store, state) for state in values if state is not None)
+
+    def stored_value(self, source: TrainingCheckpoint, name: str, kind: str) -> StoredState | None:
+        """Return the state of a checkpoint that counts for a state of the result: of weights, the masters."""
         owner = self.newest.units.tied.get(name, name)
         has_master = kind in DERIVED_KINDS and (owner, FP32) in self.newest.states
-        values = [
-            source.states.get((owner, FP32)) if has_master else state_to_copy(source, name, kind)
-            for source in self.sources
-        ]
-        return tuple(unpacked(self.store, state) for state in values if state is not None)
+        return source.states.get((owner, FP32)) if has_master else state_to_copy(source, name, kind)
 
     # --- a checkpoint to resume from
 
@@ -213,23 +233,34 @@ class Averaging:
     # --- a model
 
     def _model_files(self) -> Iterator[FilePlan]:
-        """Plan safetensors with averaged weights, and copies of configuration and tokenizer."""
-        shards = plan_shards(self._specs(), _SHARD_BYTES)
+        """Plan safetensors of the weights, a model card, and copies of configuration and tokenizer."""
+        specs = self._specs()
+        shards = plan_shards(specs, _SHARD_BYTES)
         for shard in shards:
             yield FilePlan(shard.name, tuple(joined(self._shard(shard))))
         if len(shards) > 1:
             yield FilePlan(INDEX_NAME, (Literal(index_json(shards)),))
-        lender = self.request.files_from or self.newest.path
-        for name in find_sidecars(self.store, lender, list_names(self.store, lender)):
-            yield self._small_file(lender, name)
+        dtypes = sorted({spec.dtype.recipe_name for spec in specs})
+        yield FilePlan(CARD_NAME, (Literal(_model_card(self, dtypes)),))
+        lender = self.request.config or self.newest.path
+        names = find_sidecars(self.store, lender, list_names(self.store, lender))
+        if self.request.config is not None and CONFIG_NAME not in names:
+            raise NotFoundError.of("model.not-found", lender, f"there is no {CONFIG_NAME}", "name a model's folder")
+        for name in names:
+            path = lender / name
+            copied = CopyRange(path, 0, self.store.size_bytes(path), is_skeleton=True)
+            yield FilePlan(name, (Literal(self._config(path, specs)) if name == CONFIG_NAME else copied,))
 
-    def _small_file(self, lender: Location, name: str) -> FilePlan:
-        path = lender / name
-        if name == CONFIG_NAME:
-            raw = self.store.read_small(path, CONFIG_BYTES)
-            dtypes = {spec.dtype for spec in self._specs() if spec.dtype.kind is DTypeKind.FLOAT}
-            return FilePlan(name, (Literal(with_dtype(raw, dtypes.pop()) if len(dtypes) == 1 else raw),))
-        return FilePlan(name, (CopyRange(path, 0, self.store.size_bytes(path), is_skeleton=True),))
+    def _config(self, path: Location, specs: Sequence[TensorSpec]) -> bytes:
+        """Return the configuration, which must be of this model, with the dtype of the weights."""
+        raw = self.store.read_small(path, CONFIG_BYTES)
+        contradictions = shape_contradictions(parse_config(raw, path), {spec.name: spec.shape for spec in specs})
+        for contradiction in contradictions:
+            raise MismatchError.of(
+                "checkpoint.mismatch", path, contradiction, "give --config with the model that was trained"
+            )
+        dtypes = {spec.dtype for spec in specs if spec.dtype.kind is DTypeKind.FLOAT}
+        return with_dtype(raw, dtypes.pop()) if len(dtypes) == 1 else raw
 
     def _specs(self) -> list[TensorSpec]:
         """The model's tensors: parameters in the dtype of the request, else in that of the stored weights."""
@@ -245,10 +276,32 @@ class Averaging:
         for spec in shard.tensors:
             target = _whole_state(spec)
             values = self._values(spec.name, WEIGHT)
-            is_float = spec.dtype.kind is DTypeKind.FLOAT
-            patches = average_states(values, self.weights, target) if is_float else patch_states(values[-1], target)
+            is_average = len(values) > 1 and spec.dtype.kind is DTypeKind.FLOAT
+            patches = average_states(values, self.weights, target) if is_average else patch_states(values[-1], target)
             for _, patch in patches:
                 yield patch.segment
+
+
+def _model_card(averaging: Averaging, dtypes: Sequence[str]) -> bytes:
+    """Write the card of a model: no path of this machine is in it."""
+    newest = averaging.newest
+    has_masters = any(kind == FP32 for _, kind in newest.states)
+    steps = ", ".join(str(source.step) for source in averaging.sources)
+    title = f"# Weights of step {steps} of a training run"
+    if len(averaging.sources) > 1:
+        title = f"# Average of {len(averaging.sources)} checkpoints of a training run"
+    lines = ["---", "library_name: transformers", "tags:", "- mergepipe", "---", title, ""]
+    lines += [
+        f"Made by MergePipe {mergepipe.__version__} from the {'float32 masters' if has_masters else 'weights'} of step "
+        f"{steps} ({newest.format}), written as {', '.join(dtypes)}.",
+        "",
+    ]
+    if len(averaging.sources) > 1:
+        lines += ["| step | weight |", "|---|---|"]
+        weighed = zip(averaging.sources, averaging.weights, strict=True)
+        lines += [*(f"| {source.step} | {weight:.6g} |" for source, weight in weighed), ""]
+    lines += [f"Every input and digest is listed in `{MANIFEST_NAME}`."]
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
 def _whole_state(spec: TensorSpec) -> StoredState:

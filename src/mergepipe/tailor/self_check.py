@@ -17,7 +17,6 @@ from mergepipe.snapshots.composite import SelfCheck, Thoroughness
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, StepChoice
-from mergepipe.tailor.average_recipe import OptimizerState
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, StateReader, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.copy_writer import cast_bytes, values_of
@@ -215,7 +214,7 @@ class AverageCheck:
     def _wanted(self, key: tuple[str, str], spans: Sequence[Span], dtype: DType) -> _Wanted:
         """Read what elements of a state of the result must be, as values of `dtype`."""
         summands = self._averaging.summands(*key)
-        if not summands or dtype.kind is not DTypeKind.FLOAT:
+        if len(summands) < 2 or dtype.kind is not DTypeKind.FLOAT:
             state = summands[-1] if summands else unpacked(self._averaging.store, self._averaging.newest.states[key])
             stored = cast_bytes(self._reader.read(state, *spans), state.dtype, dtype, state.parameter)
             return _Wanted(spans, dtype, stored.reshape(-1, dtype.itemsize), None)
@@ -249,7 +248,7 @@ class _Wanted:
 
 
 def _made_states(averaging: Averaging, made: Location, home: Location) -> Mapping[tuple[str, str], StoredState]:
-    if averaging.request.optimizer is OptimizerState.NONE:
+    if averaging.request.is_model:
         entries = open_checkpoint(averaging.store, made).tensors.values()
         return {(e.name, WEIGHT): weight_state(e, WEIGHT) for t in entries for e in t.stored}
     opened = open_training_checkpoint(averaging.store, made, home)
@@ -263,6 +262,7 @@ def _differs(made: StoredState, spans: Sequence[Span], place: int) -> MergePipeE
     ends = np.cumsum([span.n_elements for span in spans])
     span = spans[int(np.searchsorted(ends, place, side="right"))]
     return CorruptError.of(
-        "output.damaged", made.parameter, f"{made.kind} is not the average in elements [{span.start}, {span.stop})",
+        "output.damaged", made.parameter,
+        f"{made.kind} differs from its sources in elements [{span.start}, {span.stop})",
         "nothing was published; check the sources, then report it",
     )  # fmt: skip

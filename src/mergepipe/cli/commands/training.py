@@ -1,4 +1,4 @@
-"""Commands on training checkpoints: `tailor inspect`, `check`, `compose`, `average`, `recipe` and `diff`."""
+"""Commands on training checkpoints: `tailor inspect`, `export`, `average`, `check`, `compose`, `recipe`, `diff`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ EXPORT = Flag(
     choices=("universal",),
 )
 MEMORY = Flag("Cap on buffers.", metavar="SIZE", default="256MiB")
+DTYPE = Flag("Of a model: float32, bfloat16 or float16.", metavar="DTYPE", default="as stored")
+CONFIG = Flag("Of a model: take configuration and tokenizer from here.", metavar="DIR")
+OutOption: TypeAlias = Annotated[str, Flag("The directory to create.", short="-o", metavar="OUT")]
 THOROUGHNESS = ("sampled", "full", "off")
 SELF_CHECK = Flag("Compare with the sources: sampled, full or off.", metavar="HOW", choices=THOROUGHNESS)
 STRATEGIES = ("parity", "filter", "paper-parity", "paper-filter", "latest")
@@ -44,9 +47,10 @@ def register(app: typer.Typer) -> None:
     add_command(group, check, "mergepipe tailor check tailor.yml")
     add_command(group, compose, "mergepipe tailor compose tailor.yml composed/")
     add_command(group, average, "mergepipe tailor average run/checkpoint-* -o averaged/")
+    add_command(group, export, "mergepipe tailor export run/checkpoint-500 -o model/")
     add_command(group, recipe, "mergepipe tailor recipe --run run/ --strategy parity > tailor.yml")
     add_command(group, diff, "mergepipe tailor diff run/checkpoint-400 composed/")
-    about = "Compose resumable training checkpoints of parts of several."
+    about = "Make a model of training checkpoints, or compose a resumable one of parts of several."
     app.add_typer(group, name="tailor", help=about, rich_help_panel="Training")
 
 
@@ -134,7 +138,7 @@ def average(
     context: typer.Context,
     checkpoints: Checkpoints,
     *,
-    out: Annotated[str, Flag("The directory to create.", short="-o", metavar="OUT")],
+    out: OutOption,
     weights: Annotated[str, Flag(f"{', '.join(SCHEMES)}, or numbers: 1,2,3.", metavar="HOW", choices=SCHEMES)] = "sma",
     alpha: Annotated[
         float | None,
@@ -148,12 +152,8 @@ def average(
             choices=("none", "last", "average"),
         ),
     ] = "none",
-    dtype: Annotated[
-        str | None, Flag("Of a model: float32, bfloat16 or float16.", metavar="DTYPE", default="as stored")
-    ] = None,
-    files_from: Annotated[
-        str | None, Flag("Of a model: take configuration and tokenizer from here.", metavar="DIR")
-    ] = None,
+    dtype: Annotated[str | None, DTYPE] = None,
+    config: Annotated[str | None, CONFIG] = None,
     self_check: Annotated[str, SELF_CHECK] = "sampled",
     memory_bytes: Annotated[int | None, MEMORY] = None,
     force: Annotated[bool, FORCE] = False,
@@ -174,7 +174,41 @@ def average(
             alpha=alpha,
             optimizer=optimizer,
             dtype=dtype,
-            files_from=files_from,
+            config=config,
+            self_check=self_check,
+            memory_bytes=memory_bytes,
+            force=force,
+            on_progress=on_progress,
+        )
+    if printing.as_json or not printing.quiet:
+        _print(report, as_json=printing.as_json)
+
+
+def export(
+    context: typer.Context,
+    checkpoint: Checkpoint,
+    *,
+    out: OutOption,
+    dtype: Annotated[str | None, DTYPE] = None,
+    config: Annotated[str | None, CONFIG] = None,
+    self_check: Annotated[str, SELF_CHECK] = "sampled",
+    memory_bytes: Annotated[int | None, MEMORY] = None,
+    force: Annotated[bool, FORCE] = False,
+    printing: ReportOptions,
+) -> None:
+    """Make an ordinary model of a training checkpoint, in bounded memory.
+
+    Weights are the float32 masters where there are any, rounded once. CKPT is of any format that tailor reads.
+    """
+    _require(self_check, THOROUGHNESS, "--self-check")
+    from mergepipe.tailor import api
+
+    with _progress_shown(context.obj, silent=printing.silent) as on_progress:
+        report = api.export(
+            checkpoint,
+            out,
+            dtype=dtype,
+            config=config,
             self_check=self_check,
             memory_bytes=memory_bytes,
             force=force,

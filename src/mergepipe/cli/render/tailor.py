@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.cli.printing import report_json
 from mergepipe.core.escaping import printable
 from mergepipe.core.records import encode
@@ -79,11 +80,13 @@ def _averaged(report: CompositionReport, average: AverageRecord) -> list[str]:
     rows = [["checkpoint", "step", "weight"]]
     rows += [[printable(source.path.name), str(source.step), f"{weight:.6g}"] for source, weight in sources]
     made = {"none": "a model, without optimizer state", "last": "a checkpoint, with the newest moments"}
+    needs_config = average.optimizer == "none" and all(file.name != CONFIG_NAME for file in plan.files)
     return [
-        *_aligned(rows),
+        *_aligned(rows if len(rows) > 2 else [row[:-1] for row in rows]),
         "",
-        f"weights     {average.scheme}",
+        *([f"weights     {average.scheme}"] if len(rows) > 2 else []),
         f"makes       {made.get(average.optimizer, 'a checkpoint, with averaged moments')}",
+        *([f"lacks       {CONFIG_NAME}, which loaders need: give --config DIR"] if needs_config else []),
         f"writes      {format_bytes(plan.output_bytes)} in {plural(len(plan.files), 'file')}, "
         f"reads {format_bytes(plan.read_bytes)}",
     ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from mergepipe.checkpoints.directory import parse_config
 from mergepipe.core.blocks import DTYPES, DTypeKind
-from mergepipe.core.strict_json import shown
 from mergepipe.errors import MergePipeError, NotFoundError
+from mergepipe.recipes.output_tensors import shape_contradictions
 from mergepipe.recipes.yaml_source import shortened
 from mergepipe.reports import Damage
 from mergepipe.snapshots.manifest import Manifest, OutputTensor
@@ -16,7 +15,6 @@ from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import CONFIG_BYTES
 from mergepipe.storage.location import Location
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 
 
@@ -37,12 +35,4 @@ def _contradictions(config: Mapping[str, object], tensors: Sequence[OutputTensor
     names = {DTYPES[name].recipe_name for name in merged}
     if stated is not None and merged and stated not in names:
         yield f"says {shortened(str(stated))}, the tensors are {', '.join(sorted(names))}"
-    layers = {int(match[1]) for t in tensors if (match := _LAYER.search(t.name))}
-    n_layers = config.get("num_hidden_layers")
-    if layers and isinstance(n_layers, int) and n_layers != max(layers) + 1:
-        yield f"says {n_layers} layers, there are {max(layers) + 1}"
-    shape = [config.get("vocab_size"), config.get("hidden_size")]
-    for tensor in tensors:
-        if tensor.name.endswith("embed_tokens.weight") and None not in shape and list(tensor.shape) != shape:
-            stated_shape = " x ".join(map(shown, shape))
-            yield f"says that embeddings are {stated_shape}, {tensor.name} is {list(tensor.shape)}"
+    yield from shape_contradictions(config, {tensor.name: tensor.shape for tensor in tensors})

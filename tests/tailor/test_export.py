@@ -1,0 +1,168 @@
+"""One training checkpoint made a model: values of every format, the small files, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from composing import FORMATS, hidden, model_values, tree
+from test_universal import write_universal
+
+import mergepipe
+from mergepipe import tailor
+from mergepipe.errors import CorruptError, MergePipeError
+from support.engine_views import write_whole_partial
+from support.training_trees import KnownStates, decoder_shapes, known_states, write_fsdp, write_trainer_files
+
+CONFIG = {"model_type": "llama", "num_hidden_layers": 3, "vocab_size": 11, "hidden_size": 5, "torch_dtype": "float32"}
+
+
+WRITERS: dict[str, Callable[[Path, KnownStates], None]] = {
+    **FORMATS,
+    "fsdp-full": partial(write_fsdp, full=True),
+    "fsdp-sharded": partial(write_fsdp, full=False),
+    "universal-2": write_universal("zero2"),
+    "universal-3": write_universal("zero3"),
+    "weights": write_trainer_files,
+    "partial": write_whole_partial,
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", None])
+def test_export__writes_the_masters_rounded_once(tmp_path: Path, kind: str, dtype: str | None) -> None:
+    known = known_states(decoder_shapes(), step=9)
+    WRITERS[kind](tmp_path / "at-9", known)
+    before = tree(tmp_path)
+    report = tailor.export(tmp_path / "at-9", tmp_path / "out", dtype=dtype, self_check="full", memory_bytes=32 << 20)
+    made = model_values(tmp_path / "out")
+    assert (made.keys(), hidden(tmp_path)) == (known.shapes.keys(), [])
+    for name, value in made.items():
+        wanted = known.arrays[name, "fp32"].astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype or "f4")
+        assert np.array_equal(value, wanted), name
+        assert value.dtype == wanted.dtype
+    assert {name: content for name, content in tree(tmp_path).items() if not name.startswith("out/")} == before
+    assert report.manifest is not None
+    assert report.manifest.self_check.elements == sum(array.size for array in made.values())
+    assert mergepipe.verify(tmp_path / "out").damages == ()
+
+
+def test_export__takes_masters_and_not_their_copies(tmp_path: Path) -> None:
+    """The module's weights of a DeepSpeed checkpoint are changed: the model is made of the masters all the same."""
+    known = known_states(decoder_shapes(), step=9)
+    FORMATS["hf-zero2"](tmp_path / "at-9", known)
+    path = tmp_path / "at-9" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-400:] = bytes(400)
+    path.write_bytes(content)
+    tailor.export(tmp_path / "at-9", tmp_path / "out")
+    assert all(
+        np.array_equal(value, known.arrays[name, "fp32"]) for name, value in model_values(tmp_path / "out").items()
+    )
+
+
+@pytest.mark.parametrize("is_lent", [True, False])
+def test_export__writes_an_ordinary_folder(tmp_path: Path, *, is_lent: bool) -> None:
+    known = known_states(decoder_shapes(), step=9)
+    FORMATS["hf-zero2"](tmp_path / "at-9", known)
+    files = tmp_path / ("lender" if is_lent else "at-9")
+    files.mkdir(exist_ok=True)
+    (files / "config.json").write_text(json.dumps(CONFIG | {"_name_or_path": "/home/me/base"}))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (files / name).write_text("{}")
+    tailor.export(tmp_path / "at-9", tmp_path / "out", dtype="bfloat16", config=files if is_lent else None)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md", "config.json", "generation_config.json", "mergepipe.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
+    ]  # fmt: skip
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == CONFIG | {"torch_dtype": "bfloat16", "_name_or_path": "base"}
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "float32 masters of step 9 (deepspeed-zero), written as bfloat16" in card
+    assert str(tmp_path) not in card + (tmp_path / "out" / "mergepipe.json").read_text()
+
+
+def test_export__cuts_a_large_model_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mergepipe.tailor.averaging._SHARD_BYTES", 600)
+    known = known_states(decoder_shapes(), step=9)
+    FORMATS["zero3"](tmp_path / "at-9", known)
+    tailor.export(tmp_path / "at-9", tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert (set(index["weight_map"]), len(set(index["weight_map"].values())) > 2) == (set(known.shapes), True)
+    assert all(
+        np.array_equal(value, known.arrays[name, "fp32"]) for name, value in model_values(tmp_path / "out").items()
+    )
+
+
+def _without_rank(folder: Path) -> None:
+    max(folder.glob("*optim*")).unlink()
+
+
+def _cut(folder: Path) -> None:
+    path = max(folder.glob("*optim*"))
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def _without_file(folder: Path) -> None:
+    max(folder.glob("*.distcp")).unlink()
+
+
+def _other_config(key: str, number: int, folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {key: number}))
+
+
+def _unknown(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.rename(path.with_suffix(".bak"))
+
+
+def _foreign(folder: Path) -> None:
+    (folder / "model_optim_rng.pt").write_bytes(b"")
+
+
+REFUSED: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
+    "rank": ("zero3", _without_rank, "checkpoint.mismatch", "lacks the optimizer file of rank 1"),
+    "rank-2": ("zero2", _without_rank, "checkpoint.mismatch", "lacks the optimizer file of rank 2"),
+    "cut": ("zero2", _cut, "checkpoint.damaged", "zero_pp_rank_2_mp_rank_00_optim_states.pt"),
+    "chunks": ("dcp", _without_file, "checkpoint.mismatch", "lacks file __1_0.distcp"),
+    "unit": ("lacks-norm", lambda _: None, "checkpoint.mismatch", "lacks norm: not saved"),
+    "layers": ("zero2", partial(_other_config, "num_hidden_layers", 4), "checkpoint.mismatch", "says 4 layers"),
+    "width": ("zero2", partial(_other_config, "hidden_size", 8), "checkpoint.mismatch", "says that embeddings are"),
+    "unknown": ("zero2", _unknown, "model.not-found", "no training checkpoint is here"),
+    "foreign": ("zero2", _foreign, "checkpoint.unsupported", "is a Megatron checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_export__refuses_in_one_line_and_writes_nothing(tmp_path: Path, name: str) -> None:
+    kind, damage, code, message = REFUSED[name]
+    write = partial(write_whole_partial, lacks="norm") if kind == "lacks-norm" else FORMATS[kind]
+    write(tmp_path / "at-9", known_states(decoder_shapes(), step=9))
+    damage(tmp_path / "at-9")
+    with pytest.raises(MergePipeError) as caught:
+        tailor.export(tmp_path / "at-9", tmp_path / "out")
+    assert (caught.value.code, len(caught.value.problems)) == (code, 1)
+    assert message in str(caught.value)
+    assert ((tmp_path / "out").exists(), hidden(tmp_path)) == (False, [])
+
+
+def test_export__refuses_a_lender_without_configuration(tmp_path: Path) -> None:
+    FORMATS["zero2"](tmp_path / "at-9", known_states(decoder_shapes(), step=9))
+    (tmp_path / "lender").mkdir()
+    with pytest.raises(MergePipeError, match=r"lender: there is no config\.json"):
+        tailor.export(tmp_path / "at-9", tmp_path / "out", config=tmp_path / "lender")
+
+
+def test_export__publishes_nothing_that_differs_from_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FORMATS["zero2"](tmp_path / "at-9", known_states(decoder_shapes(), step=9))
+    monkeypatch.setattr("mergepipe.tailor.copy_writer.cast_bytes", lambda raw, *_: raw[::-2].copy())
+    with pytest.raises(CorruptError) as caught:
+        tailor.export(tmp_path / "at-9", tmp_path / "out", dtype="bfloat16")
+    assert (caught.value.code, (tmp_path / "out").exists(), hidden(tmp_path)) == ("output.damaged", False, [])
