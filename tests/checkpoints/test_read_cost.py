@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.contract import TensorEntry, block_cost_bytes, block_costs_bytes, range_cost_bytes
+from mergepipe.checkpoints.contract import TensorEntry, block_costs_bytes, range_cost_bytes
 from mergepipe.core.blocks import BF16, F32, BlockGrid, DType, Span
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES
@@ -49,7 +49,7 @@ def test_block_costs__agree_for_one_and_for_many(
         np.array([span.n_elements for span in spans]),
         np.full(len(spans), granularity),
     )
-    assert many.tolist() == [block_cost_bytes(tensor, span) for span in spans]
+    assert many.tolist() == [tensor.cost_bytes(span) for span in spans]
     assert granularity > 1 or sum(many.tolist()) == sum(span.n_elements for span in spans) * dtype.itemsize
 
 
@@ -67,5 +67,5 @@ def test_block_costs__are_at_least_what_joined_requests_ask_for(
     for index in chosen:
         start = offset + index * block * dtype.itemsize
         pages |= set(range(start // PAGE_BYTES, -(-(start + block * dtype.itemsize) // PAGE_BYTES)))
-    costs = sum(block_cost_bytes(tensor, Span(i * block, (i + 1) * block)) for i in chosen)
+    costs = sum(tensor.cost_bytes(Span(i * block, (i + 1) * block)) for i in chosen)
     assert len(pages) * PAGE_BYTES <= costs

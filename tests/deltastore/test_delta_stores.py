@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from packing_cases import store_tree
 
 from mergepipe.api import pack, unpack, verify
-from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, ComputedTensor, IndexedEntry, LeveledTensor, NeedsBase
+from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, ComputedTensor, LeveledTensor
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import BF16, F32, Span
@@ -238,17 +238,16 @@ def test_open_store__has_the_experts_tensors_in_order(odd: Packed) -> None:
     for name, entry in expert.tensors.items():
         assert (found.tensors[name].dtype, found.tensors[name].shape) == (entry.dtype, entry.shape)
     for name in (EXTRA, "last"):
-        kept = found.tensors[name]
-        assert isinstance(kept, IndexedEntry)
-        assert (kept.entry().nbytes, kept.entry().dtype) == (expert.tensors[name].nbytes, expert.tensors[name].dtype)
+        kept = found.tensors[name].entry()
+        assert kept is not None
+        assert (kept.nbytes, kept.dtype) == (expert.tensors[name].nbytes, expert.tensors[name].dtype)
 
 
 def test_packed_tensor__keeps_the_contracts(big: Packed) -> None:
     tensor: ComputedTensor = big_tensor(big)
-    needy: NeedsBase = big_tensor(big)
     assert (tensor.dtype, tensor.is_delta, tensor.is_unit) == (BF16, False, False)
-    assert needy.encoded_on.name == tensor.name
     assert isinstance(tensor, LeveledTensor)
+    assert tensor.encoded_on.name == tensor.name
     rough = big_tensor(big).at_level(Level.HEAD)
     assert (rough.dtype, rough.is_delta) == (F32, True)
     assert rough.nbytes < tensor.nbytes

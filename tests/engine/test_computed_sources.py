@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import (
     NO_TURNS,
     BaseBytes,
+    ComputedTensor,
     Fetch,
     FetchOnBase,
+    LeveledTensor,
     Source,
     TensorEntry,
     Turns,
     Unchanged,
-    block_cost_bytes,
 )
 from mergepipe.checkpoints.open_files import pin_files
 from mergepipe.core.blocks import BF16, F32, DType, Span
@@ -48,10 +49,10 @@ SMALL, LARGE = 12 << 20, 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reversed:
+class Reversed(ComputedTensor):
     """A tensor stored back to front; fetched as float32, or as its difference from a base."""
 
-    entry: TensorEntry
+    held: TensorEntry
     base: TensorEntry | None = None
     is_unit: bool = False
 
@@ -64,31 +65,23 @@ class Reversed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.entry.shape
-
-    @property
-    def n_elements(self) -> int:
-        return self.entry.n_elements
+        return self.held.shape
 
     @property
     def nbytes(self) -> int:
-        return self.entry.nbytes
+        return self.held.nbytes
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
-        return (self.entry,) if self.base is None else (self.entry, self.base)
-
-    @property
-    def kernel_code(self) -> int:
-        return replace(self.entry, dtype=F32, nbytes=4 * self.n_elements, is_delta=self.is_delta).kernel_code
+        return (self.held,) if self.base is None else (self.held, self.base)
 
     def cost_bytes(self, span: Span) -> int:
-        return block_cost_bytes(self.entry, Span(self.n_elements - span.stop, self.n_elements - span.start))
+        return self.held.cost_bytes(Span(self.n_elements - span.stop, self.n_elements - span.start))
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
             mirrored = Span(self.n_elements - span.stop, self.n_elements - span.start)
-            found = values(files, self.entry, mirrored, purpose)[::-1]
+            found = values(files, self.held, mirrored, purpose)[::-1]
             if self.base is not None:
                 found = found - values(files, self.base, span, purpose)
             out[:] = np.ascontiguousarray(found, np.float32).view(np.uint8)
@@ -97,20 +90,23 @@ class Reversed:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OnBase(Reversed):
+class OnBase(Reversed, LeveledTensor):
     """The same, stored as the sum with its base: it cannot be fetched without the base's bytes."""
 
     encoded_on: TensorEntry = field(kw_only=True)
-    cut_elements = 1
+    last_level = 1
 
     @property
     def files(self) -> frozenset[Location]:
-        return frozenset({self.entry.file})
+        return frozenset({self.held.file})
+
+    def exact_level(self, n_kept: int) -> int:
+        return self.last_level
 
     def opened_on_base(self, files: Mapping[Location, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase:
         def fetch(span: Span, base: BaseBytes, out: NDArray[np.uint8], purpose: Purpose) -> None:
             mirrored = Span(self.n_elements - span.stop, self.n_elements - span.start)
-            total = values(files, self.entry, mirrored, purpose)[::-1]
+            total = values(files, self.held, mirrored, purpose)[::-1]
             out[:] = np.ascontiguousarray(total - decode(base.stored.tobytes(), BF16), np.float32).view(np.uint8)
 
         return fetch

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.contract import source_cost_bytes
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.engine.tensor_work import source_of_blocks
 from mergepipe.errors import LimitError, RecipeError
@@ -70,9 +69,7 @@ def known_blocks(plan: Plan) -> Read:
 def cost_of(problem: PlanningProblem, read: Read) -> int:
     tasks = {task.name: task for task in problem.tasks}
     return sum(
-        source_cost_bytes(
-            tasks[name].experts[e], BlockGrid(tasks[name].base.n_elements, problem.block_elements).span(block)
-        )
+        tasks[name].experts[e].cost_bytes(BlockGrid(tasks[name].base.n_elements, problem.block_elements).span(block))
         for e, name, block in read
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Readable, TensorEntry, block_cost_bytes
+from mergepipe.checkpoints.contract import Readable, TensorEntry
 from mergepipe.checkpoints.open_files import decoded, read_span
 from mergepipe.core.blocks import Span
 from mergepipe.storage.buffers import PAGE_BYTES
@@ -61,7 +61,7 @@ def fetched(tensor: Readable, spans: Iterable[Span] | None = None) -> NDArray[np
     files, ledger = aligned_files([tensor])
     if isinstance(tensor, TensorEntry):
         raws = [read_span(tensor, span, files, Purpose.EXPERT) for span in whole]
-        cost = sum(block_cost_bytes(tensor, span) for span in whole)
+        cost = sum(tensor.cost_bytes(span) for span in whole)
     else:
         fetch = tensor.opened(files)
         raws = [np.empty(span.n_elements * tensor.dtype.itemsize, np.uint8) for span in whole]

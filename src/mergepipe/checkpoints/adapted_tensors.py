@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Fetch, TensorEntry, block_cost_bytes
+from mergepipe.checkpoints.contract import ComputedTensor, Fetch, TensorEntry
 from mergepipe.checkpoints.open_files import decoded_into, read_matrix, read_span, whole_cost_bytes
-from mergepipe.core.blocks import DELTA_FLAG, F32, DType, Span, element_count
+from mergepipe.core.blocks import F32, DType, Span
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -20,7 +20,7 @@ from mergepipe.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
-class LowRankDelta:
+class LowRankDelta(ComputedTensor):
     """`scale * up @ down`, transposed where `transposed`: `up` is (M, R), `down` (R, N) as stored, the delta M x N.
 
     Each element is summed in float32 in the order of R and scaled last, whatever the span.
@@ -58,16 +58,8 @@ class LowRankDelta:
         return (self.up, self.down)
 
     @property
-    def n_elements(self) -> int:
-        return element_count(self.shape)
-
-    @property
     def nbytes(self) -> int:
         return self.up.nbytes + self.down.nbytes
-
-    @property
-    def kernel_code(self) -> int:
-        return F32.kernel_code | DELTA_FLAG
 
     def cost_bytes(self, span: Span) -> int:
         """Both factors are read for any span, once per opened tensor."""
@@ -109,7 +101,7 @@ class LowRankFetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapted:
+class Adapted(ComputedTensor):
     """`weights + delta` in float32, element by element; no rounding to the dtype of `weights`.
 
     A span costs its own weights and, each time it is planned on its own, the factors of the delta: that is an upper
@@ -144,27 +136,15 @@ class Adapted:
         return False
 
     @property
-    def is_unit(self) -> bool:
-        return False
-
-    @property
     def stored(self) -> tuple[TensorEntry, ...]:
         return (self.weights, *self.delta.stored)
-
-    @property
-    def n_elements(self) -> int:
-        return self.weights.n_elements
 
     @property
     def nbytes(self) -> int:
         return self.weights.nbytes + self.delta.nbytes
 
-    @property
-    def kernel_code(self) -> int:
-        return F32.kernel_code
-
     def cost_bytes(self, span: Span) -> int:
-        return block_cost_bytes(self.weights, span) + self.delta.cost_bytes(span)
+        return self.weights.cost_bytes(span) + self.delta.cost_bytes(span)
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Return a fetch of spans; keeps the delta's factors in float32, and a span's weights during its fetch."""

@@ -9,7 +9,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, NeedsBase, Readable, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, LeveledTensor, Readable, TensorEntry
 from mergepipe.core.blocks import Span
 from mergepipe.core.canonical_json import canonical_json
 from mergepipe.storage.contract import RangeFile
@@ -118,7 +118,7 @@ def _sampled_tensors(checkpoint: Checkpoint) -> list[Readable]:
     """Return the stored tensors by name; of encoded tensors those that they represent."""
     sampled: dict[tuple[str, str, int], Readable] = {}
     for tensor in checkpoint.tensors.values():
-        if isinstance(tensor, NeedsBase) and not tensor.is_delta:
+        if isinstance(tensor, LeveledTensor) and not tensor.is_delta:
             sampled[tensor.name, "", 0] = tensor
         else:
             sampled.update({(entry.name, str(entry.file), entry.offset): entry for entry in tensor.stored})

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 from blake3 import blake3
@@ -24,27 +24,6 @@ from mergepipe.storage.location import Location
 # --- the contract of checkpoints: named tensors, each stored in one byte range or computed from stored ones ---
 
 
-if TYPE_CHECKING:
-    from abc import ABCMeta as ProtocolType
-else:
-    ProtocolType = type(Protocol)
-
-_CONFORMING: dict[tuple[type, type], bool] = {}
-
-
-class ByType(ProtocolType):
-    """The type of protocols that all instances of a class keep, or none: one instance is looked at, once.
-
-    Python looks at each attribute of each instance, which computes all properties.
-    """
-
-    def __instancecheck__(self, instance: object) -> bool:
-        key = (self, type(instance))
-        if key not in _CONFORMING:
-            _CONFORMING[key] = super().__instancecheck__(instance)
-        return _CONFORMING[key]
-
-
 class CheckpointKind(StrEnum):
     """The meaning of a checkpoint's tensors: weights, or differences from its base."""
 
@@ -53,8 +32,78 @@ class CheckpointKind(StrEnum):
     ADAPTER = "adapter"  # low-rank differences; a tensor that is not there does not differ
 
 
+class Tensor:
+    """One named tensor: where its bytes are, what reading them costs, and how exactly they can be read.
+
+    What a kind does not say otherwise is that of a tensor that is read block by block, in one way, without its base.
+
+    Attributes:
+        dtype: of the elements as they are read.
+        is_delta: whether the values are differences from the base.
+        is_unit: whether the stored bytes are read all at once, on the first fetch of an opened tensor, and kept; a plan
+            reads all of its blocks or none.
+        stored: the byte ranges that it may be worked out from, for accounting and to open their files.
+        nbytes: the stored bytes that reading all of it needs.
+        encoded_on: the tensor whose bytes it is decoded with; see `LeveledTensor`.
+        cut_elements: cut at multiples of this, nothing that is stored is read twice.
+    """
+
+    __slots__ = ()
+    if TYPE_CHECKING:  # fields of some kinds, properties of others
+
+        @property
+        def name(self) -> str: ...
+        @property
+        def dtype(self) -> DType: ...
+        @property
+        def shape(self) -> tuple[int, ...]: ...
+        @property
+        def is_delta(self) -> bool: ...
+        @property
+        def is_unit(self) -> bool: ...
+        @property
+        def stored(self) -> tuple[TensorEntry, ...]: ...
+        @property
+        def nbytes(self) -> int: ...
+        @property
+        def cut_elements(self) -> int: ...
+    else:
+        is_unit, cut_elements = False, 1
+
+    @property
+    def n_elements(self) -> int:
+        return element_count(self.shape)
+
+    @property
+    def kernel_code(self) -> int:
+        """The code by which kernels decode the bytes: the dtype's, with `DELTA_FLAG` for a delta."""
+        return self.dtype.kernel_code | (DELTA_FLAG if self.is_delta else 0)
+
+    @property
+    def stored_dtype(self) -> DType:
+        """The dtype in which its model is stored, whatever it is read in."""
+        return self.dtype
+
+    @property
+    def encoded_on(self) -> TensorEntry | None:
+        return None
+
+    @property
+    def files(self) -> frozenset[Location]:
+        """The files that reads need, whatever the level, without that of `encoded_on`."""
+        return frozenset(entry.file for entry in self.stored)
+
+    def entry(self) -> TensorEntry | None:
+        """The byte range that it is; None for one that is computed."""
+        return None
+
+    def cost_bytes(self, span: Span) -> int:
+        """Bytes requested to read the elements `span` on their own, in whole pages; for a unit, those of all of it."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(Tensor):
     """One stored tensor: `nbytes` bytes at absolute `offset` of `file`, row-major, little-endian."""
 
     name: str
@@ -71,18 +120,21 @@ class TensorEntry:
             raise ValueError(f"{self.name}: {self.shape} {self.dtype.name} is not {self.nbytes} bytes")
 
     @property
-    def n_elements(self) -> int:
-        return element_count(self.shape)
-
-    @property
-    def kernel_code(self) -> int:
-        """Return the code by which kernels decode stored bytes: the dtype's, with `DELTA_FLAG` for a delta."""
-        return self.dtype.kernel_code | (DELTA_FLAG if self.is_delta else 0)
-
-    @property
     def stored(self) -> tuple[TensorEntry, ...]:
         """The byte ranges behind this tensor: itself."""
         return (self,)
+
+    def entry(self) -> TensorEntry:
+        return self
+
+    def cost_bytes(self, span: Span) -> int:
+        """Bytes requested to read the elements `span` on their own, in whole pages.
+
+        Law: blocks read together, in requests that are cut at block boundaries only, request at most the sum of their
+        costs, since touching pages are joined.
+        """
+        start = self.offset + span.start * self.dtype.itemsize
+        return range_cost_bytes(start, start + span.n_elements * self.dtype.itemsize, self.granularity_bytes)
 
 
 class Fetch(Protocol):
@@ -94,51 +146,14 @@ class Fetch(Protocol):
     def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None: ...
 
 
-class ComputedTensor(Protocol):
-    """A tensor that is not one byte range: an adapter's product, gathered rows, encoded deltas, another merge.
+class ComputedTensor(Tensor):
+    """A tensor that is not one byte range: an adapter's product, gathered rows, encoded deltas, another merge."""
 
-    `dtype` is that of the fetched elements. `is_unit`: its stored bytes are read all at once, on the first fetch of
-    an opened tensor, and kept; a plan reads all of its blocks or none. Otherwise each block is read on its own.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dtype(self) -> DType: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def is_delta(self) -> bool: ...
-
-    @property
-    def is_unit(self) -> bool: ...
-
-    @property
-    def stored(self) -> tuple[TensorEntry, ...]:
-        """The byte ranges it may be worked out from, for accounting and to open their files."""
-        ...
-
-    @property
-    def n_elements(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes that reading all of it needs."""
-        ...
-
-    @property
-    def kernel_code(self) -> int: ...
-
-    def cost_bytes(self, span: Span) -> int:
-        """Bytes requested to fetch `span` on its own, in whole pages; for a unit, those of all of it."""
-        ...
+    __slots__ = ()
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Ready to be fetched for one job; may keep what it has read for as long as it lives (state how much)."""
-        ...
+        raise NotImplementedError
 
 
 class FetchOnBase(Protocol):
@@ -152,77 +167,45 @@ Turns: TypeAlias = AbstractContextManager[object]
 NO_TURNS: Turns = nullcontext()
 
 
-@runtime_checkable
-class NeedsBase(Protocol, metaclass=ByType):
+class LeveledTensor(ComputedTensor):
     """A computed tensor whose stored bytes mean something only together with another's: encoded differences.
 
     The engine hands it the bytes of `encoded_on` where that is the base it has read anyway. `opened` still works
-    alone: it reads them too. Cut at multiples of `cut_elements`, nothing that is stored is read twice.
+    alone: it reads them too. It can be read less exactly for fewer bytes, by levels: small numbers above 0. Below the
+    last level it is a delta in float32; read as it is, it is at the last.
     """
 
-    @property
-    def encoded_on(self) -> TensorEntry: ...
+    __slots__ = ()
+    if TYPE_CHECKING:
 
-    @property
-    def files(self) -> frozenset[Location]:
-        """The files that it may be read from, whatever the level, without its base's; known without reading."""
-        ...
+        @property
+        def encoded_on(self) -> TensorEntry: ...
+        @property
+        def last_level(self) -> int: ...
 
-    @property
-    def cut_elements(self) -> int: ...
-
-    def opened_on_base(self, files: Mapping[Location, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase: ...
-
-
-@runtime_checkable
-class IndexedFiles(Protocol, metaclass=ByType):
-    """A computed tensor whose byte ranges are located by an index that is read when first needed."""
-
-    @property
-    def files(self) -> frozenset[Location]:
-        """Return the files that reads need; see `NeedsBase.files`."""
-        ...
-
-
-@runtime_checkable
-class IndexedEntry(IndexedFiles, Protocol):
-    """A computed tensor that is one byte range, located by an index that is read when first needed."""
-
-    def entry(self) -> TensorEntry: ...
-
-
-@runtime_checkable
-class LeveledTensor(Protocol, metaclass=ByType):
-    """A computed tensor that can be read less exactly for fewer bytes, by levels: small numbers above 0.
-
-    Below the last level it is a delta in float32; read as it is, it is at the last.
-    """
+    def opened_on_base(self, files: Mapping[Location, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase:
+        """Ready to be fetched by callers that have the base's bytes."""
+        raise NotImplementedError
 
     def at_level(self, level: int) -> ComputedTensor:
         """The same tensor read at a level; the same object for the same level."""
-        ...
+        raise NotImplementedError
 
     def exact_level(self, n_kept: int) -> int:
         """The least level at which the `n_kept` largest |deltas| are exact, and all others smaller or exact too."""
-        ...
+        raise NotImplementedError
 
     def ladder(self, top: int) -> tuple[int, ...]:
         """Levels up to `top`, each of which reads all that the one before it reads."""
-        ...
-
-    @property
-    def last_level(self) -> int: ...
-
-    @property
-    def cut_elements(self) -> int: ...
+        raise NotImplementedError
 
     def level_costs_bytes(self, level: int, stretches: int) -> NDArray[np.int64]:
         """`cost_bytes` at a level, of each `stretches` stretches of `cut_elements` that are fetched as one."""
-        ...
+        raise NotImplementedError
 
     def squared_errors(self, level: int) -> NDArray[np.float64]:
         """Return the squared delta that a level omits, for each stretch of `cut_elements`; level 0 reads nothing."""
-        ...
+        raise NotImplementedError
 
 
 class PackedIndex(Protocol):
@@ -265,7 +248,7 @@ class PackedIndex(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Unchanged:
+class Unchanged(Tensor):
     """A tensor that an adapter or a delta checkpoint does not touch: its delta is zero, and nothing is read."""
 
     name: str
@@ -275,49 +258,21 @@ class Unchanged:
     nbytes: int = 0
     stored: tuple[TensorEntry, ...] = ()
 
-    @property
-    def n_elements(self) -> int:
-        return element_count(self.shape)
-
-    @property
-    def kernel_code(self) -> int:
-        return self.dtype.kernel_code | DELTA_FLAG
+    def cost_bytes(self, span: Span) -> int:
+        return 0
 
 
 Readable: TypeAlias = TensorEntry | ComputedTensor
 Source: TypeAlias = TensorEntry | ComputedTensor | Unchanged
 
 
-@runtime_checkable
-class HasStoredDtype(Protocol, metaclass=ByType):
-    """A computed tensor whose elements are fetched in another dtype than its model is stored in."""
-
-    @property
-    def stored_dtype(self) -> DType: ...
-
-
-def stored_dtype(tensor: Source) -> DType:
-    """Return the dtype in which a tensor's model is stored, whatever it is fetched in."""
-    return tensor.stored_dtype if isinstance(tensor, HasStoredDtype) else tensor.dtype
-
-
-def as_leveled(source: Source | None) -> LeveledTensor | None:
-    """Return a source that can be read by levels, None for any other; stored tensors cost no look at the protocol."""
-    if source is None or isinstance(source, TensorEntry | Unchanged):
-        return None
-    return source if isinstance(source, LeveledTensor) else None
-
-
-def files_of(sources: Iterable[Source]) -> set[Location]:
+def files_of(sources: Iterable[Tensor]) -> set[Location]:
     """The files that reading these needs: of encoded ones also what they are encoded on."""
     files: set[Location] = set()
     for source in sources:
-        if isinstance(source, TensorEntry | Unchanged):
-            files.update(entry.file for entry in source.stored)
-        elif isinstance(source, NeedsBase):
-            files |= {*source.files, source.encoded_on.file}
-        else:
-            files |= source.files if isinstance(source, IndexedFiles) else {entry.file for entry in source.stored}
+        files |= source.files
+        if source.encoded_on is not None:
+            files.add(source.encoded_on.file)
     return files
 
 
@@ -360,23 +315,6 @@ def range_cost_bytes(start: int, stop: int, granularity_bytes: int = PAGE_BYTES)
     return -(-stop // step) * step - start // step * step if stop > start else 0
 
 
-def block_cost_bytes(entry: TensorEntry, span: Span) -> int:
-    """Bytes requested to read the elements `span` of `entry` on their own.
-
-    Law: blocks read together, in requests that are cut at block boundaries only, request at most the sum of their
-    costs, since touching pages are joined.
-    """
-    start = entry.offset + span.start * entry.dtype.itemsize
-    return range_cost_bytes(start, start + span.n_elements * entry.dtype.itemsize, entry.granularity_bytes)
-
-
-def source_cost_bytes(source: Source, span: Span) -> int:
-    """Bytes requested to have the elements `span` of any source on their own; none where nothing is read."""
-    if isinstance(source, TensorEntry):
-        return block_cost_bytes(source, span)
-    return 0 if isinstance(source, Unchanged) else source.cost_bytes(span)
-
-
 def block_costs_bytes(
     offset_B: NDArray[np.int64],
     itemsize_B: NDArray[np.int64],
@@ -384,7 +322,7 @@ def block_costs_bytes(
     n_B: NDArray[np.int64],
     granularity_B: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """`block_cost_bytes` of many blocks.
+    """`TensorEntry.cost_bytes` of many blocks.
 
     File offset and item size of their tensors, first element, elements (> 0), granularity of the files.
     """

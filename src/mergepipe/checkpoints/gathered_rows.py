@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Fetch, Readable, TensorEntry
-from mergepipe.core.blocks import DELTA_FLAG, F32, DType, Span, element_count
+from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, TensorEntry
+from mergepipe.core.blocks import F32, DType, Span, element_count
 from mergepipe.storage import ranges
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer
 from mergepipe.storage.contract import RangeFile
@@ -107,7 +107,7 @@ class _Runs:
 
 
 @dataclass(frozen=True)
-class GatheredRows:
+class GatheredRows(ComputedTensor):
     """A tensor put together row by row (along the first dimension) from `sources`, in `dtype`.
 
     Rows of sources in `dtype` are copied bit by bit; others, and means, are rounded to it once. Fetching requests
@@ -139,16 +139,8 @@ class GatheredRows:
         return (self.rows.n_rows, *self.sources[0].shape[1:])
 
     @property
-    def n_elements(self) -> int:
-        return element_count(self.shape)
-
-    @property
-    def kernel_code(self) -> int:
-        return self.dtype.kernel_code | (DELTA_FLAG if self.is_delta else 0)
-
-    @property
     def is_unit(self) -> bool:
-        return any(_is_unit(source) for source in self.sources)
+        return any(source.is_unit for source in self.sources)
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
@@ -205,8 +197,8 @@ class GatheredRows:
 
     def _units_cost_bytes(self) -> int:
         """Sum the bytes requested of unit sources, each once."""
-        computed = (source for source in self.sources if not isinstance(source, TensorEntry))
-        return sum(source.cost_bytes(Span(0, source.n_elements)) for source in computed if source.is_unit)
+        units = (source for source in self.sources if source.is_unit)
+        return sum(source.cost_bytes(Span(0, source.n_elements)) for source in units)
 
     def _source_cost_bytes(self, index: int, runs: _Runs) -> int:
         source = self.sources[index]
@@ -356,10 +348,6 @@ class _OpenedRows:
             values_N = _decoded(raw, dtype, span.n_elements)
             total_W += values_N.reshape(-1, width).sum(axis=0, dtype=np.float64)
         return (total_W / n_rows).astype(np.float32)
-
-
-def _is_unit(source: Readable) -> bool:
-    return not isinstance(source, TensorEntry) and source.is_unit
 
 
 def _one_run(span: Span) -> _Runs:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, block_cost_bytes
+from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
 from mergepipe.core.blocks import ITEMSIZE_BY_KERNEL_CODE, Span
 from mergepipe.errors import ConflictError, MergePipeError, StorageError
 from mergepipe.storage.contract import RangeFile, Store
@@ -115,7 +115,7 @@ def read_span(
 ) -> NDArray[np.uint8]:
     """The stored bytes (uint8) of the elements `span`. Holds them, and less than two pages more.
 
-    Requests at most `block_cost_bytes(entry, span)`.
+    Requests at most `entry.cost_bytes(span)`.
     """
     start = entry.offset + span.start * entry.dtype.itemsize
     stop = start + span.n_elements * entry.dtype.itemsize
@@ -154,4 +154,4 @@ def decoded_into(raw: NDArray[np.uint8], code: int, out: NDArray[np.float32]) ->
 
 def whole_cost_bytes(entries: Sequence[TensorEntry]) -> int:
     """Bytes requested to read each of the entries in full on its own, in whole pages."""
-    return sum(block_cost_bytes(entry, Span(0, entry.n_elements)) for entry in entries)
+    return sum(entry.cost_bytes(Span(0, entry.n_elements)) for entry in entries)

@@ -10,9 +10,9 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, Fetch, IndexedEntry, Readable, TensorEntry, block_cost_bytes
+from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, Fetch, Readable, TensorEntry
 from mergepipe.checkpoints.open_files import decoded_into, read_span
-from mergepipe.core.blocks import DELTA_FLAG, F32, DType, Span, element_count
+from mergepipe.core.blocks import F32, DType, Span, element_count
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -21,7 +21,7 @@ from mergepipe.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
-class Stacked:
+class Stacked(ComputedTensor):
     """The elements of `parts` in order, seen in `shape`; float32 where the parts' dtypes differ.
 
     Law: fetching a span gives the bytes that it has in the concatenation of the parts.
@@ -48,24 +48,12 @@ class Stacked:
         return self.parts[0].is_delta
 
     @property
-    def is_unit(self) -> bool:
-        return False
-
-    @property
     def stored(self) -> tuple[TensorEntry, ...]:
         return self.parts
 
     @property
-    def n_elements(self) -> int:
-        return element_count(self.shape)
-
-    @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
-
-    @property
-    def kernel_code(self) -> int:
-        return self.dtype.kernel_code | (DELTA_FLAG if self.is_delta else 0)
 
     def pieces(self, span: Span) -> Iterator[tuple[TensorEntry, Span]]:
         """Yield the parts that `span` touches, in order, with the span inside each."""
@@ -78,7 +66,7 @@ class Stacked:
             at = stop
 
     def cost_bytes(self, span: Span) -> int:
-        return sum(block_cost_bytes(part, inside) for part, inside in self.pieces(span))
+        return sum(part.cost_bytes(inside) for part, inside in self.pieces(span))
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Return a fetch of spans; keeps nothing."""
@@ -171,8 +159,7 @@ def _stock(spare: Mapping[str, Readable]) -> Iterator[tuple[Piece, TensorEntry]]
     """Return every piece of the stored tensors as a tensor of its own."""
     for tensor in spare.values():
         pieces = pieces_of(tensor.name, tensor.shape)
-        entry = tensor.entry() if pieces and isinstance(tensor, IndexedEntry) else tensor
-        if pieces and isinstance(entry, TensorEntry):
+        if pieces and (entry := tensor.entry()) is not None:
             shape, nbytes = _piece_shape(entry.shape, len(pieces)), entry.nbytes // len(pieces)
             for index, piece in enumerate(pieces):
                 yield piece, replace(entry, shape=shape, offset=entry.offset + index * nbytes, nbytes=nbytes)

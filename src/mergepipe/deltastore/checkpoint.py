@@ -12,7 +12,6 @@ from mergepipe.checkpoints.contract import (
     BaseBytes,
     Checkpoint,
     ComputedTensor,
-    NeedsBase,
     Readable,
     TensorEntry,
 )
@@ -49,14 +48,13 @@ from mergepipe.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
-class ChainedTensor:
+class ChainedTensor(ComputedTensor):
     """One tensor of a store on the same tensor of its base's store, which may be chained as well; read in full."""
 
     packed: PackedTensor
     base: ComputedTensor
 
     is_delta = False
-    is_unit = False
 
     @property
     def name(self) -> str:
@@ -71,21 +69,13 @@ class ChainedTensor:
         return self.packed.shape
 
     @property
-    def n_elements(self) -> int:
-        return self.packed.n_elements
-
-    @property
-    def kernel_code(self) -> int:
-        return self.packed.kernel_code
-
-    @property
     def nbytes(self) -> int:
         return self.packed.nbytes + self.base.nbytes
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
         """The byte ranges of this store, of those below it, and of the first one's base."""
-        below = (self.base.encoded_on,) if isinstance(self.base, NeedsBase) else ()
+        below = () if self.base.encoded_on is None else (self.base.encoded_on,)
         return (*self.packed.stored, *self.base.stored, *below)
 
     def cost_bytes(self, span: Span) -> int:

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import (
     NO_TURNS,
     BaseBytes,
+    ComputedTensor,
     FetchOnBase,
+    LeveledTensor,
     TensorEntry,
     Turns,
-    block_cost_bytes,
     range_cost_bytes,
 )
-from mergepipe.core.blocks import DELTA_FLAG, DTYPES, F32, BlockGrid, DType, Span, element_count
+from mergepipe.core.blocks import DTYPES, F32, BlockGrid, DType, Span
 from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.codec.block import (
     BAND_PIECES,
@@ -60,7 +61,7 @@ from mergepipe.storage.ranges import read_exact, request_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class PlainTensor:
+class PlainTensor(ComputedTensor):
     """One tensor of a store that the base lacks; the index is read when its offset is first needed."""
 
     name: str
@@ -70,20 +71,11 @@ class PlainTensor:
     index_reader: StoreIndexReader
     first_row: int
 
-    is_unit = False
     is_delta = False
-
-    @property
-    def n_elements(self) -> int:
-        return element_count(self.shape)
 
     @property
     def nbytes(self) -> int:
         return self.n_elements * self.dtype.itemsize
-
-    @property
-    def kernel_code(self) -> int:
-        return self.dtype.kernel_code
 
     @property
     def files(self) -> frozenset[Location]:
@@ -108,7 +100,7 @@ class PlainTensor:
 
     def cost_bytes(self, span: Span) -> int:
         """Bytes requested to fetch `span` on its own, in whole pages."""
-        return block_cost_bytes(self.entry(), span)
+        return self.entry().cost_bytes(span)
 
     def opened(self, files: Mapping[Location, RangeFile]) -> PlainFetch:
         """Make the fetch over open files; it keeps no bytes."""
@@ -138,20 +130,18 @@ _NO_DELTAS, _NO_VALUES = np.empty(0, np.float32), np.empty(0, np.uint16)
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedTensor:
+class EncodedTensor(ComputedTensor):
     """One tensor of a delta store, decoded block by block.
 
     Memory while fetching: the pieces and the elements of `GROUP_BLOCKS` blocks.
     """
 
     name: str
-    stored_dtype: DType
+    stored_dtype: DType = field()  # over the property of all tensors
     shape: tuple[int, ...]
     root: Location
     index_reader: StoreIndexReader
     first_row: int
-
-    is_unit = False
 
     @property
     def index(self) -> StoreIndex:
@@ -161,10 +151,6 @@ class EncodedTensor:
     @property
     def files(self) -> frozenset[Location]:
         return self.index_reader.files
-
-    @property
-    def n_elements(self) -> int:
-        return element_count(self.shape)
 
     @property
     def n_blocks(self) -> int:
@@ -212,10 +198,6 @@ class StandaloneTensor(EncodedTensor):
         return self.stored_dtype
 
     @property
-    def kernel_code(self) -> int:
-        return self.dtype.kernel_code
-
-    @property
     def stored(self) -> tuple[TensorEntry, ...]:
         return self.level_ranges(self.level)
 
@@ -233,7 +215,7 @@ class StandaloneTensor(EncodedTensor):
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTensor(EncodedTensor):
+class PackedTensor(EncodedTensor, LeveledTensor):
     """One tensor of a delta store at a level: the expert's tensor at LOSSLESS, float32 deltas below."""
 
     base: TensorEntry
@@ -255,10 +237,6 @@ class PackedTensor(EncodedTensor):
     @property
     def dtype(self) -> DType:
         return F32 if self.is_delta else self.stored_dtype
-
-    @property
-    def kernel_code(self) -> int:
-        return self.dtype.kernel_code | (DELTA_FLAG if self.is_delta else 0)
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import NeedsBase
+from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.checkpoints.open_files import open_pinned
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS
 from mergepipe.engine.jobs import Job
@@ -139,7 +139,7 @@ def _cut_of(work: MergeWork) -> CutOf:
         granularity = work.operator.granularity(operator_input(work, task))
         if granularity == 1 or work.access is None:
             return granularity if granularity > 1 else grid
-        if any(isinstance(source, NeedsBase) for source in task.experts):
+        if any(isinstance(source, LeveledTensor) for source in task.experts):
             return math.lcm(granularity, grid)  # encoded blocks are charged once
         return granularity * -(-grid // granularity)  # no more cuts than blocks, and a plan has charged a page for each
 

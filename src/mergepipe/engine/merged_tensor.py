@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Fetch, TensorEntry, source_cost_bytes
+from mergepipe.checkpoints.contract import ComputedTensor, Fetch, TensorEntry
 from mergepipe.core.blocks import DType, Span
 from mergepipe.engine.jobs import TensorWork, merge_piece
 from mergepipe.engine.pipeline import fill_now, opened_sources
@@ -31,7 +31,7 @@ def can_fuse(task: MergeTask, operator: Operator, inputs: OperatorInput) -> bool
 
 
 @dataclass(frozen=True, slots=True)
-class MergedTensor:
+class MergedTensor(ComputedTensor):
     """The result of one task as a `ComputedTensor`, rounded to the task's dtype as a written one would be.
 
     Memory: while a block is fetched, its bytes of all inputs and of the result.
@@ -41,7 +41,6 @@ class MergedTensor:
     operator_name: str
     inputs: OperatorInput
     is_delta: bool = False
-    is_unit: bool = False
 
     @property
     def name(self) -> str:
@@ -56,14 +55,6 @@ class MergedTensor:
         return self.task.shape
 
     @property
-    def n_elements(self) -> int:
-        return self.task.base.n_elements
-
-    @property
-    def kernel_code(self) -> int:
-        return self.task.dtype.kernel_code
-
-    @property
     def stored(self) -> tuple[TensorEntry, ...]:
         return tuple(entry for source in (self.task.base, *self.task.experts) for entry in source.stored)
 
@@ -73,7 +64,7 @@ class MergedTensor:
 
     def cost_bytes(self, span: Span) -> int:
         """Bytes of all inputs; of inputs that are read as a unit, all of them again: more than is requested."""
-        return sum(source_cost_bytes(source, span) for source in (self.task.base, *self.task.experts))
+        return sum(source.cost_bytes(span) for source in (self.task.base, *self.task.experts))
 
     def _block_function(self, reduced: Reduced) -> BlockFunction | None:
         if self.task.action is Action.COPY:

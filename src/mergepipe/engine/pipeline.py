@@ -17,7 +17,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import NO_TURNS, BaseBytes, ComputedTensor, NeedsBase, TensorEntry, Turns, Unchanged
+from mergepipe.checkpoints.contract import (
+    NO_TURNS,
+    BaseBytes,
+    ComputedTensor,
+    LeveledTensor,
+    TensorEntry,
+    Turns,
+    Unchanged,
+)
 from mergepipe.engine.jobs import Afterwards, Job, Pass, Stage
 from mergepipe.engine.segments import Computation, Piece, Read, SegmentLayout, SegmentShape, is_on_base, lay_out
 from mergepipe.errors import StorageError
@@ -441,7 +449,7 @@ def _opened(
     source: ComputedTensor, files: Mapping[Location, RangeFile], *, on_base: bool, turns: Turns = NO_TURNS
 ) -> Fill:
     """Return a function that fetches elements of a computed tensor into their place in a buffer."""
-    if on_base and isinstance(source, NeedsBase):
+    if on_base and isinstance(source, LeveledTensor):
         fetch_on_base = source.opened_on_base(files, turns)
 
         def fill_on_base(order: Computation, buffer: NDArray[np.uint8], bases: Bases) -> None:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import (
     ComputedTensor,
     LeveledTensor,
-    NeedsBase,
     Readable,
     Source,
     TensorEntry,
@@ -127,7 +126,7 @@ def lay_out(
 
 def is_on_base(source: Readable, base: Readable) -> bool:
     """Whether `source` is encoded on just this base."""
-    return isinstance(source, NeedsBase) and source.encoded_on == base
+    return source.encoded_on == base
 
 
 def _place_computed(needed: Sequence[_NeededElements], places: list[int], position: int) -> tuple[Computation, ...]:
@@ -297,9 +296,7 @@ def stored_bytes(task: MergeTask, n_elements: int, experts: Sequence[int]) -> in
 
 def _widest_item_bytes(source: Source) -> int:
     """Return the largest bytes per element at any level."""
-    is_stored = isinstance(source, TensorEntry | Unchanged)  # first: looking for a protocol takes microseconds
-    is_leveled = not is_stored and isinstance(source, LeveledTensor)
-    return max(source.dtype.itemsize, F32.itemsize) if is_leveled else source.dtype.itemsize
+    return max(source.dtype.itemsize, F32.itemsize if isinstance(source, LeveledTensor) else 0)
 
 
 def _run_bytes(task: MergeTask, run: Run, n_elements: int) -> int:
@@ -319,12 +316,6 @@ def cut_everywhere(cut_elements: int) -> CutOf:
 CUT_AT_GRAINS = cut_everywhere(GRAIN_ELEMENTS)
 
 
-def _encoded_elements(source: Source) -> int:
-    """Return the elements of one encoded block; 1 for unencoded sources."""
-    is_stored = isinstance(source, TensorEntry | Unchanged)
-    return source.cut_elements if not is_stored and isinstance(source, NeedsBase) else 1
-
-
 def uncut_blocks(cut_of: CutOf, tasks: Sequence[MergeTask], memory_bytes: int) -> CutOf:
     """Restrict the cuts to those between encoded blocks, so that no block is decoded twice.
 
@@ -332,7 +323,7 @@ def uncut_blocks(cut_of: CutOf, tasks: Sequence[MergeTask], memory_bytes: int) -
     """
 
     def coarse(task: MergeTask) -> int:
-        return math.lcm(cut_of(task), *map(_encoded_elements, (task.base, *task.experts)))
+        return math.lcm(cut_of(task), *(source.cut_elements for source in (task.base, *task.experts)))
 
     return coarse if fits_memory(tasks, memory_bytes, coarse) else cut_of
 

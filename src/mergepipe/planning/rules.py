@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import LeveledTensor, Unchanged, as_leveled
+from mergepipe.checkpoints.contract import LeveledTensor, Unchanged
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
     ColumnGram,
@@ -223,14 +223,14 @@ def sufficient_levels(operator: Operator, inputs: OperatorInput, task: MergeTask
 
     That is so for rules that keep nothing but the largest deltas of each expert, if a level has all of these.
     """
-    if task.action is Action.COPY or all(as_leveled(source) is None for source in task.experts):
+    if task.action is Action.COPY or not any(isinstance(source, LeveledTensor) for source in task.experts):
         return ()
     request = operator.reduction(inputs, NOTHING_REDUCED)
     if not isinstance(request, MagnitudeCut) or not _trims_only(operator, inputs):
         return ()
     levels = []
-    for e, (source, n_kept) in enumerate(zip(map(as_leveled, task.experts), request.kept_E, strict=True)):
-        if source is not None:
+    for e, (source, n_kept) in enumerate(zip(task.experts, request.kept_E, strict=True)):
+        if isinstance(source, LeveledTensor):
             level = source.exact_level(n_kept)
             if level < source.last_level:
                 levels.append((e, level))
@@ -302,8 +302,8 @@ def build_ladders(columns: Columns, operator: Operator, grid: int) -> Ladders:
         open_task = _without_unread_experts(task, columns, t)
         sufficient = dict(sufficient_levels(operator, operator_input(open_task), open_task))
         for slot, e in enumerate(columns.participants(t)):
-            source = as_leveled(open_task.experts[slot])
-            if source is not None and grid % source.cut_elements == 0:
+            source = open_task.experts[slot]
+            if isinstance(source, LeveledTensor) and grid % source.cut_elements == 0:
                 top = sufficient.get(slot, source.last_level)
                 ladders[e, t] = _ladder(source, top, grid // source.cut_elements)
     return ladders

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from mergepipe.checkpoints.contract import Checkpoint, Readable, Source, stored_dtype
+from mergepipe.checkpoints.contract import Checkpoint, Readable, Source
 from mergepipe.checkpoints.embedding_rows import TIED_HEADS, is_head
 from mergepipe.core.blocks import DType, DTypeKind, promoted_dtype
 from mergepipe.core.notices import DroppedTensor
@@ -192,7 +192,7 @@ class _Resolver:
         if experts is None:
             return None
         members = tuple(member.model for member in output.group.experts)
-        dtype = self._dtype or (stored_dtype(base) if self._recipe.keeps_dtypes else _promoted(base, experts))
+        dtype = self._dtype or (base.stored_dtype if self._recipe.keeps_dtypes else _promoted(base, experts))
         return MergeTask(
             output.name, Action.MERGE, base.shape, dtype, base, experts, parameters, "", output.model, members
         )
@@ -280,10 +280,10 @@ def _why_copied(output: OutputTensor, base: Readable) -> str:
 
 def _promoted(base: Readable, experts: Sequence[Source]) -> DType:
     """The dtype that holds what all weights hold, as torch promotes dtypes; what is stored as differences has none."""
-    dtype = stored_dtype(base)
+    dtype = base.stored_dtype
     for source in experts:
         if not source.is_delta:
-            dtype = promoted_dtype(dtype, stored_dtype(source))
+            dtype = promoted_dtype(dtype, source.stored_dtype)
     return dtype
 
 
@@ -291,9 +291,9 @@ def _report_mixed_dtypes(recipe: Recipe, tasks: Sequence[MergeTask], findings: F
     """Report tensors whose dtype becomes another than the base's because the recipe states none."""
     if recipe.dtype or recipe.out_dtype or recipe.keeps_dtypes:
         return
-    widened = [task for task in tasks if task.action is Action.MERGE and task.dtype != stored_dtype(task.base)]
+    widened = [task for task in tasks if task.action is Action.MERGE and task.dtype != task.base.stored_dtype]
     if widened:
-        before, after = stored_dtype(widened[0].base).recipe_name, widened[0].dtype.recipe_name
+        before, after = widened[0].base.stored_dtype.recipe_name, widened[0].dtype.recipe_name
         message = f"no dtype is stated: {len(widened)} tensors, e.g. '{widened[0].name}', become {after}"
         meaning = f"they are {before} in the base and not in every other model; `dtype: auto` keeps the base's"
         findings.add_notice("recipe.unclear", recipe.path.name, message, meaning, changes_result=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mergepipe.checkpoints.contract import Readable, Source, stored_dtype
+from mergepipe.checkpoints.contract import Readable, Source
 from mergepipe.core.blocks import DType, element_count
 from mergepipe.core.notices import DroppedTensor, Notice
 from mergepipe.recipes.recipe import ModelInput, Scalar
@@ -133,7 +133,7 @@ class Resolution:
     @property
     def widened_dtype(self) -> DType | None:
         """The dtype of the tensors that got another one than the base's, if they have a single one."""
-        dtypes = {t.dtype for t in self.tasks if t.action is Action.MERGE and t.dtype != stored_dtype(t.base)}
+        dtypes = {t.dtype for t in self.tasks if t.action is Action.MERGE and t.dtype != t.base.stored_dtype}
         return dtypes.pop() if len(dtypes) == 1 else None
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mergepipe
-from mergepipe.checkpoints.contract import NeedsBase
+from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.core.canonical_json import canonical_json, digest_of
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.tensor_work import operator_input
@@ -282,7 +282,7 @@ def shard_shares(plan: Plan, work: MergeWork, shared_bytes: int) -> tuple[int, .
 
 def _row_pages(plan: Plan, work: MergeWork, task: MergeTask) -> int:
     """Return what a plan charges for pages that are read twice, as a rule's tensors are cut between rows."""
-    if not task.experts or any(isinstance(source, NeedsBase) for source in task.experts):
+    if not task.experts or any(isinstance(source, LeveledTensor) for source in task.experts):
         return 0
     if work.operator.granularity(operator_input(work, task)) == 1:
         return 0

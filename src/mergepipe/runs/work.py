@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mergepipe.checkpoints.content_id import content_id
-from mergepipe.checkpoints.contract import Checkpoint, NeedsBase, files_of
+from mergepipe.checkpoints.contract import Checkpoint, LeveledTensor, files_of
 from mergepipe.checkpoints.open_files import open_files, pin_files
 from mergepipe.engine.tensor_work import ExpertQuantities, PlannedAccess, RecordedQuantities, operator_input
 from mergepipe.engine.work import MergeWork, OutputPlan
@@ -64,7 +64,7 @@ def renormalizes(plan: Plan | None) -> bool:
 
 def _paths(inputs: Inputs, tasks: Sequence[MergeTask]) -> set[Location]:
     """Collect the files that the tasks read."""
-    encoded = (t for _, _, c in inputs.leaves() for t in c.tensors.values() if isinstance(t, NeedsBase))
+    encoded = (t for _, _, c in inputs.leaves() for t in c.tensors.values() if isinstance(t, LeveledTensor))
     return files_of(source for task in tasks for source in (task.base, *task.experts)) | files_of(encoded)
 
 

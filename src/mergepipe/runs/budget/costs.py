@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mergepipe.checkpoints.contract import Readable, TensorEntry, Unchanged, block_cost_bytes, block_costs_bytes
+from mergepipe.checkpoints.contract import Readable, TensorEntry, Unchanged, block_costs_bytes
 from mergepipe.core.blocks import BlockGrid, Span
 from mergepipe.engine.segments import at_level
 from mergepipe.planning.budget import BudgetRequest
@@ -90,6 +90,4 @@ def _encoded_cost(source: Readable, access: Access, grid: BlockGrid) -> int:
 
 
 def _source_cost(source: Readable, spans: Sequence[Span]) -> int:
-    if isinstance(source, TensorEntry):
-        return sum(block_cost_bytes(source, span) for span in spans)
     return sum(source.cost_bytes(span) for span in (spans[:1] if source.is_unit else spans))
