@@ -90,7 +90,7 @@ $(VENV)/.torch: $(VENV)/.made
 # torch first and by itself, so that no other package chooses another torch.
 $(VENV)/.test: $(VENV)/.package $(VENV)/.torch
 	@echo "installing what tests need into $(VENV)"
-	@$(PIP) -e ".[test,torch]" $(TORCH)
+	@$(PIP) -e ".[test,torch,peft]" $(TORCH)
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.package

@@ -18,7 +18,8 @@ Planning under a budget
 Merging on many machines
     run_part, parts_status
 Packing experts
-    pack, unpack, extract_lora
+    pack, unpack
+    apply_lora, extract_lora
 Reading models
     load_file, LoadedTensors
 Looking after snapshots
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from mergepipe import errors, tailor
     from mergepipe.api import (
         analyze,
+        apply_lora,
         catalog_stats,
         check,
         diff,
@@ -124,6 +126,7 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "analyze",
+    "apply_lora",
     "catalog_stats",
     "check",
     "diff",

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from mergepipe.core.bounds import positive
 from mergepipe.errors import LimitError, RecipeError
 from mergepipe.options import (
+    APPLY_MEMORY_BYTES,
     DEFAULT_SHARD_BYTES,
     SWEEP_BUDGETS,
     ExecutorName,
@@ -34,6 +35,7 @@ from mergepipe.options import (
     RunOptions,
     block_elements_of,
     catalog_home,
+    default_memory_bytes,
     engine_options,
     home_of,
     needed_home,
@@ -578,6 +580,47 @@ def load_file(
 
     place = None if base is None else Location.of(base)
     return load_tensors(Location.of(path), base=place, framework=framework, threads=n_threads)
+
+
+@_with_options(OutputOptions)
+def apply_lora(
+    base: str | Path,
+    adapters: Sequence[str | Path],
+    out: str | Path,
+    *,
+    weights: Sequence[float] = (),
+    dtype: str | None = None,
+    strict: bool = False,
+    allow_unapplied: Sequence[str] = (),
+    options: OutputOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> MergeReport:
+    """Add LoRA adapters to `base` and publish the result at `out`, complete or not at all: a merge of `base+adapter`.
+
+    One adapter at weight 1 gives what PEFT's `merge_and_unload` gives; several, or other weights, the base plus the
+    weighted sum of what each changes. Sums are taken in float32 and rounded once. Memory: 512 MiB of buffers, or
+    `memory_bytes` of the options.
+
+    Args:
+        weights: one for each adapter; default 1.
+        dtype: of the output; default that of the base, tensor by tensor.
+        strict: refuse what has a notice.
+        allow_unapplied: patterns (`*`, `?`, `[...]`) of modules that an adapter may have and the base not.
+        options: threads, memory, shards, publishing.
+
+    Raises:
+        MismatchError: an adapter changes what the base lacks, or two store one module in full.
+        MergePipeError: see `mergepipe.errors`; nothing is left behind but what a later run can resume.
+    """
+    from mergepipe.runs.lora.apply import apply_recipe
+
+    recipe = apply_recipe(str(base), [str(adapter) for adapter in adapters], weights, dtype)
+    output = options_as(OutputOptions, options)
+    merging = options_as(
+        MergeOptions, output, strict=strict, allow_dropped=tuple(allow_unapplied),
+        memory_bytes=output.memory_bytes or min(APPLY_MEMORY_BYTES, default_memory_bytes()),
+    )  # fmt: skip
+    return merge(recipe, out, options=merging, on_progress=on_progress)
 
 
 def extract_lora(

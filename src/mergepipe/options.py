@@ -61,6 +61,8 @@ HOME = Flag(
     "Where the catalog is.", metavar="DIR", default="$MERGEPIPE_HOME, else the user data folder", panel=WORK_PANEL
 )
 FORCE = Flag("Replace OUT, if mergepipe made it.")
+APPLY_MEMORY_BYTES = 512 << 20
+"""Buffers of an adapter's application: more would not make it faster."""
 BUDGET = Flag(
     "Read at most this from the experts: a share of what reading all would cost (25%, 0.25) or bytes (4GiB).",
     metavar="BUDGET",

@@ -116,6 +116,17 @@ class KeptShare:
 
 
 @dataclass(frozen=True, slots=True)
+class AppliedAdapter:
+    """What became of an adapter's modules; `left_over` are names that its base lacks, which were allowed to be."""
+
+    model: str
+    adapted_modules: int
+    applied_modules: int
+    saved_modules: int
+    left_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TriedBudget:
     """A budget of a merge with a target loss, the bytes that were read of experts for it, and the loss it gave."""
 
@@ -153,6 +164,7 @@ class MergeReport(Displayed):
     left_out: tuple[LeftOutFile, ...] = ()  # files of the base's directory that are not copied, with the reasons
     tried: tuple[TriedBudget, ...] = ()  # of a merge with a target loss, the one that met it last
     kept: tuple[KeptShare, ...] = ()  # of each expert that was trimmed; of merges in full, not of those under a budget
+    adapters: tuple[AppliedAdapter, ...] = ()
 
     @property
     def read_bytes(self) -> int:

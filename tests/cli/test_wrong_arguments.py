@@ -48,8 +48,8 @@ def test_commands__recognise_swapped_arguments(work: Workplace, run: Runner, com
 
 
 def test_extract_lora__shows_an_example_where_the_output_is_missing(run: Runner) -> None:
-    ran = run("extract-lora", "base", "tuned", "lora")
-    assert (ran.exit_code, "as in: mergepipe extract-lora base/ fine-tuned/ --out adapter/" in ran.err) == (2, True)
+    ran = run("lora", "extract", "base", "tuned", "lora")
+    assert (ran.exit_code, "as in: mergepipe lora extract base/ fine-tuned/ --out adapter/" in ran.err) == (2, True)
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "deep/x.gguf", "x.bin"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 from workplace import BLOCK_ELEMENTS, run_command
 
 from support.safetensors_bytes import file_bytes, honest_file, record
@@ -156,6 +157,29 @@ def write_odd_models(root: Path) -> None:
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3", "r": 4}))
     (adapter / "adapter_model.safetensors").write_bytes(honest_file("base_model.model.x.lora_A.weight"))
     (root / "empty-folder").mkdir()
+    write_adapters(root)
+
+
+def write_adapters(root: Path) -> None:
+    """Write an adapter of the base, and such as are cut, hold no numbers, or are of another base."""
+    module, weight = "model.layers.0.self_attn.q_proj", np.ones((4, 32), np.float32)
+    factors = {"lora_A.weight": weight, "lora_B.weight": weight.T.copy()}
+    for name, stem, down in (
+        ("lora", module, weight),
+        ("lora-nan", module, np.full_like(weight, np.nan)),
+        ("lora-cut", module, weight),
+        ("lora-renamed", "model.layers.0.self_attn.query_proj", weight),
+        ("lora-saved", module, weight),
+    ):
+        tensors: dict[str, Any] = {f"base_model.model.{stem}.{part}": value for part, value in factors.items()}
+        tensors[f"base_model.model.{stem}.lora_A.weight"] = down
+        if name == "lora-saved":
+            tensors["base_model.model.model.norm.weight"] = np.ones(32, np.float32)
+        (root / name).mkdir()
+        (root / name / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+        save_file(tensors, root / name / "adapter_model.safetensors")
+    path = root / "lora-cut" / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
 
 
 def changed_json(path: Path, out: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -234,7 +234,21 @@ CASES: Mapping[str, tuple[str, ...]] = {
         "packed/expert-1 -o new --base family/expert-2",
         "packed/expert-1 -o new --base nowhere",
     ),
-    "extract-lora": (
+    "lora apply": (
+        "family/base -o new",
+        "family/base nowhere -o new",
+        "nowhere lora -o new",
+        "family/base family/expert-1 -o new",
+        "family/base lora -o new --weight x",
+        "family/base lora -o new --weight 1 --weight 2",
+        "family/base lora -o new --dtype int9",
+        "family/base lora-nan -o new",
+        "family/base lora-cut -o new",
+        "family/base lora-renamed -o new",
+        "family/base lora-saved lora-saved -o new",
+        "family/base lora -o family/base",
+    ),
+    "lora extract": (
         "family/base family/expert-1",
         "family/base family/expert-9 -o new",
         "family/base family/expert-1 -o new",

@@ -63,7 +63,9 @@ SESSION = (
     f"merge packed.yml merged-of-packed --budget 60% {BLOCKS} {ENGINE}",
     "verify packed/expert-1",
     "unpack packed/expert-1 -o unpacked --threads 2",
-    f"extract-lora {BASE} family/expert-1 -o lora --rank 4",
+    f"lora extract {BASE} family/expert-1 -o lora --rank 4",
+    f"lora apply {BASE} lora -o adapted {ENGINE}",
+    f"lora apply {BASE} lora lora -o adapted-twice --weight 0.5 --weight 0.25 --dtype float32 {ENGINE}",
     "tailor inspect global_step7 global_step9",
     "tailor inspect checkpoint-7",
     "tailor recipe --run . --strategy parity --at 9",
@@ -95,7 +97,7 @@ MANIFESTS = "mergepipe.json", "mergepipe-store.json"
 def command_name(line: str) -> str:
     """The command of a line: one word, or two."""
     words = line.split()
-    return " ".join(words[: 2 if words[0] in ("tailor", "catalog") else 1])
+    return " ".join(words[: 2 if words[0] in ("tailor", "catalog", "lora") else 1])
 
 
 def damage(folder: Path) -> None:

@@ -49,7 +49,8 @@ sweep recipe.yml --budgets 25%,100% --html sweep.html
 pack family/base family/expert-1 -o packed
 unpack packed/expert-1 -o unpacked
 pack family/expert-2 --base family/base -o packed
-extract-lora family/base family/expert-1 -o adapter --rank 2
+lora extract family/base family/expert-1 -o adapter --rank 2
+lora apply family/base adapter -o adapted
 ls
 show merged
 lineage merged

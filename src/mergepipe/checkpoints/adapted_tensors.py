@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import ComputedTensor, Fetch, TensorEntry
 from mergepipe.checkpoints.open_files import decoded_into, read_matrix, read_span, whole_cost_bytes
 from mergepipe.core.blocks import F32, DType, Span
+from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -19,31 +20,14 @@ from mergepipe.storage.location import Location
 # --- compute an adapter's delta of one tensor: a product of two thin matrices, never held as a whole ---
 
 
-@dataclass(frozen=True, slots=True)
-class LowRankDelta(ComputedTensor):
-    """`scale * up @ down`, transposed where `transposed`: `up` is (M, R), `down` (R, N) as stored, the delta M x N.
+class _Delta(ComputedTensor):
+    """What deltas of thin matrices have in common: float32, and all stored bytes are read for any span, once."""
 
-    Each element is summed in float32 in the order of R and scaled last, whatever the span.
-    """
-
-    name: str
-    up: TensorEntry
-    down: TensorEntry
-    scale: float
-    transposed: bool = False
-
-    def __post_init__(self) -> None:
-        if len(self.up.shape) != 2 or len(self.down.shape) != 2 or self.up.shape[1] != self.down.shape[0]:
-            raise ValueError(f"{self.name}: {self.up.shape} and {self.down.shape} have no product")
+    __slots__ = ()
 
     @property
     def dtype(self) -> DType:
         return F32
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = (self.up.shape[0], self.down.shape[1])
-        return shape[::-1] if self.transposed else shape
 
     @property
     def is_delta(self) -> bool:
@@ -54,30 +38,128 @@ class LowRankDelta(ComputedTensor):
         return True
 
     @property
-    def stored(self) -> tuple[TensorEntry, ...]:
-        return (self.up, self.down)
-
-    @property
     def nbytes(self) -> int:
-        return self.up.nbytes + self.down.nbytes
+        return sum(entry.nbytes for entry in self.stored)
 
     def cost_bytes(self, span: Span) -> int:
-        """Both factors are read for any span, once per opened tensor."""
+        """All factors are read for any span, once per opened tensor."""
         return whole_cost_bytes(self.stored)
 
-    def opened(self, files: Mapping[Location, RangeFile]) -> LowRankFetch:
-        """Return a fetch of spans; keeps both factors in float32 from its first call on."""
-        return LowRankFetch(self, files)
+
+@dataclass(frozen=True, slots=True)
+class LowRankDelta(_Delta):
+    """`scale * up @ down`, transposed where `transposed`: `up` is (M, R), `down` (R, N) as stored, the delta M x N.
+
+    Without `down` it is a vector: `scale * up`, (M, 1) as (M,). With `n_experts` the factors are those of PEFT's
+    adapters of fused experts, and the delta that of `expert`: `up` is (M, R * E), experts fastest, `down` (E * R, N).
+    `rows` are those that are wanted of the delta as the base stores it. Each element is summed in float32 in the order
+    of R and scaled last, whatever the span.
+    """
+
+    name: str
+    up: TensorEntry
+    down: TensorEntry | None
+    scale: float
+    transposed: bool = False
+    n_experts: int = 1
+    expert: int = 0
+    rows: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        down_shape = (self.up.shape[-1], 1) if self.down is None else self.down.shape
+        if len(self.up.shape) != 2 or len(down_shape) != 2 or self.up.shape[1] != down_shape[0]:
+            raise ValueError(f"{self.name}: {self.up.shape} and {down_shape} have no product")
+        if self.up.shape[1] % self.n_experts or not 0 <= self.expert < self.n_experts:
+            raise ValueError(f"{self.name}: a rank of {self.up.shape[1]} for {self.n_experts} experts")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.down is None:
+            return self.up.shape[:1]
+        shape = (self.up.shape[0], self.down.shape[1])
+        n_rows, n_columns = shape[::-1] if self.transposed else shape
+        return (n_rows if self.rows is None else self.rows[1] - self.rows[0], n_columns)
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        return (self.up,) if self.down is None else (self.up, self.down)
+
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
+        """Return a fetch of spans; keeps the factors in float32 from its first call on."""
+        return _LowRankFetch(self, _Factors(self.up, self.down, files))
 
 
-class LowRankFetch:
-    """Computes spans of a `LowRankDelta`; safe to call from many threads. Memory: the factors, in float32."""
+@dataclass(frozen=True, slots=True)
+class StackedDelta(_Delta):
+    """Deltas of equal size end to end, seen in `shape`: one for each matrix of a layer's experts, zeros where None."""
 
-    def __init__(self, tensor: LowRankDelta, files: Mapping[Location, RangeFile]) -> None:
-        self._tensor = tensor
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[LowRankDelta | None, ...]
+
+    def __post_init__(self) -> None:
+        if any(part is not None and part.n_elements * len(self.parts) != self.n_elements for part in self.parts):
+            raise ValueError(f"{self.name}: {len(self.parts)} parts do not make {self.shape}")
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        return tuple(dict.fromkeys(entry for part in self.parts if part is not None for entry in part.stored))
+
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
+        """Return a fetch of spans; keeps all factors that were needed in float32, those that parts share once."""
+        factors = {(part.up, part.down): _Factors(part.up, part.down, files) for part in self.parts if part is not None}
+        parts = [None if part is None else _LowRankFetch(part, factors[part.up, part.down]) for part in self.parts]
+        part_elements = self.n_elements // len(self.parts)
+
+        def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
+            values, at = out.view(np.float32), span.start
+            while at < span.stop:
+                index = at // part_elements
+                stop = min(span.stop, (index + 1) * part_elements)
+                target, part = values[at - span.start : stop - span.start], parts[index]
+                if part is None:
+                    target[:] = 0.0
+                else:
+                    part(Span(at - index * part_elements, stop - index * part_elements), target.view(np.uint8), purpose)
+                at = stop
+
+        return fetch
+
+
+class _Factors:
+    """Two stored factors in float32, read when first needed. Safe to call from many threads."""
+
+    def __init__(self, up: TensorEntry, down: TensorEntry | None, files: Mapping[Location, RangeFile]) -> None:
+        self._entries = (up, down)
         self._files = files
         self._lock = threading.Lock()
-        self._factors: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
+        self._read: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
+
+    def __call__(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        with self._lock:
+            if self._read is None:
+                up, down = self._entries
+                down_RN = np.ones((1, 1), np.float32) if down is None else read_finite(down, self._files, purpose)
+                self._read = read_finite(up, self._files, purpose), down_RN
+            return self._read
+
+
+def read_finite(entry: TensorEntry, files: Mapping[Location, RangeFile], purpose: Purpose) -> NDArray[np.float32]:
+    """Read all of an adapter's tensor in float32, in its shape; refuses infinities and what is no number."""
+    values = read_matrix(entry, files, purpose)
+    if not np.isfinite(values).all():
+        raise CorruptError.of("tensor.not-finite", entry.file, f"'{entry.name}' holds infinities or no numbers")
+    return values
+
+
+class _LowRankFetch:
+    """Computes spans of a `LowRankDelta`; safe to call from many threads. Memory: its factors, in float32."""
+
+    def __init__(self, tensor: LowRankDelta, factors: _Factors) -> None:
+        self._tensor = tensor
+        self._factors = factors
+        self._lock = threading.Lock()
+        self._oriented: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
 
     def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
         """Write the elements `span` into `out` (uint8 of float32); see `checkpoints.contract.Fetch`."""
@@ -89,27 +171,38 @@ class LowRankFetch:
 
     def _read(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         with self._lock:
-            if self._factors is None:
-                up = read_matrix(self._tensor.up, self._files, purpose)
-                down = read_matrix(self._tensor.down, self._files, purpose)
-                left, right = (down.T, up.T) if self._tensor.transposed else (up, down)
-                self._factors = np.ascontiguousarray(left), np.ascontiguousarray(right)
-            return self._factors
+            if self._oriented is None:
+                tensor, (up, down) = self._tensor, self._factors(purpose)
+                up = up.reshape(up.shape[0], -1, tensor.n_experts)[:, :, tensor.expert]
+                down = down.reshape(tensor.n_experts, -1, down.shape[1])[tensor.expert]
+                left, right = (down.T, up.T) if tensor.transposed else (up, down)
+                left = left if tensor.rows is None else left[slice(*tensor.rows)]
+                self._oriented = np.ascontiguousarray(left), np.ascontiguousarray(right)
+            return self._oriented
 
 
 # --- apply an adapter to weights, for experts that a recipe writes as `model+adapter` ---
+
+
+_NORM_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Adapted(ComputedTensor):
     """`weights + delta` in float32, element by element; no rounding to the dtype of `weights`.
 
-    A span costs its own weights and, each time it is planned on its own, the factors of the delta: that is an upper
-    bound, since an opened tensor reads the factors once.
+    With a `magnitude` (DoRA), each output feature of the sum is scaled to that norm: features are rows, or columns of
+    a transposed delta, whose norms need a pass over the whole matrix first. A span costs its own weights (whole rows of
+    them for norms of rows, all for those of columns) and, each time it is planned on its own, the factors of the delta:
+    that is an upper bound, since an opened tensor reads the factors, and takes norms of columns, once.
+
+    Source: S.-Y. Liu et al., "DoRA: weight-decomposed low-rank adaptation", 2024, equation 5; the norm of a feature is
+    summed in float64.
     """
 
     weights: TensorEntry
-    delta: LowRankDelta
+    delta: LowRankDelta | StackedDelta
+    magnitude: TensorEntry | None = None
 
     def __post_init__(self) -> None:
         if self.weights.shape != self.delta.shape or self.weights.is_delta:
@@ -117,7 +210,7 @@ class Adapted(ComputedTensor):
 
     @property
     def name(self) -> str:
-        return self.weights.name
+        return self.delta.name
 
     @property
     def dtype(self) -> DType:
@@ -137,30 +230,86 @@ class Adapted(ComputedTensor):
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
-        return (self.weights, *self.delta.stored)
+        return (self.weights, *self.delta.stored, *([] if self.magnitude is None else [self.magnitude]))
 
     @property
     def nbytes(self) -> int:
-        return self.weights.nbytes + self.delta.nbytes
+        return sum(entry.nbytes for entry in self.stored)
+
+    @property
+    def has_norms_of_columns(self) -> bool:
+        return self.magnitude is not None and isinstance(self.delta, LowRankDelta) and self.delta.transposed
+
+    def whole_rows(self, span: Span) -> Span:
+        """Return the rows that a span touches where norms of rows are needed; else the span."""
+        if self.magnitude is None or self.has_norms_of_columns:
+            return span
+        width = self.shape[1]
+        return Span(span.start // width * width, -(-span.stop // width) * width)
 
     def cost_bytes(self, span: Span) -> int:
-        return self.weights.cost_bytes(span) + self.delta.cost_bytes(span)
+        cost = self.weights.cost_bytes(self.whole_rows(span)) + self.delta.cost_bytes(span)
+        if self.magnitude is not None:
+            cost += whole_cost_bytes((self.magnitude,))
+        return cost + sum(self.weights.cost_bytes(chunk) for chunk in self.norm_chunks())
+
+    def norm_chunks(self) -> list[Span]:
+        """List the rows that norms of columns are taken over, chunk by chunk."""
+        if not self.has_norms_of_columns:
+            return []
+        step = max(_NORM_ELEMENTS // self.shape[1], 1) * self.shape[1]
+        return [Span(start, min(start + step, self.n_elements)) for start in range(0, self.n_elements, step)]
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
-        """Return a fetch of spans; keeps the delta's factors in float32, and a span's weights during its fetch."""
-        return _AdaptedFetch(self.weights, self.delta.opened(files), files)
+        """Return a fetch of spans; keeps the delta's factors and norms of columns, and a span's weights for a while."""
+        return _AdaptedFetch(self, files)
 
 
-@dataclass(frozen=True, slots=True)
 class _AdaptedFetch:
-    """Adds one span of the delta to the same span of the weights."""
+    """Adds one span of the delta to the same span of the weights, and scales the sum where there is a magnitude."""
 
-    weights: TensorEntry
-    delta: LowRankFetch
-    files: Mapping[Location, RangeFile]
+    def __init__(self, tensor: Adapted, files: Mapping[Location, RangeFile]) -> None:
+        self._tensor = tensor
+        self._files = files
+        self._delta = tensor.delta.opened(files)
+        self._lock = threading.Lock()
+        self._magnitude: NDArray[np.float32] | None = None
+        self._column_scales: NDArray[np.float32] | None = None
 
     def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
-        raw = read_span(self.weights, span, self.files, purpose)
-        self.delta(span, out, purpose)
-        values = out.view(np.float32)
-        values += decoded_into(raw, self.weights.dtype.kernel_code, np.empty(len(values), np.float32))
+        tensor = self._tensor
+        if tensor.magnitude is None:
+            self._add(span, out.view(np.float32), purpose)
+            return
+        rows, width = tensor.whole_rows(span), tensor.shape[1]
+        sums = np.empty(rows.n_elements, np.float32)
+        self._add(rows, sums, purpose)
+        magnitude, column_scales = self._scales(purpose)
+        if column_scales is not None:
+            sums *= column_scales[np.arange(rows.start, rows.stop) % width]
+        else:
+            sums_MN = sums.reshape(-1, width)
+            norms_M = np.sqrt(np.einsum("mn,mn->m", sums_MN, sums_MN, dtype=np.float64))
+            sums_MN *= (magnitude[rows.start // width : rows.stop // width] / norms_M).astype(np.float32)[:, None]
+        out.view(np.float32)[:] = sums[span.start - rows.start : span.stop - rows.start]
+
+    def _add(self, span: Span, out: NDArray[np.float32], purpose: Purpose) -> None:
+        raw = read_span(self._tensor.weights, span, self._files, purpose)
+        self._delta(span, out.view(np.uint8), purpose)
+        out += decoded_into(raw, self._tensor.weights.dtype.kernel_code, np.empty(len(out), np.float32))
+
+    def _scales(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        """Return the magnitudes and, for norms of columns, the scale of each column."""
+        with self._lock:
+            if self._magnitude is None and self._tensor.magnitude is not None:
+                self._magnitude = read_finite(self._tensor.magnitude, self._files, purpose).reshape(-1)
+                squares_N = np.zeros(self._tensor.shape[1])
+                for chunk in self._tensor.norm_chunks():
+                    sums = np.empty(chunk.n_elements, np.float32)
+                    self._add(chunk, sums, purpose)
+                    squares_N += np.square(sums, dtype=np.float64).reshape(-1, len(squares_N)).sum(axis=0)
+                if self._tensor.has_norms_of_columns:
+                    self._column_scales = (self._magnitude / np.sqrt(squares_N)).astype(np.float32)
+            if self._magnitude is None:
+                raise ValueError(f"{self._tensor.name} has no magnitudes")
+            return self._magnitude, self._column_scales

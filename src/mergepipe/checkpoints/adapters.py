@@ -7,27 +7,38 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TypeVar
 
 from blake3 import blake3
 
-from mergepipe.checkpoints.adapted_tensors import Adapted, LowRankDelta
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry
+from mergepipe.checkpoints.adapted_tensors import Adapted, LowRankDelta, StackedDelta
+from mergepipe.checkpoints.contract import (
+    AdapterAccount,
+    Checkpoint,
+    CheckpointKind,
+    Readable,
+    TensorEntry,
+)
 from mergepipe.checkpoints.directory import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAMES,
     list_names,
+    parse_config,
     read_weight_file,
     stat_present,
 )
-from mergepipe.checkpoints.embedding_rows import is_head
+from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
+from mergepipe.checkpoints.gathered_rows import with_rows
+from mergepipe.checkpoints.stacked_experts import Piece, fused_name, pieces_of
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError, did_you_mean
 from mergepipe.storage.contract import Store
 from mergepipe.storage.file_version import FileId
-from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
+from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES, CONFIG_BYTES
 from mergepipe.storage.location import Location
 
 # --- the configuration of a PEFT adapter: what it scales its products by, or by name why it is no plain LoRA ---
@@ -45,18 +56,20 @@ _MAX_REPEATS = 2
 _HARMLESS = frozenset({
     "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
     "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
-    "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "megatron_core", "modules_to_save",
-    "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "alpha_pattern", "revision",
-    "runtime_config", "target_modules", "task_type", "use_rslora",
+    "layers_to_transform", "loftq_config", "lora_alpha", "lora_bias", "lora_dropout", "megatron_core",
+    "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "alpha_pattern",
+    "revision", "runtime_config", "target_modules", "target_parameters", "task_type", "trainable_token_indices",
+    "use_dora", "use_rslora",
 })  # fmt: skip
 _VARIANTS = {
-    "use_dora": "DoRA, whose delta needs the norms of the adapted base weights",
     "use_qalora": "QA-LoRA, which pools its inputs",
-    "lora_bias": "biases in its factors",
-    "target_parameters": "LoRA on bare parameters",
-    "trainable_token_indices": "single trained tokens",
     "layer_replication": "replicated layers",
     "alora_invocation_tokens": "aLoRA, which acts on some tokens only",
+    "use_bdlora": "BD-LoRA, with block-diagonal factors",
+    "arrow_config": "Arrow, which routes by its inputs",
+    "kasa_config": "KaSA, which takes singular values from the base weights",
+    "monteclora_config": "MonteCLoRA, which samples its factors",
+    "velora_config": "VeLoRA, which compresses its inputs",
 }
 # Ways to begin training that leave the base weights as they are. Others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take
 # something away from them, and the stored adapter does not say what.
@@ -65,7 +78,11 @@ _STARTS = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """A plain LoRA. `ranks` and `alphas` map patterns of module names, tried in order, to what differs there."""
+    """A LoRA. `ranks` and `alphas` map patterns of module names, tried in order, to what differs there.
+
+    `parameters` are the ends of the names of adapted parameters that are no module's weight, such as stacked experts.
+    `tokens` are the rows of trained tokens, by the end of the name of their module; "" stands for the only one.
+    """
 
     rank: int
     alpha: float
@@ -73,6 +90,10 @@ class AdapterConfig:
     alphas: Mapping[str, float]
     is_rank_stabilised: bool
     is_transposed: bool  # fan_in_fan_out
+    parameters: tuple[str, ...] = ()
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    keeps_tied: bool = False  # ensure_weight_tying: embedding and head were trained as one
+    is_dora: bool = False
 
     def rank_of(self, module: str) -> int:
         """The rank of one module's factors."""
@@ -98,6 +119,10 @@ def read_adapter_config(store: Store, path: Location) -> AdapterConfig:
         MappingProxyType(alphas),
         _flag(config, "use_rslora", path),
         _flag(config, "fan_in_fan_out", path),
+        tuple(_texts(config.get("target_parameters") or [], "target_parameters", path)),
+        _tokens(config.get("trainable_token_indices") or {}, path),
+        _flag(config, "ensure_weight_tying", path),
+        _flag(config, "use_dora", path),
     )
 
 
@@ -120,6 +145,24 @@ def _check_kind(config: Mapping[str, JsonValue], path: Location) -> None:
     for key, value in config.items():
         if key not in _HARMLESS and key not in _VARIANTS and value:
             raise UnsupportedError.of("adapter.unsupported", path, f"the option {shown(key)} is not known", MERGE_HINT)
+
+
+def _texts(value: JsonValue, key: str, path: Location) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise CorruptError.of("adapter.damaged", path, f"'{key}' must be a list of names, found {shown(value)}")
+    return [str(text) for text in value]
+
+
+def _tokens(value: JsonValue, path: Location) -> Mapping[str, tuple[int, ...]]:
+    """Read the trained tokens: a list for the embedding, or lists by module."""
+    lists = value if isinstance(value, dict) else {"": value}
+    tokens: dict[str, tuple[int, ...]] = {}
+    for module, indices in lists.items():
+        if not isinstance(indices, list) or not all(type(index) is int and index >= 0 for index in indices):
+            message = f"'trainable_token_indices' must be lists of rows, found {shown(indices)}"
+            raise CorruptError.of("adapter.damaged", path, message)
+        tokens[module] = tuple(index for index in indices if type(index) is int)
+    return MappingProxyType(tokens)
 
 
 def _patterns(config: Mapping[str, JsonValue], key: str, path: Location) -> list[tuple[str, JsonValue]]:
@@ -196,22 +239,29 @@ class Prefix:
         return self.added + name[len(self.removed) :] if name.startswith(self.removed) else None
 
 
-def base_names(wanted: Sequence[str], base: Collection[str], where: object) -> dict[str, str]:
-    """Map each wanted name to the base's: the same name, or by one prefix change common to all others."""
+def base_names(
+    wanted: Sequence[str], base: Collection[str], where: object, optional: Collection[str] = ()
+) -> dict[str, str]:
+    """Map each wanted name to the base's: the same name, or by one prefix change common to all others.
+
+    Names of `optional` that have no counterpart are left out.
+    """
     renamed = {name: name for name in wanted if name in base}
     changed_names = [name for name in wanted if name not in base]
+    needed = [name for name in changed_names if name not in optional]
     if not changed_names:
         return renamed
-    prefix = _common_prefix(changed_names, base, where)
+    prefix = _common_prefix(needed or changed_names, base, where)
     for name in changed_names:
         other = prefix.applied(name) if prefix else None
-        if other is None:
+        if other is not None and other in base:
+            renamed[name] = other
+        elif name not in optional:
             candidates = [base_name for base_name in base if base_name.rpartition(".")[2] == name.rpartition(".")[2]]
             raise MismatchError.of(
                 "adapter.mismatch", where, f"{shown(name)} has no counterpart in the base",
                 did_you_mean(name, candidates[:_MOST_CANDIDATES]),
             )  # fmt: skip
-        renamed[name] = other
     return renamed
 
 
@@ -252,57 +302,66 @@ def _has_number(prefix: str) -> bool:
     return any(part.isdigit() for part in prefix.split("."))
 
 
-# --- open a PEFT LoRA adapter as a checkpoint of deltas against a base ---
+# --- read what an adapter stores, module by module ---
 
 
 PREFIX = "base_model.model."
-_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?(embedding)|\.weight)")
-_VARIANT = re.compile(r"lora_magnitude_vector|lora_[AB]\.bias|lora_[A-Za-z]+|token_adapter|prompt_embeddings")
-_BASE_LAYER = ".base_layer."
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+"""Parts of names that training frameworks leave, where weights were saved without PEFT."""
+_NAMED = re.compile(r"\.default(?=\.weight$|\.bias$|$)")
+_PART = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B"
+    r"|lora_magnitude_vector(?:\.weight)?|token_adapter\.trainable_tokens_delta)"
+)
+_ROLES = {
+    "lora_A.weight": "down", "lora_embedding_A": "down", "lora_B.weight": "up", "lora_embedding_B": "up",
+    "lora_B.bias": "bias", "lora_magnitude_vector": "magnitude", "lora_magnitude_vector.weight": "magnitude",
+}  # fmt: skip
+_VARIANT = re.compile(r"lora_[A-Za-z_]+|prompt_embeddings|ia3_l|hada_w|lokr_w|vera_lambda")
+_BASE_LAYER = ".base_layer"
+_WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
-@dataclass(slots=True)
-class _Factors:
-    """The stored factors of one module: `sides["A"]` is (R, N), `sides["B"]` (M, R)."""
+@dataclass(frozen=True, slots=True)
+class AdaptedModule:
+    """The stored tensors of one module: `down` is (R, N), `up` (M, R); of fused experts (E * R, N) and (M, R * E)."""
 
-    sides: dict[str, TensorEntry] = field(default_factory=dict)
+    down: TensorEntry
+    up: TensorEntry
+    bias: TensorEntry | None = None
+    magnitude: TensorEntry | None = None
     is_embedding: bool = False
 
 
-def open_adapter(store: Store, path: Location, base: Checkpoint) -> Checkpoint:
-    """Open the adapter in the directory `path`; its tensors are named like the `base` tensors they change.
+@dataclass(frozen=True, slots=True)
+class StoredAdapter:
+    """An adapter as it is stored: factors by module, full tensors by name, rows of trained tokens by module.
 
-    Deltas are computed when they are fetched. Weights that the adapter stores in full (`modules_to_save`, biases) are
-    stored tensors. What it does not touch is absent. No tensor byte is read.
+    `copies` are weights of the base, stored beside the factors of embeddings and to be taken in their place.
     """
+
+    path: Location
+    config: AdapterConfig
+    modules: Mapping[str, AdaptedModule]
+    full: Mapping[str, TensorEntry]
+    copies: Mapping[str, TensorEntry]
+    tokens: Mapping[str, TensorEntry]
+    files: tuple[FileId, ...]
+
+    @property
+    def saved_modules(self) -> tuple[str, ...]:
+        """The modules that are stored in full."""
+        return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.full))
+
+
+def read_adapter(store: Store, path: Location) -> StoredAdapter:
+    """Read the headers and the configuration of the adapter in the directory `path`; no tensor byte."""
     config, fingerprint = _read_config(store, path)
     name = next((candidate for candidate in ADAPTER_NAMES if candidate in list_names(store, path)), None)
     if name is None:
         raise NotFoundError.of("checkpoint.incomplete", path, f"holds neither {' nor '.join(ADAPTER_NAMES)}")
     file = read_weight_file(store, path, name, stat_present(store, path, name))
-    tensors = _Opener(path / name, config, base).tensors(file.entries)
-    files = (file.fingerprint, fingerprint)
-    return Checkpoint(path, path, MappingProxyType(tensors), files, (), CheckpointKind.ADAPTER)
-
-
-def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
-    """Apply `adapter`, opened against `weights`: a checkpoint of full tensors, unchanged ones as stored."""
-    tensors = {
-        name: _applied(weights.path, tensor, adapter.tensors.get(name)) for name, tensor in weights.tensors.items()
-    }
-    absolute = (replace(file, name=str((adapter.root / file.name).absolute())) for file in adapter.files)
-    files = (*weights.files, *absolute)
-    return replace(weights, tensors=MappingProxyType(tensors), files=files, content_id=None)
-
-
-def _applied(path: Location, weights: Readable, change: Readable | None) -> Readable:
-    if not isinstance(change, LowRankDelta):
-        return weights if change is None else change
-    if not isinstance(weights, TensorEntry) or weights.is_delta:
-        raise UnsupportedError.of(
-            "adapter.unsupported", path, f"{shown(weights.name)} is not stored as weights, so no adapter applies to it"
-        )
-    return Adapted(weights, change)
+    return _sorted_out(path, config, file.entries, (file.fingerprint, fingerprint))
 
 
 def _read_config(store: Store, path: Location) -> tuple[AdapterConfig, FileId]:
@@ -315,32 +374,237 @@ def _read_config(store: Store, path: Location) -> tuple[AdapterConfig, FileId]:
     return config, FileId(ADAPTER_CONFIG_NAME, status.size_bytes, status.version, digest)
 
 
+def _sorted_out(
+    path: Location, config: AdapterConfig, entries: Sequence[TensorEntry], files: tuple[FileId, ...]
+) -> StoredAdapter:
+    """Sort entries into the parts of modules, and tensors stored in full."""
+    parts: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    full: dict[str, TensorEntry] = {}
+    copies: dict[str, TensorEntry] = {}
+    tokens: dict[str, TensorEntry] = {}
+    embeddings = set()
+    for entry in entries:
+        name = _NAMED.sub("", _WRAPPERS.sub("", entry.name)).removeprefix(PREFIX)
+        match = _PART.fullmatch(name)
+        if match is None and (variant := _VARIANT.search(name)) is not None:
+            message = f"{shown(entry.name)}: '{variant[0]}' is not read"
+            raise UnsupportedError.of("adapter.unsupported", path, message, MERGE_HINT)
+        if match is None:
+            is_copy = name.endswith(f"{_BASE_LAYER}.weight")
+            (copies if is_copy else full)[name.replace(f"{_BASE_LAYER}.", ".")] = entry
+            continue
+        _check_part(path, entry, match["part"])
+        if match["part"].startswith("token_adapter"):
+            tokens[match["module"]] = entry
+        else:
+            parts[match["module"]][_ROLES[match["part"]]] = entry
+            embeddings |= {match["module"]} if "embedding" in match["part"] else set()
+    modules = {
+        module: AdaptedModule(**_pair(path, stored), is_embedding=module in embeddings)
+        for module, stored in parts.items()
+    }
+    stray = [name for name in copies if name.removesuffix(".weight") not in modules]
+    full |= {name: copies.pop(name) for name in stray}
+    return StoredAdapter(path, config, modules, full, copies, tokens, files)
+
+
+def _check_part(path: Location, entry: TensorEntry, part: str) -> None:
+    is_vector = part.startswith("lora_magnitude") or part.endswith("bias")
+    if len(entry.shape) != (1 if is_vector else 2):
+        message = f"{shown(entry.name)} has shape {list(entry.shape)}: only factors with two dimensions are read"
+        raise UnsupportedError.of("adapter.unsupported", path, message, MERGE_HINT)
+    if entry.dtype.kind is not DTypeKind.FLOAT:
+        raise UnsupportedError.of("adapter.unsupported", path, f"{shown(entry.name)} is {entry.dtype.name}")
+
+
+def _pair(path: Location, stored: Mapping[str, TensorEntry]) -> Mapping[str, TensorEntry]:
+    if not {"down", "up"} <= stored.keys():
+        stored_name = next(iter(stored.values())).name
+        raise CorruptError.of("adapter.damaged", path, f"{shown(stored_name)} has no counterpart, A or B")
+    down, up = stored["down"], stored["up"]
+    if down.shape[0] != up.shape[1]:
+        message = f"{shown(down.name)} and {shown(up.name)} have {list(down.shape)} and {list(up.shape)}: no product"
+        raise CorruptError.of("adapter.damaged", path, message)
+    return stored
+
+
+# --- open a PEFT LoRA adapter as a checkpoint of deltas against a base ---
+
+
+def open_adapter(store: Store, path: Location, base: Checkpoint, allow_unapplied: Sequence[str] = ()) -> Checkpoint:
+    """Open the adapter in the directory `path`; its tensors are named like the `base` tensors they change.
+
+    Deltas are computed when they are fetched. Weights that the adapter stores in full (`modules_to_save`, biases) are
+    stored tensors. What it does not touch is absent. What the base lacks is an error, unless a pattern of
+    `allow_unapplied` has it. No tensor byte is read.
+    """
+    adapter = read_adapter(store, path)
+    opener = _Opener(adapter, base, allow_unapplied)
+    tensors = opener.tensors()
+    lost = {name.rpartition(".")[0] for name in opener.left_over}
+    adapted = {*adapter.modules, *adapter.tokens}
+    n_saved = len([module for module in adapter.saved_modules if module not in adapted | lost])
+    account = AdapterAccount(len(adapted), len(adapted - lost), n_saved, tuple(opener.left_over))
+    return Checkpoint(
+        path, path, MappingProxyType(tensors), adapter.files, (), CheckpointKind.ADAPTER, adapters=(account,)
+    )
+
+
+def with_own_head(store: Store, weights: Checkpoint, adapter: Location) -> Checkpoint:
+    """Give `weights` an output head of its own, equal to the embedding, where `adapter` changes only one of the two.
+
+    In training one of them stayed as it was, though the model stores one tensor for both. Trained tokens change both.
+    """
+    stored = read_adapter(store, adapter)
+    changed = [*(f"{module}.weight" for module in stored.modules), *stored.full]
+    heads = [name for name in changed if is_head(name)]
+    embeddings = [name for name in weights.tensors if embedding_ending(name) and not is_head(name)]
+    if any(map(is_head, weights.tensors)) or len(embeddings) != 1:
+        return weights
+    is_embedding_alone = any(embedding_ending(name) for name in changed) and not heads
+    if not heads and (not is_embedding_alone or stored.config.keeps_tied or not _is_tied(store, weights)):
+        return weights
+    embedding = weights.tensors[embeddings[0]]
+    if not isinstance(embedding, TensorEntry):
+        return weights
+    head = heads[0] if heads else "lm_head.weight"
+    tensors = {**weights.tensors, head: replace(embedding, name=head)}
+    return replace(weights, tensors=MappingProxyType(tensors), is_untied=True)
+
+
+def _is_tied(store: Store, weights: Checkpoint) -> bool:
+    """Whether a model without an output head of its own has one, which is its embedding."""
+    if CONFIG_NAME not in weights.sidecars:
+        return False
+    config = parse_config(store.read_small(weights.root / CONFIG_NAME, CONFIG_BYTES), weights.root / CONFIG_NAME)
+    names = config.get("architectures")
+    has_head = isinstance(names, list) and any(str(name).endswith(_WITH_HEAD) for name in names)
+    return has_head and config.get("tie_word_embeddings", True) is not False
+
+
+def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
+    """Apply `adapter`, opened against `weights`: a checkpoint of full tensors, unchanged ones as stored."""
+    tensors = {
+        name: _applied(weights.path, tensor, adapter.tensors.get(name)) for name, tensor in weights.tensors.items()
+    }
+    absolute = (replace(file, name=str((adapter.root / file.name).absolute())) for file in adapter.files)
+    files = (*weights.files, *absolute)
+    accounts = (*weights.adapters, *adapter.adapters)
+    return replace(weights, tensors=MappingProxyType(tensors), files=files, content_id=None, adapters=accounts)
+
+
+def _applied(path: Location, weights: Readable, change: Readable | None) -> Readable:
+    if change is None or (not change.is_delta and change.stored_dtype == weights.stored_dtype):
+        return weights if change is None else change
+    if not isinstance(change, LowRankDelta | StackedDelta):  # stored in full in another dtype than the model
+        return replace(with_rows(change, change, ()), model_dtype=weights.stored_dtype)
+    if not isinstance(weights, TensorEntry) or weights.is_delta:
+        raise UnsupportedError.of(
+            "adapter.unsupported", path, f"{shown(weights.name)} is not stored as weights, so no adapter applies to it"
+        )
+    return Adapted(weights, change)
+
+
 class _Opener:
-    """Turns the stored tensors of one adapter into tensors of its base."""
+    """Turns the stored tensors of one adapter into tensors of its base; `left_over` is what the base lacks."""
 
-    def __init__(self, path: Location, config: AdapterConfig, base: Checkpoint) -> None:
-        self._path = path
-        self._config = config
+    def __init__(self, adapter: StoredAdapter, base: Checkpoint, allow_unapplied: Sequence[str]) -> None:
+        self._adapter = adapter
+        self._path = adapter.path
+        self._config = adapter.config
         self._base = base
+        self._allow = allow_unapplied
+        self._experts = _BaseExperts(base)
+        self.left_over: list[str] = []
 
-    def tensors(self, entries: Sequence[TensorEntry]) -> dict[str, Readable]:
+    def tensors(self) -> dict[str, Readable]:
         """Return the tensors by the base's names, in storage order."""
-        factors, full = self._sorted_out(entries)
-        wanted = [f"{module}.weight" for module in factors]
-        self._check_heads(wanted, full)
-        names = base_names([*wanted, *(name for name in full if name not in wanted)], self._base.tensors, self._path)
-        is_transposed = self._orientation({names[f"{m}.weight"]: f for m, f in factors.items()})
-        tensors: dict[str, Readable] = {names[name]: replace(entry, name=names[name]) for name, entry in full.items()}
-        for module, parts in factors.items():
-            name = names[f"{module}.weight"]
-            delta = self._delta(module, name, parts, transposed=is_transposed[name])
-            stored = tensors.get(name)
-            tensors[name] = Adapted(stored, delta) if isinstance(stored, TensorEntry) else delta
+        adapter = self._adapter
+        plain, expert_targets = self._targets()
+        wanted = [*plain, *(f"{module}.bias" for module, parts in adapter.modules.items() if parts.bias)]
+        wanted += [*adapter.full, *(f"{module}.weight" for module in adapter.tokens)]
+        wanted = list(dict.fromkeys(wanted))
+        self._check_heads([*plain, *(f"{module}.weight" for module in adapter.tokens)])
+        optional = [name for name in wanted if self._is_allowed(name)]
+        names = base_names(wanted, self._base.tensors, self._path, optional)
+        self.left_over += [name for name in wanted if name not in names]
+        tensors: dict[str, Readable] = {
+            names[name]: replace(entry, name=names[name]) for name, entry in adapter.full.items() if name in names
+        }
+        fitting = {names[name]: adapter.modules[module] for name, module in plain.items() if name in names}
+        is_stack = {name: len(self._base.tensors[name].shape) == 3 for name in fitting}
+        is_transposed = self._orientation({name: parts for name, parts in fitting.items() if not is_stack[name]})
+        is_transposed |= self._orientation({name: parts for name, parts in fitting.items() if is_stack[name]})
+        for name, module in plain.items():
+            if name in names:
+                self._add_module(tensors, names[name], module, transposed=is_transposed[names[name]])
+                bias = adapter.modules[module].bias
+                if bias is not None and f"{module}.bias" in names:
+                    self._add_bias(tensors, names[f"{module}.bias"], module, bias)
+        self._add_experts(tensors, expert_targets)
+        for module, rows in adapter.tokens.items():
+            if f"{module}.weight" in names:
+                self._add_tokens(tensors, names[f"{module}.weight"], module, rows)
         return tensors
 
-    def _check_heads(self, changed: Sequence[str], full: Collection[str]) -> None:
+    def _is_allowed(self, name: str) -> bool:
+        module = name.rpartition(".")[0]
+        return any(fnmatchcase(candidate, glob) for glob in self._allow for candidate in (name, module))
+
+    # --- pair modules with tensors of the base ---
+
+    def _targets(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the modules of each target: weights by name, and matrices of experts that the base lays out otherwise.
+
+        Adapters of a parameter that is no module's weight are named by its module; shapes tell which one is meant.
+        """
+        plain: dict[str, str] = {}
+        experts: dict[str, str] = {}
+        for module, parts in self._adapter.modules.items():
+            name = f"{module}.weight"
+            stem = module.replace(_BASE_LAYER, "")
+            parameters = [
+                text for text in self._config.parameters if f".{stem}".endswith(f".{text.rpartition('.')[0]}")
+            ]
+            if parameters and f"{stem}.weight" not in self._base.tensors:
+                leaves = list(dict.fromkeys(text.rpartition(".")[2] for text in parameters))
+                name = self._parameter(stem, leaves, parts)
+            is_elsewhere = name not in self._base.tensors and self._experts.has(name)
+            (experts if is_elsewhere else plain)[name] = module
+        return plain, experts
+
+    def _parameter(self, stem: str, leaves: Sequence[str], parts: AdaptedModule) -> str:
+        """Return the name of the parameter of a module that an adapter of bare parameters changes."""
+        names = [f"{stem}.{leaf}" for leaf in leaves]
+        shapes = {
+            name: shape
+            for name in names
+            for key, shape in [
+                *((k, t.shape) for k, t in self._base.tensors.items()),
+                *self._experts.fused_shapes(name),
+            ]
+            if key == name or key.endswith(f".{name}")
+        }
+        fitting = [name for name, shape in shapes.items() if self._fits(shape, parts, self._config.rank_of(name))]
+        if len(fitting) > 1:
+            message = f"the factors of {shown(stem)} fit {' and '.join(map(shown, fitting))}"
+            raise UnsupportedError.of("adapter.unsupported", self._path, message, MERGE_HINT)
+        if not fitting and shapes:
+            made = [parts.up.shape[0], parts.down.shape[1]]
+            needed = " or ".join(f"{list(shape)} ({name})" for name, shape in shapes.items())
+            message = f"the factors of {shown(stem)} make {made} for each expert, the base has {needed}"
+            raise MismatchError.of("adapter.mismatch", self._path, message)
+        return fitting[0] if fitting else names[0]
+
+    @staticmethod
+    def _fits(shape: tuple[int, ...], parts: AdaptedModule, rank: int) -> bool:
+        made = _Opener._made(parts)
+        n_experts = shape[0] if len(shape) == 3 else 1
+        return parts.down.shape[0] == rank * n_experts and shape[-2:] in (made, made[::-1])
+
+    def _check_heads(self, changed: Sequence[str]) -> None:
         """Refuse an output head where the base has none because its weights are tied."""
-        heads = [name for name in (*changed, *full) if is_head(name)]
+        heads = [name for name in (*changed, *self._adapter.full) if is_head(name)]
         if not heads or any(map(is_head, self._base.tensors)):
             return
         if heads[0] in changed:
@@ -352,59 +616,14 @@ class _Opener:
             f"it changes {shown(heads[0])}, and the base has no output head: its embedding is used for it", hint,
         )  # fmt: skip
 
-    def _sorted_out(self, entries: Sequence[TensorEntry]) -> tuple[dict[str, _Factors], dict[str, TensorEntry]]:
-        """Sort entries into factors by module, and tensors stored in full by name."""
-        factors: dict[str, _Factors] = defaultdict(_Factors)
-        full: dict[str, TensorEntry] = {}
-        for entry in entries:
-            name = entry.name.removeprefix(PREFIX)
-            match = _FACTOR.fullmatch(name)
-            if match:
-                self._check_factor(entry)
-                parts = factors[match["module"]]
-                parts.sides[match["side"]] = entry
-                parts.is_embedding = match["embedding"] is not None
-            elif (variant := _VARIANT.search(name)) is not None:
-                raise UnsupportedError.of(
-                    "adapter.unsupported", self._path,
-                    f"{shown(entry.name)}: '{variant[0]}' is not part of a plain LoRA",
-                    MERGE_HINT,
-                )  # fmt: skip
-            else:
-                full[name.replace(_BASE_LAYER, ".")] = entry
-        for module, parts in factors.items():
-            self._check_pair(module, parts)
-        return dict(factors), full
-
-    def _check_factor(self, entry: TensorEntry) -> None:
-        if len(entry.shape) != 2:
-            raise UnsupportedError.of(
-                "adapter.unsupported", self._path,
-                f"{shown(entry.name)} has shape {list(entry.shape)}: only factors with two dimensions are read",
-                MERGE_HINT,
-            )  # fmt: skip
-        if entry.dtype.kind is not DTypeKind.FLOAT:
-            raise UnsupportedError.of("adapter.unsupported", self._path, f"{shown(entry.name)} is {entry.dtype.name}")
-
-    def _check_pair(self, module: str, parts: _Factors) -> None:
-        if len(parts.sides) != 2:
-            stored_name = next(iter(parts.sides.values())).name
-            raise CorruptError.of("adapter.damaged", self._path, f"{shown(stored_name)} has no counterpart, A or B")
-        down, up = parts.sides["A"], parts.sides["B"]
-        rank = self._config.rank_of(module)
-        if (down.shape[0], up.shape[1]) != (rank, rank):
-            raise CorruptError.of(
-                "adapter.damaged", self._path,
-                f"{shown(module)} has factors {list(up.shape)} and {list(down.shape)}, the configured rank is {rank}",
-            )  # fmt: skip
-
-    def _orientation(self, factors: Mapping[str, _Factors]) -> dict[str, bool]:
+    def _orientation(self, modules: Mapping[str, AdaptedModule]) -> dict[str, bool]:
         """Decide whether each product is transposed in the base: by its shape, else by the others', else by the option.
 
         Frameworks store some layers (Conv1D of GPT-2) transposed, and one option for all modules cannot say which.
+        PEFT before 0.19 took the first dimension of stacked experts for their inputs, later the last: shapes tell.
         """
-        choices = {name: self._choices(name, parts) for name, parts in factors.items()}
-        told = {fits[0] for name, fits in choices.items() if len(fits) == 1 and not factors[name].is_embedding}
+        choices = {name: self._choices(name, parts) for name, parts in modules.items()}
+        told = {fits[0] for name, fits in choices.items() if len(fits) == 1 and not modules[name].is_embedding}
         usual = next(iter(told)) if len(told) == 1 else self._config.is_transposed
         for name, fits in choices.items():
             if len(fits) == 2 and len(told) == 2:
@@ -415,12 +634,12 @@ class _Opener:
                 )  # fmt: skip
         return {name: fits[0] if len(fits) == 1 else usual for name, fits in choices.items()}
 
-    def _choices(self, name: str, parts: _Factors) -> tuple[bool, ...]:
+    def _choices(self, name: str, parts: AdaptedModule) -> tuple[bool, ...]:
         """Return the orientations in which a product fits its base tensor; an embedding has only one."""
-        shape = (parts.sides["B"].shape[0], parts.sides["A"].shape[1])
+        shape = (parts.up.shape[0], parts.down.shape[1])
         needed = self._base.tensors[name].shape
         allowed = (True,) if parts.is_embedding else (False, True)
-        fits = tuple(flipped for flipped in allowed if (shape[::-1] if flipped else shape) == needed)
+        fits = tuple(flipped for flipped in allowed if (shape[::-1] if flipped else shape) == needed[-2:])
         if not fits:
             raise MismatchError.of(
                 "adapter.mismatch", self._path,
@@ -428,5 +647,165 @@ class _Opener:
             )  # fmt: skip
         return fits
 
-    def _delta(self, module: str, name: str, parts: _Factors, *, transposed: bool) -> LowRankDelta:
-        return LowRankDelta(name, parts.sides["B"], parts.sides["A"], self._config.scale_of(module), transposed)
+    # --- compute what changes ---
+
+    def _check_rank(self, module: str, parts: AdaptedModule, n_experts: int) -> None:
+        rank = self._config.rank_of(module)
+        if parts.down.shape[0] != rank * n_experts:
+            of_experts = f" for each of {n_experts} experts" if n_experts > 1 else ""
+            raise CorruptError.of(
+                "adapter.damaged", self._path,
+                f"{shown(module)} has factors {list(parts.up.shape)} and {list(parts.down.shape)}, the configured rank "
+                f"is {rank}{of_experts}",
+            )  # fmt: skip
+
+    def _check_magnitude(self, module: str, parts: AdaptedModule) -> None:
+        if parts.magnitude is None and self._config.is_dora:
+            message = f"it is DoRA, and {shown(module)} has no lora_magnitude_vector"
+        elif parts.magnitude is not None and parts.magnitude.n_elements != parts.up.shape[0]:
+            message = f"{shown(module)} has {parts.magnitude.n_elements} magnitudes for {parts.up.shape[0]} rows"
+        else:
+            return
+        raise CorruptError.of("adapter.damaged", self._path, message)
+
+    def _add_module(self, tensors: dict[str, Readable], name: str, module: str, *, transposed: bool) -> None:
+        parts, shape = self._adapter.modules[module], self._base.tensors[name].shape
+        module = name if len(shape) == 3 else module
+        n_experts = shape[0] if len(shape) == 3 else 1
+        self._check_rank(module, parts, n_experts)
+        self._check_magnitude(module, parts)
+        scale = self._config.scale_of(module)
+        if len(shape) == 3:
+            deltas = tuple(
+                LowRankDelta(name, parts.up, parts.down, scale, transposed, n_experts, expert)
+                for expert in range(n_experts)
+            )
+            tensors[name] = StackedDelta(name, shape, deltas)
+            return
+        delta = LowRankDelta(name, parts.up, parts.down, scale, transposed)
+        copy = self._adapter.copies.get(f"{module}.weight")
+        stored = tensors.get(name) or (copy and replace(copy, name=name))
+        if parts.magnitude is not None and stored is None:
+            stored = self._base.tensors[name]
+        if stored is None:
+            tensors[name] = delta
+        elif isinstance(stored, TensorEntry) and not stored.is_delta:
+            tensors[name] = Adapted(stored, delta, parts.magnitude)
+        else:
+            message = f"{shown(name)} is not stored as weights, so no DoRA applies to it"
+            raise UnsupportedError.of("adapter.unsupported", self._path, message)
+
+    def _add_bias(self, tensors: dict[str, Readable], name: str, module: str, bias: TensorEntry) -> None:
+        up = replace(bias, shape=(*bias.shape, 1))
+        delta = LowRankDelta(name, up, None, self._config.scale_of(module))
+        stored = tensors.get(name)
+        tensors[name] = Adapted(stored, delta) if isinstance(stored, TensorEntry) else delta
+
+    def _add_tokens(self, tensors: dict[str, Readable], name: str, module: str, rows: TensorEntry) -> None:
+        """Replace rows of an embedding by those that were trained."""
+        config = self._config.tokens
+        indices = next((config[end] for end in config if not end or f".{module}".endswith(f".{end}")), ())
+        stored = tensors.get(name) or self._base.tensors[name]
+        if len(indices) != rows.shape[0] or max(indices, default=-1) >= stored.shape[0] or stored.is_delta:
+            message = f"{shown(rows.name)} has {rows.shape[0]} rows, for {len(indices)} tokens of {stored.shape[0]}"
+            raise CorruptError.of("adapter.damaged", self._path, message)
+        tensors[name] = with_rows(stored, rows, indices)
+
+    def _add_experts(self, tensors: dict[str, Readable], targets: Mapping[str, str]) -> None:
+        """Add matrices of experts that the base stores in the other layout."""
+        stacks: dict[str, list[LowRankDelta | None]] = {}
+        needed = {name: self._matrix_shape(name) for name in targets}
+        made = {name: self._made(self._adapter.modules[module]) for name, module in targets.items()}
+        is_transposed = any(made[name] != needed[name] for name in targets)  # squares as the others
+        for name, module in targets.items():
+            parts, places = self._adapter.modules[module], self._experts.places(name)
+            if needed[name] != (made[name][::-1] if is_transposed else made[name]):
+                message = f"the factors of {shown(name)} make {list(made[name])}, the base has {list(needed[name])}"
+                raise MismatchError.of("adapter.mismatch", self._path, message)
+            n_experts = len({place.expert for place in places}) if fused_name(name) else 1
+            configured = name if fused_name(name) else module
+            self._check_rank(configured, parts, n_experts)
+            for place in places:
+                delta = LowRankDelta(
+                    place.tensor, parts.up, parts.down, self._config.scale_of(configured), is_transposed, n_experts,
+                    place.expert if n_experts > 1 else 0, (place.row, place.row + place.shape[0]),
+                )  # fmt: skip
+                if place.n_chunks == 1:
+                    tensors[place.tensor] = delta
+                else:
+                    stacks.setdefault(place.tensor, [None] * place.n_chunks)[place.chunk] = delta
+        for name, deltas in stacks.items():
+            tensors[name] = StackedDelta(name, self._base.tensors[name].shape, tuple(deltas))
+
+    def _matrix_shape(self, name: str) -> tuple[int, int]:
+        """Return the shape of the matrix of one expert that an adapter changes as one."""
+        places = self._experts.places(name)
+        n_rows = sum(place.shape[0] for place in places if place.expert == places[0].expert)
+        return n_rows, places[0].shape[1]
+
+    @staticmethod
+    def _made(parts: AdaptedModule) -> tuple[int, int]:
+        return parts.up.shape[0], parts.down.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the base stores one matrix of an expert: chunk `chunk` of `n_chunks` equal ones of a tensor.
+
+    `row` is its first row among those of the matrix that an adapter changes as one.
+    """
+
+    tensor: str
+    chunk: int
+    n_chunks: int
+    shape: tuple[int, int]
+    expert: int
+    row: int = 0
+
+
+class _BaseExperts:
+    """The matrices of a base's experts, whichever way it stores them."""
+
+    def __init__(self, base: Checkpoint) -> None:
+        self._places: dict[Piece, _Place] = {}
+        self._of_layer: dict[str, set[int]] = defaultdict(set)
+        for name, tensor in base.tensors.items():
+            pieces = pieces_of(name, tensor.shape)
+            for chunk, piece in enumerate(pieces):
+                if piece.role != "router":
+                    n_rows = tensor.shape[-2] * (tensor.shape[0] if len(tensor.shape) == 3 else 1) // len(pieces)
+                    shape = (n_rows, tensor.shape[-1])
+                    self._places[piece] = _Place(name, chunk, len(pieces), shape, piece.expert)
+                    self._of_layer[piece.layer].add(piece.expert)
+
+    def has(self, name: str) -> bool:
+        """Whether there are all matrices that a name of the other layout stands for."""
+        return bool(self.places(name))
+
+    def places(self, name: str) -> list[_Place]:
+        """List the matrices of a name, expert by expert; none where one is missing."""
+        fused = fused_name(name)
+        if fused is None:
+            pieces = list(pieces_of(name, ()))
+        else:
+            layer, roles = fused
+            experts = sorted(self._of_layer.get(layer, ()))
+            pieces = [Piece(layer, expert, role) for expert in experts for role in roles]
+        if not all(piece in self._places for piece in pieces):
+            return []
+        placed, row = [], 0
+        for index, piece in enumerate(pieces):
+            place = self._places[piece]
+            row = row if index and pieces[index - 1].expert == piece.expert else 0
+            placed.append(replace(place, row=row))
+            row += place.shape[0]
+        return placed
+
+    def fused_shapes(self, name: str) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the name with the shape that it would have, were the experts fused."""
+        places = self.places(name)
+        if not places:
+            return []
+        experts = {place.expert for place in places}
+        n_rows = sum(place.shape[0] for place in places) // len(experts)
+        return [(name, (len(experts), n_rows, places[0].shape[1]))]

@@ -277,6 +277,19 @@ def files_of(sources: Iterable[Tensor]) -> set[Location]:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterAccount:
+    """What became of an adapter: the modules that it adapts, those of them applied, those replaced by stored ones.
+
+    `left_over` are the names of what its base lacks.
+    """
+
+    n_modules: int
+    n_applied: int
+    n_saved: int
+    left_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Named tensors on storage. `tensors` is in storage order: file by file in order, by offset inside a file.
 
@@ -292,6 +305,8 @@ class Checkpoint:
     kind: CheckpointKind = CheckpointKind.FULL
     encoded: PackedIndex | None = None  # of one whose tensors are encoded beside a base's
     content_id: str | None = None  # see `checkpoints.content_id`; None where it is unknown without reading tensors
+    adapters: tuple[AdapterAccount, ...] = ()  # of an adapter, or of weights with adapters applied
+    is_untied: bool = False  # an adapter gave it an output head of its own, which its configuration does not know of
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle what the headers said: whoever unpickles it opens the files anew, at the versions in `files`."""

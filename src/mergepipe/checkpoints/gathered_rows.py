@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -122,6 +122,7 @@ class GatheredRows(ComputedTensor):
     sources: tuple[Readable, ...]
     rows: RowMap
     is_delta: bool = False
+    model_dtype: DType | None = None  # in which the model is stored, where that is another
 
     def __post_init__(self) -> None:
         row_shape = self.sources[0].shape[1:]
@@ -137,6 +138,10 @@ class GatheredRows(ComputedTensor):
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.rows.n_rows, *self.sources[0].shape[1:])
+
+    @property
+    def stored_dtype(self) -> DType:
+        return self.model_dtype or self.dtype
 
     @property
     def is_unit(self) -> bool:
@@ -237,6 +242,17 @@ def resized(source: Readable, n_rows: int, *, fallback: Readable | None = None) 
         return source
     row_R = np.arange(n_rows, dtype=np.int64)
     return gathered_rows(source, np.where(row_R < source.shape[0], row_R, -1), fallback=fallback)
+
+
+def with_rows(tensor: Readable, rows: Readable, indices: Sequence[int]) -> GatheredRows:
+    """Return `tensor` with its rows `indices` replaced by `rows`, in order, as a tensor of the same model."""
+    origin_R = np.zeros(tensor.shape[0], np.int32)
+    row_R = np.arange(tensor.shape[0], dtype=np.int64)
+    origin_R[list(indices)], row_R[list(indices)] = 1, np.arange(len(indices))
+    sources = (tensor, rows)
+    return GatheredRows(
+        tensor.name, common_dtype(sources), sources, RowMap(origin_R, row_R), model_dtype=tensor.stored_dtype
+    )
 
 
 def common_dtype(sources: tuple[Readable, ...]) -> DType:

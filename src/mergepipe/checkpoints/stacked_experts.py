@@ -151,6 +151,12 @@ def pieces_of(name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
     return ()
 
 
+def fused_name(name: str) -> tuple[str, tuple[str, ...]] | None:
+    """Return the layer of a name of fused experts, and the roles of the matrices in it; None for any other name."""
+    match = _FUSED_NAME.fullmatch(name)
+    return (match["layer"], _FUSED[match["roles"]]) if match else None
+
+
 def _is_fused(shape: tuple[int, ...], n_roles: int) -> bool:
     return len(shape) == 3 and 0 < shape[0] <= _MOST_EXPERTS and shape[1] % n_roles == 0
 

@@ -18,7 +18,7 @@ _COMMANDS = {
     "merging": ("merge", "check", "run", "status"),
     "budgets": ("plan", "explain", "analyze", "sweep"),
     "snapshots": ("ls", "show", "lineage", "diff", "verify", "repair", "replay", "push"),
-    "experts": ("pack", "unpack", "extract-lora"),
+    "experts": ("pack", "unpack", "lora"),
     "training": ("tailor",),
     "maintenance": ("gc", "catalog"),
 }

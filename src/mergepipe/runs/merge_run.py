@@ -20,7 +20,7 @@ from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.recipes.recipe import ModelInput
 from mergepipe.recipes.references import reference_text
-from mergepipe.reports import MergeReport, Progress, ProgressCallback
+from mergepipe.reports import AppliedAdapter, MergeReport, Progress, ProgressCallback
 from mergepipe.runs.budget.verdict import analysis_advice, coverage_of, verdict_of
 from mergepipe.runs.inputs.opened import Inputs, with_known_digests
 from mergepipe.runs.output_place import (
@@ -417,5 +417,10 @@ class _Run:
             recipe_notices=self._inputs.notices,
             left_out=manifest.left_out,
             kept=self._kept,
+            adapters=tuple(
+                AppliedAdapter(model.text, account.n_modules, account.n_applied, account.n_saved, account.left_over)
+                for _, model, checkpoint in self._inputs.leaves()
+                for account in checkpoint.adapters
+            ),
             peak_rss_bytes=peak_memory_bytes(),
         )

@@ -35,6 +35,7 @@ MERGEKIT_CONFIG_NAME = "mergekit_config.yml"
 """Where the Hub looks for the recipe of a merged model."""
 GENERATION_NAME = "generation_config.json"
 _TOKEN_ID_SUFFIX = "_token_id"
+_TIED_KEY = "tie_word_embeddings"
 
 
 def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
@@ -123,7 +124,15 @@ def _configuration(inputs: Inputs, config: bytes) -> bytes:
     config = config if dtype is None else with_dtype(config, dtype)
     for layers in inputs.resolution.layer_counts:
         config = with_layers(config, layers, where=inputs.base.root / CONFIG_NAME)
-    return config
+    return _untied(config) if inputs.base.is_untied else config
+
+
+def _untied(config: bytes) -> bytes:
+    """Say that the output head is a tensor of its own."""
+    content = parsed_config(config) or {}
+    for section in (content, *(section for section in text_sections(content) if _TIED_KEY in section)):
+        section[_TIED_KEY] = False
+    return config_bytes(content)
 
 
 def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:

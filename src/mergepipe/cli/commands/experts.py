@@ -1,4 +1,4 @@
-"""Commands that pack and unpack experts, and extract adapters: `pack`, `unpack`, `extract-lora`."""
+"""Commands on experts: `pack`, `unpack`, and `lora apply` and `extract`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ import typer
 from mergepipe.cli.outcomes import tell_if_published, tell_what_is_published
 from mergepipe.cli.printing import ReportOptions, print_report
 from mergepipe.cli.progress import progress_shown
-from mergepipe.cli.registration import EXPERT_PART, add_command
+from mergepipe.cli.registration import EXPERT_PART, OUT_HELP, SectionedGroup, Without, add_command
 from mergepipe.core.flags import Flag
 from mergepipe.errors import RecipeError
-from mergepipe.options import HOME, THREADS
+from mergepipe.options import HOME, THREADS, OutputOptions
+from mergepipe.storage.location import Location
 
 SECTION = "Experts"
+
+
+def _number(text: str, name: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise RecipeError.of("option.invalid", name, f"'{text}' is no number", "give one such as 0.5") from None
 
 
 def register(app: typer.Typer) -> None:
@@ -32,14 +40,23 @@ def register(app: typer.Typer) -> None:
         section=SECTION,
     )
     add_command(app, unpack, "mergepipe unpack packed/expert-1 --out expert-1/", section=SECTION)
+    group = typer.Typer(cls=SectionedGroup, rich_markup_mode=None, no_args_is_help=True)
     add_command(
-        app,
-        extract_lora,
-        "mergepipe extract-lora base/ fine-tuned/ --out adapter/ --rank 32",
-        "mergepipe extract-lora base/ fine-tuned/ --out adapter/ --energy 0.9",
-        name="extract-lora",
-        section=SECTION,
+        group,
+        apply_lora,
+        "mergepipe lora apply base/ adapter/ -o merged/",
+        "mergepipe lora apply org/base org/adapter -o s3://bucket/merged",
+        "mergepipe lora apply base/ first/ second/ --weight 0.7 --weight 0.3 -o merged/",
+        name="apply",
     )
+    add_command(
+        group,
+        extract_lora,
+        "mergepipe lora extract base/ fine-tuned/ --out adapter/ --rank 32",
+        "mergepipe lora extract base/ fine-tuned/ --out adapter/ --energy 0.9",
+        name="extract",
+    )
+    app.add_typer(group, name="lora", help="Apply LoRA adapters to a base, and extract them.", rich_help_panel=SECTION)
 
 
 def pack(
@@ -119,6 +136,41 @@ def unpack(
     from mergepipe.cli.render.merges import unpack_line
 
     print_report(report, unpack_line, printing)
+
+
+def apply_lora(
+    context: typer.Context,
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The base: a directory, in a bucket, or on the Hub.")],
+    adapters: Annotated[list[str], typer.Argument(metavar="ADAPTER...", help="LoRA adapters of BASE, as PEFT saves.")],
+    *,
+    out: Annotated[str, Flag(OUT_HELP, short="-o", metavar="OUT")],
+    weight: Annotated[
+        list[float] | None,
+        Flag("The weight of an adapter: one for each, in order.", metavar="W", default="1", read=_number),
+    ] = None,
+    dtype: Annotated[str | None, Flag("The output's dtype.", metavar="DTYPE", default="that of BASE")] = None,
+    strict: Annotated[bool, Flag("Refuse what has a notice.")] = False,
+    allow_unapplied: Annotated[
+        list[str] | None, Flag("Leave out modules of this name, which BASE lacks. May be given again.", metavar="GLOB")
+    ] = None,
+    options: Annotated[OutputOptions, Without("executor"), Without("address")],
+    printing: ReportOptions,
+) -> None:
+    """Add the deltas of each ADAPTER to BASE.
+
+    OUT appears when it is complete, or not at all. An interrupted run is resumed. A module of an ADAPTER that BASE
+    lacks is an error.
+    """
+    from mergepipe import api
+
+    with tell_if_published(Location.of(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
+        report = api.apply_lora(
+            base, adapters, out, weights=weight or (), dtype=dtype, strict=strict,
+            allow_unapplied=allow_unapplied or (), options=options, on_progress=on_progress,
+        )  # fmt: skip
+    from mergepipe.cli.render.merges import merge_table
+
+    print_report(report, merge_table, printing)
 
 
 def extract_lora(

@@ -13,6 +13,7 @@ from mergepipe.core.units import format_bytes, format_percent, format_rate, form
 from mergepipe.reports import (
     AnalyzedExpert,
     AnalyzeReport,
+    AppliedAdapter,
     CheckReport,
     ExtractLoraReport,
     MergeReport,
@@ -52,6 +53,7 @@ def merge_table(report: MergeReport) -> str:
             ("peak memory", format_bytes(report.peak_rss_bytes)),
             ("tensors", counts),
             *(("kept", f"{format_percent(one.share)} of {one.model}, by size of difference") for one in report.kept),
+            *(("adapter", _applied_text(adapter, several=len(report.adapters) > 1)) for adapter in report.adapters),
             ("snapshot", report.sid),
             *notice_facts(report.recipe_notices),
             *(("notice", notice) for notice in report.notices),
@@ -59,6 +61,17 @@ def merge_table(report: MergeReport) -> str:
             ("output", str(report.out)),
         ]
     )
+
+
+def _applied_text(adapter: AppliedAdapter, *, several: bool) -> str:
+    """Count an adapter's modules, and name those that were left over."""
+    saved = plural(adapter.saved_modules, "saved module")
+    text = (
+        f"{adapter.applied_modules} of {plural(adapter.adapted_modules, 'adapted module')} applied, {saved} replaced, "
+        f"{len(adapter.left_over)} left over"
+    )
+    left = f": {shorten_names(adapter.left_over)}" if adapter.left_over else ""
+    return f"{adapter.model}: {text}{left}" if several else f"{text}{left}"
 
 
 def _traffic_facts(traffic: Traffic) -> list[Fact]:

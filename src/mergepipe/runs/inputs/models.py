@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
@@ -9,7 +10,7 @@ from typing import Protocol
 from blake3 import blake3
 
 from mergepipe.checkpoints.adapted_tensors import Adapted
-from mergepipe.checkpoints.adapters import apply_adapter, open_adapter
+from mergepipe.checkpoints.adapters import apply_adapter, open_adapter, with_own_head
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
 from mergepipe.checkpoints.directory import ADAPTER_NAMES, is_adapter, list_names, open_checkpoint, require_text_path
 from mergepipe.checkpoints.quantised import refuse_quantised
@@ -36,12 +37,19 @@ class NamedModel(Protocol):
     def is_delta(self) -> bool: ...
 
 
-def open_model(store: Store, model: NamedModel, base: Checkpoint | None, *, as_weights: bool = False) -> Checkpoint:
+def open_model(
+    store: Store,
+    model: NamedModel,
+    base: Checkpoint | None,
+    *,
+    as_weights: bool = False,
+    allow_unapplied: Sequence[str] = (),
+) -> Checkpoint:
     """Open one model of a recipe; reads headers and configurations, and a few samples of a delta's base.
 
     `base` is what deltas and adapters are taken against and whose layout of fused tensors is followed; None for the
     base itself, which must be full weights. An adapter that is applied to the base is taken for its differences alone,
-    unless `as_weights`.
+    unless `as_weights`. What it changes and its base lacks is an error unless a pattern of `allow_unapplied` has it.
     """
     for path in (model.path, model.adapter):
         if path is not None:
@@ -49,13 +57,15 @@ def open_model(store: Store, model: NamedModel, base: Checkpoint | None, *, as_w
     if model.adapter is None:
         return _open(store, model.path, base, is_delta=model.is_delta)
     if base is not None and not as_weights and _is_same(store, model.path, base) and not _is_adapted(base):
-        return open_adapter(store, model.adapter, base)
+        return open_adapter(store, model.adapter, base, allow_unapplied)
     weights = _open(store, model.path, base)
     if weights.kind is not CheckpointKind.FULL:
         raise UnsupportedError.of(
             "model.unsupported", model.path, "holds differences from a base; an adapter applies to weights only"
         )
-    return apply_adapter(weights, open_adapter(store, model.adapter, weights))
+    if as_weights or base is None:
+        weights = with_own_head(store, weights, model.adapter)
+    return apply_adapter(weights, open_adapter(store, model.adapter, weights, allow_unapplied))
 
 
 def _open(store: Store, path: Location, base: Checkpoint | None, *, is_delta: bool = False) -> Checkpoint:

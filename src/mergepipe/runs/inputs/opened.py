@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -20,7 +21,7 @@ from mergepipe.recipes.output_tensors import weights_needed
 from mergepipe.recipes.recipe import ModelInput, Recipe
 from mergepipe.recipes.recipe_files import load_recipes
 from mergepipe.recipes.references import with_relative_paths
-from mergepipe.recipes.resolution import resolve
+from mergepipe.recipes.resolution import REASON_ALLOWED, resolve
 from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters
 from mergepipe.recipes.vocabulary_alignment import Alignment, align_vocabulary
 from mergepipe.runs.inputs.models import open_model
@@ -194,13 +195,14 @@ def _opened(
 ) -> Inputs:
     models = recipe.inputs()
     intermediates = {i: made[m.intermediate] for i, m in enumerate(models) if m.intermediate is not None}
-    base = intermediates[0].checkpoint if 0 in intermediates else _open_named(store, models[0], None)
+    open_named = partial(_open_named, store, allow_unapplied=allow_dropped)
+    base = intermediates[0].checkpoint if 0 in intermediates else open_named(models[0], None)
     whole = weights_needed(recipe)
 
     def opened(i: int) -> Checkpoint:
         if i in intermediates:
             return intermediates[i].checkpoint
-        return _open_named(store, models[i], base, as_weights=models[i].key in whole)
+        return open_named(models[i], base, as_weights=models[i].key in whole)
 
     with concurrent_map(store, (model.path for model in models if model.intermediate is None)) as map_all:
         checkpoints = (base, *map_all(opened, range(1, len(models))))
@@ -209,6 +211,13 @@ def _opened(
         alignment = align_vocabulary(recipe.tokenizer, checkpoints, store, has_base=recipe.base is not None)
     aligned = checkpoints if alignment is None else alignment.checkpoints
     resolution = resolve(recipe, aligned, tuple(allow_dropped), strictness)
+    left_over = tuple(
+        DroppedTensor(model.text, name, REASON_ALLOWED)
+        for model, checkpoint in zip(models, checkpoints, strict=True)
+        for account in checkpoint.adapters
+        for name in account.left_over
+    )
+    resolution = replace(resolution, dropped=(*resolution.dropped, *left_over))
     parts = [intermediate.inputs for intermediate in intermediates.values()]
     earlier = [notice for inputs in parts for notice in inputs.notices]
     of_tokens = [
@@ -221,10 +230,17 @@ def _opened(
     return Inputs(recipe, checkpoints, resolution, alignment, intermediates, notices)
 
 
-def _open_named(store: Store, model: ModelInput, base: Checkpoint | None, *, as_weights: bool = False) -> Checkpoint:
+def _open_named(
+    store: Store,
+    model: ModelInput,
+    base: Checkpoint | None,
+    *,
+    as_weights: bool = False,
+    allow_unapplied: Sequence[str] = (),
+) -> Checkpoint:
     """Open a model as `open_model`; errors name the line of the recipe too."""
     try:
-        return open_model(store, model, base, as_weights=as_weights)
+        return open_model(store, model, base, as_weights=as_weights, allow_unapplied=allow_unapplied)
     except MergePipeError as error:
         located = (replace(problem, where=f"{model.where}: {problem.where}") for problem in error.problems)
         raise type(error)(*located) from error

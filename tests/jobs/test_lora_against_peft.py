@@ -1,0 +1,290 @@
+"""`lora apply` gives what PEFT's `merge_and_unload` gives in float32, and the logits of the adapter before it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import mergepipe
+from mergepipe.errors import MismatchError
+from mergepipe.options import OutputOptions
+
+pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
+torch: Any = pytest.importorskip("torch")
+transformers: Any = pytest.importorskip("transformers")
+peft: Any = pytest.importorskip("peft")
+
+TOKENS = torch.arange(1, 20)[None]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+COMMON = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+MODELS: Mapping[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**COMMON, intermediate_size=48, num_key_value_heads=2, attention_bias=True)
+    ),
+    "llama-tied": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**COMMON, intermediate_size=48, num_key_value_heads=2, tie_word_embeddings=True)
+    ),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            **COMMON, intermediate_size=48, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2,
+            num_key_value_heads=2, head_dim=8,
+        )
+    ),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**COMMON, intermediate_size=24, num_local_experts=4, num_key_value_heads=2)
+    ),
+    "gpt-oss": lambda: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            **COMMON, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2,
+            head_dim=8,
+        )
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """An adapter of one of the models. Where `is_split`, PEFT's own merge changes a tied tensor that it should not."""
+
+    model: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    targets: tuple[str, ...] = ("q_proj", "down_proj")
+    is_split: bool = False
+
+
+CASES = {
+    "plain": Case("llama"),
+    "rank-pattern": Case("llama", {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.*down_proj": 3}}),
+    "rslora": Case("llama", {"use_rslora": True, "rank_pattern": {"q_proj": 2}}),
+    "lora-bias": Case("llama", {"lora_bias": True}, ("q_proj", "k_proj")),
+    "trained-biases": Case("llama", {"lora_bias": True, "bias": "lora_only"}, ("q_proj", "k_proj")),
+    "dora": Case("llama", {"use_dora": True}),
+    "dora-rslora": Case("llama", {"use_dora": True, "use_rslora": True, "alpha_pattern": {"q_proj": 2}}),
+    "embedding": Case("llama", {}, ("q_proj", "embed_tokens")),
+    "embedding-dora": Case("llama", {"use_dora": True}, ("q_proj", "embed_tokens")),
+    "saved": Case("llama", {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}),
+    "tokens": Case("llama", {"trainable_token_indices": [1, 5]}),
+    "tokens-by-module": Case("llama", {"trainable_token_indices": {"embed_tokens": [3], "lm_head": [1, 4]}}),
+    "tied-head": Case("llama-tied", {}, ("q_proj", "lm_head"), is_split=True),
+    "tied-embedding": Case("llama-tied", {}, ("q_proj", "embed_tokens"), is_split=True),
+    "tied-saved-head": Case("llama-tied", {"modules_to_save": ["lm_head"]}),
+    "tied-saved-embedding": Case("llama-tied", {"modules_to_save": ["embed_tokens"]}),
+    "tied-tokens": Case("llama-tied", {"trainable_token_indices": [1, 5]}),
+    "gpt2": Case("gpt2", {"fan_in_fan_out": True}, ("c_attn", "c_proj")),
+    "gpt2-dora": Case("gpt2", {"fan_in_fan_out": True, "use_dora": True}, ("c_attn",)),
+    "gpt2-embedding": Case("gpt2", {"fan_in_fan_out": True}, ("c_attn", "wte"), is_split=True),
+    "experts": Case("qwen3-moe", {"target_parameters": EXPERTS}, ("q_proj",)),
+    "experts-rslora": Case("qwen3-moe", {"target_parameters": EXPERTS, "use_rslora": True}, ("q_proj",)),
+    "experts-rank": Case("qwen3-moe", {"target_parameters": EXPERTS, "rank_pattern": {"experts.down_proj": 3}}),
+    "experts-alone": Case("mixtral", {"target_parameters": EXPERTS[1:]}, ("q_proj",)),
+    "mixtral": Case("mixtral", {"target_parameters": EXPERTS}, ("q_proj",)),
+    "gpt-oss": Case("gpt-oss", {"target_parameters": EXPERTS}, ("q_proj", "o_proj")),
+}
+
+
+def base_of(root: Path, name: str, rename: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> Path:
+    """A small random model on disk."""
+    torch.manual_seed(0)
+    MODELS[name]().save_pretrained(root / "base")
+    if rename is not None:
+        path = root / "base" / "model.safetensors"
+        save_file({name: np.ascontiguousarray(t) for name, t in rename(load_file(path)).items()}, path)
+    return root / "base"
+
+
+def trained(base: Path, out: Path, case: Case) -> Any:
+    """An adapter whose every parameter differs from its start, saved by PEFT; the model that has it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    options = {"r": 4, "lora_alpha": 6, "target_modules": list(case.targets), **case.options}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**options))
+    torch.manual_seed(1)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    adapted.save_pretrained(out, save_embedding_layers=False)
+    return adapted.eval()
+
+
+def logits(model: Any) -> Any:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def loaded(path: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def applied(base: Path, adapter: Path, out: Path, **options: Any) -> mergepipe.MergeReport:
+    return mergepipe.apply_lora(base, [adapter], out, options=OutputOptions(catalog=False), **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lora_apply__equals_peft(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    base = base_of(tmp_path, case.model)
+    adapted = trained(base, tmp_path / "adapter", case)
+    report = applied(base, tmp_path / "adapter", tmp_path / "out")
+    (account,) = report.adapters
+    assert (account.applied_modules, account.left_over) == (account.adapted_modules, ())
+    expected, mine = logits(adapted), loaded(tmp_path / "out")
+    assert (expected - logits(loaded(base))).abs().max() > 1e-4
+    torch.testing.assert_close(logits(mine), expected, rtol=1e-4, atol=2e-5)
+    if not case.is_split:
+        merged = adapted.merge_and_unload(safe_merge=True).state_dict()
+        for key, values in mine.state_dict().items():
+            torch.testing.assert_close(
+                values, merged[key], rtol=1e-5, atol=2e-6, msg=lambda text, k=key: f"{k}: {text}"
+            )
+
+
+def test_lora_apply__weighs_adapters_as_float64_does(tmp_path: Path) -> None:
+    base = base_of(tmp_path, "llama")
+    for number, name in enumerate(("a", "b")):
+        torch.manual_seed(number)
+        trained(base, tmp_path / name, Case("llama", {"r": 3 + number}))
+    weights = (0.75, -0.5)
+    out = tmp_path / "out"
+    mergepipe.apply_lora(
+        base, [tmp_path / "a", tmp_path / "b"], out, weights=weights, options=OutputOptions(catalog=False)
+    )
+    start, made = load_file(base / "model.safetensors"), load_file(out / "model.safetensors")
+    assert start.keys() == made.keys()
+    for key, values in start.items():
+        total = values.astype(np.float64)
+        for weight, name, rank in zip(weights, ("a", "b"), (3, 4), strict=True):
+            factors = load_file(tmp_path / name / "adapter_model.safetensors")
+            stem = f"base_model.model.{key.removesuffix('.weight')}"
+            if f"{stem}.lora_A.weight" in factors:
+                up, down = (factors[f"{stem}.lora_{side}.weight"].astype(np.float64) for side in "BA")
+                total = total + weight * 6 / rank * (up @ down)
+        np.testing.assert_allclose(made[key], total, rtol=1e-5, atol=1e-6)
+
+
+# --- shapes of bugs that were found in other tools, where deltas went missing and nobody was told ---
+
+
+def fused(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Store the experts of every layer in two tensors, as the model has them in memory."""
+    made = {name: values for name, values in tensors.items() if ".experts." not in name}
+    for layer in range(COMMON["num_hidden_layers"]):
+        stem = f"model.layers.{layer}.mlp.experts"
+        role = {
+            role: np.stack([tensors[f"{stem}.{expert}.{role}.weight"] for expert in range(4)])
+            for role in ("gate_proj", "up_proj", "down_proj")
+        }
+        made[f"{stem}.gate_up_proj"] = np.concatenate([role["gate_proj"], role["up_proj"]], axis=1)
+        made[f"{stem}.down_proj"] = role["down_proj"]
+    return made
+
+
+def in_old_layout(adapter: Path) -> None:
+    """Store the factors of experts as PEFT before 0.19 does: their first dimension is taken for the inputs."""
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    n_experts, rank = 4, 4
+    for name in [name for name in tensors if "experts" in name and "lora_A" in name]:
+        down, up = tensors[name], tensors[name.replace("lora_A", "lora_B")]
+        up_ERM = up.reshape(-1, rank, n_experts).transpose(2, 1, 0)
+        tensors[name] = np.ascontiguousarray(up_ERM.reshape(n_experts * rank, -1))
+        down_NRE = down.reshape(n_experts, rank, -1).transpose(2, 1, 0)
+        tensors[name.replace("lora_A", "lora_B")] = np.ascontiguousarray(down_NRE.reshape(-1, rank * n_experts))
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_fused"), [("qwen3-moe", False), ("qwen3-moe", True), ("mixtral", False)],
+    ids=["single-experts-on-disk", "fused-on-disk", "mixtral"],
+)  # fmt: skip
+@pytest.mark.parametrize("is_old", [False, True], ids=["peft-0.19", "peft-0.18"])
+def test_lora_apply__drops_no_expert_in_either_layout_of_peft_and_of_the_base(
+    tmp_path: Path, model: str, *, is_fused: bool, is_old: bool
+) -> None:
+    """unsloth-zoo 647, 812: the layout of the factors, and the names of Mixtral's files, were not known."""
+    base = base_of(tmp_path, model)
+    adapted = trained(base, tmp_path / "adapter", Case(model, {"target_parameters": EXPERTS}, ("q_proj",)))
+    if is_fused:
+        path = base / "model.safetensors"
+        save_file({key: np.ascontiguousarray(value) for key, value in fused(load_file(path)).items()}, path)
+    if is_old:
+        in_old_layout(tmp_path / "adapter")
+    applied(base, tmp_path / "adapter", tmp_path / "out")
+    torch.testing.assert_close(logits(loaded(tmp_path / "out")), logits(adapted), rtol=1e-4, atol=2e-5)
+
+
+def test_lora_apply__takes_the_layout_of_narrow_experts_from_the_factors(tmp_path: Path) -> None:
+    """unsloth-zoo 779: experts narrower than the model were taken for transposed ones."""
+    base = base_of(tmp_path, "qwen3-moe")
+    config = transformers.Qwen3MoeConfig(
+        **COMMON, intermediate_size=48, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    shutil.rmtree(base)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(base)
+    adapted = trained(base, tmp_path / "adapter", Case("qwen3-moe", {"target_parameters": EXPERTS}, ("q_proj",)))
+    applied(base, tmp_path / "adapter", tmp_path / "out")
+    torch.testing.assert_close(logits(loaded(tmp_path / "out")), logits(adapted), rtol=1e-4, atol=2e-5)
+
+
+def test_lora_apply__folds_adapters_of_single_experts_into_fused_ones(tmp_path: Path) -> None:
+    """unsloth-zoo 885: adapters of single experts did not match the fused tensor, and were skipped."""
+    base = base_of(tmp_path, "qwen3-moe")
+    path = base / "model.safetensors"
+    start = load_file(path)
+    stem = "model.layers.1.mlp.experts.2"
+    rng, factors = np.random.default_rng(0), {}
+    for role in ("gate_proj", "up_proj", "down_proj"):
+        rows, columns = start[f"{stem}.{role}.weight"].shape
+        name = f"base_model.model.{stem}.{role}"
+        factors[f"{name}.lora_A.weight"] = rng.standard_normal((4, columns)).astype(np.float32)
+        factors[f"{name}.lora_B.weight"] = rng.standard_normal((rows, 4)).astype(np.float32)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file(factors, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    applied(base, adapter, tmp_path / "single")
+    save_file({key: np.ascontiguousarray(value) for key, value in fused(start).items()}, path)
+    applied(base, adapter, tmp_path / "fused")
+    expected = fused(load_file(tmp_path / "single" / "model.safetensors"))
+    made = load_file(tmp_path / "fused" / "model.safetensors")
+    changed = "model.layers.1.mlp.experts.down_proj"
+    assert not np.array_equal(made[changed], fused(start)[changed])
+    for key, values in expected.items():
+        np.testing.assert_array_equal(made[key], values)
+
+
+def test_lora_apply__refuses_what_would_fall_back_to_the_weights_of_the_base(tmp_path: Path) -> None:
+    """vllm 41384: deltas that did not fit were left out, and the merge succeeded."""
+    base = base_of(tmp_path, "qwen3-moe")
+    trained(base, tmp_path / "adapter", Case("qwen3-moe", {"target_parameters": EXPERTS}, ("q_proj",)))
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    wrong = {
+        name: np.ascontiguousarray(t[:, :-1]) if "experts.lora_A" in name else t for name, t in load_file(path).items()
+    }
+    save_file(wrong, path)
+    with pytest.raises(MismatchError, match=r"factors of 'model.layers.0.mlp.experts' make .* the base has"):
+        applied(base, tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_lora_apply__names_what_is_left_over_where_that_is_allowed(tmp_path: Path) -> None:
+    base = base_of(tmp_path, "llama")
+    trained(base, tmp_path / "adapter", Case("llama"))
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({name.replace("layers.1", "layers.7"): values for name, values in load_file(path).items()}, path)
+    with pytest.raises(MismatchError, match=r"'model.layers.7.*' has no counterpart in the base.*did you mean"):
+        applied(base, tmp_path / "adapter", tmp_path / "out")
+    report = applied(base, tmp_path / "adapter", tmp_path / "out", allow_unapplied=["model.layers.7.*"])
+    (account,) = report.adapters
+    assert (account.adapted_modules, account.applied_modules, len(account.left_over)) == (4, 2, 2)
+    assert report.dropped_tensors == 2
