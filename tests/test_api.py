@@ -223,7 +223,7 @@ def test_reports__keep_their_fields() -> None:
         "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
         "planned_bytes", "budget_bytes", "notices", "earlier_expert_bytes",
         "verdict", "recipe_notices", "traffic",
-        "left_out", "tried", "kept",
+        "left_out", "tried", "kept", "adapters",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [
         "recipe", "operator", "models", "merged_tensors", "copied", "dropped", "base_bytes", "expert_bytes",
