@@ -42,7 +42,7 @@ def low_rank(
 
 
 def expected(delta: LowRankDelta) -> NDArray[np.float64]:
-    up, down = (fetched(entry).astype(np.float64) for entry in (delta.up, delta.down))
+    up, down = (fetched(entry).astype(np.float64) for entry in delta.stored)
     made = 0.75 * (up @ down)
     return made.T if delta.transposed else made
 
@@ -69,7 +69,7 @@ def test_low_rank_delta__any_spans_give_the_same_bits_as_the_whole(
 
 def test_low_rank_delta__sums_in_the_order_of_the_rank(tmp_path: Path) -> None:
     delta = low_rank(tmp_path, 3, 1500, 7)
-    up, down = fetched(delta.up), fetched(delta.down)
+    up, down = map(fetched, delta.stored)
     total = np.zeros((3, 1500), np.float32)
     for k in range(7):
         total += up[:, k : k + 1] * down[k]
