@@ -237,7 +237,6 @@ reference: $(VENV)/.package
 
 # Merges of six experts beside other tools, every method, and what its loops do in memory.
 bench: $(VENV)/.package
-	$(BIN)/python -m benchmarks.merge
 	$(BIN)/python -m benchmarks.methods
 	$(BIN)/python -m benchmarks.kernels
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 - safetensors needs its bfloat16
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-Tensors = Mapping[str, NDArray[np.float64]]
 _BLOCK_ELEMENTS = 256 * 1024
 
 
@@ -84,37 +82,19 @@ def _squared(values_N: NDArray[np.float32]) -> float:
     return float(np.dot(values_N, values_N))
 
 
-def rounded_to_bf16(tensors: Tensors) -> dict[str, NDArray[np.float64]]:
-    """Round float32 values to bfloat16, nearest even, as a merge does on output. The input is not modified."""
-    return {name: t.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64) for name, t in tensors.items()}
-
-
-def distance(left: Tensors, right: Tensors) -> float:
-    """`‖left - right‖` over all tensors.
+def delta_size(base: Path, expert: Path) -> DeltaSize:
+    """Compare an expert with its base.
 
     Raises:
         ValueError: they do not hold the same tensors.
     """
-    return math.sqrt(sum(float(np.sum(np.square(a - b))) for a, b in _pairs(left, right)))
-
-
-def norm(tensors: Tensors) -> float:
-    """`‖tensors‖` over all tensors."""
-    return math.sqrt(sum(float(np.sum(np.square(tensor))) for tensor in tensors.values()))
-
-
-def delta_size(base: Path, expert: Path) -> DeltaSize:
-    """Compare an expert with its base."""
-    base_tensors, expert_tensors = read_tensors(base), read_tensors(expert)
-    n_changed = sum(int(np.count_nonzero(a != b)) for a, b in _pairs(base_tensors, expert_tensors))
-    n_elements = sum(tensor.size for tensor in base_tensors.values())
-    return DeltaSize(distance(expert_tensors, base_tensors) / norm(base_tensors), n_changed / n_elements)
-
-
-def _pairs(left: Tensors, right: Tensors) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    if {name: t.shape for name, t in left.items()} != {name: t.shape for name, t in right.items()}:
+    bases, experts = read_tensors(base), read_tensors(expert)
+    if {name: t.shape for name, t in bases.items()} != {name: t.shape for name, t in experts.items()}:
         raise ValueError("the models do not hold the same tensors")
-    return ((left[name], right[name]) for name in left)
+    moved = math.sqrt(sum(float(np.sum(np.square(experts[name] - tensor))) for name, tensor in bases.items()))
+    norm = math.sqrt(sum(float(np.sum(np.square(tensor))) for tensor in bases.values()))
+    n_changed = sum(int(np.count_nonzero(experts[name] != tensor)) for name, tensor in bases.items())
+    return DeltaSize(moved / norm, n_changed / sum(tensor.size for tensor in bases.values()))
 
 
 if __name__ == "__main__":

@@ -37,11 +37,13 @@ SHAPES: dict[str, FamilyShape] = {
     ),
     "1.7b": replace(QWEN3_0_6B, hidden=2048, intermediate=6144),
     "0.6b": QWEN3_0_6B,
+    "slice": replace(QWEN3_0_6B, layers=6, vocab=30720),
     "small": replace(QWEN3_0_6B, layers=4, vocab=16000),
     "demo": DEMO,
     "tiny": TINY,
 }
-"""`8b` is Llama-3.1-8B, `1.7b`, `0.6b` are Qwen3's, `small` is 4 of 28 layers of the latter, a tenth of its words."""
+"""`8b` is Llama-3.1-8B, `1.7b`, `0.6b` are Qwen3's, `slice` and `small` are 6 and 4 of 28 layers of the latter, with a
+fifth and a tenth of its words."""
 _MARKER = "family.json"
 
 

@@ -18,15 +18,34 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.fidelity_points import OPERATORS
-from benchmarks.packed_merging import MADE, PackedFamily, PackedMergingError, packed_family, weights_digest
+from benchmarks.make_family import SHAPES
+from benchmarks.process import BenchmarkError
+from benchmarks.recipes import OPERATORS
 from mergepipe import api as session
 from mergepipe.options import MergeOptions
-from support.families import family_paths, write_family
+from support.disk_families import weights_digest
+from support.families import FamilyPaths, family_paths, write_family
 
 MERGED = ("linear", "ties")
 SMALLER = 3
 """The smaller family has this part of the layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFamily:
+    """A family with its experts as they are and packed, in the same order; their tensor bytes."""
+
+    base: Path
+    raw: tuple[Path, ...]
+    packed: tuple[Path, ...]
+    raw_bytes: int
+
+
+def packed_family(family: FamilyPaths, stores: Path, threads: int) -> PackedFamily:
+    """Pack what is not packed yet."""
+    report = session.pack(family.base, family.experts, stores, threads=threads)
+    raw_bytes = sum(expert.tensor_bytes for expert in report.experts)
+    return PackedFamily(family.base, family.experts, tuple(e.folder for e in report.experts), raw_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +113,11 @@ def check_unpacking(family: PackedFamily, out: Path) -> None:
     """Compare the weights of an unpacked expert with the original's.
 
     Raises:
-        PackedMergingError: they differ.
+        BenchmarkError: they differ.
     """
     session.unpack(family.packed[0], out)
     if weights_digest(out) != weights_digest(family.raw[0]):
-        raise PackedMergingError(f"{family.packed[0]} was unpacked to other files")
+        raise BenchmarkError(f"{family.packed[0]} was unpacked to other files")
     shutil.rmtree(out)
 
 
@@ -150,13 +169,13 @@ def _say(line: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="a directory for the family, the stores, the outputs")
-    parser.add_argument("--shape", choices=sorted(MADE), default="slice", help="the shape of the family that is made")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="slice", help="the shape of the family that is made")
     parser.add_argument("--experts", type=int, default=4)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
-    shape, families = MADE[options.shape], []
+    shape, families = SHAPES[options.shape], []
     for layers in (max(shape.layers // SMALLER, 1), shape.layers):
         root = options.work / f"family-{layers}"
         made = family_paths(root, options.experts)

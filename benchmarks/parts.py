@@ -12,7 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.remote import SHAPES, MappedServer, recipe_text, s3_environment
+from benchmarks.make_family import SHAPES
+from benchmarks.remote import MappedServer, s3_environment, ties_recipe
 from support.families import write_family
 from support.fault_server import Link
 
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         n_bytes = sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
         link = Link(chosen.latency, n_bytes / chosen.seconds)
         names = [f"s3://bucket/{folder.relative_to(work)}" for folder in folders]
-        (work / "recipe.yml").write_text(recipe_text(names[0], names[1:]))
+        (work / "recipe.yml").write_text(ties_recipe(names[0], names[1:]))
         with MappedServer(work, folders, link) as first, MappedServer(work, folders, link) as second:
             second._modified = first._modified  # one bucket behind two links
             plan = ("plan", work / "recipe.yml", "--all", "--out", work / "plan.json", "--home", work / "home")

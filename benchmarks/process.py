@@ -13,6 +13,10 @@ from pathlib import Path
 _SAMPLE_SECONDS = 0.05
 
 
+class BenchmarkError(Exception):
+    """A program that is measured failed, or did not do what it was measured for."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessCost:
     """One finished process.
@@ -81,6 +85,19 @@ def measure(
         requested_read_bytes=io["rchar"],
         requested_write_bytes=io["wchar"],
     )
+
+
+def measure_checked(command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None) -> ProcessCost:
+    """Run `command` to its end as `measure` does.
+
+    Raises:
+        BenchmarkError: it ended with another exit code than 0.
+    """
+    cost = measure(command, log=log, environment=environment)
+    if cost.exit_code:
+        tail = log.read_text(errors="replace")[-2000:]
+        raise BenchmarkError(f"{' '.join(command)}: exit code {cost.exit_code}\n{tail}")
+    return cost
 
 
 def available_memory_bytes(meminfo: str) -> int:

@@ -21,20 +21,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import yaml
-
+from benchmarks.make_family import SHAPES
+from benchmarks.process import ProcessCost, measure_checked
+from benchmarks.recipes import DENSITY, recipe_text
 from mergepipe.api import pack
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.web import open_store
 from mergepipe.storage.traffic import RemoteSettings
-from support.families import DEMO, QWEN3_0_6B, TINY, FamilyPaths, family_paths, write_family
+from support.families import FamilyPaths, family_paths, write_family
 from support.fault_server import BucketServer, Link, _Handler
-from support.hub_server import hub_server
 
-SHAPES = {"tiny": TINY, "demo": DEMO, "0.6b": QWEN3_0_6B}
-PARTS = ("full", "budget", "packed", "hub", "loopback")
-DENSITY = 0.2
+PARTS = ("full", "budget", "packed", "loopback")
 LOOPBACK_PIECE_BYTES = 32 << 20
 LEAST_SENT_BYTES, MOST_SENT_BYTES = 64 << 10, 512 << 10
 QUEUE_SECONDS = 0.005
@@ -150,11 +148,10 @@ def _mapped(file: Path) -> bytes:
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size_bytes else b""  # type: ignore[return-value]
 
 
-def recipe_text(base: str, experts: Sequence[str]) -> str:
+def ties_recipe(base: str, experts: Sequence[str]) -> str:
     """A recipe of TIES over models."""
-    weight = round(1 / len(experts), 6)
-    models = [{"model": expert, "parameters": {"weight": weight, "density": DENSITY}} for expert in experts]
-    return yaml.safe_dump({"merge_method": "ties", "base_model": base, "models": models, "dtype": "bfloat16"})
+    each = {"weight": round(1 / len(experts), 6), "density": DENSITY}
+    return recipe_text("ties", base, experts, each, dtype="bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +169,12 @@ class Bench:
         server.count_afresh()
         server_cpu, load = _cpu_seconds(resource.getrusage(resource.RUSAGE_SELF)), os.getloadavg()[0]
         started = time.perf_counter()
-        report, usage = self.run(name, recipe, options, environment)
-        seconds = time.perf_counter() - started
+        report, cost = self.run(name, recipe, options, environment)
         sent_bytes = server.all_sent_bytes()
         counts = report["traffic"]["counts"]
         return Measured(
             name=name,
-            seconds=seconds,
+            seconds=cost.wall_seconds,
             seconds_to_first_request=(server.first_request_at or started) - started,
             read_bytes=sum(report["traffic"]["bytes_by_host"].values()),
             sent_bytes=sent_bytes,
@@ -186,33 +182,32 @@ class Bench:
             floor_seconds=sent_bytes / self.link.bytes_per_second,
             requests=counts["requests"],
             retries=counts["retries"],
-            peak_memory_bytes=usage.ru_maxrss * 1024,
-            client_cpu_seconds=_cpu_seconds(usage),
+            peak_memory_bytes=cost.peak_rss_bytes,
+            client_cpu_seconds=cost.cpu_seconds,
             server_cpu_seconds=_cpu_seconds(resource.getrusage(resource.RUSAGE_SELF)) - server_cpu,
             load_average=load,
         )
 
     def run(
         self, name: str, recipe: str, options: Sequence[str], environment: Mapping[str, str]
-    ) -> tuple[dict[str, Any], resource.struct_rusage]:
-        """Run the merge; return its report, and what the process used."""
-        path, out, home = (self.folder / f"{name}{ending}" for ending in (".yml", "-out", "-home"))
+    ) -> tuple[dict[str, Any], ProcessCost]:
+        """Run the merge; return its report, and what the process used.
+
+        Raises:
+            BenchmarkError: the merge failed.
+        """
+        path, out, home, log = (self.folder / f"{name}{ending}" for ending in (".yml", "-out", "-home", ".log"))
         path.write_text(recipe)
         command = [
-            sys.executable, "-m", "mergepipe", "merge", str(path), str(out), "--json", "--home", str(home),
+            sys.executable, "-m", "mergepipe", "merge", str(path), str(out), "--json", "--quiet", "--home", str(home),
             "--connections", str(self.connections), *options,
         ]  # fmt: skip
-        with (self.folder / f"{name}.json").open("w+") as report, (self.folder / f"{name}.log").open("w+") as log:
-            process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=report, stderr=log)
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            if process.returncode:
-                log.seek(0)
-                raise SystemExit(f"{name}: the merge failed: {log.read()}")
-            shutil.rmtree(out)
-            shutil.rmtree(home)
-            report.seek(0)
-            return json.load(report), usage
+        cost = measure_checked(command, log=log, environment=environment)
+        shutil.rmtree(out)
+        shutil.rmtree(home)
+        text = log.read_text()
+        report: dict[str, Any] = json.loads(text[text.index("{") :])
+        return report, cost
 
 
 def _cpu_seconds(usage: resource.struct_rusage) -> float:
@@ -227,8 +222,8 @@ def over_the_link(bench: Bench, family: FamilyPaths, budget: str, rounds: int, o
         at, packed_at = (str(folder.relative_to(bench.folder)) for folder in (family.base.parent, packed))
         environment = s3_environment(server.url)
         base = f"s3://bucket/{at}/{family.base.name}"
-        raw = recipe_text(base, [f"s3://bucket/{at}/{expert.name}" for expert in family.experts])
-        small = recipe_text(base, [f"s3://bucket/{packed_at}/{store.name}" for store in stores]) if stores else ""
+        raw = ties_recipe(base, [f"s3://bucket/{at}/{expert.name}" for expert in family.experts])
+        small = ties_recipe(base, [f"s3://bucket/{packed_at}/{store.name}" for store in stores]) if stores else ""
         merges: dict[str, tuple[str, tuple[str, ...]]] = {
             "full": (raw, ()), "budget": (raw, ("--budget", budget)), "packed": (small, ()),
         }  # fmt: skip
@@ -250,17 +245,6 @@ def s3_environment(url: str) -> dict[str, str]:
         "AWS_ENDPOINT_URL": url, "AWS_REGION": "us-east-1", "AWS_SKIP_SIGNATURE": "true",
         "AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     }  # fmt: skip
-
-
-def over_the_hub(bench: Bench, family: FamilyPaths, budget: str) -> tuple[int, int]:
-    """Merge from the Hub's stand-in under a budget; return the number of resolves and that of weight files."""
-    with hub_server(link=bench.link) as hub:
-        for model in family.models:
-            hub.commit(f"org/{model.name}", {file.name: _mapped(file) for file in sorted(model.iterdir())})
-        recipe = recipe_text(f"hf://org/{family.base.name}", [f"hf://org/{expert.name}" for expert in family.experts])
-        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(bench.folder / "hf"), "HF_HUB_OFFLINE": "0"}
-        bench.run("hub-budget", recipe, ("--budget", budget), environment)
-        return len(hub.resolves), sum(1 for model in family.models for _ in model.iterdir())
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,21 +326,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_family(family.base.parent, SHAPES[given.shape], given.experts, shard_bytes=SHARD_BYTES)
         bench = Bench(folder, Link(given.latency, given.bandwidth), given.connections)
         rows = over_the_link(bench, family, given.budget, given.rounds, given.only)
-        hub = over_the_hub(bench, family, given.budget) if "hub" in given.only else None
         fast = Link(given.latency, given.fast_bandwidth)
         loopback = read_loopback(family, given.connections, fast) if "loopback" in given.only else None
         shutil.rmtree(folder / "packed", ignore_errors=True)
     if rows:
         print(table(rows))
-    if hub is not None:
-        print(f"\nresolves: {hub[0]} for {hub[1]} files")
     if loopback is not None:
         print(
             f"\nloopback: {loopback.bytes_per_second / 1e9:.2f} GB/s of {given.fast_bandwidth / 1e9:.2f}; CPU s by GB: "
             f"reader {loopback.client_cpu_seconds_by_gb:.2f}, server {loopback.server_cpu_seconds_by_gb:.2f}"
         )
     if given.json is not None:
-        numbers = {"merges": [asdict(row) for row in rows], "resolves": hub, "loopback": loopback and asdict(loopback)}
+        numbers = {"merges": [asdict(row) for row in rows], "loopback": loopback and asdict(loopback)}
         given.json.write_text(json.dumps(numbers))
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import shutil
-import struct
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,68 +24,10 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.stores import Stores
 from support.bucket_outputs import bucket_server, new_prefix
 from support.disk_families import write_single
+from support.sparse_models import decoder, write_sparse
 
-HIDDEN, INTERMEDIATE, VOCAB, KEYS = 16384, 53248, 128256, 1024
-FILE_BYTES = 5 * 10**9
+LLAMA = (16384, 53248, 128256, 1024)  # hidden, intermediate, vocabulary, keys
 T = TypeVar("T")
-
-
-def tensors(n_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name the tensors of a model of this width, as those of Llama 3.1 405B are named, with their shapes."""
-    yield "model.embed_tokens.weight", (VOCAB, HIDDEN)
-    for layer in range(n_layers):
-        prefix = f"model.layers.{layer}."
-        yield prefix + "input_layernorm.weight", (HIDDEN,)
-        for name, rows in (("q", HIDDEN), ("k", KEYS), ("v", KEYS), ("o", HIDDEN)):
-            yield f"{prefix}self_attn.{name}_proj.weight", (rows, HIDDEN)
-        yield prefix + "post_attention_layernorm.weight", (HIDDEN,)
-        for name, shape in (("gate", (INTERMEDIATE, HIDDEN)), ("up", (INTERMEDIATE, HIDDEN))):
-            yield f"{prefix}mlp.{name}_proj.weight", shape
-        yield prefix + "mlp.down_proj.weight", (HIDDEN, INTERMEDIATE)
-    yield "model.norm.weight", (HIDDEN,)
-    yield "lm_head.weight", (VOCAB, HIDDEN)
-
-
-def write_model(folder: Path, n_layers: int) -> Path:
-    """Write sound headers and an index; the tensors are holes."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": n_layers}))
-    files: list[dict[str, tuple[int, ...]]] = [{}]
-    in_file = 0
-    for name, shape in tensors(n_layers):
-        nbytes = 2 * _product(shape)
-        if in_file + nbytes > FILE_BYTES and files[-1]:
-            files.append({})
-            in_file = 0
-        files[-1][name] = shape
-        in_file += nbytes
-    index: dict[str, str] = {}
-    for number, shapes in enumerate(files, 1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        _write_holes(folder / name, shapes)
-        index.update(dict.fromkeys(shapes, name))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    return folder
-
-
-def _product(shape: Sequence[int]) -> int:
-    n_elements = 1
-    for length in shape:
-        n_elements *= length
-    return n_elements
-
-
-def _write_holes(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    header, offset = {}, 0
-    for name, shape in shapes.items():
-        stop = offset + 2 * _product(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, stop]}
-        offset = stop
-    raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(raw)) + raw)
-        file.truncate(8 + len(raw) + offset)
 
 
 def timed(what: str, call: Callable[[], T]) -> T:
@@ -156,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             count_requests(work, chosen.requests, chosen.parts)
             return
         names = ("base", *(f"expert-{e}" for e in range(1, chosen.experts + 1)))
-        base, *experts = (write_model(work / name, chosen.layers) for name in names)
+        shapes = decoder(chosen.layers, *LLAMA)
+        base, *experts = (write_sparse(work / name, shapes) for name in names)
         lines = [f"  - {{model: {expert}, parameters: {{weight: 0.05, density: 0.2}}}}" for expert in experts]
         recipe = work / "recipe.yml"
         recipe.write_text("\n".join(["merge_method: ties", f"base_model: {base}", "models:", *lines]))

@@ -20,19 +20,14 @@ from pathlib import Path
 
 import mergepipe
 from benchmarks.make_family import FamilyRequest, ensure_family
-from benchmarks.process import ProcessCost, measure
+from benchmarks.process import ProcessCost, measure_checked
+from benchmarks.recipes import recipe_text
 from support.families import FamilyPaths
 
 N_EXPERTS = 3
 TARGETS = {"ls": 0.25, "check": 0.25, "plan": 0.25, "plan again": 0.25, "merge": 0.5}
 """Wall seconds on a quiet machine."""
 FIRST_TARGET_SECONDS = 12.0
-_RECIPE = """merge_method: dare_ties
-base_model: {base}
-models:
-{models}
-dtype: bfloat16
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +43,7 @@ class Place:
         places = {"PYTHONPATH": str(self.source), "MERGEPIPE_HOME": str(self.work / "home")}
         environment = {**places, **(settings or {})}
         command = [sys.executable, "-m", "mergepipe", *arguments]
-        log = self.work / "log.txt"
-        cost = measure(command, log=log, environment=environment)
-        if cost.exit_code:
-            raise SystemExit(f"{' '.join(arguments)} ended with {cost.exit_code}: {log.read_text()[-500:]}")
-        return cost
+        return measure_checked(command, log=self.work / "log.txt", environment=environment)
 
     def commands(self, recipe: Path) -> Mapping[str, Sequence[str]]:
         """The commands by their names in the table: a first plan samples the experts, the same again does not."""
@@ -73,9 +64,9 @@ class Place:
 
 def write_recipe(root: Path, family: FamilyPaths) -> Path:
     """Write the recipe of a DARE-TIES merge."""
-    models = "\n".join(f"  - model: {m}\n    parameters: {{weight: 0.5, density: 0.3}}" for m in family.experts)
     recipe = root / "recipe.yml"
-    recipe.write_text(_RECIPE.format(base=family.base, models=models), encoding="utf-8")
+    each = {"weight": 0.5, "density": 0.3}
+    recipe.write_text(recipe_text("dare_ties", family.base, family.experts, each, dtype="bfloat16"), encoding="utf-8")
     return recipe
 
 

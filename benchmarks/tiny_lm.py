@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -146,15 +147,6 @@ def load_model(directory: Path) -> LmModel:
     return model
 
 
-def round_to_bf16(model: LmModel) -> None:
-    """Round the parameters in place, which stay float32; buffers, which no checkpoint holds, keep their precision."""
-    import torch
-
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.bfloat16())
-
-
 def save_model(model: LmModel, tokenizer: LmTokenizer, directory: Path) -> None:
     """Write an ordinary Hugging Face directory in bfloat16. The model is rounded in place."""
     with quiet():
@@ -292,12 +284,6 @@ def _bf16_products(*, wanted: bool) -> AbstractContextManager[object]:
     return bf16_products()
 
 
-def losses(model: LmModel, windows_by_domain: Mapping[str, Windows]) -> dict[str, float]:
-    """Return the mean cross-entropy in nats per predicted token, domain by domain."""
-    by_window = window_losses(model, windows_by_domain)
-    return {name: sum(values) / len(values) for name, values in by_window.items()}
-
-
 def window_losses(
     model: LmModel, windows_by_domain: Mapping[str, Windows], *, bf16: bool = False
 ) -> dict[str, list[float]]:
@@ -319,3 +305,41 @@ def _window_losses(model: LmModel, windows: Windows) -> list[float]:
         entropies = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         means += entropies.view(targets.shape).mean(1).tolist()
     return means
+
+
+def cut_windows(
+    texts: Mapping[str, str], tokenizer: LmTokenizer, window_tokens: int, n_windows: int
+) -> dict[str, Windows]:
+    """Cut `n_windows` windows, evenly spread, out of each text.
+
+    Raises:
+        ValueError: a text is too short.
+    """
+    windows: dict[str, Windows] = {}
+    for name, text in texts.items():
+        ids = tokens_of(tokenizer, text)
+        room = len(ids) - window_tokens
+        if room < window_tokens * (n_windows - 1):
+            raise ValueError(f"{name}: only {len(ids)} held-out tokens")
+        starts = [room * i // (n_windows - 1) for i in range(n_windows)]
+        windows[name] = [ids[start : start + window_tokens] for start in starts]
+    return windows
+
+
+class StepPrinter:
+    """Prints the mean loss of every tenth of a training."""
+
+    def __init__(self, title: str, steps: int) -> None:
+        self._title = title
+        self._steps = steps
+        self._every = max(1, steps // 10)
+        self._recent: list[float] = []
+        self._start = time.perf_counter()
+
+    def __call__(self, step: int, loss: float) -> None:
+        self._recent.append(loss)
+        if (step + 1) % self._every == 0 or step + 1 == self._steps:
+            seconds = time.perf_counter() - self._start
+            average = sum(self._recent) / len(self._recent)
+            print(f"{self._title}: step {step + 1}/{self._steps}, loss {average:.3f}, {seconds:.0f} s", flush=True)
+            self._recent = []

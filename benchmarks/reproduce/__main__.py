@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.merge import BenchmarkError
+from benchmarks.process import BenchmarkError
 from benchmarks.reproduce.parts import Part
 from benchmarks.reproduce.registry import PARTS
 from benchmarks.reproduce.results import DEFAULT_FOLDER, Results, ResultsError

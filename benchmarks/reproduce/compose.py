@@ -14,16 +14,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.cold import make_cold
-from benchmarks.floor import DEFAULT, measure_floor
-from benchmarks.merge import BenchmarkError
+from benchmarks.floor import make_cold, measure_floor
+from benchmarks.process import BenchmarkError
 from benchmarks.reproduce.pages import Figure, Page, Series, Table
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Entry, Results
 from benchmarks.reproduce.resuming import training_python
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.workplace import Workplace
-from benchmarks.tailor import N_UNITS, Bench, Pattern, files_of, make_tree, patterns
+from benchmarks.tailor import N_UNITS, Pattern, files_of, make_tree, patterns, run_pattern
 from benchmarks.tailor_tree import checkpoint_name
 
 _RANKS = 4
@@ -90,13 +89,12 @@ class _Tree:
 
     def compose(self, pattern: Pattern) -> dict[str, Any]:
         self._make()
-        bench = Bench(self.scratch, Path(sys.executable).parent / "mergepipe", (DEFAULT,))
-        return self._entry(**asdict(bench.run(pattern)))
+        return self._entry(**asdict(run_pattern(pattern, self.scratch, Path(sys.executable).parent / "mergepipe")))
 
     def read(self) -> dict[str, Any]:
         newest, before = files_of(self._newest()), time.process_time()
-        floor = measure_floor(newest, self.scratch / "floor", 0, DEFAULT)
-        return self._entry(baseline=_READ, seconds=floor.seconds, cpu_seconds=time.process_time() - before)
+        seconds, _ = measure_floor(newest, self.scratch / "floor", 0)
+        return self._entry(baseline=_READ, seconds=seconds, cpu_seconds=time.process_time() - before)
 
     def load_by_torch(self) -> dict[str, Any]:
         newest = self._newest()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fidelity_points import OPERATORS
+from benchmarks.recipes import OPERATORS
 from benchmarks.reproduce.workplace import Workplace
 from support.families import FamilyPaths
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fidelity_points import OPERATORS
+from benchmarks.recipes import OPERATORS
 from benchmarks.reproduce.family_recipes import full_merge, inputs_of, judge_against, write_recipe
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb
 from benchmarks.reproduce.parts import Needs, Part

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save_file
 
 from benchmarks.deltas import delta_size, merge_errors
-from benchmarks.fidelity_points import Operator
-from benchmarks.merge import BenchmarkError
+from benchmarks.process import BenchmarkError
+from benchmarks.recipes import Operator
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, percent
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Results

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.reproduce.other_programs import Clocks, processors_of_others
-from benchmarks.results import this_machine
 
 FORMAT = "mergepipe-results/1"
 DEFAULT_FOLDER = Path("docs/benchmarks/results")
@@ -57,7 +57,7 @@ class Results:
                 raise ResultsError(message)
             return results
         folder.mkdir(parents=True, exist_ok=True)
-        content = {"format": FORMAT, "part": part, "size": dict(size), "machine": _machine()}
+        content = {"format": FORMAT, "part": part, "size": dict(size), "machine": asdict(this_machine())}
         return cls(path, {**content, "commit": _commit(), "date": "", "is_complete": False, "entries": {}})
 
     @property
@@ -177,10 +177,35 @@ class Results:
         partial.replace(self.path)
 
 
-def _machine() -> dict[str, Any]:
-    machine = this_machine()
-    kernel = ".".join(machine.kernel.split(".")[:2])  # what comes after is the host's own
-    return {**asdict(machine), "kernel": kernel}
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where it was measured."""
+
+    cpu: str
+    cores: int
+    memory_gib: float
+    kernel: str
+    python: str
+
+
+def this_machine() -> Machine:
+    """Describe this machine, without its name."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Machine(
+        cpu=_processor(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_gib=round(memory_bytes / 2**30, 1),
+        kernel=".".join(platform.release().split(".")[:2]),  # what comes after is the host's own
+        python=platform.python_version(),
+    )
+
+
+def _processor() -> str:
+    """The processor's name, and whether it lacks the instructions that packed experts are decoded with elsewhere."""
+    fields = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    told = {name.strip(): value.strip() for name, _, value in fields}
+    name = told.get("model name", platform.machine())
+    return name if "avx512_vbmi2" in told.get("flags", "").split() else f"{name} without AVX-512 VBMI2"
 
 
 def _commit() -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tiny_lm
-from benchmarks.merge import BenchmarkError
+from benchmarks.process import BenchmarkError
 from benchmarks.reproduce.pages import Page, Table
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Entry, Results

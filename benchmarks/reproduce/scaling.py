@@ -6,9 +6,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks import peer_mergekit
-from benchmarks.merge import PEER_VENV, Tool, mergekit, naive
-from benchmarks.recipes import cases
+from benchmarks.peers import PEER_VENV, Tool, installed_peers
+from benchmarks.recipes import method_cases
 from benchmarks.reproduce.family_recipes import (
     PAPER_BUDGET_SHARE,
     PAPER_OPERATORS,
@@ -39,17 +38,16 @@ def _measure(place: Workplace, size: Size, results: Results) -> None:
             results.measure(f"{operator}/{k}/full", merge.in_full)
             results.measure(f"{operator}/{k}/budget", partial(merge.under_the_budget, size.model_bytes, size.repeats))
     for tool in () if size.is_toy else _peers(Path(sys.prefix)):
-        for operator in PAPER_OPERATORS:
+        for operator in (operator for operator in PAPER_OPERATORS if operator in tool.methods):
             for k in (k for k in size.ks if k in _PEER_KS):
-                case = cases(FamilyPaths(family.base, family.experts[:k]))[operator]
+                cases = method_cases(FamilyPaths(family.base, family.experts[:k]))
+                case = next(case for case in cases if case.name == operator)
                 results.measure(f"{operator}/{k}/{tool.name}", partial(place.peer, tool, case))
 
 
 def _peers(venv: Path) -> list[Tool]:
     """Return the naive script and mergekit, where `make test-peers` installed them beside our environment."""
-    folders = (PEER_VENV, venv.parent / PEER_VENV)
-    beside = next((folder for folder in folders if peer_mergekit.is_installed(folder)), None)
-    return [] if beside is None else [naive(beside.absolute()), mergekit(beside.absolute())]
+    return installed_peers() or installed_peers(venv.parent / PEER_VENV)
 
 
 def _page(results: Results) -> Page:

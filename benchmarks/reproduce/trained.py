@@ -14,17 +14,15 @@ from typing import Any
 
 from benchmarks import tiny_lm
 from benchmarks.deltas import delta_size, merge_errors
-from benchmarks.fidelity_points import OPERATORS
-from benchmarks.heldout import Heldout
 from benchmarks.local_text import GENERAL, Domain, gather
+from benchmarks.recipes import OPERATORS
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, percent
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Entry, Results, ResultsError
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.smollm import make_base
 from benchmarks.reproduce.workplace import Workplace
-from benchmarks.tiny_lm import LmShape, Schedule
-from benchmarks.trained_family import StepPrinter, cut_heldout
+from benchmarks.tiny_lm import LmShape, Schedule, StepPrinter, Windows, cut_windows
 
 _DOMAINS = ("prose", "headers", "legal", "internet")
 _SHARES, _TOLD_SHARE = (10, 25, 5, 50), 10  # in the order they are measured
@@ -103,11 +101,12 @@ class TrainedBase:
         return tuple(Domain(**entry) for entry in json.loads(path.read_text()))
 
     @cached_property
-    def heldout(self) -> Heldout:
+    def heldout(self) -> dict[str, Windows]:
         """Six windows of each expert's domain; four of a toy."""
         tokenizer = tiny_lm.load_tokenizer(self.prepare())
         window_tokens = self.schedules["full"].window_tokens
-        return cut_heldout(self.domains[1:], tokenizer, window_tokens, 4 if self._is_toy else 6)
+        texts = {domain.name: domain.heldout for domain in self.domains[1:]}
+        return cut_windows(texts, tokenizer, window_tokens, 4 if self._is_toy else 6)
 
     def prepare(self) -> Path:
         tiny_lm.use_threads(1)
@@ -129,7 +128,7 @@ class TrainedBase:
 
     def score(self, model: Path, only: str | None = None) -> dict[str, list[float]]:
         """Return the losses of the held-out windows by domain, or of one domain."""
-        windows = {name: windows for name, windows in self.heldout.windows.items() if only in (None, name)}
+        windows = {name: windows for name, windows in self.heldout.items() if only in (None, name)}
         return tiny_lm.window_losses(tiny_lm.load_model(model), windows, bf16=self.schedules["full"].bf16)
 
 
@@ -150,7 +149,7 @@ class TrainedFamily:
     def gains(self) -> dict[str, Any]:
         """Return the losses of each expert on its own domain, and the sizes of the deltas."""
         self.train()
-        own = [self._base.score(*pair) for pair in zip(self.experts, self._base.heldout.windows, strict=True)]
+        own = [self._base.score(*pair) for pair in zip(self.experts, self._base.heldout, strict=True)]
         return {"own_losses": own, "deltas": [asdict(delta_size(self._base.folder, expert)) for expert in self.experts]}
 
     def full(self, operator: str) -> dict[str, Any]:

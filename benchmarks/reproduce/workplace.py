@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cold import make_cold
-from benchmarks.floor import DEFAULT as FLOOR_SETTING
+from benchmarks.floor import floor_seconds, make_cold
 from benchmarks.make_family import FamilyRequest, ensure_family
-from benchmarks.merge import BenchmarkError, Tool, measure_floor
-from benchmarks.process import ProcessCost, available_memory_bytes, measure
+from benchmarks.peers import Tool
+from benchmarks.process import BenchmarkError, ProcessCost, available_memory_bytes, measure, measure_checked
 from benchmarks.recipes import Case
 from benchmarks.reproduce.sizes import Size
 from support.families import FamilyPaths
@@ -79,12 +78,8 @@ class Workplace:
         program = OURS if rate is None else (*_INSTRUMENTED, "--rate", str(rate))
         program = program if phases is None else (*_INSTRUMENTED, "--phases", str(phases))
         command = [*program, *map(str, arguments), "--json"]
-        cost = measure(command, log=log)
+        cost = measure_checked(command, log=log)
         text = log.read_text()
-        if cost.exit_code:
-            raise BenchmarkError(
-                f"mergepipe {' '.join(map(str, arguments))}: exit code {cost.exit_code}\n{text[-2000:]}"
-            )
         report: dict[str, Any] = json.loads(text[text.index("{") :])
         return report, cost
 
@@ -131,8 +126,7 @@ class Workplace:
 
     def floor(self, files: Sequence[Path], output_bytes: int, read_bytes: int) -> float:
         """Measure the seconds to read the first `read_bytes` of the files while `output_bytes` are written."""
-        sizes = ("--read-bytes", str(read_bytes), "--output-bytes", str(output_bytes))
-        return measure_floor(self.folder, files, [str(FLOOR_SETTING)], *sizes).seconds
+        return floor_seconds(files, self.folder / "scratch", output_bytes, read_bytes)
 
     def peer(self, tool: Tool, case: Case) -> dict[str, Any]:
         """Run another program once on a case; return its bytes and times, and the floor of all inputs.
@@ -142,7 +136,8 @@ class Workplace:
         recipe, out, log = (self.folder / name for name in ("peer.yml", "out", "log.txt"))
         recipe.write_text(case.recipe)
         shutil.rmtree(out, ignore_errors=True)
-        make_cold(case.input_files())
+        files = case.files()
+        make_cold(files)
         memory_bytes = int(_MEMORY_SHARE * available_memory_bytes(Path("/proc/meminfo").read_text()))
         command = tool.command(case, recipe, out)
         cost = measure(command, log=log, environment=tool.environment, memory_bytes=memory_bytes)
@@ -152,7 +147,6 @@ class Workplace:
             return {"out_of_memory_bytes": memory_bytes, "peak_rss_bytes": cost.peak_rss_bytes}
         if cost.exit_code:
             raise BenchmarkError(f"{tool.name}: exit code {cost.exit_code}\n{printed[-2000:]}")
-        files = case.input_files()
         total = sum(file.stat().st_size for file in files)
         floors = [self.floor(files, files[0].stat().st_size, total)]
         return {

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.merge import BenchmarkError
+from benchmarks.process import BenchmarkError
 from benchmarks.reproduce.drawing import to_json
 from benchmarks.reproduce.pages import Page, Table
 from benchmarks.reproduce.papers import comparison

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from benchmarks.deltas import delta_size, distance, norm, read_tensors, rounded_to_bf16
+from benchmarks.deltas import delta_size, merge_errors, read_tensors
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
@@ -44,18 +43,18 @@ def test_delta_size__is_the_relative_norm_and_the_share_of_changed_elements(tmp_
     assert size.changed_fraction == 0.25
 
 
-def test_distance__refuses_models_with_other_tensors() -> None:
-    one, two = {"a": np.zeros(2)}, {"a": np.zeros(3)}
+def test_delta_size__refuses_models_with_other_tensors(tmp_path: Path) -> None:
+    base = write(tmp_path / "base", [{"a": bf16(3.0, 0.0)}])
+    expert = write(tmp_path / "expert", [{"a": bf16(3.0)}])
     with pytest.raises(ValueError, match="same tensors"):
-        distance(one, two)
+        delta_size(base, expert)
 
 
-def test_norm__is_over_all_tensors() -> None:
-    assert norm({"a": np.array([3.0]), "b": np.array([[4.0, 12.0]])}) == 13.0
-
-
-def test_rounded_to_bf16__rounds_to_nearest_even() -> None:
-    halfway = 1 + math.ldexp(1, -8)  # between 1 and the next bfloat16, 1 + 2**-7
-    tensors = {"a": np.array([halfway, halfway + math.ldexp(1, -20), -halfway])}
-    assert rounded_to_bf16(tensors)["a"].tolist() == [1.0, 1 + math.ldexp(1, -7), -1.0]
-    assert tensors["a"][0] == halfway
+def test_merge_errors__are_over_what_merging_changed_and_over_the_weights(tmp_path: Path) -> None:
+    base, full, merged = (
+        write(tmp_path / name, [{"a": np.array(values, np.float32)}])
+        for name, values in (("base", [3.0, 0.0]), ("full", [3.0, 4.0]), ("merged", [3.0, 1.0]))
+    )
+    errors = merge_errors(merged, full, base)
+    assert (errors.error, errors.relative_l2) == (0.75, 0.6)
+    assert errors.p95_block == pytest.approx(0.6)

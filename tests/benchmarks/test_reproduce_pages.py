@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.merge import BenchmarkError, Tool
-from benchmarks.process import available_memory_bytes
+from benchmarks.peers import Tool
+from benchmarks.process import BenchmarkError, available_memory_bytes
 from benchmarks.recipes import Case
 from benchmarks.reproduce import models, workplace
 from benchmarks.reproduce.other_programs import Clocks, busy_seconds, processors_of_others
 from benchmarks.reproduce.pages import Figure, Page, Series, Table
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.registry import PARTS
-from benchmarks.reproduce.results import Results, ResultsError
+from benchmarks.reproduce.results import Results, ResultsError, this_machine
 from benchmarks.reproduce.scaling import full_cells
 from benchmarks.reproduce.sizes import SIZES
 from benchmarks.reproduce.workplace import NoRoomError, Workplace
 from benchmarks.reproduce.writing import markdown_files, papers_text, stored_pages
-from benchmarks.results import this_machine
 
 DOCS = Path(__file__).parents[2] / "docs"
 STORED = DOCS / "benchmarks/results"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 from dataclasses import asdict
@@ -11,9 +12,14 @@ from pathlib import Path
 import pytest
 from benchmarks.local_text import GENERAL, Domain
 from benchmarks.reproduce.__main__ import main
+from benchmarks.reproduce.instrumented import RateLimit, slow_storage
 from benchmarks.reproduce.registry import PARTS
 from benchmarks.reproduce.results import Results
 from benchmarks.reproduce.writing import markdown_files
+
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 pytestmark = pytest.mark.slow  # `make test-benchmarks`, which CI runs too
 
@@ -73,3 +79,24 @@ def test_trained__tells_the_gain_kept_by_each_form(tmp_path: Path) -> None:
     stored = tmp_path / "results/trained.json"
     stored.write_text(stored.read_text().replace('"steps": 3', '"steps": 4'))
     assert measure("trained", tmp_path) == 1  # results of other trainings are not added to
+
+
+def test_rate_limit__lets_requests_pass_one_after_the_other() -> None:
+    limit = RateLimit(100.0)
+    assert limit.reserve(50, now=1.0) == 1.5
+    assert limit.reserve(100, now=1.2) == 2.5
+    assert limit.reserve(10, now=4.0) == 4.1
+    assert limit.passed_bytes == 160
+
+
+def test_slow_storage__counts_every_byte_and_changes_none(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(100)))
+    limit, buffer = RateLimit(math.inf), bytearray(40)
+    with slow_storage(limit):
+        file = LocalStore().open(Location.local(path))
+        assert file.read_into(10, memoryview(buffer), Purpose.EXPERT) == 40
+        file.close()
+        assert LocalStore().read_metadata(Location.local(path), 90, 100) == bytes(range(90, 100))
+    assert bytes(buffer) == bytes(range(10, 50))
+    assert limit.passed_bytes == 50

@@ -1,4 +1,4 @@
-"""Large checkpoints that take no room: sound headers over files that are one hole."""
+"""Families of large checkpoints that take no room, and scripts that may take little memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
-Shapes = Mapping[str, tuple[int, ...]]
-ITEM_BYTES = 2
+from support.sparse_models import Shapes, write_sparse
 
 # Runs the rest of the script in the address space that it has after its imports and a first merge, and so much more.
 CAPPED = """
@@ -42,59 +40,6 @@ class Figures:
 
     seconds: float
     grown_bytes: int
-
-
-def decoder(n_layers: int, hidden: int, intermediate: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of a Llama."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    for index in range(n_layers):
-        prefix = f"model.layers.{index}"
-        for name, shape in (
-            ("self_attn.q_proj", (hidden, hidden)), ("self_attn.k_proj", (hidden // 8, hidden)),
-            ("self_attn.v_proj", (hidden // 8, hidden)), ("self_attn.o_proj", (hidden, hidden)),
-            ("mlp.gate_proj", (intermediate, hidden)), ("mlp.up_proj", (intermediate, hidden)),
-            ("mlp.down_proj", (hidden, intermediate)), ("input_layernorm", (hidden,)),
-            ("post_attention_layernorm", (hidden,)),
-        ):  # fmt: skip
-            shapes[f"{prefix}.{name}.weight"] = shape
-    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
-
-
-def nbytes_of(shapes: Shapes) -> int:
-    return sum(prod(shape) * ITEM_BYTES for shape in shapes.values())
-
-
-def write_sparse(folder: Path, shapes: Shapes, shard_bytes: int = 5_000_000_000) -> Path:
-    """A sharded BF16 checkpoint whose files are headers and holes."""
-    folder.mkdir(parents=True)
-    shards = list(_shards(shapes, shard_bytes))
-    weight_map = {}
-    for number, names in enumerate(shards, 1):
-        file = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        header, position = {}, 0
-        for name in names:
-            stop = position + prod(shapes[name]) * ITEM_BYTES
-            header[name] = {"dtype": "BF16", "shape": list(shapes[name]), "data_offsets": [position, stop]}
-            weight_map[name], position = file.name, stop
-        raw = json.dumps(header).encode()
-        file.write_bytes(len(raw).to_bytes(8, "little") + raw)
-        os.truncate(file, 8 + len(raw) + position)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16"}))
-    return folder
-
-
-def _shards(shapes: Shapes, shard_bytes: int) -> Iterator[list[str]]:
-    names: list[str] = []
-    room = shard_bytes
-    for name, shape in shapes.items():
-        nbytes = prod(shape) * ITEM_BYTES
-        if names and nbytes > room:
-            yield names
-            names, room = [], shard_bytes
-        names.append(name)
-        room -= nbytes
-    yield names
 
 
 def write_recipe(path: Path, operator: str, base: Path, experts: Sequence[Path]) -> Path:

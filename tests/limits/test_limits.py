@@ -10,20 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from big_models import (
-    Figures,
-    decoder,
-    environment,
-    nbytes_of,
-    run_capped,
-    write_family,
-    write_recipe,
-    write_sparse,
-)
+from big_models import Figures, environment, run_capped, write_family, write_recipe
 
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from support.sparse_models import decoder, nbytes_of, write_sparse
 
 MEMORY_BYTES = 64 << 20
 OVERHEAD_BYTES = 224 << 20
