@@ -21,7 +21,7 @@ from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Entry, Results
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.workplace import Workplace
-from mergepipe.planning.plan_json import parse_plan
+from mergepipe.planning.plan import parse_plan
 from support.families import FamilyPaths
 
 _SHARES, _TOY_SHARES = tuple(range(10, 101, 10)), (50, 100)

@@ -287,7 +287,7 @@ def store_plan(plan: Plan, path: str | Path) -> None:
         OutputError: `output.not-ours`, something else stands there.
         StorageError, NotFoundError: it cannot be written there.
     """
-    from mergepipe.planning.plan_json import write_plan
+    from mergepipe.planning.plan import write_plan
 
     write_plan(plan, Path(path))
 

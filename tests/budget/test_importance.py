@@ -16,8 +16,7 @@ from mergepipe import api
 from mergepipe.core.blocks import F32
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, RecipeError
 from mergepipe.options import PlanOptions, RunOptions
-from mergepipe.planning.plan import Plan
-from mergepipe.planning.plan_json import parse_plan
+from mergepipe.planning.plan import Plan, parse_plan
 from support.budgets import GRAIN, TensorPlanOf
 from support.training_trees import known_states, write_dcp, write_hf, write_zero12
 

@@ -22,7 +22,7 @@ from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, F32, GRAIN_ELEMENTS
 from mergepipe.errors import ConflictError, CorruptError, LimitError, MergePipeError, NotFoundError
 from mergepipe.options import MergeOptions, RunOptions
-from mergepipe.planning.plan_json import parse_plan
+from mergepipe.planning.plan import parse_plan
 from support.budgets import GRAIN, TensorPlanOf, smallest_memory
 from support.disk_families import weights_digest
 from support.faults import Fault, replaced, worker_threads
@@ -93,7 +93,7 @@ def test_plan__edited_by_hand_is_refused(tmp_path: Path, edit: str) -> None:
     path.write_text(json.dumps(plan))
     with pytest.raises(CorruptError) as caught:
         session.run(path, tmp_path / "out", options=RunOptions(home=setting.home))
-    assert caught.value.code.startswith("plan.")
+    assert caught.value.code == "format.damaged"
     assert not (tmp_path / "out").exists()
 
 

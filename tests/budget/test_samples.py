@@ -18,8 +18,7 @@ from mergepipe.core.blocks import BF16, F32, DType
 from mergepipe.errors import LimitError, UnsupportedError
 from mergepipe.operators.statistics import Cut
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
-from mergepipe.planning.plan import Plan, PlannedTensor
-from mergepipe.planning.plan_json import parse_plan
+from mergepipe.planning.plan import Plan, PlannedTensor, parse_plan
 from support.budgets import AWKWARD, GRAIN, TensorPlanOf, as_float32, planned_tensor, smallest_memory
 from support.disk_families import DiskFamily, weights_digest, write_family, write_recipe
 

@@ -18,7 +18,7 @@ from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.cli.printing import REPORT_FORMAT
 from mergepipe.options import SWEEP_BUDGETS, PlanOptions
 from mergepipe.planning.budget import OnOmit, Policy
-from mergepipe.planning.plan_json import parse_plan
+from mergepipe.planning.plan import parse_plan
 
 
 @pytest.fixture
@@ -341,19 +341,19 @@ def test_run__a_plan_edited_by_hand_is_refused(work: Workplace, run: Runner) -> 
     path = stored_plan(work, run)
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
     ran = run("run", path, work.out, "-q")
-    assert (ran.exit_code, codes(ran)) == (4, ["plan.damaged"])
+    assert (ran.exit_code, codes(ran)) == (4, ["format.damaged"])
     assert not work.out.exists()
 
 
 @pytest.mark.usefixtures("analyzed")
 def test_run__a_newer_plan_is_refused(work: Workplace, run: Runner) -> None:
     path = stored_plan(work, run)
-    path.write_text(path.read_text().replace("mergepipe-plan/4", "mergepipe-plan/5"))
+    path.write_text(path.read_text().replace("mergepipe-plan/5", "mergepipe-plan/6"))
     ran = run("run", path, work.out, "-q")
     assert (ran.exit_code, codes(ran)) == (6, ["format.version"])
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", "notes", '{"format": "mergepipe-plan/4"}'])
+@pytest.mark.parametrize("content", ["", "{}", "[]", "notes", '{"format": "mergepipe-plan/5"}'])
 def test_run__what_is_no_plan_is_refused(work: Workplace, run: Runner, content: str) -> None:
     path = work.root / "plan.json"
     path.write_text(content)
@@ -471,7 +471,7 @@ def test_explain__in_a_full_merge_every_expert_is_everywhere(work: Workplace, ru
     [
         ("nowhere", 3, "snapshot.not-found"),
         ("family/base", 3, "snapshot.not-found"),
-        ("recipe.yml", 4, "plan.damaged"),
+        ("recipe.yml", 4, "format.damaged"),
     ],
 )
 @pytest.mark.usefixtures("analyzed")

@@ -143,7 +143,7 @@ def test_outputs__succeed_or_fail_by_name(ran: dict[str, tuple[Ran, Ran]]) -> No
 
 def test_outputs__json_is_strict_and_names_its_format_first(ran: dict[str, tuple[Ran, Ran]]) -> None:
     documents = {name: json.loads(as_json.out, cls=Strict) for name, (_, as_json) in ran.items()}
-    assert documents.pop("plan")["format"] == PLAN_FORMAT
+    assert documents.pop("plan")["format"] == PLAN_FORMAT.title
     assert {next(iter(document.items())) for document in documents.values()} == {("format", REPORT_FORMAT)}
 
 

@@ -22,8 +22,7 @@ from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level
 from mergepipe.engine.tensor_work import level_of_blocks
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
-from mergepipe.planning.plan import Plan
-from mergepipe.planning.plan_json import parse_plan
+from mergepipe.planning.plan import Plan, parse_plan
 from mergepipe.planning.rules import ALL, Ladder, ladder_steps
 from support.disk_families import DiskFamily, read_snapshot, weights_digest, write_family, write_recipe
 from support.oracle import MergeCase

@@ -19,7 +19,7 @@ from mergepipe.checkpoints.torch_file import read_torch_weights
 from mergepipe.checkpoints.vocabulary import read_pieces
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, Codec, Piece
 from mergepipe.errors import CorruptError, MergePipeError
-from mergepipe.planning.plan_json import parse_plan
+from mergepipe.planning.plan import parse_plan
 from mergepipe.recipes.recipe_files import reload_recipes
 from mergepipe.runs.progress import merge_state
 from mergepipe.snapshots.manifest import parse_manifest
@@ -139,7 +139,7 @@ def test_parse_plan__refuses_what_has_no_digest(targets: dict[str, Target], valu
     assert lying != raw
     with pytest.raises(CorruptError) as caught:
         parse_plan(lying.encode())
-    assert caught.value.code == "plan.damaged"
+    assert caught.value.code == "format.damaged"
 
 
 # --- any bytes at all ---

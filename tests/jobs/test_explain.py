@@ -13,6 +13,7 @@ import mergepipe
 from mergepipe.errors import NotFoundError
 from mergepipe.jobs.explain import explanation_of, joined
 from mergepipe.planning.plan import Access, Plan, PlannedModel, PlannedTensor
+from mergepipe.recipes.tasks import TensorParameters
 from mergepipe.reports import BlockUse, Explanation
 
 RUNS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda run: (run[0], run[0] + run[1])), max_size=8)
@@ -40,9 +41,10 @@ def make_plan(planned_bytes: int = 8192) -> Plan:
         full_cost_bytes=20_000,
         recipe="",
         models=(model("base", "base", 0), model("expert", "a", 4096), model("expert", "b", 4096)),
+        parameters=(TensorParameters({}, {}, ({}, {})),),
         tensors=(
-            PlannedTensor("model.layers.3.w", 950, {}, {}, ({}, {}), first, (0, 1)),
-            PlannedTensor("model.norm.weight", 10, {}, {}, ({}, {}), second, (0, 1)),
+            PlannedTensor("model.layers.3.w", 950, 0, first, (0, 1)),
+            PlannedTensor("model.norm.weight", 10, 0, second, (0, 1)),
         ),
     )
 

@@ -16,8 +16,7 @@ from mergepipe.engine.make_part import make_part
 from mergepipe.errors import ConflictError, NotFoundError, OutputError, RecipeError, UnsupportedError
 from mergepipe.jobs import parts
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions
-from mergepipe.planning.plan import Plan
-from mergepipe.planning.plan_json import parse_plan
+from mergepipe.planning.plan import Plan, parse_plan
 from mergepipe.reports import Garbage, PartReport
 from mergepipe.runs import parts as worker_module
 from mergepipe.snapshots import parts_bucket

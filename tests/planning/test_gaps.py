@@ -70,10 +70,7 @@ def test_plan__reads_fewer_ranges_of_the_expert_whose_requests_cost() -> None:
     )
     assert len(gaps_of(priced, 0)) < len(gaps_of(free, 0))
     assert priced.planned_bytes <= priced.budget_bytes == free.budget_bytes
-    assert (
-        plan_merge(replace(problem, request_bytes=(0, 0)), request, Policy.NORM, PlanningChoices()).content()
-        == free.content()
-    )
+    assert plan_merge(replace(problem, request_bytes=(0, 0)), request, Policy.NORM, PlanningChoices()) == free
 
 
 def test_plan__of_everything_reads_everything_whatever_requests_cost() -> None:

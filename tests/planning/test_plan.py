@@ -19,15 +19,17 @@ from mergepipe.planning.plan import (
     PLAN_FORMAT,
     Access,
     Fallback,
-    FileBinding,
     ImportanceRecord,
     Plan,
     PlannedModel,
     PlannedTensor,
     Runs,
     format_runs,
+    parse_plan,
+    parse_runs,
 )
-from mergepipe.planning.plan_json import parse_plan, parse_runs
+from mergepipe.recipes.tasks import TensorParameters
+from mergepipe.storage.file_version import FileId
 from support.places import DOCS
 
 BLOCK = 100
@@ -35,6 +37,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 SCALARS = st.dictionaries(TEXT, FINITE | st.booleans(), max_size=3)
 COUNTS = st.integers(0, 2**62)
+PARAMETERS = st.builds(TensorParameters, SCALARS, SCALARS, st.tuples(SCALARS, SCALARS))
 Json = dict[str, Any]
 
 
@@ -68,7 +71,7 @@ def accesses(draw: st.DrawFn, n_blocks: int) -> tuple[Access, Access]:
 
 CUTS = st.none() | st.builds(Cut, *[st.integers(0, 2**32 - 1)] * 3)
 PRODUCTS = st.none() | st.tuples(FINITE, FINITE, FINITE)
-BINDINGS = st.builds(FileBinding, TEXT, COUNTS, TEXT, TEXT)
+BINDINGS = st.builds(FileId, TEXT, COUNTS, TEXT, TEXT)
 FALLBACKS = st.lists(st.builds(Fallback, TEXT, TEXT, TEXT), max_size=2).map(tuple)
 
 
@@ -84,13 +87,13 @@ def models(role: str) -> st.SearchStrategy[PlannedModel]:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    parameters = draw(st.lists(st.tuples(SCALARS, SCALARS, st.tuples(SCALARS, SCALARS)), min_size=1, max_size=2))
+    parameters = draw(st.lists(PARAMETERS, min_size=1, max_size=2))
     tensors = []
     for name in draw(st.lists(TEXT, unique=True, max_size=3)):
         n_elements = draw(st.integers(0, 20 * BLOCK))
-        shared, anchor, experts = draw(st.sampled_from(parameters))
         access = draw(accesses(-(-n_elements // BLOCK)))
-        tensors.append(PlannedTensor(name, n_elements, shared, anchor, experts, access, tuple(range(len(access)))))
+        index = draw(st.integers(0, len(parameters) - 1))
+        tensors.append(PlannedTensor(name, n_elements, index, access, tuple(range(len(access)))))
     planned, spare = draw(COUNTS), draw(COUNTS)
     return Plan(
         operator=draw(TEXT),
@@ -103,6 +106,7 @@ def plans(draw: st.DrawFn) -> Plan:
         full_cost_bytes=draw(COUNTS),
         recipe=draw(TEXT),
         models=(draw(models("base")), draw(models("expert")), draw(models("expert"))),
+        parameters=tuple(parameters),
         tensors=tuple(tensors),
         fallbacks=draw(FALLBACKS),
         adjustments=draw(FALLBACKS),
@@ -110,17 +114,17 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 def example() -> Plan:
-    file = FileBinding("model.safetensors", 10, "20", "ab")
+    file = FileId("model.safetensors", 10, "20", "ab")
     model = PlannedModel("base", "./m", "/here/m", "id", None, (file,), 800, 300)
     experts = tuple(replace(model, role="expert", model=f"./{name}") for name in "ab")
     access = (
         Access(((0, 4), (7, 8)), ((5, 6),), (), Cut(7, 8, 9), (1.0, 2.0, 3.0)),
         Access(((4, 5),), (), ((0, 2, 0), (7, 8, 0))),
     )
-    tensor = PlannedTensor("w", 8 * BLOCK, {"lambda": 1.0}, {}, ({"weight": 1.0}, {"weight": 0.5}), access, (0, 1))
+    parameters = TensorParameters({"lambda": 1.0}, {}, ({"weight": 1.0}, {"weight": 0.5}))
     return Plan(
-        "ties", BLOCK, 0, "norm", "keep", 700, 600, 800, "recipe", (model, *experts), (tensor,),
-        (Fallback("x", "y", "z"),), (),
+        "ties", "norm", "keep", 0, BLOCK, 700, 600, 800, "recipe", (model, *experts), (parameters,),
+        (PlannedTensor("w", 8 * BLOCK, 0, access, (0, 1)),), (Fallback("x", "y", "z"),),
     )  # fmt: skip
 
 
@@ -179,7 +183,7 @@ CHANGES: list[Callable[[Plan], Plan]] = [
     lambda p: replace(p, models=(*p.models[:2], replace(p.models[2], side_bytes=300))),
     lambda p: replace(p, models=(replace(p.models[0], identity="other"), *p.models[1:])),
     lambda p: replace(p, tensors=(replace(p.tensors[0], n_elements=8 * BLOCK - 1),)),
-    lambda p: replace(p, tensors=(replace(p.tensors[0], globals={"lambda": 2.0}),)),
+    lambda p: replace(p, parameters=(replace(p.parameters[0], globals={"lambda": 2.0}),)),
     lambda p: replace(p, tensors=(replace(p.tensors[0], access=(p.tensors[0].access[0], Access(()))),)),
 ]
 
@@ -193,7 +197,7 @@ def test_plan__digest_is_the_same_on_every_machine() -> None:
     assert example().digest == EXAMPLE_DIGEST
 
 
-EXAMPLE_DIGEST = "4b734ba705e12bb3911675532651bab0"
+EXAMPLE_DIGEST = "de64bc0592f15b4b754161bf1868c269"
 
 
 def changed(**values: object) -> bytes:
@@ -211,18 +215,19 @@ def test_parse_plan__refuses_a_plan_edited_by_hand(key: str) -> None:
     value = json.loads(example().to_json())[key]
     error = refused(changed(**{key: value + ("x" if isinstance(value, str) else 1)}))
     assert isinstance(error, CorruptError)
-    assert error.code == "plan.damaged"
+    assert error.code == "format.damaged"
 
 
 def test_parse_plan__refuses_other_versions_and_foreign_formats() -> None:
-    for version, word in ((3, "older"), (5, "newer")):
+    for version, hint in ((4, "make the plan again"), (6, "use a newer version of MergePipe")):
         refusal = refused(changed(format=f"mergepipe-plan/{version}"))
         assert isinstance(refusal, UnsupportedError)
         assert refusal.code == "format.version"
-        assert f"'mergepipe-plan/{version}' is {word} than 'mergepipe-plan/4'" in str(refusal)
-    for foreign in ("mergepipe-manifest/1", "mergepipe-plan", "mergepipe-plan/x", "mergepipe-plan/0"):
-        assert refused(changed(format=foreign)).code == "plan.damaged"
-    assert PLAN_FORMAT == "mergepipe-plan/4"
+        assert f"its format is 'mergepipe-plan/{version}', this version reads 'mergepipe-plan/5' only" in str(refusal)
+        assert hint in str(refusal)
+    for foreign in ("mergepipe-manifest/1", "mergepipe-plan", "mergepipe-plan/x"):
+        assert refused(changed(format=foreign)).code == "format.damaged"
+    assert PLAN_FORMAT.title == "mergepipe-plan/5"
 
 
 def edited(change: Callable[[Json], None]) -> bytes:
@@ -239,54 +244,55 @@ def access_of(content: Json, expert: int = 0) -> Json:
 @pytest.mark.parametrize(
     ("words", "raw"),
     [
-        ("not JSON: Expecting property name enclosed", b"{"),
-        ("not JSON: 'utf-8' codec can't decode byte", b"\xff"),
-        ("not JSON: maximum recursion depth exceeded", b"[" * 100_000),
-        ("an object has the same key twice", b'{"a": 1, "a": 2}'),
-        ("NaN is not a valid JSON number", changed(seed=float("nan"))),
-        ("an object is needed", b"[]"),
-        ("'format' is missing", b"{}"),
-        ("unknown key 'unknown', known: adjustments,", changed(unknown=1)),
+        ("not valid JSON: Expecting property name enclosed", b"{"),
+        ("JSON must be UTF-8, found byte 0xff at 0", b"\xff"),
+        ("JSON is nested deeper than 64 levels", b"[" * 100_000),
+        ("the key 'a' occurs twice in one JSON object", b'{"a": 1, "a": 2}'),
+        ("JSON has no number NaN", changed(seed=float("nan"))),
+        ("a JSON object is needed, found []", b"[]"),
+        ("its format is None, 'mergepipe-plan/5' is needed", b"{}"),
+        ("unknown key 'unknown'; known: adjustments,", changed(unknown=1)),
         ("'tensors' is missing", edited(lambda c: c.pop("tensors"))),
-        ("tensors[0].access[0]: unknown key 'rad',", edited(lambda c: access_of(c).update(rad="0"))),
-        ("models[0]: unknown key 'x', known:", edited(lambda c: c["models"][0].update(x=0))),
-        ("'seed' is not an integer", changed(seed="1")),
-        ("'seed' is not an integer", changed(seed=True)),
-        ("'tensors' is not an array", changed(tensors={})),
-        ("'operator' is not a string", changed(operator=None)),
-        ("'budget_bytes' is negative", changed(budget_bytes=-1)),
+        ("tensors[0].access[0]: unknown key 'rad';", edited(lambda c: access_of(c).update(rad="0"))),
+        ("models[0]: unknown key 'x'; known:", edited(lambda c: c["models"][0].update(x=0))),
+        ("seed: an integer is needed, found '1'", changed(seed="1")),
+        ("seed: an integer is needed, found True", changed(seed=True)),
+        ("seed: an integer is needed, found", changed(seed=2**64)),
+        ("tensors: an array is needed", changed(tensors={})),
+        ("operator: a string is needed", changed(operator=None)),
+        ("budget_bytes: an integer from 0 on is needed", changed(budget_bytes=-1)),
         ("planned 600 bytes of a budget of 599", changed(budget_bytes=599)),
         ("blocks of 0 elements", changed(block_elements=0)),
-        ("tensors[0]: there is no set of parameters 0", changed(parameters=[])),
+        ("w: there is no set of parameters 0", changed(parameters=[])),
         ("a tensor is planned twice", edited(lambda c: c["tensors"].append(c["tensors"][0]))),
         ("w: 1 accesses for 2 experts", edited(lambda c: c["tensors"][0]["access"].pop())),
-        ("tensors[0].access[0]: runs of blocks must", edited(lambda c: access_of(c).update(read="3-1"))),
-        ("tensors[0].access[0]: runs of blocks must", edited(lambda c: access_of(c).update(read="0-3,3"))),
-        ("w: a run of blocks ends past the last of 8", edited(lambda c: access_of(c).update(read="0-8"))),
-        ("tensors[0].access[0]: '-1' is not a run of", edited(lambda c: access_of(c).update(read="-1"))),
-        ("tensors[0].access[0]: '' is not a run of", edited(lambda c: access_of(c).update(read=""))),
-        ("tensors[0].access[0]:", edited(lambda c: access_of(c).update(read="0-99999999999999999999"))),
+        ("tensors[0].access[0]: runs of blocks must", edited(lambda c: access_of(c).update(blocks="3-1"))),
+        ("tensors[0].access[0]: runs of blocks must", edited(lambda c: access_of(c).update(blocks="0-3,3"))),
+        ("w: a run of blocks ends past the last of 8", edited(lambda c: access_of(c).update(blocks="0-8"))),
+        ("tensors[0].access[0].blocks: '-1' is not a run of", edited(lambda c: access_of(c).update(blocks="-1"))),
+        ("tensors[0].access[0].blocks: '' is not a run of", edited(lambda c: access_of(c).update(blocks=""))),
+        ("tensors[0].access[0].blocks:", edited(lambda c: access_of(c).update(blocks="0-99999999999999999999"))),
         ("w: a block of expert 0 is planned twice", edited(lambda c: access_of(c).update(free="2"))),
         ("tensors[0].access[0]: not three numbers of", edited(lambda c: access_of(c).update(cut=[2**32, 0, 0]))),
-        ("tensors[0].access[0]: 1 products, 3 are", edited(lambda c: access_of(c).update(products=[1.0]))),
+        ("tensors[0].access[0].products: 1 items, 3 are", edited(lambda c: access_of(c).update(products=[1.0]))),
         ("w: expert 1 cannot serve expert 1", edited(lambda c: access_of(c, 1).update(shared="0-1@1"))),
         ("w: expert 2 cannot serve expert 1", edited(lambda c: access_of(c, 1).update(shared="0-1@2"))),
         ("w: blocks 6 to 6 of expert 0 are not read", edited(lambda c: access_of(c, 1).update(shared="6@0"))),
-        ("tensors[0].access[1]: '0-1' is not a run of", edited(lambda c: access_of(c, 1).update(shared="0-1"))),
+        ("tensors[0].access[1].shared: '0-1' is not a run of", edited(lambda c: access_of(c, 1).update(shared="0-1"))),
         ("w: a block of expert 1 is planned twice", edited(lambda c: access_of(c, 1).update(shared="4@0"))),
     ],
 )
 def test_parse_plan__refuses_what_is_no_plan(words: str, raw: bytes) -> None:
     error = refused(raw)
     assert isinstance(error, CorruptError)
-    assert error.code == "plan.damaged"
+    assert error.code == "format.damaged"
     assert words in str(error)
     assert "p.json" in str(error)
 
 
 def test_parse_plan__says_where_an_unknown_key_stands() -> None:
     error = refused(edited(lambda c: access_of(c, 1).update(cutt=1)))
-    assert "tensors[0].access[1]: unknown key 'cutt', did you mean 'cut'?" in str(error)
+    assert "tensors[0].access[1]: unknown key 'cutt'; did you mean 'cut'?" in str(error)
 
 
 @given(RUNS.filter(bool))
@@ -298,8 +304,8 @@ def test_runs__are_written_with_their_last_block() -> None:
     assert format_runs(((0, 4), (7, 8))) == "0-3,7"
     content = json.loads(example().to_json())["tensors"][0]["access"]
     assert content == [
-        {"read": "0-3,7", "free": "5", "cut": [7, 8, 9], "products": [1.0, 2.0, 3.0]},
-        {"read": "4", "shared": "0-1@0,7@0"},
+        {"blocks": "0-3,7", "free": "5", "cut": [7, 8, 9], "products": [1.0, 2.0, 3.0]},
+        {"blocks": "4", "shared": "0-1@0,7@0"},
     ]
 
 
@@ -316,7 +322,7 @@ def test_format_doc__names_every_key() -> None:
     text = (formats / "plan.md").read_text(encoding="utf-8")
     keys = [*schema()["properties"], *schema()["$defs"]["access"]["properties"]]
     assert [key for key in keys if f"`{key}`" not in text] == []
-    assert PLAN_FORMAT in text
+    assert PLAN_FORMAT.title in text
 
 
 @pytest.mark.parametrize(

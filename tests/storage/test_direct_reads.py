@@ -45,7 +45,7 @@ ALLOWED = {
     "jobs/sweep.py": ("is_dir", OWN),
     "kernels/compiled.py": ("read_bytes rglob", "the kernels' own source"),
     "kernels/code_cache.py": ("is_dir os.fstat os.listdir os.lstat os.open", "compiled kernels"),
-    "planning/plan_json.py": ("exists is_file is_symlink regular.read_head", OWN),
+    "planning/plan.py": ("exists is_file is_symlink regular.read_head", OWN),
     "runs/output_place.py": ("read_bytes", OWN),
     "runs/parts_finish.py": ("is_dir", OWN),
     "runs/progress.py": ("is_dir", OWN),

@@ -48,8 +48,7 @@ def _sealed(change: Callable[[dict[str, Any]], None], indent: int | None = 1) ->
 
 def _digest_plan(document: dict[str, Any]) -> None:
     content = {key: value for key, value in document.items() if key != "digest"}
-    models = [{k: v for k, v in model.items() if k not in ("path", "files")} for model in content["models"]]
-    content["models"] = models
+    content["models"] = [{**model, "path": "", "files": []} for model in content["models"]]
     document["digest"] = digest_of(content)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from mergepipe.planning.plan_json import parse_plan
+from mergepipe.planning.plan import parse_plan
 from mergepipe.tailor.saving.save_log import SaveRecord, start_line
 from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, layer
 from support.disk_families import write_sharded, write_single
@@ -82,7 +82,7 @@ PLAN_WORDS = (
     b"expert",
     b"base",
     b"format",
-    b"mergepipe-plan/3",
+    b"mergepipe-plan/4",
     b",",
     b"@",
 )

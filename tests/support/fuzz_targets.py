@@ -27,7 +27,7 @@ from mergepipe.checkpoints.torch_file import read_torch_weights
 from mergepipe.checkpoints.vocabulary import read_pieces, read_vocabulary
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
-from mergepipe.planning.plan_json import parse_plan
+from mergepipe.planning.plan import parse_plan
 from mergepipe.runs.progress import merge_state
 from mergepipe.snapshots.block_digests import BlockTable, block_table_of
 from mergepipe.snapshots.manifest import parse_manifest

@@ -58,6 +58,9 @@ class AsText:
 Size = Annotated[int, Within(0)]
 """A count, or a number of bytes."""
 
+Seed = Annotated[int, Within(-_LARGEST - 1, 2 * _LARGEST + 1)]
+"""An integer of 64 bits, with a sign or without."""
+
 
 class RefusedError(ValueError):
     """A value that is not one of a record: `place` is where it stands in the document."""
@@ -153,7 +156,7 @@ class RecordFormat(Generic[T]):
         """
         return self.of_content(parse_object(raw, where=where, code=_CODE, hint=self._hint), where)
 
-    def of_content(self, document: Mapping[str, JsonValue], where: object) -> T:
+    def of_content(self, document: Mapping[str, object], where: object) -> T:
         """Read a document that is parsed already.
 
         Raises:
@@ -183,7 +186,7 @@ class RecordFormat(Generic[T]):
                 self._refuse(where, f"its digest is {shown(document.get(_DIGEST))}, its content's '{computed}'")
         return record
 
-    def _check_version(self, title: JsonValue, where: object) -> None:
+    def _check_version(self, title: object, where: object) -> None:
         name, _, number = title.partition("/") if isinstance(title, str) else ("", "", "")
         if name != self.name or not (number.isascii() and number.isdigit() and len(number) < 10):
             self._refuse(where, f"its format is {shown(title)}, '{self.title}' is needed")

@@ -22,8 +22,16 @@ from mergepipe.planning.budget import (
     parse_budget,
     retry_reserve_bytes,
 )
-from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, Fallback, ImportanceRecord, Plan, PlannedTensor
-from mergepipe.planning.plan_json import parse_plan
+from mergepipe.planning.plan import (
+    NOTHING_READ,
+    READS_ALL,
+    Access,
+    Fallback,
+    ImportanceRecord,
+    Plan,
+    PlannedTensor,
+    parse_plan,
+)
 from mergepipe.planning.planner import Ranking, rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.fields import USUAL, Strictness

@@ -1,4 +1,4 @@
-"""Assemble a plan from a selection: runs of blocks per tensor and expert, file bindings, fallback notices."""
+"""Assemble a plan from a selection: runs of blocks per tensor and expert, models, fallback notices."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.core.canonical_json import canonical_json
+from mergepipe.core.records import encode
 from mergepipe.planning.candidates import Candidates, KnownStatistics
 from mergepipe.planning.plan import (
     NOTHING_READ,
     UNSPENT,
     Access,
     Fallback,
-    FileBinding,
     PlannedModel,
     PlannedTensor,
     Runs,
@@ -26,33 +26,38 @@ from mergepipe.planning.plan import (
 from mergepipe.planning.problem import Columns, PlanningModel, PlanningProblem
 from mergepipe.planning.rules import ALL, Rules
 from mergepipe.planning.selection import Selection
+from mergepipe.recipes.tasks import TensorParameters
 
 MOST_UNSPENT = 1 / 20  # of a budget: less is what no further block fits into
 SPREAD = "it was analysed by larger blocks; `mergepipe analyze --block-elements {}` makes them exact"
 
 
-def planned_tensors(candidates: Candidates, selection: Selection, rules: Rules) -> tuple[PlannedTensor, ...]:
-    """Build one `PlannedTensor` per merged tensor."""
+def planned_tensors(
+    candidates: Candidates, selection: Selection, rules: Rules
+) -> tuple[tuple[TensorParameters, ...], tuple[PlannedTensor, ...]]:
+    """Return the distinct parameters, in order of first use, and one `PlannedTensor` per merged tensor."""
     if selection.drawn_B is not None:  # what is equal to the base takes part in a sample's cuts where it was drawn
         candidates = replace(candidates, free_EB=candidates.free_EB & selection.drawn_B)
     access = [_accesses(e, candidates, selection, rules) for e in range(candidates.n_experts)]
     slot_ET, probability_T = candidates.columns.slot_ET, selection.probability_T
-    tensors = []
+    tensors: list[PlannedTensor] = []
+    parameters: dict[bytes, TensorParameters] = {}
+    place_of: dict[bytes, int] = {}
     for t, task in enumerate(candidates.columns.tasks):
+        key = canonical_json(encode(task.parameters))
+        parameters.setdefault(key, task.parameters)
         ordered = candidates.columns.participants(t)
         tensors.append(
             PlannedTensor(
                 name=task.name,
                 n_elements=task.base.n_elements,
-                globals=task.parameters.globals,
-                anchor=task.parameters.anchor,
-                experts=task.parameters.experts,
+                parameters=place_of.setdefault(key, len(place_of)),
                 access=tuple(_among_participants(access[e][t], slot_ET[:, t]) for e in ordered),
                 models=tuple(ordered),
                 probability=1.0 if probability_T is None else float(probability_T[t]),
             )
         )
-    return tuple(tensors)
+    return tuple(parameters.values()), tuple(tensors)
 
 
 def _among_participants(access: Access, slot_E: NDArray[np.int16]) -> Access:
@@ -150,11 +155,6 @@ def planned_models(
     return tuple(models)
 
 
-def bindings(checkpoint: Checkpoint) -> tuple[FileBinding, ...]:
-    """Bind the files of a checkpoint as they were when it was opened."""
-    return tuple(FileBinding(f.name, f.size_bytes, f.version, f.header_digest, f.sha256) for f in checkpoint.files)
-
-
 def _planned_model(role: str, model: PlanningModel, full_cost_bytes: int, planned_bytes: int) -> PlannedModel:
     return PlannedModel(
         role=role,
@@ -162,7 +162,7 @@ def _planned_model(role: str, model: PlanningModel, full_cost_bytes: int, planne
         path=str(model.checkpoint.path),
         identity=model.identity,
         content_id=model.content_id,
-        files=bindings(model.checkpoint),
+        files=model.checkpoint.files,
         full_cost_bytes=full_cost_bytes,
         planned_bytes=planned_bytes,
     )

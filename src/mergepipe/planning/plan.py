@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from operator import le, lt
+from pathlib import Path
+from typing import Annotated, Final, TypeAlias
 
-from mergepipe.core.canonical_json import canonical_json, digest_of
+from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.notebooks import Displayed
 from mergepipe.core.notices import Notice
+from mergepipe.core.records import AsText, RecordFormat, Seed, Size, encode
+from mergepipe.errors import OutputError
 from mergepipe.operators.statistics import Cut
+from mergepipe.recipes.tasks import TensorParameters
 from mergepipe.reports import Sampling
+from mergepipe.storage.file_version import FileId
+from mergepipe.storage.ledger import Ledger
+from mergepipe.storage.output import replace_durably
+from mergepipe.storage.ranges import os_error, read_head
 
-PLAN_NAME = "mergepipe-plan"
-PLAN_VERSION = 4
-PLAN_FORMAT = f"{PLAN_NAME}/{PLAN_VERSION}"
-
-Scalar = float | bool
-Runs = tuple[tuple[int, int], ...]
-SharedRuns = tuple[tuple[int, int, int], ...]
+Runs: TypeAlias = tuple[tuple[int, int], ...]
+SharedRuns: TypeAlias = tuple[tuple[int, int, int], ...]
 
 NOTHING_READ = "nothing of it is read"
 """The decision of the notices about experts that a plan leaves out."""
@@ -36,28 +38,64 @@ SAMPLES = "sample"
 """The policy of a plan that reads a sample of block positions."""
 
 _LARGEST_BITS = 2**32 - 1
-_MACHINE_KEYS = ("path", "files")  # of a model: true on one machine only, so not in the digest
+_LONGEST_INDEX = 18  # digits
+_HEAD_BYTES = 400
 
 
-@dataclass(frozen=True, slots=True)
-class FileBinding:
-    """An input file as it was when planned. Not part of the digest: modification times differ between machines.
+# --- runs of blocks as text ---
 
-    `sha256` is None, and not written, where it was unknown.
-    """
 
-    name: str
-    size_bytes: int
-    version: str
-    header_digest: str
-    sha256: str | None = None
+def format_runs(runs: Runs) -> str:
+    """Format half-open runs with the last block included: `((0, 4), (7, 8))` is `0-3,7`."""
+    return ",".join(_run_text(start, stop) for start, stop in runs)
+
+
+def parse_runs(text: str) -> Runs:
+    """The inverse of `format_runs`."""
+    return tuple(map(_run_of, text.split(",")))
+
+
+def _format_shared(runs: SharedRuns) -> str:
+    return ",".join(f"{_run_text(start, stop)}@{source}" for start, stop, source in runs)
+
+
+def _parse_shared(text: str) -> SharedRuns:
+    shared_runs = []
+    for part in text.split(","):
+        run, at, source = part.partition("@")
+        if not at or not _is_index(source):
+            raise ValueError(f"'{part[:40]}' is not a run of shared blocks")
+        shared_runs.append((*_run_of(run), int(source)))
+    return tuple(shared_runs)
+
+
+def _run_text(start: int, stop: int) -> str:
+    return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
+
+
+def _run_of(text: str) -> tuple[int, int]:
+    first, dash, last = text.partition("-")
+    if not _is_index(first) or (dash and not _is_index(last)):
+        raise ValueError(f"'{text[:40]}' is not a run of blocks")
+    return int(first), int(last if dash else first) + 1
+
+
+def _is_index(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _LONGEST_INDEX
+
+
+_RunsText: TypeAlias = Annotated[Runs, AsText(format_runs, parse_runs)]
+_SharedText: TypeAlias = Annotated[SharedRuns, AsText(_format_shared, _parse_shared)]
+
+
+# --- the plan ---
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
     """An input of the plan. `identity` identifies it in the digest: its content id, or its headers' digest.
 
-    `side_bytes` of `planned_bytes` are what reading its index costs.
+    `files` are its files as they were when planned, and `side_bytes` of `planned_bytes` what reading its index costs.
     """
 
     role: str
@@ -65,10 +103,10 @@ class PlannedModel:
     path: str
     identity: str
     content_id: str | None
-    files: tuple[FileBinding, ...]
-    full_cost_bytes: int
-    planned_bytes: int
-    side_bytes: int = 0
+    files: tuple[FileId, ...]
+    full_cost_bytes: Size
+    planned_bytes: Size
+    side_bytes: Size = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.side_bytes <= self.planned_bytes:
@@ -85,12 +123,12 @@ class Access:
     are read, but only in part, to the level at which they are.
     """
 
-    blocks: Runs
-    free: Runs = ()
-    shared: SharedRuns = ()
+    blocks: _RunsText = ()
+    free: _RunsText = ()
+    shared: _SharedText = ()
     cut: Cut | None = None
     products: tuple[float, float, float] | None = None
-    levels: SharedRuns = ()
+    levels: _SharedText = ()
 
     def __post_init__(self) -> None:
         for runs in (self.blocks, self.free):
@@ -117,19 +155,18 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One merged tensor: its size, the operator's parameters in force, and one `Access` for each of its experts.
+    """One merged tensor: its size, and one `Access` for each of its experts.
 
-    `models` says which of the plan's experts these are.
+    `parameters` is the index of the operator's parameters in force among those of the plan, and `models` says which of
+    the plan's experts its experts are.
     With a `probability` below 1 the blocks are a sample, drawn by it: the merged delta is divided by it.
     """
 
     name: str
-    n_elements: int
-    globals: Mapping[str, Scalar]
-    anchor: Mapping[str, Scalar]
-    experts: tuple[Mapping[str, Scalar], ...]
+    n_elements: Size
+    parameters: Size
     access: tuple[Access, ...]
-    models: tuple[int, ...]
+    models: tuple[Size, ...]
     probability: float = 1.0
 
     def __post_init__(self) -> None:
@@ -168,24 +205,30 @@ class Fallback:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan(Displayed):
-    """A decided merge. Laws: `parse_plan(p.to_json()) == p`; the digest is the same on every machine."""
+    """A decided merge. Laws: `parse_plan(p.to_json()) == p`; the digest is the same on every machine.
+
+    `parameters` are the distinct sets of the operator's parameters, and `vocabulary` digests how tokens are aligned,
+    where a recipe asks for a tokenizer. `recipe_notices` say what has no effect in the recipe; the digest is without
+    them.
+    """
 
     operator: str
-    block_elements: int
-    seed: int
     policy: str
     on_omit: str
-    budget_bytes: int
-    planned_bytes: int
-    full_cost_bytes: int
+    seed: Seed
+    block_elements: Size
+    budget_bytes: Size
+    planned_bytes: Size
+    full_cost_bytes: Size
     recipe: str
     models: tuple[PlannedModel, ...]
+    parameters: tuple[TensorParameters, ...]
     tensors: tuple[PlannedTensor, ...]
     fallbacks: tuple[Fallback, ...] = ()
     adjustments: tuple[Fallback, ...] = ()
-    vocabulary: str | None = None  # digest of how tokens are aligned, where a recipe asks for a tokenizer
-    importance: ImportanceRecord | None = None  # what the probabilities of a sample follow, if that was given
-    recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe; no part of the digest
+    vocabulary: str | None = None
+    importance: ImportanceRecord | None = None
+    recipe_notices: tuple[Notice, ...] = ()
 
     def __post_init__(self) -> None:
         experts = sum(model.role == "expert" for model in self.models)
@@ -196,7 +239,9 @@ class Plan(Displayed):
         if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
             raise ValueError("a tensor is planned twice")
         for tensor in self.tensors:
-            if not len(tensor.access) == len(tensor.experts) == len(tensor.models):
+            if tensor.parameters >= len(self.parameters):
+                raise ValueError(f"{tensor.name}: there is no set of parameters {tensor.parameters}")
+            if not len(tensor.access) == len(self.parameters[tensor.parameters].experts) == len(tensor.models):
                 raise ValueError(f"{tensor.name}: {len(tensor.access)} accesses for {len(tensor.models)} experts")
             if len(set(tensor.models)) < len(tensor.models) or not all(0 <= e < experts for e in tensor.models):
                 raise ValueError(f"{tensor.name}: not experts of this plan: {list(tensor.models)}")
@@ -205,8 +250,14 @@ class Plan(Displayed):
 
     @property
     def digest(self) -> str:
-        """32 hex digits: BLAKE3-128 of the canonical JSON without machine-specific keys. Computed on each call."""
-        return _digest(self, _content(self))
+        """32 hex digits: BLAKE3-128 of the canonical JSON, without paths and files of models. Computed on each call."""
+        content = encode(self)
+        assert isinstance(content, dict)
+        content.pop("recipe_notices", None)
+        content["models"] = encode(tuple(replace(model, path="", files=()) for model in self.models))
+        if self.importance is not None:
+            content["importance"] = self.importance.digest
+        return digest_of({"format": PLAN_FORMAT.title, **content})
 
     @property
     def limit_bytes(self) -> int | None:
@@ -227,12 +278,7 @@ class Plan(Displayed):
 
     def to_json(self) -> bytes:
         """Readable JSON (`docs/internals/formats/plan.md`; `schemas/plan.schema.json`)."""
-        return (json.dumps(self.content(), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-    def content(self) -> dict[str, object]:
-        """Return the content of `to_json` as plain values."""
-        content = _content(self)
-        return {"digest": _digest(self, content), **content}
+        return PLAN_FORMAT.to_json(self)
 
 
 def _check_shared(runs: SharedRuns, kind: str) -> None:
@@ -264,148 +310,28 @@ def _check_runs(tensor: PlannedTensor, n_blocks: int) -> None:
                 raise ValueError(f"{tensor.name}: blocks {start} to {stop - 1} of expert {source} are not read")
 
 
-# --- to JSON ---
+# --- plans in files ---
 
 
-def _content(plan: Plan) -> dict[str, object]:
-    """Return the plan's JSON content without its digest, in reading order."""
-    parameters = _ParameterTable()
-    n_experts = sum(model.role == "expert" for model in plan.models)
-    tensors = [_tensor_content(tensor, parameters.index_of(tensor), n_experts) for tensor in plan.tensors]
-    optional: dict[str, object] = {}
-    if plan.vocabulary is not None:
-        optional["vocabulary"] = plan.vocabulary
-    if plan.importance is not None:
-        optional["importance"] = asdict(plan.importance)
-    if plan.recipe_notices:
-        optional["recipe_notices"] = [_notice_content(notice) for notice in plan.recipe_notices]
-    return {
-        "format": PLAN_FORMAT,
-        "operator": plan.operator,
-        "policy": plan.policy,
-        "on_omit": plan.on_omit,
-        "seed": plan.seed,
-        "block_elements": plan.block_elements,
-        "budget_bytes": plan.budget_bytes,
-        "planned_bytes": plan.planned_bytes,
-        "full_cost_bytes": plan.full_cost_bytes,
-        "fallbacks": [_fallback_content(fallback) for fallback in plan.fallbacks],
-        "adjustments": [_fallback_content(adjustment) for adjustment in plan.adjustments],
-        "models": [_model_content(model) for model in plan.models],
-        **optional,
-        "recipe": plan.recipe,
-        "parameters": parameters.rows,
-        "tensors": tensors,
-    }
+PLAN_FORMAT: Final = RecordFormat(
+    "mergepipe-plan", 5, Plan, "make the plan again (`mergepipe plan`)", stated=("digest",), is_sealed=False
+)
 
 
-def _digest(plan: Plan, content: Mapping[str, object]) -> str:
-    """Return the digest of a plan whose `_content` is given."""
-    content = _without(content, ("recipe_notices",))
-    content["models"] = [_without(_model_content(model), _MACHINE_KEYS) for model in plan.models]
-    if plan.importance is not None:
-        content["importance"] = plan.importance.digest
-    return digest_of(content)
+def parse_plan(raw: bytes, where: object = "plan") -> Plan:
+    """Parse what `Plan.to_json` wrote. Raises as `RecordFormat.parse`."""
+    return PLAN_FORMAT.parse(raw, where)
 
 
-class _ParameterTable:
-    """The distinct sets of parameters, in order of first use."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, object]] = []
-        self._known: dict[bytes, int] = {}
-
-    def index_of(self, tensor: PlannedTensor) -> int:
-        row: dict[str, object] = {
-            "globals": _scalars(tensor.globals),
-            "anchor": _scalars(tensor.anchor),
-            "experts": [_scalars(expert) for expert in tensor.experts],
-        }
-        index = self._known.setdefault(canonical_json(row), len(self.rows))
-        if index == len(self.rows):
-            self.rows.append(row)
-        return index
-
-
-def _scalars(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    return {name: value if isinstance(value, bool) else float(value) for name, value in values.items()}
-
-
-def _tensor_content(tensor: PlannedTensor, parameters: int, n_experts: int) -> dict[str, object]:
-    access = [_access_content(access_row) for access_row in tensor.access]
-    content = {"name": tensor.name, "n_elements": tensor.n_elements, "parameters": parameters, "access": access}
-    if tensor.models != tuple(range(n_experts)):
-        content["models"] = list(tensor.models)
-    if tensor.probability < 1:
-        content["probability"] = tensor.probability
-    return content
-
-
-def _access_content(access: Access) -> dict[str, object]:
-    content: dict[str, object] = {}
-    if access.blocks:
-        content["read"] = format_runs(access.blocks)
-    if access.free:
-        content["free"] = format_runs(access.free)
-    if access.shared:
-        content["shared"] = _shared_text(access.shared)
-    if access.cut is not None:
-        content["cut"] = list(access.cut)
-    if access.products is not None:
-        content["products"] = list(access.products)
-    if access.levels:
-        content["levels"] = _shared_text(access.levels)
-    return content
-
-
-def _files_content(files: Iterable[FileBinding]) -> list[dict[str, object]]:
-    return [
-        {
-            "name": f.name,
-            "size_bytes": f.size_bytes,
-            "version": f.version,
-            "header_digest": f.header_digest,
-            **({} if f.sha256 is None else {"sha256": f.sha256}),
-        }
-        for f in files
-    ]
-
-
-def _model_content(model: PlannedModel) -> dict[str, object]:
-    optional: dict[str, object] = {"side_bytes": model.side_bytes} if model.side_bytes else {}
-    return {
-        "role": model.role,
-        "model": model.model,
-        "identity": model.identity,
-        "content_id": model.content_id,
-        "full_cost_bytes": model.full_cost_bytes,
-        "planned_bytes": model.planned_bytes,
-        "path": model.path,
-        "files": _files_content(model.files),
-        **optional,
-    }
-
-
-def _notice_content(notice: Notice) -> dict[str, object]:
-    return {**asdict(notice), "other_lines": list(notice.other_lines)}
-
-
-def _fallback_content(fallback: Fallback) -> dict[str, object]:
-    return {"where": fallback.where, "decision": fallback.decision, "reason": fallback.reason}
-
-
-def _without(content: Mapping[str, object], keys: Sequence[str]) -> dict[str, object]:
-    return {key: value for key, value in content.items() if key not in keys}
-
-
-def format_runs(runs: Runs) -> str:
-    """Format half-open runs with the last block included: `((0, 4), (7, 8))` is `0-3,7`."""
-    return ",".join(_run_text(start, stop) for start, stop in runs)
-
-
-def _shared_text(runs: SharedRuns) -> str:
-    return ",".join(f"{_run_text(start, stop)}@{source}" for start, stop, source in runs)
-
-
-def _run_text(start: int, stop: int) -> str:
-    return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write a plan to a file, which holds the old one, the new one, or does not exist; replace nothing but a plan."""
+    try:
+        if path.is_symlink():
+            message = "is a link, and nothing is written through links"
+            raise OutputError.of("output.link", path, message, "name the file itself")
+        if path.exists() and not (path.is_file() and PLAN_FORMAT.recognises(read_head(path, _HEAD_BYTES))):
+            message = "exists, and is not a plan of mergepipe"
+            raise OutputError.of("output.not-ours", path, message, "choose another name")
+    except OSError as error:
+        raise os_error(error, path, "writing the plan") from error
+    replace_durably(path, plan.to_json(), Ledger())

@@ -300,7 +300,7 @@ class Ranking:
         """Plan what `select` selects."""
         problem, data, candidates = self.problem, self.data, self.data.candidates
         selection = self.select(budget_bytes)
-        tensors = planned_tensors(candidates, selection, data.rules)
+        parameters, tensors = planned_tensors(candidates, selection, data.rules)
         return Plan(
             operator=problem.operator,
             block_elements=problem.block_elements,
@@ -312,6 +312,7 @@ class Ranking:
             full_cost_bytes=self.full_cost_bytes,
             recipe=problem.recipe,
             models=planned_models(problem, data.full_E, selection.planned_E, data.side_E),
+            parameters=parameters,
             tensors=tensors,
             fallbacks=(
                 *unread_fallbacks(problem, self.budget_bytes),

@@ -16,7 +16,7 @@ from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.outcome import private_outputs, published_but
 from mergepipe.engine.threads import ThreadExecutor
 from mergepipe.engine.work import EngineOptions, Executor, Observer, OutputPlan, plan_output
-from mergepipe.planning.plan import NOTHING_READ, Plan
+from mergepipe.planning.plan import NOTHING_READ, PLAN_FORMAT, Plan
 from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.recipes.recipe import ModelInput
 from mergepipe.recipes.references import reference_text
@@ -325,7 +325,7 @@ class _Run:
         blocks: Digested,
     ) -> Manifest:
         usage = self._store.ledger.usage()
-        plan = None if self._plan is None else self._plan.content()
+        plan = None if self._plan is None else PLAN_FORMAT.content(self._plan)
         return Manifest(
             version=mergepipe.__version__,
             operator=self._inputs.recipe.operator.name,

@@ -9,8 +9,7 @@ from pathlib import Path
 import mergepipe
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.errors import MergePipeError
-from mergepipe.planning.plan import Plan
-from mergepipe.planning.plan_json import parse_plan
+from mergepipe.planning.plan import PLAN_FORMAT, Plan
 from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage import owned
@@ -25,9 +24,7 @@ _KEY, _PLAN = "key", "plan"
 
 def plan_of(manifest: Manifest, where: str) -> Plan | None:
     """Decode the plan in a manifest; None for a full merge."""
-    if manifest.plan is None:
-        return None
-    return parse_plan(json.dumps(manifest.plan, allow_nan=False).encode(), where)
+    return None if manifest.plan is None else PLAN_FORMAT.of_content(manifest.plan, where)
 
 
 def plan_key(inputs: Inputs, request: str) -> str:
@@ -49,15 +46,15 @@ def plan_key(inputs: Inputs, request: str) -> str:
 
 def plan_record(plan: Plan, key: str) -> bytes:
     """Encode a plan with the request that it answers. Law: `plan_in_record(plan_record(plan, key), key, _) == plan`."""
-    return json.dumps({_KEY: key, _PLAN: plan.content()}, ensure_ascii=False, allow_nan=False).encode()
+    return json.dumps({_KEY: key, _PLAN: PLAN_FORMAT.content(plan)}, ensure_ascii=False, allow_nan=False).encode()
 
 
 def plan_in_record(raw: bytes | None, key: str | None, where: Location) -> Plan | None:
     """Decode a plan; None if there is no record, it is damaged, or it answers another request than `key`, if given."""
-    with contextlib.suppress(MergePipeError, ValueError, RecursionError):
+    with contextlib.suppress(MergePipeError, ValueError, LookupError, RecursionError):
         content = json.loads(raw or b"")
         if isinstance(content, dict) and key in (None, content.get(_KEY)):
-            return parse_plan(json.dumps(content.get(_PLAN), ensure_ascii=False, allow_nan=False).encode(), where)
+            return PLAN_FORMAT.of_content(content[_PLAN], where)
     return None
 
 

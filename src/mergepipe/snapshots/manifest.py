@@ -8,7 +8,7 @@ from typing import Final
 
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.notices import DroppedTensor
-from mergepipe.core.records import RecordFormat, Size, encode
+from mergepipe.core.records import RecordFormat, Seed, Size, encode
 from mergepipe.storage.file_version import Digested, FileId
 
 MANIFEST_NAME = "mergepipe.json"
@@ -100,7 +100,7 @@ class Manifest:
     version: str
     operator: str
     recipe: str
-    seed: int
+    seed: Seed
     inputs: tuple[InputRecord, ...]
     files: tuple[Digested, ...]
     tensors: tuple[OutputTensor, ...]

@@ -61,6 +61,7 @@ def plan_with(fallbacks: tuple[Fallback, ...]) -> Plan:
         full_cost_bytes=4096,
         recipe="",
         models=models,
+        parameters=(),
         tensors=(),
         fallbacks=fallbacks,
     )

@@ -47,7 +47,9 @@ def test_plan__uses_the_adjusted_density_and_says_so(
 ) -> None:
     given = make(operator, parameters={"weight": 1.0, "density": density}).with_content_ids()
     plan = plan_merge(given.problem, ShareBudget(share), Policy.NORM, PlanningChoices(adjust=AdjustPolicy(0.1)))
-    densities = [float(each["density"]) for tensor in plan.tensors for each in tensor.experts]
+    densities = [
+        float(each["density"]) for tensor in plan.tensors for each in plan.parameters[tensor.parameters].experts
+    ]
     assert densities == pytest.approx([adjusted] * 15, rel=1e-4)
     said = f"density {density:g} -> {densities[0]:g}" if densities[0] != density else f"density stays at {density:g}"
     assert [(each.where, each.decision) for each in plan.adjustments] == [
@@ -61,7 +63,7 @@ def test_plan__uses_the_adjusted_density_and_says_so(
 def test_plan__adjusts_nothing_unless_asked() -> None:
     plan = plan_merge(make("ties").problem, ShareBudget(Fraction(1, 50)), Policy.NORM, PlanningChoices())
     assert plan.adjustments == ()
-    assert plan.tensors[0].experts[0]["density"] == 0.2
+    assert plan.parameters[0].experts[0]["density"] == 0.2
 
 
 @pytest.mark.parametrize("density", [0.0, -0.1, 1.5])

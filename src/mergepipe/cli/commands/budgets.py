@@ -106,7 +106,9 @@ def plan(
         api.store_plan(decided, out)
         note_committed(Path(out))
     if as_json:
-        print(json_line(decided.content(), indent=1))
+        from mergepipe.planning.plan import PLAN_FORMAT
+
+        print(json_line(PLAN_FORMAT.content(decided), indent=1))
     else:
         from mergepipe.cli.render.budgets import plan_table
 

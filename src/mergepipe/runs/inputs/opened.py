@@ -22,7 +22,7 @@ from mergepipe.recipes.recipe import ModelInput, Recipe
 from mergepipe.recipes.recipe_files import load_recipes
 from mergepipe.recipes.references import with_relative_paths
 from mergepipe.recipes.resolution import REASON_ALLOWED, resolve
-from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters
+from mergepipe.recipes.tasks import Action, MergeTask, Resolution
 from mergepipe.recipes.vocabulary_alignment import Alignment, align_vocabulary
 from mergepipe.runs.inputs.models import open_model
 from mergepipe.storage.location import Location
@@ -333,7 +333,7 @@ def with_parameters(inputs: Inputs, plan: Plan) -> Inputs:
         tensor = planned.get(task.name)
         if tensor is None or task.action is not Action.MERGE:
             return task
-        return replace(task, parameters=TensorParameters(tensor.globals, tensor.anchor, tensor.experts))
+        return replace(task, parameters=plan.parameters[tensor.parameters])
 
     resolution = inputs.resolution
     return replace(inputs, resolution=replace(resolution, tasks=tuple(map(adjusted, resolution.tasks))))
