@@ -34,6 +34,7 @@ WORK_PANEL = "Catalog and earlier work"
 PUBLISHING_PANEL = "What the output says of its inputs"
 MACHINE_PANEL = "Machine"
 PARTS_PANEL = "Many machines"
+RARE_PANEL = "Rarely needed"
 
 
 class ExecutorName(StrEnum):
@@ -79,8 +80,10 @@ ALLOW_DROPPED = Flag(
     "Leave out tensors of this name that an expert has and the base has not. May be given again.", metavar="GLOB"
 )
 STRICT = Flag("Refuse a recipe with a notice, a plan that reads nothing of an expert, and reads beyond a budget.")
-LENIENT = Flag("Take misspelt names for such without effect, and shares like 40 as 1, as mergekit does.")
-BLOCK_ELEMENTS = Flag("Elements of a block, a multiple of 16384.", metavar="N", default="262144", panel=BUDGET_PANEL)
+LENIENT = Flag(
+    "Take misspelt names for such without effect, and shares like 40 as 1, as mergekit does.", panel=RARE_PANEL
+)
+BLOCK_ELEMENTS = Flag("Elements of a block, a multiple of 16384.", metavar="N", default="262144", panel=RARE_PANEL)
 SHARD_SIZE = Flag("Largest output file, e.g. 5GB.", name="--shard-size", metavar="SIZE", default="5GB")
 
 
@@ -106,7 +109,7 @@ class RunOptions:
     )
     home: str | Path | None = option(None, HOME)
     catalog: bool = option(True, Flag("Use no catalog, and record nothing in it.", panel=WORK_PANEL))
-    connections: int = option(CONNECTIONS, Flag("Requests for remote files at once.", metavar="N", panel=MACHINE_PANEL))
+    connections: int = option(CONNECTIONS, Flag("Requests for remote files at once.", metavar="N", panel=RARE_PANEL))
 
     def __post_init__(self) -> None:
         positive("--connections", self.connections, MAX_CONNECTIONS)
@@ -153,7 +156,7 @@ class PlanOptions:
             "Let densities of TIES and DARE fall to this under a tight budget.",
             metavar="SHARE",
             default="they stay",
-            panel=BUDGET_PANEL,
+            panel=RARE_PANEL,
             read=_share,
         ),
     )
@@ -164,7 +167,7 @@ class PlanOptions:
             "Read gaps shorter than this in remote experts too, in place of another request.",
             metavar="SIZE",
             default="3MB",
-            panel=BUDGET_PANEL,
+            panel=RARE_PANEL,
         ),
     )
     importance: str | Path | None = option(
@@ -173,7 +176,7 @@ class PlanOptions:
             "Of a sample: draw important tensors more often. A JSON object of numbers by tensor, safetensors "
             "with one number a tensor or an element, or a training checkpoint (second moments).",
             metavar="PATH",
-            panel=BUDGET_PANEL,
+            panel=RARE_PANEL,
         ),
     )
     strict: bool = option(False, STRICT)
@@ -216,7 +219,7 @@ class OutputOptions(RunOptions):
         Flag(
             "How the output's files name local inputs: relative or absolute.",
             metavar="STYLE",
-            panel=PUBLISHING_PANEL,
+            panel=RARE_PANEL,
             choices=tuple(PathStyle),
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
@@ -42,6 +43,15 @@ def test_help__lists_options_in_sections(run: Runner) -> None:
         "What the output says of its inputs:", "Machine:", "Many machines:", "Printing:", "Examples:",
     ]  # fmt: skip
     assert lines[-1] == "  mergepipe merge recipe.yml /shared/merged --executor ray"
+
+
+def test_help__names_rarely_needed_options_and_describes_them_where_that_is_asked(run: Runner) -> None:
+    short, full = run("merge", "--help").out, run("merge", "--help-all").out
+    named = re.split(r"[,\s]+", short.split("Options that are rarely needed: ")[1].split(";")[0])
+    assert "--min-density" in named
+    assert [name for name in named if f"  {name} " in short or f"  {name} " not in full] == []
+    assert "Options that are rarely needed" not in full
+    assert "rarely needed" not in run("status", "--help").out
 
 
 @pytest.mark.parametrize("columns", [80, 200])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from command_line import Runner, finish, make_workplace, start_command, start_python
 
 import mergepipe
+from mergepipe.cli.app import build_command
 
 COMMANDS = (
     *([name] for name in ("merge", "check", "analyze", "plan", "run", "explain", "sweep", "ls", "show", "lineage")),
@@ -77,8 +79,8 @@ def test_plan_and_ls__load_nothing_that_merges_and_the_compiler_only_to_look_at_
         assert loaded_by(*command) <= {"numpy", "sqlite3", "yaml"}
 
 
-def test_root__lists_the_commands(run: Runner) -> None:
-    text = run("--help").out
+def test_root__lists_all_commands_where_that_is_asked(run: Runner) -> None:
+    text = run("--help-all").out
     assert text.startswith("Usage: mergepipe ")
     sections = text.split("Merging:\n")[1]
     assert "..." not in sections
@@ -88,6 +90,15 @@ def test_root__lists_the_commands(run: Runner) -> None:
     assert listed["merge"] == "Merge the models of RECIPE into OUT."
     assert listed["check"] == "Say what a merge of RECIPE would do."
     assert {command[0] for command in COMMANDS} <= listed.keys()
+
+
+def test_root__describes_at_most_14_commands_and_names_the_others(run: Runner) -> None:
+    text = run("--help").out
+    lines = text.split("Merging:\n")[1].splitlines()
+    described = [line.split()[0] for line in lines if re.match(r"  [a-z-]+  +[A-Z]", line)]
+    named = re.split(r"[,\s]+", text.split("Commands that are rarely needed: ")[1].split(";")[0])
+    assert 10 <= len(described) <= 14
+    assert sorted((*described, *named)) == sorted(build_command().commands)
 
 
 def test_root__without_a_command_it_helps(run: Runner) -> None:

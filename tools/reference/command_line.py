@@ -10,7 +10,7 @@ from tools.reference import cell, row, table
 
 _HEAD = """# Command line
 
-Every command has `--help`. Paths in a recipe are relative to the recipe. Errors are lines on standard error with a
+Every command has `--help`; `--help-all` describes rarely needed commands and options, too. Paths in a recipe are relative to the recipe. Errors are lines on standard error with a
 stable code in brackets ([errors](errors.md)), and the exit code tells their class.
 
 With `--json` a command prints one JSON object, on success and on failure (then with the key `error`). Its first field,

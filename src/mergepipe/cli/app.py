@@ -9,28 +9,36 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mergepipe.cli.completion import SHELLS, choices, completion_script
-from mergepipe.cli.registration import WIDEST_HELP, SectionedGroup
+from mergepipe.cli.registration import WIDEST_HELP, SectionedGroup, show_all
 
 if TYPE_CHECKING:
     from typer.core import TyperGroup
 
 _COMMANDS = {
-    "merging": ("merge", "check", "run", "status"),
-    "budgets": ("plan", "explain", "analyze", "sweep"),
-    "snapshots": ("ls", "show", "lineage", "diff", "verify", "repair", "replay", "push"),
+    "merging": ("merge", "check", "run"),
+    "budgets": ("plan", "explain", "analyze"),
+    "snapshots": ("ls", "verify", "push"),
     "experts": ("pack", "unpack", "lora"),
     "training": ("tailor",),
-    "maintenance": ("gc", "catalog"),
+    "maintenance": ("gc",),
 }
-"""Modules of `cli.commands`, each with a `register(app)`, and the commands that it adds.
+"""Modules of `cli.commands`, each with a `register(app)`, and the commands of it that `--help` describes.
 
 They import nothing but typer and the standard library until a command runs.
 """
+_RARE_COMMANDS = {
+    "merging": ("status",),
+    "budgets": ("sweep",),
+    "snapshots": ("show", "lineage", "diff", "repair", "replay"),
+    "maintenance": ("catalog",),
+}
+"""The other commands of these modules: `--help` names them, `--help-all` describes them."""
 
 
 def build_command(arguments: Sequence[str] = ()) -> TyperGroup:
     """Build the command line: the commands of the module with that which `arguments` begin with, or all."""
-    named = [module for module, commands in _COMMANDS.items() if arguments and arguments[0] in commands]
+    commands = {module: (*names, *_RARE_COMMANDS.get(module, ())) for module, names in _COMMANDS.items()}
+    named = [module for module, names in commands.items() if arguments and arguments[0] in names]
     app = typer.Typer(
         name="mergepipe",
         cls=SectionedGroup,
@@ -43,6 +51,8 @@ def build_command(arguments: Sequence[str] = ()) -> TyperGroup:
     for module in named or _COMMANDS:
         import_module(f"mergepipe.cli.commands.{module}").register(app)
     command: TyperGroup = typer.main.get_group(app)
+    assert isinstance(command, SectionedGroup)
+    command.rare_commands = tuple(name for names in _RARE_COMMANDS.values() for name in names)
     return command
 
 
@@ -59,8 +69,11 @@ def _root(
             help="Print a script for bash, zsh or fish, and exit.",
         ),
     ] = None,
+    help_all: Annotated[
+        bool, typer.Option("--help-all", is_eager=True, callback=show_all, help="Show all commands and exit.")
+    ] = False,
 ) -> None:
-    """Merge large-model checkpoints at disk speed, all or nothing."""
+    """Fold adapters, merge experts and compose training checkpoints of large models, all or nothing."""
     if version:
         from mergepipe import __version__
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
+from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args, get_origin
 
 import typer
@@ -14,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from mergepipe.cli.completion import choices
 from mergepipe.cli.printing import PRINT_PANEL
 from mergepipe.core.flags import Flag, Option, declared_options, nested_options
-from mergepipe.options import BUDGET_PANEL, MACHINE_PANEL, PARTS_PANEL, PUBLISHING_PANEL, WORK_PANEL
+from mergepipe.options import BUDGET_PANEL, MACHINE_PANEL, PARTS_PANEL, PUBLISHING_PANEL, RARE_PANEL, WORK_PANEL
 
 if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter
@@ -28,11 +29,13 @@ class Without:
 
 
 WIDEST_HELP = 200
+_SHOWS_ALL = "mergepipe.shows_all"  # in a context: the help describes commands and options that are rarely needed
 OTHER_OPTIONS = "Options"
 PANELS = (
     "Arguments", OTHER_OPTIONS, BUDGET_PANEL, WORK_PANEL, PUBLISHING_PANEL, MACHINE_PANEL, PARTS_PANEL, PRINT_PANEL,
+    RARE_PANEL,
 )  # fmt: skip
-"""The sections of a command's help, in order."""
+"""The sections of a command's help, in order. Of the last one `--help` has the names of the options alone."""
 OUT_HELP = "The directory to create, or a prefix of a bucket: s3://bucket/prefix, gs://, az://."
 RecipePath: TypeAlias = Annotated[
     str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file. Paths in it are relative to it.")
@@ -82,8 +85,13 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
         options |= {option.field: option for option in declared}
         parameters |= {option.field: _parameter(option) for option in declared}
 
+    if any(option.flag.panel == RARE_PANEL for option in options.values()):
+        parameters["help_all"] = inspect.Parameter(
+            "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, HELP_ALL]
+        )
+
     @wraps(function)
-    def command(**texts: Any) -> None:
+    def command(*, help_all: bool = False, **texts: Any) -> None:
         values = {name: _value(options[name], text) if name in options else text for name, text in texts.items()}
         made = {name: _options_value(kind, values) for name, kind in groups.items()}
         grouped = {option.field for kind in groups.values() for option in declared_options(kind)}
@@ -185,6 +193,26 @@ def take_plain_values(params: Sequence[Any]) -> None:
             param.get_runtime_param = lambda plain=PlainValues(described.annotation, checked): plain
 
 
+def show_all(context: typer.Context, value: bool) -> None:
+    """Print the help with the commands or options that `--help` only names, and exit."""
+    if value and not context.resilient_parsing:
+        context.meta[_SHOWS_ALL] = True
+        print(context.get_help())
+        raise typer.Exit(0)
+
+
+HELP_ALL = typer.Option("--help-all", is_eager=True, callback=show_all, hidden=True)
+"""The option of every command with rarely needed options. The line of `--help` that names these is its help."""
+
+
+def write_names(formatter: HelpFormatter, names: Sequence[str], kind: str) -> None:
+    """Write the names of the commands or options that this help does not describe, if there are any."""
+    if names:
+        text = f"{kind} that are rarely needed: {', '.join(names)}; --help-all describes them."
+        formatter.write_paragraph()
+        formatter.write("\n".join(wrap(text, formatter.width, break_on_hyphens=False)) + "\n")
+
+
 class SectionedCommand(TyperCommand):
     """A command whose help lists options by `rich_help_panel`, and examples at the end as they are written."""
 
@@ -208,10 +236,12 @@ class SectionedCommand(TyperCommand):
                 panel = getattr(param, "rich_help_panel", None) or ("Arguments" if is_argument else OTHER_OPTIONS)
                 record = (str(getattr(param, "metavar", None) or record[0]), record[1]) if is_argument else record
                 sections.setdefault(panel, []).append(record)
+        rare = [] if ctx.meta.get(_SHOWS_ALL) else [name.split()[0] for name, _ in sections.pop(RARE_PANEL, ())]
         width = min(max((len(name) for rows in sections.values() for name, _ in rows), default=0), 30)
         for title in sorted(sections, key=_place):
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(width), text) for name, text in sections[title]])
+        write_names(formatter, rare, "Options")
 
     def format_epilog(self, ctx: Context, formatter: HelpFormatter) -> None:
         """Write the examples, one a line."""
@@ -222,7 +252,9 @@ class SectionedCommand(TyperCommand):
 
 
 class SectionedGroup(TyperGroup):
-    """A group of commands whose help lists them by `rich_help_panel`."""
+    """A group of commands whose help lists them by `rich_help_panel`, and only names the `rare_commands`."""
+
+    rare_commands: tuple[str, ...] = ()
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Read the arguments up to the command's name."""
@@ -232,9 +264,10 @@ class SectionedGroup(TyperGroup):
     def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
         """Write the commands section by section."""
         sections: dict[str, list[tuple[str, str]]] = {title: [] for title in SECTIONS}
+        rare = () if ctx.meta.get(_SHOWS_ALL) else self.rare_commands
         width = max((len(name) for name in self.commands), default=0)
         for name, command in self.commands.items():
-            if not command.hidden:
+            if not command.hidden and name not in rare:
                 panel = getattr(command, "rich_help_panel", None)
                 title = panel if isinstance(panel, str) else "Commands"
                 row = (name.ljust(width), command.get_short_help_str(WIDEST_HELP))
@@ -243,3 +276,4 @@ class SectionedGroup(TyperGroup):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
+        write_names(formatter, rare, "Commands")
