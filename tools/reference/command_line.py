@@ -10,8 +10,9 @@ from tools.reference import cell, row, table
 
 _HEAD = """# Command line
 
-Every command has `--help`; `--help-all` describes rarely needed commands and options, too. Paths in a recipe are relative to the recipe. Errors are lines on standard error with a
-stable code in brackets ([errors](errors.md)), and the exit code tells their class.
+Every command has `--help`; `--help-all` describes rarely needed commands and options, too. Paths in a recipe are
+relative to the recipe. Errors are lines on standard error with a stable code in brackets ([errors](errors.md)), and the
+exit code tells their class.
 
 With `--json` a command prints one JSON object, on success and on failure (then with the key `error`). Its first field,
 `format`, is `REPORT_FORMAT`: the number grows when a field goes away or changes its meaning; new fields may come at any

@@ -74,6 +74,7 @@ def _root(
     ] = False,
 ) -> None:
     """Fold adapters, merge experts and compose training checkpoints of large models, all or nothing."""
+    del help_all  # `show_all` has seen to it
     if version:
         from mergepipe import __version__
 

@@ -91,7 +91,8 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
         )
 
     @wraps(function)
-    def command(*, help_all: bool = False, **texts: Any) -> None:
+    def command(**texts: Any) -> None:
+        texts.pop("help_all", None)  # `show_all` has seen to it
         values = {name: _value(options[name], text) if name in options else text for name, text in texts.items()}
         made = {name: _options_value(kind, values) for name, kind in groups.items()}
         grouped = {option.field for kind in groups.values() for option in declared_options(kind)}
