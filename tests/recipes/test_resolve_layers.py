@@ -250,6 +250,15 @@ def test_resolve__pairs_a_text_model_with_the_text_part_of_a_model_that_sees() -
     assert all(len(found[name]) == 1 for name in vision)
 
 
+def test_resolve__names_modules_where_a_text_model_meets_one_that_sees() -> None:
+    base = {**llama(2, prefix="model.language_model."), **{f"model.visual.blocks.{i}.w": (3,) for i in range(2)}}
+    (found,) = problems(TIES, checkpoint(base), checkpoint(llama(2)))
+    assert "'./a' lacks these 2 tensors of the base './base'" in found
+    assert "it has no vision tensors: list the models under `modules:` for 'text' alone" in found
+    other = {name: shape for name, shape in llama(2).items() if "mlp" not in name}
+    assert all("modules:" not in line for line in problems(TIES, checkpoint(llama(2)), checkpoint(other)))
+
+
 def test_resolve__does_not_pair_names_by_guessing() -> None:
     base = {"left.w": (2,), "right.w": (2,), "x": (1,)}
     expert = {"one.w": (2,), "two.w": (2,), "x": (1,)}

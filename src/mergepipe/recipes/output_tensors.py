@@ -146,7 +146,7 @@ def is_before_layers(name: str) -> bool:
 
 def module_names(names: Iterable[str]) -> list[str]:
     """List the names that a recipe may use for the modules of a model with these tensors."""
-    parts = {_part(name) for name in names}
+    parts = {part_of(name) for name in names}
     return [module for module, part in _MODULES.items() if not part or part in parts]
 
 
@@ -154,11 +154,12 @@ def module_tensors(module: str, names: Iterable[str]) -> list[str]:
     """Find the tensors of a module by mergekit's name for it, or by prefix. Empty if unknown."""
     if module in _MODULES:
         part = _MODULES[module]
-        return [name for name in names if not part or _part(name) == part]
+        return [name for name in names if not part or part_of(name) == part]
     return [name for name in names if name.startswith(f"{module}.")]
 
 
-def _part(name: str) -> str:
+def part_of(name: str) -> str:
+    """Return the part of a model that a tensor belongs to: text, vision, audio, projector, encoder or decoder."""
     return next((part for part, pattern in _PARTS if pattern.search(name)), _REST)
 
 

@@ -13,7 +13,7 @@ from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import MismatchError, UnsupportedError, did_you_mean
 from mergepipe.recipes.fields import Findings
-from mergepipe.recipes.output_tensors import OpenModel, template
+from mergepipe.recipes.output_tensors import OpenModel, part_of, template
 from mergepipe.recipes.tasks import count_text, group_by_pattern
 
 # --- rename a model's tensors to match another model's, where name prefixes differ ---
@@ -204,13 +204,22 @@ class Pairing:
                 continue
             for pattern, lacking in group_by_pattern(names).items():
                 message = f"'{text}' lacks {count_text(lacking)} of the base '{base_text}'"
-                hint_of = partial(self._did_you_mean, model, lacking[0])
+                hint_of = partial(self._hint_for_missing, model, base, lacking[0])
                 self._findings.add(MismatchError, "model.mismatch", pattern, message, hint_of)
         return unrelated
 
     def _refuse_dtype(self, model: str, name: str, entry: Readable, instead_of: str) -> None:
         message = f"{entry.dtype.name} in '{model}' cannot be merged" + (f", it is {instead_of}" if instead_of else "")
         self._findings.add(UnsupportedError, "model.unsupported", name, message, "convert the model first")
+
+    def _hint_for_missing(self, model: int, base: int, name: str) -> str:
+        """Say how to merge the other parts, where a model has no tensor of the part that the missing one is of."""
+        parts = {part_of(other) for other in self._models[model].tensors}
+        if part_of(name) in parts:
+            return self._did_you_mean(model, name)
+        shared = " and ".join(f"'{part}'" for part in sorted(parts))
+        rest = f"the rest of '{self._models[base].input.text}' is kept"
+        return f"it has no {part_of(name)} tensors: list the models under `modules:` for {shared} alone, and {rest}"
 
     def _did_you_mean(self, model: int, name: str) -> str:
         """Suggest a name for a missing tensor, among names with the same layer numbers that the first model lacks."""
