@@ -15,6 +15,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from symbol_coding import decode_table, scaled
 
 from mergepipe.checkpoints.contract import BaseBytes
 from mergepipe.core.blocks import BF16
@@ -34,6 +35,7 @@ from mergepipe.deltastore.codec.code_vector_decoder import (
     N_STARTS,
     decode_codes_vector,
     fill_starts,
+    has_vector_decoder,
 )
 from mergepipe.deltastore.codec.element_codes import (
     BODY_SYMBOLS,
@@ -52,10 +54,7 @@ from mergepipe.deltastore.codec.rans import (
     SKIPPED,
     TOTAL,
     decode_symbols,
-    fill_decode_table,
-    scale_counts,
 )
-from mergepipe.deltastore.codec.rans_vector_decoder import has_vector_decoder
 from mergepipe.deltastore.codec.residuals import HAS_PDEP
 from mergepipe.deltastore.codec.scratch import KEPT_BYTES, scratch
 from mergepipe.deltastore.codec.stream_elements import (
@@ -197,8 +196,8 @@ def test_decode_codes__decodes_whatever_words_as_each_stage_alone(seed: int, n_c
     stage_contexts_N = contexts_N
     for stage, n_symbols in enumerate((HEAD_SYMBOLS, BODY_SYMBOLS)[: 1 + has_body]):
         counts_CS = rng.integers(0, 100, (n_contexts, n_symbols)) * (rng.random((n_contexts, n_symbols)) < 0.6)
-        frequencies_CS, table = scale_counts(counts_CS), np.zeros((SKIPPED + 1) * TOTAL, np.uint32)
-        fill_decode_table(frequencies_CS.reshape(-1), n_symbols, table)
+        frequencies_CS = scaled(counts_CS)
+        table = decode_table(frequencies_CS)
         for context, row_S in enumerate(frequencies_CS):
             fill_starts(row_S.astype(np.uint32), context, stage * BODY_ROW, starts)
         tables.append(table)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from packing_cases import store_tree
@@ -41,7 +42,7 @@ from mergepipe.storage.location import Location
 from support.disk_families import make_models, write_single
 from support.safetensors_bytes import file_bytes
 
-GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "delta-store-4"
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "delta-store-5"
 BIG = "big.weight"
 EXTRA = "only.in.the.expert"
 N_BIG = BLOCK_ELEMENTS * 2 + 5000
@@ -371,7 +372,7 @@ def with_header(packed: Packed, **changes: object) -> None:
     path.write_text(json.dumps({**document, "digest": digest_of(document)}))
 
 
-@pytest.mark.parametrize(("version", "hint"), [(3, "pack the expert again"), (5, "update mergepipe")])
+@pytest.mark.parametrize(("version", "hint"), [(4, "pack the expert again"), (6, "update mergepipe")])
 def test_open_store__refuses_another_version(odd: Packed, version: int, hint: str) -> None:
     with_header(odd, format=f"mergepipe-delta-store/{version}")
     with pytest.raises(UnsupportedError) as caught:
@@ -452,6 +453,7 @@ def test_format__the_golden_expert_has_blocks_of_every_codec() -> None:
     assert set(rows["codec"].tolist()) == {int(codec) for codec in Codec}
 
 
+@pytest.mark.skipif(zstandard.ZSTD_VERSION != (1, 5, 7), reason="planes are as that version compresses them")
 def test_format__golden_store_is_written_as_ever(tmp_path: Path) -> None:
     golden = GOLDEN / "store"
     pack(GOLDEN / "base.safetensors", [GOLDEN / "expert.safetensors"], tmp_path)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from symbol_coding import decode_table, scaled
 
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
 from mergepipe.deltastore.band_sample import choose_bands
@@ -27,14 +28,10 @@ from mergepipe.deltastore.codec.rans import (
     LOWEST_STATE,
     SKIPPED,
     TOTAL,
-    are_valid_frequencies,
     decode_symbols,
     encode_symbols,
-    fill_decode_table,
     padded_length,
-    scale_counts,
 )
-from mergepipe.deltastore.codec.rans_vector_decoder import decode_symbols_vector
 from mergepipe.errors import CorruptError
 from mergepipe.testing.tensors import SPECIAL
 from support.rounding import decode, encode
@@ -256,10 +253,10 @@ def test_choose_bands__deltas_that_are_all_zero_or_not_finite_still_have_cuts() 
 
 
 @given(st.lists(st.lists(st.integers(0, 10**6), min_size=5, max_size=5), min_size=1, max_size=4))
-def test_scale_counts__rows_add_up_and_keep_every_symbol(counts: list[list[int]]) -> None:
+def test_scale_rows__rows_add_up_and_keep_every_symbol(counts: list[list[int]]) -> None:
     counts_CS = np.array(counts, np.int64)
-    frequencies_CS = scale_counts(counts_CS)
-    assert are_valid_frequencies(frequencies_CS)
+    frequencies_CS = scaled(counts_CS)
+    assert set(frequencies_CS.sum(axis=1, dtype=np.int64).tolist()) <= {0, TOTAL}
     assert ((frequencies_CS > 0) == (counts_CS > 0)).all()
 
 
@@ -274,48 +271,26 @@ def coded_stage(seed: int, n_symbols: int, n_contexts: int) -> tuple[NDArray[np.
     counts_CS = np.zeros((n_contexts, n_symbols), np.int64)
     coded_N = rows_N != SKIPPED
     np.add.at(counts_CS, (rows_N[coded_N], symbols_N[coded_N]), 1)
-    return scale_counts(counts_CS).view(np.uint8), rows_N, symbols_N
+    return scaled(counts_CS).view(np.uint8), rows_N, symbols_N
 
 
 @given(seed=seeds, n_symbols=st.sampled_from([2, 5, 16, 256]), n_contexts=st.integers(1, 16))
-def test_decode_symbols__gives_back_what_was_encoded_by_the_scalar_and_the_vector_decoder(
-    seed: int, n_symbols: int, n_contexts: int
-) -> None:
+def test_decode_symbols__gives_back_what_was_encoded(seed: int, n_symbols: int, n_contexts: int) -> None:
     stored, rows_N, symbols_N = coded_stage(seed, n_symbols, n_contexts)
     frequencies_CS = stored.view(np.uint16)
     words, states = np.empty(len(rows_N) + 1, np.uint16), np.zeros(LANES, np.uint32)
     first = encode_symbols(symbols_N, rows_N, len(rows_N), frequencies_CS.reshape(-1), n_symbols, words, states)
-    table = np.zeros((SKIPPED + 1) * TOTAL, np.uint32)
-    fill_decode_table(frequencies_CS.reshape(-1), n_symbols, table)
-    for decode_with in (decode_symbols, decode_symbols_vector):
-        coded = np.concatenate([words[first:], np.zeros(first, np.uint16)])
-        left, found_N = states.copy(), np.full(len(rows_N), 7, np.uint8)
-        assert decode_with(coded.view(np.uint8), 0, left, rows_N, len(rows_N), table, found_N) == len(words) - first
-        assert np.array_equal(found_N, symbols_N)
-        assert (left == LOWEST_STATE).all()
+    coded = np.concatenate([words[first:], np.zeros(first, np.uint16)])
+    table, found_N = decode_table(frequencies_CS), np.full(len(rows_N), 7, np.uint8)
+    assert decode_symbols(coded.view(np.uint8), 0, states, rows_N, len(rows_N), table, found_N) == len(words) - first
+    assert np.array_equal(found_N, symbols_N)
+    assert (states == LOWEST_STATE).all()
 
 
-@given(seed=seeds)
-def test_decode_symbols__lying_words_are_decoded_alike_by_the_scalar_and_the_vector_decoder(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    stored, rows_N, _ = coded_stage(seed, 16, 3)
-    table = np.zeros((SKIPPED + 1) * TOTAL, np.uint32)
-    fill_decode_table(stored.view(np.uint16).reshape(-1), 16, table)
-    words = rng.integers(0, 1 << 16, len(rows_N) + 1).astype(np.uint16)
-    states = rng.integers(0, 1 << 32, LANES).astype(np.uint32)
-    found = []
-    for decode_with in (decode_symbols, decode_symbols_vector):
-        left, found_N = states.copy(), np.zeros(len(rows_N), np.uint8)
-        taken = decode_with(words.view(np.uint8), 0, left, rows_N, len(rows_N), table, found_N)
-        assert taken <= len(rows_N)
-        found.append((taken, left.tobytes(), found_N.tobytes()))
-    assert found[0] == found[1]
-
-
-def test_scale_counts__many_rare_symbols_beside_a_frequent_one_fit() -> None:
+def test_scale_rows__many_rare_symbols_beside_a_frequent_one_fit() -> None:
     counts_CS = np.ones((1, 256), np.int64)
     counts_CS[0, 7] = 10**9
-    assert int(scale_counts(counts_CS).sum()) == TOTAL
+    assert int(scaled(counts_CS).sum()) == TOTAL
 
 
 @given(seed=seeds, data=st.data())

@@ -10,11 +10,11 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from symbol_coding import scaled
 
-from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
+from mergepipe.core.blocks import BF16, F32
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes, base_contexts, encode_block
 from mergepipe.deltastore.codec.byte_arrays import HAS_VECTOR_LOOKUP, bytes_equal, look_up_scalar, look_up_vector
-from mergepipe.deltastore.codec.byte_planes import fold_differences
 from mergepipe.deltastore.codec.element_codes import (
     BODY_SYMBOLS,
     EDGE_CLASSES,
@@ -40,7 +40,6 @@ from mergepipe.deltastore.codec.rans import (
     TOTAL,
     Bits16,
     padded_length,
-    scale_counts,
 )
 from mergepipe.deltastore.codec.rans_vector_encoder import HAS_VECTOR_ENCODER
 from mergepipe.deltastore.codec.residuals import (
@@ -100,38 +99,6 @@ def test_encode_block__writes_the_bytes_that_it_has_always_written(n: int, sprea
     block = encode_block(base, expert, BF16, _BANDS)
     assert block.codec is Codec.BANDS
     assert block_digest(block) == digest
-
-
-@pytest.mark.parametrize(
-    ("dtype", "digest"),
-    [
-        (F16, "53b7710dc4a351ae"),
-        (F32, "94416f48e2424b2d"),
-        (DTYPES["I64"], "eadef8f018fffc06"),
-        (DTYPES["U8"], "fdfd0c93a92b4c06"),
-    ],
-)
-def test_encode_block__writes_the_bytes_of_other_dtypes_that_it_has_always_written(dtype: DType, digest: str) -> None:
-    base, expert = lasting_pair(280_000 if dtype.itemsize == 8 else 70_000, 7, 5)
-    if dtype is F32:
-        base, expert = ((part.view(np.uint16).astype(np.uint32) << 16).view(np.uint8) for part in (base, expert))
-    block = encode_block(base, expert, dtype, None)
-    assert block.codec is Codec.BYTES
-    assert block_digest(block) == digest
-
-
-@given(seed=seeds, n=st.integers(1, 200), itemsize=st.sampled_from([1, 2, 4, 8]), is_float=st.booleans())
-def test_fold_differences__are_those_of_whole_numbers(seed: int, n: int, itemsize: int, is_float: bool) -> None:
-    rng = np.random.default_rng(seed)
-    bits = 8 * itemsize
-    base, expert = (rng.integers(0, 256, n * itemsize).astype(np.uint8).view(f"u{itemsize}") for _ in range(2))
-    folded = np.empty(n, f"u{itemsize}")
-    fold_differences(base, expert, bits, int(is_float), folded)
-    for own, other, found in zip(base.tolist(), expert.tolist(), folded.tolist(), strict=True):
-        places = [value ^ ((2**bits - 1) if value >> (bits - 1) else 1 << (bits - 1)) for value in (own, other)]
-        difference = (places[1] - places[0] if is_float else other - own) % 2**bits
-        signed = difference - 2**bits if difference >> (bits - 1) else difference
-        assert found == (2 * signed if signed >= 0 else -2 * signed - 1)
 
 
 @pytest.mark.parametrize("n", [4096, 4097, 70_001])
@@ -208,7 +175,7 @@ def test_encode_stages_vector__gives_what_the_scalar_one_gives(seed: int, n: int
     head_counts_CS = counts_CK[:, :HEAD_SYMBOLS].copy()
     head_counts_CS[:, 0] = counts_CK[:, FIRST_BODY_CODE:].sum(axis=1)
     body_counts_CS = counts_CK[:, FIRST_BODY_CODE : FIRST_BODY_CODE + BODY_SYMBOLS]
-    head, body = (scale_counts(counts_CS).reshape(-1) for counts_CS in (head_counts_CS, body_counts_CS))
+    head, body = (scaled(counts_CS).reshape(-1) for counts_CS in (head_counts_CS, body_counts_CS))
     half, coded = len(contexts) + 1, []
     for way in (encode_stages_vector, encode_stages_scalar):
         words, states, ends = np.zeros(2 * half, np.uint16), np.zeros(2 * LANES, np.uint32), np.zeros(2, np.int64)
@@ -250,10 +217,10 @@ def slowly_scaled(counts_S: Counts) -> list[int]:
 
 
 @given(seed=seeds, n_symbols=st.sampled_from([5, 16, 256]), most=st.integers(1, 300_000), share=st.floats(0, 1))
-def test_scale_counts__gives_what_the_first_writer_gave(seed: int, n_symbols: int, most: int, share: float) -> None:
+def test_scale_rows__gives_what_the_first_writer_gave(seed: int, n_symbols: int, most: int, share: float) -> None:
     rng = np.random.default_rng(seed)
     counts_CS = rng.integers(0, most, (3, n_symbols)) * (rng.random((3, n_symbols)) < share)
-    assert scale_counts(counts_CS).tolist() == [slowly_scaled(counts_S) for counts_S in counts_CS]
+    assert scaled(counts_CS).tolist() == [slowly_scaled(counts_S) for counts_S in counts_CS]
 
 
 def slow_cell_bits(counts_Q: NDArray[np.uint32]) -> int:

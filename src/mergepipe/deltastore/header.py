@@ -28,7 +28,7 @@ PIECE_NAMES: dict[Piece, str] = {
 }
 OWN_NAMES = frozenset({HEADER_NAME, INDEX_NAME, HEADERS_NAME, *PIECE_NAMES.values()})
 FORMAT_NAME = "mergepipe-delta-store"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 FORMAT = f"{FORMAT_NAME}/{FORMAT_VERSION}"
 _LARGEST_CUT = (2 - 2.0**-23) * 2.0**127  # the largest float32
 _SMALLEST_CUT = 2.0**-149

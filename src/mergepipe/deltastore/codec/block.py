@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, F16, DType, DTypeKind
 from mergepipe.deltastore.codec.byte_arrays import bytes_equal
-from mergepipe.deltastore.codec.byte_planes import decode_bytewise, encode_bytewise
 from mergepipe.deltastore.codec.byte_reader import corrupt
+from mergepipe.deltastore.codec.code_vector_decoder import has_vector_decoder
 from mergepipe.deltastore.codec.element_codes import (
     BF16_MANTISSA_BITS,
     F16_MANTISSA_BITS,
@@ -32,16 +32,10 @@ from mergepipe.deltastore.codec.levels import (
     Piece,
 )
 from mergepipe.deltastore.codec.piece_headers import CURSOR_FIELDS, END, FAULT, FOUND, MESSAGES, NEEDED, POSITION, Fault
+from mergepipe.deltastore.codec.planes import decode_planes, encode_planes
 from mergepipe.deltastore.codec.rans import SKIPPED, TOTAL, Bits16, padded_length
-from mergepipe.deltastore.codec.rans_vector_decoder import has_vector_decoder
 from mergepipe.deltastore.codec.residuals import HAS_PDEP
 from mergepipe.deltastore.codec.scratch import copied_to_layout, in_layout, scratch
-from mergepipe.deltastore.codec.standalone import (
-    PrefixChoice,
-    decode_standalone,
-    encode_standalone,
-    estimate_standalone,
-)
 from mergepipe.deltastore.codec.symbol_stages import Contexts
 from mergepipe.deltastore.codec.tile_decode import VECTOR_RESIDUALS, VECTOR_SYMBOLS, decode_tiles
 from mergepipe.deltastore.codec.tile_encode import (
@@ -316,7 +310,7 @@ _NO_ERRORS = (0.0,) * len(RECORDED_LEVELS)
 _ALONE_FROM_SHARE = 0.5
 """Blocks that are no larger than this share relative to their base are not encoded without it."""
 _ESTIMATE_MARGIN = 1.03
-"""An estimate this many times another decides between the two; nearer ones are settled by encoding both."""
+"""A size this many times smaller than the estimate of another decides; else both encodings are made."""
 _MAX_SQUARED_ERROR = float(np.finfo(np.float32).max)
 
 
@@ -398,15 +392,15 @@ def encode_block(
     """
     if base is not None and bytes_equal(base, expert):
         return EncodedBlock(Codec.SAME, {})
-    estimate = cache(partial(estimate_standalone, expert, dtype))
     candidates: list[EncodedBlock] = []
+    alone = cache(lambda: EncodedBlock(Codec.STANDALONE, {Piece.WHOLE: encode_planes(None, expert, dtype)}))
     if base is not None:
         contexts = base_contexts(base, dtype) if prepared is None and bands is not None else prepared
-        if not _is_smaller_alone(base, expert, bands, contexts, estimate):
+        if not _is_smaller_alone(base, expert, bands, contexts, alone):
             candidates = _candidates(base, expert, dtype, bands, contexts)
     smallest = min((candidate.nbytes for candidate in candidates), default=math.inf)
-    if smallest > _ALONE_FROM_SHARE * len(expert) and estimate().estimated_bytes < smallest:
-        candidates.append(EncodedBlock(Codec.STANDALONE, {Piece.WHOLE: encode_standalone(expert, dtype, estimate())}))
+    if smallest > _ALONE_FROM_SHARE * len(expert):
+        candidates.append(alone())
     context = BlockContext(base, dtype, bands, "encoding")
     candidates.sort(key=lambda candidate: candidate.nbytes)
     candidates.append(EncodedBlock(Codec.RAW, {Piece.WHOLE: expert}))
@@ -427,7 +421,7 @@ def _candidates(
         if banded is not None:
             candidates.append(EncodedBlock(Codec.BANDS, banded.pieces, banded.errors, banded.counts))
     if not candidates or candidates[0].nbytes >= len(expert) or len(expert) < BYTES_TRIED_BELOW * dtype.itemsize:
-        candidates.append(EncodedBlock(Codec.BYTES, {Piece.WHOLE: encode_bytewise(base, expert, dtype)}))
+        candidates.append(EncodedBlock(Codec.BYTES, {Piece.WHOLE: encode_planes(base, expert, dtype)}))
     return candidates
 
 
@@ -436,13 +430,13 @@ def _is_smaller_alone(
     expert: RawBytes,
     bands: Bands | None,
     contexts: BaseContexts | None,
-    estimate: Callable[[], PrefixChoice],
+    alone: Callable[[], EncodedBlock],
 ) -> bool:
-    """Whether encoding without the base takes clearly less than in bands, by estimates that cost a tenth of either."""
+    """Whether a block takes clearly less without the base than in bands, by an estimate of a tenth of these."""
     if bands is None or contexts is None:
         return False
     banded_bytes = estimate_bands(base.view(np.uint16), expert.view(np.uint16), bands, contexts)
-    return banded_bytes is not None and estimate().estimated_bytes * _ESTIMATE_MARGIN < banded_bytes
+    return banded_bytes is not None and alone().nbytes * _ESTIMATE_MARGIN < banded_bytes
 
 
 def _plain_errors(
@@ -488,9 +482,9 @@ def decode_block(codec: Codec, pieces: Mapping[Piece, RawBytes], context: BlockC
         mantissa_bits = MANTISSA_BITS[context.dtype]
         decode_band_values(pieces, base_bits, bands, context.where, values, mantissa_bits=mantissa_bits)
     elif codec is Codec.BYTES:
-        out[:] = decode_bytewise(pieces[Piece.WHOLE], _base(context), context.dtype, context.where)
+        decode_planes(pieces[Piece.WHOLE], _base(context), context.dtype, context.where, out)
     elif codec is Codec.STANDALONE:
-        decode_standalone(pieces[Piece.WHOLE], context.dtype, context.where, out)
+        decode_planes(pieces[Piece.WHOLE], None, context.dtype, context.where, out)
     else:
         raw = pieces[Piece.WHOLE]
         if len(raw) != len(out):

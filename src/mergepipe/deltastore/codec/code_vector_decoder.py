@@ -18,11 +18,11 @@ from mergepipe.deltastore.codec.llvm_vectors import (
     call_intrinsic,
     constant_vector,
     core,
+    has_features,
     load_vector,
     store_vector,
 )
 from mergepipe.deltastore.codec.rans import LANES, LOWEST_STATE, PRECISION_BITS, SKIPPED, TOTAL, Bits16
-from mergepipe.deltastore.codec.rans_vector_decoder import has_vector_decoder
 from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, intrinsic, kernel
 
 ROW = 32
@@ -39,6 +39,11 @@ _LANES_OF_ROW = ir.VectorType(I32, ROW)
 _GROUP = 4  # lanes of 16 bits that stay side by side when 32-bit lanes are packed and unpacked
 _PACKED_ORDER = [_GROUP * (g // 2) + _HALF * (g % 2) + lane for g in range(ROW // _GROUP) for lane in range(_GROUP)]
 _NATURAL_ORDER = [_PACKED_ORDER.index(lane) for lane in range(ROW)]
+
+
+def has_vector_decoder() -> bool:
+    """Whether this machine has the instructions of `decode_codes_vector`."""
+    return has_features("avx512bw", "avx512vl", "avx512vbmi2")
 
 
 @kernel

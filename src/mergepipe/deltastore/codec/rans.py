@@ -1,4 +1,4 @@
-"""Entropy-code small symbols with rANS: 64 interleaved states, frequencies by context; one state for short planes."""
+"""Entropy-code small symbols with rANS: 64 interleaved states, frequencies by context."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from numpy.typing import NDArray
 
 from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, kernel
 
-# --- entropy-code small symbols with rANS: 64 interleaved states, frequencies by context ---
-#
 # Format: "Coded symbols" in docs/internals/formats/delta-store.md.
 
 
@@ -53,26 +51,12 @@ def _scale_row(counts: Counts, frequencies: Bits16) -> None:
 
 @kernel
 def scale_rows(counts: Counts, n_symbols: int, frequencies: Bits16) -> None:
-    """Scale counts by context and symbol like `scale_counts`."""
-    for first in range(0, len(counts), n_symbols):
-        _scale_row(counts[first : first + n_symbols], frequencies[first : first + n_symbols])
-
-
-def scale_counts(counts_CS: Counts) -> Bits16:
-    """Scale counts of symbols by context (int64) to frequencies: rows that add up to `TOTAL`, or are all 0.
+    """Scale counts by context and symbol to frequencies: rows of `n_symbols` that add up to `TOTAL`, or are all 0.
 
     A symbol that occurs has a frequency of at least 1.
     """
-    frequencies_CS = np.empty(counts_CS.shape, np.uint16)
-    own_CS = np.ascontiguousarray(counts_CS)
-    scale_rows(own_CS.reshape(-1), own_CS.shape[1], frequencies_CS.reshape(-1))
-    return frequencies_CS
-
-
-def are_valid_frequencies(frequencies_CS: Bits16) -> bool:
-    """Whether every row adds up to `TOTAL` or is all 0."""
-    sums_C = frequencies_CS.astype(np.int64).sum(axis=1)
-    return bool(((sums_C == TOTAL) | (sums_C == 0)).all())
+    for first in range(0, len(counts), n_symbols):
+        _scale_row(counts[first : first + n_symbols], frequencies[first : first + n_symbols])
 
 
 @kernel
@@ -168,15 +152,6 @@ def fill_skipped_row(table: Bits32) -> None:
 
 
 @kernel
-def fill_decode_table(frequencies: Bits16, n_symbols: int, table: Bits32) -> None:
-    """Fill the `TOTAL` entries of each context, and the row of `SKIPPED`."""
-    for row in range(len(frequencies) // n_symbols):
-        row_frequencies = frequencies[row * n_symbols : (row + 1) * n_symbols].astype(np.uint32)
-        fill_decode_row(row_frequencies, table[row * TOTAL : (row + 1) * TOTAL])
-    fill_skipped_row(table)
-
-
-@kernel
 def decode_symbols(
     stored: Bytes, first: int, states: Bits32, contexts: Bytes, n: int, table: Bits32, symbols: Bytes
 ) -> int:
@@ -201,70 +176,3 @@ def decode_symbols(
             states[lane] = np.uint32((state << shift) | word) if is_low else state
             position += np.uint64(is_low) << np.uint64(1)
     return (int(position) - first) // 2
-
-
-# --- entropy-code bytes with one rANS state and a compact table, for planes whose length does not pay for 64 ---
-#
-# Format: form 4 of the planes of "BYTES" in docs/internals/formats/delta-store.md.
-
-
-N_BYTES = 256
-TWO_BYTES_FROM = 128
-"""Frequencies from this on take two bytes."""
-
-
-@kernel
-def encode_single(symbols: Bytes, frequencies: Bits16, words: Bits16, ends: Counts) -> None:
-    """Encode from the last byte to the first; `words` (one more than symbols) is filled from its end.
-
-    `ends` are set to the index of the first word and the decoder's initial state.
-    """
-    starts = np.zeros(N_BYTES, np.uint32)
-    for byte in range(1, N_BYTES):
-        starts[byte] = starts[byte - 1] + np.uint32(frequencies[byte - 1])
-    state, word = np.uint32(LOWEST_STATE), len(words)
-    for i in range(len(symbols) - 1, -1, -1):
-        symbol = np.uint64(symbols[i])
-        frequency = np.uint32(frequencies[symbol])
-        if state >= frequency << np.uint32(31 - PRECISION_BITS):
-            word -= 1
-            words[word] = np.uint16(state & np.uint32(0xFFFF))
-            state = np.uint32(state >> np.uint32(16))
-        quotient = np.uint32(state // frequency)
-        left = np.uint32(state - np.uint32(quotient * frequency))
-        state = np.uint32(np.uint32(quotient << np.uint32(PRECISION_BITS)) + np.uint32(left + starts[symbol]))
-    ends[0], ends[1] = word, np.int64(state)
-
-
-@kernel
-def decode_single(words: Bits16, first_state: int, frequencies: Bits16, symbols: Bytes) -> bool:
-    """Decode all of `symbols`; return whether words and state end where they should. Frequencies add up to `TOTAL`."""
-    table, offsets = np.empty(TOTAL, np.uint8), np.empty(TOTAL, np.uint16)
-    slot = 0
-    for byte in range(N_BYTES):
-        for offset in range(int(frequencies[byte])):
-            table[slot], offsets[slot] = byte, offset
-            slot += 1
-    state, word = np.uint32(first_state), 0
-    for i in range(len(symbols)):
-        at = np.uint64(state & np.uint32(TOTAL - 1))
-        symbol = table[at]
-        symbols[i] = symbol
-        frequency = np.uint32(frequencies[np.uint64(symbol)])
-        state = np.uint32(np.uint32(frequency * np.uint32(state >> np.uint32(PRECISION_BITS))) + np.uint32(offsets[at]))
-        if state < np.uint32(LOWEST_STATE):
-            if word == len(words):
-                return False
-            state = np.uint32(np.uint32(state << np.uint32(16)) | np.uint32(words[word]))
-            word += 1
-    return word == len(words) and state == np.uint32(LOWEST_STATE)
-
-
-def stored_frequencies(frequencies: Bits16) -> bytes:
-    """The table as stored: a bit for each byte that occurs, then the frequencies of these in one or two bytes."""
-    present = np.packbits(frequencies > 0, bitorder="little")
-    table = bytearray(present.tobytes())
-    for frequency in frequencies[frequencies > 0].tolist():
-        is_small = frequency < TWO_BYTES_FROM
-        table += bytes([frequency] if is_small else [TWO_BYTES_FROM | frequency >> 8, frequency & 0xFF])
-    return bytes(table)

@@ -1,4 +1,4 @@
-"""Encode and decode stages of symbols as stored: frequencies by context, coder states, words."""
+"""Contexts of a base block, and the encoding of both stages of symbols: coder states and words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.deltastore.codec.byte_reader import corrupt
 from mergepipe.deltastore.codec.element_codes import (
     BF16_MANTISSA_BITS,
     BODY_SYMBOLS,
@@ -21,24 +20,16 @@ from mergepipe.deltastore.codec.element_codes import (
 )
 from mergepipe.deltastore.codec.rans import (
     LANES,
-    LOWEST_STATE,
     MAX_CONTEXTS,
-    SKIPPED,
-    TOTAL,
     Bits16,
-    are_valid_frequencies,
-    decode_symbols,
     encode_symbols,
-    fill_decode_table,
 )
-from mergepipe.deltastore.codec.rans_vector_decoder import decode_symbols_vector, has_vector_decoder
 from mergepipe.deltastore.codec.rans_vector_encoder import (
     FREQUENCY_PLANES_BYTES,
     HAS_VECTOR_ENCODER,
     encode_codes_vector,
     fill_frequency_planes,
 )
-from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.kernels.compiled import Bits32, Bytes, Counts, kernel
 
 # --- divide the exponents of a base block into contexts, whose elements share symbol frequencies ---
@@ -87,14 +78,10 @@ class Contexts:
         return np.concatenate([np.array([self.count], np.uint8), self.lows])
 
 
-# --- encode and decode stages of symbols as stored: frequencies by context, coder states, words ---
+# --- encode both stages of symbols: coder states and words ---
 #
 # Format: "Coded symbols" in docs/internals/formats/delta-store.md. The head stage holds the symbols of bands 1 and 2,
 # the body stage those of all other elements.
-
-
-_STATE_WORDS = LANES * 2
-_DECODE_SYMBOLS = decode_symbols_vector if has_vector_decoder() else decode_symbols
 
 
 @kernel
@@ -126,31 +113,3 @@ encode_stages = encode_stages_vector if HAS_VECTOR_ENCODER else encode_stages_sc
 `words` has two halves of `n + 1`, which are filled from their ends; `ends` are set to the indices of the first words,
 `states` (two times `LANES`) to the decoder's initial states.
 """
-
-
-def encode_words(symbols: Bytes, contexts: Bytes, frequencies_CS: Bits16) -> Bits16:
-    """Encode symbols: the decoder's initial states, low half first, then the words."""
-    words = np.empty(len(contexts) + 1, np.uint16)
-    states = np.zeros(LANES, np.uint32)
-    n_symbols = frequencies_CS.shape[1]
-    first = encode_symbols(symbols, contexts, len(contexts), frequencies_CS.reshape(-1), n_symbols, words, states)
-    return np.concatenate([states.view(np.uint16), words[first:]])
-
-
-def decode_words(coded: Bits16, contexts: Bytes, frequencies_CS: Bits16, where: str) -> NDArray[np.uint8]:
-    """Decode the symbols of `coded`; skipped elements get 0."""
-    if not are_valid_frequencies(frequencies_CS):
-        raise corrupt(where, f"frequencies of symbols do not add up to {TOTAL}")
-    n_words = len(coded) - _STATE_WORDS
-    if not 0 <= n_words <= len(contexts):
-        raise corrupt(where, f"{n_words} words of coded symbols where there can be 0 to {len(contexts)}")
-    states = coded[:_STATE_WORDS].copy().view(np.uint32)
-    stored = scratch("words", 2 * len(contexts) + 2, np.uint8)
-    stored[: 2 * n_words] = coded[_STATE_WORDS:].view(np.uint8)
-    table = scratch("table", (SKIPPED + 1) * TOTAL, np.uint32)
-    fill_decode_table(frequencies_CS.reshape(-1), frequencies_CS.shape[1], table)
-    symbols = np.empty(len(contexts), np.uint8)
-    n_consumed = _DECODE_SYMBOLS(stored, 0, states, contexts, len(contexts), table, symbols)
-    if n_consumed != n_words or (states != LOWEST_STATE).any():
-        raise corrupt(where, "coded symbols do not end where they should")
-    return symbols

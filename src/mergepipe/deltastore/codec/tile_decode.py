@@ -434,7 +434,7 @@ def decode_tiles(
 
     Every block but the last has `block_elements`. Pieces are in `stored` (from POSITION to END of `cursors_BPF`; others
     have no bytes), which is readable for as many bytes as the base has in a block, and `SPARE_BYTES`, after the last.
-    Faults are recorded in the cursors. `codes` is as long as a block, padded; tables have `rans.TOTAL` entries for each
+    Faults are recorded in the cursors. `codes` is as long as a block, padded; tables have `TOTAL` entries for each
     context. No content makes it access anything outside.
     """
     for b in range(len(cursors_BPF)):

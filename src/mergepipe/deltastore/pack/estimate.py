@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from itertools import accumulate
 
 from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.core.blocks import BlockGrid, Span
 from mergepipe.deltastore.band_sample import bands_of, read_sample
 from mergepipe.deltastore.codec.block import RawBytes, encode_block, encode_converted
+from mergepipe.deltastore.codec.element_codes import Bands
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, can_be_base_of
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
@@ -26,7 +28,8 @@ def estimate_packed_bytes(
     """Estimate the bytes of the tensors in a pack on `base`; None for what is not packed.
 
     Encodes `SAMPLED_BLOCKS` blocks as `pack` does, at equal distances over the bytes of all tensors, and extrapolates.
-    Reads at most 1 MiB and a few pages for each block of two bytes an element: 32 MiB.
+    Reads at most 1 MiB and a few pages for each block of two bytes an element: 32 MiB; a tensor's sample for its bands
+    once.
     """
     names = sorted(name for name, tensor in expert.tensors.items() if tensor.n_elements)
     entries = [entry for name in names if isinstance(entry := expert.tensors[name], TensorEntry)]
@@ -41,35 +44,41 @@ def estimate_packed_bytes(
         element = (at - (ends[place] - entry.nbytes)) // entry.dtype.itemsize
         drawn[place, element // BLOCK_ELEMENTS] += 1
     sampled_bytes = encoded_bytes = 0
+
+    @cache
+    def bands(place: int) -> Bands | None:
+        entry = entries[place]
+        other = base.tensors[entry.name]
+        if entry.dtype not in BANDED_DTYPES or not isinstance(other, TensorEntry):
+            return None
+        return bands_of(*(read_sample(tensor, files[tensor.file], purpose) for tensor in (other, entry)))
+
     for (place, block), times in drawn.items():
         entry = entries[place]
         span = BlockGrid(entry.n_elements, BLOCK_ELEMENTS).span(block)
         content = _read(entry, span, files, purpose)
         sampled_bytes += times * len(content)
-        encoded_bytes += times * _encoded_bytes(base, entry, span, content, files, purpose)
+        encoded_bytes += times * _encoded_bytes(
+            base, entry, content, partial(_read, span=span, files=files, purpose=purpose), partial(bands, place)
+        )
     return round(encoded_bytes / sampled_bytes * ends[-1])
 
 
 def _encoded_bytes(
     base: Checkpoint,
     entry: TensorEntry,
-    span: Span,
     content: RawBytes,
-    files: Mapping[Location, RangeFile],
-    purpose: Purpose,
+    read: Callable[[TensorEntry], RawBytes],
+    bands: Callable[[], Bands | None],
 ) -> int:
+    """The bytes of a block of `entry`; `read` reads the same elements of another tensor."""
     other = base.tensors.get(entry.name)
     is_base = isinstance(other, TensorEntry) and other.shape == entry.shape and can_be_base_of(other.dtype, entry.dtype)
     if not is_base or not isinstance(other, TensorEntry):
         return encode_block(None, content, entry.dtype, None).nbytes
-    base_content = _read(other, span, files, purpose)
     if other.dtype is not entry.dtype:
-        return encode_converted(base_content, other.dtype, content, entry.dtype).nbytes
-    bands = None
-    if entry.dtype in BANDED_DTYPES:
-        samples = (read_sample(tensor, files[tensor.file], purpose) for tensor in (other, entry))
-        bands = bands_of(*samples)
-    return encode_block(base_content, content, entry.dtype, bands).nbytes
+        return encode_converted(read(other), other.dtype, content, entry.dtype).nbytes
+    return encode_block(read(other), content, entry.dtype, bands()).nbytes
 
 
 def _read(entry: TensorEntry, span: Span, files: Mapping[Location, RangeFile], purpose: Purpose) -> RawBytes:

@@ -1,0 +1,251 @@
+"""Codecs BYTES and STANDALONE: differences from the base, or from zeros, in one compressed plane for each byte.
+
+Format: "BYTES and STANDALONE" in docs/internals/formats/delta-store.md.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from mergepipe.core.blocks import DType, DTypeKind
+from mergepipe.deltastore.codec.byte_reader import ByteReader, concatenate_bytes, corrupt
+from mergepipe.deltastore.codec.scratch import scratch
+from mergepipe.kernels.compiled import Bytes, kernel
+
+RawBytes = NDArray[np.uint8]
+Words = NDArray[np.unsignedinteger]
+UNSIGNED: Final[dict[int, type[np.unsignedinteger]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+FORM_PLAIN, FORM_COMPRESSED, FORM_QUARTERS, FORM_SPARSE = range(4)
+_ESCAPE, _MOST_ESCAPES = 3, 1 / 8
+"""Four bytes are written as one where at most this share is from `_ESCAPE` on: zstd takes at least a bit a byte."""
+_LONG_GAP, _MOST_OTHER = 255, 1 / 32
+"""Only bytes other than 0 are written, with the gaps before them, where they are at most this share."""
+_PARAMETERS: Final = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST, window_log=18, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0
+)
+"""Huffman codes, and hardly a match: those that are found by chance in planes of numbers cost more than they save."""
+
+# --- words: differences from the base in value order, folded, in planes of one byte of each ---
+
+
+@kernel
+def fold_differences(base: Words, expert: Words, bits: int, is_float: int, folded: Words) -> None:
+    """Write differences modulo 2**bits in value order, zigzag-folded so that small magnitudes are small numbers.
+
+    With `is_float`, elements are the bit patterns of floats; from a base of zeros these become magnitudes above signs.
+    """
+    all_bits, sign = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - bits), np.uint64(1) << np.uint64(bits - 1)
+    shift, one = np.uint64(bits - 1), np.uint64(1)
+    positive_flip = sign if is_float else np.uint64(0)
+    negative_flip = all_bits if is_float else np.uint64(0)
+    for i in range(len(folded)):
+        base_bits, expert_bits = np.uint64(base[i]), np.uint64(expert[i])
+        base_bits ^= negative_flip if base_bits >> shift else positive_flip
+        expert_bits ^= negative_flip if expert_bits >> shift else positive_flip
+        difference = (expert_bits - base_bits) & all_bits
+        folded[i] = (difference << one) ^ (all_bits if difference >> shift else np.uint64(0))
+
+
+@kernel
+def unfold_differences(base: Words, folded: Words, bits: int, is_float: int, expert: Words) -> None:
+    """Restore the expert's elements: the inverse of `fold_differences`."""
+    all_bits, sign = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - bits), np.uint64(1) << np.uint64(bits - 1)
+    shift, one = np.uint64(bits - 1), np.uint64(1)
+    positive_flip = sign if is_float else np.uint64(0)
+    negative_flip = all_bits if is_float else np.uint64(0)
+    for i in range(len(expert)):
+        base_bits, folded_bits = np.uint64(base[i]), np.uint64(folded[i])
+        base_bits ^= negative_flip if base_bits >> shift else positive_flip
+        difference = (folded_bits >> one) ^ (all_bits if folded_bits & one else np.uint64(0))
+        expert_bits = (base_bits + difference) & all_bits
+        expert[i] = expert_bits ^ (positive_flip if expert_bits >> shift else negative_flip)
+
+
+@kernel
+def _extract_plane(words: Words, byte: int, plane: Bytes) -> None:
+    """Extract byte number `byte` of every word."""
+    shift = np.uint64(8 * byte)
+    for i in range(len(plane)):
+        plane[i] = np.uint8((np.uint64(words[i]) >> shift) & np.uint64(0xFF))
+
+
+@kernel
+def _insert_plane(plane: Bytes, byte: int, words: Words) -> None:
+    """Set byte number `byte` of every word, which is 0 before."""
+    shift = np.uint64(8 * byte)
+    for i in range(len(words)):
+        words[i] = np.uint64(words[i]) | (np.uint64(plane[i]) << shift)
+
+
+def encode_planes(base: RawBytes | None, expert: RawBytes, dtype: DType) -> RawBytes:
+    """Encode a block of any dtype relative to the same elements of its base, or to zeros."""
+    words, parts = expert.view(UNSIGNED[dtype.itemsize]), []
+    folded, plane = scratch("folded", len(words), UNSIGNED[dtype.itemsize]), scratch("plane", len(words), np.uint8)
+    fold_differences(_words_of(base, expert, dtype), words, 8 * dtype.itemsize, _is_float(dtype), folded)
+    for byte in range(dtype.itemsize):
+        _extract_plane(folded, byte, plane)
+        parts.append(_packed_plane(plane))
+    return concatenate_bytes(*parts)
+
+
+def decode_planes(content: RawBytes, base: RawBytes | None, dtype: DType, where: str, out: RawBytes) -> None:
+    """Decode the expert's bytes into `out`: the inverse of `encode_planes`."""
+    reader, expert = ByteReader(content, where), out.view(UNSIGNED[dtype.itemsize])
+    folded = scratch("folded", len(expert), UNSIGNED[dtype.itemsize])
+    folded[:] = 0
+    for byte in range(dtype.itemsize):
+        _insert_plane(_unpacked_plane(reader, len(expert), where), byte, folded)
+    reader.end()
+    unfold_differences(_words_of(base, out, dtype), folded, 8 * dtype.itemsize, _is_float(dtype), expert)
+
+
+def _words_of(base: RawBytes | None, expert: RawBytes, dtype: DType) -> Words:
+    """View the base's elements as unsigned integers; zeros without a base."""
+    return (np.zeros(len(expert), np.uint8) if base is None else base).view(UNSIGNED[dtype.itemsize])
+
+
+def _is_float(dtype: DType) -> int:
+    return int(dtype.kind is DTypeKind.FLOAT)
+
+
+@kernel
+def _fold_quarters(plane: Bytes, quarters: Bytes, escapes: Bytes) -> int:
+    """Write four bytes as one, those from `_ESCAPE` on apart; return how many these are.
+
+    `plane` is four times as long as `quarters`, `escapes` longer by one.
+    """
+    count = np.uint64(0)
+    for i in range(len(quarters)):
+        quarter = np.uint8(0)
+        for j in range(4):
+            byte = plane[4 * i + j]
+            escapes[count] = np.uint8(byte - np.uint8(_ESCAPE))  # overwritten by the next unless it is counted
+            count += np.uint64(byte >= np.uint8(_ESCAPE))
+            quarter |= np.uint8(min(byte, np.uint8(_ESCAPE)) << np.uint8(2 * j))
+        quarters[i] = quarter
+    return int(count)
+
+
+@kernel
+def _unfold_quarters(quarters: Bytes, escapes: Bytes, plane: Bytes) -> None:
+    """Undo `_fold_quarters`; `escapes` has one more byte than there are."""
+    fours, count = plane.view(np.uint32), np.uint64(0)
+    for i in range(len(fours)):
+        four = np.uint32(quarters[i])
+        spread = four | (four << np.uint32(6)) | (four << np.uint32(12)) | (four << np.uint32(18))
+        fours[i] = np.uint32(spread & np.uint32(0x03030303))
+    for j in range(len(plane)):
+        byte, escape = plane[j], escapes[count]  # read in any case: escapes are too frequent to be predicted
+        plane[j] = np.uint8(byte + escape) if byte == np.uint8(_ESCAPE) else byte
+        count += np.uint64(byte == np.uint8(_ESCAPE))
+
+
+# --- planes: bytes compressed by zstd; four in one where most are small, only those other than 0 where few are ---
+
+
+class _Zstd(threading.local):
+    """The compressor and the decompressor of a thread: neither may be used by two at once."""
+
+    @cached_property
+    def compressor(self) -> zstandard.ZstdCompressor:
+        return zstandard.ZstdCompressor(compression_params=_PARAMETERS)
+
+    @cached_property
+    def decompressor(self) -> zstandard.ZstdDecompressor:
+        return zstandard.ZstdDecompressor()
+
+
+_ZSTD = _Zstd()
+
+
+def _packed_plane(plane: RawBytes) -> RawBytes:
+    """A plane as stored."""
+    n_other = np.count_nonzero(plane)
+    if n_other <= _MOST_OTHER * len(plane):
+        places = np.flatnonzero(plane)
+        gaps = _packed_gaps(np.diff(places, prepend=-1) - 1)
+        form, n_gaps = np.array([FORM_SPARSE], np.uint8), np.array([len(gaps)], np.uint32)
+        return concatenate_bytes(form, n_gaps, _compressed(gaps), _compressed(plane[places]))
+    if np.count_nonzero(plane >= _ESCAPE) > _MOST_ESCAPES * len(plane):
+        return _compressed(plane)
+    quarters, escapes = np.empty(-(-len(plane) // 4), np.uint8), scratch("escapes", len(plane) + 4, np.uint8)
+    padded = scratch("padded-plane", 4 * len(quarters), np.uint8)
+    padded[: len(plane)], padded[len(plane) :] = plane, 0
+    count = _fold_quarters(padded, quarters, escapes)
+    form = np.array([FORM_QUARTERS], np.uint8)
+    return concatenate_bytes(form, _compressed(quarters), _compressed(escapes[:count]))
+
+
+def _packed_gaps(gaps: NDArray[np.int64]) -> RawBytes:
+    """Gaps in bytes: as many times `_LONG_GAP` as it goes into a gap, then the rest."""
+    n_long = gaps // _LONG_GAP
+    packed = np.full(len(gaps) + int(n_long.sum()), _LONG_GAP, np.uint8)
+    packed[np.cumsum(n_long + 1) - 1] = gaps % _LONG_GAP
+    return packed
+
+
+def _compressed(content: RawBytes) -> RawBytes:
+    """Bytes as stored: compressed where that is smaller."""
+    frame = _ZSTD.compressor.compress(content.data)
+    if len(frame) + 4 >= len(content):
+        return concatenate_bytes(np.array([FORM_PLAIN], np.uint8), content)
+    size = np.array([len(frame)], np.uint32)
+    return concatenate_bytes(np.array([FORM_COMPRESSED], np.uint8), size, np.frombuffer(frame, np.uint8))
+
+
+def _unpacked_plane(reader: ByteReader, n: int, where: str) -> RawBytes:
+    """Read a plane of `n` bytes."""
+    form = int(reader.take(np.uint8, 1)[0])
+    if form == FORM_SPARSE:
+        return _sparse_plane(reader, n, where)
+    if form != FORM_QUARTERS:
+        return _decompressed(reader, form, n, where)
+    quarters = _unpacked(reader, -(-n // 4), where)
+    count = int(np.bitwise_count(quarters & (quarters >> 1) & 0x55).sum())
+    plane = scratch("padded-plane", 4 * len(quarters), np.uint8)
+    _unfold_quarters(quarters, np.append(_unpacked(reader, count, where), np.uint8(0)), plane)
+    return plane[:n]
+
+
+def _sparse_plane(reader: ByteReader, n: int, where: str) -> RawBytes:
+    """Read the bytes other than 0 of a plane of `n`."""
+    count = int(reader.take(np.uint32, 1)[0])
+    if count > n:
+        raise corrupt(where, f"{count} gaps in a plane of {n} bytes")
+    gaps = _unpacked(reader, count, where)
+    is_end = gaps < _LONG_GAP
+    places = np.cumsum(gaps + is_end, dtype=np.int64)[is_end] - 1
+    if len(places) and places[-1] >= n:
+        raise corrupt(where, f"a byte at {places[-1]} of a plane of {n}")
+    plane = np.zeros(n, np.uint8)
+    plane[places] = _unpacked(reader, len(places), where)
+    return plane
+
+
+def _unpacked(reader: ByteReader, n: int, where: str) -> RawBytes:
+    """Read `n` bytes as `_compressed` wrote them."""
+    return _decompressed(reader, int(reader.take(np.uint8, 1)[0]), n, where)
+
+
+def _decompressed(reader: ByteReader, form: int, n: int, where: str) -> RawBytes:
+    """Read `n` bytes; the size that a frame claims is checked before room is made for it."""
+    if form == FORM_PLAIN:
+        return reader.take(np.uint8, n)
+    if form != FORM_COMPRESSED:
+        raise corrupt(where, f"unknown form {form} of a byte plane")
+    frame = reader.take(np.uint8, int(reader.take(np.uint32, 1)[0])).data
+    try:
+        size = zstandard.frame_content_size(frame)
+        if size != n:
+            raise corrupt(where, f"a frame of {size} bytes in the place of {n}")
+        content = _ZSTD.decompressor.decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise corrupt(where, f"a frame cannot be decompressed: {error}") from error
+    return np.frombuffer(content, np.uint8)
