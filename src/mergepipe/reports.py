@@ -420,8 +420,8 @@ class TensorUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """A fallback or an adjustment of a plan: what it is about, what was decided, and why."""
+class Fallback:
+    """A decision of a plan that deviates from the request: what it is about, what was decided, and why."""
 
     where: str
     decision: str
@@ -469,8 +469,8 @@ class Explanation(Displayed):
     experts: tuple[ExpertShare, ...]
     layers: tuple[LayerShare, ...]
     tensors: tuple[TensorUse, ...]
-    fallbacks: tuple[Decision, ...]
-    adjustments: tuple[Decision, ...]
+    fallbacks: tuple[Fallback, ...]
+    adjustments: tuple[Fallback, ...]
     verdict: BudgetVerdict | None = None
     sampling: Sampling | None = None
 

@@ -24,10 +24,10 @@ from mergepipe.checkpoints.contract import (
 )
 from mergepipe.checkpoints.open_files import pin_files
 from mergepipe.core.blocks import BF16, F32, DType, Span
+from mergepipe.engine.make_part import make_part
 from mergepipe.engine.merged_tensor import MergedTensor, can_fuse
 from mergepipe.engine.segments import full_access
-from mergepipe.engine.threads import ThreadExecutor
-from mergepipe.engine.work import EngineOptions, MergeWork, plan_output
+from mergepipe.engine.work import EngineOptions, MergeWork, plan_output, whole
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
@@ -186,7 +186,7 @@ def merged(task: MergeTask, operator: str, folder: Path, memory: int = LARGE, th
     paths = {entry.file for source in (task.base, *task.experts) for entry in source.stored}
     work = MergeWork(plan_output([task], 1 << 40), operator, 3, {1: "a", 2: "b"}, pin_files(files, paths))
     folder.mkdir()
-    ThreadExecutor(files, EngineOptions(threads, memory)).run(work, folder)
+    make_part(work, whole(work.output), folder, files, EngineOptions(threads, memory))
     (path,) = folder.iterdir()
     return path.read_bytes()[-N * task.dtype.itemsize :]
 

@@ -20,7 +20,6 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.gathered_rows import RowMap
 from mergepipe.core.blocks import DTYPES
 from mergepipe.engine.make_part import make_part
-from mergepipe.engine.threads import ThreadExecutor
 from mergepipe.engine.work import MergeWork, Observer, OutputPlan, Part, PartResult, joined, plan_output, split, whole
 from mergepipe.errors import ConflictError
 from mergepipe.operators.elementwise import ElementwiseRule, Shares
@@ -106,7 +105,7 @@ def cases(root: Path, family: DiskFamily) -> dict[tuple[str, bool], Case]:
 
 def made_whole(work: MergeWork, folder: Path, plan: Plan | None = None) -> Case:
     folder.mkdir()
-    result = ThreadExecutor(LocalStore(), OPTIONS).run(work, folder)
+    result = make_part(work, whole(work.output), folder, LocalStore(), OPTIONS)
     return Case(work, plan, result, files_in(folder))
 
 

@@ -15,7 +15,7 @@ from types import FrameType
 import pytest
 
 import mergepipe
-from mergepipe.engine import pipeline, threads
+from mergepipe.engine import pipeline
 from mergepipe.options import MergeOptions
 from mergepipe.reports import Progress
 from mergepipe.runs import merge_run as merging
@@ -67,7 +67,7 @@ PLACES = [
     (pipeline.Pipeline, "_handle"),
     (pipeline.Pipeline, "_after_compute"),
     (OutputFile, "_open"),
-    (threads, "make_part"),
+    (merging, "make_part"),
     (merging, "write_durably"),
     (publish, "sync_directory"),
     (owned, "renameat2"),

@@ -18,7 +18,6 @@ from mergepipe.operators.statistics import Cut
 from mergepipe.planning.plan import (
     PLAN_FORMAT,
     Access,
-    Fallback,
     ImportanceRecord,
     Plan,
     PlannedModel,
@@ -29,6 +28,7 @@ from mergepipe.planning.plan import (
     parse_runs,
 )
 from mergepipe.recipes.tasks import TensorParameters
+from mergepipe.reports import Fallback
 from mergepipe.storage.file_version import FileId
 from support.places import DOCS
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,6 @@ from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.snapshots.shards import (
-    DurableProgress,
     ShardLayout,
     ShardProgress,
     TensorDigest,
@@ -223,26 +221,3 @@ class PartResult:
 def joined(results: Iterable[PartResult]) -> PartResult:
     """Join the results of disjoint parts, each made once."""
     return reduce(add, results, PartResult())
-
-
-# --- the executor contract: divide a merge into parts and make them ---
-
-
-class Executor(Protocol):
-    """Makes all parts of a merge, wherever it wants and in any order; none of that changes the bytes.
-
-    A worker needs the work's value and storage that reaches its files and the staging directory, nothing else.
-    """
-
-    def run(
-        self,
-        work: MergeWork,
-        directory: Path,
-        observer: Observer = SILENT,
-        progress: DurableProgress | None = None,
-    ) -> PartResult:
-        """Write the work's shards into the staging `directory`, and return the sum of the results of its parts.
-
-        What `progress` says is durable already is neither read nor written.
-        """
-        ...

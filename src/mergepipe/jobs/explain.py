@@ -11,17 +11,10 @@ from pathlib import Path
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, element_count
 from mergepipe.errors import NotFoundError, did_you_mean
 from mergepipe.jobs.plan import read_plan
-from mergepipe.planning.plan import (
-    Access,
-    Fallback,
-    Plan,
-    PlannedTensor,
-    Runs,
-    format_runs,
-)
+from mergepipe.planning.plan import Access, Plan, PlannedTensor, Runs, format_runs
 from mergepipe.planning.selection import layer_of
 from mergepipe.recipes.tasks import Action
-from mergepipe.reports import BlockUse, Decision, ExpertShare, Explanation, LayerShare, TensorUse
+from mergepipe.reports import BlockUse, ExpertShare, Explanation, LayerShare, TensorUse
 from mergepipe.runs.budget.verdict import blocks_by_level, level_name, verdict_of
 from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value
 from mergepipe.runs.stored_plan import plan_of
@@ -108,15 +101,11 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
         experts=_expert_shares(tensors, models, plan, manifest),
         layers=_layer_shares(tensors, len(models)),
         tensors=() if pattern is None else _tensor_uses(tensors, pattern, models, reasons),
-        fallbacks=() if plan is None else _decisions(plan.fallbacks),
-        adjustments=() if plan is None else _decisions(plan.adjustments),
+        fallbacks=() if plan is None else plan.fallbacks,
+        adjustments=() if plan is None else plan.adjustments,
         verdict=None if plan is None else verdict_of(plan),
         sampling=None if plan is None else plan.sampling,
     )
-
-
-def _decisions(fallbacks: Iterable[Fallback]) -> tuple[Decision, ...]:
-    return tuple(Decision(fallback.where, fallback.decision, fallback.reason) for fallback in fallbacks)
 
 
 def _planned(plan: Plan) -> tuple[_Tensor, ...]:

@@ -22,22 +22,14 @@ from mergepipe.planning.budget import (
     parse_budget,
     retry_reserve_bytes,
 )
-from mergepipe.planning.plan import (
-    NOTHING_READ,
-    READS_ALL,
-    Access,
-    Fallback,
-    ImportanceRecord,
-    Plan,
-    PlannedTensor,
-    parse_plan,
-)
+from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, ImportanceRecord, Plan, PlannedTensor, parse_plan
 from mergepipe.planning.planner import Ranking, rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.recipes.yaml_source import RecipeText
+from mergepipe.reports import Fallback
 from mergepipe.runs.budget.costs import find_unread, planned_cost
 from mergepipe.runs.inputs.opened import Inputs, PairStatistics, open_inputs, with_known_digests
 from mergepipe.runs.inputs.planned import vocabulary_of

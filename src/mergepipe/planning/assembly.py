@@ -13,20 +13,12 @@ from numpy.typing import NDArray
 from mergepipe.core.canonical_json import canonical_json
 from mergepipe.core.records import encode
 from mergepipe.planning.candidates import Candidates, KnownStatistics
-from mergepipe.planning.plan import (
-    NOTHING_READ,
-    UNSPENT,
-    Access,
-    Fallback,
-    PlannedModel,
-    PlannedTensor,
-    Runs,
-    SharedRuns,
-)
+from mergepipe.planning.plan import NOTHING_READ, UNSPENT, Access, PlannedModel, PlannedTensor, Runs, SharedRuns
 from mergepipe.planning.problem import Columns, PlanningModel, PlanningProblem
 from mergepipe.planning.rules import ALL, Rules
 from mergepipe.planning.selection import Selection
 from mergepipe.recipes.tasks import TensorParameters
+from mergepipe.reports import Fallback
 
 MOST_UNSPENT = 1 / 20  # of a budget: less is what no further block fits into
 SPREAD = "it was analysed by larger blocks; `mergepipe analyze --block-elements {}` makes them exact"

@@ -16,7 +16,7 @@ from mergepipe.core.records import AsText, RecordFormat, Seed, Size, encode
 from mergepipe.errors import OutputError
 from mergepipe.operators.statistics import Cut
 from mergepipe.recipes.tasks import TensorParameters
-from mergepipe.reports import Sampling
+from mergepipe.reports import Fallback, Sampling
 from mergepipe.storage.file_version import FileId
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.output import replace_durably
@@ -192,15 +192,6 @@ class ImportanceRecord:
 
     path: str
     digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fallback:
-    """A decision that deviates from the request, and the reason."""
-
-    where: str
-    decision: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, repr=False)

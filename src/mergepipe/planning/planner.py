@@ -36,7 +36,7 @@ from mergepipe.planning.candidates import (
     score_blocks,
     units,
 )
-from mergepipe.planning.plan import Fallback, Plan
+from mergepipe.planning.plan import Plan
 from mergepipe.planning.problem import Columns, PlanningProblem, lay_out_columns, read_costs, sample_cost_bytes
 from mergepipe.planning.rules import REASON_ROWS, Rules, build_ladders, evaluate_rules, row_reasons
 from mergepipe.planning.sample import (
@@ -58,6 +58,7 @@ from mergepipe.planning.selection import (
     tensor_cosines,
 )
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
+from mergepipe.reports import Fallback
 from mergepipe.storage.buffers import PAGE_BYTES
 
 # --- plan a merge: rank everything that can be read, and select within the budget. Pure ---

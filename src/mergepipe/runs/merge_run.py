@@ -14,8 +14,8 @@ from pathlib import Path
 import mergepipe
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.outcome import private_outputs, published_but
-from mergepipe.engine.threads import ThreadExecutor
-from mergepipe.engine.work import EngineOptions, Executor, Observer, OutputPlan, plan_output
+from mergepipe.engine.make_part import make_part
+from mergepipe.engine.work import EngineOptions, MergeWork, Observer, OutputPlan, PartResult, plan_output, whole
 from mergepipe.planning.plan import NOTHING_READ, PLAN_FORMAT, Plan
 from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.recipes.recipe import ModelInput
@@ -105,7 +105,7 @@ class MergeSettings:
 class MadeOutput:
     """An output whose shards are made already: what takes them over, and the account of what was read for them."""
 
-    executor: Executor
+    take: Callable[[MergeWork, Path, Observer], PartResult]
     progress: MergeProgress
 
 
@@ -165,8 +165,7 @@ def publish_merge(
     planned = plan_small_files(inputs, store, settings.small_files)
     sidecar_bytes = sum(map(len, planned.contents.values())) + SIDECAR_MARGIN_BYTES
     check_free_space(out, weight_bytes + sidecar_bytes)
-    executor = ThreadExecutor(store, settings.engine) if made is None else made.executor
-    run = _Run(inputs, plan, output, planned, store, link, settings, started, on_progress, executor)
+    run = _Run(inputs, plan, output, planned, store, link, settings, started, on_progress)
     run.tick("merge")  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
     key = run_key(inputs, plan, output, seed)
@@ -185,7 +184,7 @@ def publish_merge(
                 store_plan(staging.directory, settings.plan_key, plan)
             if progress.done:
                 run.resume_at(progress.durable_share)
-            manifest = run.fill(staging, progress, publication.durable)
+            manifest = run.fill(staging, progress, publication.durable, made)
             link.notices.extend(progress.excess_notices())
             if before_publish is not None:
                 before_publish(manifest, staging.path)
@@ -235,7 +234,6 @@ class _Run:
         settings: MergeSettings,
         started: float,
         on_progress: ProgressCallback | None,
-        executor: Executor,
     ) -> None:
         self._inputs = inputs
         self._plan = plan
@@ -246,7 +244,6 @@ class _Run:
         self._settings = settings
         self._started = started
         self._on_progress = on_progress
-        self._executor = executor
         self._earlier_bytes = 0
         self._kept = kept_shares(inputs) if plan is None else ()
         expert_bytes = inputs.resolution.expert_bytes if plan is None else plan.planned_bytes
@@ -260,6 +257,7 @@ class _Run:
         staging: Staging,
         progress: MergeProgress,
         durable: DurableProgress,
+        made: MadeOutput | None,
     ) -> Manifest:
         """Write all files of the snapshot, reporting what is `durable`; return its manifest, with absolute paths."""
         checkpoints = tuple(checkpoint for _, _, checkpoint in self._inputs.leaves())
@@ -267,7 +265,11 @@ class _Run:
         work = merge_work(
             self._inputs, self._output, self._plan, self._settings.seed, self._store, self._link
         )  # fmt: skip
-        digests = self._executor.run(work, staging.path, observer, durable).digests
+        if made is not None:
+            digests = made.take(work, staging.path, observer).digests
+        else:
+            part, engine = whole(work.output), self._settings.engine
+            digests = make_part(work, part, staging.path, self._store, engine, observer, durable).digests
         self.tick("publish")
         check_unchanged(self._store, checkpoints)
         return self._write_small_files(staging, digests, work.content_ids, progress)

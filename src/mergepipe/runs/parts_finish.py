@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from mergepipe.engine.work import SILENT, MergeWork, Observer, OutputPlan, PartResult
+from mergepipe.engine.work import MergeWork, Observer, OutputPlan, PartResult
 from mergepipe.errors import NotFoundError
 from mergepipe.planning.plan import Plan
 from mergepipe.runs.merge_run import MadeOutput
 from mergepipe.runs.progress import MergeProgress, Resume
 from mergepipe.snapshots.parts_account import Readings, readings_in
 from mergepipe.snapshots.parts_place import PartsPlace
-from mergepipe.snapshots.shards import DurableProgress, TensorDigest
+from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage.ledger import Ledger, Purpose, Usage
 from mergepipe.storage.output import sync_directory
@@ -32,25 +32,19 @@ def made_output(parts: PartsPlace, plan: Plan, output: OutputPlan, ledger: Ledge
     usage = readings.usage + (
         Usage({Purpose.EXPERT: killed}, {(_KILLED, Purpose.EXPERT): killed}) if killed else Usage()
     )
-    return MadeOutput(_MadeParts(parts, ledger, usage), _FinishProgress(parts, output, plan, ledger, readings))
+    return MadeOutput(_MadeParts(parts, ledger, usage).take, _FinishProgress(parts, output, plan, ledger, readings))
 
 
 @dataclass(frozen=True, slots=True)
 class _MadeParts:
-    """An `Executor` that takes all shards of an output made in parts, and counts in `ledger` what they took."""
+    """Takes all shards of an output made in parts, and counts in `ledger` what they took."""
 
     parts: PartsPlace
     ledger: Ledger
     usage: Usage
 
-    def run(
-        self,
-        work: MergeWork,
-        directory: Path,
-        observer: Observer = SILENT,
-        progress: DurableProgress | None = None,
-    ) -> PartResult:
-        """See `Executor.run`."""
+    def take(self, work: MergeWork, directory: Path, observer: Observer) -> PartResult:
+        """Move the shards into a staging directory."""
         digests_of = _made_shards(self.parts)
         self.ledger.expert_limit_bytes = None  # each worker was held to its share
         self.ledger.add(self.usage)

@@ -11,8 +11,8 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import DTYPES, element_count
 from mergepipe.core.notices import Notice
-from mergepipe.engine.threads import ThreadExecutor
-from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_output
+from mergepipe.engine.make_part import make_part
+from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_output, whole
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.fields import LENIENT
@@ -111,7 +111,7 @@ def rebuild_tensors(
             raise _missing_tensor_error(missing)
         checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
         work = _work(manifest, inputs, output, store)
-        digests = ThreadExecutor(store, engine).run(work, directory).digests
+        digests = make_part(work, whole(output), directory, store, engine).digests
         check_unchanged(store, checkpoints)
     (shard,) = output.shards
     rebuilt, offset = [], len(shard.header)

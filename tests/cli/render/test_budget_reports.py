@@ -15,8 +15,8 @@ from mergepipe.cli.render.budgets import plan_table, sweep_table, verdict_text
 from mergepipe.cli.render.layout import columns_text
 from mergepipe.cli.render.pages import Line, charts_of, draw_chart, sweep_page
 from mergepipe.cli.render.snapshots import lineage_tree
-from mergepipe.planning.plan import Fallback, Plan, PlannedModel
-from mergepipe.reports import SweepPoint, SweepReport
+from mergepipe.planning.plan import Plan, PlannedModel
+from mergepipe.reports import Fallback, SweepPoint, SweepReport
 from mergepipe.storage.location import Location
 
 
