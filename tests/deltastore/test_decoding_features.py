@@ -20,6 +20,7 @@ from symbol_coding import decode_table, scaled
 from mergepipe.checkpoints.contract import BaseBytes
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.band_sample import choose_bands
+from mergepipe.deltastore.codec.arrays import KEPT_BYTES, scratch
 from mergepipe.deltastore.codec.block import (
     BAND_PIECES,
     BandBlocks,
@@ -28,14 +29,6 @@ from mergepipe.deltastore.codec.block import (
     decode_band_values,
     encode_bands,
     padding_bytes,
-)
-from mergepipe.deltastore.codec.code_scalar_decoder import decode_codes_scalar
-from mergepipe.deltastore.codec.code_vector_decoder import (
-    BODY_ROW,
-    N_STARTS,
-    decode_codes_vector,
-    fill_starts,
-    has_vector_decoder,
 )
 from mergepipe.deltastore.codec.element_codes import (
     BODY_SYMBOLS,
@@ -56,7 +49,6 @@ from mergepipe.deltastore.codec.rans import (
     decode_symbols,
 )
 from mergepipe.deltastore.codec.residuals import HAS_PDEP
-from mergepipe.deltastore.codec.scratch import KEPT_BYTES, scratch
 from mergepipe.deltastore.codec.stream_elements import (
     ALL_ROOM,
     DECODED_TILE,
@@ -70,7 +62,15 @@ from mergepipe.deltastore.codec.stream_elements import (
     place_scalar,
     place_vector,
 )
+from mergepipe.deltastore.codec.symbol_stages import decode_codes_scalar
 from mergepipe.deltastore.codec.tile_decode import VECTOR_RESIDUALS, VECTOR_SYMBOLS
+from mergepipe.deltastore.codec.vector_symbols import (
+    BODY_ROW,
+    N_STARTS,
+    decode_codes_vector,
+    fill_starts,
+    has_vector_decoder,
+)
 from mergepipe.errors import CorruptError
 from support.rounding import decode, encode
 

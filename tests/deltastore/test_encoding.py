@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from symbol_coding import scaled
 
 from mergepipe.core.blocks import BF16, F32
+from mergepipe.deltastore.codec.arrays import HAS_VECTOR_LOOKUP, bytes_equal, look_up_scalar, look_up_vector
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes, base_contexts, encode_block
-from mergepipe.deltastore.codec.byte_arrays import HAS_VECTOR_LOOKUP, bytes_equal, look_up_scalar, look_up_vector
 from mergepipe.deltastore.codec.element_codes import (
     BODY_SYMBOLS,
     EDGE_CLASSES,
+    ERROR_SUMS,
     EXCEPTION_BITS,
     FIRST_BODY_CODE,
     HEAD_SYMBOLS,
@@ -27,11 +28,12 @@ from mergepipe.deltastore.codec.element_codes import (
     NEAR_CELLS,
     QUANTILE_BUCKETS,
     STREAM_CODES,
+    SUMS_SHAPE,
     WIDTH_COUNTS,
     WIDTHS_PER_CLASS,
     Bands,
+    sum_tile,
 )
-from mergepipe.deltastore.codec.error_sums import ERROR_SUMS, SUMS_SHAPE, sum_tile
 from mergepipe.deltastore.codec.levels import Codec
 from mergepipe.deltastore.codec.rans import (
     LANES,
@@ -41,7 +43,6 @@ from mergepipe.deltastore.codec.rans import (
     Bits16,
     padded_length,
 )
-from mergepipe.deltastore.codec.rans_vector_encoder import HAS_VECTOR_ENCODER
 from mergepipe.deltastore.codec.residuals import (
     FIRST_STEP_COUNT,
     N_SAMPLE_COUNTS,
@@ -50,6 +51,7 @@ from mergepipe.deltastore.codec.residuals import (
     packed_capacity,
 )
 from mergepipe.deltastore.codec.symbol_stages import Contexts, encode_stages_scalar, encode_stages_vector
+from mergepipe.deltastore.codec.vector_symbols import HAS_VECTOR_ENCODER
 from mergepipe.kernels.compiled import Bytes, Counts
 
 seeds = st.integers(0, 2**32 - 1)

@@ -33,9 +33,8 @@ from mergepipe.deltastore.codec.block import (
 )
 from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, Codec, Level, Piece
 from mergepipe.deltastore.header import HEADER_NAME, INDEX_NAME, PIECE_NAMES
-from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
+from mergepipe.deltastore.index import ROW_BYTES, StoreIndex, index_digest
 from mergepipe.deltastore.tensor import PackedTensor, StandaloneTensor
-from mergepipe.deltastore.writer import index_digest
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore

@@ -9,10 +9,10 @@ import numpy as np
 
 from mergepipe.checkpoints.contract import ComputedTensor, Fetch, TensorEntry
 from mergepipe.core.blocks import DType, Span
+from mergepipe.deltastore.codec.arrays import scratch
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.element_codes import Bands
 from mergepipe.deltastore.codec.levels import BAND_DENSITIES
-from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.kernels.codec import decode_tile
 from mergepipe.kernels.compiled import Floats
 from mergepipe.kernels.merge import take_delta

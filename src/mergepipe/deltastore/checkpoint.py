@@ -18,8 +18,8 @@ from mergepipe.checkpoints.contract import (
 from mergepipe.checkpoints.directory import SIDECAR_NAMES, open_checkpoint, stat_regular
 from mergepipe.core.blocks import DType, Span
 from mergepipe.core.strict_json import shown
+from mergepipe.deltastore.codec.arrays import corrupt
 from mergepipe.deltastore.codec.block import RawBytes
-from mergepipe.deltastore.codec.byte_reader import corrupt
 from mergepipe.deltastore.codec.element_codes import Bands
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece
 from mergepipe.deltastore.header import (
@@ -32,8 +32,7 @@ from mergepipe.deltastore.header import (
     is_store,
     parse_header,
 )
-from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
-from mergepipe.deltastore.index_reader import Charged, StoreIndexReader, as_expert, as_metadata
+from mergepipe.deltastore.index import ROW_BYTES, Charged, StoreIndex, StoreIndexReader, as_expert, as_metadata
 from mergepipe.deltastore.tensor import PackedTensor, PlainTensor, StandaloneTensor
 from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, RecipeError
 from mergepipe.snapshots.recorded_paths import absolute_reference

@@ -14,7 +14,7 @@ from mergepipe.checkpoints.directory import STORE_HEADER_NAME, is_plain_name
 from mergepipe.core.blocks import DTYPES, BlockGrid, DType, element_count
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.strict_json import JsonValue, parse_object, shown
-from mergepipe.deltastore.codec.byte_reader import corrupt
+from mergepipe.deltastore.codec.arrays import corrupt
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, Piece, can_be_base_of
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store, is_file

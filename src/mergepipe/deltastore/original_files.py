@@ -21,8 +21,8 @@ from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.checkpoint import ChainedTensor, OpenedStore, open_packed
+from mergepipe.deltastore.codec.arrays import corrupt
 from mergepipe.deltastore.codec.block import RawBytes
-from mergepipe.deltastore.codec.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import HEADERS_NAME, is_own_name, is_store
 from mergepipe.deltastore.tensor import EncodedTensor, PlainTensor

@@ -23,6 +23,7 @@ from mergepipe.checkpoints.contract import (
 )
 from mergepipe.core.blocks import DTYPES, F32, BlockGrid, DType, Span
 from mergepipe.core.strict_json import shown
+from mergepipe.deltastore.codec.arrays import corrupt, scratch
 from mergepipe.deltastore.codec.block import (
     BAND_PIECES,
     MANTISSA_BITS,
@@ -34,7 +35,6 @@ from mergepipe.deltastore.codec.block import (
     decode_deltas,
     padding_bytes,
 )
-from mergepipe.deltastore.codec.byte_reader import corrupt
 from mergepipe.deltastore.codec.element_codes import Bands
 from mergepipe.deltastore.codec.levels import (
     BLOCK_ELEMENTS,
@@ -46,9 +46,7 @@ from mergepipe.deltastore.codec.levels import (
     Piece,
 )
 from mergepipe.deltastore.codec.piece_headers import CURSOR_FIELDS, END, POSITION
-from mergepipe.deltastore.codec.scratch import scratch
-from mergepipe.deltastore.index import DIGEST_BYTES, StoreIndex
-from mergepipe.deltastore.index_reader import StoreIndexReader
+from mergepipe.deltastore.index import DIGEST_BYTES, StoreIndex, StoreIndexReader
 from mergepipe.errors import MismatchError
 from mergepipe.kernels.compiled import Counts
 from mergepipe.storage.buffers import PAGE_BYTES, round_up

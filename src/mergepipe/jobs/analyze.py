@@ -152,7 +152,7 @@ def _analyze(
         work = AnalysisWork(tuple(tasks), request.block_elements, densities)
         analysis.run_analysis(work, files, store, engine, Observer(lambda _: report_progress(), gather, passing.tap))
         checkpoints = passing.finish()
-        from mergepipe.deltastore.pack.estimate import estimate_packed_bytes  # with the compiler
+        from mergepipe.deltastore.pack.encode_pass import estimate_packed_bytes  # with the compiler
         from mergepipe.deltastore.pack.job import reason_against
 
         packed_bytes = [

@@ -17,8 +17,8 @@ from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, fi
 from mergepipe.checkpoints.open_files import check_unchanged, open_files, read_span
 from mergepipe.core.blocks import BlockGrid, Span, element_count
 from mergepipe.deltastore.checkpoint import OpenedStore, open_packed, open_store, read_store
+from mergepipe.deltastore.codec.arrays import corrupt
 from mergepipe.deltastore.codec.block import RawBytes
-from mergepipe.deltastore.codec.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, PackedEntry
 from mergepipe.deltastore.index import digest

@@ -12,9 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, F16, DType, DTypeKind
-from mergepipe.deltastore.codec.byte_arrays import bytes_equal
-from mergepipe.deltastore.codec.byte_reader import corrupt
-from mergepipe.deltastore.codec.code_vector_decoder import has_vector_decoder
+from mergepipe.deltastore.codec.arrays import bytes_equal, copied_to_layout, corrupt, in_layout, scratch
 from mergepipe.deltastore.codec.element_codes import (
     BF16_MANTISSA_BITS,
     F16_MANTISSA_BITS,
@@ -35,7 +33,6 @@ from mergepipe.deltastore.codec.piece_headers import CURSOR_FIELDS, END, FAULT, 
 from mergepipe.deltastore.codec.planes import decode_planes, encode_planes
 from mergepipe.deltastore.codec.rans import SKIPPED, TOTAL, Bits16, padded_length
 from mergepipe.deltastore.codec.residuals import HAS_PDEP
-from mergepipe.deltastore.codec.scratch import copied_to_layout, in_layout, scratch
 from mergepipe.deltastore.codec.symbol_stages import Contexts
 from mergepipe.deltastore.codec.tile_decode import VECTOR_RESIDUALS, VECTOR_SYMBOLS, decode_tiles
 from mergepipe.deltastore.codec.tile_encode import (
@@ -46,6 +43,7 @@ from mergepipe.deltastore.codec.tile_encode import (
     encode_pieces,
     work_bytes,
 )
+from mergepipe.deltastore.codec.vector_symbols import has_vector_decoder
 from mergepipe.kernels.codec import decode_all, decode_tile, encode_all
 from mergepipe.kernels.compiled import Bytes, Counts, Floats
 from mergepipe.kernels.merge import take_delta

@@ -9,7 +9,6 @@ from enum import IntEnum
 
 import numpy as np
 
-from mergepipe.deltastore.codec.code_vector_decoder import BODY_ROW, fill_starts
 from mergepipe.deltastore.codec.element_codes import (
     BODY_SYMBOLS,
     CHUNK_ELEMENTS,
@@ -19,6 +18,7 @@ from mergepipe.deltastore.codec.element_codes import (
     WIDTHS_PER_CLASS,
 )
 from mergepipe.deltastore.codec.rans import LANES, MAX_CONTEXTS, TOTAL, Bits16, fill_decode_row
+from mergepipe.deltastore.codec.vector_symbols import BODY_ROW, fill_starts
 from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Floats, kernel
 
 NO_WIDTH_INDEX = 255

@@ -14,8 +14,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DType, DTypeKind
-from mergepipe.deltastore.codec.byte_reader import ByteReader, concatenate_bytes, corrupt
-from mergepipe.deltastore.codec.scratch import scratch
+from mergepipe.deltastore.codec.arrays import ByteReader, concatenate_bytes, corrupt, scratch
 from mergepipe.kernels.compiled import Bytes, kernel
 
 RawBytes = NDArray[np.uint8]

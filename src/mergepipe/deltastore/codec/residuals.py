@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mergepipe.deltastore.codec.byte_arrays import copy_bytes
+from mergepipe.deltastore.codec.arrays import (
+    I64,
+    array_pointers,
+    call_intrinsic,
+    copy_bytes,
+    core,
+    has_features,
+)
 from mergepipe.deltastore.codec.element_codes import (
     CHUNK_ELEMENTS,
     EDGE_CLASSES,
@@ -22,13 +29,6 @@ from mergepipe.deltastore.codec.element_codes import (
     TILE,
     WIDTH_COUNTS,
     WIDTHS_PER_CLASS,
-)
-from mergepipe.deltastore.codec.llvm_vectors import (
-    I64,
-    array_pointers,
-    call_intrinsic,
-    core,
-    has_features,
 )
 from mergepipe.deltastore.codec.rans import MAX_CONTEXTS, Bits16
 from mergepipe.deltastore.codec.stream_elements import ROUND, STREAM_ROOM, collect

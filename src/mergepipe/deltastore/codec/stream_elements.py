@@ -8,14 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from llvmlite import ir
 
-from mergepipe.deltastore.codec.element_codes import (
-    FIRST_BODY_CODE,
-    FIRST_CELL_CODE,
-    LAST_CELL_CODE,
-    N_CODES,
-    STREAM_CODES,
-)
-from mergepipe.deltastore.codec.llvm_vectors import (
+from mergepipe.deltastore.codec.arrays import (
     I8,
     I16,
     I64,
@@ -28,6 +21,13 @@ from mergepipe.deltastore.codec.llvm_vectors import (
     load_vector,
     mask_of,
     store_vector,
+)
+from mergepipe.deltastore.codec.element_codes import (
+    FIRST_BODY_CODE,
+    FIRST_CELL_CODE,
+    LAST_CELL_CODE,
+    N_CODES,
+    STREAM_CODES,
 )
 from mergepipe.deltastore.codec.rans import Bits16
 from mergepipe.kernels.compiled import Bits64, Bytes, Counts, Floats, intrinsic, kernel

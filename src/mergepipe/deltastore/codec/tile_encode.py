@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mergepipe.deltastore.codec.byte_arrays import copy_bytes, look_up
+from mergepipe.deltastore.codec.arrays import copy_bytes, look_up
 from mergepipe.deltastore.codec.element_codes import (
     BF16_MANTISSA_BITS,
     BODY_SYMBOLS,
     EDGE_CLASSES,
+    ERROR_SUMS,
     EXCEPTION_BITS,
     F16_MANTISSA_BITS,
     FIRST_BODY_CODE,
@@ -18,7 +19,10 @@ from mergepipe.deltastore.codec.element_codes import (
     HEAD_SYMBOLS,
     LAST_CELL_CODE,
     N_CODES,
+    N_KEYS,
+    N_SUMS,
     QUANTILE_BUCKETS,
+    SLOT,
     TILE,
     WIDTH_COUNTS,
     WIDTHS_PER_CLASS,
@@ -27,12 +31,12 @@ from mergepipe.deltastore.codec.element_codes import (
     first_ordinal_past,
     float_value,
     ordinal_of,
+    sum_tile,
     top_edge_exponent,
     value_scale,
     value_shift,
     width_index,
 )
-from mergepipe.deltastore.codec.error_sums import ERROR_SUMS, N_KEYS, N_SUMS, SLOT, sum_tile
 from mergepipe.deltastore.codec.rans import LANES, MAX_CONTEXTS, Bits16, scale_rows
 from mergepipe.deltastore.codec.residuals import (
     FIRST_STEP_COUNT,

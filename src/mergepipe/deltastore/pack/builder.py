@@ -35,8 +35,15 @@ from mergepipe.deltastore.header import (
     PackedFile,
     StoreHeader,
 )
-from mergepipe.deltastore.pack.progress import PackProgress, find_progress, note_progress
-from mergepipe.deltastore.writer import EARLY_BYTES, GROWING_FILES, OrderedBlocks, StoreWriter
+from mergepipe.deltastore.writer import (
+    EARLY_BYTES,
+    GROWING_FILES,
+    OrderedBlocks,
+    PackProgress,
+    StoreWriter,
+    find_progress,
+    note_progress,
+)
 from mergepipe.snapshots.layout import small_digest
 from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, OutputContent
 from mergepipe.snapshots.recorded_paths import file_without_paths, relative_reference

@@ -10,7 +10,6 @@ import numpy as np
 
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.units import format_bytes
-from mergepipe.deltastore.codec.levels import Level
 from mergepipe.engine.tensor_work import FREE, source_of_blocks
 from mergepipe.planning.candidates import REASON_MISSING
 from mergepipe.planning.plan import NOTHING_READ, UNSPENT, Access, Plan
@@ -42,19 +41,13 @@ def coverage_of(plan: Plan) -> Coverage:
 
 
 WHOLE = "whole"
-_NAME_OF = {
-    Level.HEAD: "largest roughly",
-    Level.HEAD_EXACT: "largest exactly",
-    Level.BODY: "all roughly",
-    Level.BODY_EXACT: "all closely",
-}
-"""Which deltas of a block are read at a level, and how closely."""
-NAMES = (*_NAME_OF.values(), WHOLE)
+NAMES = ("largest roughly", "largest exactly", "all roughly", "all closely", WHOLE)
+"""Which deltas of a block are read at a level of a packed tensor, from 1 on, and how closely."""
 
 
 def level_name(level: int) -> str:
     """Return the display name of a level below the last."""
-    return NAMES[level - 1] if 0 < level < len(Level) - 1 else str(level)
+    return NAMES[level - 1] if 0 < level < len(NAMES) else str(level)
 
 
 def blocks_by_level(accesses: Iterable[Access]) -> tuple[tuple[str, int], ...]:
