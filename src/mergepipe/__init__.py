@@ -19,7 +19,7 @@ Merging on many machines
     run_part, parts_status
 Packing experts
     pack, unpack
-    apply_lora, extract_lora
+    apply_lora, merge_lora, extract_lora
 Reading models
     load_file, LoadedTensors
 Looking after snapshots
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         list_snapshots,
         load_file,
         merge,
+        merge_lora,
         pack,
         parts_status,
         plan,
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
         Explanation,
         ExtractLoraReport,
         GcReport,
+        MergeLoraReport,
         MergeReport,
         PackReport,
         PartReport,
@@ -105,6 +107,7 @@ __all__ = [
     "GcReport",
     "LineageNode",
     "LoadedTensors",
+    "MergeLoraReport",
     "MergeOptions",
     "MergePipeError",
     "MergeReport",
@@ -138,6 +141,7 @@ __all__ = [
     "list_snapshots",
     "load_file",
     "merge",
+    "merge_lora",
     "operator",
     "pack",
     "parts_status",
@@ -164,6 +168,7 @@ _OTHER_HOMES = {
     "CatalogStats": "catalog.rows",
     "Explanation": "reports",
     "ExtractLoraReport": "reports",
+    "MergeLoraReport": "reports",
     "LineageNode": "catalog.rows",
     "LoadedTensors": "jobs.load",
     "MergeOptions": "options",

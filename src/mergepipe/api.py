@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         Explanation,
         ExtractLoraReport,
         GcReport,
+        MergeLoraReport,
         MergeReport,
         PackReport,
         PartReport,
@@ -621,6 +622,44 @@ def apply_lora(
         memory_bytes=output.memory_bytes or min(APPLY_MEMORY_BYTES, default_memory_bytes()),
     )  # fmt: skip
     return merge(recipe, out, options=merging, on_progress=on_progress)
+
+
+def merge_lora(
+    adapters: Sequence[str | Path],
+    out: str | Path,
+    *,
+    method: str = "cat",
+    rank: int | None = None,
+    weights: Sequence[float] = (),
+    density: float | None = None,
+    seed: int = 0,
+) -> MergeLoraReport:
+    """Merge LoRA adapters of one base into one adapter in the new directory `out`, as PEFT reads it; no base is read.
+
+    `cat` is exact: the factors stand side by side, and ranks add up. `svd` is the best approximation of the same sum of
+    a rank. Any operator of recipes (`linear`, `ties`, `dare_ties`, ...) merges the cores of the deltas in bases that
+    all adapters share, which loses nothing of a delta, and what comes out is cut to `rank`, if there is one.
+
+    Args:
+        method: `cat`, `svd`, or the name of an operator.
+        rank: the largest rank of a module; of operators by default all that the result has.
+        weights: one for each adapter; default 1.
+        density: of operators that trim.
+        seed: of operators that draw.
+
+    Raises:
+        RecipeError: options that do not fit together.
+        MismatchError: adapters of different bases, or two that store one module in full.
+        UnsupportedError: DoRA, whose delta depends on the base.
+        MergePipeError: see `mergepipe.errors`; nothing is written.
+    """
+    if rank is not None:
+        positive("--rank", rank)
+    from mergepipe.jobs.merge_lora import MergeLoraRequest, check_request, merge_lora_adapters
+
+    request = MergeLoraRequest(method, rank, tuple(weights) or (1.0,) * len(adapters), density, seed)
+    check_request(request, len(adapters))
+    return merge_lora_adapters([str(adapter) for adapter in adapters], Path(out), request)
 
 
 def extract_lora(

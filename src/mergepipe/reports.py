@@ -359,6 +359,30 @@ class ExtractLoraReport(Displayed):
         return replace(self, base_bytes=base_bytes, model_bytes=model_bytes, seconds=seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class MergedModule:
+    """A module of a merged adapter: its rank, and the share of the square sum of the merged delta that it keeps."""
+
+    module: str
+    rank: int
+    kept_energy: float
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class MergeLoraReport(Displayed):
+    """Adapters merged into one. `kept_energy` is the share of the square sum of all merged deltas."""
+
+    adapters: tuple[str, ...]
+    out: Path
+    method: str
+    modules: tuple[MergedModule, ...]
+    saved_modules: tuple[str, ...]
+    kept_energy: float
+    adapter_bytes: int
+    read_bytes: int
+    seconds: float
+
+
 # --- explanations ---
 
 

@@ -171,6 +171,25 @@ def test_lora_apply__weighs_adapters_as_float64_does(tmp_path: Path) -> None:
         np.testing.assert_allclose(made[key], total, rtol=1e-5, atol=1e-6)
 
 
+MERGED = ("plain", "rank-pattern", "rslora", "lora-bias", "embedding", "gpt2", "experts", "mixtral")
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_lora_merge__is_loaded_by_peft_and_is_the_model_with_both(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    base = base_of(tmp_path, case.model)
+    first = trained(base, tmp_path / "a", case)
+    second = tmp_path / "b"
+    trained(base, second, Case(case.model, {**case.options, "lora_alpha": 3}, case.targets))
+    mergepipe.merge_lora([tmp_path / "a", second], tmp_path / "merged", weights=(0.5, 0.75))
+    mergepipe.apply_lora(
+        base, [tmp_path / "a", second], tmp_path / "out", weights=(0.5, 0.75), options=OutputOptions(catalog=False)
+    )
+    model = peft.PeftModel.from_pretrained(loaded(base), tmp_path / "merged").eval()
+    assert (logits(model) - logits(first)).abs().max() > 1e-4
+    torch.testing.assert_close(logits(model), logits(loaded(tmp_path / "out")), rtol=1e-4, atol=2e-5)
+
+
 # --- shapes of bugs that were found in other tools, where deltas went missing and nobody was told ---
 
 

@@ -21,7 +21,14 @@ from mergepipe.core.blocks import F32, DTypeKind, Span
 from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.reports import ExtractedTensor, ExtractLoraReport, NotExtracted, Progress, ProgressCallback
 from mergepipe.runs.inputs.opened import open_path
-from mergepipe.runs.lora.adapter_files import PREFIX, AdapterTensor, AdapterWriter, adapter_config, factor_names
+from mergepipe.runs.lora.adapter_files import (
+    PREFIX,
+    WEIGHTS_NAME,
+    AdapterTensor,
+    AdapterWriter,
+    adapter_config,
+    factor_names,
+)
 from mergepipe.runs.lora.truncated_svd import Factors, truncated_svd
 from mergepipe.runs.publication.hub_ids import hub_id_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
@@ -32,7 +39,6 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.output import write_durably
 from mergepipe.storage.stores import Stores
 
-ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 _WEIGHT, _BIAS = ".weight", ".bias"
 _CHUNK_ELEMENTS = 1 << 24
 _CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
@@ -76,7 +82,7 @@ def extract_lora_adapter(
     with open_files(store, paths, checkpoints) as files, Staging(out, force=False) as staging:
         extraction = _Extraction(base_checkpoint, model_checkpoint, files, architecture, request, on_progress)
         check_free_space(out, extraction.largest_bytes())
-        path = staging.path / ADAPTER_WEIGHTS_NAME
+        path = staging.path / WEIGHTS_NAME
         with AdapterWriter(path, extraction.possible(), store.ledger) as writer:
             extraction.write(writer)
             adapter_bytes = writer.finish()

@@ -1,4 +1,4 @@
-"""Commands on experts: `pack`, `unpack`, and `lora apply` and `extract`."""
+"""Commands on experts: `pack`, `unpack`, and `lora apply`, `merge` and `extract`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ def _number(text: str, name: str) -> float:
         raise RecipeError.of("option.invalid", name, f"'{text}' is no number", "give one such as 0.5") from None
 
 
+WEIGHT = Flag("The weight of an adapter: one for each, in order.", metavar="W", default="1", read=_number)
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
     add_command(
@@ -51,12 +54,22 @@ def register(app: typer.Typer) -> None:
     )
     add_command(
         group,
+        merge_lora,
+        "mergepipe lora merge first/ second/ -o both/",
+        "mergepipe lora merge first/ second/ --weight 0.7 --weight 0.3 --method svd --rank 16 -o both/",
+        "mergepipe lora merge first/ second/ third/ --method ties --density 0.3 -o all/",
+        name="merge",
+    )
+    add_command(
+        group,
         extract_lora,
         "mergepipe lora extract base/ fine-tuned/ --out adapter/ --rank 32",
         "mergepipe lora extract base/ fine-tuned/ --out adapter/ --energy 0.9",
         name="extract",
     )
-    app.add_typer(group, name="lora", help="Apply LoRA adapters to a base, and extract them.", rich_help_panel=SECTION)
+    app.add_typer(
+        group, name="lora", help="Apply LoRA adapters to a base, merge them, extract them.", rich_help_panel=SECTION
+    )
 
 
 def pack(
@@ -144,10 +157,7 @@ def apply_lora(
     adapters: Annotated[list[str], typer.Argument(metavar="ADAPTER...", help="LoRA adapters of BASE, as PEFT saves.")],
     *,
     out: Annotated[str, Flag(OUT_HELP, short="-o", metavar="OUT")],
-    weight: Annotated[
-        list[float] | None,
-        Flag("The weight of an adapter: one for each, in order.", metavar="W", default="1", read=_number),
-    ] = None,
+    weight: Annotated[list[float] | None, WEIGHT] = None,
     dtype: Annotated[str | None, Flag("The output's dtype.", metavar="DTYPE", default="that of BASE")] = None,
     strict: Annotated[bool, Flag("Refuse what has a notice.")] = False,
     allow_unapplied: Annotated[
@@ -171,6 +181,34 @@ def apply_lora(
     from mergepipe.cli.render.merges import merge_table
 
     print_report(report, merge_table, printing)
+
+
+def merge_lora(
+    adapters: Annotated[list[str], typer.Argument(metavar="ADAPTER...", help="LoRA adapters of one base.")],
+    *,
+    out: Annotated[str, Flag("The directory to create.", short="-o", metavar="DIR")],
+    method: Annotated[
+        str, Flag("cat: exact, ranks add up; svd: cut to --rank; or an operator of recipes.", metavar="METHOD")
+    ] = "cat",
+    rank: Annotated[int | None, Flag("Largest rank of a module.", metavar="R")] = None,
+    weight: Annotated[list[float] | None, WEIGHT] = None,
+    density: Annotated[float | None, Flag("The density of ties, dare_ties and the like.", metavar="SHARE")] = None,
+    seed: Annotated[int, Flag("Seed of operators that draw.", metavar="N")] = 0,
+    printing: ReportOptions,
+) -> None:
+    """Merge each ADAPTER into one adapter.
+
+    No base is read. Says which share of the merged deltas the adapter keeps.
+    """
+    from mergepipe import api
+
+    with tell_if_published(Path(out)):
+        report = api.merge_lora(
+            adapters, out, method=method, rank=rank, weights=weight or (), density=density, seed=seed
+        )
+    from mergepipe.cli.render.merges import merged_adapter_table
+
+    print_report(report, merged_adapter_table, printing)
 
 
 def extract_lora(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mergepipe.cli.render.budgets import verdict_facts
 from mergepipe.cli.render.layout import Fact, columns_text, facts_text, notice_facts
@@ -16,6 +16,7 @@ from mergepipe.reports import (
     AppliedAdapter,
     CheckReport,
     ExtractLoraReport,
+    MergeLoraReport,
     MergeReport,
     PackedExpert,
     PackReport,
@@ -290,16 +291,40 @@ def unpack_line(report: UnpackReport) -> str:
     return f"{out}: {format_bytes(report.tensor_bytes)} restored, {format_seconds(report.seconds)}, {speed}"
 
 
+def merged_adapter_table(report: MergeLoraReport) -> str:
+    """Ranks, and the share of the merged deltas that is kept."""
+    ranks = sorted({module.rank for module in report.modules})
+    worst = min(report.modules, key=lambda module: module.kept_energy, default=None)
+    kept = f"{format_percent(report.kept_energy)} of the square sum of the merged deltas"
+    least = (
+        f", at least {format_percent(worst.kept_energy)} ({worst.module})" if worst and worst.kept_energy < 1 else ""
+    )
+    return facts_text(
+        [
+            ("method", report.method),
+            ("adapted", plural(len(report.modules), "module")),
+            ("rank", _span(ranks)),
+            ("kept", kept + least),
+            *([("saved whole", ", ".join(report.saved_modules))] if report.saved_modules else []),
+            ("read", f"{format_bytes(report.read_bytes)} in {format_seconds(report.seconds)}"),
+            ("adapter", f"{format_bytes(report.adapter_bytes)}, {report.out}"),
+        ]
+    )
+
+
+def _span(ranks: Sequence[int]) -> str:
+    return "-" if not ranks else str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+
+
 def extraction_table(report: ExtractLoraReport) -> str:
     """Ranks, errors, and what was left out."""
     ranks = sorted({tensor.rank for tensor in report.tensors})
-    span = "-" if not ranks else str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     worst = max(report.tensors, key=lambda tensor: tensor.relative_error, default=None)
     worst_fact = [] if worst is None else [("largest error", f"{format_percent(worst.relative_error)} of {worst.name}")]
     return facts_text(
         [
             ("adapted", plural(len(report.tensors), "tensor")),
-            ("rank", span),
+            ("rank", _span(ranks)),
             ("error", f"{format_percent(report.relative_error)} of the difference's norm is not in the adapter"),
             *worst_fact,
             *([("saved whole", ", ".join(report.saved_modules))] if report.saved_modules else []),

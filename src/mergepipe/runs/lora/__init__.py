@@ -1,1 +1,1 @@
-"""Extract LoRA adapters: truncated decompositions of deltas, and the files that PEFT reads."""
+"""LoRA adapters as inputs and outputs: recipes that apply them, truncated decompositions, the files that PEFT reads."""

@@ -18,6 +18,7 @@ from mergepipe.storage import owned
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.ranges import os_error
 
+WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
@@ -89,8 +90,10 @@ class AdapterWriter:
         self._ledger.charge(str(self._path), Purpose.OUTPUT, len(content))
 
 
-def factor_names(module: str) -> tuple[str, str]:
+def factor_names(module: str, *, is_embedding: bool = False) -> tuple[str, str]:
     """Return the names of the factors A and B of a module in PEFT's files."""
+    if is_embedding:
+        return f"{PREFIX}{module}.lora_embedding_A", f"{PREFIX}{module}.lora_embedding_B"
     return f"{PREFIX}{module}.lora_A.weight", f"{PREFIX}{module}.lora_B.weight"
 
 
@@ -103,8 +106,11 @@ def adapter_config(
     saved_modules: Sequence[str],
     transposed: bool,
     task_type: str | None,
+    more: Mapping[str, object] | None = None,
 ) -> bytes:
     """Write `adapter_config.json`; `ranks` are those of the adapted modules, `modules` all that have a weight.
+
+    `more` are options that differ from those of a plain LoRA.
 
     `lora_alpha` equals the rank of each module, so that the product of its factors is the difference itself.
     """
@@ -128,6 +134,7 @@ def adapter_config(
         "task_type": task_type,
         "use_dora": False,
         "use_rslora": False,
+        **(more or {}),
     }
     return (json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
 

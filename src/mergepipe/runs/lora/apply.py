@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mergepipe.checkpoints.adapters import read_adapter
-from mergepipe.checkpoints.directory import is_adapter, list_names
 from mergepipe.checkpoints.model_names import resolve_model_name
-from mergepipe.errors import MismatchError, RecipeError
+from mergepipe.errors import MismatchError, NotFoundError, RecipeError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
@@ -40,10 +39,7 @@ def apply_recipe(base: str, adapters: Sequence[str], weights: Sequence[float], d
 def check_saved_modules(store: Store, adapters: Sequence[str]) -> None:
     """Refuse adapters of which two store one module in full: at most one of them can be what the model has."""
     owners: dict[str, str] = {}
-    for text in adapters:
-        location = model_location(store, text)
-        if location is None or not is_adapter(list_names(store, location)):
-            continue  # said where it is opened
+    for text, location in zip(adapters, located_adapters(store, adapters), strict=True):
         for module in read_adapter(store, location).saved_modules:
             if module in owners:
                 message = f"it stores {module} in full, and so does {owners[module]}"
@@ -51,8 +47,17 @@ def check_saved_modules(store: Store, adapters: Sequence[str]) -> None:
             owners[module] = text
 
 
-def model_location(store: Store, text: str) -> Location | None:
-    """Return where the model is that a text names: a path, an address or an id of the Hub; None where nothing is."""
-    name = resolve_model_name(text, lambda candidate: store.stat(Location.of(candidate)) is not None)
-    location = store.pin((name.remote or Location.of(name.path)).absolute())
-    return location if store.stat(location) is not None else None
+def located_adapters(store: Store, adapters: Sequence[str]) -> list[Location]:
+    """Return where adapters are: at paths, addresses or ids of the Hub.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    locations = []
+    for text in adapters:
+        name = resolve_model_name(text, lambda candidate: store.stat(Location.of(candidate)) is not None)
+        location = store.pin((name.remote or Location.of(name.path)).absolute())
+        if store.stat(location) is None:
+            raise NotFoundError.of("model.not-found", text, "there is no such adapter", "give its folder, or its id")
+        locations.append(location)
+    return locations

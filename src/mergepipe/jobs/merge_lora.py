@@ -1,0 +1,394 @@
+"""Merge LoRA adapters into one adapter, by their factors alone: no base is read, and no product is ever formed.
+
+Legend: M rows, N columns, R rank, E experts, K adapters; U and V columns of the common bases.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.adapted_tensors import read_finite
+from mergepipe.checkpoints.adapters import AdaptedModule, StoredAdapter, read_adapter
+from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json, parse_config
+from mergepipe.checkpoints.open_files import open_files
+from mergepipe.core.strict_json import shown
+from mergepipe.errors import MismatchError, RecipeError, UnsupportedError, did_you_mean
+from mergepipe.jobs.load import load_tensors
+from mergepipe.jobs.merge import run_merge
+from mergepipe.operators.registry import operator_named, operator_specs
+from mergepipe.operators.spec import BaseRole
+from mergepipe.options import MergeOptions
+from mergepipe.recipes.yaml_source import recipe_text
+from mergepipe.reports import MergedModule, MergeLoraReport
+from mergepipe.runs.lora.adapter_files import (
+    PREFIX,
+    WEIGHTS_NAME,
+    AdapterTensor,
+    AdapterWriter,
+    adapter_config,
+    factor_names,
+)
+from mergepipe.runs.lora.apply import located_adapters
+from mergepipe.runs.settings import merge_settings
+from mergepipe.snapshots.staging import Staging, check_target
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
+from mergepipe.storage.location import Location
+from mergepipe.storage.output import make_folders, write_durably
+from mergepipe.storage.stores import Stores
+
+CONCATENATION, TRUNCATION = "cat", "svd"
+Matrix = NDArray[np.float64]
+Pair = tuple[Matrix, Matrix]
+"""Factors of one delta: (M, R) with all scales in it, and (R, N)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergeLoraRequest:
+    """Options of a merge of adapters: `cat`, `svd` or an operator with its density, the largest rank, the weights."""
+
+    method: str
+    rank: int | None
+    weights: tuple[float, ...]
+    density: float | None
+    seed: int = 0
+
+
+def merge_lora_adapters(adapters: Sequence[str], out: Path, request: MergeLoraRequest) -> MergeLoraReport:
+    """Write the adapter that stands for the merged deltas of `adapters`; see `api.merge_lora`.
+
+    Memory: one module's factors, in float64; of operators also the small cores of all modules.
+    """
+    started = time.perf_counter()
+    store = Stores()
+    locations = located_adapters(store, adapters)
+    opened = [read_adapter(store, location) for location in locations]
+    check_target(out, locations, force=None)
+    entries = [entry for adapter in opened for entry in _entries(adapter)]
+    with open_files(store, {entry.file for entry in entries}) as files, Staging(out, force=False) as staging:
+        merge = _AdapterMerge(tuple(adapters), opened, request, files, store.ledger)
+        path = staging.path / WEIGHTS_NAME
+        with AdapterWriter(path, merge.possible(), store.ledger) as writer:
+            merge.write(writer)
+            adapter_bytes = writer.finish()
+        config_path = locations[0] / ADAPTER_CONFIG_NAME
+        first = parse_config(store.read_small(config_path, ADAPTER_CONFIG_BYTES), config_path)
+        write_durably(staging.path / ADAPTER_CONFIG_NAME, merge.config(first), store.ledger)
+        staging.publish()
+    return MergeLoraReport(
+        adapters=tuple(adapters),
+        out=out,
+        method=request.method,
+        modules=tuple(merge.merged),
+        saved_modules=tuple(merge.full),
+        kept_energy=1.0 - merge.lost_square / merge.square if merge.square else 1.0,
+        adapter_bytes=adapter_bytes,
+        read_bytes=store.ledger.usage()[Purpose.EXPERT],
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _entries(adapter: StoredAdapter) -> Iterator[TensorEntry]:
+    for parts in adapter.modules.values():
+        yield from filter(None, (parts.down, parts.up, parts.bias, parts.magnitude))
+    for tensors in (adapter.full, adapter.copies, adapter.tokens):
+        yield from tensors.values()
+
+
+@dataclass(slots=True)
+class _AdapterMerge:
+    """Goes through the modules of all adapters, one at a time, and keeps what the report says of them."""
+
+    names: tuple[str, ...]
+    adapters: list[StoredAdapter]
+    request: MergeLoraRequest
+    files: Mapping[Location, RangeFile]
+    ledger: Ledger
+    merged: list[MergedModule] = field(default_factory=list)
+    square: float = 0.0
+    lost_square: float = 0.0
+    full: dict[str, TensorEntry] = field(default_factory=dict)
+    _modules: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    _experts: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for index, adapter in enumerate(self.adapters):
+            for module, parts in adapter.modules.items():
+                self._modules[module].append(index)
+                self._check_module(index, module, parts)
+            tokens = {f"{module}.token_adapter.trainable_tokens_delta": rows for module, rows in adapter.tokens.items()}
+            for name, entry in {**adapter.full, **tokens}.items():
+                if name in self.full:
+                    message = f"it stores {shown(name)} in full, and so does another adapter"
+                    raise MismatchError.of("adapter.mismatch", self.names[index], message, "leave one of the two out")
+                self.full[name] = entry
+        if len({adapter.config.is_transposed for adapter in self.adapters}) > 1:
+            message = "fan_in_fan_out is true for some adapters and false for others"
+            raise MismatchError.of("adapter.mismatch", self.names[0], message, "are they of one base?")
+        if len([adapter for adapter in self.adapters if adapter.config.tokens]) > 1:
+            message = "it trains single tokens, and so does another adapter"
+            raise UnsupportedError.of("adapter.unsupported", self.names[-1], message, "apply them to the base in turn")
+
+    def _check_module(self, index: int, module: str, parts: AdaptedModule) -> None:
+        first = self.adapters[self._modules[module][0]].modules[module]
+        n_experts = self._expert_count(index, module, parts)
+        made = (parts.up.shape[0], parts.down.shape[1], n_experts, parts.is_embedding)
+        needed = (
+            first.up.shape[0],
+            first.down.shape[1],
+            self._experts.setdefault(module, n_experts),
+            first.is_embedding,
+        )
+        if made != needed:
+            message = f"the factors of {shown(module)} make {list(made[:3])}, those before {list(needed[:3])}"
+            raise MismatchError.of("adapter.mismatch", self.names[index], message, "are they of one base?")
+        is_itself = len(self.adapters) == 1 and self.request.weights == (1.0,)
+        if parts.magnitude is not None and not is_itself:
+            message = f"{shown(module)} is DoRA, whose delta depends on the norms of the base"
+            hint = "apply it to the base, and extract a LoRA from the result"
+            raise UnsupportedError.of("adapter.unsupported", self.names[index], message, hint)
+
+    def _expert_count(self, index: int, module: str, parts: AdaptedModule) -> int:
+        """Count the experts that the factors of a module are stacked of: 1 for all but bare parameters."""
+        config, stem = self.adapters[index].config, module.replace(".base_layer", "")
+        leaves = [text.rpartition(".") for text in config.parameters]
+        ranks = {config.rank_of(f"{stem}.{leaf}") for end, _, leaf in leaves if f".{stem}".endswith(f".{end}")}
+        ranks = ranks or {config.rank_of(module)}
+        if len(ranks) > 1 or parts.down.shape[0] % min(ranks):
+            message = f"{shown(module)} has a rank of {parts.down.shape[0]}, which the configuration does not explain"
+            raise UnsupportedError.of("adapter.unsupported", self.names[index], message)
+        return parts.down.shape[0] // min(ranks)
+
+    # --- what is written ---
+
+    def possible(self) -> Iterator[AdapterTensor]:
+        """List every tensor of the output with its largest shape."""
+        for module, owners in self._modules.items():
+            parts = self.adapters[owners[0]].modules[module]
+            stacked = sum(self.adapters[owner].modules[module].down.shape[0] for owner in owners)
+            down, up = factor_names(module, is_embedding=parts.is_embedding)
+            yield AdapterTensor(down, (stacked, parts.down.shape[1]))
+            yield AdapterTensor(up, (parts.up.shape[0], stacked))
+            yield AdapterTensor(f"{PREFIX}{module}.lora_B.bias", parts.up.shape[:1])
+            yield AdapterTensor(f"{PREFIX}{module}.lora_magnitude_vector", parts.up.shape[:1])
+        for name, entry in self._whole().items():
+            yield AdapterTensor(f"{PREFIX}{name}", entry.shape)
+
+    def write(self, writer: AdapterWriter) -> None:
+        """Merge module by module, and write the factors as they come."""
+        is_elementwise = self.request.method not in (CONCATENATION, TRUNCATION)
+        cores = self._merged_cores() if is_elementwise else {}
+        for module in self._modules:
+            self._write_module(writer, module, cores)
+        for name, entry in self._whole().items():
+            writer.append(f"{PREFIX}{name}", read_finite(entry, self.files, Purpose.EXPERT), entry.shape)
+
+    def _whole(self) -> dict[str, TensorEntry]:
+        """Tensors that are stored in full, by the names that PEFT gives to those of modules with factors too."""
+        copies = {name: entry for adapter in reversed(self.adapters) for name, entry in adapter.copies.items()}
+        split = {name: name.rpartition(".") for name in {**copies, **self.full}}
+        return {
+            f"{module}.base_layer.{leaf}" if module in self._modules else name: copies.get(name) or self.full[name]
+            for name, (module, _, leaf) in split.items()
+        }
+
+    def _write_module(self, writer: AdapterWriter, module: str, cores: Mapping[str, Matrix]) -> None:
+        merged: list[Pair] = []
+        lost = square = 0.0
+        for expert, pairs in enumerate(self._pairs(module)):
+            if self.request.method == CONCATENATION:
+                merged.append((np.hstack([up for up, _ in pairs]), np.vstack([down for _, down in pairs])))
+                continue
+            bases = common_bases(pairs)
+            summed = sum((core_of(pair, bases) for pair in pairs), np.zeros(()))
+            pair, kept, all_energy = truncated(cores.get(f"{module}.{expert}.weight", summed), bases, self.request.rank)
+            merged.append(pair)
+            lost, square = lost + all_energy - kept, square + all_energy
+        owners = self._modules[module]
+        parts = self.adapters[owners[0]].modules[module]
+        rank = merged[0][0].shape[1]
+        up_MRE = np.stack([up for up, _ in merged], axis=2)
+        down, up = factor_names(module, is_embedding=parts.is_embedding)
+        down_values, up_values = np.vstack([down for _, down in merged]), up_MRE.reshape(len(up_MRE), -1)
+        writer.append(down, down_values.astype(np.float32), down_values.shape)
+        writer.append(up, up_values.astype(np.float32), up_values.shape)
+        if any(self.adapters[owner].modules[module].bias for owner in owners):
+            bias = self._bias(module)
+            writer.append(f"{PREFIX}{module}.lora_B.bias", bias, bias.shape)
+        if parts.magnitude is not None:
+            magnitude = read_finite(parts.magnitude, self.files, Purpose.EXPERT)
+            writer.append(f"{PREFIX}{module}.lora_magnitude_vector", magnitude, magnitude.shape)
+        self.merged.append(MergedModule(module, rank, 1.0 - lost / square if square else 1.0))
+        self.square, self.lost_square = self.square + square, self.lost_square + lost
+
+    def config(self, first: Json) -> bytes:
+        """Write the configuration: that of a plain LoRA in which alpha equals the rank, module by module."""
+        names = {module: self._parameter_names(module) for module in self._modules}
+        ranks = {name: module.rank for module in self.merged for name in names[module.module] or [module.module]}
+        bare = {name for module in self._modules for name in names[module]}
+        saved = {name.rpartition(".")[0] for name in self.full if not name.endswith((".bias", "tokens_delta"))}
+        more: Json = {
+            "lora_bias": any(parts.bias for adapter in self.adapters for parts in adapter.modules.values()),
+            "target_parameters": sorted(bare) or None,
+            "trainable_token_indices": next(
+                ({k: list(v) for k, v in a.config.tokens.items()} for a in self.adapters if a.config.tokens), None
+            ),
+            "target_modules": [module for module in self._modules if not names[module]],
+            "use_dora": any(adapter.config.is_dora for adapter in self.adapters),
+        }
+        tokens = more["trainable_token_indices"]
+        if isinstance(tokens, dict) and "" in tokens:
+            more["trainable_token_indices"] = tokens[""]
+        if any(name.endswith(".bias") for name in self.full):
+            more["bias"] = "lora_only"
+        return adapter_config(
+            base_model=_text(first.get("base_model_name_or_path")),
+            revision=_text(first.get("revision")),
+            ranks=ranks,
+            modules=(),
+            saved_modules=sorted(saved),
+            transposed=self.adapters[0].config.is_transposed,
+            task_type=_text(first.get("task_type")),
+            more=more,
+        )
+
+    def _parameter_names(self, module: str) -> list[str]:
+        """List the bare parameters that factors under the name of a module may be of."""
+        stem = module.replace(".base_layer", "")
+        split = [
+            text.rpartition(".") for owner in self._modules[module] for text in self.adapters[owner].config.parameters
+        ]
+        return sorted({f"{stem}.{leaf}" for end, _, leaf in split if f".{stem}".endswith(f".{end}")})
+
+    # --- what is merged ---
+
+    def _pairs(self, module: str) -> Iterator[list[Pair]]:
+        """Yield the factors of a module, expert by expert: one pair for each adapter that has the module."""
+        n_experts = self._experts[module]
+        stacks: list[tuple[Matrix, Matrix]] = []
+        for owner in self._modules[module]:
+            parts = self.adapters[owner].modules[module]
+            up = read_finite(parts.up, self.files, Purpose.EXPERT).astype(np.float64) * self._scale(owner, module)
+            down = read_finite(parts.down, self.files, Purpose.EXPERT).astype(np.float64)
+            stacks.append((up.reshape(len(up), -1, n_experts), down.reshape(n_experts, -1, down.shape[1])))
+        for expert in range(n_experts):
+            yield [(up_MRE[:, :, expert], down_ERN[expert]) for up_MRE, down_ERN in stacks]
+
+    def _scale(self, owner: int, module: str) -> float:
+        """Return what a product is multiplied by: its own scale and, where no operator does that, the weight."""
+        config, names = self.adapters[owner].config, self._parameter_names(module)
+        is_elementwise = self.request.method not in (CONCATENATION, TRUNCATION)
+        weight = 1.0 if is_elementwise else self.request.weights[owner]
+        return config.scale_of(names[0] if names else module) * weight
+
+    def _bias(self, module: str) -> NDArray[np.float32]:
+        """Sum the biases of a module's factors, each with its scale and weight."""
+        total = np.zeros(self.adapters[self._modules[module][0]].modules[module].up.shape[0])
+        for owner in self._modules[module]:
+            bias = self.adapters[owner].modules[module].bias
+            if bias is not None:
+                scale = self.adapters[owner].config.scale_of(module) * self.request.weights[owner]
+                total += scale * read_finite(bias, self.files, Purpose.EXPERT).astype(np.float64)
+        return total.astype(np.float32)
+
+    def _merged_cores(self) -> dict[str, Matrix]:
+        """Merge the cores of all modules by the operator: a merge of small models like any other.
+
+        Each adapter is a model of its cores, in the bases that all of them share, and the base is one of zeros.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            self._write_cores(root)
+            density = {} if self.request.density is None else {"density": self.request.density}
+            models = [
+                {"model": f"adapter-{index}", "parameters": {"weight": weight, **density}}
+                for index, weight in enumerate(self.request.weights)
+            ]
+            recipe: dict[str, object] = {"merge_method": self.request.method, "models": models, "dtype": "float32"}
+            if operator_named(self.request.method).spec.base_role is not BaseRole.NONE:
+                recipe["base_model"] = "zeros"
+            settings = merge_settings(MergeOptions(catalog=False, seed=self.request.seed, card=False))
+            text, out = recipe_text(recipe, Location.local(root)), root / "merged"
+            run_merge(text, out, settings, started=time.perf_counter(), on_progress=None)
+            tensors = load_tensors(Location.local(out), base=None, framework="numpy", threads=1)
+            return {name: np.asarray(tensors[name], np.float64) for name in tensors}
+
+    def _write_cores(self, root: Path) -> None:
+        """Write the models of cores, and the base of zeros: one matrix for each module and expert."""
+        cores: list[dict[str, Matrix]] = [{} for _ in self.adapters]
+        for module, owners in self._modules.items():
+            for expert, pairs in enumerate(self._pairs(module)):
+                bases, name = common_bases(pairs), f"{module}.{expert}.weight"
+                shape = (bases[0].shape[1], bases[1].shape[1])
+                own = dict(zip(owners, pairs, strict=True))
+                for index, tensors in enumerate(cores):
+                    tensors[name] = core_of(own[index], bases) if index in own else np.zeros(shape)
+        zeros = {name: np.zeros_like(core) for name, core in cores[0].items()}
+        for name, tensors in (("zeros", zeros), *((f"adapter-{index}", t) for index, t in enumerate(cores))):
+            make_folders(root / name)
+            possible = [AdapterTensor(key, core.shape) for key, core in tensors.items()]
+            with AdapterWriter(root / name / "model.safetensors", possible, self.ledger) as writer:
+                for key, core in tensors.items():
+                    writer.append(key, core.astype(np.float32), core.shape)
+                writer.finish()
+
+
+def common_bases(pairs: Sequence[Pair]) -> Pair:
+    """Return orthonormal bases of the columns of all left factors, (M, U), and of the rows of all right ones, (N, V).
+
+    Source: A. Panariello et al., "Accurate and efficient low-rank model merging in core space", arXiv 2509.17786: the
+    singular vectors of the stacked factors. A rank that exceeds M or N is cut to it, which loses nothing.
+    """
+    left = np.linalg.svd(np.hstack([up for up, _ in pairs]), full_matrices=False)[0]
+    right = np.linalg.svd(np.vstack([down for _, down in pairs]).T, full_matrices=False)[0]
+    return left, right
+
+
+def core_of(pair: Pair, bases: Pair) -> Matrix:
+    """Return a delta in the bases, (U, V), from its factors: the delta is `left @ core @ right.T`, exactly."""
+    return (bases[0].T @ pair[0]) @ (pair[1] @ bases[1])
+
+
+def truncated(core: Matrix, bases: Pair, rank: int | None) -> tuple[Pair, float, float]:
+    """Return the factors of the best approximation of a rank, and the square sums that they keep and that there is.
+
+    The factors share the singular values evenly. Only the small core is decomposed.
+    """
+    left, values, right = np.linalg.svd(core, full_matrices=False)
+    n_kept = len(values) if rank is None else min(rank, len(values))
+    roots = np.sqrt(values[:n_kept])
+    pair = bases[0] @ (left[:, :n_kept] * roots), (roots[:, None] * right[:n_kept]) @ bases[1].T
+    return pair, float(np.sum(values[:n_kept] ** 2)), float(np.sum(values**2))
+
+
+def check_request(request: MergeLoraRequest, n_adapters: int) -> None:
+    """Refuse options that do not fit together.
+
+    Raises:
+        RecipeError: a method that is not known, a rank that is missing or has no effect, weights of another number.
+    """
+    known = (CONCATENATION, TRUNCATION, *operator_specs())
+    if request.method not in known:
+        raise RecipeError.of("option.invalid", "--method", shown(request.method), did_you_mean(request.method, known))
+    if request.method == TRUNCATION and request.rank is None:
+        raise RecipeError.of("option.missing", "--rank", "svd cuts to a rank, and none is given", "give --rank 16")
+    if request.method == CONCATENATION and request.rank is not None:
+        message = "has no effect with --method cat: ranks add up"
+        raise RecipeError.of("option.conflict", "--rank", message, "leave it out, or take --method svd")
+    if len(request.weights) != n_adapters:
+        message = f"{len(request.weights)} for {n_adapters} adapters"
+        raise RecipeError.of("option.conflict", "--weight", message, "give one for each, in order, or none")
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,197 @@
+"""Merged adapters: laws of the sum, of the truncation, of operators on cores, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+import mergepipe
+from mergepipe.errors import MismatchError, RecipeError, UnsupportedError
+from mergepipe.options import OutputOptions
+
+PREFIX = "base_model.model."
+SHAPES = {"model.layers.0.q_proj": (20, 12), "model.layers.1.q_proj": (20, 12), "model.layers.1.up_proj": (9, 12)}
+EMBEDDING, TOKENS, WIDTH = "model.embed_tokens", 30, 12
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "patterns": {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"layers.1.q_proj": 5}},
+    "rslora-patterns": {"use_rslora": True, "rank_pattern": {"up_proj": 2}, "alpha_pattern": {"q_proj": 1}},
+    "transposed": {"fan_in_fan_out": True},
+    "bias": {"lora_bias": True},
+    "dora": {"use_dora": True},
+    "saved": {"modules_to_save": ["norm"]},
+    "tokens": {"trainable_token_indices": {"embed_tokens": [3, 7]}},
+    "experts": {"target_parameters": ["experts.down_proj"]},
+}
+
+
+def rank_of(options: dict[str, Any], module: str) -> int:
+    return next((rank for end, rank in options.get("rank_pattern", {}).items() if module.endswith(end)), 4)
+
+
+def write_adapter(folder: Path, seed: int, options: dict[str, Any], modules: tuple[str, ...] = tuple(SHAPES)) -> Path:
+    """A random adapter with what its options say that it has."""
+    rng = np.random.default_rng(seed)
+
+    def random(*shape: int) -> NDArray[np.float32]:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    tensors: dict[str, NDArray[np.float32]] = {}
+    for module in modules:
+        rows, columns = SHAPES[module]
+        rank = rank_of(options, module)
+        tensors |= {f"{module}.lora_A.weight": random(rank, columns), f"{module}.lora_B.weight": random(rows, rank)}
+        if "lora_bias" in options:
+            tensors[f"{module}.lora_B.bias"] = random(rows)
+        if "use_dora" in options:
+            tensors[f"{module}.lora_magnitude_vector"] = np.abs(random(rows))
+    if "modules_to_save" in options:
+        tensors["model.norm.weight"] = random(12)
+    if "trainable_token_indices" in options:
+        tensors[f"{EMBEDDING}.token_adapter.trainable_tokens_delta"] = random(2, WIDTH)
+    elif "use_dora" not in options:
+        tensors |= {
+            f"{EMBEDDING}.lora_embedding_A": random(4, TOKENS), f"{EMBEDDING}.lora_embedding_B": random(WIDTH, 4)
+        }  # fmt: skip
+    if "target_parameters" in options:
+        stem = "model.layers.0.mlp.experts"
+        tensors |= {f"{stem}.lora_A.weight": random(12, 6), f"{stem}.lora_B.weight": random(12, 12)}
+    folder.mkdir()
+    save_file({PREFIX + name: values for name, values in tensors.items()}, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], **options}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_base(folder: Path) -> Path:
+    rng = np.random.default_rng(99)
+    shapes: dict[str, tuple[int, ...]] = {f"{module}.weight": shape for module, shape in SHAPES.items()}
+    shapes |= {f"{module}.bias": shape[:1] for module, shape in SHAPES.items()}
+    shapes |= {f"{EMBEDDING}.weight": (TOKENS, WIDTH), "model.norm.weight": (12,)}
+    shapes["model.layers.0.mlp.experts.down_proj"] = (3, 12, 6)
+    folder.mkdir()
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    for module in SHAPES:
+        transposed = np.ascontiguousarray(tensors[f"{module}.weight"].T)
+        tensors[f"{module}.weight"] = transposed if folder.name == "transposed" else tensors[f"{module}.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def applied(base: Path, out: Path, *adapters: Path, weights: tuple[float, ...] = ()) -> dict[str, NDArray[np.float32]]:
+    """The tensors of the base with adapters applied."""
+    mergepipe.apply_lora(base, adapters, out, weights=weights, options=OutputOptions(catalog=False))
+    return load_file(out / "model.safetensors")
+
+
+def assert_close(first: dict[str, NDArray[np.float32]], second: dict[str, NDArray[np.float32]]) -> None:
+    assert first.keys() == second.keys()
+    for name, values in first.items():
+        np.testing.assert_allclose(values, second[name], rtol=2e-5, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("method", ["cat", "svd", "linear"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_merge_lora__one_adapter_at_weight_one_is_itself(tmp_path: Path, name: str, method: str) -> None:
+    adapter = write_adapter(tmp_path / "a", 1, OPTIONS[name])
+    base = write_base(tmp_path / ("transposed" if name == "transposed" else "base"))
+    rank = 12 if method == "svd" else None
+    report = mergepipe.merge_lora([adapter], tmp_path / "merged", method=method, rank=rank)
+    assert report.kept_energy == pytest.approx(1.0)
+    assert_close(applied(base, tmp_path / "x", adapter), applied(base, tmp_path / "y", tmp_path / "merged"))
+
+
+@pytest.mark.parametrize(
+    "names", [("plain", "patterns"), ("rslora", "bias"), ("experts", "plain"), ("saved", "rslora")]
+)
+def test_merge_lora__cat_is_the_sum_of_the_deltas(tmp_path: Path, names: tuple[str, str]) -> None:
+    first, second = (write_adapter(tmp_path / f"a{i}", i, OPTIONS[name]) for i, name in enumerate(names))
+    base, weights = write_base(tmp_path / "base"), (0.75, -0.5)
+    if "saved" in names:
+        weights = (1.0, -0.5)  # what is stored in full has no weight
+    mergepipe.merge_lora([first, second], tmp_path / "merged", weights=weights)
+    expected = applied(base, tmp_path / "x", first, second, weights=weights)
+    assert_close(expected, applied(base, tmp_path / "y", tmp_path / "merged"))
+
+
+def test_merge_lora__svd_at_full_rank_is_cat(tmp_path: Path) -> None:
+    adapters = [write_adapter(tmp_path / "a", 1, OPTIONS["patterns"]), write_adapter(tmp_path / "b", 2, {})]
+    base = write_base(tmp_path / "base")
+    mergepipe.merge_lora(adapters, tmp_path / "cat", weights=(0.5, 2.0))
+    report = mergepipe.merge_lora(adapters, tmp_path / "svd", method="svd", rank=99, weights=(0.5, 2.0))
+    assert report.kept_energy == pytest.approx(1.0)
+    assert_close(applied(base, tmp_path / "x", tmp_path / "cat"), applied(base, tmp_path / "y", tmp_path / "svd"))
+
+
+def test_merge_lora__svd_is_the_best_of_its_rank_and_says_what_it_keeps(tmp_path: Path) -> None:
+    adapters = [write_adapter(tmp_path / name, seed, {}, tuple(SHAPES)[:1]) for seed, name in enumerate("ab")]
+    report = mergepipe.merge_lora(adapters, tmp_path / "svd", method="svd", rank=3)
+    name = next(iter(SHAPES))
+    total = np.zeros(SHAPES[name])
+    for adapter in adapters:
+        factors = load_file(adapter / "adapter_model.safetensors")
+        up, down = (factors[f"{PREFIX}{name}.lora_{side}.weight"].astype(np.float64) for side in "BA")
+        total += 1.5 * up @ down
+    left, values, right = np.linalg.svd(total, full_matrices=False)
+    merged = load_file(tmp_path / "svd" / "adapter_model.safetensors")
+    made = merged[f"{PREFIX}{name}.lora_B.weight"] @ merged[f"{PREFIX}{name}.lora_A.weight"]
+    np.testing.assert_allclose(made, (left[:, :3] * values[:3]) @ right[:3], rtol=1e-4, atol=1e-4)
+    (kept,) = [one.kept_energy for one in report.modules if one.module == name]
+    assert kept == pytest.approx(np.sum(values[:3] ** 2) / np.sum(values**2))
+
+
+def test_merge_lora__linear_in_core_space_is_linear_in_full_space(tmp_path: Path) -> None:
+    adapters = [write_adapter(tmp_path / "a", 1, OPTIONS["rslora"]), write_adapter(tmp_path / "b", 2, {})]
+    base = write_base(tmp_path / "base")
+    mergepipe.merge_lora(adapters, tmp_path / "merged", method="linear", weights=(0.3, 0.9))
+    expected = applied(base, tmp_path / "x", *adapters, weights=(0.25, 0.75))  # linear divides by the sum of weights
+    assert_close(expected, applied(base, tmp_path / "y", tmp_path / "merged"))
+
+
+@pytest.mark.parametrize("method", ["ties", "dare_ties", "dare_linear", "sce", "della"])
+def test_merge_lora__merges_by_any_operator(tmp_path: Path, method: str) -> None:
+    adapters = [write_adapter(tmp_path / "a", 1, {}), write_adapter(tmp_path / "b", 2, {}, tuple(SHAPES)[:2])]
+    report = mergepipe.merge_lora(adapters, tmp_path / "merged", method=method, rank=4)
+    assert {module.rank for module in report.modules} == {4}
+    merged = load_file(tmp_path / "merged" / "adapter_model.safetensors")
+    assert all(np.isfinite(values).all() and values.any() for values in merged.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"method": "tise"}, RecipeError, "did you mean 'ties'"),
+        ({"method": "svd"}, RecipeError, "svd cuts to a rank"),
+        ({"rank": 3}, RecipeError, "ranks add up"),
+        ({"weights": (1.0,)}, RecipeError, "1 for 2 adapters"),
+    ],
+)
+def test_merge_lora__refuses_options_that_do_not_fit(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    adapters = [write_adapter(tmp_path / name, 1, {}) for name in "ab"]
+    with pytest.raises(error, match=words):
+        mergepipe.merge_lora(adapters, tmp_path / "merged", **options)
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("dora", UnsupportedError, "is DoRA, whose delta depends on the norms of the base"),
+        ("saved", MismatchError, "stores 'model.norm.weight' in full, and so does another"),
+        ("tokens", MismatchError, "in full, and so does another"),
+    ],
+)
+def test_merge_lora__refuses_what_has_no_sum(tmp_path: Path, name: str, error: type[Exception], words: str) -> None:
+    adapters = [write_adapter(tmp_path / text, 1, OPTIONS[name]) for text in "ab"]
+    with pytest.raises(error, match=words):
+        mergepipe.merge_lora(adapters, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
