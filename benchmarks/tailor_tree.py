@@ -77,6 +77,7 @@ def _model(
 ) -> tuple[object, list[MemberPlan]]:
     root = {
         "module": {},
+        "buffer_names": [],
         "param_shapes": [{n: Size(shapes[n]) for n in group} for group in groups],
         "shared_params": {},
         "global_steps": step,

@@ -82,8 +82,15 @@ def _size(shape: tuple[int, ...]) -> Call:
     return Call(Named("torch", "Size"), (shape,))
 
 
-def _model_file(known: KnownStates, groups: Sequence[Sequence[str]], world_size: int, module: object) -> bytes:
+def _model_file(
+    known: KnownStates,
+    groups: Sequence[Sequence[str]],
+    world_size: int,
+    module: object,
+    frozen: Mapping[str, object] = MappingProxyType({}),
+) -> bytes:
     return torch_bytes({
+        **frozen,
         "module": module,
         "param_shapes": [{n: _size(known.shapes[n]) for n in group} for group in groups],
         "shared_params": {},
@@ -135,14 +142,17 @@ def write_zero3(
     *,
     members: Sequence[Sequence[int]] | None = None,
     config: Mapping[str, object] = MappingProxyType({}),
+    buffers: Mapping[str, Array] = MappingProxyType({}),
+    frozen: Mapping[str, Array] = MappingProxyType({}),
 ) -> None:
     """A DeepSpeed tag directory of stage 3: every parameter padded and cut by itself.
 
-    `members` are the flat groups of each parameter group, which are one each unless given.
+    `members` are the flat groups of each parameter group, which are one each unless given. `buffers` and `frozen` are
+    weights that are not trained.
     """
     options = _options(members or [[i] for i in range(len(groups))])
     folder.mkdir(parents=True)
-    module = {n: np.zeros(0, np.float32) for n in known.shapes}
+    module = {n: np.zeros(0, np.float32) for n in (*known.shapes, *frozen)} | dict(buffers)
     for rank in range(world_size):
         flats = [{k: _shares(known, group, k, rank, world_size) for k in ("fp32", *STATES)} for group in groups]
         state = {i: _adam(known.step, flat["exp_avg"], flat["exp_avg_sq"]) for i, flat in enumerate(flats)}
@@ -155,16 +165,20 @@ def write_zero3(
         prefix = f"zero_pp_rank_{rank}_mp_rank_00"
         content = torch_bytes({"optimizer_state_dict": optimizer, "ds_config": dict(config)})
         (folder / f"{prefix}_optim_states.pt").write_bytes(content)
-        (folder / f"{prefix}_model_states.pt").write_bytes(_model_file(known, groups, world_size, module))
+        fragments = {n: _share(array, rank, world_size) for n, array in frozen.items()}
+        shapes = {n: _size(array.shape) for n, array in frozen.items()}
+        parts = {"frozen_param_shapes": shapes or None, "frozen_param_fragments": fragments or None}
+        model = _model_file(known, groups, world_size, module, parts)
+        (folder / f"{prefix}_model_states.pt").write_bytes(model)
+
+
+def _share(array: Array, rank: int, world_size: int) -> Array:
+    flat = array.reshape(-1)
+    return np.split(np.concatenate([flat, np.zeros(-flat.size % world_size, np.float32)]), world_size)[rank]
 
 
 def _shares(known: KnownStates, group: Sequence[str], kind: str, rank: int, world_size: int) -> Array:
-    shares = []
-    for name in group:
-        flat = known.arrays[name, kind].reshape(-1)
-        padded = np.concatenate([flat, np.zeros(-flat.size % world_size, np.float32)])
-        shares.append(np.split(padded, world_size)[rank])
-    return np.concatenate(shares)
+    return np.concatenate([_share(known.arrays[name, kind], rank, world_size) for name in group])
 
 
 def write_trainer_files(folder: Path, known: KnownStates, *, tied: bool = False) -> None:

@@ -17,7 +17,15 @@ import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import CorruptError, MergePipeError
 from support.engine_views import write_whole_partial
-from support.training_trees import KnownStates, decoder_shapes, known_states, write_fsdp, write_trainer_files
+from support.training_trees import (
+    KnownStates,
+    decay_groups,
+    decoder_shapes,
+    known_states,
+    write_fsdp,
+    write_trainer_files,
+    write_zero3,
+)
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 3, "vocab_size": 11, "hidden_size": 5, "torch_dtype": "float32"}
 
@@ -64,6 +72,22 @@ def test_export__takes_masters_and_not_their_copies(tmp_path: Path) -> None:
     assert all(
         np.array_equal(value, known.arrays[name, "fp32"]) for name, value in model_values(tmp_path / "out").items()
     )
+
+
+@pytest.mark.parametrize("is_universal", [True, False])
+def test_export__has_buffers_and_frozen_weights_of_stage_3(tmp_path: Path, *, is_universal: bool) -> None:
+    known = known_states(decoder_shapes(), step=9)
+    frozen = np.random.default_rng(5).standard_normal((3, 5)).astype(np.float32)
+    more = {"model.layers.0.gate.bias": np.arange(4, dtype=np.float32), "model.projector.weight": frozen}
+    buffers, fixed = ({name: more[name]} for name in more)
+    write_zero3(tmp_path / "at-9", known, decay_groups(known.shapes), 2, buffers=buffers, frozen=fixed)
+    if is_universal:
+        (tmp_path / "recipe.yml").write_text("default: at-9\n")
+        tailor.compose(tmp_path / "recipe.yml", tmp_path / "universal", export="universal")
+    tailor.export(tmp_path / ("universal" if is_universal else "at-9"), tmp_path / "out", self_check="full")
+    made = model_values(tmp_path / "out")
+    assert made.keys() == {*known.shapes, *more}
+    assert all(np.array_equal(made[name], array) for name, array in more.items())
 
 
 @pytest.mark.parametrize("is_lent", [True, False])

@@ -129,7 +129,7 @@ def _check_whole(averaging: Averaging, source: TrainingCheckpoint) -> None:
             hint += "; without --optimizer it takes weights alone" if source.format == WEIGHTS_FORMAT else ""
             raise MismatchError.of("checkpoint.mismatch", source.path, f"lacks {source.missing[0]}", hint)
         return
-    weights = {name: averaging.stored_value(source, name, WEIGHT) for name in source.parameters}
+    weights = {name: averaging.stored_value(source, name, WEIGHT) for name in averaging.shapes}
     cut = next((name for name, state in weights.items() if state is None or state.gaps), None)
     files = dict.fromkeys(piece.file for state in weights.values() if state is not None for piece in state.pieces)
     gone = next((file for file in files if not is_file(averaging.store, file)), None)
@@ -166,6 +166,12 @@ class Averaging:
     @property
     def newest(self) -> TrainingCheckpoint:
         return self.sources[-1]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of a model's tensors."""
+        untrained = {name: state.shape for name, state in self.newest.untrained.items()}
+        return {**self.newest.parameters, **untrained}
 
     @property
     def record(self) -> AverageRecord:
@@ -214,6 +220,8 @@ class Averaging:
 
     def stored_value(self, source: TrainingCheckpoint, name: str, kind: str) -> StoredState | None:
         """Return the state of a checkpoint that counts for a state of the result: of weights, the masters."""
+        if name in source.untrained:
+            return source.untrained[name]
         owner = self.newest.units.tied.get(name, name)
         has_master = kind in DERIVED_KINDS and (owner, FP32) in self.newest.states
         return source.states.get((owner, FP32)) if has_master else state_to_copy(source, name, kind)
@@ -264,11 +272,11 @@ class Averaging:
 
     def _specs(self) -> list[TensorSpec]:
         """The model's tensors: parameters in the dtype of the request, else in that of the stored weights."""
-        return [TensorSpec(name, self._dtype(name), shape) for name, shape in self.newest.parameters.items()]
+        return [TensorSpec(name, self._dtype(name), shape) for name, shape in self.shapes.items()]
 
     def _dtype(self, name: str) -> DType:
-        kinds = (kind for kind in (EXPORT, WEIGHT) if (name, kind) in self.newest.states)
-        stored = self.newest.states[name, next(kinds, FP32)].dtype
+        kinds = (self.newest.states.get((name, kind)) for kind in (EXPORT, WEIGHT, FP32))
+        stored = next(state for state in (self.newest.untrained.get(name), *kinds) if state is not None).dtype
         return self.request.dtype or stored if stored.kind is DTypeKind.FLOAT else stored
 
     def _shard(self, shard: ShardLayout) -> Iterator[Segment]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from threading import Lock
@@ -120,7 +120,8 @@ class TrainingCheckpoint:
     `path` is as given; `root` is the directory of the optimizer files. `parameters` maps names to shapes, aliases
     left out. `flat_groups` are the parameters of each flat buffer in order (ZeRO only). `missing` says in words what
     a complete checkpoint would hold and this one does not. `has_state` says whether training can resume at its step:
-    only a partial checkpoint (`is_partial`) may lack scheduler, random states and the like.
+    only a partial checkpoint (`is_partial`) may lack scheduler, random states and the like. `untrained` are weights of
+    a model that its optimizer does not know and that are no `parameters`: buffers and frozen ones of ZeRO-3.
     """
 
     path: Location
@@ -138,6 +139,7 @@ class TrainingCheckpoint:
     missing: tuple[str, ...] = ()
     has_state: bool = True
     is_partial: bool = False
+    untrained: Mapping[str, StoredState] = field(default_factory=dict)
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ from mergepipe.tailor.copy_plan import (
 _NUMPY_TYPES: dict[DType, np.dtype[Any]] = {
     F64: np.dtype(np.float64), F32: np.dtype(np.float32), F16: np.dtype(np.float16),
 }  # fmt: skip
+_CACHED_ELEMENTS = 1 << 15
 
 
 def values_of(raw: NDArray[np.uint8], dtype: DType, where: object) -> NDArray[Any]:
@@ -71,15 +72,18 @@ def cast_bytes(raw: NDArray[np.uint8], stored: DType, wanted: DType, where: obje
 
 
 def _as_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    bits = values.view(np.uint32)
-    rounded = bits >> np.uint32(16)
-    rounded &= np.uint32(1)
-    rounded += np.uint32(0x7FFF)
-    rounded += bits  # wraps only for NaN
-    rounded >>= np.uint32(16)
-    halves = rounded.astype(np.uint16)
-    is_nan = np.isnan(values)
-    halves[is_nan] = (bits[is_nan] >> np.uint32(16)).astype(np.uint16) & np.uint16(0x8000) | np.uint16(0x7FC0)
+    halves = np.empty(values.size, np.uint16)
+    for start in range(0, values.size, _CACHED_ELEMENTS):
+        part = values[start : start + _CACHED_ELEMENTS]
+        bits = part.view(np.uint32)
+        rounded = bits >> np.uint32(16)
+        rounded &= np.uint32(1)
+        rounded += np.uint32(0x7FFF)
+        rounded += bits  # wraps only for NaN
+        rounded >>= np.uint32(16)
+        is_nan = np.isnan(part)
+        rounded[is_nan] = (bits[is_nan] >> np.uint32(16)) & np.uint32(0x8000) | np.uint32(0x7FC0)
+        halves[start : start + _CACHED_ELEMENTS] = rounded
     return halves
 
 

@@ -142,7 +142,8 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
     groups = _flat_groups(model, stage, world_size)
     reader = _Reader(store, ranks, groups, stage, world_size)
     weights = {} if stage == 3 else dict(module_weights(model, model_archive))
-    return _assemble(folder, model, reader, weights, world_size)
+    opened = _assemble(folder, model, reader, weights, world_size)
+    return with_untrained(store, opened, (files.model, *files.other_models))
 
 
 def _assemble(
@@ -269,6 +270,36 @@ def module_weights(model: Node, archive: TorchArchive) -> Iterator[tuple[str, St
             t = archive.locate(node.value, node.path)
             piece = Piece(t.file, t.offset, t.nbytes, Span(0, t.n_elements))
             yield name, StoredState(name, WEIGHT, t.dtype, t.shape, (piece,) if t.n_elements else ())
+
+
+def with_untrained(store: Store, checkpoint: TrainingCheckpoint, files: Sequence[Location]) -> TrainingCheckpoint:
+    """Add what the model files of stage 3 hold themselves: buffers, whole in each, and frozen weights, a part a rank.
+
+    Source: `parse_model_states` and `_zero3_merge_frozen_params` of DeepSpeed's `zero_to_fp32`.
+    """
+    if checkpoint.stage != 3:
+        return checkpoint
+    archives = [read_torch_zip(store, path) for path in files]
+    models = [Node(archive.root, archive.file.name) for archive in archives]
+    stored = {name: state for name, state in module_weights(models[0], archives[0]) if state.n_elements}
+    shapes = models[0].find("frozen_param_shapes")
+    for name, node in shapes.named_items() if shapes is not None and shapes.value is not None else ():
+        parts = [model.get("frozen_param_fragments").get(name) for model in models]
+        tensors = [archive.locate(part.tensor(), part.path) for archive, part in zip(archives, parts, strict=True)]
+        stored[name] = _frozen(name, node.shape(), tensors)
+    untrained = {name: state for name, state in stored.items() if name not in checkpoint.parameters}
+    return replace(checkpoint, untrained=MappingProxyType(untrained))
+
+
+def _frozen(name: str, shape: tuple[int, ...], parts: Sequence[StoredTensor]) -> StoredState:
+    """Join the ranks' parts of a frozen weight, the last of which is padded."""
+    pieces, start = [], 0
+    for part in parts:
+        stop = min(start + part.n_elements, element_count(shape))
+        if start < stop:
+            pieces.append(Piece(part.file, part.offset, (stop - start) * part.dtype.itemsize, Span(start, stop)))
+        start += part.n_elements
+    return StoredState(name, WEIGHT, parts[0].dtype, shape, tuple(pieces))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from mergepipe.tailor.formats.deepspeed import (
     module_weights,
     read_latest,
     with_export,
+    with_untrained,
     zero_stage,
 )
 from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME
@@ -53,7 +54,7 @@ SHARED_STEP: PicklePath = ("optimizer_state_dict", "state", 0, "step")
 
 def read_universal(store: Store, folder: Location) -> TrainingCheckpoint:
     """Read a universal tag directory; of tensors, only step counters are read."""
-    first, *_ = model_files(store, folder)
+    first, *others = model_files(store, folder)
     archive = read_torch_zip(store, first)
     model = Node(archive.root, first.name)
     options = read_torch_zip(store, folder / STATES_FOLDER / OPTIMIZER_STATE_NAME)
@@ -70,7 +71,7 @@ def read_universal(store: Store, folder: Location) -> TrainingCheckpoint:
     }
     states |= {(name, WEIGHT): state for name, state in weights.items() if name in parameters}
     kinds = dict.fromkeys(kind for name, kind in states if name in grouped and kind != WEIGHT)
-    return TrainingCheckpoint(
+    opened = TrainingCheckpoint(
         path=folder,
         root=folder,
         format=UNIVERSAL_FORMAT,
@@ -89,6 +90,7 @@ def read_universal(store: Store, folder: Location) -> TrainingCheckpoint:
             f"{kind} of {name}" for name in grouped for kind in kinds or (FP32,) if (name, kind) not in states
         ),
     )  # fmt: skip
+    return with_untrained(store, opened, (first, *others))
 
 
 def _states(store: Store, folder: Location, name: str, shape: tuple[int, ...]) -> Iterator[StoredState]:
