@@ -144,6 +144,21 @@ def test_layers__components_do_not_import_each_other_in_a_circle() -> None:
     assert order.index("errors") < order.index("cli")
 
 
+@pytest.mark.parametrize("room", ["tailor"])
+def test_layers__modules_of_a_room_do_not_import_each_other_in_a_circle(room: str) -> None:
+    """Whether at import, in a function, or for types; but for the room's facade, which offers its functions."""
+    names = {_module_name(path): path for path in sources() if component_of(path) == room and path.stem != FACADE}
+    graph: dict[str, set[str]] = {name: set() for name in names}
+    for each in all_imports():
+        if each.module in names and _module_name(each.source) in names:
+            graph[_module_name(each.source)].add(each.module)
+    assert len(tuple(TopologicalSorter(graph).static_order())) == len(names) > 9  # raises on a circle, and names it
+
+
+def _module_name(path: Path) -> str:
+    return ".".join(path.relative_to(SRC).with_suffix("").parts)
+
+
 def test_layers__the_facade_imports_nothing_of_the_package_but_for_type_checking() -> None:
     tree = ast.parse((SRC / "mergepipe" / "__init__.py").read_text(encoding="utf-8"))
     at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -167,7 +167,7 @@ def write_zero3(
         (folder / f"{prefix}_optim_states.pt").write_bytes(content)
         fragments = {n: _share(array, rank, world_size) for n, array in frozen.items()}
         shapes = {n: _size(array.shape) for n, array in frozen.items()}
-        parts = {"frozen_param_shapes": shapes or None, "frozen_param_fragments": fragments or None}
+        parts = {"frozen_param_shapes": shapes, "frozen_param_fragments": fragments} if frozen else {}
         model = _model_file(known, groups, world_size, module, parts)
         (folder / f"{prefix}_model_states.pt").write_bytes(model)
 

@@ -25,13 +25,12 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor import copy_writer
 from mergepipe.tailor.average_recipe import SCHEMES, AverageRequest, OptimizerState, scheme_weights
-from mergepipe.tailor.averaging import Averaging, open_averaging
+from mergepipe.tailor.averaging import AverageCheck, Averaging, _made_states, open_averaging
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Piece, StoredState
 from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.copy_plan import AverageRange, ElementRange, FilePlan, average_states, joined
 from mergepipe.tailor.copy_writer import Copier
 from mergepipe.tailor.formats.registry import open_training_checkpoint
-from mergepipe.tailor.self_check import AverageCheck, _made_states
 from support.stores import MetadataStore
 from support.training_trees import STATES, KnownStates, decoder_shapes, known_states, write_hf
 

@@ -37,11 +37,12 @@ from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.composition_plan import CompositionPlan, plan_composition
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal
 from mergepipe.tailor.copy_writer import Copier
-from mergepipe.tailor.formats.registry import format_named, open_training_checkpoint
+from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.inspect import check_same_run
 from mergepipe.tailor.recipe import CompositionRecipe, load_composition
 from mergepipe.tailor.self_check import check_composite
 from mergepipe.tailor.sources import open_source_checkpoint
+from mergepipe.tailor.universal_plan import plan_universal
 
 OnProgress = Callable[[str, int, int], None]
 _MARGIN_BYTES = 16 << 20
@@ -98,7 +99,7 @@ def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions) -> 
     check_same_run(store, tuple(opened.sources.values()))
     assignment = assign(opened.recipe, opened.sources)
     if options.is_universal:
-        return format_named(assignment.skeleton.format).plan_universal(store, assignment)
+        return plan_universal(store, assignment)
     return plan_composition(store, assignment)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -19,9 +19,10 @@ from mergepipe.storage.limits import CONFIG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.tailor.assignment import Assignment, layer_count
 from mergepipe.tailor.checkpoint import Framework
-from mergepipe.tailor.formats.dcp import METADATA_NAME, merge_state, read_dcp_metadata
-from mergepipe.tailor.formats.deepspeed import LATEST_NAME, base_optimizer_path, list_zero_files
+from mergepipe.tailor.formats.dcp import DCP_FORMAT, METADATA_NAME, merge_state, read_dcp_metadata
+from mergepipe.tailor.formats.deepspeed import LATEST_NAME, ZERO_FORMAT, base_optimizer_path, list_zero_files
 from mergepipe.tailor.formats.hf_trainer import (
+    HF_FORMAT,
     LOSS_SCALER_NAME,
     OPTIMIZER_NAME,
     SCHEDULER_NAME,
@@ -65,8 +66,12 @@ def overlay_state(store: Store, assignment: Assignment, files: Sequence[Skeleton
         return _with_layers(store, assignment, StateOverlay(tuple(files)))
     _check_state(store, assignment)
     replaced = _with_state_files(store, assignment, files)
-    overlay = format_named(assignment.skeleton.format).overlay_state(store, assignment, replaced)
-    return _with_layers(store, assignment, overlay)
+    if assignment.skeleton.format not in _OVERLAYS:
+        raise UnsupportedError.of(
+            "checkpoint.unsupported", assignment.skeleton.path, f"is of format {assignment.skeleton.format}, which "
+            "takes no state from a partial checkpoint", "name a complete checkpoint in state_from",
+        )  # fmt: skip
+    return _with_layers(store, assignment, _OVERLAYS[assignment.skeleton.format](store, assignment, replaced))
 
 
 def _with_layers(store: Store, assignment: Assignment, overlay: StateOverlay) -> StateOverlay:
@@ -159,7 +164,7 @@ def _like(old: Node, value: JsonValue) -> object:
 # --- Hugging Face Trainer
 
 
-def overlay_hf_state(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+def _overlay_hf(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
     """Options in the optimizer file."""
     path = assignment.skeleton.root / OPTIMIZER_NAME
     root = Node(read_torch_zip(store, path).root, OPTIMIZER_NAME)
@@ -169,7 +174,7 @@ def overlay_hf_state(store: Store, assignment: Assignment, files: Sequence[Skele
 # --- DeepSpeed
 
 
-def overlay_zero_state(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+def _overlay_zero(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
     """Step counters of the engine in every model file, options in every optimizer file, the tag's name."""
     skeleton = assignment.skeleton
     zero = list_zero_files(store, skeleton.root)
@@ -238,7 +243,7 @@ def _new_tag(assignment: Assignment) -> str | None:
 # --- torch DCP
 
 
-def overlay_dcp_state(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+def _overlay_dcp(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
     """Point the metadata of everything that is no tensor of the model to the state's file, which goes along."""
     skeleton, state = assignment.skeleton, assignment.state
     metadata = read_dcp_metadata(store, skeleton.path)
@@ -251,3 +256,9 @@ def overlay_dcp_state(store: Store, assignment: Assignment, files: Sequence[Skel
         added.append(SkeletonFile(new, state.path / old, status.size_bytes))
     contents = MappingProxyType({METADATA_NAME: InertPickler().dump(metadata)})
     return StateOverlay(tuple(sorted([*files, *added], key=lambda f: f.name)), contents=contents)
+
+
+_OVERLAYS: Mapping[str, Callable[[Store, Assignment, Sequence[SkeletonFile]], StateOverlay]] = MappingProxyType({
+    HF_FORMAT: _overlay_hf, ZERO_FORMAT: _overlay_zero, DCP_FORMAT: _overlay_dcp,
+})  # fmt: skip
+"""Formats whose state may come from a partial checkpoint: `files` have its small files already."""

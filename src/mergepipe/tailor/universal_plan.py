@@ -23,12 +23,12 @@ from mergepipe.tailor.composition_plan import (
     CompositionPlan,
     PatchCollector,
     pack_step,
+    plan_composition,
     plan_file,
     state_segments,
 )
 from mergepipe.tailor.copy_plan import FilePlan, Literal
-from mergepipe.tailor.formats.contract import refuse_universal
-from mergepipe.tailor.formats.deepspeed import LATEST_NAME, ZeroFiles, base_optimizer_path, list_zero_files
+from mergepipe.tailor.formats.deepspeed import LATEST_NAME, ZERO_FORMAT, ZeroFiles, base_optimizer_path, list_zero_files
 from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.formats.universal import (
     LATEST_UNIVERSAL_NAME,
@@ -36,6 +36,7 @@ from mergepipe.tailor.formats.universal import (
     PARAMETER_KEY,
     STATES_FOLDER,
     STEP_NAME,
+    UNIVERSAL_FORMAT,
 )
 from mergepipe.tailor.sources import list_skeleton
 from mergepipe.tailor.state_overlay import StateOverlay, apply_edits, overlay_state
@@ -47,9 +48,14 @@ _STEM = "archive"
 def plan_universal(store: Store, assignment: Assignment) -> CompositionPlan:
     """Plan the composite as a universal checkpoint, which DeepSpeed loads at any number of ranks."""
     skeleton = assignment.skeleton
-    zero = list_zero_files(store, skeleton.root)
-    if zero is None:  # a partial checkpoint of a run with ZeRO
-        refuse_universal(skeleton)
+    if skeleton.format == UNIVERSAL_FORMAT:
+        return plan_composition(store, assignment)
+    zero = list_zero_files(store, skeleton.root) if skeleton.format == ZERO_FORMAT else None
+    if zero is None:  # of another format, or a partial checkpoint of a run with ZeRO
+        raise UnsupportedError.of(
+            "checkpoint.unsupported", skeleton.path, "only DeepSpeed ZeRO checkpoints are exported as universal ones; "
+            f"this is {skeleton.format}",
+        )  # fmt: skip
     groups = skeleton.flat_groups if skeleton.stage != 3 else [[n for group in skeleton.flat_groups for n in group]]
     steps = choose_steps(assignment, groups)
     if not steps:

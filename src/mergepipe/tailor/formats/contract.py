@@ -1,24 +1,18 @@
-"""The contract of training formats: how a directory is recognised, opened, and composed, or refused by its name."""
+"""The contract of training formats: how a directory is recognised and opened, or refused by its name."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NoReturn, Protocol
+from typing import ClassVar, Protocol
 
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Framework, TrainingCheckpoint
 
-if TYPE_CHECKING:
-    from mergepipe.tailor.assignment import Assignment
-    from mergepipe.tailor.composition_plan import CompositionPlan
-    from mergepipe.tailor.sources import SkeletonFile
-    from mergepipe.tailor.state_overlay import StateOverlay
-
-# --- the contract of training formats: how a directory is recognised, opened, and composed from others ---
+# --- the contract of training formats: how a directory is recognised and opened ---
 
 
 class CheckpointKind(Protocol):
@@ -62,59 +56,10 @@ class TrainingFormat(CheckpointKind, Protocol):
         """Whether the step is recorded in a place of its own, not only in the newest counter."""
         ...
 
-    def resumes_partial(self, framework: Framework) -> bool:
-        """Whether a partial checkpoint with `state_file` holds all the state that the framework resumes from."""
+    @property
+    def partial_frameworks(self) -> frozenset[Framework]:
+        """The frameworks that resume from what a partial checkpoint with `state_file` holds."""
         ...
-
-    def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
-        """Plan how the state of a partial checkpoint replaces the skeleton's; `files` has its small files already.
-
-        Raises:
-            MergePipeError: see `state_overlay.overlay_state`.
-        """
-        ...
-
-    def plan_universal(self, store: Store, assignment: Assignment) -> CompositionPlan:
-        """Plan a composite as a DeepSpeed universal checkpoint.
-
-        Raises:
-            UnsupportedError: the format is not written so, or not this checkpoint of it.
-        """
-        ...
-
-
-class Copied:
-    """Formats that are composed by copying, for as many ranks as there were: the rest is refused."""
-
-    __slots__ = ()
-
-    def resumes_partial(self, framework: Framework) -> bool:
-        """Say no: there are no partial checkpoints of the format."""
-        return False
-
-    def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
-        """Refuse."""
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", assignment.skeleton.path,
-            f"is of format {assignment.skeleton.format}, which takes "
-            "no state from a partial checkpoint", "name a complete checkpoint in state_from",
-        )  # fmt: skip
-
-    def plan_universal(self, store: Store, assignment: Assignment) -> CompositionPlan:
-        """Refuse."""
-        refuse_universal(assignment.skeleton)
-
-
-def refuse_universal(skeleton: TrainingCheckpoint) -> NoReturn:
-    """Refuse to write a checkpoint for any number of ranks.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    raise UnsupportedError.of(
-        "checkpoint.unsupported", skeleton.path, "only DeepSpeed ZeRO checkpoints are exported as universal ones; "
-        f"this is {skeleton.format}",
-    )  # fmt: skip
 
 
 # --- checkpoints that are recognised and not read: each is refused by its name ---

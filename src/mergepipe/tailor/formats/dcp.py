@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from mergepipe.checkpoints.directory import is_plain_name
 from mergepipe.checkpoints.inert_pickle import load_inert
@@ -29,15 +29,10 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import Copied, refuse_foreign_states
+from mergepipe.tailor.formats.contract import refuse_foreign_states
 from mergepipe.tailor.formats.pickle_node import Node, read_scalar
 from mergepipe.tailor.selection import model_units
 from mergepipe.tailor.torch_writer import Size
-
-if TYPE_CHECKING:
-    from mergepipe.tailor.assignment import Assignment
-    from mergepipe.tailor.sources import SkeletonFile
-    from mergepipe.tailor.state_overlay import StateOverlay
 
 # --- the metadata of torch DCP directories as inert values that are changed and written back ---
 
@@ -372,7 +367,7 @@ def _step(store: Store, name: str, tensor: DcpTensor) -> AdamStep:
     return AdamStep(read_scalar(store, inside.file, inside.offset, tensor.dtype), (name,), tensor.dtype, (packed,))
 
 
-class DcpFormat(Copied):
+class DcpFormat:
     """torch.distributed.checkpoint: metadata names the file and place of every chunk."""
 
     __slots__ = ()
@@ -380,6 +375,7 @@ class DcpFormat(Copied):
     looked_for: ClassVar[str] = f"{METADATA_NAME} (torch DCP)"
     state_file: ClassVar[str] = METADATA_NAME
     records_step: ClassVar[bool] = False
+    partial_frameworks: ClassVar[frozenset[Framework]] = frozenset(Framework)
 
     def recognise(self, store: Store, path: Location) -> bool:
         """Recognise the format by its metadata file."""
@@ -388,13 +384,3 @@ class DcpFormat(Copied):
     def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
         """See `read_dcp`."""
         return read_dcp(store, path)
-
-    def resumes_partial(self, framework: Framework) -> bool:
-        """Metadata holds the whole state, whoever resumes."""
-        return True
-
-    def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
-        """See `TrainingFormat.overlay_state`."""
-        from mergepipe.tailor.state_overlay import overlay_dcp_state
-
-        return overlay_dcp_state(store, assignment, files)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from mergepipe.checkpoints.directory import is_plain_name, open_checkpoint
 from mergepipe.checkpoints.inert_values import PickledTensor, Record
@@ -26,16 +26,10 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import Copied, refuse_foreign_states
+from mergepipe.tailor.formats.contract import refuse_foreign_states
 from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME, read_global_step, weight_state
 from mergepipe.tailor.formats.pickle_node import Node, read_scalar
 from mergepipe.tailor.selection import model_units
-
-if TYPE_CHECKING:
-    from mergepipe.tailor.assignment import Assignment
-    from mergepipe.tailor.composition_plan import CompositionPlan
-    from mergepipe.tailor.sources import SkeletonFile
-    from mergepipe.tailor.state_overlay import StateOverlay
 
 ZERO_FORMAT = "deepspeed-zero"
 LATEST_NAME = "latest"
@@ -130,20 +124,20 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
     files = list_zero_files(store, folder)
     if files is None:
         raise NotFoundError.of("checkpoint.incomplete", folder, "there is no zero_pp_rank_*_optim_states.pt file")
-    model_archive = read_torch_zip(store, files.model)
+    model_archive, *others = archives = [read_torch_zip(store, path) for path in (files.model, *files.other_models)]
     model = Node(model_archive.root, files.model.name)
     ranks = [_open_rank(store, rank, path) for rank, path in sorted(files.optimizer.items())]
     for opened in ranks:
         _refuse_alignment(opened)
-    for path in files.other_models:
-        _check_step(store, path, model)
+    for archive in others:
+        _check_step(archive, model)
     stage = _stage(ranks[0])
     world_size = _world_size(ranks, model)
     groups = _flat_groups(model, stage, world_size)
     reader = _Reader(store, ranks, groups, stage, world_size)
     weights = {} if stage == 3 else dict(module_weights(model, model_archive))
-    opened = _assemble(folder, model, reader, weights, world_size)
-    return with_untrained(store, opened, (files.model, *files.other_models))
+    checkpoint = _assemble(folder, model, reader, weights, world_size)
+    return with_untrained(checkpoint, archives)
 
 
 def _assemble(
@@ -185,13 +179,13 @@ def _open_rank(store: Store, rank: int, path: Location) -> _Rank:
     return _Rank(rank, archive, Node(archive.root, path.name).get("optimizer_state_dict"))
 
 
-def _check_step(store: Store, path: Location, first: Node) -> None:
+def _check_step(archive: TorchArchive, first: Node) -> None:
     """Check that a rank's model file is of the step of the first one."""
-    node = Node(read_torch_zip(store, path).root, path.name).get("global_steps")
+    node = Node(archive.root, archive.file.name).get("global_steps")
     step = first.get("global_steps").integer()
     if node.integer() != step:
         raise CorruptError.of(
-            "checkpoint.damaged", path, f"is of step {node.integer()}, {first.file} is of step {step}",
+            "checkpoint.damaged", archive.file, f"is of step {node.integer()}, {first.file} is of step {step}",
             "copy the files of one save again",
         )  # fmt: skip
 
@@ -272,14 +266,13 @@ def module_weights(model: Node, archive: TorchArchive) -> Iterator[tuple[str, St
             yield name, StoredState(name, WEIGHT, t.dtype, t.shape, (piece,) if t.n_elements else ())
 
 
-def with_untrained(store: Store, checkpoint: TrainingCheckpoint, files: Sequence[Location]) -> TrainingCheckpoint:
-    """Add what the model files of stage 3 hold themselves: buffers, whole in each, and frozen weights, a part a rank.
+def with_untrained(checkpoint: TrainingCheckpoint, archives: Sequence[TorchArchive]) -> TrainingCheckpoint:
+    """Add what the model files of stage 3 hold: buffers, whole in each, and frozen weights, in parts by rank.
 
     Source: `parse_model_states` and `_zero3_merge_frozen_params` of DeepSpeed's `zero_to_fp32`.
     """
     if checkpoint.stage != 3:
         return checkpoint
-    archives = [read_torch_zip(store, path) for path in files]
     models = [Node(archive.root, archive.file.name) for archive in archives]
     stored = {name: state for name, state in module_weights(models[0], archives[0]) if state.n_elements}
     shapes = models[0].find("frozen_param_shapes")
@@ -445,7 +438,7 @@ def _lies(state: _GroupState, message: str) -> MergePipeError:
     return CorruptError.of("checkpoint.damaged", where, message)
 
 
-class ZeroFormat(Copied):
+class ZeroFormat:
     """DeepSpeed ZeRO: a tag directory, a save directory with its `latest`, or a Trainer's with one inside."""
 
     __slots__ = ()
@@ -453,6 +446,7 @@ class ZeroFormat(Copied):
     looked_for: ClassVar[str] = f"zero_pp_rank_*_optim_states.pt or {LATEST_NAME} (DeepSpeed ZeRO)"
     state_file: ClassVar[str] = TRAINER_STATE_NAME
     records_step: ClassVar[bool] = True
+    partial_frameworks: ClassVar[frozenset[Framework]] = frozenset({Framework.TRANSFORMERS})
 
     def recognise(self, store: Store, path: Location) -> bool:
         """Recognise the format by optimizer files, or by the file that names a tag."""
@@ -465,22 +459,6 @@ class ZeroFormat(Copied):
         if list_zero_files(store, path) is not None:
             return read_zero(store, path)
         return replace(read_zero(store, read_latest(store, path)), path=path)
-
-    def resumes_partial(self, framework: Framework) -> bool:
-        """Only under the Trainer is the state in small files; DeepSpeed alone keeps it in its own."""
-        return framework is Framework.TRANSFORMERS
-
-    def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
-        """See `TrainingFormat.overlay_state`."""
-        from mergepipe.tailor.state_overlay import overlay_zero_state
-
-        return overlay_zero_state(store, assignment, files)
-
-    def plan_universal(self, store: Store, assignment: Assignment) -> CompositionPlan:
-        """See `universal_plan.plan_universal`."""
-        from mergepipe.tailor.universal_plan import plan_universal
-
-        return plan_universal(store, assignment)
 
 
 def _read_of_trainer(store: Store, path: Location) -> TrainingCheckpoint:

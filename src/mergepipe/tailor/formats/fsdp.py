@@ -14,7 +14,6 @@ from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import WEIGHT, Framework, Piece, StoredState, TrainingCheckpoint
-from mergepipe.tailor.formats.contract import Copied
 from mergepipe.tailor.formats.dcp import dcp_checkpoint, read_tensors
 from mergepipe.tailor.formats.deepspeed import with_export
 from mergepipe.tailor.formats.hf_trainer import (
@@ -92,7 +91,7 @@ def _aliases(weights: dict[str, StoredTensor], trained: dict[str, Node]) -> Iter
             yield name, owner
 
 
-class FsdpFormat(Copied):
+class FsdpFormat:
     """FSDP as Accelerate saves it, by itself or for the Trainer."""
 
     __slots__ = ()
@@ -100,6 +99,7 @@ class FsdpFormat(Copied):
     looked_for: ClassVar[str] = f"{WEIGHTS_FOLDER}/ or {WEIGHTS_NAME} (FSDP of Accelerate)"
     state_file: ClassVar[str] = TRAINER_STATE_NAME
     records_step: ClassVar[bool] = False
+    partial_frameworks: ClassVar[frozenset[Framework]] = frozenset()
 
     def recognise(self, store: Store, path: Location) -> bool:
         """Recognise the format by its model and optimizer, in two directories or two files."""

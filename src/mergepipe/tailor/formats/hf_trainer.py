@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
 from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, list_names, open_checkpoint
@@ -28,16 +28,11 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import Copied, refuse_foreign_states
+from mergepipe.tailor.formats.contract import refuse_foreign_states
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath, read_scalar
 from mergepipe.tailor.parameter_order import defined_order, trainer_order
 from mergepipe.tailor.selection import model_units
 from mergepipe.tailor.transformers_names import ask_transformers
-
-if TYPE_CHECKING:
-    from mergepipe.tailor.assignment import Assignment
-    from mergepipe.tailor.sources import SkeletonFile
-    from mergepipe.tailor.state_overlay import StateOverlay
 
 # --- read the files of every Hugging Face Trainer directory, whatever keeps its optimizer state ---
 
@@ -213,7 +208,7 @@ def optimizer_step(store: Store, entry: Node, archive: TorchArchive, name: str, 
     return AdamStep(value, (name,), t.dtype, (Piece(t.file, t.offset, t.nbytes, Span(0, 1)),))
 
 
-class HfFormat(Copied):
+class HfFormat:
     """Checkpoints of the Hugging Face Trainer that keep the optimizer's state themselves."""
 
     __slots__ = ()
@@ -221,6 +216,7 @@ class HfFormat(Copied):
     looked_for: ClassVar[str] = f"{TRAINER_STATE_NAME} with {OPTIMIZER_NAME} (Hugging Face Trainer)"
     state_file: ClassVar[str] = TRAINER_STATE_NAME
     records_step: ClassVar[bool] = True
+    partial_frameworks: ClassVar[frozenset[Framework]] = frozenset({Framework.TRANSFORMERS})
 
     def recognise(self, store: Store, path: Location) -> bool:
         """Recognise the format by its two names, whatever stands there: what is no file is refused when it is read."""
@@ -229,16 +225,6 @@ class HfFormat(Copied):
     def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
         """See `read_hf_checkpoint`."""
         return read_hf_checkpoint(store, path)
-
-    def resumes_partial(self, framework: Framework) -> bool:
-        """The Trainer keeps its state in small files, which partial checkpoints hold."""
-        return framework is Framework.TRANSFORMERS
-
-    def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
-        """See `TrainingFormat.overlay_state`."""
-        from mergepipe.tailor.state_overlay import overlay_hf_state
-
-        return overlay_hf_state(store, assignment, files)
 
 
 # --- directories of weights alone, as `save_only_model` leaves them: sources of averages without optimizer state ---
@@ -255,7 +241,7 @@ def step_of_name(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-class WeightsFormat(Copied):
+class WeightsFormat:
     """Weights of one step of a run, without the state that training is resumed with."""
 
     __slots__ = ()
@@ -263,6 +249,7 @@ class WeightsFormat(Copied):
     looked_for: ClassVar[str] = f"{SAFETENSORS.single} (weights alone)"
     state_file: ClassVar[str] = TRAINER_STATE_NAME
     records_step: ClassVar[bool] = False
+    partial_frameworks: ClassVar[frozenset[Framework]] = frozenset()
 
     def recognise(self, store: Store, path: Location) -> bool:
         """Recognise the usual names of weights without an optimizer's; formats that keep more are asked first."""

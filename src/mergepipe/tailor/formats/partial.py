@@ -378,5 +378,5 @@ class PartialKind:
             names = ", ".join(candidate.name for candidate in self.formats)
             message = f"'origin': one of {names} is needed, found {shown(partial.format)}"
             raise CorruptError.of("checkpoint.damaged", path / MANIFEST_NAME, message)
-        has_state = of_run.resumes_partial(partial.framework) and is_file(store, path / of_run.state_file)
+        has_state = partial.framework in of_run.partial_frameworks and is_file(store, path / of_run.state_file)
         return replace(partial, has_state=has_state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from mergepipe.checkpoints.directory import is_plain_name
 from mergepipe.checkpoints.inert_values import PickledTensor
@@ -23,7 +23,7 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import Copied, refuse_foreign_states
+from mergepipe.tailor.formats.contract import refuse_foreign_states
 from mergepipe.tailor.formats.deepspeed import (
     LATEST_NAME,
     check_trainer_step,
@@ -37,10 +37,6 @@ from mergepipe.tailor.formats.deepspeed import (
 from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath, read_scalar
 from mergepipe.tailor.selection import model_units
-
-if TYPE_CHECKING:
-    from mergepipe.tailor.assignment import Assignment
-    from mergepipe.tailor.composition_plan import CompositionPlan
 
 UNIVERSAL_FORMAT = "deepspeed-universal"
 LATEST_UNIVERSAL_NAME = "latest_universal"
@@ -90,7 +86,7 @@ def read_universal(store: Store, folder: Location) -> TrainingCheckpoint:
             f"{kind} of {name}" for name in grouped for kind in kinds or (FP32,) if (name, kind) not in states
         ),
     )  # fmt: skip
-    return with_untrained(store, opened, (first, *others))
+    return with_untrained(opened, [archive, *(read_torch_zip(store, path) for path in others)])
 
 
 def _states(store: Store, folder: Location, name: str, shape: tuple[int, ...]) -> Iterator[StoredState]:
@@ -159,7 +155,7 @@ def _step(store: Store, archive: TorchArchive, path: PicklePath) -> AdamStep:
     return AdamStep(value, (), tensor.dtype, (Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, 1)),))
 
 
-class UniversalFormat(Copied):
+class UniversalFormat:
     """DeepSpeed universal: a tag directory, a save directory with its `latest_universal`, or a Trainer's."""
 
     __slots__ = ()
@@ -169,6 +165,7 @@ class UniversalFormat(Copied):
     )
     state_file: ClassVar[str] = TRAINER_STATE_NAME
     records_step: ClassVar[bool] = True
+    partial_frameworks: ClassVar[frozenset[Framework]] = frozenset()
 
     def recognise(self, store: Store, path: Location) -> bool:
         """Recognise the format by its files; where both tags are named, `latest` is the one that is resumed."""
@@ -185,9 +182,3 @@ class UniversalFormat(Copied):
             return opened
         check_trainer_step(store, opened)
         return with_export(store, replace(opened, framework=Framework.TRANSFORMERS))
-
-    def plan_universal(self, store: Store, assignment: Assignment) -> CompositionPlan:
-        """It is universal already."""
-        from mergepipe.tailor.composition_plan import plan_composition
-
-        return plan_composition(store, assignment)
