@@ -138,7 +138,7 @@ def without(name: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("content", "error", "message"),
     [
-        ([1, 2], CorruptError, "is no JSON object"),
+        ([1, 2], CorruptError, "a JSON object is needed"),
         (
             without("layers.1.wide"),
             MismatchError,

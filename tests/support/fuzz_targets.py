@@ -165,8 +165,8 @@ def _table_target() -> Target:
 def _statistics_file_targets() -> tuple[Target, Target]:
     """A file of statistics by its header, and by all its bytes before the checksum."""
     file = PortableFile("0" * 64, 1000, "1" * 32, is_outside=False)
-    base = PortableContent(CheckpointKind.FULL, (file,), "3" * 32)
-    expert = PortableContent(CheckpointKind.ADAPTER, (replace(file, is_outside=True), file), "2" * 32)
+    base = PortableContent.of(CheckpointKind.FULL, (file,), "3" * 32)
+    expert = PortableContent.of(CheckpointKind.ADAPTER, (replace(file, is_outside=True), file), "2" * 32)
     statistics = TensorStatistics(
         BlockGrid(500, 256), np.zeros(2, BLOCK_RECORD), np.array([0.1, 0.2]), np.zeros((2, 3), np.uint32), np.ones(3)
     )

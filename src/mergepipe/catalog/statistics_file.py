@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Annotated, Final
 
 import numpy as np
 from blake3 import blake3
@@ -17,9 +17,9 @@ from mergepipe.catalog.home import statistics_folder
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
 from mergepipe.checkpoints.file_digests import content_digest, digest_of_files, is_outside
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.core.canonical_json import canonical_json, parse_digestible
-from mergepipe.core.json_fields import FieldCodes, JsonFields
-from mergepipe.errors import CorruptError, LimitError, MergePipeError, UnsupportedError
+from mergepipe.core.canonical_json import canonical_json
+from mergepipe.core.records import RecordFormat, Size, Within
+from mergepipe.errors import CorruptError, LimitError, MergePipeError
 from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
 from mergepipe.storage.file_version import FileId
 from mergepipe.storage.ledger import Ledger
@@ -29,44 +29,64 @@ from mergepipe.storage.output import make_folders, replace_durably
 STATISTICS_NAME: Final = "mergepipe.stats"
 """The name of the file beside a model."""
 MAGIC: Final = b"MPSTATS\n"
-FORMAT_NAME: Final = "mergepipe-statistics"
-FORMAT_VERSION: Final = 3
 SEAL_BYTES: Final = 32
 _LENGTH_BYTES = 8
 _HEX = frozenset("0123456789abcdef")
 _HINT = "get the file again, or make it with `mergepipe analyze`"
-_CODES = FieldCodes("statistics.damaged", "statistics.damaged", "statistics.damaged", _HINT)
 
 
 @dataclass(frozen=True, slots=True)
 class PortableFile:
-    """A file of a content. `is_outside`: it lies outside the folder of its model, as those of an applied adapter do."""
+    """A file of a content. `is_outside`: it lies outside the folder of its model, as those of an applied adapter do.
+
+    `sha256` is that of its bytes, and `header` the digest of what describes them, see `FileId`.
+    """
 
     sha256: str
-    size_bytes: int
-    header_digest: str
+    size_bytes: Size
+    header: str
     is_outside: bool
+
+    def __post_init__(self) -> None:
+        if not _is_hex(self.sha256, 64) or not _is_hex(self.header, 32):
+            raise ValueError("the digest of a file is malformed")
 
 
 @dataclass(frozen=True, slots=True)
 class PortableContent:
-    """The content of a model, wherever it lies; files sorted. `content_id` is the sampled one."""
+    """The content of a model, wherever it lies; files sorted. `content_id` is the sampled one.
+
+    `digest` is the content digest, see `checkpoints.file_digests.content_digest`.
+    """
 
     kind: CheckpointKind
     files: tuple[PortableFile, ...]
     content_id: str
+    digest: str
 
-    @property
-    def digest(self) -> str:
-        """The content digest, see `checkpoints.file_digests.content_digest`."""
-        fingerprints = [
-            FileId(f"/{i}" if f.is_outside else str(i), f.size_bytes, "", f.header_digest, f.sha256)
-            for i, f in enumerate(self.files)
-        ]
-        digest = digest_of_files(self.kind, fingerprints)
-        if digest is None:
-            raise ValueError("a content without files")
-        return digest
+    @classmethod
+    def of(cls, kind: CheckpointKind, files: tuple[PortableFile, ...], content_id: str) -> PortableContent:
+        """Describe a content with its digest."""
+        return cls(kind, files, content_id, _digest_of(kind, files) or "")
+
+    def __post_init__(self) -> None:
+        if not _is_hex(self.content_id, 32):
+            raise ValueError("its content id is not 32 hex digits")
+        if self.digest != _digest_of(self.kind, self.files):
+            raise ValueError("its digest is not that of the files")
+
+
+def _is_hex(text: str, n_digits: int) -> bool:
+    return len(text) == n_digits and _HEX.issuperset(text)
+
+
+def _digest_of(kind: CheckpointKind, files: tuple[PortableFile, ...]) -> str | None:
+    """Return the content digest of files; None where there are none."""
+    named = [
+        FileId(f"/{i}" if file.is_outside else str(i), file.size_bytes, "", file.header, file.sha256)
+        for i, file in enumerate(files)
+    ]
+    return digest_of_files(kind, named)
 
 
 def portable_content(checkpoint: Checkpoint, content_id: str) -> PortableContent:
@@ -77,8 +97,8 @@ def portable_content(checkpoint: Checkpoint, content_id: str) -> PortableContent
         PortableFile(file.sha256 or "", file.size_bytes, file.header_digest, is_outside(file))
         for file in checkpoint.files
     ]
-    ordered = sorted(files, key=lambda file: (file.is_outside, file.sha256, file.header_digest))
-    return PortableContent(checkpoint.kind, tuple(ordered), content_id)
+    ordered = sorted(files, key=lambda file: (file.is_outside, file.sha256, file.header))
+    return PortableContent.of(checkpoint.kind, tuple(ordered), content_id)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,16 +122,19 @@ class StatisticsFile:
     def to_bytes(self) -> bytes:
         """Encode the file."""
         tensors = sorted(self.tensors.items())
-        header = canonical_json({
-            "format": f"{FORMAT_NAME}/{FORMAT_VERSION}",
-            "expert": _content_json(self.expert),
-            "base": _content_json(self.base),
-            "block_elements": self.block_elements,
-            "densities": list(self.densities),
-            "tensors": [name for name, _ in tensors],
-            "elements": [statistics.grid.n_elements for _, statistics in tensors],
-            "cuts": [len(statistics.densities_D) for _, statistics in tensors],
-        })  # fmt: skip
+        header = canonical_json(
+            _FORMAT.content(
+                _Header(
+                    expert=self.expert,
+                    base=self.base,
+                    block_elements=self.block_elements,
+                    densities=self.densities,
+                    tensors=tuple(name for name, _ in tensors),
+                    elements=tuple(statistics.grid.n_elements for _, statistics in tensors),
+                    cuts=tuple(len(statistics.densities_D) for _, statistics in tensors),
+                )
+            )
+        )
         arrays = (part for _, statistics in tensors for part in _encoded(statistics))
         content = b"".join((MAGIC, len(header).to_bytes(_LENGTH_BYTES, "little"), header, *arrays))
         if len(content) + SEAL_BYTES > STATISTICS_BYTES:
@@ -122,12 +145,24 @@ class StatisticsFile:
         return content + blake3(content).digest()
 
 
-def _content_json(content: PortableContent) -> dict[str, object]:
-    files = [
-        {"sha256": f.sha256, "size_bytes": f.size_bytes, "header": f.header_digest, "is_outside": f.is_outside}
-        for f in content.files
-    ]
-    return {"kind": content.kind.value, "content_id": content.content_id, "digest": content.digest, "files": files}
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What stands before the arrays: the two contents, the grid, and of each tensor its name, size and cuts."""
+
+    expert: PortableContent
+    base: PortableContent
+    block_elements: Annotated[int, Within(1)]
+    densities: tuple[float, ...]
+    tensors: tuple[str, ...]
+    elements: tuple[Size, ...]
+    cuts: tuple[Size, ...]
+
+    def __post_init__(self) -> None:
+        if not len(set(self.tensors)) == len(self.tensors) == len(self.elements) == len(self.cuts):
+            raise ValueError("tensors are not one name, one size and one count of cuts each")
+
+
+_FORMAT: Final = RecordFormat("mergepipe-statistics", 3, _Header, _HINT, is_sealed=False)
 
 
 def _encoded(statistics: TensorStatistics) -> Iterator[bytes]:
@@ -145,67 +180,21 @@ def parse_statistics(raw: bytes, where: object) -> StatisticsFile:
     """Parse and check a file; the arrays are views of `raw`."""
     start = len(MAGIC) + _LENGTH_BYTES
     if len(raw) < start + SEAL_BYTES or not raw.startswith(MAGIC):
-        raise _corrupt("statistics.damaged", where, "is not a file of statistics")
+        raise _corrupt(where, "is not a file of statistics")
     if blake3(memoryview(raw)[:-SEAL_BYTES]).digest() != raw[-SEAL_BYTES:]:
-        raise _corrupt("statistics.damaged", where, "is damaged: its checksum does not fit")
+        raise _corrupt(where, "is damaged: its checksum does not fit")
     stop = start + int.from_bytes(raw[len(MAGIC) : start], "little")
     if stop > len(raw) - SEAL_BYTES:
-        raise _corrupt("statistics.damaged", where, f"its header ends at byte {stop}, the file has {len(raw)}")
+        raise _corrupt(where, f"its header ends at byte {stop}, the file has {len(raw)}")
 
-    def refuse(reason: str) -> NoReturn:
-        raise _corrupt("statistics.damaged", where, reason)
-
-    fields = JsonFields(parse_digestible(raw[start:stop], refuse), _CODES, where)
-    _check_version(fields, where)
-    expert, base = (fields.object(name).read(_content) for name in ("expert", "base"))
-    block_elements = fields.size("block_elements")
-    densities = fields.numbers("densities")
-    names, elements, cuts = fields.array("tensors"), fields.sizes("elements"), fields.sizes("cuts")
-    fields.done()
-    tensors = [name for name in names if isinstance(name, str)]
-    if not len(set(tensors)) == len(names) == len(elements) == len(cuts) or not block_elements:
-        fields.refuse("tensors are not one name, one size and one count of cuts each")
+    header = _FORMAT.parse(raw[start:stop], where)
     decoder = _Decoder(memoryview(raw)[stop:-SEAL_BYTES], where)
     statistics = {
-        name: decoder.next(name, BlockGrid(n, block_elements), n_cuts, densities)
-        for name, n, n_cuts in zip(tensors, elements, cuts, strict=True)
+        name: decoder.next(name, BlockGrid(n, header.block_elements), n_cuts, header.densities)
+        for name, n, n_cuts in zip(header.tensors, header.elements, header.cuts, strict=True)
     }
     decoder.done()
-    return StatisticsFile(expert, base, block_elements, densities, statistics)
-
-
-def _check_version(fields: JsonFields, where: object) -> None:
-    name, _, version = fields.text("format").partition("/")
-    if name != FORMAT_NAME or not (version.isascii() and version.isdecimal()):
-        fields.refuse("the format is not that of statistics")
-    if version != str(FORMAT_VERSION):
-        message = f"statistics of version {version[:20]}, {FORMAT_VERSION} is known"
-        raise UnsupportedError.of("format.version", where, message, "analyze again, or update mergepipe")
-
-
-def _content(fields: JsonFields) -> PortableContent:
-    kind, content_id = fields.text("kind"), fields.text("content_id")
-    if kind not in set(CheckpointKind):
-        fields.refuse("'kind' has an unknown value")
-    if not _is_hex(content_id, 32):
-        fields.refuse("'content_id' is not 32 hex digits")
-    content = PortableContent(CheckpointKind(kind), fields.each("files", _file), content_id)
-    if not content.files or fields.text("digest") != content.digest:
-        fields.refuse("'digest' is not that of the files")
-    return content
-
-
-def _file(fields: JsonFields) -> PortableFile:
-    file = PortableFile(
-        fields.text("sha256"), fields.size("size_bytes"), fields.text("header"), fields.flag("is_outside")
-    )
-    if not _is_hex(file.sha256, 64) or not _is_hex(file.header_digest, 32):
-        fields.refuse("the digest of a file is malformed")
-    return file
-
-
-def _is_hex(text: str, n_digits: int) -> bool:
-    return len(text) == n_digits and _HEX.issuperset(text)
+    return StatisticsFile(header.expert, header.base, header.block_elements, header.densities, statistics)
 
 
 class _Decoder:
@@ -225,23 +214,23 @@ class _Decoder:
         is_ascending = ((densities_D > 0) & (densities_D <= 1)).all() and (np.diff(densities_D) > 0).all()
         if not is_ascending or not set(densities) <= set(densities_D.tolist()):
             message = f"tensor {tensor[:80]!r} has densities that are no ascending shares, or lacks some"
-            raise _corrupt("statistics.damaged", self._where, message)
+            raise _corrupt(self._where, message)
         return TensorStatistics(grid, blocks_B, densities_D, cuts_D3, products_3)
 
     def _take(self, nbytes: int) -> memoryview:
         if nbytes > len(self._raw) - self._at:
-            raise _corrupt("statistics.damaged", self._where, "its header tells of more than the file holds")
+            raise _corrupt(self._where, "its header tells of more than the file holds")
         self._at += nbytes
         return self._raw[self._at - nbytes : self._at]
 
     def done(self) -> None:
         """Refuse bytes that the header does not tell of."""
         if self._at != len(self._raw):
-            raise _corrupt("statistics.damaged", self._where, "there are bytes behind the last tensor")
+            raise _corrupt(self._where, "there are bytes behind the last tensor")
 
 
-def _corrupt(code: str, where: object, message: str) -> MergePipeError:
-    return CorruptError.of(code, where, message, _HINT)
+def _corrupt(where: object, message: str) -> MergePipeError:
+    return CorruptError.of("format.damaged", where, message, _HINT)
 
 
 # --- files of the home folder ---

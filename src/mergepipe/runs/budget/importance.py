@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
 
 import numpy as np
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import BlockGrid, element_count
-from mergepipe.core.canonical_json import parse_digestible
+from mergepipe.core.strict_json import parse_object
 from mergepipe.core.units import plural
-from mergepipe.errors import CorruptError, MismatchError, NotFoundError, did_you_mean
+from mergepipe.errors import MismatchError, NotFoundError, did_you_mean
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.storage.contract import Store, is_folder
 from mergepipe.storage.limits import IMPORTANCE_BYTES
@@ -36,7 +35,8 @@ def read_importance(store: Store, path: Location, tasks: Sequence[MergeTask]) ->
     Memory: about 64 MiB.
     """
     if path.name.endswith(".json"):
-        numbers = _numbers(store, path)
+        raw = store.read_small(path, IMPORTANCE_BYTES)
+        numbers = parse_object(raw, where=path, code="importance.damaged", hint=_HINT)
         _check_names(path, tasks, numbers)
         total_by_name = {task.name: _checked(path, task.name, numbers[task.name]) for task in tasks}
     else:
@@ -44,14 +44,6 @@ def read_importance(store: Store, path: Location, tasks: Sequence[MergeTask]) ->
     if not any(total_by_name.values()):
         raise MismatchError.of("importance.mismatch", path, "says that no tensor is important: all are zero", _HINT)
     return total_by_name
-
-
-def _numbers(store: Store, path: Location) -> Mapping[str, object]:
-    def refuse(reason: str) -> NoReturn:
-        raise CorruptError.of("importance.damaged", path, reason, _HINT)
-
-    content = parse_digestible(store.read_small(path, IMPORTANCE_BYTES), refuse)
-    return content if isinstance(content, dict) else refuse("is no JSON object")
 
 
 def _totals(store: Store, path: Location, tasks: Sequence[MergeTask]) -> dict[str, float]:
