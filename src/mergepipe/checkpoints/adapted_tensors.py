@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,9 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 
 # --- compute an adapter's delta of one tensor: a product of two thin matrices, never held as a whole ---
+
+
+_KEPT = 4  # of two modules, where a layer ends and the next begins
 
 
 class _Delta(ComputedTensor):
@@ -86,7 +91,8 @@ class LowRankDelta(_Delta):
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Return a fetch of spans; keeps the factors in float32 from its first call on."""
-        return _LowRankFetch(self, _Factors(self.up, self.down, files))
+        kind = _Factors if self.n_experts == 1 else _SharedFactors
+        return _LowRankFetch(self, kind(self.up, self.down, files))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +148,26 @@ class _Factors:
                 down_RN = np.ones((1, 1), np.float32) if down is None else read_finite(down, self._files, purpose)
                 self._read = read_finite(up, self._files, purpose), down_RN
             return self._read
+
+
+class _SharedFactors(_Factors):
+    """Factors that the tensors of a layer's experts share, each opened on its own: the last ones are kept for the next.
+
+    Memory: `_KEPT` pairs, until others take their place.
+    """
+
+    _kept: ClassVar[OrderedDict[tuple[object, ...], _Factors]] = OrderedDict()
+    _guard: ClassVar = threading.Lock()
+
+    def __call__(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        files = tuple(self._files[entry.file] for entry in self._entries if entry is not None)
+        key = (*self._entries, *map(id, files))  # a pair that is kept holds its files, so that no other has their ids
+        with self._guard:
+            shared = self._kept.setdefault(key, _Factors(*self._entries, self._files))
+            self._kept.move_to_end(key)
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return shared(purpose)
 
 
 def read_finite(entry: TensorEntry, files: Mapping[Location, RangeFile], purpose: Purpose) -> NDArray[np.float32]:

@@ -91,7 +91,7 @@ def merge_lora_adapters(adapters: Sequence[str], out: Path, request: MergeLoraRe
         method=request.method,
         modules=tuple(merge.merged),
         saved_modules=tuple(merge.full),
-        kept_energy=1.0 - merge.lost_square / merge.square if merge.square else 1.0,
+        kept_energy=_share_kept(merge.lost_square, merge.square),
         adapter_bytes=adapter_bytes,
         read_bytes=store.ledger.usage()[Purpose.EXPERT],
         seconds=time.perf_counter() - started,
@@ -228,7 +228,7 @@ class _AdapterMerge:
         if parts.magnitude is not None:
             magnitude = read_finite(parts.magnitude, self.files, Purpose.EXPERT)
             writer.append(f"{PREFIX}{module}.lora_magnitude_vector", magnitude, magnitude.shape)
-        self.merged.append(MergedModule(module, rank, 1.0 - lost / square if square else 1.0))
+        self.merged.append(MergedModule(module, rank, _share_kept(lost, square)))
         self.square, self.lost_square = self.square + square, self.lost_square + lost
 
     def config(self, first: Json) -> bytes:
@@ -369,6 +369,11 @@ def truncated(core: Matrix, bases: Pair, rank: int | None) -> tuple[Pair, float,
     roots = np.sqrt(values[:n_kept])
     pair = bases[0] @ (left[:, :n_kept] * roots), (roots[:, None] * right[:n_kept]) @ bases[1].T
     return pair, float(np.sum(values[:n_kept] ** 2)), float(np.sum(values**2))
+
+
+def _share_kept(lost: float, square: float) -> float:
+    """Return the share that is kept, to the digits that all machines agree on."""
+    return round(1.0 - lost / square, 6) if square else 1.0
 
 
 def check_request(request: MergeLoraRequest, n_adapters: int) -> None:

@@ -123,3 +123,17 @@ def test_adapted__is_weights_plus_delta_for_any_spans(
     sums = decode(encode(values, BF16), BF16).reshape(12, 31) + fetched(delta)
     assert np.array_equal(fetched(both, [Span(a, b) for a, b in pairwise(edges)]), sums)
     assert (both.is_delta, both.is_unit, both.nbytes) == (False, False, weights.nbytes + delta.nbytes)
+
+
+def test_low_rank_delta__experts_of_a_layer_read_their_common_factors_once(tmp_path: Path) -> None:
+    up = stored(tmp_path / "up", "up", random(6, 3 * 5), F32, 0)
+    down = stored(tmp_path / "down", "down", random(5 * 3, 8, seed=1), F32, 0)
+    deltas = [LowRankDelta(f"w{e}", up, down, 0.5, n_experts=5, expert=e, rows=(2, 6)) for e in range(5)]
+    files, ledger = aligned_files(deltas)
+    for e, delta in enumerate(deltas):
+        values = np.empty(delta.n_elements, np.float32)
+        delta.opened(files)(Span(0, delta.n_elements), values.view(np.uint8), Purpose.EXPERT)
+        up_MR = fetched(up).reshape(6, 3, 5)[2:, :, e].astype(np.float64)
+        expected = 0.5 * up_MR @ fetched(down).reshape(5, 3, 8)[e].astype(np.float64)
+        np.testing.assert_allclose(values.reshape(4, 8), expected, rtol=1e-5, atol=1e-5)
+    assert ledger.usage()[Purpose.EXPERT] == deltas[0].cost_bytes(Span(0, 1))
