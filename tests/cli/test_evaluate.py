@@ -73,7 +73,7 @@ def test_sweep__of_samples_without_a_command_measures_bytes_and_time(work: Workp
 
 def test_sweep__beside_losses_distances_are_told_where_they_mean_something(work: Workplace, run: Runner) -> None:
     table = run("sweep", work.recipe, "--budgets", "50%", "--select", "norm", "--evaluate", COMMAND).out
-    assert re.search(r"^budget +policy +read +of all +time +loss +error +beside$", table, re.MULTILINE)
+    assert re.search(r"^budget +policy +read +of all +time +loss +error +of norm$", table, re.MULTILINE)
 
 
 def test_merge__to_a_target_loss_publishes_the_first_budget_that_meets_it(work: Workplace, run: Runner) -> None:

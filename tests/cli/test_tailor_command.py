@@ -43,7 +43,7 @@ def test_check__shows_ages_and_writes_nothing(run: Runner, place: Path) -> None:
     assert ran.exit_code == 0
     row = next(line for line in ran.out.splitlines() if line.startswith("layer 2"))
     assert row.split() == ["layer", "2", "global_step7", "7", "2", "9", "newest"]
-    assert "Old weights cost, old moments hardly" in ran.out
+    assert "Old weights raise the loss after resuming" in ran.out
     assert sorted(place.rglob("*")) == before
 
 

@@ -287,7 +287,7 @@ BAD: list[tuple[str, list[str]]] = [
     (
         STACK + "models: [{model: a}]\n",
         [
-            "recipe.conflict | recipe.yml:1 slices: stands beside 'models'; "
+            "recipe.conflict | recipe.yml:1 slices: is there together with 'models'; "
             "a recipe has one of models, slices and modules",
         ],
     ),
@@ -356,7 +356,7 @@ BAD: list[tuple[str, list[str]]] = [
     (
         TOKENS + "tokenizer_source: union\n",
         [
-            "recipe.conflict | recipe.yml:13 tokenizer_source: stands beside 'tokenizer'; "
+            "recipe.conflict | recipe.yml:13 tokenizer_source: is there together with 'tokenizer'; "
             "write it as 'source:' under 'tokenizer:'"
         ],
     ),

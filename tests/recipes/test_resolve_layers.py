@@ -315,7 +315,7 @@ def test_resolve__refuses_differences_in_place_of_weights() -> None:
     found = problems(recipe, checkpoint(llama(1)), checkpoint(llama(1), CheckpointKind.DELTA))
     assert found == [
         "UnsupportedError model.unsupported | recipe.yml:1 b: './b' holds differences from a base, but weights "
-        "are needed here; name it beside its base_model, with a method that has one"
+        "are needed here; name its base as base_model too, and a method that takes one"
     ]
 
 

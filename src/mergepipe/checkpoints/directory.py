@@ -243,7 +243,7 @@ def _ambiguous(root: Location, candidates: list[str], fmt: _Format) -> MergePipe
 def _no_weights(root: Location, visible: list[str]) -> MergePipeError:
     if is_adapter(visible):
         return UnsupportedError.of(
-            "checkpoint.unsupported", root, "this is an adapter, which means something only beside its base",
+            "checkpoint.unsupported", root, "this is an adapter, which needs its base",
             "use it as an expert, or write base+adapter",
         )  # fmt: skip
     foreign = [name for name in visible if name.endswith(_FOREIGN_SUFFIXES)]
@@ -348,7 +348,7 @@ def _open_directory(store: Store, path: Location) -> Checkpoint:
         if single in names and single not in weight_map.values():
             raise CorruptError.of(
                 "checkpoint.damaged", path,
-                f"holds {single} beside {weights.name}, which does not name it", "remove one of them",
+                f"holds {single} and {weights.name}, which does not name it", "remove one of them",
             )  # fmt: skip
         files = _read_shards(store, path, weights.name, weight_map)
     else:

@@ -128,7 +128,7 @@ class GatheredRows(ComputedTensor):
         row_shape = self.sources[0].shape[1:]
         for index, source in enumerate(self.sources):
             if not source.shape or source.shape[1:] != row_shape:
-                raise ValueError(f"{self.name}: rows of {source.shape} beside rows of shape {row_shape}")
+                raise ValueError(f"{self.name}: rows of {source.shape} and rows of shape {row_shape}")
             taken_R = self.rows.row_R[self.rows.origin_R == index]
             if taken_R.size and not 0 <= int(taken_R.min()) <= int(taken_R.max()) < source.shape[0]:
                 raise ValueError(f"{self.name}: rows beyond the {source.shape[0]} of source {index}")

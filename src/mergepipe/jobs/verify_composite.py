@@ -42,7 +42,7 @@ def verify_composite(
 
 
 def damage_of(store: Store, directory: Location, file: Digested) -> Damage | None:
-    """Read a file of a composite and say in what it is not what was written; None if it is."""
+    """Compare a file of a composite with its recorded size and digest; return the damage, None if both agree."""
     try:
         size, digest = file_digest(store, directory / file.name, file.size_bytes)
     except MergePipeError as error:

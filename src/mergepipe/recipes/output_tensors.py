@@ -298,7 +298,7 @@ class OutputListing:
         model = self._models[index]
         if model.kind is not CheckpointKind.FULL:
             message = f"'{model.input.text}' holds differences from a base, but weights are needed here"
-            hint = "name it beside its base_model, with a method that has one"
+            hint = "name its base as base_model too, and a method that takes one"
             self._findings.add(UnsupportedError, "model.unsupported", model.input.where, message, hint)
 
     def _check_layer_counts(self, group: Group) -> None:

@@ -207,7 +207,7 @@ def _check_keys(reader: DocumentReader, root: dict[str, Value]) -> None:
     check_keys(reader, root, (), RECIPE_KEYS)
     content = [key for key in CONTENT_KEYS if root.get(key)]
     if len(content) > 1:
-        message = f"stands beside '{content[0]}'"
+        message = f"is there together with '{content[0]}'"
         reader.refuse("recipe.conflict", (content[1],), message, "a recipe has one of models, slices and modules")
 
 

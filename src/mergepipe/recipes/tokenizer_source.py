@@ -29,7 +29,7 @@ def read_tokenizer(
     """Parse the requested tokenizer, given the recipe's models `inputs`; None if none is requested."""
     whole, short = root.get("tokenizer"), root.get("tokenizer_source")
     if whole is not None and short is not None:
-        message, hint = "stands beside 'tokenizer'", "write it as 'source:' under 'tokenizer:'"
+        message, hint = "is there together with 'tokenizer'", "write it as 'source:' under 'tokenizer:'"
         reader.refuse("recipe.conflict", ("tokenizer_source",), message, hint)
     if whole is None and short is None:
         return None

@@ -133,7 +133,7 @@ def _vocabularies(models: Sequence[Checkpoint], store: Store) -> tuple[Vocabular
     if first is None:
         raise NotFoundError.of(
             "checkpoint.incomplete", models[0].path, "no tokenizer file found, and the recipe asks for aligned tokens",
-            "put the model's tokenizer.json beside it, or leave out the recipe's tokenizer",
+            "put a tokenizer.json into the model's folder, or leave out the recipe's tokenizer",
         )  # fmt: skip
     read = (read_vocabulary(model, store) if model.kind is CheckpointKind.FULL else None for model in models[1:])
     return (first, *(other or first for other in read))

@@ -414,7 +414,7 @@ class _Wanted:
     distances: NDArray[np.float64] | None
 
     def agrees(self, raw: NDArray[np.uint8], parameter: str) -> NDArray[np.bool_]:
-        """Tell by element whether it is what it must be, as closely as its dtype tells, or that is not finite."""
+        """Compare elements with their expected values, within the rounding of the dtype; what is not finite agrees."""
         if self.distances is None:
             return np.asarray((raw.reshape(self.values.shape) == self.values).all(axis=1))
         made = values_of(raw, self.dtype, parameter).astype(np.float64)

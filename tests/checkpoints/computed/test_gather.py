@@ -218,7 +218,7 @@ def test_gathered_rows__refuse_rows_that_no_source_has() -> None:
     source = stored(3, 4)
     with pytest.raises(ValueError, match="rows beyond the 3"):
         gathered_rows(source.entry, np.array([3], np.int64))
-    with pytest.raises(ValueError, match="beside rows of shape"):
+    with pytest.raises(ValueError, match="and rows of shape"):
         gathered_rows(source.entry, np.array([0], np.int64), fallback=stored(3, 5).entry)
 
 

@@ -70,7 +70,7 @@ def levels_text(levels: Sequence[tuple[str, int]]) -> str:
 
 
 def grouped_layers(layers: Sequence[LayerShare], experts: Sequence[str]) -> list[Sequence[LayerShare]]:
-    """Return runs of layers, as many as fit beside each other, those outside of layers on their own."""
+    """Return runs of layers, as many as fit into a line, those outside of layers on their own."""
     columns = available_columns()
     names = min(max((len(name) for name in experts), default=0), _MOST_NAME) + 2
     room = MOST_GROUPS if columns is None else (columns - max(names, _MOST_NAME)) // _GROUP_COLUMNS
@@ -293,7 +293,7 @@ def sweep_table(report: SweepReport) -> str:
     has_errors, has_losses = measured(report)
     error_facts = [
         ("error", "distance to the full merge, as a share of what the full merge changes"),
-        ("beside", "the same distance as a share of the full merge's norm: it flatters"),
+        ("of norm", "the same distance as a share of the full merge's norm"),
         ("note", rounding_note(report)),
     ] if has_errors else []  # fmt: skip
     facts = [
@@ -309,7 +309,7 @@ def sweep_table(report: SweepReport) -> str:
     ]  # fmt: skip
     is_graded = any(name != WHOLE for point in report.points for name, _ in point.levels)
     graded = ["blocks read"] if is_graded else []
-    losses, errors = ["loss"] * has_losses, ["error", "beside"] * has_errors
+    losses, errors = ["loss"] * has_losses, ["error", "of norm"] * has_errors
     head = ["budget", "policy", "read", "of all", "time", *losses, *errors, *graded]
     rows = [
         [

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from mergepipe.tailor.inspect import CheckpointReport, InspectReport, UnitReport
 
 _STALE_NOTE = (
-    "Old weights cost, old moments hardly: a small model early in training resumed 0.57 nats higher with units "
-    "200 steps apart, 0.02 with 50, and old moments alone cost nothing measurable. "
-    "See how far yours are apart: mergepipe tailor diff."
+    "Old weights raise the loss after resuming; old optimizer moments hardly do. A small model early in training "
+    "resumed 0.57 nats higher with units 200 steps apart, and 0.02 nats higher with units 50 steps apart. "
+    "`mergepipe tailor diff` shows how far two checkpoints are apart."
 )
 
 

@@ -498,7 +498,7 @@ def read_latest(store: Store, path: Location, name: str = LATEST_NAME) -> Locati
     raw = store.read_small(path / name, LATEST_BYTES)
     tag = raw.decode("utf-8", "replace").strip()
     if not is_plain_name(tag):
-        raise CorruptError.of("checkpoint.damaged", path / name, "does not name a directory beside it")
+        raise CorruptError.of("checkpoint.damaged", path / name, "does not name a directory in the same folder")
     if not is_folder(store, path / tag):
         raise NotFoundError.of("checkpoint.incomplete", path / name, f"names {tag!r}, which is not there")
     return path / tag

@@ -166,7 +166,7 @@ def _shard(where: Location, value: JsonValue, parameters: Mapping[str, tuple[int
     fields = _Fields(where, _Fields(where, {}).object(value, "shards"))
     name = fields.text(fields.document.get("file"), "file")
     if not is_plain_name(name) or not name.endswith(".safetensors"):
-        fields.refuse(f"the shard {shown(name)} is not a safetensors file beside the manifest")
+        fields.refuse(f"the shard {shown(name)} is not a safetensors file in the manifest's folder")
     tensors = fields.listed("tensors", lambda row: _tensor(fields, row, parameters))
     counters = fields.listed("counters", lambda number: fields.integer(number, "counters"))
     if len({t.key for t in tensors}) != len(tensors) or len(set(counters)) != len(counters):
