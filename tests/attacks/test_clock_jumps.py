@@ -12,9 +12,8 @@ import pytest
 from odd_models import write_models
 
 import mergepipe
-from mergepipe.snapshots.parts_account import PartsAccount, readings_in
-from mergepipe.snapshots.parts_directory import PartsDirectory, parts_directory
-from mergepipe.snapshots.parts_place import PartsJob
+from mergepipe.snapshots.parts import Claimant, PartsJob
+from mergepipe.snapshots.parts_places import FolderParts, parts_directory
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage.ledger import Usage
 
@@ -67,17 +66,17 @@ def test_gc__after_a_jump_of_the_clock_leaves_the_staging_of_a_living_run(
 def test_gc__after_a_jump_of_the_clock_leaves_the_parts_of_a_living_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    place = PartsDirectory(tmp_path / "out", PartsJob("out", mergepipe.__version__, "0" * 32, (("a.safetensors", 9),)))
-    place.begin()
-    account = PartsAccount(place, "1/1", is_exclusive=False)
-    reading = account.admit(0, 10)
-    assert reading is not None
-    assert [reading.state for reading in readings_in(place).all] == ["open"]
+    job = PartsJob("out", mergepipe.__version__, "0" * 32, (("a.safetensors", 9),))
+    place = FolderParts(tmp_path / "out", job)
+    place.open()
+    claim = Claimant(place, "1/1").claim(0, 10)
+    assert claim is not None
+    assert [claim.is_open for claim in place.account().claims] == [True]
     directory = parts_directory(tmp_path / "out", "0" * 32)
     jump(monkeypatch, seconds)
     assert mergepipe.gc([tmp_path], home=tmp_path / "home").garbage == ()
     assert directory.is_dir()
-    account.spend(reading, Usage())  # nobody works there any more: only the clock can tell
+    place.spend(claim, Usage())  # nobody works there any more: only the clock can tell
     assert len(mergepipe.gc([tmp_path], home=tmp_path / "home").garbage) == (seconds > 0)
 
 

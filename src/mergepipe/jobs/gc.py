@@ -17,9 +17,7 @@ from mergepipe.runs.progress import merge_state
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import UPLOADS_NAME, find_left_pieces, find_uploads
-from mergepipe.snapshots.parts_account import ReadingState, readings_in
-from mergepipe.snapshots.parts_bucket import find_parts
-from mergepipe.snapshots.parts_directory import PartsDirectory, read_job
+from mergepipe.snapshots.parts_places import FolderParts, find_parts, read_job
 from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead
 from mergepipe.snapshots.work_log import read_work_log
 from mergepipe.storage import owned
@@ -145,10 +143,10 @@ def _has_worker(directory: Path) -> bool:
     """Whether a process of this machine reads for a part, whatever the clock says, which may have jumped."""
     try:
         job = read_job(directory)
-        readings = () if job is None else readings_in(PartsDirectory(directory.parent / job.out, job)).all
+        claims = () if job is None else FolderParts(directory.parent / job.out, job).account().claims
     except MergePipeError:
         return False
-    return any(r.state is ReadingState.OPEN and is_alive(r.owner, ABANDONED_SECONDS) for r in readings)
+    return any(claim.is_open and is_alive(claim.owner, ABANDONED_SECONDS) for claim in claims)
 
 
 def _parts_garbage(where: str, nbytes: int, is_published: bool, is_removed: bool) -> Garbage:

@@ -27,20 +27,14 @@ from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, PartReport, Progress, ProgressCallback
 from mergepipe.runs.inputs.opened import Inputs, open_inputs
 from mergepipe.runs.merge_run import MergeSettings
-from mergepipe.runs.parts import (
-    PlannedOutput,
-    job_at,
-    open_output,
-    parts_place,
-    plan_digests_at,
-    record_planning,
-)
+from mergepipe.runs.parts import PlannedOutput, open_output, record_planning
 from mergepipe.runs.progress import Resume
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.settings import ClusterRequest, output_place, run_settings
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.runs.stored_plan import STORED_PLAN_NAME, plan_in_record, plan_key, plan_record
-from mergepipe.snapshots.parts_place import JOB_NAME
+from mergepipe.snapshots.parts import JOB_NAME
+from mergepipe.snapshots.parts_places import job_at, parts_place, plan_digests_at
 from mergepipe.snapshots.staging import check_free_space
 from mergepipe.storage.ledger import Ledger, Usage
 from mergepipe.storage.limits import PLAN_BYTES

@@ -14,18 +14,17 @@ from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Outpu
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
 from mergepipe.runs.inputs.opened import Inputs
-from mergepipe.runs.merge_run import MergeSettings, publish_merge
-from mergepipe.runs.parts import PartsWorker, PlannedOutput, job_at, open_output, parts_place
-from mergepipe.runs.parts_finish import made_output
+from mergepipe.runs.merge_run import MadeOutput, MergeSettings, publish_merge
+from mergepipe.runs.parts import MadeParts, PartsWorker, PlannedOutput, open_output
 from mergepipe.runs.progress import Resume
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.object_upload import check_apart
-from mergepipe.snapshots.parts_account import PartsAccount, Readings, ReadingState, readings_in
-from mergepipe.snapshots.parts_place import PartsPlace
+from mergepipe.snapshots.parts import Account, Claimant, PartsPlace
+from mergepipe.snapshots.parts_places import job_at, parts_place
 from mergepipe.snapshots.staging import check_free_space, check_target
 from mergepipe.storage.contract import Store
-from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.owner import is_alive
 from mergepipe.storage.stores import Stores
@@ -118,6 +117,7 @@ class _PartRun:
         self._store: Store = Stores()
         self._total_bytes = 1
         self._parts: PartsPlace | None = None
+        self._worker: PartsWorker | None = None
         self._merge: MergeReport | None = None
 
     def is_published(self) -> bool:
@@ -166,13 +166,13 @@ class _PartRun:
         whole_bytes = resolution.base_bytes + self._plan.planned_bytes
         self._total_bytes = own_bytes + (whole_bytes * own_bytes // all_bytes if all_bytes else 0)
         observer = Observer(lambda _: self._tick())
-        worker = PartsWorker(planned, self._account(parts), self._store, self._settings.engine, observer)
+        self._worker = self._worker_of(planned, parts, self._store, observer)
         self._tick()
         made: list[int] = []
         refused: list[ConflictError] = []
         for shard in part.shards:
             try:
-                worker.make(shard)
+                self._worker.make(shard)
                 made.append(shard)
             except ConflictError as error:
                 if error.code != "parts.busy":
@@ -182,8 +182,11 @@ class _PartRun:
             raise ConflictError(*(problem for error in refused for problem in error.problems))
         return tuple(made)
 
-    def _account(self, parts: PartsPlace) -> PartsAccount:
-        return PartsAccount(parts, str(self._choice), is_exclusive=self._plan.limit_bytes is not None)
+    def _worker_of(self, planned: PlannedOutput, parts: PartsPlace, store: Store, observer: Observer) -> PartsWorker:
+        plan = self._plan
+        is_strict = self._settings.strictness.strict
+        claimant = Claimant(parts, str(self._choice), plan.limit_bytes, plan.planned_bytes, is_strict)
+        return PartsWorker(planned, claimant, store, self._settings.engine, observer)
 
     def _finish_if_complete(self, planned: PlannedOutput, parts: PartsPlace) -> None:
         """Publish the output if all shards are done; without `--finish` nothing else is an error."""
@@ -196,13 +199,20 @@ class _PartRun:
 
     def _finish(self, planned: PlannedOutput, parts: PartsPlace) -> None:
         store = Stores()  # counts what all workers read, this one among them
-        made = made_output(parts, self._plan, planned.output, store.ledger)
-        worker = PartsWorker(planned, self._account(parts), store, self._settings.engine, Observer())
-        inputs = worker.with_shared_facts(read_missing=False)
+        made = MadeParts(parts, self._plan, planned.output, store.ledger)
+        inputs = self._worker_of(planned, parts, store, Observer()).with_shared_facts(read_missing=False)
         settings = replace(self._settings, resume=Resume.NEVER)
         with closing(CatalogLink(settings.home)) as link, published_but(self._out):
             self._merge = publish_merge(
-                inputs, self._plan, self._staged, settings, store, link, self._started, self._on_progress, made=made
+                inputs,
+                self._plan,
+                self._staged,
+                settings,
+                store,
+                link,
+                self._started,
+                self._on_progress,
+                made=MadeOutput(made.take, made),
             )
             parts.remove()
 
@@ -219,7 +229,7 @@ class _PartRun:
 
     def report(self, made: tuple[str, ...], reused: tuple[str, ...], *, is_published: bool) -> PartReport:
         """Report what this run did."""
-        parts, usage = self._parts, self._store.ledger.usage()
+        parts, usage = self._parts, Usage() if self._worker is None else self._worker.usage
         n_shards = len(parts.job.shards) if parts else 0
         done = n_shards if is_published or parts is None else len(parts.recorded_shards())
         return PartReport(
@@ -255,8 +265,8 @@ def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> Parts
         message = "no part of it was made by this plan"
         raise NotFoundError.of("parts.none", out, message, "check PLAN and OUT, or make a part with `mergepipe run`")
     parts = None if job is None else parts_place(out, job, Path())
-    readings = Readings() if parts is None else readings_in(parts)
-    shards = () if parts is None else tuple(_shard_status(parts, readings, i) for i in range(len(parts.job.shards)))
+    account = Account() if parts is None else parts.account()
+    shards = () if parts is None else tuple(_shard_status(parts, account, i) for i in range(len(parts.job.shards)))
     missing: tuple[int, ...] = ()
     if n_parts is not None and not published:
         dealt = split_sizes([shard.size_bytes for shard in shards], n_parts)
@@ -264,22 +274,22 @@ def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> Parts
             number for number, part in enumerate(dealt, 1) if any(shards[i].state != "done" for i in part.shards)
         )
     return PartsStatus(
-        out, published, shards, readings.expert_bytes, plan.planned_bytes,
+        out, published, shards, account.expert_bytes, plan.planned_bytes,
         plan.limit_bytes, n_parts, missing,
     )  # fmt: skip
 
 
-def _shard_status(parts: PartsPlace, readings: Readings, shard: int) -> ShardStatus:
+def _shard_status(parts: PartsPlace, account: Account, shard: int) -> ShardStatus:
     name, nbytes = parts.job.shards[shard]
-    mine = readings.of(shard)
-    part = mine[-1].part if mine else ""
+    claims = account.of(shard)
+    part = claims[-1].part if claims else ""
     if parts.done(shard) is not None:
         return ShardStatus(name, nbytes, "done", part)
-    if not mine:
+    if not claims:
         return ShardStatus(name, nbytes, "open")
-    reading = mine[-1]
-    alive = reading.state is ReadingState.OPEN and is_alive(reading.owner, parts.age_seconds(reading.name))
-    return ShardStatus(name, nbytes, "reading" if alive else "interrupted", part, str(reading.owner))
+    claim = claims[-1]
+    alive = claim.is_open and is_alive(claim.owner, parts.age_seconds(claim.name))
+    return ShardStatus(name, nbytes, "reading" if alive else "interrupted", part, str(claim.owner))
 
 
 def _nothing_made(parts: PartsPlace) -> MergePipeError:

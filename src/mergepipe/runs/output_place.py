@@ -23,7 +23,7 @@ from mergepipe.runs.progress import MergeProgress
 from mergepipe.runs.records.manifest import file_digest_of
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.object_upload import ObjectUpload
-from mergepipe.snapshots.parts_bucket import JobUpload
+from mergepipe.snapshots.parts_places import JobUpload
 from mergepipe.snapshots.shards import INDEX_NAME, SINGLE_NAME, DurableProgress, TensorDigest
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage import owned

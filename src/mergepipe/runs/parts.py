@@ -1,20 +1,31 @@
-"""Make the shards of a plan's output one by one for an output, within the shares that the plan allots them."""
+"""Make the shards of a plan's output one by one, within the shares that the plan allots them, and finish the output."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import mergepipe
 from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.core.canonical_json import canonical_json, digest_of
+from mergepipe.core.records import Size, decode, encode
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.tensor_work import operator_input
-from mergepipe.engine.work import EngineOptions, MergeWork, Observer, OutputPlan, Part, plan_output
-from mergepipe.errors import ConflictError, MergePipeError
+from mergepipe.engine.work import (
+    EngineOptions,
+    MergeWork,
+    Observer,
+    OutputPlan,
+    Part,
+    PartResult,
+    plan_output,
+)
+from mergepipe.errors import ConflictError, MergePipeError, NotFoundError
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.problem import sample_cost_bytes
@@ -22,24 +33,40 @@ from mergepipe.recipes.tasks import MergeTask
 from mergepipe.runs.budget.costs import planned_cost
 from mergepipe.runs.inputs.opened import Inputs, with_parameters
 from mergepipe.runs.inputs.planned import open_planned
+from mergepipe.runs.progress import MergeProgress, Resume
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.work import merge_work, used_experts
-from mergepipe.snapshots.parts_account import CONTENT_IDS, PLANNING, PartsAccount, Reading, index_of
-from mergepipe.snapshots.parts_bucket import PartsBucket, find_job, folder_digests
-from mergepipe.snapshots.parts_directory import PartsDirectory, directory_digests, parts_directory, read_job
-from mergepipe.snapshots.parts_place import PARTS_FORMAT, PartsJob, PartsPlace, parsed_record
-from mergepipe.snapshots.work_log import UnitLog
+from mergepipe.snapshots.parts import (
+    CONTENT_IDS,
+    PLANNING,
+    Claim,
+    Claimant,
+    PartsJob,
+    PartsPlace,
+    index_of,
+    usage_of,
+)
+from mergepipe.snapshots.shards import TensorDigest
+from mergepipe.snapshots.staging import CONTENT_NAME, Staging
+from mergepipe.snapshots.work_log import forget_work_log
+from mergepipe.storage import owned
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import Store
-from mergepipe.storage.ledger import Usage
+from mergepipe.storage.ledger import Ledger, Purpose, Usage
 from mergepipe.storage.location import Location
-from mergepipe.storage.remote.bucket_folder import BucketFolder
+from mergepipe.storage.output import sync_directory
 
 FACTS_SECONDS = 60.0
 """How long to wait for a worker that reads what all parts need, before reading it again."""
 _POLL_SECONDS = 0.1
 _LARGEST_FACT_BYTES = 1 << 36
 _IDS_NAME = "content-ids.json"
+_KILLED: Final = "(interrupted workers)"
+_N_NAMED: Final = 3
+
+
+ContentIds = tuple[tuple[Size, str], ...]
+"""The content ids that key randomness, by model: one worker reads them for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +83,6 @@ class PlannedOutput:
         return PartsJob(out.name, mergepipe.__version__, self.plan.digest, shards)
 
 
-def parts_place(out: Path | Location, job: PartsJob, work: Path) -> PartsPlace:
-    """Return where the parts of an output are kept; those of a bucket are made beside `work` on this machine."""
-    return PartsDirectory(out, job) if isinstance(out, Path) else PartsBucket(BucketFolder(out), job, work)
-
-
-def plan_digests_at(out: Path | Location) -> tuple[str, ...]:
-    """Return the digests of the plans of which there are parts of an output."""
-    return directory_digests(out) if isinstance(out, Path) else folder_digests(BucketFolder(out))
-
-
-def job_at(out: Path | Location, plan_digest: str) -> PartsJob | None:
-    """Read what the parts of an output by a plan are made for; None if there are none."""
-    if isinstance(out, Path):
-        return read_job(parts_directory(out, plan_digest))
-    return find_job(BucketFolder(out), plan_digest)
-
-
 def open_output(plan: Plan, shard_bytes: int, store: Store) -> PlannedOutput:
     """Open the inputs of a plan that is made in parts. No catalog is asked: every worker sees the same."""
     inputs = with_parameters(open_planned(plan, store, CatalogLink(None)), plan)
@@ -86,33 +96,50 @@ class PartsWorker:
     """
 
     def __init__(
-        self, planned: PlannedOutput, account: PartsAccount, store: Store, engine: EngineOptions, observer: Observer
+        self, planned: PlannedOutput, claimant: Claimant, store: Store, engine: EngineOptions, observer: Observer
     ) -> None:
         self._planned = planned
-        self._account = account
-        self._parts = account.parts
+        self._claimant = claimant
+        self._parts = claimant.parts
         self._store = store
         self._engine = engine
         self._observer = observer
-        self._reported = Usage()
         self._work: MergeWork | None = None
         self._shares: tuple[int, ...] = ()
+        self._earlier = Usage()
+
+    @property
+    def usage(self) -> Usage:
+        """What this process used: its ledger counts what killed ones did whose work it continued, too."""
+        return self._store.ledger.usage() - self._earlier
 
     def make(self, shard: int) -> None:
-        """Make one shard that is not done."""
+        """Make one shard that is not done; an interrupted attempt that left its work here is continued."""
         with self._parts.used():
             self._make(self._prepared(), shard)
 
     def _make(self, work: MergeWork, shard: int) -> None:
-        name = self._parts.job.shards[shard][0]
-        reading = self._admitted(shard, self._shares[shard], name)
-        job = self._parts.job
-        key = digest_of([job.version, job.plan_digest, *job.shards[shard]])
-        units = UnitLog(key, (work.output.shards[shard],))
-        with self._parts.work_folder(shard, units) as folder:
-            with self._metered(reading):
-                result = make_part(work, Part((shard,)), folder, self._store, self._engine, self._observer, units)
-            self._parts.add(shard, folder / name, result.digests)
+        parts, ledger, layout = self._parts, self._store.ledger, work.output.shards[shard]
+        output = OutputPlan((layout,), work.output.tasks_by_shard()[shard])
+        key = digest_of([parts.job.version, parts.job.plan_digest, *parts.job.shards[shard]])
+        progress = MergeProgress.of_part(key, output, self._planned.plan, ledger, self._shares[shard])
+        with parts.work_folder(shard, progress.can_continue) as staging:
+            self._earlier += progress.usage
+            try:
+                claim = self._claimed(
+                    shard, progress.remaining_bytes, layout.name,
+                    continues=progress.attempt, earlier_bytes=progress.earlier_expert_bytes,
+                )  # fmt: skip
+            except MergePipeError:
+                if staging.is_continued:
+                    staging.keep()
+                raise
+            with self._metered(claim, self._shares[shard], lambda: progress.usage):
+                progress.note_attempt(claim.attempt)
+                with progress.recorded(staging):
+                    part = Part((shard,))
+                    made = make_part(work, part, staging.path, self._store, self._engine, self._observer, progress)
+                parts.add(claim, staging.path / layout.name, made.digests_of[shard], progress.usage)
 
     def _prepared(self) -> MergeWork:
         """Build the work once; what all shards need is read by one worker for all."""
@@ -138,7 +165,7 @@ class PartsWorker:
             return inputs
         share = _sample_cost(inputs, self._planned.plan)
         raw = self._shared(CONTENT_IDS, _IDS_NAME, share, lambda: self._content_ids(inputs), read_missing=read_missing)
-        return inputs if raw is None else _with_content_ids(inputs, raw, self._parts.path / _IDS_NAME)
+        return inputs if raw is None else _with_content_ids(inputs, raw)
 
     def _adopt_index(self, model: int, cost_bytes: int, *, read_missing: bool) -> None:
         side = self._planned.inputs.checkpoints[model].encoded
@@ -152,8 +179,7 @@ class PartsWorker:
     def _content_ids(self, inputs: Inputs) -> bytes:
         plan = self._planned.plan
         ids = merge_work(inputs, self._planned.output, plan, plan.seed, self._store, CatalogLink(None)).content_ids
-        listed = [{"model": model, "id": identity} for model, identity in sorted(ids.items()) if identity]
-        return canonical_json({"format": PARTS_FORMAT, "content_ids": listed})
+        return canonical_json(encode(tuple(entry for entry in sorted(ids.items()) if entry[1])))
 
     def _shared(
         self, stands_for: int, name: str, share_bytes: int, read: Callable[[], bytes], *, read_missing: bool
@@ -162,50 +188,50 @@ class PartsWorker:
         content = self._parts.read(name, _LARGEST_FACT_BYTES)
         if content is not None or not read_missing:
             return content
-        reading = self._account.admit_first(stands_for, share_bytes)
-        if reading is None:
+        claim = self._claimant.claim_first(stands_for, share_bytes)
+        if claim is None:
             content = self._wait_for(stands_for, name)
             if content is not None:
                 return content
-            reading = self._admitted(stands_for, share_bytes, name)
-        with self._metered(reading):
+            claim = self._claimed(stands_for, share_bytes, name)
+        before = self._store.ledger.usage()
+        with self._metered(claim, share_bytes, lambda: self._store.ledger.usage() - before):
             content = read()
-            self._parts.create(name, content)  # while the reading is open: nobody that waits for it begins anew
+            self._parts.create(name, content)  # before the claim ends: nobody that waits for it begins anew
+        self._parts.spend(claim, self._store.ledger.usage() - before)
         return content
 
     def _wait_for(self, stands_for: int, name: str) -> bytes | None:
         deadline = time.monotonic() + FACTS_SECONDS
         while (content := self._parts.read(name, _LARGEST_FACT_BYTES)) is None:
-            if self._account.reader_of(stands_for) is None or time.monotonic() > deadline:
+            if self._claimant.reader_of(stands_for) is None or time.monotonic() > deadline:
                 return None
             time.sleep(_POLL_SECONDS)
         return content
 
-    def _admitted(self, shard: int, share_bytes: int, name: str) -> Reading:
-        reading = self._account.admit(shard, share_bytes)
-        if reading is not None:
-            return reading
-        reader = self._account.reader_of(shard) or "another process"
+    def _claimed(
+        self, shard: int, share_bytes: int, name: str, *, continues: int | None = None, earlier_bytes: int = 0
+    ) -> Claim:
+        claim = self._claimant.claim(shard, share_bytes, continues=continues, earlier_bytes=earlier_bytes)
+        if claim is not None:
+            return claim
+        reader = self._claimant.reader_of(shard) or "another process"
         message = f"is being made by {reader}, and the budget does not allow to read for it twice"
         raise ConflictError.of("parts.busy", name, message, "wait for it, then run this part again")
 
     @contextlib.contextmanager
-    def _metered(self, reading: Reading) -> Iterator[None]:
-        """Limit what is read in the context to the reading's share, and record it exactly."""
+    def _metered(self, claim: Claim, share_bytes: int, usage: Callable[[], Usage]) -> Iterator[None]:
+        """Limit what is read in the context to a share of the plan; on a failure record the exact `usage`."""
         ledger = self._store.ledger
-        ledger.expert_limit_bytes = ledger.usage().expert_bytes + reading.reserved_bytes
+        ledger.expert_limit_bytes = ledger.usage().expert_bytes + share_bytes
         try:
             yield
         except BaseException:
             with contextlib.suppress(MergePipeError, OSError):  # then it counts as its whole share
-                self._spend(reading)
+                self._parts.spend(claim, usage())
             raise
-        self._spend(reading)
-
-    def _spend(self, reading: Reading) -> None:
-        usage = self._store.ledger.usage()
-        self._account.spend(reading, usage - self._reported)
-        self._reported = usage
+        finally:
+            ledger.expert_limit_bytes = None
 
 
 def record_planning(parts: PartsPlace, plan: Plan, inputs: Inputs, usage: Usage) -> None:
@@ -215,11 +241,9 @@ def record_planning(parts: PartsPlace, plan: Plan, inputs: Inputs, usage: Usage)
     costs = _index_costs(inputs, plan)
     sides = {model: inputs.checkpoints[model].encoded for model in costs}
     contents = {model: side.content for model, side in sides.items() if side is not None and side.is_read}
-    account = PartsAccount(parts, "", is_exclusive=False)
-    share = sum(costs[model] for model in contents)
-    reading = account.admit(PLANNING, share)
-    assert reading is not None
-    account.spend(reading, usage)
+    claim = Claimant(parts, "").claim(PLANNING, sum(costs[model] for model in contents))
+    assert claim is not None  # without a budget a claim excludes nobody
+    parts.spend(claim, usage)
     for model, content in contents.items():
         parts.create(_index_name(model), content)
 
@@ -252,10 +276,8 @@ def _sample_cost(inputs: Inputs, plan: Plan) -> int:
     return sum(sample_cost_bytes(inputs.checkpoints[model]) for model in _unidentified(inputs, plan))
 
 
-def _with_content_ids(inputs: Inputs, raw: bytes, where: Path | Location) -> Inputs:
-    fields = parsed_record(raw, where)
-    ids = dict(fields.each("content_ids", lambda entry: (entry.size("model"), entry.text("id"))))
-    fields.done()
+def _with_content_ids(inputs: Inputs, raw: bytes) -> Inputs:
+    ids = dict(decode(ContentIds, json.loads(raw)))  # sealed by its worker
     checkpoints = (
         replace(checkpoint, content_id=ids.get(model, checkpoint.content_id))
         for model, checkpoint in enumerate(inputs.checkpoints)
@@ -288,3 +310,68 @@ def _row_pages(plan: Plan, work: MergeWork, task: MergeTask) -> int:
         return 0
     n_blocks = -(-task.base.n_elements // plan.block_elements)
     return PAGE_BYTES * n_blocks * len(task.experts)
+
+
+# --- finish the output ---
+
+
+class MadeParts(MergeProgress):
+    """The progress of an output whose parts are made: it takes them, and failures cost nothing.
+
+    What they took is counted in `ledger`.
+    """
+
+    def __init__(self, parts: PartsPlace, plan: Plan, output: OutputPlan, ledger: Ledger) -> None:
+        """Raises NotFoundError, `parts.missing`, if a shard is not made."""
+        super().__init__("", output, plan, ledger, Resume.NEVER)
+        _made_shards(parts)
+        self._parts = parts
+        self._account = account = parts.account()
+        self.earlier_expert_bytes = account.repeated_bytes
+        self.n_runs = account.n_attempts
+
+    def take(self, work: MergeWork, directory: Path, observer: Observer) -> PartResult:
+        """Move the shards into a staging directory."""
+        digests_of, killed_bytes = _made_shards(self._parts), self._account.unfinished_bytes
+        usage = self._account.usage + usage_of(((_KILLED, Purpose.EXPERT, killed_bytes),) if killed_bytes else ())
+        self._ledger.expert_limit_bytes = None  # each worker was held to its share
+        self._ledger.add(usage)
+        for shard in range(len(work.output.shards)):
+            self._parts.give(shard, digests_of[shard], directory.parent)
+            observer.on_progress(None)
+        sync_directory(directory)
+        return PartResult(digests_of, usage)
+
+    def can_continue(self, directory: Path, is_sent: Callable[[str, str], bool] | None = None) -> bool:
+        """Go on where shards were given already; the small files are made anew."""
+        if not self._parts.is_given(directory):
+            forget_work_log(directory)
+            return False
+        owned.keep_only(directory / CONTENT_NAME, dict(self._parts.job.shards))
+        return True
+
+    @contextlib.contextmanager
+    def recorded(self, staging: Staging) -> Iterator[None]:
+        """Keep what was given if the output is not published."""
+        try:
+            yield
+        except BaseException:
+            if staging.path.is_dir() and self._parts.is_given(staging.directory):
+                staging.keep()
+            raise
+
+
+def _made_shards(parts: PartsPlace) -> dict[int, tuple[TensorDigest, ...]]:
+    """Return the digests of all shards."""
+    recorded = parts.recorded_shards()
+    is_complete = len(recorded) == len(parts.job.shards)  # else none is read
+    digests_of = {
+        shard: parts.done(shard) if is_complete else () if shard in recorded else None
+        for shard in range(len(parts.job.shards))
+    }
+    missing = [parts.job.shards[shard][0] for shard, digests in digests_of.items() if digests is None]
+    if missing:
+        more = f" and {len(missing) - _N_NAMED} more" if len(missing) > _N_NAMED else ""
+        message = f"{len(missing)} of {len(digests_of)} shards are not made: {', '.join(missing[:_N_NAMED])}{more}"
+        raise NotFoundError.of("parts.missing", parts.out, message, "run their parts (`mergepipe status` lists them)")
+    return {shard: digests for shard, digests in digests_of.items() if digests is not None}

@@ -29,7 +29,7 @@ from mergepipe.snapshots.work_log import (
     unit_digests,
 )
 from mergepipe.storage import owned
-from mergepipe.storage.ledger import EXPERT_PURPOSES, Ledger, Purpose
+from mergepipe.storage.ledger import EXPERT_PURPOSES, Ledger, Purpose, Usage
 
 READ_AHEAD_BYTES = 16 << 20
 """How far a record of reads is ahead of them: what a run that is killed may be charged too much."""
@@ -53,13 +53,14 @@ class Resume(StrEnum):
 class MergeState:
     """What the log of an interrupted merge tells: its durable tensors, what it used, and what it may have read.
 
-    `sent` are the digests of shards that lie in a bucket, by name.
+    `sent` are the digests of shards that lie in a bucket, by name. `attempt` is the last one that made it as a part.
     """
 
     digests: tuple[TensorDigest, ...] = ()
     usage: tuple[FileUse, ...] = ()
     expert_bytes: int = 0
     sent: Mapping[str, str] = field(default_factory=dict)
+    attempt: int | None = None
 
 
 def merge_state(logged: LoggedWork) -> MergeState | None:
@@ -88,8 +89,10 @@ def _advanced(state: MergeState, record: Mapping[str, object]) -> MergeState:
         case {"kind": "stop", "usage": list(uses)}:
             usage = _uses(uses)
             return replace(state, usage=usage, expert_bytes=expert_bytes_of(usage))
+        case {"kind": "claim", "attempt": int(attempt)}:
+            return replace(state, attempt=attempt)
         case {"kind": "restart"}:
-            return MergeState(expert_bytes=state.expert_bytes)
+            return MergeState(expert_bytes=state.expert_bytes, attempt=state.attempt)
         case {"kind": "begin" | "resume"}:
             return state
     raise ValueError("no record of a merge")
@@ -144,14 +147,25 @@ class MergeProgress(UnitLog):
         self._output = output
         self._plan = plan
         self._ledger = ledger
+        self._before = Usage()
         self._resume = resume
         self._is_strict = is_strict
+        self._share_bytes = 0 if plan is None else plan.planned_bytes
         self._announced_bytes = 0  # expert bytes that the log tells of
-        self._most_expert_bytes = self._remaining_bytes(0)
+        self._most_expert_bytes = self.remaining_bytes
+        self.attempt: int | None = None
         self.sent: dict[str, str] = {}
         self.n_runs = 1
         self.earlier_expert_bytes = 0
         self.notices: list[str] = []
+
+    @classmethod
+    def of_part(cls, key: str, output: OutputPlan, plan: Plan, ledger: Ledger, share_bytes: int) -> MergeProgress:
+        """Return the progress of a part, which has a share of the plan; what `ledger` has counted is of others."""
+        progress = cls(key, output, plan, ledger, Resume.AUTO)
+        progress._before = ledger.usage()
+        progress._share_bytes = progress._most_expert_bytes = share_bytes
+        return progress
 
     # --- what earlier runs left ---
 
@@ -178,9 +192,8 @@ class MergeProgress(UnitLog):
             if logged is not None:
                 self.notices.append(f"started over, since {refusal}")
             return False
-        n_durable = 0 if refusal else len(state.digests)
-        self._check_budget(directory, state.expert_bytes, n_durable)
-        self.n_runs = logged.n_runs + 1
+        self._check_budget(directory, state.expert_bytes, 0 if refusal else len(state.digests))
+        self.n_runs, self.attempt = logged.n_runs + 1, state.attempt
         if refusal:
             self._log = WorkLog(directory, self._key, logged)
             self._log.restart()
@@ -206,7 +219,7 @@ class MergeProgress(UnitLog):
     def _check_budget(self, directory: Path, earlier_bytes: int, n_durable: int) -> None:
         """Refuse, if the merge is strict, what all runs together would read beyond the budget."""
         limit_bytes = None if self._plan is None else self._plan.limit_bytes
-        needed_bytes = self._remaining_bytes(n_durable)
+        needed_bytes = self._bytes_after(n_durable)
         if not self._is_strict or limit_bytes is None or earlier_bytes + needed_bytes <= limit_bytes:
             return
         message = (
@@ -216,17 +229,21 @@ class MergeProgress(UnitLog):
         hint = "leave out --strict, which lets it be finished beyond the budget"
         raise LimitError.of("resume.budget", directory, message, hint)
 
-    def _remaining_bytes(self, n_durable: int) -> int:
+    @property
+    def remaining_bytes(self) -> int:
+        """The expert bytes that are still to be read, once."""
+        return self._bytes_after(self.n_durable)
+
+    def _bytes_after(self, n_durable: int) -> int:
         """Return the expert bytes that are still to be read, once, when the first tensors are durable."""
         if self._plan is None:
             return sum(source.nbytes for task in self._output.tasks[n_durable:] for source in task.experts)
-        durable_bytes = planned_cost(self._plan, self._output.tasks[:n_durable])
-        return self._plan.planned_bytes - durable_bytes
+        return self._share_bytes - planned_cost(self._plan, self._output.tasks[:n_durable])
 
     def _charge(self, usage: Sequence[FileUse], expert_bytes: int) -> None:
         """Charge the bytes of earlier runs: by file where recorded, the other expert bytes as one sum."""
         self.earlier_expert_bytes = self._announced_bytes = expert_bytes
-        self._most_expert_bytes = expert_bytes + self._remaining_bytes(self.n_durable)
+        self._most_expert_bytes = expert_bytes + self.remaining_bytes
         if self._ledger.expert_limit_bytes is not None:
             self._ledger.expert_limit_bytes += expert_bytes
         for file, purpose, nbytes in usage:
@@ -259,15 +276,26 @@ class MergeProgress(UnitLog):
         self.sent[shard] = digest
         self.append({"kind": "sent", "shard": shard, "blake3": digest}, is_durable=True)
 
+    def note_attempt(self, attempt: int) -> None:
+        """Record as which attempt at a part this run goes on."""
+        self.attempt = attempt
+        self.append({"kind": "claim", "attempt": attempt}, is_durable=False)
+
     def _announce(self, expert_bytes: int) -> None:
         """Record expert bytes before they are read. Called by the ledger, with its lock held."""
+        expert_bytes -= self._before.expert_bytes
         if expert_bytes > self._announced_bytes:
             ahead_bytes = min(expert_bytes + READ_AHEAD_BYTES, self._most_expert_bytes)
             self._announced_bytes = max(expert_bytes, ahead_bytes)
             self.append({"kind": "read", "expert_bytes": self._announced_bytes}, is_durable=False)
 
+    @property
+    def usage(self) -> Usage:
+        """What was used for the output, by earlier runs and this one."""
+        return self._ledger.usage() - self._before
+
     def _usage(self) -> list[FileUse]:
-        by_file = self._ledger.usage().by_file
+        by_file = self.usage.by_file
         return [(file, purpose, nbytes) for (file, purpose), nbytes in sorted(by_file.items())]
 
     @contextlib.contextmanager
@@ -289,9 +317,13 @@ class MergeProgress(UnitLog):
             self.close()
 
     def _keep(self, staging: Staging, error: BaseException) -> None:
-        """After a failure keep the work if it can be resumed, else the record of what was read, if there is one."""
+        """After a failure keep the work if it can be resumed, else the record of what was read, if there is one.
+
+        That of a part is kept by its claim.
+        """
         is_continuable = bool(self.n_durable) and isinstance(error, WORTH_KEEPING)
-        if not is_continuable and (self._plan is None or not self._announced_bytes):
+        is_part = self.attempt is not None
+        if not is_continuable and (self._plan is None or not self._announced_bytes or is_part):
             return
         with contextlib.suppress(StorageError, OSError):  # then the run counts as killed, which is equivalent
             self.append({"kind": "stop", "usage": self._usage()}, is_durable=True)
@@ -302,7 +334,7 @@ class MergeProgress(UnitLog):
                 owned.remove_tree(staging.path)
         staging.keep()
         note = kept_note(staging.out, self.durable_share) if is_continuable else READS_KEPT
-        if note not in getattr(error, "__notes__", ()):
+        if not is_part and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 
     # --- after it ---

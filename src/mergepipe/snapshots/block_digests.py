@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,19 @@ def block_digest(content: object) -> bytes:
 def root_of(blocks: Sequence[bytes]) -> str:
     """The Merkle root of a tensor: BLAKE3-128 of its concatenated block digests, 32 hex digits."""
     return blake3(b"".join(blocks)).hexdigest(DIGEST_BYTES)
+
+
+def packed_digests(blocks: Sequence[bytes]) -> str:
+    """Encode block digests for a record."""
+    return base64.b64encode(b"".join(blocks)).decode()
+
+
+def unpacked_digests(packed: str) -> tuple[bytes, ...]:
+    """Decode block digests. Law: `unpacked_digests(packed_digests(b)) == b`; raises ValueError for anything else."""
+    content = base64.b64decode(packed, validate=True)
+    if len(content) % DIGEST_BYTES:
+        raise ValueError("is cut within a digest")
+    return tuple(content[at : at + DIGEST_BYTES] for at in range(0, len(content), DIGEST_BYTES))
 
 
 @dataclass(frozen=True, slots=True)

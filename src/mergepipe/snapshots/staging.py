@@ -222,8 +222,8 @@ class Staging:
     def __enter__(self) -> Staging:
         self._process = os.getpid()
         try:
-            _make_parents(self._out.parent, self._made_parents)
             while self._lock < 0:
+                _make_parents(self._out.parent, self._made_parents)  # which another process may remove meanwhile
                 self._lock = self._acquire()
             self._keeps = not self._is_new  # whatever is wrong, what an interrupted run left stays
             owned.check_tree(self._directory)

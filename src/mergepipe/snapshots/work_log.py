@@ -6,7 +6,6 @@ with records of its own; decision 035 has the design.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -19,7 +18,7 @@ from typing import Final
 
 from mergepipe.core.canonical_json import canonical_json
 from mergepipe.errors import MergePipeError, StorageError
-from mergepipe.snapshots.block_digests import DIGEST_BYTES, root_of
+from mergepipe.snapshots.block_digests import packed_digests, root_of, unpacked_digests
 from mergepipe.snapshots.shards import ShardLayout, TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME
 from mergepipe.storage import owned
@@ -284,7 +283,7 @@ class UnitLog:
     def note(self, digests: Sequence[TensorDigest]) -> None:
         """Record that the next tensors are durable. Called by the writer."""
         sync_directory(self.directory / CONTENT_NAME)
-        tensors = [[digest.name, base64.b64encode(b"".join(digest.blocks)).decode()] for digest in digests]
+        tensors = [[digest.name, packed_digests(digest.blocks)] for digest in digests]
         self.append({"kind": "unit", "tensors": tensors, **self.unit_facts()}, is_durable=True)
         self.n_durable += len(digests)
 
@@ -330,6 +329,5 @@ def unit_digests(logged: LoggedWork) -> tuple[TensorDigest, ...] | None:
 
 
 def _digest(name: str, packed: str) -> TensorDigest:
-    content = base64.b64decode(packed)
-    blocks = tuple(content[at : at + DIGEST_BYTES] for at in range(0, len(content), DIGEST_BYTES))
+    blocks = unpacked_digests(packed)
     return TensorDigest(name, root_of(blocks), blocks)

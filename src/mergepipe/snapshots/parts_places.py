@@ -1,0 +1,403 @@
+"""The two places in which parts of an output are kept: a folder beside it, or a folder below its prefix in a bucket.
+
+Of a folder, `.<name>.mergepipe-parts-<digest of the plan>` holds the records, and each shard's file, named by its
+content, until `Staging` publishes them. Of a bucket, `.mergepipe-parts-<digest of the plan>/` below the output's prefix
+holds the records; shards have their final names from the start: they are created by conditional puts, never replaced or
+moved, and nothing is a snapshot before there is a manifest. A folder refuses to create in it when it is gone; in a
+bucket, whoever writes anything looks for `job.json` before and after: its deletion, which comes first, ends the job for
+all, and what was written at the same moment is deleted by its own writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Final
+
+from mergepipe.core.canonical_json import digest_of
+from mergepipe.errors import ConflictError, MergePipeError, OutputError
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload, is_uploading, no_conditions, written_names
+from mergepipe.snapshots.parts import JOB_NAME, PartsJob, PartsPlace, content_of, gone, parse_job
+from mergepipe.snapshots.shards import TensorDigest
+from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
+from mergepipe.snapshots.work_log import WorkLog, content_identity, read_work_log
+from mergepipe.storage import owned
+from mergepipe.storage.limits import WORK_LOG_BYTES
+from mergepipe.storage.location import Location
+from mergepipe.storage.owned import PARTS_MARK
+from mergepipe.storage.owner import SILENCE_SECONDS
+from mergepipe.storage.ranges import os_error
+from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
+
+if TYPE_CHECKING:
+    from mergepipe.storage.remote.objects import ObjectFacts
+
+_BELOW_PARTS: Final = re.compile(rf"((?:.*/)?){re.escape(PARTS_MARK)}([0-9a-f]{{32}})/[^/]*")
+
+
+def parts_place(out: Path | Location, job: PartsJob, work: Path) -> PartsPlace:
+    """Return where the parts of an output are kept; those of a bucket are made beside `work` on this machine."""
+    return FolderParts(out, job) if isinstance(out, Path) else BucketParts(BucketFolder(out), job, work)
+
+
+def plan_digests_at(out: Path | Location) -> tuple[str, ...]:
+    """Return the digests of the plans of which there are parts of an output."""
+    if not isinstance(out, Path):
+        matches = filter(None, map(_BELOW_PARTS.fullmatch, BucketFolder(out).list_all()))
+        return tuple(sorted({match[2] for match in matches if not match[1]}))
+    with contextlib.suppress(OSError, MergePipeError):
+        names = [name for name, _ in owned.list_folder(out.absolute().parent)]
+        digests = [(name, name.rpartition(PARTS_MARK)[2]) for name in names]
+        return tuple(digest for name, digest in digests if name == parts_directory(out, digest).name)
+    return ()
+
+
+def job_at(out: Path | Location, plan_digest: str) -> PartsJob | None:
+    """Read what the parts of an output by a plan are made for; None if there are none."""
+    if isinstance(out, Path):
+        return read_job(parts_directory(out, plan_digest))
+    records = parts_folder(BucketFolder(out), plan_digest)
+    return parse_job(records.read(JOB_NAME, WORK_LOG_BYTES), records.location / JOB_NAME)
+
+
+# --- a folder ---
+
+
+def parts_directory(out: Path, plan_digest: str) -> Path:
+    """Return the parts directory of the output `out` by a plan."""
+    return out.absolute().parent / owned.marked_name(out.name, f"{PARTS_MARK}{plan_digest}")
+
+
+def read_job(directory: Path) -> PartsJob | None:
+    """Read what a parts directory is for; None if there is none."""
+    path = directory / JOB_NAME
+    try:
+        return parse_job(owned.read_file(path, WORK_LOG_BYTES), path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise os_error(error, path, "reading it") from error
+
+
+class FolderParts(PartsPlace):
+    """A `PartsPlace` in a folder, on a file system that all workers reach."""
+
+    def __init__(self, out: Path, job: PartsJob) -> None:
+        self._path = parts_directory(out, job.plan_digest)
+        super().__init__(out.absolute(), job, self._path, self._path / "work")
+        self._staging = staging_directory(out.absolute())
+        self._identity: tuple[int, int] | None = None  # of the folder as it was opened: another may be made later
+        self._key = digest_of(["parts", job.out, job.version, job.plan_digest, [list(shard) for shard in job.shards]])
+
+    @property
+    def exists(self) -> bool:
+        identity = _identity_of(self._path)
+        return identity is not None and self._identity in (None, identity)
+
+    def begin(self, raw_job: bytes) -> None:
+        with self._typed():
+            owned.make_folders(self._path.parent)
+            owned.make_private_folder(self._path)
+            self._identity = _identity_of(self._path)
+        self.write_new(JOB_NAME, raw_job)
+
+    def write_new(self, name: str, raw: bytes) -> bool:
+        if not self.exists:  # or it was made again, as the parent of a work folder or by another worker
+            raise gone(self._path)
+        with self._typed():
+            try:
+                owned.create_whole(self._path / name, raw)
+            except FileExistsError:
+                return False
+            return True
+
+    def write_over(self, name: str, raw: bytes) -> None:
+        with self._typed():
+            owned.replace_file(self._path / name, raw)
+
+    def read_raw(self, name: str, limit_bytes: int) -> bytes | None:
+        with self._typed():
+            try:
+                return owned.read_file(self._path / name, limit_bytes)
+            except FileNotFoundError:
+                return None
+
+    def names(self) -> tuple[str, ...]:
+        with self._typed():
+            return tuple(name for name, _ in owned.list_folder(self._path))
+
+    def age_seconds(self, name: str) -> float:
+        with contextlib.suppress(OSError):
+            return max(0.0, time.time() - (self._path / name).lstat().st_mtime)
+        return 0.0
+
+    def has_file(self, shard: int, digests: Sequence[TensorDigest]) -> bool:
+        name, nbytes = self.job.shards[shard]
+        if _size_of(self._file_of(shard, digests)) == nbytes:
+            return True
+        return self.is_given(self._staging) and _size_of(self._staging / CONTENT_NAME / name) == nbytes
+
+    def keep_file(self, shard: int, file: Path, digests: Sequence[TensorDigest]) -> None:
+        with self._typed():
+            owned.rename(file, self._file_of(shard, digests))
+            owned.sync_folder(self._path)
+
+    def _file_of(self, shard: int, digests: Sequence[TensorDigest]) -> Path:
+        """Return where the file of a shard with these digests is kept: equal names mean equal bytes."""
+        return self._path / f"shard-{shard:05d}-{content_of(digests)}"
+
+    def take_back(self, shard: int, digests: Sequence[TensorDigest], folder: Path) -> None:
+        file = self._file_of(shard, digests)
+        with self._typed():
+            if owned.is_there(file) and owned.is_there(folder) and self.recorded(shard) is None:
+                owned.rename(file, folder / self.job.shards[shard][0])
+
+    def give(self, shard: int, digests: Sequence[TensorDigest], staging: Path) -> None:
+        if not self.is_given(staging):
+            with contextlib.closing(WorkLog(staging, self._key)) as log:
+                log.append({"kind": "parts"}, is_durable=True)
+        name, nbytes = self.job.shards[shard]
+        with self._typed():
+            if _size_of(staging / CONTENT_NAME / name) != nbytes:
+                owned.rename(self._file_of(shard, digests), staging / CONTENT_NAME / name)
+
+    def is_given(self, staging: Path) -> bool:
+        logged = read_work_log(staging)
+        return logged is not None and logged.key == self._key and logged.content == content_identity(staging)
+
+    def remove(self) -> None:
+        finished = self._path.with_name(self._path.name + owned.FINISHED_SUFFIX)
+        with contextlib.suppress(OSError, MergePipeError):
+            if owned.is_there(finished):
+                owned.remove_tree(finished, ignore_errors=True)
+            owned.rename(self._path, finished)
+        with contextlib.suppress(OSError, MergePipeError):
+            owned.remove_tree(finished, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _typed(self) -> Iterator[None]:
+        """Raise errors of the operating system as ours; a folder that is gone was finished by somebody else."""
+        try:
+            yield
+        except OSError as error:
+            if not self.exists:
+                raise gone(self._path) from error
+            raise os_error(error, self._path, "recording a part") from error
+
+
+def _identity_of(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return None
+
+
+# --- a bucket ---
+
+
+def parts_folder(output: BucketFolder, plan_digest: str) -> BucketFolder:
+    """Return the folder of the records of an output by a plan."""
+    return output.below(f"{PARTS_MARK}{plan_digest}")
+
+
+class BucketParts(PartsPlace):
+    """A `PartsPlace` in a bucket; shards are made beside `work` on this machine and uploaded."""
+
+    def __init__(self, output: BucketFolder, job: PartsJob, work: Path) -> None:
+        self._output = output
+        self._records = parts_folder(output, job.plan_digest)
+        super().__init__(output.location, job, self._records.location, work)
+
+    @property
+    def exists(self) -> bool:
+        return self._records.look(JOB_NAME) is not None
+
+    def begin(self, raw_job: bytes) -> None:
+        if self.exists:
+            return
+        self._check_unused()
+        if not self._records.create(JOB_NAME, raw_job):
+            return
+        try:
+            if self._records.create(JOB_NAME, raw_job):
+                raise no_conditions(self._output.location)
+            self._check_unused()  # of two that begin something else at once, each sees the other
+        except MergePipeError:
+            self._records.delete(JOB_NAME)
+            raise
+
+    def _check_unused(self) -> None:
+        """Refuse a prefix at which something lies that is not of this job."""
+        prefix = f"{self.path.name}/"
+        strangers = [name for name in self._output.list_all() if not name.startswith(prefix)]
+        if not strangers:
+            return
+        if MARKER_NAME in strangers and MANIFEST_NAME not in strangers:
+            hint = "wait for it, or choose another prefix"
+            raise ConflictError.of("output.busy", self.out, "another process makes an output there", hint)
+        message = f"holds {len(strangers)} objects that are not of this job, {strangers[0]} among them"
+        if MANIFEST_NAME in strangers:
+            message = "holds a snapshot already, and one in a bucket is never replaced"
+            raise OutputError.of("output.exists", self.out, message, "choose another prefix")
+        raise OutputError.of("output.not-ours", self.out, message, "choose another prefix")
+
+    def write_new(self, name: str, raw: bytes) -> bool:
+        nonce = uuid.uuid4().hex  # tells whose it is when the store's answer was lost and the request repeated
+        return self._create(self._records, name, raw, nonce) or self._digest_of(self._records, name) == nonce
+
+    def write_over(self, name: str, raw: bytes) -> None:
+        self._check_there()
+        self._records.overwrite(name, raw)
+        self._check_kept(self._records, name)
+
+    def read_raw(self, name: str, limit_bytes: int) -> bytes | None:
+        return self._records.read(name, limit_bytes)
+
+    def names(self) -> tuple[str, ...]:
+        names = tuple(sorted(self._records.list_all()))
+        if JOB_NAME not in names:
+            raise gone(self.path)
+        return names
+
+    def age_seconds(self, name: str) -> float:
+        facts = self._records.look(name)
+        return 0.0 if facts is None else age_seconds(facts, datetime.now(UTC))
+
+    def _create(self, folder: BucketFolder, name: str, content: bytes | Path, digest: str) -> bool:
+        self._check_there()
+        if not folder.create(name, content, digest):
+            return False
+        self._check_kept(folder, name)
+        return True
+
+    def _check_there(self) -> None:
+        if not self.exists:
+            raise gone(self.path)
+
+    def _check_kept(self, folder: BucketFolder, name: str) -> None:
+        """Delete what was written just now if the job ended meanwhile."""
+        if not self.exists:
+            folder.delete(name)
+            raise gone(self.path)
+
+    def _digest_of(self, folder: BucketFolder, name: str) -> str:
+        facts = folder.look(name)
+        return "" if facts is None else facts.digest
+
+    def has_file(self, shard: int, digests: Sequence[TensorDigest]) -> bool:
+        name, nbytes = self.job.shards[shard]
+        facts = self._output.look(name)
+        return facts is not None and (facts.size_bytes, facts.digest) == (nbytes, content_of(digests))
+
+    def keep_file(self, shard: int, file: Path, digests: Sequence[TensorDigest]) -> None:
+        name, _ = self.job.shards[shard]
+        if self.has_file(shard, digests) or self._create(self._output, name, file, content_of(digests)):
+            return
+        if not self.has_file(shard, digests):
+            raise self.differs(shard, "of it")
+
+    def take_back(self, shard: int, digests: Sequence[TensorDigest], folder: Path) -> None:
+        """Leave the shard where it is: one that is made again is found there, and nothing is sent."""
+
+    def give(self, shard: int, digests: Sequence[TensorDigest], staging: Path) -> None:
+        """Leave the shard where it is: there it is published."""
+
+    def is_given(self, staging: Path) -> bool:
+        return False
+
+    def remove(self) -> None:
+        with contextlib.suppress(MergePipeError):  # then `gc` does
+            _remove_records(self._records)
+
+
+class JobUpload(ObjectUpload):
+    """The upload of what completes an output that is made in parts: its shards, and records of them, lie there."""
+
+    silence_seconds = SILENCE_SECONDS  # it uploads small files only
+
+    def __enter__(self) -> JobUpload:
+        super().__enter__()
+        try:
+            self._check_unpublished()  # another process may have published between the first look and the claim
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _check_empty(self) -> None:
+        """Do nothing: the job has made sure that nothing else is there."""
+
+    def _leave(self, error: BaseException) -> None:
+        """After a failure, let another process finish at once."""
+        del error
+        with contextlib.suppress(MergePipeError):
+            self._check_ours()
+            self._folder.delete(MARKER_NAME)
+
+
+# --- what is left behind ---
+
+
+@dataclass(frozen=True, slots=True)
+class LeftParts:
+    """The parts of an output that is published, or that nobody has worked on for long."""
+
+    output: BucketFolder
+    plan_digest: str
+    is_published: bool
+    nbytes: int
+
+    def remove(self) -> bool:
+        """Remove them; of a published output the records only. False where a worker finishes it meanwhile."""
+        records = parts_folder(self.output, self.plan_digest)
+        records.delete(JOB_NAME)
+        if not self.is_published:
+            listing = self.output.list_all()
+            if MANIFEST_NAME in listing or is_uploading(self.output, listing):
+                return False  # the records are garbage of a published output soon
+            if not any(PurePosixPath(name).name == JOB_NAME for name in listing):
+                for name in (*written_names(self.output, listing), MARKER_NAME):
+                    self.output.delete(name)
+        _remove_records(records)
+        return True
+
+
+def find_parts(folder: BucketFolder, abandoned_seconds: float) -> Iterator[LeftParts]:
+    """Find the parts at and below a folder that are garbage: published, or not written to for some time."""
+    listing = folder.list_all()
+    for parent, digest in sorted({match.groups() for match in map(_BELOW_PARTS.fullmatch, listing) if match}):
+        within = {name.removeprefix(parent): facts for name, facts in listing.items() if name.startswith(parent)}
+        records = {name: facts for name, facts in within.items() if name.startswith(f"{PARTS_MARK}{digest}/")}
+        is_published = MANIFEST_NAME in within
+        is_ended = f"{PARTS_MARK}{digest}/{JOB_NAME}" not in records
+        if is_published or is_ended or _silent_seconds(records) > abandoned_seconds:
+            objects = records if is_published else within
+            nbytes = sum(facts.size_bytes for facts in objects.values())
+            yield LeftParts(folder.below(parent.rstrip("/")), digest, is_published, nbytes)
+
+
+def _silent_seconds(listing: Mapping[str, ObjectFacts]) -> float:
+    now = datetime.now(UTC)
+    return min(age_seconds(facts, now) for facts in listing.values())
+
+
+def _remove_records(records: BucketFolder) -> None:
+    """Delete all records, the job first: from then on its workers write nothing."""
+    records.delete(JOB_NAME)
+    for name in records.list_all():
+        records.delete(name)
