@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import signal
 import stat
@@ -11,13 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from mergepipe.kernels.compiled import sources_digest
 from mergepipe.kernels.listeners import listen_to_compilation
+from support.source_code import import_file
 
 SOURCE = """
 from mergepipe.kernels.compiled import kernel
@@ -59,20 +58,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def import_kernels(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kept_kernels", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def call(place: Path, name: str = "doubled") -> tuple[int, bool]:
     """Call a kernel as a new process would; return its result, and whether it was compiled."""
     heard: list[bool] = []
     with listen_to_compilation(heard.append):
-        result = getattr(import_kernels(place / "kept_kernels.py"), name)(7)
+        result = getattr(import_file(place / "kept_kernels.py"), name)(7)
     return result, bool(heard)
 
 
@@ -164,7 +154,7 @@ def test_code__that_is_damaged_is_compiled_again(place: Path, damage: str) -> No
 
 def test_code__of_another_processor_is_not_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept_file(place)
-    kernels: Any = import_kernels(place / "kept_kernels.py")
+    kernels: Any = import_file(place / "kept_kernels.py")
     codegen = type(kernels.doubled.dispatcher.targetctx.codegen())
     with monkeypatch.context() as patch:
         triple, cpu, features = kernels.doubled.dispatcher.targetctx.codegen().magic_tuple()

@@ -76,9 +76,6 @@ def test_importance__one_number_a_tensor_or_an_element_are_the_same(setting: Set
     assert probabilities(planned(setting, element_file(tmp_path))) == pytest.approx(expected)
 
 
-MATRICES = {"model.embed_tokens.weight": (3 * GRAIN, 5), "model.norm.weight": (5,)}
-
-
 @pytest.mark.parametrize("kind", ["hf", "zero", "dcp"])
 def test_importance__of_a_training_checkpoint_is_the_size_of_its_gradients(tmp_path: Path, kind: str) -> None:
     shapes = {

@@ -25,7 +25,7 @@ from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.planning.plan import parse_plan
 from support.budgets import GRAIN, TensorPlanOf, smallest_memory
 from support.disk_families import weights_digest
-from support.faults import Fault, replaced, worker_threads
+from support.refusals import refuses
 
 PLANNER = """
 import sys
@@ -164,33 +164,6 @@ def test_run__of_a_plan_whose_inputs_changed_is_refused(
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["base", "expert"])
-def test_run__during_which_an_input_changes_publishes_nothing(tmp_path: Path, victim: int) -> None:
-    setting = make_setting(tmp_path, CASES["ties"])
-    setting.analyze()
-    plan = setting.plan("40%")
-    fault = Fault(0, OSError(), on_fire=lambda: _touch(setting.family.places[victim]))
-
-    def change_first(posix_fallocate: Callable[..., None]) -> Callable[..., None]:
-        armed = fault.wrap(posix_fallocate)
-
-        def reserve(*args: int) -> None:
-            try:
-                armed(*args)
-            except OSError:
-                posix_fallocate(*args)
-
-        return reserve
-
-    with replaced(os, "posix_fallocate", change_first), pytest.raises(ConflictError) as caught:
-        session.run(plan, tmp_path / "results" / "out", options=RunOptions(home=setting.home))
-    assert fault.fired
-    assert caught.value.code == "input.changed"
-    left = sorted(path.name for path in (tmp_path / "results").rglob("*"))
-    assert left == [".out.mergepipe-staging", "log", "owner.json"]  # the log of what was read stays
-    assert worker_threads() == []
-
-
 def _corrupt(home: Path) -> None:
     (home / CATALOG_NAME).write_bytes(b"this is no database" * 400)
 
@@ -218,9 +191,8 @@ def test_catalog__that_cannot_be_used_stops_plans_but_not_merges(
     plan = setting.plan("40%")
     damage(setting.home)
     before = _content(setting.home)
-    with pytest.raises(MergePipeError) as caught:
+    with refuses(MergePipeError, code):
         setting.plan("40%")
-    assert caught.value.code == code
     report = session.merge(setting.recipe, tmp_path / "merged", options=MergeOptions(home=setting.home))
     assert any("catalog is not used" in notice for notice in report.notices)
     assert weights_digest(tmp_path / "merged") == weights_digest(setting.full())

@@ -33,6 +33,7 @@ from mergepipe.errors import (
     UnsupportedError,
 )
 from support.faults import open_descriptors
+from support.refusals import refuses
 
 
 @contextlib.contextmanager
@@ -84,9 +85,8 @@ def test_open__an_empty_file_is_a_new_catalog(tmp_path: Path) -> None:
 )
 def test_open__garbage_is_corrupt_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
     (tmp_path / CATALOG_NAME).write_bytes(content)
-    with pytest.raises(CorruptError) as caught:
+    with refuses(CorruptError, "catalog.damaged") as caught:
         Catalog.open(tmp_path)
-    assert caught.value.code == "catalog.damaged"
     assert "mergepipe catalog rebuild" in str(caught.value)
     assert (tmp_path / CATALOG_NAME).read_bytes() == content
 
@@ -143,9 +143,8 @@ def test_catalog__a_row_that_makes_no_sense_is_corrupt(tmp_path: Path, sql: str)
     with raw(filled_home(tmp_path / "home")) as connection:
         connection.execute(sql)
     before = open_descriptors()
-    with pytest.raises(CorruptError) as caught:
+    with refuses(CorruptError, "catalog.damaged"):
         use_everything(tmp_path / "home")
-    assert caught.value.code == "catalog.damaged"
     assert open_descriptors() <= before  # also while the error is held
 
 
@@ -154,9 +153,8 @@ def test_open__a_database_of_another_application_is_left_alone(tmp_path: Path, s
     with raw(tmp_path / CATALOG_NAME) as connection:
         connection.execute(sql)
     content = (tmp_path / CATALOG_NAME).read_bytes()
-    with pytest.raises(MismatchError) as caught:
+    with refuses(MismatchError, "catalog.foreign"):
         Catalog.open(tmp_path)
-    assert caught.value.code == "catalog.foreign"
     assert (tmp_path / CATALOG_NAME).read_bytes() == content
 
 
@@ -164,9 +162,8 @@ def test_open__a_newer_schema_is_refused_untouched(tmp_path: Path) -> None:
     with raw(filled_home(tmp_path)) as connection:
         connection.execute("PRAGMA user_version = 6")
     content = (tmp_path / CATALOG_NAME).read_bytes()
-    with pytest.raises(UnsupportedError) as caught:
+    with refuses(UnsupportedError, "catalog.newer"):
         Catalog.open(tmp_path)
-    assert caught.value.code == "catalog.newer"
     assert (tmp_path / CATALOG_NAME).read_bytes() == content
 
 
@@ -175,9 +172,8 @@ def test_catalog__a_lock_held_too_long_is_a_conflict_and_reading_goes_on(tmp_pat
         other.execute("BEGIN IMMEDIATE")
         with Catalog.open(tmp_path / "home", timeout_seconds=0.05) as catalog:
             assert len(catalog.snapshots()) == 30
-            with pytest.raises(ConflictError) as caught:
+            with refuses(ConflictError, "catalog.locked"):
                 catalog.forget(catalog.snapshots()[0])
-            assert caught.value.code == "catalog.locked"
             other.execute("ROLLBACK")
             catalog.forget(catalog.snapshots()[0])
             assert len(catalog.snapshots()) == 29
@@ -186,9 +182,8 @@ def test_catalog__a_lock_held_too_long_is_a_conflict_and_reading_goes_on(tmp_pat
 def test_open__a_lock_held_while_it_is_made_is_a_conflict(tmp_path: Path) -> None:
     with raw(tmp_path / CATALOG_NAME) as other:
         other.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(ConflictError) as caught:
+        with refuses(ConflictError, "catalog.locked"):
             Catalog.open(tmp_path, timeout_seconds=0.05)
-        assert caught.value.code == "catalog.locked"
 
 
 def test_catalog__a_full_disk_is_a_storage_error_and_loses_nothing(tmp_path: Path) -> None:
@@ -198,9 +193,8 @@ def test_catalog__a_full_disk_is_a_storage_error_and_loses_nothing(tmp_path: Pat
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {pages}")
         large = replace(make_manifest("large"), operator="x" * 100_000)
-        with pytest.raises(StorageError) as caught:
+        with refuses(StorageError, "catalog.no-space"):
             catalog.record_snapshot(large, tmp_path / "large", created=NOON)
-        assert caught.value.code == "catalog.no-space"
         assert len(catalog.snapshots()) == 30
         connection.execute(f"PRAGMA max_page_count = {pages + 1000}")
         catalog.record_snapshot(large, tmp_path / "large", created=NOON)
@@ -234,41 +228,36 @@ def reachable() -> Iterator[Path]:
 
 def test_open__a_home_that_cannot_be_made_is_a_storage_error(reachable: Path) -> None:
     reachable.chmod(0o555)
-    with without_privileges(reachable), pytest.raises(StorageError) as caught:
+    with without_privileges(reachable), refuses(StorageError, "catalog.permission"):
         Catalog.open(reachable / "home")
-    assert caught.value.code == "catalog.permission"
 
 
 def test_open__a_home_in_which_nothing_can_be_made_is_a_storage_error(reachable: Path) -> None:
     (reachable / "home").mkdir()
     (reachable / "home").chmod(0o555)
-    with without_privileges(reachable), pytest.raises(StorageError) as caught:
+    with without_privileges(reachable), refuses(StorageError, "catalog.permission"):
         Catalog.open(reachable / "home")
-    assert caught.value.code == "catalog.permission"
 
 
 def test_catalog__a_read_only_file_is_a_storage_error_when_it_is_written(reachable: Path) -> None:
     filled_home(reachable / "home").chmod(0o444)
     with without_privileges(reachable), Catalog.open(reachable / "home") as catalog:
-        with pytest.raises(StorageError) as caught:
+        with refuses(StorageError, "catalog.permission"):
             catalog.forget(catalog.snapshots()[0])
-        assert caught.value.code == "catalog.permission"
         assert len(catalog.snapshots()) == 30
 
 
 @pytest.mark.parametrize("inner", ["", "deeper"])
 def test_open__a_home_that_is_a_file_is_a_storage_error(tmp_path: Path, inner: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError) as caught:
+    with refuses(StorageError, "catalog.permission"):
         Catalog.open(tmp_path / "file" / inner)
-    assert caught.value.code == "catalog.permission"
 
 
 def test_open__a_catalog_that_is_a_directory_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / CATALOG_NAME).mkdir()
-    with pytest.raises(StorageError) as caught:
+    with refuses(StorageError, "catalog.not-a-file"):
         Catalog.open(tmp_path)
-    assert caught.value.code == "catalog.not-a-file"
 
 
 def test_is_catalog_error__is_about_the_index_and_nothing_else() -> None:

@@ -21,6 +21,7 @@ from mergepipe.cli.render.snapshots import rebuild_table
 from mergepipe.errors import ConflictError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.snapshots.composite import COMPOSITE_FORMAT
 from mergepipe.snapshots.manifest import MANIFEST_NAME
+from support.refusals import refuses
 
 
 def family(tmp_path: Path, n_models: int = 2) -> None:
@@ -124,9 +125,8 @@ def test_rebuild__a_moved_snapshot_moves_with_all_that_was_known(tmp_path: Path,
 
 
 def test_rebuild__a_root_that_is_not_there_is_an_error_before_anything_happens(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError) as caught:
+    with refuses(NotFoundError, "storage.not-found"):
         rebuild(tmp_path / "home", [tmp_path / "nowhere"])
-    assert caught.value.code == "storage.not-found"
     assert not (tmp_path / "home").exists()
 
 
@@ -194,17 +194,15 @@ def test_rebuild__waits_for_a_writer_and_then_says_so(tmp_path: Path) -> None:
     family(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "home" / CATALOG_NAME, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(ConflictError) as caught:
+        with refuses(ConflictError, "catalog.locked"):
             rebuild(tmp_path / "home", [], timeout_seconds=0.05)
-        assert caught.value.code == "catalog.locked"
     assert rebuild(tmp_path / "home", []).snapshots == 1
 
 
 def test_adopt_snapshot__without_a_manifest_is_not_found(tmp_path: Path) -> None:
     with Catalog.open(tmp_path / "home") as catalog:
-        with pytest.raises(NotFoundError) as caught:
+        with refuses(NotFoundError, "snapshot.not-found"):
             catalog.adopt_snapshot(tmp_path, created=NOON)
-        assert caught.value.code == "snapshot.not-found"
         catalog.record_snapshot(make_manifest("a"), tmp_path / "a", created=NOON)
         assert len(catalog.snapshots()) == 1
 

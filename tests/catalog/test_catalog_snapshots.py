@@ -16,6 +16,7 @@ from mergepipe.catalog.rows import InputRow, LineageNode, SnapshotRow
 from mergepipe.catalog.snapshots import containing
 from mergepipe.errors import NotFoundError, RecipeError
 from mergepipe.snapshots.manifest import Manifest, RealizedBytes
+from support.refusals import refuses
 
 
 def shape_of(nodes: tuple[LineageNode, ...]) -> list[str]:
@@ -71,9 +72,8 @@ def test_snapshot__is_found_by_path_sid_or_prefix(tmp_path: Path) -> None:
             assert catalog.snapshot(asked) == row
         assert catalog.snapshot(row.sid[:4]) == row
         for wrong in (row.sid[:3], "", row.sid + "0", "%", "____", tmp_path / "elsewhere"):
-            with pytest.raises(NotFoundError) as caught:
+            with refuses(NotFoundError, "snapshot.not-found"):
                 catalog.snapshot(wrong)
-            assert caught.value.code == "snapshot.not-found"
         with pytest.raises(NotFoundError, match=f"3 digits of a sid are too few; give 4: {row.sid[:4]}"):
             catalog.snapshot(row.sid[:3])
 
@@ -93,9 +93,8 @@ def test_snapshot__an_ambiguous_prefix_is_refused_with_the_candidates(tmp_path: 
     with Catalog.open(tmp_path / "home") as catalog:
         for name, manifest in (("one", one), ("two", two)):
             catalog.record_snapshot(manifest, tmp_path / name, created=NOON)
-        with pytest.raises(RecipeError) as caught:
+        with refuses(RecipeError, "snapshot.ambiguous") as caught:
             catalog.snapshot(one.sid[:4])
-        assert caught.value.code == "snapshot.ambiguous"
         assert one.sid in str(caught.value)
         assert two.sid in str(caught.value)
         n_digits = int(caught.value.problems[0].hint.split()[1])

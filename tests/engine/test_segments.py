@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +29,7 @@ from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.buffers import PAGE_BYTES, BufferPool, round_up
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from support.refusals import refuses
 
 SIZES = st.one_of(
     st.integers(0, 9), st.integers(0, 3000), st.sampled_from([GRAIN_ELEMENTS, GRAIN_ELEMENTS + 1]),
@@ -170,9 +170,8 @@ def test_choose_buffer_sizes__names_the_memory_it_needs() -> None:
     entry = TensorEntry("t", F32, (1 << 20,), Location.local(Path("f")), 0, 4 << 20)
     parameters = TensorParameters({}, {}, ({},) * 3)
     task = MergeTask("t", Action.MERGE, (1 << 20,), F32, entry, (entry,) * 3, parameters, expert_models=(1, 2, 3))
-    with pytest.raises(LimitError) as caught:
+    with refuses(LimitError, "memory.too-small") as caught:
         choose_buffer_sizes([task], 1000)
-    assert caught.value.code == "memory.too-small"
     needed = smallest_memory([task])
     assert str(needed) in str(caught.value)
     assert f"to {-(-needed // 2**20)}MiB or more" in str(caught.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from mergepipe.jobs.explain import explanation_of, joined
 from mergepipe.planning.plan import Access, Plan, PlannedModel, PlannedTensor
 from mergepipe.recipes.tasks import TensorParameters
 from mergepipe.reports import BlockUse, Explanation
+from support.refusals import refuses
 
 RUNS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda run: (run[0], run[0] + run[1])), max_size=8)
 
@@ -90,9 +90,8 @@ def test_explanation__tensors_are_left_out_unless_asked_for() -> None:
 
 
 def test_explanation__a_pattern_without_a_match_is_an_error() -> None:
-    with pytest.raises(NotFoundError) as caught:
+    with refuses(NotFoundError, "tensor.not-found") as caught:
         explained(make_plan(), "model.layers.4.w")
-    assert caught.value.code == "tensor.not-found"
     assert "model.layers.3.w" in str(caught.value)
 
 

@@ -13,11 +13,9 @@ import mergepipe
 from mergepipe import tailor
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.snapshots.recorded_paths import file_without_paths
-from support.bucket_outputs import files_below, objects_below
+from support.bucket_outputs import files_below, objects_below, served_bucket
 from support.families import FamilyShape, write_family
 from support.hub_server import hub_server
-from support.remote_stores import set_environment
-from support.s3_server import s3_server
 from support.training_trees import decoder_shapes, known_states, write_hf
 
 SHAPE = FamilyShape(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=True)
@@ -118,9 +116,7 @@ def test_push__publishes_no_path_of_this_machine(
 ) -> None:
     places = {name: outputs / name for name in ("merged", "mixed", "average", "resumable")}
     places["pack"] = outputs / "packs" / "expert-1"
-    with s3_server() as server:
-        server.make_bucket("published")
-        set_environment(monkeypatch, server.url)
+    with served_bucket(monkeypatch, "published"):
         for name, path in places.items():
             report = mergepipe.push(path, f"s3://published/{name}")
             assert naming(root, objects_below(f"s3://published/{name}")) == []

@@ -12,6 +12,7 @@ import mergepipe
 from mergepipe.errors import MergePipeError
 from support.families import TINY, write_family
 from support.fault_server import BucketServer, Fault, cut, status, with_headers
+from support.refusals import refuses
 from support.remote_stores import set_environment
 
 RECIPE = """\
@@ -76,7 +77,6 @@ def test_merge__reads_no_more_of_remote_experts_than_the_budget(kind: str, remot
 @pytest.mark.parametrize("kind", ["s3", "http"])
 def test_merge__that_fails_publishes_nothing(kind: str, remote: Remote, tmp_path: Path) -> None:
     remote.server.faults = [with_headers()] * 30 + [with_headers(ETag='"other"')] * 10_000
-    with pytest.raises(MergePipeError) as caught:
+    with refuses(MergePipeError, "input.changed"):
         mergepipe.merge(remote.recipe(kind), tmp_path / "out")
-    assert caught.value.code == "input.changed"
     assert not (tmp_path / "out").exists()

@@ -28,12 +28,12 @@ from mergepipe.jobs.push import _recipe_without_paths
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
 from mergepipe.storage.remote import objects
-from support.bucket_outputs import files_below, objects_below, watch_buckets
+from support.bucket_outputs import files_below, objects_below, served_bucket, watch_buckets
 from support.families import FamilyShape, write_family
 from support.fault_server import Answer, Request
 from support.hub_server import HubServer, hub_server
+from support.refusals import refuses
 from support.remote_stores import set_environment
-from support.s3_server import s3_server
 from support.training_trees import decoder_shapes, known_states, write_hf
 
 SHAPE = FamilyShape(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=True)
@@ -144,9 +144,8 @@ def test_push__whose_branch_moved_commits_nothing(snapshot: Path, hub: HubServer
         return answer
 
     hub.fault = moves
-    with pytest.raises(ConflictError) as caught:
+    with refuses(ConflictError, "output.changed"):
         push(snapshot, f"hf://{MODEL}")
-    assert caught.value.code == "output.changed"
     assert hub.model_files(MODEL) == {"README.md": b"theirs"}
 
 
@@ -154,9 +153,8 @@ def test_push__whose_branch_moved_commits_nothing(snapshot: Path, hub: HubServer
 def test_push__that_the_hub_answers_with_a_conflict_commits_nothing(snapshot: Path, hub: HubServer, code: int) -> None:
     hub.commit(MODEL, {"README.md": b"mine"})
     hub.refuse = lambda request: Answer(code, b"{}") if "/commit/" in request.path else None
-    with pytest.raises(ConflictError) as caught:
+    with refuses(ConflictError, "output.changed"):
         push(snapshot, f"hf://{MODEL}")
-    assert caught.value.code == "output.changed"
     assert hub.model_files(MODEL) == {"README.md": b"mine"}
 
 
@@ -190,9 +188,8 @@ def test_push__over_an_earlier_snapshot_leaves_none_of_its_shards(
 
 def test_push__among_weights_of_others_is_refused(snapshot: Path, hub: HubServer) -> None:
     hub.commit(MODEL, {"model.safetensors": b"theirs"})
-    with pytest.raises(OutputError) as caught:
+    with refuses(OutputError, "output.not-ours"):
         push(snapshot, f"hf://{MODEL}")
-    assert caught.value.code == "output.not-ours"
     assert hub.n_commits(MODEL) == 1
 
 
@@ -211,9 +208,8 @@ def test_push__that_cannot_be_is_refused_by_name(
 ) -> None:  # fmt: skip
     hub.commit(MODEL, {"README.md": b"mine"})
     monkeypatch.setenv("HF_TOKEN", token)
-    with pytest.raises(error) as caught:
+    with refuses(error, code) as caught:
         push(snapshot, destination)
-    assert caught.value.code == code
     assert token not in str(caught.value)
     assert hub.n_commits(MODEL) == 1
 
@@ -298,9 +294,8 @@ def test_push__of_a_private_repository_needs_create(snapshot: Path) -> None:
 def test_push__of_a_damaged_snapshot_is_refused(snapshot: Path, tmp_path: Path) -> None:
     shutil.copytree(snapshot, tmp_path / "copy")
     (tmp_path / "copy" / "config.json").write_bytes(b"{}")
-    with pytest.raises(CorruptError) as caught:
+    with refuses(CorruptError, "snapshot.damaged"):
         mergepipe.push(tmp_path / "copy", "s3://bucket/never", home=tmp_path / "home")
-    assert caught.value.code == "snapshot.damaged"
 
 
 # --- buckets ---
@@ -309,9 +304,7 @@ def test_push__of_a_damaged_snapshot_is_refused(snapshot: Path, tmp_path: Path) 
 def test_push__to_a_bucket_resumes_and_shows_nothing_early(
     snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with s3_server() as server:
-        server.make_bucket("bucket")
-        set_environment(monkeypatch, server.url)
+    with served_bucket(monkeypatch):
         out = "s3://bucket/merged"
         requests = watch_buckets(monkeypatch)
         requests.error = lambda: StorageError.of("storage.unavailable", out, "the store is away", "run again")
@@ -381,9 +374,7 @@ def test_push__of_an_average_to_the_hub_is_one_commit(average: Path, snapshot: P
 def test_push__of_an_average_to_a_bucket_can_be_verified(
     average: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with s3_server() as server:
-        server.make_bucket("bucket")
-        set_environment(monkeypatch, server.url)
+    with served_bucket(monkeypatch):
         report = mergepipe.push(average, "s3://bucket/average")
         check_average(average, objects_below("s3://bucket/average"))
         verified = mergepipe.verify("s3://bucket/average", options=RunOptions(home=tmp_path / "home", threads=2))
@@ -398,9 +389,7 @@ def test_push__of_checkpoints_to_resume_from_takes_all_their_files(
     recipe.parent.mkdir(parents=True)
     recipe.write_text("default: ../../checkpoint-200\ntake: [{from: ../today/../../checkpoint-100, units: [embed]}]\n")
     tailor.compose(recipe, tmp_path / "mixed")
-    with s3_server() as server:
-        server.make_bucket("bucket")
-        set_environment(monkeypatch, server.url)
+    with served_bucket(monkeypatch):
         for path in (average.parent / "resumable", tmp_path / "mixed"):
             report = mergepipe.push(path, f"s3://bucket/{path.name}")
             held, wanted = objects_below(f"s3://bucket/{path.name}"), files_below(path)
@@ -416,9 +405,8 @@ def test_push__of_checkpoints_to_resume_from_takes_all_their_files(
 def test_push__of_a_damaged_average_is_refused(average: Path, name: str) -> None:
     content = (average / name).read_bytes()
     (average / name).write_bytes(content[:-1] if name != "config.json" else content.replace(b"{", b"[", 1))
-    with pytest.raises(CorruptError) as caught:
+    with refuses(CorruptError, "snapshot.damaged"):
         mergepipe.push(average, "s3://bucket/never")
-    assert caught.value.code == "snapshot.damaged"
 
 
 @pytest.mark.parametrize(

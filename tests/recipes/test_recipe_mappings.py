@@ -10,6 +10,7 @@ import mergepipe
 from mergepipe.errors import OutputError, RecipeError
 from mergepipe.options import MergeOptions
 from support.families import TINY, write_family
+from support.refusals import refuses
 
 
 def test_recipes__as_a_mapping_merge_as_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,9 +41,8 @@ def test_recipes__as_a_mapping_merge_as_from_a_file(tmp_path: Path, monkeypatch:
 
 
 def test_recipes__as_a_mapping_with_a_value_of_no_recipe_are_refused() -> None:
-    with pytest.raises(RecipeError) as caught:
+    with refuses(RecipeError, "recipe.syntax"):
         mergepipe.check({"merge_method": object()})
-    assert caught.value.code == "recipe.syntax"
     with pytest.raises(RecipeError) as caught:
         mergepipe.check({"merge_method": "linaer", "models": []})
     assert "recipe:1 merge_method" in str(caught.value)

@@ -17,6 +17,7 @@ from mergepipe.recipes.yaml_source import MAX_DEPTH, MAX_NODES, Value, YamlSourc
 from mergepipe.storage.limits import RECIPE_BYTES
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from support.refusals import refuses
 
 EXPONENT = re.compile(r"[0-9][.]?[eE][-+]?[0-9]")  # a dump leaves these texts bare, and bare they mean numbers here
 PLAIN_TEXT = st.text(
@@ -186,18 +187,14 @@ def test_read_yaml__accepts_the_deepest_that_is_allowed(folder: Path) -> None:
 
 
 def test_read_yaml__tells_missing_files_from_unreadable_ones(folder: Path) -> None:
-    with pytest.raises(NotFoundError) as missing:
+    with refuses(NotFoundError, "recipe.not-found"):
         read_yaml(Location.local(folder / "none.yml"), LocalStore())
-    assert missing.value.code == "recipe.not-found"
-    with pytest.raises(RecipeError) as directory:
+    with refuses(RecipeError, "recipe.syntax"):
         read_yaml(Location.local(folder), LocalStore())
-    assert directory.value.code == "recipe.syntax"
-    with pytest.raises(StorageError) as unreadable:
+    with refuses(StorageError, "storage.io"):
         read_yaml(Location.local(folder / ("x" * 5000)), LocalStore())
-    assert unreadable.value.code == "storage.io"
-    with pytest.raises(CorruptError) as large:
+    with refuses(CorruptError, "storage.too-large") as large:
         refusal(folder, "a: " + "x" * RECIPE_BYTES)
-    assert large.value.code == "storage.too-large"
     assert "recipe.yml: has 1048579 bytes, at most 1048576 " in str(large.value)
 
 

@@ -20,10 +20,9 @@ from mergepipe.runs.publication.input_cards import InputCard, parse_card
 from mergepipe.runs.publication.left_out import reason_of
 from mergepipe.snapshots.recorded_paths import absolute_reference, relative_reference
 from mergepipe.storage.location import Location
-from support.bucket_outputs import files_below, objects_below
+from support.bucket_outputs import files_below, objects_below, served_bucket
 from support.disk_families import make_models, write_family
-from support.remote_stores import set_environment
-from support.s3_server import s3_server
+from support.refusals import refuses
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CARD = """---
@@ -117,9 +116,7 @@ def test_merge__of_every_kind_publishes_no_path_of_this_machine(
 
 def test_merge__into_a_bucket_names_inputs_as_if_beside_it(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(family)
-    with s3_server() as server:
-        server.make_bucket("cards")
-        set_environment(monkeypatch, server.url)
+    with served_bucket(monkeypatch, "cards"):
         mergepipe.merge(recipe, "s3://cards/merged", options=MergeOptions(home=family / "home"))
         files = objects_below("s3://cards/merged")
         check_names_no_path(files, family)
@@ -290,6 +287,5 @@ def test_parse_card__of_what_is_none_inherits_nothing(raw: bytes) -> None:
 
 @pytest.mark.parametrize("text", ["/abs/path", "a/b/c", "=org/name", "m=", "org/na me"])
 def test_parse_base_model_ids__refuses_what_is_no_id(text: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with refuses(RecipeError, "option.invalid"):
         parse_base_model_ids([text])
-    assert caught.value.code == "option.invalid"

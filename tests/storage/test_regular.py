@@ -15,6 +15,7 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import open_regular, read_small
 from support.faults import open_descriptors
+from support.refusals import refuses
 
 
 def make_socket(path: Path) -> None:
@@ -40,9 +41,8 @@ def test_open_regular__refuses_what_is_no_regular_file_at_once(tmp_path: Path, k
         lambda path: read_small(path, 10),
         lambda path: LocalStore().read_metadata(Location.local(path), 0, 9),
     ):
-        with pytest.raises(StorageError) as caught:
+        with refuses(StorageError, "storage.not-a-file") as caught:
             read(path)
-        assert caught.value.code == "storage.not-a-file"
         assert str(caught.value).startswith(f"{path}: is {kind}, ")
     assert open_descriptors() <= before
 
@@ -76,9 +76,8 @@ def test_read_small__reads_a_file_of_the_limit_and_refuses_a_larger_one_unread(t
     store = LocalStore()
     assert store.read_small(Location.local(path), 5) == b"12345"
     assert store.ledger.usage()[Purpose.METADATA] == 5
-    with pytest.raises(CorruptError) as caught:
+    with refuses(CorruptError, "storage.too-large") as caught:
         store.read_small(Location.local(path), 4)
-    assert caught.value.code == "storage.too-large"
     assert str(path) in str(caught.value)
     assert "has 5 bytes, at most 4 " in str(caught.value)
     assert store.ledger.total_bytes() == 5
@@ -108,9 +107,8 @@ def test_read_small__asks_for_no_more_than_the_limit_of_a_file_that_grows(
 
 def test_read_small__names_what_is_not_there(tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", Path("a\0b"), Path("a\ud800b")):
-        with pytest.raises(NotFoundError) as caught:
+        with refuses(NotFoundError, "storage.not-found") as caught:
             read_small(path, 5)
-        assert caught.value.code == "storage.not-found"
         assert str(caught.value).isprintable()
     (tmp_path / "loop").symlink_to("loop")
     for path in (tmp_path / "loop", tmp_path / ("x" * 300)):

@@ -80,7 +80,6 @@ slices:
   - sources: [{model: family/expert-1, layer_range: [0, 2]}]
   - sources: [{model: family/expert-2, layer_range: [1, 3]}]
 """
-TIES_RECIPE = "ties.yml"
 
 
 def recipe_text(method: str, dtype: str = "bfloat16") -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import mergepipe
 
@@ -25,3 +27,13 @@ def trees_with(*texts: str) -> Iterator[tuple[str, ast.Module]]:
     for place, code in source_texts().items():
         if any(text in code for text in texts):
             yield place, ast.parse(code)
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a source file as a new module, whatever was imported of it before."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -13,6 +13,7 @@ from mergepipe.checkpoints.chat_templates import AUTO, NAMED, chosen_template, t
 from mergepipe.errors import RecipeError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from support.refusals import refuses
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -115,9 +116,8 @@ def test_chosen_template__refuses_text_that_no_parser_can_take(text: str) -> Non
 
 
 def test_chosen_template__refuses_text_that_no_loader_can_parse() -> None:
-    with pytest.raises(RecipeError) as caught:
+    with refuses(RecipeError, "recipe.value") as caught:
         chosen_template("{{ a }}\n{% for x in %}", [], LocalStore(), where="recipe.yml")
-    assert caught.value.code == "recipe.value"
     assert str(caught.value).startswith(
         "recipe.yml: the chat_template is no Jinja text, line 2: Expected an expression"
     )

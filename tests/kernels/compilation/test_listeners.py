@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from mergepipe.kernels.listeners import listen_to_compilation, mark_compilation
+from support.source_code import import_file
 
 SOURCE = """
 from mergepipe.kernels.compiled import kernel
@@ -20,15 +19,6 @@ def doubled(x):
 """
 
 
-def import_kernels(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("some_kernels", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_kernels__are_announced_when_compiled_and_not_when_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -36,7 +26,7 @@ def test_kernels__are_announced_when_compiled_and_not_when_loaded(
     path = tmp_path / "some_kernels.py"
     path.write_text(SOURCE, encoding="utf-8")
     heard: list[list[bool]] = [[], [], []]
-    first, again = import_kernels(path), import_kernels(path)
+    first, again = import_file(path), import_file(path)
     with listen_to_compilation(heard[0].append):
         assert first.doubled(2) == 4
     with listen_to_compilation(heard[1].append):
