@@ -343,7 +343,7 @@ def run_part(
 
     Args:
         part: (2, 7) is the second of seven parts: output files, dealt out by bytes. None only finishes.
-        finish: the output must be finished by this call; without it that is left to the worker of the last part.
+        finish: says so too; not with a `part`, of which the last one finishes.
         options: as of `run`, without `resume`. `shard_bytes` must be the same for all parts. What the output says of
             its inputs follows the call that publishes it.
 
@@ -362,10 +362,13 @@ def run_part(
     from mergepipe.jobs.parts import run_part as run_one
     from mergepipe.runs.settings import output_place, run_settings
 
+    if finish and part is not None:
+        message = "finishes what others made, and a part is made: whoever makes the last one finishes"
+        raise RecipeError.of("option.conflict", "--finish", message, "leave out --finish, or --part")
     number, n_parts = (None, 1) if part is None else check_part(*part)
     decided = _plan_value(plan)
     place, settings = output_place(out, run_settings(output, decided.seed), output.home)
-    choice = PartChoice(number, n_parts, finish or part is None)
+    choice = PartChoice(number, n_parts, finishes=part is None)
     return run_one(decided, place, choice, settings, started=started, on_progress=on_progress)
 
 

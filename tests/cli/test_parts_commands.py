@@ -40,6 +40,14 @@ def test_run__two_parts_make_the_full_merge(run: Runner, tmp_path: Path) -> None
     assert (again.exit_code, "published" in again.out) == (0, True)
 
 
+def test_run__refuses_a_part_and_finish_together(run: Runner, tmp_path: Path) -> None:
+    place, plan = make_workplace(tmp_path), tmp_path / "plan.json"
+    run("plan", place.recipe, "--all", "--out", plan, "--home", tmp_path / "home")
+    refused = run("run", plan, place.out, "--part", "1/2", "--finish")
+    assert (refused.exit_code, "leave out --finish, or --part" in refused.err) == (2, True)
+    assert not list(tmp_path.glob(".out.*"))
+
+
 def test_run__part_of_a_killed_process_is_made_by_another(run: Runner, tmp_path: Path) -> None:
     place, plan = make_workplace(tmp_path), tmp_path / "plan.json"
     home = ("--home", tmp_path / "home")

@@ -23,6 +23,7 @@ from mergepipe.jobs.parts import PartChoice, check_output, run_part
 from mergepipe.jobs.plan import PlanRequest, make_plan
 from mergepipe.options import DEFAULT_SHARD_BYTES, OutputOptions
 from mergepipe.planning.plan import Plan
+from mergepipe.recipes.fields import Strictness
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, PartReport, Progress, ProgressCallback
 from mergepipe.runs.inputs.opened import Inputs, open_inputs
@@ -56,7 +57,7 @@ class PartTask:
     plan_digest: str
     number: int
     n_parts: int
-    resume: Resume
+    strictness: Strictness
     options: OutputOptions
 
 
@@ -73,7 +74,8 @@ def make_part_of_plan(payload: bytes) -> bytes:
         task.out if isinstance(task.out, Path) else str(task.out), settings, task.options.home
     )
     report = run_part(
-        plan, staged, PartChoice(task.number, task.n_parts, publishes=False), replace(settings, resume=task.resume),
+        plan, staged, PartChoice(task.number, task.n_parts, publishes=False),
+        replace(settings, strictness=task.strictness),
         started=time.perf_counter(), on_progress=None,
     )  # fmt: skip
     return pickle.dumps(report)
@@ -282,7 +284,7 @@ class _RayRun:
             connections=self._settings.engine.remote.connections, home=self._cluster.home,
             force=self._settings.force, shard_bytes=self._shard_bytes,
         )  # fmt: skip
-        task = PartTask(self._out, self._planned.plan.digest, number, n_parts, self._settings.resume, options)
+        task = PartTask(self._out, self._planned.plan.digest, number, n_parts, self._settings.strictness, options)
         return pickle.dumps(task)
 
     def _take(self, outcome: Outcome | None) -> None:
