@@ -16,8 +16,9 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.outcome import private_outputs
 from mergepipe.errors import NotFoundError
 from mergepipe.jobs.evaluate import Evaluation, parse_evaluation
-from mergepipe.jobs.merge import run_merge, run_plan
+from mergepipe.jobs.merge import run_merge
 from mergepipe.jobs.plan import PlanRequest, make_plan
+from mergepipe.jobs.run import run_plan
 from mergepipe.planning.budget import BudgetRequest, Policy, ShareBudget, parse_budget
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.yaml_source import RecipeText
