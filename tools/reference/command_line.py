@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tools.reference import cell, row, table
@@ -19,6 +20,12 @@ With `--json` a command prints one JSON object, on success and on failure (then 
 time. `plan --json` prints the plan itself ([its format](../internals/formats/plan.md)).
 
 """
+_COMMON = """## Common options
+
+These mean the same wherever a command has them.
+"""
+_FEWEST_USERS = 7
+"""Commands that have an option with one default and one meaning, for which it is told once."""
 _DEFAULT = re.compile(r"\s*\[(default: .*|required)\]$")
 
 
@@ -28,10 +35,15 @@ def command_line_page() -> str:
     from mergepipe.cli.printing import REPORT_FORMAT
 
     commands = list(_commands(build_command(), "mergepipe"))
+    users = Counter(row for _, command in commands for row in map(_option, _shown(command, "option")))
+    common = [row for row, n_users in users.items() if n_users >= _FEWEST_USERS]
     contents = [f"- [`{path}`](#{path.replace(' ', '-')}): {_summary(command)}" for path, command in commands]
     return _HEAD.replace("REPORT_FORMAT", REPORT_FORMAT) + "\n".join(
-        [*contents, "", *(line for each in commands for line in _section(*each))]
-    )
+        [
+            *contents, "", _COMMON, *table("option", "default", "meaning"), *common, "",
+            *(line for each in commands for line in _section(*each, common)),
+        ]
+    )  # fmt: skip
 
 
 def _commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -46,16 +58,22 @@ def _summary(command: Any) -> str:
     return str(command.help).split("\n\n")[0].replace("\n", " ").strip()
 
 
-def _section(path: str, command: Any) -> list[str]:
-    shown = [param for param in command.params if not getattr(param, "hidden", False)]
-    arguments = [param for param in shown if param.param_type_name == "argument"]
-    options = [param for param in shown if param.param_type_name == "option"]
+def _shown(command: Any, kind: str) -> list[Any]:
+    return [each for each in command.params if each.param_type_name == kind and not getattr(each, "hidden", False)]
+
+
+def _section(path: str, command: Any, common: Sequence[str]) -> list[str]:
+    arguments, options = _shown(command, "argument"), _shown(command, "option")
     usage = " ".join([path, *(_argument_name(each) for each in arguments), "[OPTIONS]" if options else ""]).strip()
     lines = [f"## {path}", "", "```text", usage, "```", "", *_paragraphs(command), ""]
     if arguments:
         lines += [*table("argument", "meaning"), *(_argument(each) for each in arguments), ""]
-    if options:
-        lines += [*table("option", "default", "meaning"), *(_option(each) for each in options), ""]
+    own = [line for line in map(_option, options) if line not in common]
+    if own:
+        lines += [*table("option", "default", "meaning"), *own, ""]
+    shared = [f"`{'/'.join([*each.opts, *each.secondary_opts])}`" for each in options if _option(each) in common]
+    if shared:
+        lines += [f"And, of the [common options](#common-options), {', '.join(shared)}.", ""]
     return lines
 
 
