@@ -119,8 +119,8 @@ def _wanted_policy(options: PlanOptions, *, everything: bool) -> Policy | None:
 def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogLink) -> Plan:
     """Plan a merge of opened inputs from the catalog, and indices of packed experts.
 
-    Where no policy is asked for a sample is planned; packed experts are read at levels, by norm, and so are blocks of
-    analyzed experts that a sample would have to read whole.
+    Where no policy is asked for a sample is planned; blocks by norm where a sample would have to read experts whole
+    that were analyzed or packed.
 
     Raises:
         UnsupportedError: `plan.unsupported`, it cannot be sampled and not all experts were analyzed.
@@ -137,8 +137,6 @@ def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogL
         facts = replace(facts, statistics=({},) * len(inputs.expert_models))
     if request.policy is not None:
         plan = _plan_by(request.policy, store, inputs, request, facts)
-    elif _are_packed(inputs):
-        plan = _plan_by(Policy.NORM, store, inputs, request, facts)
     else:
         plan = _sampled_or_by_norm(store, inputs, request, facts)
     if request.strictness.strict:
@@ -151,11 +149,11 @@ def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogL
 
 
 def _sampled_or_by_norm(store: Store, inputs: Inputs, request: PlanRequest, facts: _KnownFacts) -> Plan:
-    """Plan a sample, or by norm where the rule needs what a sample does not read and all experts were analyzed."""
+    """Plan a sample, or by norm where the rule needs what a sample does not read and norms are known."""
     try:
         return _plan_by(Policy.SAMPLE, store, inputs, request, facts)
     except UnsupportedError as error:
-        if not all(facts.statistics):
+        if not all(facts.statistics) and not _are_packed(inputs):
             raise
         notice = Fallback("policy", "blocks are read by norm, none are sampled", error.problems[0].message)
     plan = _plan_by(Policy.NORM, store, inputs, request, facts)
@@ -261,7 +259,7 @@ def _refuse_starved(plan: Plan) -> None:
 
 
 def _are_packed(inputs: Inputs) -> bool:
-    """Whether some expert is packed, and read at levels."""
+    """Whether some expert is packed: its index has norms."""
     return any(inputs.checkpoints[model].encoded is not None for model in inputs.expert_models)
 
 
