@@ -15,7 +15,7 @@ from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import INDEX_NAME
 from mergepipe.errors import LimitError
-from mergepipe.options import MergeOptions, RunOptions
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.storage.ledger import Ledger, Purpose
 from support.disk_families import DiskFamily, weights_digest, write_family, write_recipe
@@ -66,8 +66,11 @@ def recipe_of(family: DiskFamily, name: str, folder: Path) -> Path:
     return write_recipe(folder / f"{name}.yml", CASES[name], family)
 
 
+BY_NORM = PlanOptions(select="norm")  # levels; a sample reads all experts at a position or none
+
+
 def plan_of(family: DiskFamily, budget: str, folder: Path, name: str = "average") -> Plan:
-    return mergepipe.plan(recipe_of(family, name, folder), budget, home=folder / "home")
+    return mergepipe.plan(recipe_of(family, name, folder), budget, home=folder / "home", options=BY_NORM)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -76,7 +79,9 @@ def test_merge__under_a_budget_reads_each_index_once_as_the_experts(
     family: DiskFamily, tmp_path: Path, charges: list[tuple[str, Purpose, int]], name: str, budget: str
 ) -> None:
     recipe = recipe_of(family, name, tmp_path)
-    report = mergepipe.merge(recipe, tmp_path / "out", budget=budget, options=MergeOptions(home=tmp_path / "home"))
+    report = mergepipe.merge(
+        recipe, tmp_path / "out", budget=budget, options=MergeOptions(home=tmp_path / "home", select="norm")
+    )
     reads = index_reads(charges)
     sizes = {str(place / INDEX_NAME): (place / INDEX_NAME).stat().st_size for place in family.places[1:]}
     assert sorted(reads) == sorted((file, Purpose.EXPERT, size) for file, size in sizes.items())

@@ -157,7 +157,9 @@ def float32_error(place: Place, plan: Plan, folder: Path) -> float:
 def test_plan__of_levels_beats_dropping_blocks_of_the_originals(place: Place, folder: Path) -> None:
     recipes = {name: place.recipe(AVERAGE, name, "float32") for name in ("raw", "mixed", "packed")}
     full = mergepipe.plan(recipes["raw"], "100%", home=place.home).full_cost_bytes
-    plans = {name: mergepipe.plan(recipe, f"{full // 8}B", home=place.home) for name, recipe in recipes.items()}
+    by_norm = PlanOptions(select="norm")
+    budget = f"{full // 8}B"
+    plans = {name: mergepipe.plan(recipe, budget, home=place.home, options=by_norm) for name, recipe in recipes.items()}
     errors = {name: float32_error(place, plan, folder) for name, plan in plans.items()}
     assert errors["packed"] < 0.5 * errors["raw"]
     assert errors["packed"] < errors["mixed"] < errors["raw"]
@@ -206,7 +208,12 @@ def test_verify__makes_a_merge_of_levels_again(place: Place, folder: Path) -> No
 
 
 def test_sweep__of_mixed_experts_comes_closer_with_every_budget(place: Place) -> None:
-    points = mergepipe.sweep(place.recipe(AVERAGE), ["10%", "40%", "100%"], options=RunOptions(home=place.home)).points
+    points = mergepipe.sweep(
+        place.recipe(AVERAGE),
+        ["10%", "40%", "100%"],
+        plan=PlanOptions(select="norm"),
+        options=RunOptions(home=place.home),
+    ).points
     errors = [point.error for point in points if point.policy == "norm" and point.error is not None]
     assert len(errors) == 3
     assert errors == sorted(errors, reverse=True)
@@ -214,13 +221,14 @@ def test_sweep__of_mixed_experts_comes_closer_with_every_budget(place: Place) ->
 
 
 def test_plan__of_packed_experts_alone_needs_no_analysis_and_takes_larger_blocks(place: Place, folder: Path) -> None:
-    plan = mergepipe.plan(place.recipe(AVERAGE, "packed", "float32"), "15%", home=folder / "empty")
+    by_norm = PlanOptions(select="norm")
+    plan = mergepipe.plan(place.recipe(AVERAGE, "packed", "float32"), "15%", home=folder / "empty", options=by_norm)
     assert plan.block_elements == 8 * BLOCK_ELEMENTS
     fine = mergepipe.plan(
         place.recipe(AVERAGE, "packed"),
         "15%",
         home=folder / "empty",
-        options=PlanOptions(block_elements=BLOCK_ELEMENTS),
+        options=PlanOptions(select="norm", block_elements=BLOCK_ELEMENTS),
     )
     assert plan.full_cost_bytes < fine.full_cost_bytes
 
@@ -255,7 +263,7 @@ def test_plan__mixes_a_store_a_raw_expert_and_an_adapter(tmp_path: Path) -> None
         mergepipe.run(mergepipe.plan(recipe, "100%", home=tmp_path / "home"), tmp_path / "out", force=True)
         digests.append(weights_digest(tmp_path / "out"))
     assert digests[0] == digests[1]
-    plan = mergepipe.plan(recipe, "20%", home=tmp_path / "home")
+    plan = mergepipe.plan(recipe, "20%", home=tmp_path / "home", options=PlanOptions(select="norm"))
     assert plan.tensors[0].access[0].levels
     assert plan.tensors[0].access[2].blocks
     report = mergepipe.run(plan, tmp_path / "some", options=RunOptions(catalog=False))
