@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from symbol_coding import scaled
 
 from mergepipe.core.blocks import BF16, F32
-from mergepipe.deltastore.codec.arrays import HAS_VECTOR_LOOKUP, bytes_equal, look_up_scalar, look_up_vector
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes, base_contexts, encode_block
 from mergepipe.deltastore.codec.element_codes import (
     BODY_SYMBOLS,
@@ -52,6 +51,7 @@ from mergepipe.deltastore.codec.residuals import (
 )
 from mergepipe.deltastore.codec.symbol_stages import Contexts, encode_stages_scalar, encode_stages_vector
 from mergepipe.deltastore.codec.vector_symbols import HAS_VECTOR_ENCODER
+from mergepipe.deltastore.codec.vectors import HAS_VECTOR_LOOKUP, bytes_equal, look_up_scalar, look_up_vector
 from mergepipe.kernels.compiled import Bytes, Counts
 
 seeds = st.integers(0, 2**32 - 1)

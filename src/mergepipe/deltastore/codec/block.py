@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, F16, DType, DTypeKind
-from mergepipe.deltastore.codec.arrays import bytes_equal, copied_to_layout, corrupt, in_layout, scratch
+from mergepipe.deltastore.codec.arrays import copied_to_layout, corrupt, in_layout, scratch
 from mergepipe.deltastore.codec.element_codes import (
     BF16_MANTISSA_BITS,
     F16_MANTISSA_BITS,
@@ -44,6 +44,7 @@ from mergepipe.deltastore.codec.tile_encode import (
     work_bytes,
 )
 from mergepipe.deltastore.codec.vector_symbols import has_vector_decoder
+from mergepipe.deltastore.codec.vectors import bytes_equal
 from mergepipe.kernels.codec import decode_all, decode_tile, encode_all
 from mergepipe.kernels.compiled import Bytes, Counts, Floats
 from mergepipe.kernels.merge import take_delta

@@ -10,16 +10,8 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
-from mergepipe.deltastore.codec.arrays import (
-    I32,
-    I64,
-    array_pointers,
-    core,
-    load_vector,
-    look_up,
-    store_vector,
-)
 from mergepipe.deltastore.codec.rans import MAX_CONTEXTS, SKIPPED, Bits16
+from mergepipe.deltastore.codec.vectors import I32, I64, array_pointers, core, load_vector, look_up, store_vector
 from mergepipe.kernels.compiled import Bytes, Counts, Doubles, Floats, intrinsic, kernel, template
 
 # --- codes, ordinals, contexts and symbols of elements: the definitions that encoder and decoder of BANDS share ---

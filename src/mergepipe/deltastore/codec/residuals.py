@@ -7,14 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mergepipe.deltastore.codec.arrays import (
-    I64,
-    array_pointers,
-    call_intrinsic,
-    copy_bytes,
-    core,
-    has_features,
-)
 from mergepipe.deltastore.codec.element_codes import (
     CHUNK_ELEMENTS,
     EDGE_CLASSES,
@@ -32,6 +24,7 @@ from mergepipe.deltastore.codec.element_codes import (
 )
 from mergepipe.deltastore.codec.rans import MAX_CONTEXTS, Bits16
 from mergepipe.deltastore.codec.stream_elements import ROUND, STREAM_ROOM, collect
+from mergepipe.deltastore.codec.vectors import I64, array_pointers, call_intrinsic, copy_bytes, core, has_features
 from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, intrinsic, kernel
 
 # --- choose the widths of residuals, in bits, from a sample of a block ---

@@ -8,7 +8,15 @@ from typing import Any, TypeVar
 import numpy as np
 from llvmlite import ir
 
-from mergepipe.deltastore.codec.arrays import (
+from mergepipe.deltastore.codec.element_codes import (
+    FIRST_BODY_CODE,
+    FIRST_CELL_CODE,
+    LAST_CELL_CODE,
+    N_CODES,
+    STREAM_CODES,
+)
+from mergepipe.deltastore.codec.rans import Bits16
+from mergepipe.deltastore.codec.vectors import (
     I8,
     I16,
     I64,
@@ -22,14 +30,6 @@ from mergepipe.deltastore.codec.arrays import (
     mask_of,
     store_vector,
 )
-from mergepipe.deltastore.codec.element_codes import (
-    FIRST_BODY_CODE,
-    FIRST_CELL_CODE,
-    LAST_CELL_CODE,
-    N_CODES,
-    STREAM_CODES,
-)
-from mergepipe.deltastore.codec.rans import Bits16
 from mergepipe.kernels.compiled import Bits64, Bytes, Counts, Floats, intrinsic, kernel
 
 Elements = TypeVar("Elements", Bits16, Floats)

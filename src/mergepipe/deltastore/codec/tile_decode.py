@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mergepipe.deltastore.codec.arrays import look_up, shift_left
 from mergepipe.deltastore.codec.element_codes import (
     BF16_MANTISSA_BITS,
     BODY_SYMBOLS,
@@ -59,6 +58,7 @@ from mergepipe.deltastore.codec.residuals import unpack_stream, unpack_stream_by
 from mergepipe.deltastore.codec.stream_elements import ALL_ROOM, DECODED_TILE, STREAM_ROOM, collect_streams, place
 from mergepipe.deltastore.codec.symbol_stages import decode_codes_scalar
 from mergepipe.deltastore.codec.vector_symbols import N_STARTS, decode_codes_vector
+from mergepipe.deltastore.codec.vectors import look_up, shift_left
 from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, Floats, kernel, template
 
 # --- kernels that turn the codes and residuals of one stream of a tile back into 16-bit values or deltas ---

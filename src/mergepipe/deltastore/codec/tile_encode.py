@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mergepipe.deltastore.codec.arrays import copy_bytes, look_up
 from mergepipe.deltastore.codec.element_codes import (
     BF16_MANTISSA_BITS,
     BODY_SYMBOLS,
@@ -47,6 +46,7 @@ from mergepipe.deltastore.codec.residuals import (
     write_residual_piece,
 )
 from mergepipe.deltastore.codec.symbol_stages import encode_stages
+from mergepipe.deltastore.codec.vectors import copy_bytes, look_up
 from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel, template
 
 # --- kernels that turn a bf16 block and its base into codes and residuals, tile by tile ---

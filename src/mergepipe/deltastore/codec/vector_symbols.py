@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from mergepipe.deltastore.codec.arrays import (
+from mergepipe.deltastore.codec.element_codes import BODY_SYMBOLS, FIRST_BODY_CODE, HEAD_SYMBOLS
+from mergepipe.deltastore.codec.rans import LANES, LOWEST_STATE, PRECISION_BITS, SKIPPED, TOTAL, Bits16
+from mergepipe.deltastore.codec.vectors import (
     I1,
     I8,
     I16,
@@ -23,8 +25,6 @@ from mergepipe.deltastore.codec.arrays import (
     load_vector,
     store_vector,
 )
-from mergepipe.deltastore.codec.element_codes import BODY_SYMBOLS, FIRST_BODY_CODE, HEAD_SYMBOLS
-from mergepipe.deltastore.codec.rans import LANES, LOWEST_STATE, PRECISION_BITS, SKIPPED, TOTAL, Bits16
 from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, intrinsic, kernel
 
 # --- encode the rANS symbols of both stages of a block at once, 16 states at a time with AVX-512 ---
