@@ -205,6 +205,7 @@ def _about(results: Results) -> str:
         f" fine-tunes of it on one domain each ({trainings}). A sample (`--select sample`) draws"
         " positions in the tensors, reads these of all experts, merges them exactly, and divides what that changes by"
         " the probability of the draw; all else stays as the base. Units are what is drawn, in elements of two bytes."
+        " Budgets of packed experts are shares of the bytes that they have unpacked."
         " Nothing was known of the experts, but where norms are on record; blocks by norm and at random were planned"
         " from `analyze`. Of still longer fine-tunes, other rates and larger models nothing follows"
         f" from here. Seeds: {seeds}; every merge is one draw."

@@ -123,8 +123,8 @@ class RunOptions:
 class PlanOptions:
     """Options of spending a budget.
 
-    Without `select` a sample is read; by norm where experts are packed, weights are renormalised, or the rule cannot be
-    sampled and all experts were analyzed. Statistics of another grid than `block_elements` are carried over. For merges
+    Without `select` a sample is read; by norm where weights are renormalised, or the rule cannot be sampled and all
+    experts were analyzed or packed. Statistics of another grid than `block_elements` are carried over. For merges
     `strict` and `lenient` of `MergeOptions` count.
 
     Raises:

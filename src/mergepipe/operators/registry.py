@@ -37,11 +37,6 @@ def operator_named(name: str) -> Operator:
     return _OPERATORS[name]
 
 
-def is_built_in(operator: Operator) -> bool:
-    """Whether its name and parameters say what it does, for every process that runs this version of MergePipe."""
-    return _BUILT_IN.get(operator.spec.name) == operator
-
-
 def add_operator(operator: Operator) -> None:
     """Let recipes name an operator."""
     name = operator.spec.name

@@ -279,10 +279,6 @@ class Ladder:
             found_B[here_B] = values_KB[k, here_B]
         return found_B
 
-    def cost_at(self, level_B: NDArray[np.int8]) -> NDArray[np.int64]:
-        """Return the bytes of each block at its own level."""
-        return self.at(level_B, self.cost_KB.astype(np.float64), np.zeros(len(level_B))).astype(np.int64)
-
 
 Ladders = Mapping[tuple[int, int], Ladder]
 """By expert and tensor."""

@@ -87,11 +87,6 @@ class WorkLog:
         self._descriptor = -1
         self._has_durable_name = False
 
-    @property
-    def is_begun(self) -> bool:
-        """Whether this run has written to it."""
-        return self._descriptor >= 0
-
     def append(self, record: Record, *, is_durable: bool) -> None:
         """Append a record, which has a `kind`."""
         try:

@@ -271,12 +271,6 @@ def _packed_row(expert: PackedExpert) -> tuple[str, ...]:
     return (str(expert.store), _blocks_text(expert) + before, *sizes, format_seconds(expert.seconds), speed)
 
 
-def _size_text(expert: PackedExpert) -> str:
-    """Return the store's size and share, and its blocks."""
-    sizes = f"{format_bytes(expert.tensor_bytes)} in {format_bytes(expert.store_bytes)} ({expert.share:.1%})"
-    return f"{sizes}; {_blocks_text(expert)}"
-
-
 def _blocks_text(expert: PackedExpert) -> str:
     """Return how the blocks can be read, and why some have no levels."""
     blocks = ", ".join(f"{plural(count, 'block')} {_CODEC_WORDS[codec]}" for codec, count in expert.blocks.items())
