@@ -117,7 +117,7 @@ def test_merge__that_fails_after_the_commit_says_what_stands(
 ) -> None:
     with monkeypatch.context() as patch:
         if where == "catalog":
-            patch.setattr(Catalog, "adopt_snapshot", raising(error))
+            patch.setattr(Catalog, "record_snapshot", raising(error))
         elif where == "report":
             patch.setattr(merging, "MergeReport", raising(error))
         else:

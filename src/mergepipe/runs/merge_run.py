@@ -190,7 +190,7 @@ def publish_merge(
                 before_publish(manifest, staging.path)
             publication.publish(manifest)
         if bucket is None:
-            link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
+            link.use(lambda catalog: catalog.record_snapshot(manifest, out.absolute(), created=datetime.now(UTC)))
         return replace(
             run.report(settings.destination or out, manifest),
             earlier_expert_bytes=progress.earlier_expert_bytes,
