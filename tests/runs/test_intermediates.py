@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import mergepipe
-from mergepipe.errors import MergePipeError, UnsupportedError
+from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError
 from mergepipe.runs.inputs.opened import open_inputs
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -99,3 +99,13 @@ def test_plan__does_not_reach_into_other_documents(folder: Path) -> None:
     with pytest.raises(UnsupportedError, match="merge that document first") as caught:
         mergepipe.plan(both, budget="50%", home=folder / "home")
     assert caught.value.problems[0].code == "plan.unsupported"
+
+
+@pytest.mark.parametrize("model", ["made+adapter", "{model: {path: made}, lora: {path: adapter}}"])
+def test_merge__refuses_an_adapter_on_what_another_document_makes(folder: Path, model: str) -> None:
+    inner = "merge_method: linear\nmodels:\n  - {model: MODEL, parameters: {weight: 1.0}}\n".replace("MODEL", model)
+    both = recipe(folder, "both.yml", f"name: made\n{SUM}---\n{inner}")
+    (folder / "adapter").mkdir()
+    with pytest.raises(RecipeError, match="an adapter applies to a stored model, not to what another"):
+        mergepipe.merge(both, folder / "out")
+    assert not (folder / "out").exists()

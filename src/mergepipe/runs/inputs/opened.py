@@ -13,7 +13,7 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_notices
 from mergepipe.checkpoints.vocabulary import counted
 from mergepipe.core.notices import DroppedTensor, Notice, notice_at, told_once
-from mergepipe.errors import MergePipeError
+from mergepipe.errors import MergePipeError, RecipeError
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.recipes.fields import USUAL, Strictness, refuse_notices
@@ -194,6 +194,13 @@ def _opened(
     strictness: Strictness,
 ) -> Inputs:
     models = recipe.inputs()
+    for model in models:
+        if model.intermediate is not None and model.adapter is not None:
+            message = (
+                f"'{model.text}': an adapter applies to a stored model, '{model.intermediate}' is another document's"
+            )
+            hint = "merge that document into a folder first, and name the folder"
+            raise RecipeError.of("recipe.unsupported", model.where, message, hint)
     intermediates = {i: made[m.intermediate] for i, m in enumerate(models) if m.intermediate is not None}
     open_named = partial(_open_named, store, allow_unapplied=allow_dropped)
     base = intermediates[0].checkpoint if 0 in intermediates else open_named(models[0], None)
