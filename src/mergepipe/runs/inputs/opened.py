@@ -196,9 +196,7 @@ def _opened(
     models = recipe.inputs()
     for model in models:
         if model.intermediate is not None and model.adapter is not None:
-            message = (
-                f"'{model.text}': an adapter applies to a stored model, '{model.intermediate}' is another document's"
-            )
+            message = f"'{model.text}': an adapter applies to a stored model, not to what another document makes"
             hint = "merge that document into a folder first, and name the folder"
             raise RecipeError.of("recipe.unsupported", model.where, message, hint)
     intermediates = {i: made[m.intermediate] for i, m in enumerate(models) if m.intermediate is not None}
