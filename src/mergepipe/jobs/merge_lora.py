@@ -63,6 +63,11 @@ class MergeLoraRequest:
     density: float | None
     seed: int = 0
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether an operator merges the cores, with the weights."""
+        return self.method not in (CONCATENATION, TRUNCATION)
+
 
 def merge_lora_adapters(adapters: Sequence[str], out: Path, request: MergeLoraRequest) -> MergeLoraReport:
     """Write the adapter that stands for the merged deltas of `adapters`; see `api.merge_lora`.
@@ -186,8 +191,7 @@ class _AdapterMerge:
 
     def write(self, writer: AdapterWriter) -> None:
         """Merge module by module, and write the factors as they come."""
-        is_elementwise = self.request.method not in (CONCATENATION, TRUNCATION)
-        cores = self._merged_cores() if is_elementwise else {}
+        cores = self._merged_cores() if self.request.is_elementwise else {}
         for module in self._modules:
             self._write_module(writer, module, cores)
         for name, entry in self._whole().items():
@@ -287,8 +291,7 @@ class _AdapterMerge:
     def _scale(self, owner: int, module: str) -> float:
         """Return what a product is multiplied by: its own scale and, where no operator does that, the weight."""
         config, names = self.adapters[owner].config, self._parameter_names(module)
-        is_elementwise = self.request.method not in (CONCATENATION, TRUNCATION)
-        weight = 1.0 if is_elementwise else self.request.weights[owner]
+        weight = 1.0 if self.request.is_elementwise else self.request.weights[owner]
         return config.scale_of(names[0] if names else module) * weight
 
     def _bias(self, module: str) -> NDArray[np.float32]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -109,17 +110,23 @@ def compose(
     _require(self_check, THOROUGHNESS, "--self-check")
     from mergepipe.tailor import api
 
-    with _progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.compose(
-            recipe,
-            out,
-            state_from=state_from,
-            export=export,
-            self_check=self_check,
-            memory_bytes=memory_bytes,
-            force=force,
-            on_progress=on_progress,
-        )
+    make = partial(
+        api.compose,
+        recipe,
+        out,
+        state_from=state_from,
+        export=export,
+        self_check=self_check,
+        memory_bytes=memory_bytes,
+        force=force,
+    )
+    _make(make, context.obj, printing)
+
+
+def _make(make: Callable[..., CompositionReport], session: Session, printing: ReportOptions) -> None:
+    """Make an output with its progress shown, and print the report."""
+    with _progress_shown(session, silent=printing.silent) as on_progress:
+        report = make(on_progress=on_progress)
     if printing.as_json or not printing.quiet:
         _print(report, as_json=printing.as_json)
 
@@ -166,22 +173,20 @@ def average(
     _require(self_check, THOROUGHNESS, "--self-check")
     from mergepipe.tailor import api
 
-    with _progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.average(
-            checkpoints,
-            out,
-            weights=weights,
-            alpha=alpha,
-            optimizer=optimizer,
-            dtype=dtype,
-            config=config,
-            self_check=self_check,
-            memory_bytes=memory_bytes,
-            force=force,
-            on_progress=on_progress,
-        )
-    if printing.as_json or not printing.quiet:
-        _print(report, as_json=printing.as_json)
+    make = partial(
+        api.average,
+        checkpoints,
+        out,
+        weights=weights,
+        alpha=alpha,
+        optimizer=optimizer,
+        dtype=dtype,
+        config=config,
+        self_check=self_check,
+        memory_bytes=memory_bytes,
+        force=force,
+    )
+    _make(make, context.obj, printing)
 
 
 def export(
@@ -203,19 +208,17 @@ def export(
     _require(self_check, THOROUGHNESS, "--self-check")
     from mergepipe.tailor import api
 
-    with _progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.export(
-            checkpoint,
-            out,
-            dtype=dtype,
-            config=config,
-            self_check=self_check,
-            memory_bytes=memory_bytes,
-            force=force,
-            on_progress=on_progress,
-        )
-    if printing.as_json or not printing.quiet:
-        _print(report, as_json=printing.as_json)
+    make = partial(
+        api.export,
+        checkpoint,
+        out,
+        dtype=dtype,
+        config=config,
+        self_check=self_check,
+        memory_bytes=memory_bytes,
+        force=force,
+    )
+    _make(make, context.obj, printing)
 
 
 def recipe(
