@@ -199,8 +199,7 @@ def test_options__have_these_fields() -> None:
     common = ["threads", "memory_bytes", "home", "catalog", "connections"]
     assert field_names(options.RunOptions) == common
     assert field_names(options.PlanOptions) == [
-        "select", "where_omitted", "min_density", "block_elements",
-        "request_cost_bytes", "importance", "strict", "lenient",
+        "select", "where_omitted", "min_density", "block_elements", "importance", "strict", "lenient",
     ]  # fmt: skip
     output = [*common, "force", "shard_bytes", "paths", "base_model_ids", "resume", "executor", "address"]
     assert field_names(options.OutputOptions) == output

@@ -47,7 +47,6 @@ TABLE: list[Row] = [
     ("MergeOptions", MergeOptions, "memory_bytes", SIZES),
     ("MergeOptions", MergeOptions, "shard_bytes", SIZES),
     ("RunOptions", RunOptions, "connections", [(0, "option.out-of-range"), (257, "option.invalid")]),
-    ("PlanOptions", PlanOptions, "request_cost_bytes", SIZES),
     ("PlanOptions", PlanOptions, "block_elements", BLOCKS),
     ("PlanOptions", PlanOptions, "min_density", [(v, "option.invalid") for v in (0.0, *SHARES)]),
     ("merge", partial(mergepipe.merge, X, X), "seed", SEEDS),

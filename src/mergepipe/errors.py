@@ -66,7 +66,6 @@ KEYWORD_OF_OPTION = {
     "--private": "private=True",
     "--rank": "rank",
     "--replace": "replace=True",
-    "--request-cost": "request_cost_bytes",
     "--resume": "resume=True",
     "--sample": "deep_fraction",
     "--save-modules": "save_modules",

@@ -161,15 +161,6 @@ class PlanOptions:
         ),
     )
     block_elements: int | None = option(None, BLOCK_ELEMENTS)
-    request_cost_bytes: int | None = option(
-        None,
-        Flag(
-            "Read gaps shorter than this in remote experts too, in place of another request.",
-            metavar="SIZE",
-            default="3MB",
-            panel=RARE_PANEL,
-        ),
-    )
     importance: str | Path | None = option(
         None,
         Flag(
@@ -184,8 +175,6 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         _check_strictness(strict=self.strict, lenient=self.lenient)
-        if self.request_cost_bytes is not None:
-            positive("--request-cost", self.request_cost_bytes)
         density = self.min_density
         if density is not None and not 0.0 < density <= 1.0:
             raise RecipeError.of("option.invalid", "--min-density", f"{density:g} was given", "it is in (0, 1]")

@@ -53,5 +53,5 @@ def test_errors__name_keyword_arguments_in_python_and_options_on_the_command_lin
     error = OutputError.of("output.exists", "out", "already exists", "choose another name, or use --force")
     assert str(error) == "out: already exists; choose another name, or use force=True"
     assert str(error.problems[0]).endswith("--force")
-    paired = OutputError.of("x", "--request-cost", "no size", "add --select norm, or --unknown, not /a/--force/b")
-    assert str(paired) == 'request_cost_bytes: no size; add select="norm", or --unknown, not /a/--force/b'
+    paired = OutputError.of("x", "--memory", "no size", "add --select norm, or --unknown, not /a/--force/b")
+    assert str(paired) == 'memory_bytes: no size; add select="norm", or --unknown, not /a/--force/b'

@@ -60,7 +60,6 @@ class PlanRequest:
     choices: PlanningChoices
     block_elements: int | None
     allow_dropped: tuple[str, ...] = ()
-    request_cost_bytes: int | None = None
     strictness: Strictness = USUAL
     everything: bool = False
     importance: Location | None = None
@@ -100,7 +99,6 @@ def plan_request(
         choices,
         options.block_elements,
         tuple(allow_dropped),
-        options.request_cost_bytes,
         Strictness(strict or options.strict, options.lenient),
         everything,
         None if options.importance is None else Location.of(options.importance),
@@ -161,8 +159,7 @@ def _sampled_or_by_norm(store: Store, inputs: Inputs, request: PlanRequest, fact
 
 
 def _plan_by(policy: Policy, store: Store, inputs: Inputs, request: PlanRequest, facts: _KnownFacts) -> Plan:
-    request_bytes = _request_bytes(request, inputs, store)
-    unit_elements = _sampled_unit(inputs, request_bytes) if policy is Policy.SAMPLE else _suitable_block(inputs, facts)
+    unit_elements = _sampled_unit(inputs, store) if policy is Policy.SAMPLE else _suitable_block(inputs, facts)
     importance = None
     if request.importance is not None and not request.everything:
         from mergepipe.runs.budget.importance import read_importance
@@ -181,7 +178,6 @@ def _plan_by(policy: Policy, store: Store, inputs: Inputs, request: PlanRequest,
         ),
         statistics=facts.statistics,
         unread=find_unread(inputs, request.budget),
-        request_bytes=request_bytes if any(request_bytes) else (),
         importance=importance,
     )
     ranking, budget_bytes = _with_reserve(rank_blocks(problem, request.budget, policy, request.choices), inputs, store)
@@ -193,22 +189,16 @@ def _plan_by(policy: Policy, store: Store, inputs: Inputs, request: PlanRequest,
     return replace(plan, importance=ImportanceRecord(str(request.importance.absolute()), digest_of(importance)))
 
 
-def _request_bytes(request: PlanRequest, inputs: Inputs, store: Store) -> tuple[int, ...]:
-    """Return the bytes that a request of each expert's files is worth: 0 where they are local.
-
-    Where the request does not say it the store's terms do, so that plans do not depend on how fast a link is today.
-    """
-    costs = [store.terms(inputs.checkpoints[model].path).request_cost_bytes for model in inputs.expert_models]
-    wanted_bytes = request.request_cost_bytes
-    return tuple(cost if wanted_bytes is None or not cost else wanted_bytes for cost in costs)
+def _are_dear(inputs: Inputs, store: Store) -> bool:
+    """Whether requests for some expert cost anything, by the terms of its store: not by how fast a link is today."""
+    return any(store.terms(inputs.checkpoints[model].path).request_cost_bytes for model in inputs.expert_models)
 
 
 def _with_reserve(ranking: Ranking, inputs: Inputs, store: Store) -> tuple[Ranking, int]:
     """Return a ranking that leaves room for repeated requests where experts lie on servers, and the whole budget."""
     budget_bytes, full_bytes = ranking.budget_bytes, ranking.full_cost_bytes
     least_bytes = ranking.least_useful_bytes()
-    terms = (store.terms(inputs.checkpoints[model].path) for model in inputs.expert_models)
-    if least_bytes is None or not any(term.request_cost_bytes for term in terms):
+    if least_bytes is None or not _are_dear(inputs, store):
         return ranking, budget_bytes
     reserve_bytes = retry_reserve_bytes(budget_bytes, full_bytes)
     spent_bytes = budget_bytes - reserve_bytes
@@ -272,10 +262,12 @@ def _suitable_block(inputs: Inputs, facts: _KnownFacts) -> int:
     return PACKED_BLOCK_ELEMENTS if experts and are_packed else DEFAULT_BLOCK_ELEMENTS
 
 
-def _sampled_unit(inputs: Inputs, request_bytes: Sequence[int]) -> int:
+def _sampled_unit(inputs: Inputs, store: Store) -> int:
     """Choose the unit of a sample: a larger one for costly requests, encoded blocks, and models of very many units."""
     is_large = inputs.resolution.output_bytes > SMALL_UNITS_BYTES
-    return DEFAULT_BLOCK_ELEMENTS if is_large or _are_packed(inputs) or any(request_bytes) else SAMPLED_UNIT_ELEMENTS
+    return (
+        DEFAULT_BLOCK_ELEMENTS if is_large or _are_packed(inputs) or _are_dear(inputs, store) else SAMPLED_UNIT_ELEMENTS
+    )
 
 
 @dataclass(frozen=True, slots=True)

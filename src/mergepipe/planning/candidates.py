@@ -279,7 +279,6 @@ class Candidates:
         served_by_EB: the expert whose identical bytes serve the block; itself for most.
         whole_ET: the tensor of that expert is read in all its blocks, or not at all.
         ladders: of what can be read in part; `cost_EB` is that of all of a block.
-        request_bytes_E: the bytes that a request of an expert's file is worth; 0 where requests cost nothing.
     """
 
     columns: Columns
@@ -288,7 +287,6 @@ class Candidates:
     served_by_EB: NDArray[np.int16]
     whole_ET: NDArray[np.bool_]
     ladders: Ladders = field(default_factory=dict)
-    request_bytes_E: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
 
     @property
     def n_experts(self) -> int:

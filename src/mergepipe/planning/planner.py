@@ -143,10 +143,7 @@ def _planning_data(problem: PlanningProblem, *, samples: bool) -> _PlanningData:
         cost_EB[e, inside] += 0 if step == 1 else step
     for (e, t), ladder in ladders.items():
         cost_EB[e, columns.of_tensor(t)] = ladder.cost_KB[-1]
-    candidates = replace(
-        find_candidates(columns, cost_EB, known_statistics, whole_ET, ladders),
-        request_bytes_E=np.array(problem.request_bytes or np.zeros(columns.n_experts), np.int64),
-    )
+    candidates = find_candidates(columns, cost_EB, known_statistics, whole_ET, ladders)
     sample_E, side_E = _sample_costs(problem), _side_costs(problem)
     full_E = full_costs(candidates, sample_E) + side_E + _unread_lower_bounds(problem)
     return _PlanningData(columns, known_statistics, rules, candidates, reasons, unknown, sample_E, side_E, full_E)

@@ -48,9 +48,7 @@ class PlanningProblem:
     `statistics` has one mapping per expert, from the name of a task to what is known of its tensor in that task. A
     tensor without an entry is one of which nothing is known; statistics of another grid are carried over.
 
-    Of experts that are `unread` not even the index is read. A request of each expert's files is worth `request_bytes`
-    more bytes: shorter gaps between selected blocks are selected too; none where empty. A sample is drawn by
-    `importance`, of each task as a whole.
+    Of experts that are `unread` not even the index is read. A sample is drawn by `importance`, of each task as a whole.
     """
 
     operator: str
@@ -61,7 +59,6 @@ class PlanningProblem:
     models: tuple[PlanningModel, ...]
     statistics: tuple[Mapping[str, TensorStatistics], ...]
     unread: frozenset[int] = frozenset()
-    request_bytes: tuple[int, ...] = ()
     importance: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
@@ -69,8 +66,6 @@ class PlanningProblem:
             raise ValueError(f"blocks of {self.block_elements} elements")
         if len(self.statistics) != len(self.experts):
             raise ValueError(f"statistics of {len(self.statistics)} experts for {len(self.experts)}")
-        if self.request_bytes and len(self.request_bytes) != len(self.experts):
-            raise ValueError(f"requests of {len(self.request_bytes)} experts for {len(self.experts)}")
         if len(self.models) != len(self.resolution.models):
             raise ValueError(f"{len(self.models)} models for {len(self.resolution.models)}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -213,65 +212,6 @@ def _add_cross(
     gain_BE += cosine_BE
 
 
-# --- close short gaps in what is selected ---
-# reading on is cheaper than another request, and what is read is merged too
-
-
-class Gaps:
-    """The unselected blocks between selected ones of one expert's tensor, as far as they could be selected as well.
-
-    A gap is short where its bytes are fewer than a request of that expert is worth. Gaps with blocks that are not to be
-    read (equal to the base, served by another expert, with levels) stay. Ranges of different tensors are different
-    requests: they are merged at different times.
-    """
-
-    def __init__(self, candidates: Candidates, items: Items) -> None:
-        self._items = items
-        self._worth_E = candidates.request_bytes_E
-        if self.is_priced:
-            self._describe(candidates)
-
-    @property
-    def is_priced(self) -> bool:
-        """Whether a request of any expert costs anything."""
-        return bool(self._worth_E.any())
-
-    def _describe(self, candidates: Candidates) -> None:
-        """Number the chains of neighbouring blocks, and sum up their bytes."""
-        items, n = self._items, self._items.n_single
-        expert_S, column_S = items.expert_I[:n], items.column_I[:n]
-        is_plain_S = np.ones(n, np.bool_)
-        for e, t in candidates.ladders:
-            inside = candidates.columns.of_tensor(t)
-            is_plain_S &= ~((expert_S == e) & (column_S >= inside.start) & (column_S < inside.stop))
-        follows_S = np.zeros(n, np.bool_)
-        follows_S[1:] = (np.diff(items.flat_I[:n]) == 1) & (np.diff(items.tensor_I[:n]) == 0)
-        follows_S[1:] &= (np.diff(expert_S) == 0) & is_plain_S[1:] & is_plain_S[:-1]
-        self._chain_S = np.cumsum(~follows_S)
-        self._bytes_before_S = np.concatenate([[0], np.cumsum(items.cost_I[:n])])
-        self._worth_S = self._worth_E[expert_S]
-
-    def closed(self, selected: Order) -> NDArray[np.bool_]:
-        """Return a mask of the `selected` items and of those in the short gaps between them.
-
-        Law: the more is selected, the more is returned.
-        """
-        chosen_I = np.zeros(len(self._items), np.bool_)
-        chosen_I[selected] = True
-        n = self._items.n_single
-        place_C = np.flatnonzero(chosen_I[:n])
-        if len(place_C) < 2:
-            return chosen_I
-        before_G, after_G = place_C[:-1], place_C[1:]
-        gap_bytes_G = self._bytes_before_S[after_G] - self._bytes_before_S[before_G + 1]
-        is_short_G = (self._chain_S[before_G] == self._chain_S[after_G]) & (gap_bytes_G < self._worth_S[before_G])
-        change_S = np.zeros(n + 1, np.int64)
-        np.add.at(change_S, before_G[is_short_G], 1)
-        np.add.at(change_S, after_G[is_short_G], -1)
-        chosen_I[:n] |= np.cumsum(change_S[:n]) > 0
-        return chosen_I
-
-
 # --- select ranked items within a budget: the longest prefix that fits, then whatever of the rest still fits ---
 
 
@@ -320,12 +260,8 @@ def select_items(
     """Select the longest prefix of `order_I` that costs at most `budget_bytes`, then what else fits, in that order.
 
     `sample_E` is charged with the first item that an expert takes part in, be it with bytes of its own or served.
-    Where requests have a price, a prefix comes with the blocks of short gaps in it; see `Gaps`.
     """
     users = _item_users(candidates, items, np.flatnonzero(sample_E))
-    gaps = Gaps(candidates, items)
-    if gaps.is_priced:
-        return _select_with_gaps(candidates, items, order_I, sample_E, budget_bytes, users, gaps)
     cost_I = items.cost_I[order_I]
     for e, uses_I in users.items():
         if uses_I.any():
@@ -341,45 +277,6 @@ def select_items(
     for e, uses_I in users.items():
         planned_E[e] += sample_E[e] * uses_I[chosen].any()
     return Selection(level_EB, served_blocks(candidates, level_EB > 0), planned_E, n_prefix)
-
-
-def _select_with_gaps(
-    candidates: Candidates,
-    items: Items,
-    order_I: Order,
-    sample_E: NDArray[np.int64],
-    budget_bytes: int,
-    users: Mapping[int, NDArray[np.bool_]],
-    gaps: Gaps,
-) -> Selection:
-    """Do as `select_items` where requests have a price.
-
-    Law: a longer prefix comes with all that a shorter one comes with, so that its cost never falls.
-    """
-
-    def cost_bytes(chosen_I: NDArray[np.bool_]) -> int:
-        samples = sum(int(sample_E[e]) for e, uses_I in users.items() if (uses_I & chosen_I).any())
-        return int(items.cost_I[chosen_I].sum()) + samples
-
-    low, high = 0, len(order_I)
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = cost_bytes(gaps.closed(order_I[:middle])) <= budget_bytes
-        low, high = (middle, high) if fits else (low, middle - 1)
-    chosen_I = gaps.closed(order_I[:low])
-    left_bytes = budget_bytes - cost_bytes(chosen_I)
-    samples = [(int(sample_E[e]), uses_I) for e, uses_I in users.items() if not (uses_I & chosen_I).any()]
-    rest = order_I[low:]
-    rest = rest[~chosen_I[rest]]
-    if left_bytes > 0:
-        chosen_I[_fitting_items(items, rest, left_bytes, samples)] = True
-    chosen = np.flatnonzero(chosen_I)
-    level_EB = _expand(candidates, items, chosen)
-    planned_E = np.zeros(candidates.n_experts, np.int64)
-    np.add.at(planned_E, items.expert_I[chosen], items.cost_I[chosen])
-    for e, uses_I in users.items():
-        planned_E[e] += sample_E[e] * uses_I[chosen].any()
-    return Selection(level_EB, served_blocks(candidates, level_EB > 0), planned_E, low)
 
 
 def _fitting_items(
