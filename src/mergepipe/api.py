@@ -163,8 +163,8 @@ def merge(
 
         return run_merge(_recipe(recipe), place, settings, started=started, on_progress=on_progress)
     from mergepipe.jobs.evaluate import TARGET_BUDGETS, merge_to_target, parse_evaluation
+    from mergepipe.jobs.merge import run_budgeted
     from mergepipe.jobs.plan import plan_request
-    from mergepipe.jobs.run import run_budgeted
 
     first_budget = options.budget if options.target_loss is None else TARGET_BUDGETS[0]
     request = plan_request(
@@ -321,7 +321,7 @@ def run(
         from mergepipe.jobs.merge_on_ray import run_plan_on_ray
 
         return run_plan_on_ray(value, place, cluster, settings, started=started, on_progress=on_progress)
-    from mergepipe.jobs.run import run_plan
+    from mergepipe.jobs.merge import run_plan
 
     return run_plan(value, place, settings, started=started, on_progress=on_progress)
 
@@ -703,7 +703,7 @@ def extract_lora(
     if rank is not None:
         positive("--rank", rank)
     from mergepipe.jobs.extract_lora import ExtractRequest, extract_lora_adapter
-    from mergepipe.runs.publication.hub_ids import parse_base_model_ids
+    from mergepipe.runs.model_card import parse_base_model_ids
 
     stated = parse_base_model_ids(() if base_model_id is None else (base_model_id,)).of_merge
     request = ExtractRequest(rank, energy, save_modules, stated[0] if stated else None)

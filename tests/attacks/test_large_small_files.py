@@ -81,7 +81,7 @@ def test_merge__refuses_small_files_that_are_too_large_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mergepipe.runs.sidecars.SIDECARS_BYTES", 1000)
+    monkeypatch.setattr("mergepipe.runs.small_files.SIDECARS_BYTES", 1000)
     write_models(tmp_path)
     for name in ("vocab.txt", "merges.txt"):
         (tmp_path / "base" / name).write_bytes(b"a\n" * 300)

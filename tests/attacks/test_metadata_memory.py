@@ -23,7 +23,7 @@ OPEN = """
 import sys
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.errors import MergePipeError
-from mergepipe.runs.publication.input_cards import read_input_card
+from mergepipe.runs.model_card import read_input_card
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 def peak_bytes():  # of this program alone, which getrusage does not tell of one that another has started

@@ -293,7 +293,7 @@ def test_merge__an_unexpected_failure_is_one_line_and_leaves_nothing(
     def fail(*_arguments: object) -> object:
         raise ZeroDivisionError("by accident")
 
-    monkeypatch.setattr("mergepipe.runs.merge_run.sidecar_contents", fail)
+    monkeypatch.setattr("mergepipe.jobs.merge.sidecar_contents", fail)
     before = work.names()
     ran = run("merge", work.recipe, work.out, "--quiet")
     assert ran.exit_code == 70

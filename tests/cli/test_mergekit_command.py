@@ -11,7 +11,7 @@ from command_line import Ran, Workplace, make_workplace
 from mergepipe.cli import main, mergekit_main
 from mergepipe.cli.mergekit import build_command, shard_bytes_of
 from mergepipe.errors import RecipeError
-from mergepipe.runs.sidecars import MERGEKIT_CONFIG_NAME
+from mergepipe.runs.small_files import MERGEKIT_CONFIG_NAME
 
 FLAGS_OF_MERGEKIT = [
     "--allow-crimes", "--no-allow-crimes", "--unsafe-truncate-embeddings", "--no-unsafe-truncate-embeddings",

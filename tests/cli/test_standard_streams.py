@@ -15,7 +15,7 @@ from command_line import Workplace, make_workplace
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.cli import main
-from mergepipe.runs import merge_run as merging
+from mergepipe.jobs import merge as merging
 
 FULL = Path("/dev/full")
 MERGE = ("merge", "recipe.yml", "out", "--no-catalog")

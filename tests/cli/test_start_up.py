@@ -22,7 +22,7 @@ COMMANDS = (
     *(["catalog", name] for name in ("rebuild", "stats")),
 )
 OF_OTHERS = ("numpy", "sqlite3", "numba", "pydantic", "rich", "yaml", "jinja2", "torch", "transformers", "numpy.ma")
-HEAVY = (*OF_OTHERS, "mergepipe.runs.merge_run")
+HEAVY = (*OF_OTHERS, "mergepipe.jobs.merge")
 LOADED = f"""
 import sys
 from mergepipe.cli import main

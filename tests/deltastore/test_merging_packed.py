@@ -30,7 +30,7 @@ from mergepipe.operators.registry import operator_named
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.rules import sufficient_levels
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.runs.inputs.opened import open_inputs, open_path
+from mergepipe.runs.inputs import open_inputs, open_path
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.budgets import smallest_memory

@@ -18,7 +18,7 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.deltastore.header import HEADER_NAME, parse_header
 from mergepipe.options import MergeOptions
-from mergepipe.runs.inputs.opened import open_path
+from mergepipe.runs.inputs import open_path
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.disk_families import weights_digest

@@ -17,7 +17,7 @@ from mergepipe.engine.work import plan_output
 from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions
 from mergepipe.reports import MergeReport
-from mergepipe.runs.inputs.opened import open_inputs
+from mergepipe.runs.inputs import open_inputs
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import CHUNK_BYTES

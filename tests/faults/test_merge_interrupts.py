@@ -16,9 +16,9 @@ import pytest
 
 import mergepipe
 from mergepipe.engine import pipeline
+from mergepipe.jobs import merge as merging
 from mergepipe.options import MergeOptions
 from mergepipe.reports import Progress
-from mergepipe.runs import merge_run as merging
 from mergepipe.snapshots import staging as publish
 from mergepipe.storage import owned
 from mergepipe.storage.output import OutputFile

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable
 from mergepipe.core.blocks import BF16
-from mergepipe.runs.inputs.models import open_model
+from mergepipe.runs.inputs import open_model
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.fetching import fetched

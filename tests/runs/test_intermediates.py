@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import mergepipe
 from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError
-from mergepipe.runs.inputs.opened import open_inputs
+from mergepipe.runs.inputs import open_inputs
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 

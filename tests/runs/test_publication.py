@@ -15,9 +15,8 @@ from mergepipe.cli.render.merges import merge_table
 from mergepipe.errors import NotFoundError, RecipeError
 from mergepipe.options import MergeOptions, OutputOptions, RunOptions
 from mergepipe.recipes.references import with_renamed
-from mergepipe.runs.publication.hub_ids import parse_base_model_ids
-from mergepipe.runs.publication.input_cards import InputCard, parse_card
-from mergepipe.runs.publication.left_out import reason_of
+from mergepipe.runs.model_card import InputCard, parse_base_model_ids, parse_card
+from mergepipe.runs.small_files import reason_of
 from mergepipe.snapshots.recorded_paths import absolute_reference, relative_reference
 from mergepipe.storage.location import Location
 from support.bucket_outputs import files_below, objects_below, served_bucket

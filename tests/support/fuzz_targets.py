@@ -211,7 +211,7 @@ def _tokenizer(name: str, others: Mapping[str, bytes]) -> Read:
 
 def recipe_targets(folder: Path) -> tuple[Target, ...]:
     """Recipes of merges, as far as their resolution against real models, and adapters."""
-    from mergepipe.runs.inputs.opened import open_inputs
+    from mergepipe.runs.inputs import open_inputs
 
     home = seeds.write_recipe_models(folder / "recipes")
     recipe, adapter = home / "recipe.yml", home / "lora"

@@ -25,8 +25,8 @@ from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, Tap
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
-from mergepipe.runs.inputs.opened import open_path
-from mergepipe.runs.records.known_statistics import KnownStatistics
+from mergepipe.runs.catalog_link import KnownStatistics
+from mergepipe.runs.inputs import open_path
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location

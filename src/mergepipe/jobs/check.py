@@ -10,8 +10,8 @@ from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.tasks import Action
 from mergepipe.reports import CheckReport, ModelUse
-from mergepipe.runs.inputs.opened import Inputs, open_inputs
-from mergepipe.runs.sidecars import planned_sidecars
+from mergepipe.runs.inputs import Inputs, open_inputs
+from mergepipe.runs.small_files import planned_sidecars
 from mergepipe.storage.stores import Stores
 
 if TYPE_CHECKING:

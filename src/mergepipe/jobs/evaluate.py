@@ -12,13 +12,13 @@ from pathlib import Path
 
 from mergepipe.core.units import format_bytes
 from mergepipe.errors import LimitError, RecipeError
+from mergepipe.jobs.merge import run_budgeted
 from mergepipe.jobs.plan import PlanRequest
-from mergepipe.jobs.run import run_budgeted
 from mergepipe.planning.budget import parse_budget
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, ProgressCallback, TriedBudget
-from mergepipe.runs.merge_run import MergeSettings
 from mergepipe.runs.progress import Resume
+from mergepipe.runs.settings import MergeSettings
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage.location import Location
 

@@ -20,7 +20,7 @@ from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import F32, DTypeKind, Span
 from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.reports import ExtractedTensor, ExtractLoraReport, NotExtracted, Progress, ProgressCallback
-from mergepipe.runs.inputs.opened import open_path
+from mergepipe.runs.inputs import open_path
 from mergepipe.runs.lora.adapter_files import (
     PREFIX,
     WEIGHTS_NAME,
@@ -30,7 +30,7 @@ from mergepipe.runs.lora.adapter_files import (
     factor_names,
 )
 from mergepipe.runs.lora.truncated_svd import Factors, truncated_svd
-from mergepipe.runs.publication.hub_ids import hub_id_of
+from mergepipe.runs.model_card import hub_id_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose

@@ -1,17 +1,74 @@
-"""Merge by a recipe, and publish the snapshot."""
+"""Merge: open the inputs, decide what is read, write the output to staging, publish it, report."""
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import mergepipe
+from mergepipe.checkpoints.content_id import stored_entries
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.open_files import check_unchanged
+from mergepipe.core.outcome import private_outputs, published_but
+from mergepipe.engine.make_part import make_part
+from mergepipe.engine.work import MergeWork, Observer, OutputPlan, PartResult, plan_output, whole
+from mergepipe.planning.plan import NOTHING_READ, PLAN_FORMAT, Plan
+from mergepipe.recipes.recipe import ModelInput
+from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.yaml_source import RecipeText
-from mergepipe.reports import MergeReport, ProgressCallback
-from mergepipe.runs.inputs.opened import open_inputs
-from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings, publish_merge
-from mergepipe.runs.records.catalog_link import CatalogLink
+from mergepipe.reports import AppliedAdapter, MergeReport, Progress, ProgressCallback
+from mergepipe.runs.budget.verdict import analysis_advice, coverage_of, verdict_of
+from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.inputs import Inputs, open_inputs, with_known_digests, with_parameters
+from mergepipe.runs.model_card import hub_id_of
+from mergepipe.runs.output_place import (
+    BucketTarget,
+    FolderPublication,
+    Publication,
+    most_staged_bytes,
+)
+from mergepipe.runs.progress import MergeProgress, Resume, run_key
+from mergepipe.runs.settings import MergeSettings
+from mergepipe.runs.small_files import PlannedFiles, plan_small_files, sidecar_contents
+from mergepipe.runs.stored_plan import open_planned, plan_key, store_plan, stored_plan
+from mergepipe.runs.work import kept_facts, kept_shares, merge_work
+from mergepipe.snapshots.block_digests import BLOCKS_NAME
+from mergepipe.snapshots.manifest import (
+    BASE_MODEL_IDS_KEY,
+    MANIFEST_NAME,
+    NOTICES_KEY,
+    InputRecord,
+    Manifest,
+    OutputTensor,
+    RealizedBytes,
+)
+from mergepipe.snapshots.object_upload import check_apart
+from mergepipe.snapshots.recorded_paths import relative_reference, with_changed_paths
+from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, TensorDigest, file_digest_of, index_json, table_of
+from mergepipe.snapshots.staging import Staging, check_free_space, check_target, staging_directory
+from mergepipe.storage.buffers import peak_memory_bytes
+from mergepipe.storage.contract import Store
+from mergepipe.storage.file_version import Digested
+from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
+from mergepipe.storage.output import make_folders, write_all_durably, write_durably
 from mergepipe.storage.stores import Stores
+from mergepipe.storage.traffic import request_counts, store_notices, traffic
+
+if TYPE_CHECKING:
+    from mergepipe.jobs.plan import PlanRequest
+
+SIDECAR_MARGIN_BYTES = 16 << 20
+
+BeforePublish = Callable[[Manifest, Path], None]
+"""Looks at the finished manifest and the folder that it describes; what it raises prevents publishing."""
 
 
 def run_merge(
@@ -22,7 +79,7 @@ def run_merge(
     started: float,
     on_progress: ProgressCallback | None,
 ) -> MergeReport:
-    """Merge and publish; see `api.merge`. `started` is the `perf_counter` reading that time is taken from."""
+    """Merge in full, and publish; see `api.merge`. `started` is the `perf_counter` reading that time is taken from."""
     store = Stores(settings=settings.engine.remote)
     with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:
         inputs = open_inputs(
@@ -30,4 +87,370 @@ def run_merge(
             keeps_absolute_paths=settings.absolute_paths,
         )  # fmt: skip
         settings.base_model_ids.check_names(inputs.leaf_models)
-        return publish_merge(inputs, None, out, settings, store, link, started, on_progress)
+        return MergeRun(inputs, None, settings, store, link, started, on_progress).publish(out)
+
+
+def run_budgeted(
+    recipe: Location | RecipeText,
+    out: Path,
+    request: PlanRequest,
+    settings: MergeSettings,
+    *,
+    started: float,
+    on_progress: ProgressCallback | None,
+    before_publish: BeforePublish | None = None,
+) -> MergeReport:
+    """Plan and run at once; an unfinished merge of this very request is resumed with the plan it was begun with."""
+    from mergepipe.jobs.plan import make_plan  # a full merge needs no planner
+
+    store = Stores(settings=settings.engine.remote)
+    inputs = open_inputs(
+        recipe, store, request.allow_dropped, strictness=settings.strictness,
+        keeps_absolute_paths=settings.absolute_paths,
+    )  # fmt: skip
+    settings.base_model_ids.check_names(inputs.leaf_models)
+    settings = replace(settings, plan_key=plan_key(inputs, repr(request)))
+    follows = settings.resume in (Resume.AUTO, Resume.REQUIRED)
+    plan = stored_plan(staging_directory(out.absolute()), settings.plan_key) if follows else None
+    with closing(CatalogLink(settings.home)) as link:
+        if plan is None:
+            plan = make_plan(store, inputs, request, link)
+        run = MergeRun(with_parameters(inputs, plan), plan, settings, store, link, started, on_progress)
+        return run.publish(out, before_publish)
+
+
+def run_plan(
+    plan: Plan, out: Path, settings: MergeSettings, *, started: float, on_progress: ProgressCallback | None
+) -> MergeReport:
+    """Run a stored plan against the inputs it was made for."""
+    store = Stores(settings=settings.engine.remote)
+    with closing(CatalogLink(settings.home)) as link:
+        inputs = with_parameters(open_planned(plan, store, link), plan)
+        settings.base_model_ids.check_names(inputs.leaf_models)
+        return MergeRun(inputs, plan, settings, store, link, started, on_progress).publish(out)
+
+
+class IntermediateWriter:
+    """Writes intermediate merges that later documents need complete, beside the output; removes them on exit."""
+
+    def __init__(self, out: Path, settings: MergeSettings, store: Store) -> None:
+        self._staging = Staging(out.with_name(f"{out.name}.intermediates"), force=False)
+        self._settings = replace(settings, home=None, resume=Resume.NEVER, force=False, destination=None)
+        self._store = store
+        self._stack = contextlib.ExitStack()
+        self._n_written = 0
+
+    def __enter__(self) -> IntermediateWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def write(self, inputs: Inputs) -> Path:
+        """Merge one intermediate into a private directory, which the first call creates, and return its path."""
+        if not self._n_written:
+            self._stack.enter_context(self._staging)
+        self._n_written += 1
+        place = self._staging.path / str(self._n_written)
+        with closing(CatalogLink(None)) as link, private_outputs():
+            MergeRun(inputs, None, self._settings, self._store, link, time.perf_counter(), None).publish(place)
+        return place
+
+
+@dataclass(frozen=True, slots=True)
+class MadeOutput:
+    """An output whose shards are made already: what takes them over, and the account of what was read for them."""
+
+    take: Callable[[MergeWork, Path, Observer], PartResult]
+    progress: MergeProgress
+
+
+class MergeRun:
+    """One merge of opened inputs, which reads what its plan says, or everything.
+
+    Holds the planned small files until they are written.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        plan: Plan | None,
+        settings: MergeSettings,
+        store: Store,
+        link: CatalogLink,
+        started: float,
+        on_progress: ProgressCallback | None,
+    ) -> None:
+        self._inputs = inputs = with_known_digests(inputs, link)
+        self._plan = plan
+        self._settings = settings
+        self._store = store
+        self._link = link
+        self._started = started
+        self._on_progress = on_progress
+        self._output = output = plan_output(inputs.resolution.tasks, settings.shard_bytes)
+        self._seed = settings.seed if plan is None else plan.seed
+        self._earlier_bytes = 0
+        self._kept = kept_shares(inputs) if plan is None else ()
+        expert_bytes = inputs.resolution.expert_bytes if plan is None else plan.planned_bytes
+        self._total_bytes = inputs.resolution.base_bytes + expert_bytes + output.total_bytes
+
+    def publish(
+        self, out: Path, before_publish: BeforePublish | None = None, made: MadeOutput | None = None
+    ) -> MergeReport:
+        """Write the output, and publish it at `out`.
+
+        With a destination in the settings it is published there, and `out` is where it is staged. Of an output that is
+        `made` already, no tensor is read.
+        """
+        settings, plan, output, link = self._settings, self._plan, self._output, self._link
+        check_target(out, [checkpoint.path for checkpoint in self._inputs.checkpoints], force=settings.force)
+        bucket = self._bucket_target(is_made=made is not None)
+        weight_bytes = output.total_bytes if bucket is None else most_staged_bytes(output)
+        small_files = plan_small_files(self._inputs, self._store, settings.small_files)
+        sidecar_bytes = sum(map(len, small_files.contents.values())) + SIDECAR_MARGIN_BYTES
+        check_free_space(out, sidecar_bytes + (0 if made else weight_bytes))
+        if plan is not None:
+            is_remote = request_counts(self._store).requests > 0  # then retries may use what is left of the budget
+            self._store.ledger.expert_limit_bytes = max(plan.planned_bytes, plan.budget_bytes * is_remote)
+        self._tick("merge")  # from here on the caller may hold signals back until the next report
+        progress = made.progress if made else MergeProgress(
+            run_key(self._inputs, plan, output, self._seed), output, plan, self._store.ledger, settings.resume,
+            is_strict=settings.strictness.strict,
+        )  # fmt: skip
+        with published_but(settings.destination or out):
+            with (
+                Staging(out, force=settings.force, can_continue=_continuation(bucket, progress)) as staging,
+                progress.recorded(staging),
+                _publication(bucket, staging, progress, output) as publication,
+            ):
+                link.notices.extend(progress.notices)
+                if plan is not None and settings.plan_key and not staging.is_continued:
+                    store_plan(staging.directory, settings.plan_key, plan)
+                if progress.done:
+                    self._earlier_bytes = self._store.ledger.total_bytes()
+                    self._tick("merge", (f"resuming at {progress.durable_share:.0%}",))
+                digests, content_ids = self._make_tensors(staging.path, publication.durable, made)
+                manifest = self._write_small_files(staging, small_files, digests, content_ids, progress)
+                link.notices.extend(progress.excess_notices())
+                if before_publish is not None:
+                    before_publish(manifest, staging.path)
+                publication.publish(manifest)
+            if bucket is None:
+                link.use(lambda catalog: catalog.record_snapshot(manifest, out.absolute(), created=datetime.now(UTC)))
+            return self._report(settings.destination or out, manifest, progress)
+
+    def _bucket_target(self, *, is_made: bool) -> BucketTarget | None:
+        """Return what publishes in a bucket, if the output goes to one."""
+        destination = self._settings.destination
+        if destination is None:
+            return None
+        check_apart(destination, [checkpoint.root for checkpoint in self._inputs.checkpoints])
+        return BucketTarget(destination, is_made=is_made)
+
+    def _make_tensors(
+        self, directory: Path, durable: DurableProgress, made: MadeOutput | None
+    ) -> tuple[tuple[TensorDigest, ...], Mapping[int, str]]:
+        """Write the weight files, reporting what is `durable`; return their digests, and the experts' content ids."""
+        observer = Observer(lambda _: self._tick("merge"))
+        work = merge_work(self._inputs, self._output, self._plan, self._seed, self._store, self._link)
+        if made is not None:
+            digests = made.take(work, directory, observer).digests
+        else:
+            part, engine = whole(work.output), self._settings.engine
+            digests = make_part(work, part, directory, self._store, engine, observer, durable).digests
+        self._tick("publish")
+        check_unchanged(self._store, [checkpoint for _, _, checkpoint in self._inputs.leaves()])
+        return digests, work.content_ids
+
+    def _write_small_files(
+        self,
+        staging: Staging,
+        planned: PlannedFiles,
+        digests: tuple[TensorDigest, ...],
+        content_ids: Mapping[int, str],
+        progress: MergeProgress,
+    ) -> Manifest:
+        """Write every file that holds no tensors, the manifest last; return the manifest, with absolute paths."""
+        blocks = table_of(self._output.shards, digests).to_bytes()
+        unfinished = replace(
+            self._manifest(digests, content_ids, progress, Digested.of(BLOCKS_NAME, blocks)),
+            left_out=planned.left_out,
+        )
+        small_files = self._settings.small_files.of(
+            sidecar_contents(planned, self._inputs, self._store, unfinished, self._plan), self._inputs
+        )
+        contents = dict(small_files)
+        if len(self._output.shards) > 1:
+            contents[INDEX_NAME] = index_json(self._output.shards)
+        sidecars = tuple(Digested.of(name, content) for name, content in sorted(contents.items()))
+        manifest = replace(unfinished, sidecars=sidecars)
+        stored = with_changed_paths(manifest, partial(self._reference, out=staging.out))
+        small = {staging.path / name: content for name, content in {**contents, BLOCKS_NAME: blocks}.items()}
+        for folder in {path.parent for path in small}:
+            make_folders(folder)
+        write_all_durably(small, self._store.ledger)
+        write_durably(staging.path / MANIFEST_NAME, stored.to_json(), self._store.ledger)
+        return manifest
+
+    def _reference(self, path: str, out: Path) -> str:
+        """Return the path of an input as the files of the snapshot at `out` write it."""
+        if self._settings.absolute_paths:
+            return path
+        return relative_reference(path, None if self._settings.destination else out)
+
+    def _tick(self, phase: str, notices: tuple[str, ...] = ()) -> None:
+        """Report progress."""
+        if self._on_progress is not None:
+            done_bytes = self._store.ledger.total_bytes()
+            retries = request_counts(self._store).retries
+            self._on_progress(Progress(phase, done_bytes, self._total_bytes, notices, self._earlier_bytes, retries))
+
+    def _manifest(
+        self,
+        digests: tuple[TensorDigest, ...],
+        ids: Mapping[int, str],
+        progress: MergeProgress,
+        blocks: Digested,
+    ) -> Manifest:
+        usage = self._store.ledger.usage()
+        plan = None if self._plan is None else PLAN_FORMAT.content(self._plan)
+        return Manifest(
+            version=mergepipe.__version__,
+            operator=self._inputs.recipe.operator.name,
+            recipe=self._inputs.recipe_text,
+            seed=self._seed,
+            inputs=self._input_records(ids, usage),
+            files=self._file_records(digests),
+            tensors=self._tensor_records(digests),
+            dropped=(*self._inputs.resolution.dropped, *self._inputs.dropped_rows()),
+            realized=RealizedBytes.of(usage),
+            plan_digest=None if plan is None else str(plan["digest"]),
+            plan=plan,
+            coverage=None if self._plan is None else coverage_of(self._plan),
+            run={
+                "seconds": round(time.perf_counter() - self._started, 3),
+                "threads": self._settings.engine.threads,
+                "memory_bytes": self._settings.engine.memory_bytes,
+                **traffic(self._store, usage).facts(),
+                **progress.facts(),
+                **({"tried_expert_bytes": tried_bytes} if (tried_bytes := self._settings.tried_expert_bytes) else {}),
+                **kept_facts(self._kept),
+                **self._recipe_facts(),
+            },
+            blocks=blocks,
+        )
+
+    def _file_records(self, digests: Sequence[TensorDigest]) -> tuple[Digested, ...]:
+        """Record every weight file."""
+        roots = {digest.name: digest.root for digest in digests}
+        return tuple(
+            Digested(shard.name, shard.file_bytes, file_digest_of(shard, roots)) for shard in self._output.shards
+        )
+
+    def _tensor_records(self, digests: Sequence[TensorDigest]) -> tuple[OutputTensor, ...]:
+        """Record every output tensor, in output order."""
+        shard_of = {spec.name: shard.name for shard in self._output.shards for spec in shard.tensors}
+        return tuple(
+            OutputTensor(
+                task.name, task.dtype.name, task.shape, shard_of[task.name], digest.root, task.action.value, task.reason
+            )
+            for task, digest in zip(self._output.tasks, digests, strict=True)
+        )
+
+    def _recipe_facts(self) -> dict[str, str]:
+        """Return for the manifest what has no effect in the recipe, a line each, and what was stated beside it."""
+        notices = self._inputs.notices
+        facts = {NOTICES_KEY: "\n".join(map(str, notices))} if notices else {}
+        stated = self._settings.base_model_ids.of_merge
+        return {**facts, BASE_MODEL_IDS_KEY: " ".join(stated)} if stated else facts
+
+    def _input_records(self, ids: Mapping[int, str], usage: Usage) -> tuple[InputRecord, ...]:
+        content_ids = {id(self._inputs.checkpoints[index]): identity for index, identity in ids.items()}
+        return tuple(
+            InputRecord(
+                role=role,
+                model=model.text,
+                path=reference_text(model),
+                files=checkpoint.files,
+                content_id=content_ids.get(id(checkpoint)) or None,
+                read_bytes=0 if model.repeat else _tensor_bytes_read(checkpoint, usage),  # its files have one count
+                hub_id=self._hub_id(model),
+            )
+            for role, model, checkpoint in self._inputs.leaves()
+        )
+
+    def _hub_id(self, model: ModelInput) -> str | None:
+        """Return the stated id of a model on the Hub, else the one that its location tells; None if it has none."""
+        stated = self._settings.base_model_ids.of_model(model)
+        if stated is not None:
+            return stated
+        ids = [hub_id_of(place, self._store) for place in (model.path, model.adapter) if place is not None]
+        return None if None in ids else "+".join(filter(None, ids))
+
+    def _budget_notices(self) -> tuple[str, ...]:
+        """Return the plan's warnings: experts of which nothing is read, and what would make the plan better."""
+        if self._plan is None:
+            return ()
+        starved = (fallback for fallback in self._plan.fallbacks if fallback.decision == NOTHING_READ)
+        notices = tuple(f"{fallback.where}: {fallback.decision}: {fallback.reason}" for fallback in starved)
+        return (*notices, *analysis_advice(self._plan))
+
+    def _report(self, out: Path | Location, manifest: Manifest, progress: MergeProgress) -> MergeReport:
+        """Report what was done, up to now."""
+        by_purpose = self._store.ledger.usage()
+        usage = RealizedBytes.of(by_purpose)
+        resolution = self._inputs.resolution
+        return MergeReport(
+            out=out,
+            sid=manifest.sid,
+            operator=manifest.operator,
+            merged_tensors=resolution.n_merged,
+            copied_tensors=resolution.n_copied,
+            dropped_tensors=resolution.n_dropped,
+            base_bytes=usage.base,
+            expert_bytes=usage.expert,
+            analysis_bytes=usage.analysis,
+            metadata_bytes=usage.metadata,
+            output_bytes=usage.output,
+            seconds=time.perf_counter() - self._started,
+            planned_bytes=None if self._plan is None else self._plan.planned_bytes,
+            budget_bytes=None if self._plan is None else self._plan.budget_bytes,
+            notices=(*self._link.notices, *store_notices(self._store), *self._budget_notices()),
+            traffic=traffic(self._store, by_purpose),
+            verdict=None if self._plan is None else verdict_of(self._plan),
+            recipe_notices=self._inputs.notices,
+            left_out=manifest.left_out,
+            kept=self._kept,
+            adapters=tuple(
+                AppliedAdapter(model.text, account.n_modules, account.n_applied, account.n_saved, account.left_over)
+                for _, model, checkpoint in self._inputs.leaves()
+                for account in checkpoint.adapters
+            ),
+            peak_rss_bytes=peak_memory_bytes(),
+            earlier_expert_bytes=progress.earlier_expert_bytes,
+        )
+
+
+def _continuation(bucket: BucketTarget | None, progress: MergeProgress) -> Callable[[Path], bool]:
+    """Return what decides whether an interrupted run is resumed."""
+    if bucket is None:
+        return progress.can_continue
+    return lambda directory: bucket.can_continue(directory, progress)
+
+
+def _publication(
+    bucket: BucketTarget | None, staging: Staging, progress: MergeProgress, output: OutputPlan
+) -> contextlib.AbstractContextManager[Publication]:
+    if bucket is None:
+        return contextlib.nullcontext(FolderPublication(staging, progress))
+    return bucket.publication(staging, progress, output)
+
+
+def _tensor_bytes_read(checkpoint: Checkpoint, usage: Usage) -> int:
+    """Sum the bytes requested of a checkpoint's tensors, headers excluded, indices of encoded ones included."""
+    if checkpoint.encoded is None:
+        files = {str(entry.file) for entry in stored_entries(checkpoint)}
+    else:
+        files = {str(file) for file in (*checkpoint.encoded.files, checkpoint.encoded.index_file)}
+    return sum(n for (file, purpose), n in usage.by_file.items() if file in files and purpose is not Purpose.METADATA)

@@ -26,12 +26,11 @@ from mergepipe.planning.plan import Plan
 from mergepipe.recipes.fields import Strictness
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, PartReport, Progress, ProgressCallback
-from mergepipe.runs.inputs.opened import Inputs, open_inputs
-from mergepipe.runs.merge_run import MergeSettings
+from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.inputs import Inputs, open_inputs
 from mergepipe.runs.parts import PlannedOutput, open_output, record_planning
 from mergepipe.runs.progress import Resume
-from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.settings import ClusterRequest, output_place, run_settings
+from mergepipe.runs.settings import ClusterRequest, MergeSettings, output_place, run_settings
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.runs.stored_plan import STORED_PLAN_NAME, plan_in_record, plan_key, plan_record
 from mergepipe.snapshots.parts import JOB_NAME

@@ -11,13 +11,14 @@ from pathlib import Path
 from mergepipe.core.outcome import published_but
 from mergepipe.engine.work import Observer, Part, split, split_sizes
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, OutputError, RecipeError
+from mergepipe.jobs.merge import MadeOutput, MergeRun
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
-from mergepipe.runs.inputs.opened import Inputs
-from mergepipe.runs.merge_run import MadeOutput, MergeSettings, publish_merge
+from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.inputs import Inputs
 from mergepipe.runs.parts import MadeParts, PartsWorker, PlannedOutput, open_output
 from mergepipe.runs.progress import Resume
-from mergepipe.runs.records.catalog_link import CatalogLink
+from mergepipe.runs.settings import MergeSettings
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.parts import Account, Claimant, PartsPlace
@@ -203,17 +204,8 @@ class _PartRun:
         inputs = self._worker_of(planned, parts, store, Observer()).with_shared_facts(read_missing=False)
         settings = replace(self._settings, resume=Resume.NEVER)
         with closing(CatalogLink(settings.home)) as link, published_but(self._out):
-            self._merge = publish_merge(
-                inputs,
-                self._plan,
-                self._staged,
-                settings,
-                store,
-                link,
-                self._started,
-                self._on_progress,
-                made=MadeOutput(made.take, made),
-            )
+            run = MergeRun(inputs, self._plan, settings, store, link, self._started, self._on_progress)
+            self._merge = run.publish(self._staged, made=MadeOutput(made.take, made))
             parts.remove()
 
     def _tick(self) -> None:

@@ -31,10 +31,9 @@ from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import Fallback
 from mergepipe.runs.budget.costs import find_unread, planned_cost
-from mergepipe.runs.inputs.opened import Inputs, PairStatistics, open_inputs, with_known_digests
-from mergepipe.runs.inputs.planned import vocabulary_of
-from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.records.known_statistics import KnownStatistics
+from mergepipe.runs.catalog_link import CatalogLink, KnownStatistics
+from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, with_known_digests
+from mergepipe.runs.stored_plan import vocabulary_of
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.location import Location

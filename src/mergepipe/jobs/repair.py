@@ -13,10 +13,10 @@ from pathlib import Path
 from mergepipe.core.blocks import DTYPES
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import ConflictError, CorruptError, OutputError, Problem
+from mergepipe.jobs.rebuild import RebuiltTensor, open_recorded, rebuild_tensors
 from mergepipe.jobs.verify import Examination, examine
 from mergepipe.reports import ProgressCallback, RepairReport
-from mergepipe.runs.rebuild import RebuiltTensor, open_recorded, rebuild_tensors
-from mergepipe.runs.sidecars import plan_small_files, sidecar_contents
+from mergepipe.runs.small_files import plan_small_files, sidecar_contents
 from mergepipe.runs.snapshots import with_inputs_found
 from mergepipe.runs.stored_plan import plan_of
 from mergepipe.snapshots.block_digests import BlockTable, block_digest

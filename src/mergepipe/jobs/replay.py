@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from mergepipe.errors import ConflictError, Problem
+from mergepipe.jobs.merge import IntermediateWriter, MergeRun
+from mergepipe.jobs.rebuild import open_recorded, recorded_plan
 from mergepipe.reports import MergeReport, ProgressCallback
-from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings, publish_merge
-from mergepipe.runs.publication.hub_ids import BaseModelIds
-from mergepipe.runs.rebuild import open_recorded, recorded_plan
-from mergepipe.runs.records.catalog_link import CatalogLink
+from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.model_card import BaseModelIds
+from mergepipe.runs.settings import MergeSettings
 from mergepipe.runs.snapshots import read_manifest_value, with_inputs_found
 from mergepipe.snapshots.layout import layout_of
 from mergepipe.snapshots.manifest import InputRecord, Manifest
@@ -35,10 +36,8 @@ def replay_snapshot(
     )
     with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:
         inputs = open_recorded(manifest, store, intermediates.write)
-        return publish_merge(
-            inputs, recorded_plan(manifest), out, settings, store, link, started, on_progress,
-            before_publish=lambda made, _: _check_same(manifest, made, settings.destination or out),
-        )  # fmt: skip
+        run = MergeRun(inputs, recorded_plan(manifest), settings, store, link, started, on_progress)
+        return run.publish(out, lambda made, _: _check_same(manifest, made, settings.destination or out))
 
 
 def shard_bytes_of(manifest: Manifest, where: object) -> int:

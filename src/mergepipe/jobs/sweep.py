@@ -16,17 +16,16 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.outcome import private_outputs
 from mergepipe.errors import NotFoundError
 from mergepipe.jobs.evaluate import Evaluation, parse_evaluation
-from mergepipe.jobs.merge import run_merge
+from mergepipe.jobs.merge import run_merge, run_plan
 from mergepipe.jobs.plan import PlanRequest, make_plan
-from mergepipe.jobs.run import run_plan
 from mergepipe.planning.budget import BudgetRequest, Policy, ShareBudget, parse_budget
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SweepPoint, SweepReport
 from mergepipe.runs.budget.verdict import blocks_by_level, verdict_of
-from mergepipe.runs.inputs.opened import Inputs, open_inputs
-from mergepipe.runs.merge_run import MergeSettings
-from mergepipe.runs.records.catalog_link import CatalogLink
+from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.inputs import Inputs, open_inputs
+from mergepipe.runs.settings import MergeSettings
 from mergepipe.snapshots.distances import distance, norm
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location

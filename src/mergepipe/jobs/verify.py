@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from mergepipe.checkpoints.directory import parse_config
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
-from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
+from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, DTypeKind
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError, UnsupportedError
+from mergepipe.jobs.rebuild import rebuild_tensors, sampled_tensors
 from mergepipe.jobs.verify_composite import verify_composite
+from mergepipe.recipes.output_tensors import shape_contradictions
+from mergepipe.recipes.yaml_source import shortened
 from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
-from mergepipe.runs.inputs.configuration import config_findings
-from mergepipe.runs.rebuild import rebuild_tensors, sampled_tensors
 from mergepipe.runs.snapshots import read_manifest_value, with_inputs_found
 from mergepipe.snapshots.block_digests import BlockTable, root_of
 from mergepipe.snapshots.composite import is_composite
@@ -30,12 +32,12 @@ from mergepipe.snapshots.layout import (
     read_table,
     weight_map,
 )
-from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, OutputTensor
 from mergepipe.snapshots.scan import Scan, scan_snapshot
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import Store, files_below
 from mergepipe.storage.file_version import Digested
-from mergepipe.storage.limits import MANIFEST_BYTES
+from mergepipe.storage.limits import CONFIG_BYTES, MANIFEST_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
@@ -271,3 +273,26 @@ def _replayed(
                 message = "recomputed from the inputs, it differs"
                 start, stop = tensor.offset, tensor.offset + tensor.nbytes
                 yield _damage("replay", file.name, start, stop, message, tensor.name)
+
+
+_DTYPE_KEYS = ("torch_dtype", "dtype")
+
+
+def config_findings(store: Store, path: Location, manifest: Manifest) -> tuple[tuple[Damage, ...], tuple[str, ...]]:
+    """List damage where the configuration cannot be read, and notices where it contradicts the tensors."""
+    try:
+        content = parse_config(store.read_small(path, CONFIG_BYTES), path)
+    except NotFoundError:
+        return (), ()  # a merge of bare files has none; one that was written and is gone is found by its digest
+    except MergePipeError as error:
+        return (Damage("config", path.name, "", 0, 0, error.problems[0].message),), ()
+    return (), tuple(f"{path.name}: {contradiction}" for contradiction in _contradictions(content, manifest.tensors))
+
+
+def _contradictions(config: Mapping[str, object], tensors: Sequence[OutputTensor]) -> Iterator[str]:
+    merged = {t.dtype for t in tensors if DTYPES[t.dtype].kind is DTypeKind.FLOAT}
+    stated = next((config[key] for key in _DTYPE_KEYS if isinstance(config.get(key), str)), None)
+    names = {DTYPES[name].recipe_name for name in merged}
+    if stated is not None and merged and stated not in names:
+        yield f"says {shortened(str(stated))}, the tensors are {', '.join(sorted(names))}"
+    yield from shape_contradictions(config, {tensor.name: tensor.shape for tensor in tensors})

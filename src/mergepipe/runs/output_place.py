@@ -20,11 +20,10 @@ from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.engine.work import OutputPlan
 from mergepipe.errors import OutputError, RecipeError
 from mergepipe.runs.progress import MergeProgress
-from mergepipe.runs.records.manifest import file_digest_of
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.object_upload import ObjectUpload
 from mergepipe.snapshots.parts_places import JobUpload
-from mergepipe.snapshots.shards import INDEX_NAME, SINGLE_NAME, DurableProgress, TensorDigest
+from mergepipe.snapshots.shards import INDEX_NAME, SINGLE_NAME, DurableProgress, TensorDigest, file_digest_of
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage import owned
 from mergepipe.storage.location import OBJECT_SCHEMES, Location

@@ -31,10 +31,10 @@ from mergepipe.planning.plan import Plan
 from mergepipe.planning.problem import sample_cost_bytes
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.runs.budget.costs import planned_cost
-from mergepipe.runs.inputs.opened import Inputs, with_parameters
-from mergepipe.runs.inputs.planned import open_planned
+from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.inputs import Inputs, with_parameters
 from mergepipe.runs.progress import MergeProgress, Resume
-from mergepipe.runs.records.catalog_link import CatalogLink
+from mergepipe.runs.stored_plan import open_planned
 from mergepipe.runs.work import merge_work, used_experts
 from mergepipe.snapshots.parts import (
     CONTENT_IDS,

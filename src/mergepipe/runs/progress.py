@@ -16,7 +16,7 @@ from mergepipe.engine.work import OutputPlan
 from mergepipe.errors import LimitError, NotFoundError, StorageError
 from mergepipe.planning.plan import Plan
 from mergepipe.runs.budget.costs import planned_cost
-from mergepipe.runs.inputs.opened import Inputs
+from mergepipe.runs.inputs import Inputs
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import Staging, kept_note
 from mergepipe.snapshots.work_log import (

@@ -1,10 +1,11 @@
-"""Turns the options of a call into the settings of a run."""
+"""The settings of a run, and how the options of a call give them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mergepipe.engine.work import EngineOptions
 from mergepipe.options import (
     DEFAULT_SHARD_BYTES,
     ExecutorName,
@@ -16,14 +17,42 @@ from mergepipe.options import (
     engine_options,
     home_of,
 )
-from mergepipe.recipes.fields import Strictness
-from mergepipe.runs.merge_run import MergeSettings
+from mergepipe.recipes.fields import USUAL, Strictness
+from mergepipe.runs.model_card import BaseModelIds, parse_base_model_ids
 from mergepipe.runs.output_place import check_destination, refuse_file_name
 from mergepipe.runs.progress import Resume
-from mergepipe.runs.publication.hub_ids import parse_base_model_ids
-from mergepipe.runs.sidecars import SmallFileChoice
+from mergepipe.runs.small_files import EVERY_SMALL_FILE, SmallFileChoice
 from mergepipe.snapshots.object_upload import staging_place
 from mergepipe.storage.location import Location
+
+NO_IDS = BaseModelIds()
+
+
+@dataclass(frozen=True, slots=True)
+class MergeSettings:
+    """Settings of one merge run. `home` is the catalog's directory; None runs without a catalog.
+
+    `strictness` says whether what has no effect in a recipe is refused, and what an interrupted run leaves to be read
+    beyond the budget. With a `plan_key` the plan is kept beside the unfinished output, see `stored_plan`. With a
+    `destination` in a bucket the output goes there, and is staged on this machine. With `absolute_paths` the snapshot's
+    files name inputs by their absolute paths. `base_model_ids` are ids on the Hub that the user states.
+    `tried_expert_bytes` were read under budgets of which the result was not good enough.
+    """
+
+    engine: EngineOptions
+    seed: int
+    force: bool
+    shard_bytes: int
+    home: Path | None
+    resume: Resume = Resume.AUTO
+    allow_dropped: tuple[str, ...] = ()
+    small_files: SmallFileChoice = EVERY_SMALL_FILE
+    strictness: Strictness = USUAL
+    plan_key: str = ""
+    destination: Location | None = None
+    absolute_paths: bool = False
+    base_model_ids: BaseModelIds = NO_IDS
+    tried_expert_bytes: int = 0
 
 
 def merge_settings(options: MergeOptions) -> MergeSettings:

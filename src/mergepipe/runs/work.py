@@ -1,21 +1,25 @@
-"""Build the `MergeWork` of a merge from its opened inputs, its plan (if any) and its seed."""
+"""Build the `MergeWork` of a merge from its opened inputs, its plan (if any) and its seed; count what it keeps."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import sub
 
 from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import Checkpoint, LeveledTensor, files_of
 from mergepipe.checkpoints.open_files import open_files, pin_files
 from mergepipe.engine.tensor_work import ExpertQuantities, PlannedAccess, RecordedQuantities, operator_input
 from mergepipe.engine.work import MergeWork, OutputPlan
+from mergepipe.operators.base import MagnitudeBand, MagnitudeCut
 from mergepipe.operators.registry import operator_named
+from mergepipe.planning import rules
 from mergepipe.planning.plan import Plan
-from mergepipe.recipes.tasks import MergeTask
-from mergepipe.runs.inputs.opened import Inputs, PairStatistics
-from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.records.known_statistics import KnownStatistics
+from mergepipe.recipes.tasks import Action, MergeTask
+from mergepipe.reports import KeptShare
+from mergepipe.runs.catalog_link import CatalogLink, KnownStatistics
+from mergepipe.runs.inputs import Inputs, PairStatistics
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 
@@ -117,3 +121,27 @@ def _recorded(work: MergeWork, pairs: PairStatistics) -> Mapping[str, RecordedQu
         if len(experts) == len(statistics):
             recorded[task.name] = RecordedQuantities(experts)
     return recorded
+
+
+def kept_shares(inputs: Inputs) -> tuple[KeptShare, ...]:
+    """Return what a merge in full keeps of each expert that its rule cuts by magnitude, in the recipe's order."""
+    operator, models = operator_named(inputs.recipe.operator.name), inputs.recipe.inputs()
+    kept, elements = Counter[int](), Counter[int]()
+    for task in inputs.resolution.tasks:
+        trims = task.action is not Action.COPY and task.experts and task.base.n_elements
+        match operator.reduction(rules.operator_input(task)) if trims else None:
+            case MagnitudeCut(kept_E):
+                counts = kept_E
+            case MagnitudeBand(kept_E, dropped_E):
+                counts = tuple(map(sub, kept_E, dropped_E))
+            case _:
+                continue
+        for model, n_kept in zip(task.expert_models, counts, strict=True):
+            kept[model] += n_kept
+            elements[model] += task.base.n_elements
+    return tuple(KeptShare(models[model].text, kept[model], elements[model]) for model in sorted(elements))
+
+
+def kept_facts(kept: Sequence[KeptShare]) -> dict[str, str]:
+    """Return the manifest's fact on what was kept of each expert, in the recipe's order."""
+    return {"kept_elements": ",".join(f"{one.kept_elements}/{one.elements}" for one in kept)} if kept else {}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.notices import DroppedTensor
 from mergepipe.core.records import RecordFormat, Seed, Size, encode
 from mergepipe.storage.file_version import Digested, FileId
+from mergepipe.storage.ledger import Purpose, Usage
 
 MANIFEST_NAME = "mergepipe.json"
 CARD_NAME = "README.md"
@@ -65,6 +66,11 @@ class RealizedBytes:
     analysis: Size
     metadata: Size
     output: Size
+
+    @classmethod
+    def of(cls, usage: Usage) -> RealizedBytes:
+        """Sum what was used by purpose."""
+        return cls(**{field.name: usage[Purpose(field.name)] for field in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)

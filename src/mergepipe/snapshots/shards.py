@@ -15,6 +15,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DType, element_count
+from mergepipe.core.canonical_json import digest_of
 from mergepipe.snapshots.block_digests import DIGEST_BYTES, BlockTable, block_digest, root_of
 from mergepipe.storage.buffers import round_up
 from mergepipe.storage.ledger import Ledger
@@ -118,6 +119,11 @@ def table_of(shards: Sequence[ShardLayout], digests: Sequence[TensorDigest]) -> 
     """All digests of an output; `digests` are in output order."""
     headers = tuple(block_digest(shard.header) for shard in shards)
     return BlockTable(DEFAULT_BLOCK_ELEMENTS, headers, tuple(digest.blocks for digest in digests))
+
+
+def file_digest_of(shard: ShardLayout, root_of: Mapping[str, str]) -> str:
+    """The digest of a weight file, from the digests of its tensors."""
+    return digest_of([[s.name, s.dtype.name, list(s.shape), root_of[s.name]] for s in shard.tensors])
 
 
 @dataclass(frozen=True, slots=True)

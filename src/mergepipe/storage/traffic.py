@@ -63,6 +63,17 @@ class Traffic:
     counts: RequestCounts = NO_REQUESTS
     bytes_by_host: Mapping[str, int] = field(default_factory=dict)
 
+    def facts(self) -> dict[str, int | str]:
+        """Return the facts of a manifest's `run`; none without requests."""
+        if not self.counts.requests:
+            return {}
+        return {
+            "requests": self.counts.requests,
+            "retries": self.counts.retries,
+            "retried_bytes": self.counts.retried_bytes,
+            "bytes_by_host": ",".join(f"{host}={nbytes}" for host, nbytes in self.bytes_by_host.items()),
+        }
+
 
 @runtime_checkable
 class RemoteStore(Protocol):

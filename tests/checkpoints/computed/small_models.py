@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.runs.inputs.models import open_model
+from mergepipe.runs.inputs import open_model
 from mergepipe.snapshots.composite import (
     AverageRecord,
     ComposedCheckpoint,

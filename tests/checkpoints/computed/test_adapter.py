@@ -15,7 +15,7 @@ from small_models import Named, lora, opened, product, random, write_adapter, wr
 from mergepipe.checkpoints.adapted_tensors import Adapted, LowRankDelta
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, NotFoundError, UnsupportedError
-from mergepipe.runs.inputs.models import open_model
+from mergepipe.runs.inputs import open_model
 from mergepipe.storage.location import Location
 from support.fetching import fetched
 from support.refusals import refuses

@@ -13,7 +13,7 @@ from small_models import Named, opened, random, write_composite_manifest, write_
 from mergepipe.checkpoints.contract import CheckpointKind
 from mergepipe.checkpoints.torch_file import SUFFIXES, WRAPPERS
 from mergepipe.errors import UnsupportedError
-from mergepipe.runs.inputs.models import open_model
+from mergepipe.runs.inputs import open_model
 from mergepipe.storage.location import Location
 from support.fetching import fetched
 from support.places import DOCS

@@ -13,7 +13,7 @@ from mergepipe.engine.segments import at_level
 from mergepipe.planning.budget import BudgetRequest
 from mergepipe.planning.plan import Access, Plan, PlannedTensor
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.runs.inputs.opened import Inputs
+from mergepipe.runs.inputs import Inputs
 
 # --- decide which packed experts' indices a budget can pay for; they are read before blocks are selected ---
 

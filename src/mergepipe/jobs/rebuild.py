@@ -14,13 +14,14 @@ from mergepipe.core.notices import Notice
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_output, whole
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem
+from mergepipe.jobs.merge import IntermediateWriter
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.fields import LENIENT
 from mergepipe.recipes.recipe_files import reload_recipes
 from mergepipe.recipes.references import reference_text, referenced_paths
-from mergepipe.runs.inputs.opened import Inputs, Stage, open_recipes, with_parameters
-from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings
-from mergepipe.runs.records.catalog_link import CatalogLink
+from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.inputs import Inputs, Stage, open_recipes, with_parameters
+from mergepipe.runs.settings import MergeSettings
 from mergepipe.runs.stored_plan import plan_of
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.manifest import NOTICES_KEY, InputRecord, Manifest

@@ -1,0 +1,433 @@
+"""Write the model card of a snapshot in the Hub's form, from the inputs' own cards and the ids of models on the Hub."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import PurePosixPath
+
+import yaml
+
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TOKENIZER_NAMES
+from mergepipe.core.escaping import markdown_code, markdown_text, printable, yaml_scalar
+from mergepipe.core.units import format_bytes
+from mergepipe.errors import CorruptError, NotFoundError, RecipeError
+from mergepipe.planning.plan import Plan
+from mergepipe.recipes.output_tensors import parsed_config
+from mergepipe.recipes.recipe import ModelInput
+from mergepipe.recipes.references import reference_text, with_renamed
+from mergepipe.reports import BudgetVerdict
+from mergepipe.runs.budget.verdict import verdict_of
+from mergepipe.runs.inputs import Inputs
+from mergepipe.snapshots.manifest import BASE_MODEL_IDS_KEY, CARD_NAME, Manifest
+from mergepipe.snapshots.recorded_paths import CACHED_MODEL, is_relative_part
+from mergepipe.storage.contract import Store
+from mergepipe.storage.limits import CARD_BYTES
+from mergepipe.storage.location import HUB_SCHEME, Location
+
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
+_HUB_ID = re.compile(rf"(?:{_PART}/)?{_PART}")
+_WITH_REVISION = re.compile(rf"(?P<id>(?:{_PART}/)?{_PART})(?:@[^@\s]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModelIds:
+    """The Hub ids that the user states: of single models by their names in the recipe, and of the merge as a whole."""
+
+    by_model: Mapping[str, str] = field(default_factory=dict)
+    of_merge: tuple[str, ...] = ()
+
+    @classmethod
+    def recorded(cls, manifest: Manifest) -> BaseModelIds:
+        """The ids that a snapshot was published with."""
+        of_models = {record.model: record.hub_id for record in manifest.inputs if record.hub_id is not None}
+        return cls(of_models, tuple(str(manifest.run.get(BASE_MODEL_IDS_KEY, "")).split()))
+
+    def of_model(self, model: ModelInput) -> str | None:
+        """The stated id of a model, by its name in the recipe or by its absolute path."""
+        return self.by_model.get(model.text) or self.by_model.get(reference_text(model))
+
+    def check_names(self, models: Sequence[ModelInput]) -> None:
+        """Refuse an id of a model that the recipe does not name."""
+        names = {name for model in models for name in (model.text, reference_text(model))}
+        for name in self.by_model:
+            if name not in names:
+                message, hint = f"the recipe names no model '{name}'", ", ".join(model.text for model in models)
+                raise RecipeError.of("option.invalid", "--base-model-id", message, f"it names {hint}")
+
+
+def parse_base_model_ids(texts: Iterable[str]) -> BaseModelIds:
+    """Parse values of `--base-model-id`: `org/name`, or `MODEL=org/name`."""
+    by_model: dict[str, str] = {}
+    of_merge: list[str] = []
+    for text in texts:
+        model, equals, hub_id = text.rpartition("=")
+        if not _WITH_REVISION.fullmatch(hub_id) or (equals and not model):
+            message = f"'{text}' was given"
+            raise RecipeError.of("option.invalid", "--base-model-id", message, "give org/name or MODEL=org/name")
+        if equals:
+            by_model[model] = hub_id
+        else:
+            of_merge.append(hub_id)
+    return BaseModelIds(by_model, tuple(of_merge))
+
+
+def hub_id_of(location: Location, store: Store) -> str | None:
+    """Return `org/name@commit` of a location on the Hub or in a local copy of its cache; None for any other."""
+    if location.scheme == HUB_SCHEME:
+        return f"{location.root}@{location.revision}" if location.revision else location.root
+    if not location.is_local:
+        return None
+    places = (location.normal(), store.real_path(location))
+    for place in (str(place) for place in places if place is not None):
+        cached = CACHED_MODEL.search(place)
+        hub_id = cached["name"].replace("--", "/") if cached else ""
+        if cached and _HUB_ID.fullmatch(hub_id):
+            return f"{hub_id}@{cached['commit']}"
+    return None
+
+
+def hub_names(model: ModelInput, stated: str | None, store: Store) -> dict[str, str]:
+    """Map the names of a model in its recipe, and of its adapter, to their Hub ids, as far as these are known."""
+    if model.adapter is None:
+        hub_id = stated or hub_id_of(model.path, store)
+        return {} if hub_id is None else {model.text: hub_id}
+    if stated is not None:
+        return {model.text: stated}
+    ids = [hub_id_of(model.path, store), hub_id_of(model.adapter, store)]
+    parts = model.text.split("+")
+    hub_ids = {part: hub_id for part, hub_id in zip(parts, ids, strict=False) if hub_id is not None}
+    return hub_ids if len(parts) == len(ids) else {}
+
+
+def without_revision(hub_id: str) -> str:
+    """Return `org/name` of `org/name@revision`."""
+    return hub_id.partition("@")[0]
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a text has the form of a Hub id with an organisation."""
+    return "/" in text and _HUB_ID.fullmatch(text) is not None
+
+
+_FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
+_KEYS = "license|license_name|license_link|library_name|pipeline_tag|language|tags|base_model"
+_ENTRY = re.compile(rf"^([\"']?)(?:{_KEYS})\1[ \t]*:[^\n]*\n(?:(?:[ \t\r#-][^\n]*)?\n)*+", re.MULTILINE)
+"""One entry that is inherited: its line and those that belong to it. Results of evaluations fill megabytes beside."""
+_PARSED_CHARACTERS = 32 << 10  # YAML takes 150 times its size in memory, and 12 s a megabyte
+_MOST_VALUES = 100
+_MOST_CHARACTERS = 500
+_WRITTEN_BY_THE_HUB = re.compile(r"(base_model|license|region|arxiv|doi|dataset|model-index)\b.*:|endpoints_compatible")
+
+
+@dataclass(frozen=True, slots=True)
+class InputCard:
+    """The entries of an input's model card that a merge inherits; empty where the card lacks them."""
+
+    license: str = ""
+    license_name: str = ""
+    license_link: str = ""
+    library: str = ""
+    pipeline_tag: str = ""
+    languages: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    base_models: tuple[str, ...] = ()
+
+
+def read_input_card(store: Store, model: Checkpoint) -> InputCard:
+    """Read the card of a model's directory; an empty one where there is none, or none that can be parsed.
+
+    A card is prose of somebody else: what cannot be read of it is not inherited, and is no reason to fail.
+    """
+    path = model.root / CARD_NAME
+    if model.path != model.root:
+        return InputCard()
+    try:
+        status = store.stat(path)
+        if status is None or not status.is_file:
+            return InputCard()
+        return parse_card(store.read_small(path, CARD_BYTES))
+    except (CorruptError, NotFoundError):
+        return InputCard()
+
+
+def parse_card(raw: bytes) -> InputCard:
+    """Parse the text of a card: of long metadata only the entries that are inherited, unless these are long, too."""
+    top = _FRONT_MATTER.match(raw.decode("utf-8", "replace"))
+    metadata = "" if top is None else top[1]
+    if len(metadata) > _PARSED_CHARACTERS:
+        metadata = "".join(entry[0] for entry in islice(_ENTRY.finditer(metadata), _MOST_VALUES))
+    if len(metadata) > _PARSED_CHARACTERS:
+        return InputCard()
+    try:
+        content = yaml.load(metadata, Loader=yaml.BaseLoader)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return InputCard()
+    if not isinstance(content, dict):
+        return InputCard()
+    return InputCard(
+        license=_text(content, "license"),
+        license_name=_text(content, "license_name"),
+        license_link=_text(content, "license_link"),
+        library=_text(content, "library_name"),
+        pipeline_tag=_text(content, "pipeline_tag"),
+        languages=_texts(content, "language"),
+        tags=tuple(tag for tag in _texts(content, "tags") if not _WRITTEN_BY_THE_HUB.match(tag)),
+        base_models=tuple(text for text in _texts(content, "base_model") if is_hub_id(text)),
+    )
+
+
+def _text(content: Mapping[str, object], key: str) -> str:
+    """Return the text under a key; of a list the first."""
+    return next(iter(_texts(content, key)), "")
+
+
+def _texts(content: Mapping[str, object], key: str) -> tuple[str, ...]:
+    value = content.get(key)
+    values = value if isinstance(value, list) else [value]
+    texts = (text.strip() for text in values[:_MOST_VALUES] if isinstance(text, str))
+    return tuple(dict.fromkeys(text for text in texts if text and len(text) <= _MOST_CHARACTERS))
+
+
+_BACKTICKS = re.compile("`+")
+
+
+def metadata_lines(manifest: Manifest, origins: Origins, tags: Sequence[str]) -> Iterator[str]:
+    """Yield the metadata that the Hub reads, between its marks."""
+    card = origins.card
+    yield "---"
+    if origins.base_models:
+        yield "base_model:"
+        yield from (f"- {yaml_scalar(model)}" for model in origins.base_models)
+        yield "base_model_relation: merge"
+    licenses = ("license", card.license), ("license_name", card.license_name), ("license_link", card.license_link)
+    yield from (f"{key}: {yaml_scalar(value)}" for key, value in licenses if value)
+    if card.languages:
+        yield "language:"
+        yield from (f"- {yaml_scalar(language)}" for language in card.languages)
+    yield f"library_name: {yaml_scalar(origins.library)}"
+    if card.pipeline_tag:
+        yield f"pipeline_tag: {yaml_scalar(card.pipeline_tag)}"
+    yield "tags:"
+    yield from (f"- {yaml_scalar(tag)}" for tag in tags)
+    yield "merge:"
+    yield f"  method: {yaml_scalar(manifest.operator)}"
+    yield f"  tool: {yaml_scalar(f'mergepipe {manifest.version}')}"
+    yield f"  snapshot: {yaml_scalar(manifest.sid)}"
+    if manifest.plan is not None:
+        yield f"  plan: {yaml_scalar(str(manifest.plan_digest))}"
+        yield f"  budget: {yaml_scalar(_size(manifest.plan['budget_bytes']))}"
+    yield "---"
+
+
+def body_lines(manifest: Manifest, origins: Origins, verdict: BudgetVerdict | None) -> Iterator[str]:
+    """Yield what the card tells: inputs, usage, budget, recipe."""
+    n_models = len(manifest.inputs)
+    yield f"# Merge by {markdown_text(manifest.operator)}"
+    yield ""
+    yield (
+        f"Made by MergePipe {manifest.version} from {n_models} model{'' if n_models == 1 else 's'}; "
+        f"snapshot `{manifest.sid}`."
+    )
+    yield ""
+    yield from _input_lines(manifest, origins)
+    yield ""
+    if origins.licenses:
+        yield "The models state different licences; this card states the base's:"
+        yield ""
+        yield from (f"- {markdown_code(name)}: {markdown_text(license_)}" for name, license_ in origins.licenses)
+        yield ""
+    yield from _usage_lines(origins.usage)
+    if manifest.plan is not None:
+        planned, full = (_size(manifest.plan[key]) for key in ("planned_bytes", "full_cost_bytes"))
+        yield f"Made under a budget: plan `{manifest.plan_digest}` reads {planned} of the"
+        yield f"{full} that reading every expert in full takes."
+        yield ""
+    if verdict is not None:
+        yield from _verdict_lines(verdict)
+    rounding = f"{len(manifest.tensors)} tensors; arithmetic in float32, one rounding."
+    yield f"{rounding} Every input, digest and dropped tensor is"
+    yield "listed in `mergepipe.json`."
+    yield ""
+    yield from _recipe_lines(manifest, origins.recipe)
+
+
+def _input_lines(manifest: Manifest, origins: Origins) -> Iterator[str]:
+    has_revisions = any(origins.revisions)
+    yield "| role | model | revision |" if has_revisions else "| role | model |"
+    yield "|---|---|---|" if has_revisions else "|---|---|"
+    for record, name, revision in zip(manifest.inputs, origins.names, origins.revisions, strict=True):
+        last = f" {markdown_code(revision) if revision else ''} |" if has_revisions else ""
+        yield f"| {record.role} | {markdown_code(name)} |{last}"
+
+
+def _usage_lines(usage: Sequence[str]) -> Iterator[str]:
+    if usage:
+        yield "## Use"
+        yield ""
+        yield "```python"
+        yield from usage
+        yield "```"
+        yield ""
+
+
+def _size(nbytes: object) -> str:
+    return format_bytes(nbytes) if isinstance(nbytes, int) else str(nbytes)
+
+
+def _verdict_lines(verdict: BudgetVerdict) -> Iterator[str]:
+    yield "## Budget"
+    yield ""
+    if verdict.is_full:
+        yield "Everything of the experts was read: this is the full merge."
+    else:
+        share = f"{_size(verdict.planned_bytes)} of {_size(verdict.full_bytes)}"
+        yield f"Read of the experts, by policy `{verdict.policy}`: {share}. What such merges kept of a gain was"
+        yield f"measured in MergePipe's {verdict.measured}; nothing is known of this one."
+    yield ""
+    yield "| expert | share of the blocks that it changes in the merge |"
+    yield "|---|---|"
+    yield from (f"| {markdown_code(expert.model)} | {100 * expert.share:.1f} % |" for expert in verdict.experts)
+    yield ""
+    for expert in verdict.unread:
+        yield f"Warning: nothing was read of {markdown_text(expert)}."
+        yield ""
+
+
+def _recipe_lines(manifest: Manifest, recipe: str) -> Iterator[str]:
+    yield "## Recipe"
+    yield ""
+    if "recipe_notices" in manifest.run:
+        yield "What has no effect in it, or another one than it asks for:"
+        yield ""
+        yield from (f"- {markdown_text(notice)}" for notice in str(manifest.run["recipe_notices"]).splitlines())
+        yield ""
+    fence = _fence(recipe)
+    yield f"{fence}yaml"
+    yield from recipe.expandtabs().splitlines()
+    yield fence
+
+
+def _fence(text: str) -> str:
+    """Return a fence longer than every run of backticks in `text`."""
+    return "`" * max(3, 1 + max(map(len, _BACKTICKS.findall(text)), default=0))
+
+
+TAGS = ("merge", "mergepipe")
+_LIBRARY = "transformers"
+_SENTENCE_LIBRARY = "sentence-transformers"
+_MODULES_NAME = "modules.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """Statements about the inputs in a card: their ids on the Hub, what the base's card lends, the recipe for others.
+
+    `names` shows each input of the manifest, a local one without its folders, `revisions` its commit on the Hub or
+    nothing. `licenses` are those that inputs state, if they state different ones. `usage` is Python that loads the
+    output; empty where that is not known.
+    """
+
+    base_models: tuple[str, ...]
+    names: tuple[str, ...]
+    revisions: tuple[str, ...]
+    card: InputCard
+    library: str
+    licenses: tuple[tuple[str, str], ...]
+    recipe: str
+    usage: tuple[str, ...]
+
+
+def origins_of(
+    inputs: Inputs, store: Store, manifest: Manifest, cards: Sequence[InputCard], files: Mapping[str, bytes]
+) -> Origins:
+    """Collect what the card says of the inputs and the small `files` of the output, by their content and places."""
+    leaves = tuple(inputs.leaves())
+    by_name = _last_names([part for record in manifest.inputs for part in record.model.split("+")])
+    shown = [
+        " + ".join(map(without_revision, record.hub_id.split("+")))
+        if record.hub_id
+        else _hub_name(record.model, by_name)
+        for record in manifest.inputs
+    ]
+    for (_, model, _), record in zip(leaves, manifest.inputs, strict=True):
+        by_name |= hub_names(model, record.hub_id, store)
+    base_card = cards[0]
+    has_modules = _MODULES_NAME in inputs.base.sidecars
+    library = base_card.library or (_SENTENCE_LIBRARY if has_modules else _LIBRARY)
+    return Origins(
+        base_models=tuple(dict.fromkeys(_base_models(manifest, cards))),
+        names=tuple(shown),
+        revisions=tuple(_revision(record.hub_id) for record in manifest.inputs),
+        card=base_card,
+        library=library,
+        licenses=_different_licenses(shown, cards),
+        recipe=with_renamed(manifest.recipe, lambda text: _hub_name(text, by_name)) if by_name else manifest.recipe,
+        usage=_usage(library, files),
+    )
+
+
+def _last_names(parts: Sequence[str]) -> dict[str, str]:
+    """Map local paths to their last names, or, of two that end alike, to what follows their leading `../`."""
+    paths = dict.fromkeys(part for part in parts if is_relative_part(part) or part.startswith("/"))
+    counts = Counter(PurePosixPath(path).name for path in paths)
+    names = {path: PurePosixPath(path).name for path in paths}
+    return {path: name if counts[name] == 1 else path.lstrip("./") for path, name in names.items() if name}
+
+
+def _usage(library: str, files: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Return lines of Python that load the output; code of a model is not published, so none where it needs that."""
+    name = 'name = "."  # this folder, or its id on the Hub'
+    if library == _SENTENCE_LIBRARY:
+        return "from sentence_transformers import SentenceTransformer", "", name, "model = SentenceTransformer(name)"
+    config = parsed_config(files.get(CONFIG_NAME, b"")) or {}
+    if library != _LIBRARY or not isinstance(config.get("model_type"), str) or "auto_map" in config:
+        return ()
+    architectures = config.get("architectures")
+    listed = architectures if isinstance(architectures, list) else []
+    is_causal = any(str(architecture).endswith("ForCausalLM") for architecture in listed)
+    kinds = {"model": "AutoModelForCausalLM" if is_causal else "AutoModel"}
+    if any(file in TOKENIZER_NAMES for file in files):
+        kinds["tokenizer"] = "AutoTokenizer"
+    loads = (f"{variable} = {kind}.from_pretrained(name)" for variable, kind in kinds.items())
+    return f"from transformers import {', '.join(kinds.values())}", "", name, *loads
+
+
+def model_card(manifest: Manifest, plan: Plan | None, origins: Origins) -> bytes:
+    """Write a model card in the Hub's form: metadata, inputs, recipe, budget, digests. `plan` is the manifest's."""
+    verdict = None if plan is None else verdict_of(plan)
+    tags = tuple(dict.fromkeys((*origins.card.tags, *TAGS)))
+    lines = (*metadata_lines(manifest, origins, tags), *body_lines(manifest, origins, verdict))
+    return "".join(f"{printable(line)}\n" for line in lines).encode()
+
+
+def _base_models(manifest: Manifest, cards: Sequence[InputCard]) -> Iterator[str]:
+    """Yield Hub ids: each input's own, else those that its card names, and what the user stated of the whole merge."""
+    for record, card in zip(manifest.inputs, cards, strict=True):
+        if record.hub_id is not None:
+            yield from map(without_revision, record.hub_id.split("+"))
+        else:
+            yield from card.base_models
+    yield from map(without_revision, str(manifest.run.get(BASE_MODEL_IDS_KEY, "")).split())
+
+
+def _revision(hub_id: str | None) -> str:
+    ids = [] if hub_id is None else hub_id.split("+")
+    return " + ".join(filter(None, (hub_id.partition("@")[2] for hub_id in ids)))
+
+
+def _different_licenses(names: Sequence[str], cards: Sequence[InputCard]) -> tuple[tuple[str, str], ...]:
+    stated = [(name, card.license_name or card.license) for name, card in zip(names, cards, strict=True)]
+    stated = [(name, license_) for name, license_ in stated if license_]
+    return tuple(stated) if len({license_ for _, license_ in stated}) > 1 else ()
+
+
+def _hub_name(text: str, by_name: dict[str, str]) -> str:
+    """Return the Hub id, with the revision that mergekit writes behind `@`, or the last name, of `model[+adapter]`."""
+    if text in by_name:
+        return by_name[text]
+    return "+".join(by_name.get(part, part) for part in text.split("+")) if "+" in text else text

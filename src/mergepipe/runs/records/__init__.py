@@ -1,1 +1,0 @@
-"""Record a run: rows of the catalog, digests of content, the manifest."""
