@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 
 from support.safetensors_bytes import file_bytes, record
-from support.torch_bytes import Array, Call, Named, PickleWriter, View, torch_bytes
+from support.torch_bytes import Array, Call, Named, PickleWriter, View, row_major, torch_bytes
 
 STATES = ("exp_avg", "exp_avg_sq")
 RATE = 0.1
@@ -246,6 +246,36 @@ def write_fsdp(folder: Path, known: KnownStates, *, full: bool, tied: Mapping[st
     options = [{"lr": RATE, "params": list(known.shapes)}]
     (folder / "pytorch_model_fsdp.bin").write_bytes(torch_bytes(weights))
     (folder / "optimizer.bin").write_bytes(torch_bytes({"state": state, "param_groups": options}))
+
+
+def write_verl(folder: Path, known: KnownStates, world_size: int = 2, *, replicas: int = 1) -> None:
+    """FSDP2 as verl saves it: rows of every tensor spread over the ranks of each replica, one file a rank and kind."""
+    folder.mkdir(parents=True)
+    n_files = world_size * replicas
+    for rank in range(n_files):
+        place = (rank % world_size, world_size, replicas)
+        model = {n: d_tensor(known.arrays[n, "fp32"], *place) for n in known.shapes}
+        state = {
+            i: {"step": _step(known.step)} | {k: d_tensor(known.arrays[n, k], *place) for k in STATES}
+            for i, n in enumerate(known.shapes)
+        }
+        for kind, content in (("model", model), ("optim", {"state": state, "param_groups": []})):
+            (folder / f"{kind}_world_size_{n_files}_rank_{rank}.pt").write_bytes(torch_bytes(content))
+
+
+def d_tensor(array: Array, rank: int, world_size: int, replicas: int = 1, dimension: int = 0) -> Call:
+    """A tensor cut along a dimension, as a rank pickles it."""
+    kind, placements = Named("torch.distributed.tensor", "DTensor"), "torch.distributed.tensor.placement_types"
+    share = -(-array.shape[dimension] // world_size)
+    rows = np.take(array, range(rank * share, min((rank + 1) * share, array.shape[dimension])), dimension)
+    shard = Call(Named(placements, "Shard"), state={"dim": dimension}, new=True)
+    replicated = (Call(Named(placements, "Replicate"), new=True),) if replicas > 1 else ()
+    specification = {"mesh": None, "placements": (*replicated, shard)}
+    spec = Call(Named("torch.distributed.tensor._dtensor_spec", "DTensorSpec"), state=specification, new=True)
+    arguments = (kind, Named("torch", "float32"), array.shape, row_major(array.shape), 0)
+    state = (None, {"_local_tensor": np.ascontiguousarray(rows), "_spec": spec})
+    wrapper = Named("torch._utils", "_rebuild_wrapper_subclass")
+    return Call(Named("torch._tensor", "_rebuild_from_type_v2"), (wrapper, kind, arguments, state))
 
 
 def _write_chunks(folder: Path, keyed: Mapping[str, Array], world_size: int, plain: Mapping[str, object]) -> None:

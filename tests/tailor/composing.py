@@ -26,6 +26,7 @@ from support.training_trees import (
     write_dcp,
     write_hf,
     write_trainer_files,
+    write_verl,
     write_zero3,
     write_zero12,
 )
@@ -68,6 +69,7 @@ FORMATS: dict[str, Write] = {
     "hf": write_hf,
     "hf-zero2": _hf_zero,
     "dcp": lambda folder, known: write_dcp(folder, known, 2),
+    "verl": write_verl,
 }
 SHARED_STEPS = ("zero1", "zero2", "zero3", "zero3-saved", "hf-zero2")
 

@@ -41,6 +41,7 @@ KINDS = (
     "hf-zero3",
     "accelerate-full",
     "accelerate-sharded",
+    "verl",
 )
 SAVED_STEPS = (2, 4)
 WORLD_SIZE = 2
@@ -415,6 +416,41 @@ def dump_dcp(kind: str, out: Path, step: int, rank: int) -> None:
         write_truth(out / f"truth-{step}.npz", arrays)
 
 
+# --- FSDP2 as verl saves it: a file of every rank for the model, one for an optimizer with one group -----------------
+
+
+def verl_path(out: Path, step: int, kind: str, rank: int) -> Path:
+    return out / f"step-{step}" / f"{kind}_world_size_{WORLD_SIZE}_rank_{rank}.pt"
+
+
+def train_verl(kind: str, out: Path, rank: int) -> None:
+    import torch
+
+    model, _ = fsdp_model(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(1, max(SAVED_STEPS) + 1):
+        plain_step(model, optimizer, batch(step, rank))
+        if step in SAVED_STEPS:
+            (out / f"step-{step}").mkdir(exist_ok=True)
+            torch.save(model.state_dict(), verl_path(out, step, "model", rank))
+            torch.save(optimizer.state_dict(), verl_path(out, step, "optim", rank))
+
+
+def dump_verl(kind: str, out: Path, step: int, rank: int) -> None:
+    import torch
+
+    model, _ = fsdp_model(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model.load_state_dict(torch.load(verl_path(out, step, "model", rank), weights_only=False))
+    optimizer.load_state_dict(torch.load(verl_path(out, step, "optim", rank), weights_only=False))
+    arrays = {}
+    for name, parameter in model.named_parameters():
+        arrays[f"weight/{name}"] = parameter.full_tensor()
+        arrays |= {f"{key}/{name}": whole(value) for key, value in optimizer.state[parameter].items()}
+    if rank == 0:
+        write_truth(out / f"truth-{step}.npz", arrays)
+
+
 # --- FSDP as Accelerate saves it ---------------------------------------------------------------------------------
 
 
@@ -520,6 +556,8 @@ def run_rank(kind: str, out: Path, step: int) -> None:
     rank = int(os.environ["RANK"])
     if kind.startswith("accelerate"):
         train_accelerate(kind, out, rank) if step == 0 else dump_accelerate(kind, out, step, rank)
+    elif kind == "verl":
+        train_verl(kind, out, rank) if step == 0 else dump_verl(kind, out, step, rank)
     elif kind.startswith("dcp"):
         train_dcp(kind, out, rank) if step == 0 else dump_dcp(kind, out, step, rank)
     elif kind.startswith("hf-"):

@@ -32,6 +32,7 @@ FOLDERS = {
     "dcp-tied": "step-{}",
     "accelerate-full": "step-{}",
     "accelerate-sharded": "step-{}",
+    "verl": "step-{}",
     "hf-zero2": "checkpoint-{}",
     "hf-zero3": "checkpoint-{}",
 }
@@ -57,6 +58,7 @@ KINDS = (
     "hf-zero3",
     "accelerate-full",
     "accelerate-sharded",
+    "verl",
 )
 needs_frameworks = pytest.mark.skipif(
     not PYTHON.is_file(), reason="no environment for training: requirements/train.txt"

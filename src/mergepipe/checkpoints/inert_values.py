@@ -95,18 +95,33 @@ _RECORDS = frozenset({
     ("pathlib._local", "PosixPath"),
 })  # fmt: skip
 
+_DISTRIBUTED = frozenset({
+    "DTensor", "DTensorSpec", "DeviceMesh", "_MeshLayout", "_FlatLayout", "TensorMeta", "ShardOrderEntry", "Shard",
+    "Replicate", "Partial", "_StridedShard", "ShardedTensor", "ShardedTensorMetadata", "ShardMetadata",
+    "TensorProperties", "MEM_FORMAT_ENCODING", "ChunkShardingSpec", "_remote_device", "ShardedTensor.ProcessGroupState",
+})  # fmt: skip
+"""Records of tensors that are spread over ranks. Their modules changed with torch's versions."""
+
 
 def resolve_global(module: str, name: str, where: str) -> Global:
     """Accept a name of the closed list."""
     qualified_name = (module, name)
-    is_listed = qualified_name in _RECORDS or qualified_name in _CONSTRUCTORS or qualified_name in _TYPES
+    is_listed = _is_record(qualified_name) or qualified_name in _CONSTRUCTORS or qualified_name in _TYPES
     if not (is_listed or _is_torch_constant(module, name)):
-        shown = f"{module[:80]}.{name[:80]}"
-        raise UnsupportedError.of(
-            "pickle.refused", where, f"the pickle names {shown!r}, which is not on the list of inert types",
-            "nothing was executed; save the checkpoint without this object",
-        )  # fmt: skip
+        raise _refused(f"{module[:80]}.{name[:80]}", where)
     return Global(module, name)
+
+
+def _refused(name: str, where: str) -> Exception:
+    return UnsupportedError.of(
+        "pickle.refused", where, f"the pickle names {name!r}, which is not on the list of inert types",
+        "nothing was executed; save the checkpoint without this object",
+    )  # fmt: skip
+
+
+def _is_record(qualified_name: tuple[str, str]) -> bool:
+    module, name = qualified_name
+    return qualified_name in _RECORDS or (module.startswith("torch.distributed.") and name in _DISTRIBUTED)
 
 
 def _is_torch_constant(module: str, name: str) -> bool:
@@ -122,7 +137,7 @@ def construct(kind: object, args: object, where: str) -> object:
     qualified_name = (kind.module, kind.name)
     if qualified_name in _CONSTRUCTORS:
         return _CONSTRUCTORS[qualified_name](args, where)
-    if qualified_name in _RECORDS:
+    if _is_record(qualified_name):
         return Record(kind, args)
     raise _corrupt(where, f"'{kind}' is called, and only names something")
 
@@ -197,7 +212,9 @@ def _view(args: tuple[object, ...], dtype: DType, where: str) -> PickledTensor:
 
 
 def _subclassed_tensor(args: tuple[object, ...], where: str) -> object:
-    """`_rebuild_from_type_v2(function, type, arguments, state)`: the plain tensor inside."""
+    """`_rebuild_from_type_v2(function, type, arguments, state)`: the plain tensor inside, or a tensor of many ranks."""
+    if len(args) == 4 and args[0] == _REBUILD_WRAPPER and isinstance(args[1], Global) and isinstance(args[2], tuple):
+        return Record(args[1], args[2], args[3])
     if len(args) != 4 or args[0] not in (_REBUILD_V2, _REBUILD_V3) or not isinstance(args[2], tuple):
         raise _corrupt(where, "a tensor subclass is rebuilt by something that is not a tensor constructor")
     return construct(args[0], args[2], where)
@@ -261,6 +278,15 @@ def _no_bytes(args: tuple[object, ...], where: str) -> object:
     return b""
 
 
+def _attribute(args: tuple[object, ...], where: str) -> object:
+    """`getattr(ShardedTensor, "ProcessGroupState")`: the name of a class inside a class, and nothing else."""
+    match args:
+        case (Global(module, "ShardedTensor"), "ProcessGroupState"):
+            return Global(module, "ShardedTensor.ProcessGroupState")
+    raise _refused("__builtin__.getattr", where)
+
+
+_REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 _REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 
@@ -279,10 +305,12 @@ _CONSTRUCTORS: Mapping[tuple[str, str], Constructor] = MappingProxyType({
     ("__builtin__", "frozenset"): _collection,
     ("_codecs", "encode"): _latin1,
     ("__builtin__", "bytes"): _no_bytes,
+    ("__builtin__", "getattr"): _attribute,
 })  # fmt: skip
 
 _TYPES = frozenset({
     ("torch", "Tensor"),
     ("torch.nn.parameter", "Parameter"),
+    ("torch._utils", "_rebuild_wrapper_subclass"),
     *((module, name) for module in ("builtins", "__builtin__") for name in ("dict", "list", "int", "float", "str")),
 })  # fmt: skip

@@ -256,7 +256,7 @@ class Averaging:
             yield FilePlan(INDEX_NAME, (Literal(index_json(shards)),))
         dtypes = sorted({spec.dtype.recipe_name for spec in specs})
         yield FilePlan(CARD_NAME, (Literal(_model_card(self, dtypes)),))
-        lender = self.request.config or self.newest.path
+        lender = self.request.config or self.newest.lender or self.newest.path
         names = find_sidecars(self.store, lender, list_names(self.store, lender))
         if self.request.config is not None and CONFIG_NAME not in names:
             raise NotFoundError.of("model.not-found", lender, f"there is no {CONFIG_NAME}", "name a model's folder")

@@ -121,7 +121,8 @@ class TrainingCheckpoint:
     left out. `flat_groups` are the parameters of each flat buffer in order (ZeRO only). `missing` says in words what
     a complete checkpoint would hold and this one does not. `has_state` says whether training can resume at its step:
     only a partial checkpoint (`is_partial`) may lack scheduler, random states and the like. `untrained` are weights of
-    a model that its optimizer does not know and that are no `parameters`: buffers and frozen ones of ZeRO-3.
+    a model that its optimizer does not know and that are no `parameters`: buffers and frozen ones of ZeRO-3. `lender`
+    is the directory of configuration and tokenizer, where that is not `path`.
     """
 
     path: Location
@@ -140,6 +141,7 @@ class TrainingCheckpoint:
     has_state: bool = True
     is_partial: bool = False
     untrained: Mapping[str, StoredState] = field(default_factory=dict)
+    lender: Location | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -78,7 +78,9 @@ class Node:
         """The value at a path, which must be there."""
         node = self
         for step in path:
-            node = node._item(step) if isinstance(step, int) and isinstance(node.value, list) else node.get(step)
+            node = (
+                node._item(step) if isinstance(step, int) and isinstance(node.value, list | tuple) else node.get(step)
+            )
         return node
 
     def _item(self, index: int) -> Node:

@@ -13,6 +13,7 @@ from mergepipe.tailor.formats.fsdp import FsdpFormat
 from mergepipe.tailor.formats.hf_trainer import HfFormat, WeightsFormat
 from mergepipe.tailor.formats.partial import PartialKind
 from mergepipe.tailor.formats.universal import UniversalFormat
+from mergepipe.tailor.formats.verl import VerlFormat
 
 # --- the training formats: each is registered here by one line ---
 
@@ -23,6 +24,7 @@ TRAINING_FORMATS: tuple[TrainingFormat, ...] = (
     FsdpFormat(),
     HfFormat(),
     ZeroFormat(),
+    VerlFormat(),
     WeightsFormat(),
 )
 
