@@ -23,11 +23,11 @@ LAYERS = (
     {"storage"},
     {"kernels", "operators"},
     {"checkpoints"},
-    {"recipes", "catalog", "snapshots", "deltastore"},
+    {"recipes", "catalog", "snapshots"},
     {"reports"},
     {"planning", "engine", "tailor"},
     {"options"},
-    {"runs"},
+    {"runs", "deltastore"},
     {"jobs"},
     {"api"},
     {"cli", "__main__"},
@@ -35,6 +35,9 @@ LAYERS = (
 LAYER_OF = {component: number for number, components in enumerate(LAYERS) for component in components}
 FACADE = "__init__"  # lazy names for users; others may take the version from it
 ANYTHING_GOES = "testing"
+LEAVES = {"deltastore": {"api", "jobs", "cli", ANYTHING_GOES}}
+"""Components that register themselves where others need them, and the only ones that may import them."""
+REGISTRY_OF_PACKS = "checkpoints/packed.py"
 ONE_MODULE_EACH = ("torch", "transformers", "deepspeed", "obstore", "huggingface_hub", "ray")
 
 
@@ -142,6 +145,27 @@ def test_layers__components_do_not_import_each_other_in_a_circle() -> None:
             graph.setdefault(each.component, set()).add(target)
     order = list(TopologicalSorter(graph).static_order())  # raises on a circle, and names it
     assert order.index("errors") < order.index("cli")
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_layers__leaves_are_imported_by_jobs_and_by_what_calls_them_only(leaf: str) -> None:
+    wrong = [
+        str(each)
+        for each in all_imports()
+        if imported_component(each) == leaf and each.component not in {leaf, *LEAVES[leaf]}
+    ]
+    assert wrong == []
+
+
+def test_layers__packs_are_named_by_their_registry_alone() -> None:
+    """Names of modules in strings count as well, wherever they are imported."""
+    naming = {
+        place
+        for place, tree in trees_with("mergepipe.deltastore")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and str(node.value).startswith("mergepipe.deltastore")
+    }
+    assert naming == {REGISTRY_OF_PACKS}
 
 
 @pytest.mark.parametrize("room", ["tailor"])

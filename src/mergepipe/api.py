@@ -955,11 +955,11 @@ def _snapshot_path(snapshot: str | Path, home: str | Path | None) -> Path:
 
 def _pack_location(snapshot: str | Path) -> Location | None:
     """Return where a packed expert is; None if it is something else."""
-    from mergepipe.deltastore.header import is_store
+    from mergepipe.checkpoints.packed import is_packed
     from mergepipe.storage.stores import Stores
 
     location, store = Location.of(snapshot), Stores()
-    return location if is_store(store, location) else None
+    return location if is_packed(store, location) else None
 
 
 def _snapshot_location(snapshot: str | Path, home: str | Path | None) -> Location:

@@ -14,7 +14,6 @@ from mergepipe.storage.traffic import Traffic
 
 if TYPE_CHECKING:
     from mergepipe.core.notices import DroppedTensor, Notice
-    from mergepipe.deltastore.pack.job import BaseMatch
     from mergepipe.snapshots.manifest import LeftOutFile
 
 
@@ -263,6 +262,38 @@ class AnalyzeReport(Displayed):
 
 
 # --- delta stores ---
+
+
+DOUBTFUL_DELTA = 0.5
+"""From here on most of what a delta saves is gone: usual fine-tunes stay below 0.2."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseMatch:
+    """How close an expert is to a base: the norm of the sampled deltas over that of the weights' deviations.
+
+    Weights that the base lacks, or has in another shape or in a dtype that is not converted, count as unrelated.
+    `nearest_fraction`: the share of `n_samples` at which no other candidate is nearer; `next_base` is the second best
+    of several.
+    """
+
+    base: Location
+    relative_delta: float
+    n_samples: int
+    nearest_fraction: float = 1.0
+    next_base: Location | None = None
+    next_delta: float | None = None
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the deltas are so large that this is hardly the base of the expert."""
+        return self.relative_delta >= DOUBTFUL_DELTA
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the base was told from all others: nearest nearly everywhere, and no other nearly as near."""
+        is_far_ahead = self.next_delta is None or self.relative_delta <= 0.9 * self.next_delta
+        return self.n_samples > 0 and not self.is_doubtful and self.nearest_fraction >= 0.9 and is_far_ahead
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level, Piece
 from mergepipe.deltastore.header import PIECE_NAMES
 from mergepipe.deltastore.tensor import PackedTensor
-from mergepipe.errors import MismatchError, UnsupportedError
+from mergepipe.errors import MismatchError
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
@@ -275,7 +275,7 @@ def test_merge__of_slices_of_packed_experts_gives_the_bytes_of_the_originals(
 
 
 def test_open_model__refuses_a_store_as_the_base_and_a_foreign_base(pair: Pair, folder: Path) -> None:
-    with pytest.raises(UnsupportedError, match="is a delta store"):
+    with pytest.raises(MismatchError, match="was packed relative to its base, which is not named; name its base"):
         open_path(LocalStore(), Location.local(pair.packed.places[1]))
     other = folder / "other"
     other.mkdir()

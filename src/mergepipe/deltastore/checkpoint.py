@@ -16,6 +16,7 @@ from mergepipe.checkpoints.contract import (
     TensorEntry,
 )
 from mergepipe.checkpoints.directory import SIDECAR_NAMES, open_checkpoint, stat_regular
+from mergepipe.checkpoints.packed import is_packed
 from mergepipe.core.blocks import DType, Span
 from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.codec.arrays import corrupt
@@ -29,7 +30,6 @@ from mergepipe.deltastore.header import (
     PIECE_NAMES,
     PackedEntry,
     StoreHeader,
-    is_store,
     parse_header,
 )
 from mergepipe.deltastore.index import ROW_BYTES, Charged, StoreIndex, StoreIndexReader, as_expert, as_metadata
@@ -132,7 +132,7 @@ class OpenedStore:
 
 def read_store(store: Store, path: Location) -> OpenedStore:
     """Read and check header and index, both charged as metadata."""
-    if not is_store(store, path):
+    if not is_packed(store, path):
         raise NotFoundError.of(
             "snapshot.not-found",
             path,
@@ -189,7 +189,9 @@ def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint | None) 
         return kind(entry.name, entry.dtype, entry.shape, opened.root, index, first_row)
     if base is None:
         message = f"tensor {shown(entry.name)} was packed relative to its base, which is not named"
-        raise MismatchError.of("base.mismatch", opened.root, message, f"name its base: it was {opened.header.base}")
+        raise MismatchError.of(
+            "base.mismatch", opened.root, message, f"name its base, and it as an expert: it was {opened.header.base}"
+        )
     base_tensor = base.tensors.get(entry.name)
     can_be_base = opened.header.depth or isinstance(base_tensor, TensorEntry)
     if base_tensor is None or not can_be_base:
@@ -242,7 +244,7 @@ def open_packed(
     which may have moved together with it, with its own bases behind it; or that one unpacked, if it is given as `base`.
     """
     opened = read_store(store, path)
-    is_chained = opened.header.depth > 0 and (base is None or is_store(store, base))
+    is_chained = opened.header.depth > 0 and (base is None or is_packed(store, base))
     bases = _open_chain(store, opened, base) if is_chained else _open_base(store, opened, base)
     return opened, open_store(store, path, bases[0] if bases else None), bases
 
@@ -251,9 +253,9 @@ def _open_chain(store: Store, opened: OpenedStore, base: Location | None) -> tup
     """Open the bases of a store that is packed on another one; that one's chain is shorter, so that none is endless."""
     _check_depth(opened.root, opened.header.depth)
     place = base or Location.parse(opened.header.base)
-    if not is_store(store, place):
+    if not is_packed(store, place):
         place = opened.root.parent / place.name
-    if not is_store(store, place):
+    if not is_packed(store, place):
         raise _missing(opened)
     depth = read_header(store, place).header.depth
     if depth != opened.header.depth - 1:  # before it is opened: it may name itself
@@ -293,7 +295,7 @@ def next_base(store: Store, last: Location, length: int) -> Location:
 
     `length` is the most stores that are decoded to restore a checkpoint.
     """
-    if not is_store(store, last):
+    if not is_packed(store, last):
         return last
     header = read_header(store, last).header
     if header.depth + 1 < length:
@@ -301,7 +303,7 @@ def next_base(store: Store, last: Location, length: int) -> Location:
     _check_depth(last, header.depth)
     for depth in range(header.depth - 1, -1, -1):
         place = Location.parse(header.base)
-        place = place if is_store(store, place) else last.parent / place.name
+        place = place if is_packed(store, place) else last.parent / place.name
         header = read_header(store, place).header
         if header.depth != depth:
             raise corrupt(place, f"is at depth {header.depth} of a chain, {depth} is needed")

@@ -17,7 +17,6 @@ from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.deltastore.codec.arrays import corrupt
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, Piece, can_be_base_of
 from mergepipe.errors import UnsupportedError
-from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
 
 HEADER_NAME = STORE_HEADER_NAME
@@ -38,11 +37,6 @@ T = TypeVar("T")
 def is_own_name(name: str) -> bool:
     """Whether a file of this name belongs to the store, not to the expert."""
     return name in OWN_NAMES
-
-
-def is_store(store: Store, path: Location) -> bool:
-    """Whether `path` is a directory with a delta store's header."""
-    return is_file(store, path / HEADER_NAME)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,14 +24,12 @@ from mergepipe.deltastore.checkpoint import ChainedTensor, OpenedStore, open_pac
 from mergepipe.deltastore.codec.arrays import corrupt
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.deltastore.header import HEADERS_NAME, is_own_name, is_store
+from mergepipe.deltastore.header import HEADERS_NAME, OWN_NAMES, is_own_name
 from mergepipe.deltastore.tensor import EncodedTensor, PlainTensor
-from mergepipe.errors import CorruptError
-from mergepipe.storage.contract import Entry, FileKind, FileStatus, RangeFile, Store, StoreTerms
+from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.file_version import FileId
-from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import read_exact
 
 # --- the headers of the weight files that a store was packed from ---
 # read, and compared with what the store says of them
@@ -100,7 +98,12 @@ class OriginalFiles:
 
 
 class OriginalFolder:
-    """The weight files of one packed expert; `chain` is the expert, the stores below it, and the first one's base."""
+    """The weight files of one packed expert; `chain` is the expert, the stores below it, and the first one's base.
+
+    See `checkpoints.packed.OriginalFolder`.
+    """
+
+    own_names = OWN_NAMES
 
     def __init__(
         self,
@@ -306,109 +309,3 @@ def _root_of(tensor: Readable) -> Location:
     if not isinstance(encoded, EncodedTensor | PlainTensor):
         raise TypeError(f"{tensor.name} is no tensor of a packed expert")
     return encoded.root
-
-
-# --- a store in which packed experts are the folders that they were packed from; all else is as it is ---
-
-
-class UnpackedView:
-    """Serves the original weight files of packed experts, decoded as they are read; a chain with all stores below.
-
-    The files of stores stay where they are and can be read too; listings leave them out. Safe to use from many
-    threads. Memory: see `OriginalFiles`.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._lock = threading.Lock()
-        self._folders: dict[Location, OriginalFolder | None] = {}
-        self._originals: OriginalFiles | None = None
-
-    @property
-    def has_packed(self) -> bool:
-        """Whether a packed expert was opened."""
-        return self._originals is not None
-
-    def stored_files(self, location: Location) -> tuple[Location, ...]:
-        """Return the files that a file's bytes come from: itself, or those of its store and of all that it is on."""
-        folder = self._holder(location)
-        return (location,) if folder is None else folder.stored_files
-
-    def _folder(self, location: Location) -> OriginalFolder | None:
-        """Open the packed expert in a folder, once; None where there is none."""
-        with self._lock:
-            if location not in self._folders:
-                self._folders[location] = self._opened(location) if is_store(self._store, location) else None
-            return self._folders[location]
-
-    def _opened(self, location: Location) -> OriginalFolder:
-
-        if self._originals is None:
-            self._originals = OriginalFiles(self._store)
-        return self._originals.folder(location)
-
-    def _holder(self, location: Location) -> OriginalFolder | None:
-        """Return the packed expert whose original weight file this is."""
-        folder = self._folder(location.parent)
-        return folder if folder is not None and location.name in folder.sizes_bytes else None
-
-    # --- the contract of stores
-
-    @property
-    def ledger(self) -> Ledger:
-        return self._store.ledger
-
-    def terms(self, location: Location) -> StoreTerms:
-        return self._store.terms(location)
-
-    def pin(self, location: Location) -> Location:
-        return self._store.pin(location)
-
-    def stat(self, location: Location) -> FileStatus | None:
-        folder = self._holder(location)
-        if folder is None:
-            return self._store.stat(location)
-        return FileStatus(FileKind.FILE, folder.sizes_bytes[location.name], folder.version)
-
-    def list(self, location: Location) -> tuple[Entry, ...]:
-        folder, entries = self._folder(location), self._store.list(location)
-        if folder is None:
-            return entries
-        kept = [entry for entry in entries if not is_own_name(entry.name) and entry.name not in folder.sizes_bytes]
-        weights = [Entry(name, FileKind.FILE) for name in folder.sizes_bytes]
-        return tuple(sorted(kept + weights, key=lambda entry: entry.name))
-
-    def real_path(self, location: Location) -> Location | None:
-        if self._holder(location) is None:
-            return self._store.real_path(location)
-        folder = self._store.real_path(location.parent)
-        return None if folder is None else folder / location.name
-
-    def open(self, location: Location, *, direct: bool = False) -> RangeFile:
-        folder = self._holder(location)
-        return self._store.open(location, direct=direct) if folder is None else folder.open(location)
-
-    def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
-        folder = self._holder(location)
-        if folder is None:
-            return self._store.read_metadata(location, offset, nbytes)
-        stop = min(offset + nbytes, folder.sizes_bytes[location.name])
-        file = folder.open(location)
-        try:
-            return read_exact(file, offset, max(offset, stop), Purpose.METADATA).tobytes()
-        finally:
-            file.close()
-
-    def read_small(self, location: Location, limit_bytes: int) -> bytes:
-        folder = self._holder(location)
-        if folder is None:
-            return self._store.read_small(location, limit_bytes)
-        size_bytes = folder.sizes_bytes[location.name]
-        if size_bytes > limit_bytes:
-            message = f"has {size_bytes} bytes, at most {limit_bytes} are read"
-            raise CorruptError.of("storage.too-large", location, message)
-        return self.read_metadata(location, 0, size_bytes)
-
-    def size_bytes(self, location: Location) -> int:
-        folder = self._holder(location)
-        return self._store.size_bytes(location) if folder is None else folder.sizes_bytes[location.name]

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import decoded, open_files, read_span
+from mergepipe.checkpoints.packed import is_packed
 from mergepipe.core.blocks import BlockGrid, DType, DTypeKind, Span
 from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.checkpoint import open_packed
-from mergepipe.deltastore.header import is_store
 from mergepipe.deltastore.original_files import check_original_headers
 from mergepipe.errors import RecipeError, UnsupportedError
 from mergepipe.runs.inputs import open_path
@@ -103,7 +103,7 @@ def load_tensors(path: Location, *, base: Location | None, framework: str, threa
             "option.invalid", "framework", f"{framework!r} was given", f"give one of {', '.join(FRAMEWORKS)}"
         )
     store = Stores()
-    if is_store(store, path):
+    if is_packed(store, path):
         opened, checkpoint, bases = open_packed(store, path, base)
         check_original_headers(store, opened)
         return LoadedTensors((checkpoint, *bases), store, framework, threads)

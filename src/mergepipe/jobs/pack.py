@@ -20,7 +20,7 @@ from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BANDED_FROM_ELEMENT
 from mergepipe.deltastore.header import PackedEntry
 from mergepipe.deltastore.pack.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, open_builder
 from mergepipe.deltastore.pack.encode_pass import EXPERTS_AT_ONCE, pack_all
-from mergepipe.deltastore.pack.job import BaseMatch, check_names, doubt_about, is_packed, job_of, match_base, open_base
+from mergepipe.deltastore.pack.job import check_names, doubt_about, is_done, job_of, match_base, open_base
 from mergepipe.deltastore.pack.originals import (
     check_same,
     remove_original,
@@ -28,7 +28,7 @@ from mergepipe.deltastore.pack.originals import (
 )
 from mergepipe.errors import MergePipeError, MismatchError, Problem, RecipeError
 from mergepipe.jobs.unpack import verify_store
-from mergepipe.reports import PackedExpert, PackReport, Progress, ProgressCallback
+from mergepipe.reports import BaseMatch, PackedExpert, PackReport, Progress, ProgressCallback
 from mergepipe.snapshots.staging import check_free_space, remove_dead, staging_directory
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
@@ -69,7 +69,7 @@ def pack_experts(
     if replaces:
         for job in jobs:
             _check_removable(job)
-    missing = [job for job in jobs if not is_packed(store, job, threads)]
+    missing = [job for job in jobs if not is_done(store, job, threads)]
     for job in jobs:
         if job not in missing:
             remove_dead(staging_directory(job.out.absolute()))  # of a run that was killed once all was done

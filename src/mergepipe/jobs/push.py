@@ -9,11 +9,12 @@ from pathlib import Path, PurePosixPath
 
 import mergepipe
 from mergepipe.checkpoints.model_names import resolve_model_name
+from mergepipe.checkpoints.packed import is_packed
 from mergepipe.core.escaping import yaml_document
 from mergepipe.core.outcome import note_committed
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.deltastore.checkpoint import read_store
-from mergepipe.deltastore.header import HEADER_NAME, is_own_name, is_store
+from mergepipe.deltastore.header import HEADER_NAME, is_own_name
 from mergepipe.deltastore.pack.builder import published_store
 from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, StorageError
 from mergepipe.jobs.verify_composite import damage_of
@@ -76,7 +77,7 @@ def push_snapshot(
         raise OutputError.of("output.place", destination, "no snapshot can be pushed there", hint)
     store = Stores()
     folder = Location.local(path)
-    if is_store(store, folder):
+    if is_packed(store, folder):
         push = _read_pack(store, path)
     else:
         push = _read_composite(store, path) if is_composite(store, folder) else _read_snapshot(store, path)

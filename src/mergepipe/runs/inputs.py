@@ -16,12 +16,12 @@ from mergepipe.checkpoints.adapters import apply_adapter, open_adapter, with_own
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
 from mergepipe.checkpoints.directory import ADAPTER_NAMES, is_adapter, list_names, open_checkpoint, require_text_path
 from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_notices
+from mergepipe.checkpoints.packed import is_packed, open_packed_expert
 from mergepipe.checkpoints.quantised import refuse_quantised
 from mergepipe.checkpoints.stacked_experts import in_layout_of
 from mergepipe.checkpoints.vocabulary import counted
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.notices import DroppedTensor, Notice, notice_at, told_once
-from mergepipe.deltastore.header import is_store
 from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
@@ -95,12 +95,9 @@ def open_model(
 
 def _open(store: Store, path: Location, base: Checkpoint | None, *, is_delta: bool = False) -> Checkpoint:
     """Open what lies at one path; `is_delta`: plain weights there are differences."""
-    if is_store(store, path):
-        from mergepipe.deltastore.checkpoint import open_store, read_header  # compiled: only packed experts wait for it
-
-        if base is None and not read_header(store, path).header.base:
-            return open_store(store, path, None)
-        return in_layout_of(base := _required(base, path, "a delta store"), open_store(store, path, base))
+    if is_packed(store, path):
+        packed = open_packed_expert(store, path, base)
+        return packed if base is None else in_layout_of(base, packed)
     if is_folder(store, path):
         names = list_names(store, path)
         _refuse_composite(store, path, names)

@@ -11,7 +11,7 @@ from mergepipe.storage.location import Location
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mergepipe.deltastore.original_files import UnpackedView
+    from mergepipe.checkpoints.packed import UnpackedView
     from mergepipe.tailor.average_recipe import AverageRequest
     from mergepipe.tailor.checkpoint_diff import DiffReport
     from mergepipe.tailor.composition import CompositionReport, OnProgress
@@ -303,7 +303,7 @@ def absolute(path: str | Path) -> Location:
 
 def _store() -> UnpackedView:
     """Make the store that sources are read from, packed ones as their originals."""
-    from mergepipe.deltastore.original_files import UnpackedView
+    from mergepipe.checkpoints.packed import UnpackedView
     from mergepipe.storage.stores import Stores
 
     return UnpackedView(Stores())

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 import mergepipe
 from mergepipe.checkpoints.directory import find_sidecars, list_names, open_checkpoint, parse_config
+from mergepipe.checkpoints.packed import UnpackedView
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DType, DTypeKind, Span
-from mergepipe.deltastore.original_files import UnpackedView
 from mergepipe.errors import CorruptError, LimitError, MergePipeError, MismatchError, NotFoundError, RecipeError
 from mergepipe.recipes.output_tensors import shape_contradictions, with_dtype
 from mergepipe.recipes.references import text_with_relative_paths

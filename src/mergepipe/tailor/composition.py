@@ -11,7 +11,7 @@ from blake3 import blake3
 
 import mergepipe
 from mergepipe.checkpoints.directory import SIDECAR_NAMES
-from mergepipe.deltastore.original_files import UnpackedView
+from mergepipe.checkpoints.packed import UnpackedView
 from mergepipe.errors import ConflictError, NotFoundError
 from mergepipe.recipes.references import real_location, text_with_relative_paths
 from mergepipe.snapshots.composite import (

@@ -12,8 +12,8 @@ from mergepipe.cli.printing import report_json
 from mergepipe.cli.render.merges import check_table, merge_table, pack_table, shorten_names
 from mergepipe.cli.render.snapshots import verify_table
 from mergepipe.core.notices import DroppedTensor
-from mergepipe.deltastore.pack.job import BaseMatch
 from mergepipe.reports import (
+    BaseMatch,
     BudgetVerdict,
     CheckReport,
     ExpertCoverage,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Final
@@ -16,11 +15,12 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, files_of
 from mergepipe.checkpoints.directory import is_linked_folder, open_checkpoint, require_text_path, stat_present
 from mergepipe.checkpoints.open_files import decoded, open_files, read_elements
+from mergepipe.checkpoints.packed import is_packed
 from mergepipe.core.blocks import DTypeKind, Span
 from mergepipe.core.units import format_percent
 from mergepipe.deltastore.checkpoint import MOST_DEPTH, open_packed, read_header, read_store
 from mergepipe.deltastore.codec.levels import can_be_base_of
-from mergepipe.deltastore.header import is_own_name, is_store
+from mergepipe.deltastore.header import is_own_name
 from mergepipe.deltastore.pack.builder import PackJob
 from mergepipe.deltastore.pack.originals import (
     differing_base,
@@ -28,6 +28,7 @@ from mergepipe.deltastore.pack.originals import (
     differing_weights,
 )
 from mergepipe.errors import OutputError, RecipeError, UnsupportedError
+from mergepipe.reports import BaseMatch
 from mergepipe.snapshots.object_upload import check_apart, staging_place
 from mergepipe.snapshots.staging import check_target
 from mergepipe.storage.contract import FileKind, RangeFile, Store
@@ -41,41 +42,11 @@ from mergepipe.storage.traffic import concurrent_map
 
 UNRELATED: Final = 2**0.5
 """The relative delta of two independent tensors of equal variance."""
-DOUBTFUL_DELTA: Final = 0.5
-"""From here on most of what a delta saves is gone: usual fine-tunes stay below 0.2."""
 _SAMPLE_BYTES = 4096
 _REQUEST_BYTES = 2 * _SAMPLE_BYTES  # a sample that begins inside a page
 _MOST_SAMPLES = 256
 _LEAST_SAMPLES = 16
 _SHARE = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class BaseMatch:
-    """How close an expert is to a base: the norm of the sampled deltas over that of the weights' deviations.
-
-    Weights that the base lacks, or has in another shape or in a dtype that is not converted, count as unrelated.
-    `nearest_fraction`: the share of `n_samples` at which no other candidate is nearer; `next_base` is the second best
-    of several.
-    """
-
-    base: Location
-    relative_delta: float
-    n_samples: int
-    nearest_fraction: float = 1.0
-    next_base: Location | None = None
-    next_delta: float | None = None
-
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether the deltas are so large that this is hardly the base of the expert."""
-        return self.relative_delta >= DOUBTFUL_DELTA
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether the base was told from all others: nearest nearly everywhere, and no other nearly as near."""
-        is_far_ahead = self.next_delta is None or self.relative_delta <= 0.9 * self.next_delta
-        return self.n_samples > 0 and not self.is_doubtful and self.nearest_fraction >= 0.9 and is_far_ahead
 
 
 def doubt_about(match: BaseMatch) -> str:
@@ -184,7 +155,7 @@ _SUFFIX = ".safetensors"
 def open_base(store: Store, path: Location) -> Checkpoint:
     """Open the checkpoint that experts are packed relative to; it may be packed itself."""
     require_text_path(path)
-    if is_store(store, path):
+    if is_packed(store, path):
         return open_packed(store, path)[1]
     base = open_checkpoint(store, path)
     if base.kind is not CheckpointKind.FULL:
@@ -209,7 +180,7 @@ def job_of(store: Store, base: Checkpoint | None, expert: Checkpoint, folder: Lo
     inputs = (expert.path,) if base is None else (base.path, expert.path)
     if not place.is_local:
         check_apart(place, inputs)
-    elif not is_store(store, place):
+    elif not is_packed(store, place):
         check_target(out, inputs, force=None)
     is_chained = base is not None and base.encoded is not None
     depth = read_header(store, base.path).header.depth + 1 if base is not None and is_chained else 0
@@ -239,13 +210,13 @@ def check_names(jobs: Iterable[PackJob]) -> None:
             )  # fmt: skip
 
 
-def is_packed(store: Store, job: PackJob, threads: int) -> bool:
+def is_done(store: Store, job: PackJob, threads: int) -> bool:
     """Whether `job.place` holds this expert packed with this base.
 
     Weights count as unchanged if their files' versions are the same; otherwise they are read and compared with the
     digests in the store. Other files are always compared by content.
     """
-    if not is_store(store, job.place):
+    if not is_packed(store, job.place):
         return False
     opened = read_store(store, job.place)
     header = opened.header
