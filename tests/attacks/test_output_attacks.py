@@ -269,7 +269,9 @@ def test_merge__leaves_everything_that_only_looks_like_its_staging(work: Work) -
     work.merge(work.out)
     assert {path: tree_digest(path) for path in kept} == before
     record = json.loads((other / OWNER_NAME).read_text())
-    (other / OWNER_NAME).write_text(json.dumps({**record, "started": "0"}))  # its process is dead
+    (other / OWNER_NAME).write_text(
+        json.dumps({**record, "owner": {**record["owner"], "started": "0"}})
+    )  # its process is dead
     collected = mergepipe.gc([work.out.parent], home=work.root / "home").garbage
     assert [each.what for each in collected] == [str(other)]
     assert {path: tree_digest(path) for path in kept if path != other} == {

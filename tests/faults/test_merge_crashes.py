@@ -13,10 +13,9 @@ import mergepipe
 from mergepipe.cli.render.merges import merge_table
 from mergepipe.errors import NotFoundError
 from mergepipe.options import MergeOptions
-from mergepipe.runs.progress import merge_state
 from mergepipe.snapshots import work_log
 from mergepipe.snapshots.staging import staging_directory
-from mergepipe.snapshots.work_log import read_work_log
+from mergepipe.snapshots.work_log import merge_state, read_work_log
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import weights_digest
 

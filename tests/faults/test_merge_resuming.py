@@ -30,11 +30,10 @@ from mergepipe.errors import (
 from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.reports import MergeReport, Progress
 from mergepipe.runs import progress
-from mergepipe.runs.progress import MergeState, expert_bytes_of, merge_state
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots import staging
 from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
-from mergepipe.snapshots.work_log import WorkLog, read_work_log
+from mergepipe.snapshots.work_log import MergeState, WorkLog, merge_state, read_work_log, usage_of
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -90,7 +89,7 @@ ERRORS = [KeyboardInterrupt(), system_error(errno.ENOSPC), system_error(errno.ED
 def test_merge__stopped_goes_on_where_it_was(job: CrashJob, error: BaseException) -> None:
     interrupt_late(job, error)
     state = state_of(job)
-    assert state.expert_bytes == expert_bytes_of(state.usage) > 0
+    assert state.expert_bytes == usage_of(state.usage).expert_bytes > 0
     held = sum(path.stat().st_size for path in (staging_directory(job.out) / CONTENT_NAME).iterdir())
     before = {(file, purpose): nbytes for file, purpose, nbytes in state.usage}
     report = job.run()

@@ -13,10 +13,9 @@ from crash_cases import recording_often
 import mergepipe
 from mergepipe.options import MergeOptions, PlanOptions
 from mergepipe.reports import MergeReport
-from mergepipe.runs.progress import merge_state
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.staging import staging_directory
-from mergepipe.snapshots.work_log import read_work_log
+from mergepipe.snapshots.work_log import merge_state, read_work_log
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.crashes import Death, count_operations, run_killed

@@ -21,9 +21,8 @@ from mergepipe.deltastore.codec.levels import BANDED_DTYPES, Codec, Piece
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.planning.plan import parse_plan
 from mergepipe.recipes.recipe_files import reload_recipes
-from mergepipe.runs.progress import merge_state
 from mergepipe.snapshots.manifest import parse_manifest
-from mergepipe.snapshots.work_log import read_work_log
+from mergepipe.snapshots.work_log import merge_state, read_work_log
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.fuzz_seals import (

@@ -35,7 +35,7 @@ from mergepipe.runs import parts as worker_module
 from mergepipe.snapshots import parts as records
 from mergepipe.snapshots import parts_places
 from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
-from mergepipe.snapshots.object_upload import ObjectUpload
+from mergepipe.snapshots.object_upload import JobUpload, ObjectUpload
 from mergepipe.snapshots.parts import (
     JOB_NAME,
     Claim,
@@ -43,10 +43,9 @@ from mergepipe.snapshots.parts import (
     MadeShard,
     PartsJob,
     PartsPlace,
-    usage_of,
-    uses_of,
 )
-from mergepipe.snapshots.parts_places import JobUpload, job_at, parts_folder, parts_place, plan_digests_at
+from mergepipe.snapshots.parts_places import job_at, parts_folder, parts_place, plan_digests_at
+from mergepipe.snapshots.work_log import usage_of, uses_of
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.owner import Owner

@@ -20,7 +20,8 @@ def _left_staging(out: Path) -> Path:
     left.mkdir()
     write_owner(left, out.name)
     record = json.loads((left / OWNER_NAME).read_text())
-    (left / OWNER_NAME).write_text(json.dumps({**record, "started": "0"}))
+    record["owner"]["started"] = "0"
+    (left / OWNER_NAME).write_text(json.dumps(record))
     return left
 
 

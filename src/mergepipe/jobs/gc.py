@@ -13,13 +13,12 @@ from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rows import SnapshotRow
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.reports import Garbage, GcReport
-from mergepipe.runs.progress import merge_state
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import UPLOADS_NAME, find_left_pieces, find_uploads
 from mergepipe.snapshots.parts_places import FolderParts, find_parts, read_job
 from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead
-from mergepipe.snapshots.work_log import read_work_log
+from mergepipe.snapshots.work_log import merge_state, read_work_log
 from mergepipe.storage import owned
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
 from mergepipe.storage.owner import is_alive, newest_change

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.outcome import private_outputs, published_but
 from mergepipe.engine.make_part import make_part
-from mergepipe.engine.work import MergeWork, Observer, OutputPlan, PartResult, plan_output, whole
+from mergepipe.engine.work import Observer, plan_output, whole
 from mergepipe.planning.plan import NOTHING_READ, PLAN_FORMAT, Plan
 from mergepipe.recipes.recipe import ModelInput
 from mergepipe.recipes.references import reference_text
@@ -28,12 +28,6 @@ from mergepipe.runs.budget.verdict import analysis_advice, coverage_of, verdict_
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_inputs, with_known_digests, with_parameters
 from mergepipe.runs.model_card import hub_id_of
-from mergepipe.runs.output_place import (
-    BucketTarget,
-    FolderPublication,
-    Publication,
-    most_staged_bytes,
-)
 from mergepipe.runs.progress import MergeProgress, Resume, run_key
 from mergepipe.runs.settings import MergeSettings
 from mergepipe.runs.small_files import PlannedFiles, plan_small_files, sidecar_contents
@@ -49,7 +43,6 @@ from mergepipe.snapshots.manifest import (
     OutputTensor,
     RealizedBytes,
 )
-from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.recorded_paths import relative_reference, with_changed_paths
 from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, TensorDigest, file_digest_of, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target, staging_directory
@@ -64,6 +57,8 @@ from mergepipe.storage.traffic import request_counts, store_notices, traffic
 
 if TYPE_CHECKING:
     from mergepipe.jobs.plan import PlanRequest
+    from mergepipe.runs.bucket_output import BucketOutput
+    from mergepipe.runs.parts import MadeParts
 
 SIDECAR_MARGIN_BYTES = 16 << 20
 
@@ -157,14 +152,6 @@ class IntermediateWriter:
         return place
 
 
-@dataclass(frozen=True, slots=True)
-class MadeOutput:
-    """An output whose shards are made already: what takes them over, and the account of what was read for them."""
-
-    take: Callable[[MergeWork, Path, Observer], PartResult]
-    progress: MergeProgress
-
-
 class MergeRun:
     """One merge of opened inputs, which reads what its plan says, or everything.
 
@@ -196,7 +183,7 @@ class MergeRun:
         self._total_bytes = inputs.resolution.base_bytes + expert_bytes + output.total_bytes
 
     def publish(
-        self, out: Path, before_publish: BeforePublish | None = None, made: MadeOutput | None = None
+        self, out: Path, before_publish: BeforePublish | None = None, made: MadeParts | None = None
     ) -> MergeReport:
         """Write the output, and publish it at `out`.
 
@@ -205,8 +192,8 @@ class MergeRun:
         """
         settings, plan, output, link = self._settings, self._plan, self._output, self._link
         check_target(out, [checkpoint.path for checkpoint in self._inputs.checkpoints], force=settings.force)
-        bucket = self._bucket_target(is_made=made is not None)
-        weight_bytes = output.total_bytes if bucket is None else most_staged_bytes(output)
+        bucket = self._bucket_output(is_made=made is not None)
+        weight_bytes = output.total_bytes if bucket is None else bucket.staged_bytes
         small_files = plan_small_files(self._inputs, self._store, settings.small_files)
         sidecar_bytes = sum(map(len, small_files.contents.values())) + SIDECAR_MARGIN_BYTES
         check_free_space(out, sidecar_bytes + (0 if made else weight_bytes))
@@ -214,15 +201,17 @@ class MergeRun:
             is_remote = request_counts(self._store).requests > 0  # then retries may use what is left of the budget
             self._store.ledger.expert_limit_bytes = max(plan.planned_bytes, plan.budget_bytes * is_remote)
         self._tick("merge")  # from here on the caller may hold signals back until the next report
-        progress = made.progress if made else MergeProgress(
+        progress = made or MergeProgress(
             run_key(self._inputs, plan, output, self._seed), output, plan, self._store.ledger, settings.resume,
             is_strict=settings.strictness.strict,
         )  # fmt: skip
+        is_sent = None if bucket is None else bucket.has
+        can_continue = partial(progress.can_continue, is_sent=is_sent)
         with published_but(settings.destination or out):
             with (
-                Staging(out, force=settings.force, can_continue=_continuation(bucket, progress)) as staging,
+                Staging(out, force=settings.force, can_continue=can_continue) as staging,
                 progress.recorded(staging),
-                _publication(bucket, staging, progress, output) as publication,
+                contextlib.nullcontext() if bucket is None else bucket.claimed(staging, progress),
             ):
                 link.notices.extend(progress.notices)
                 if plan is not None and settings.plan_key and not staging.is_continued:
@@ -230,26 +219,29 @@ class MergeRun:
                 if progress.done:
                     self._earlier_bytes = self._store.ledger.total_bytes()
                     self._tick("merge", (f"resuming at {progress.durable_share:.0%}",))
-                digests, content_ids = self._make_tensors(staging.path, publication.durable, made)
+                digests, content_ids = self._make_tensors(staging.path, bucket or progress, made)
                 manifest = self._write_small_files(staging, small_files, digests, content_ids, progress)
                 link.notices.extend(progress.excess_notices())
                 if before_publish is not None:
                     before_publish(manifest, staging.path)
-                publication.publish(manifest)
+                if bucket is None:
+                    staging.publish()
+                else:
+                    bucket.publish(manifest)
             if bucket is None:
                 link.use(lambda catalog: catalog.record_snapshot(manifest, out.absolute(), created=datetime.now(UTC)))
             return self._report(settings.destination or out, manifest, progress)
 
-    def _bucket_target(self, *, is_made: bool) -> BucketTarget | None:
+    def _bucket_output(self, *, is_made: bool) -> BucketOutput | None:
         """Return what publishes in a bucket, if the output goes to one."""
-        destination = self._settings.destination
-        if destination is None:
+        if self._settings.destination is None:
             return None
-        check_apart(destination, [checkpoint.root for checkpoint in self._inputs.checkpoints])
-        return BucketTarget(destination, is_made=is_made)
+        from mergepipe.runs.bucket_output import BucketOutput
+
+        return BucketOutput(self._settings.destination, self._output, self._inputs.checkpoints, is_made=is_made)
 
     def _make_tensors(
-        self, directory: Path, durable: DurableProgress, made: MadeOutput | None
+        self, directory: Path, durable: DurableProgress, made: MadeParts | None
     ) -> tuple[tuple[TensorDigest, ...], Mapping[int, str]]:
         """Write the weight files, reporting what is `durable`; return their digests, and the experts' content ids."""
         observer = Observer(lambda _: self._tick("merge"))
@@ -430,21 +422,6 @@ class MergeRun:
             peak_rss_bytes=peak_memory_bytes(),
             earlier_expert_bytes=progress.earlier_expert_bytes,
         )
-
-
-def _continuation(bucket: BucketTarget | None, progress: MergeProgress) -> Callable[[Path], bool]:
-    """Return what decides whether an interrupted run is resumed."""
-    if bucket is None:
-        return progress.can_continue
-    return lambda directory: bucket.can_continue(directory, progress)
-
-
-def _publication(
-    bucket: BucketTarget | None, staging: Staging, progress: MergeProgress, output: OutputPlan
-) -> contextlib.AbstractContextManager[Publication]:
-    if bucket is None:
-        return contextlib.nullcontext(FolderPublication(staging, progress))
-    return bucket.publication(staging, progress, output)
 
 
 def _tensor_bytes_read(checkpoint: Checkpoint, usage: Usage) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from mergepipe.core.outcome import published_but
 from mergepipe.engine.work import Observer, Part, split, split_sizes
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, OutputError, RecipeError
-from mergepipe.jobs.merge import MadeOutput, MergeRun
+from mergepipe.jobs.merge import MergeRun
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
 from mergepipe.runs.catalog_link import CatalogLink
@@ -205,7 +205,7 @@ class _PartRun:
         settings = replace(self._settings, resume=Resume.NEVER)
         with closing(CatalogLink(settings.home)) as link, published_but(self._out):
             run = MergeRun(inputs, self._plan, settings, store, link, self._started, self._on_progress)
-            self._merge = run.publish(self._staged, made=MadeOutput(made.take, made))
+            self._merge = run.publish(self._staged, made=made)
             parts.remove()
 
     def _tick(self) -> None:

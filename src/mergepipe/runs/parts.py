@@ -44,11 +44,10 @@ from mergepipe.snapshots.parts import (
     PartsJob,
     PartsPlace,
     index_of,
-    usage_of,
 )
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME, Staging
-from mergepipe.snapshots.work_log import forget_work_log
+from mergepipe.snapshots.work_log import forget_work_log, usage_of
 from mergepipe.storage import owned
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import Store

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -17,19 +18,26 @@ from mergepipe.errors import LimitError, NotFoundError, StorageError
 from mergepipe.planning.plan import Plan
 from mergepipe.runs.budget.costs import planned_cost
 from mergepipe.runs.inputs import Inputs
+from mergepipe.snapshots import work_log
+from mergepipe.snapshots.block_digests import packed_digests
 from mergepipe.snapshots.shards import TensorDigest
-from mergepipe.snapshots.staging import Staging, kept_note
+from mergepipe.snapshots.staging import CONTENT_NAME, Staging, kept_note
 from mergepipe.snapshots.work_log import (
     WORTH_KEEPING,
+    FileUse,
     LoggedWork,
-    UnitLog,
+    MergeState,
+    Record,
     WorkLog,
     forget_work_log,
+    merge_state,
     read_work_log,
-    unit_digests,
+    usage_of,
+    uses_of,
 )
 from mergepipe.storage import owned
-from mergepipe.storage.ledger import EXPERT_PURPOSES, Ledger, Purpose, Usage
+from mergepipe.storage.ledger import Ledger, Purpose, Usage
+from mergepipe.storage.output import sync_directory
 
 READ_AHEAD_BYTES = 16 << 20
 """How far a record of reads is ahead of them: what a run that is killed may be charged too much."""
@@ -38,8 +46,6 @@ READS_KEPT: Final = (
 )
 _EARLIER: Final = "(earlier runs)"
 
-FileUse = tuple[str, Purpose, int]
-
 
 class Resume(StrEnum):
     """Whether to resume an interrupted run."""
@@ -47,64 +53,6 @@ class Resume(StrEnum):
     AUTO = "auto"  # resume the same merge, else start over
     REQUIRED = "required"  # resume, or refuse
     NEVER = "never"  # start over, and forget what earlier runs have read
-
-
-@dataclass(frozen=True, slots=True)
-class MergeState:
-    """What the log of an interrupted merge tells: its durable tensors, what it used, and what it may have read.
-
-    `sent` are the digests of shards that lie in a bucket, by name. `attempt` is the last one that made it as a part.
-    """
-
-    digests: tuple[TensorDigest, ...] = ()
-    usage: tuple[FileUse, ...] = ()
-    expert_bytes: int = 0
-    sent: Mapping[str, str] = field(default_factory=dict)
-    attempt: int | None = None
-
-
-def merge_state(logged: LoggedWork) -> MergeState | None:
-    """Return what the records of a log tell of a merge; None if they are not those of a merge."""
-    digests = unit_digests(logged)
-    if digests is None:
-        return None
-    state = MergeState()
-    try:
-        for record in logged.records:
-            state = _advanced(state, record)
-    except (ValueError, TypeError, LookupError, OverflowError):
-        return None
-    return replace(state, digests=digests)
-
-
-def _advanced(state: MergeState, record: Mapping[str, object]) -> MergeState:
-    match record:
-        case {"kind": "unit", "usage": list(uses)}:
-            usage = _uses(uses)
-            return replace(state, usage=usage, expert_bytes=max(state.expert_bytes, expert_bytes_of(usage)))
-        case {"kind": "read", "expert_bytes": int(expert_bytes)}:
-            return replace(state, expert_bytes=expert_bytes)
-        case {"kind": "sent", "shard": str(shard), "blake3": str(digest)}:
-            return replace(state, sent={**state.sent, shard: digest})
-        case {"kind": "stop", "usage": list(uses)}:
-            usage = _uses(uses)
-            return replace(state, usage=usage, expert_bytes=expert_bytes_of(usage))
-        case {"kind": "claim", "attempt": int(attempt)}:
-            return replace(state, attempt=attempt)
-        case {"kind": "restart"}:
-            return MergeState(expert_bytes=state.expert_bytes, attempt=state.attempt)
-        case {"kind": "begin" | "resume"}:
-            return state
-    raise ValueError("no record of a merge")
-
-
-def _uses(uses: Sequence[Sequence[object]]) -> tuple[FileUse, ...]:
-    return tuple((str(file), Purpose(str(purpose)), int(str(nbytes))) for file, purpose, nbytes in uses)
-
-
-def expert_bytes_of(usage: Sequence[FileUse]) -> int:
-    """Sum what was read from experts."""
-    return sum(nbytes for _, purpose, nbytes in usage if purpose in EXPERT_PURPOSES)
 
 
 def run_key(inputs: Inputs, plan: Plan | None, output: OutputPlan, seed: int) -> str:
@@ -124,8 +72,8 @@ def run_key(inputs: Inputs, plan: Plan | None, output: OutputPlan, seed: int) ->
     })  # fmt: skip
 
 
-class MergeProgress(UnitLog):
-    """The durable progress of one merge, and what was read for it. Used from many threads.
+class MergeProgress:
+    """The durable progress of one merge, a `DurableProgress`, and what was read for it. Used from many threads.
 
     The budget bounds what the plan reads, in each run; what a crash lost is read again by the next one, and counted.
     To tell how much, a record of reads is written ahead of them, without waiting for the disk: the end of the process
@@ -143,7 +91,7 @@ class MergeProgress(UnitLog):
         is_strict: bool = False,
     ) -> None:
         """`is_strict` refuses to go beyond the budget."""
-        super().__init__(key, output.shards)
+        self._key = key
         self._output = output
         self._plan = plan
         self._ledger = ledger
@@ -152,6 +100,12 @@ class MergeProgress(UnitLog):
         self._is_strict = is_strict
         self._share_bytes = 0 if plan is None else plan.planned_bytes
         self._announced_bytes = 0  # expert bytes that the log tells of
+        self._recorded_at = time.monotonic()
+        self._lock = threading.Lock()
+        self._directory: Path | None = None
+        self._log: WorkLog | None = None
+        self.done: tuple[TensorDigest, ...] = ()
+        self.n_durable = 0
         self._most_expert_bytes = self.remaining_bytes
         self.attempt: int | None = None
         self.sent: dict[str, str] = {}
@@ -202,14 +156,43 @@ class MergeProgress(UnitLog):
                 counted = f"earlier runs may have read {state.expert_bytes} expert bytes, which are read again"
                 self.notices.append(f"started over, since {refusal}: {counted}")
             return False
-        self._take_up(directory, logged, state.digests)
-        self.sent = dict(state.sent)
+        self._log = WorkLog(directory, self._key, logged)
+        self.done, self.n_durable, self.sent = state.digests, len(state.digests), dict(state.sent)
+        self.remove_undurable()
         self._charge(state.usage, state.expert_bytes)
         self.notices.append(
             f"resumed an interrupted run at {self.durable_share:.0%}: {self._durable_bytes} of {self._output_bytes} "
             f"bytes in {self.n_durable} of {len(self._output.tasks)} tensors were durable"
         )
         return True
+
+    def _refusal(self, directory: Path, logged: LoggedWork, digests: Sequence[TensorDigest]) -> str:
+        """Return the reason why logged work cannot be resumed; empty if it can."""
+        names = [task.name for task in self._output.tasks[: len(digests)]]
+        if not digests or [digest.name for digest in digests] != names:
+            return "it was stopped before any of its tensors was durable"
+        if logged.content is None or work_log.content_identity(directory) != logged.content:
+            return "its output is gone"
+        for name, nbytes in self._durable_files(len(digests)).items():
+            path = directory / CONTENT_NAME / name
+            if not path.is_file() or path.stat().st_size < nbytes:
+                return f"{name} is shorter than it was"
+        return ""
+
+    def remove_undurable(self) -> None:
+        """Remove everything but the durable bytes of the first tensors."""
+        owned.keep_only(self.directory / CONTENT_NAME, self._durable_files(self.n_durable))
+
+    def _durable_files(self, n_tensors: int) -> dict[str, int]:
+        """Return the files that hold the first `n_tensors`, with the bytes of header and those tensors in each."""
+        sizes: dict[str, int] = {}
+        for shard in self._output.shards:
+            if n_tensors <= 0:
+                break
+            durable_tensors = shard.tensors[:n_tensors]
+            n_tensors -= len(durable_tensors)
+            sizes[shard.name] = len(shard.header) + sum(spec.nbytes for spec in durable_tensors)
+        return sizes
 
     def _unsent(self, state: MergeState, is_sent: Callable[[str, str], bool] | None) -> str:
         """Return which shard that was sent to a bucket is not there, as a reason; empty if all are."""
@@ -248,7 +231,7 @@ class MergeProgress(UnitLog):
             self._ledger.expert_limit_bytes += expert_bytes
         for file, purpose, nbytes in usage:
             self._ledger.charge(file, purpose, nbytes)
-        rest = expert_bytes - expert_bytes_of(usage)
+        rest = expert_bytes - usage_of(usage).expert_bytes
         if rest:
             self._ledger.charge(_EARLIER, Purpose.EXPERT, rest)
 
@@ -267,19 +250,43 @@ class MergeProgress(UnitLog):
 
     # --- during the run ---
 
-    def unit_facts(self) -> Mapping[str, object]:
-        """Return what was used until now."""
-        return {"usage": self._usage()}
+    def is_due(self, pending_bytes: int) -> bool:
+        """Whether to record now: after `UNIT_BYTES` or `UNIT_SECONDS`."""
+        now = time.monotonic()
+        if pending_bytes < work_log.UNIT_BYTES and now < self._recorded_at + work_log.UNIT_SECONDS:
+            return False
+        self._recorded_at = now
+        return True
+
+    def note(self, digests: Sequence[TensorDigest]) -> None:
+        """Record that the next tensors are durable, and what was used until now. Called by the writer."""
+        sync_directory(self.directory / CONTENT_NAME)
+        tensors = [[digest.name, packed_digests(digest.blocks)] for digest in digests]
+        self._append({"kind": "unit", "tensors": tensors, "usage": uses_of(self.usage)}, is_durable=True)
+        self.n_durable += len(digests)
+
+    def _append(self, record: Record, *, is_durable: bool) -> None:
+        with self._lock:
+            if self._log is None:
+                self._log = WorkLog(self.directory, self._key)
+        self._log.append(record, is_durable=is_durable)
+
+    @property
+    def directory(self) -> Path:
+        """The staging directory that it works in."""
+        if self._directory is None:
+            raise ValueError("not in a staging directory")
+        return self._directory
 
     def note_sent(self, shard: str, digest: str) -> None:
         """Record that a finished shard lies in a bucket."""
         self.sent[shard] = digest
-        self.append({"kind": "sent", "shard": shard, "blake3": digest}, is_durable=True)
+        self._append({"kind": "sent", "shard": shard, "blake3": digest}, is_durable=True)
 
     def note_attempt(self, attempt: int) -> None:
         """Record as which attempt at a part this run goes on."""
         self.attempt = attempt
-        self.append({"kind": "claim", "attempt": attempt}, is_durable=False)
+        self._append({"kind": "claim", "attempt": attempt}, is_durable=False)
 
     def _announce(self, expert_bytes: int) -> None:
         """Record expert bytes before they are read. Called by the ledger, with its lock held."""
@@ -287,16 +294,12 @@ class MergeProgress(UnitLog):
         if expert_bytes > self._announced_bytes:
             ahead_bytes = min(expert_bytes + READ_AHEAD_BYTES, self._most_expert_bytes)
             self._announced_bytes = max(expert_bytes, ahead_bytes)
-            self.append({"kind": "read", "expert_bytes": self._announced_bytes}, is_durable=False)
+            self._append({"kind": "read", "expert_bytes": self._announced_bytes}, is_durable=False)
 
     @property
     def usage(self) -> Usage:
         """What was used for the output, by earlier runs and this one."""
         return self._ledger.usage() - self._before
-
-    def _usage(self) -> list[FileUse]:
-        by_file = self.usage.by_file
-        return [(file, purpose, nbytes) for (file, purpose), nbytes in sorted(by_file.items())]
 
     @contextlib.contextmanager
     def recorded(self, staging: Staging) -> Iterator[None]:
@@ -314,7 +317,8 @@ class MergeProgress(UnitLog):
             raise
         finally:
             self._ledger.before_expert_read = None
-            self.close()
+            if self._log is not None:
+                self._log.close()
 
     def _keep(self, staging: Staging, error: BaseException) -> None:
         """After a failure keep the work if it can be resumed, else the record of what was read, if there is one.
@@ -326,7 +330,7 @@ class MergeProgress(UnitLog):
         if not is_continuable and (self._plan is None or not self._announced_bytes or is_part):
             return
         with contextlib.suppress(StorageError, OSError):  # then the run counts as killed, which is equivalent
-            self.append({"kind": "stop", "usage": self._usage()}, is_durable=True)
+            self._append({"kind": "stop", "usage": uses_of(self.usage)}, is_durable=True)
         with contextlib.suppress(StorageError, OSError):
             if is_continuable:
                 self.remove_undurable()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from mergepipe.engine.work import EngineOptions
+from mergepipe.errors import OutputError
 from mergepipe.options import (
     DEFAULT_SHARD_BYTES,
     ExecutorName,
@@ -19,12 +21,12 @@ from mergepipe.options import (
 )
 from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.runs.model_card import BaseModelIds, parse_base_model_ids
-from mergepipe.runs.output_place import check_destination, refuse_file_name
 from mergepipe.runs.progress import Resume
 from mergepipe.runs.small_files import EVERY_SMALL_FILE, SmallFileChoice
-from mergepipe.snapshots.object_upload import staging_place
+from mergepipe.snapshots.shards import SINGLE_NAME
 from mergepipe.storage.location import Location
 
+_FILE_SUFFIXES: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx")
 NO_IDS = BaseModelIds()
 
 
@@ -112,9 +114,13 @@ def output_place(
 ) -> tuple[Path, MergeSettings]:
     """Return where an output is staged or published on this machine; settings name the bucket it goes to, if any."""
     location = Location.of(out)
-    refuse_file_name(location)
+    if location.suffix in _FILE_SUFFIXES:
+        message = f"is the name of a file; the output is a folder that holds {SINGLE_NAME}"
+        raise OutputError.of("output.place", location, message, f"write {location.parent / location.stem}")
     if location.is_local:
         return location.without_detours().local_path, settings
-    options = {"--force": settings.force}
-    check_destination(location, options)
+    from mergepipe.runs.bucket_output import check_destination
+    from mergepipe.snapshots.object_upload import staging_place
+
+    check_destination(location, force=settings.force)
     return staging_place(location, home_of(home)), replace(settings, destination=location)

@@ -7,26 +7,27 @@ objects that a dead one left are used if they have the digest that is wanted.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from mergepipe.checkpoints.directory import STORE_HEADER_NAME
-from mergepipe.core.canonical_json import canonical_json, digest_of
+from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.outcome import note_committed
-from mergepipe.errors import ConflictError, MergePipeError, OutputError, StorageError, UnsupportedError
+from mergepipe.core.records import RecordFormat
+from mergepipe.errors import ConflictError, CorruptError, MergePipeError, OutputError, StorageError, UnsupportedError
 from mergepipe.snapshots.layout import small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.limits import OWNER_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.owned import PARTS_MARK
+from mergepipe.storage.owner import SILENCE_SECONDS as STAGING_SILENCE_SECONDS
 from mergepipe.storage.owner import Owner, is_alive, this_process
 from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
-from mergepipe.storage.sealed_lines import payload_of, sealed
 
 if TYPE_CHECKING:
     from mergepipe.storage.remote.multipart import MultipartUpload, MultipartUploads
@@ -37,7 +38,6 @@ UPLOADS_NAME: Final = "uploads"
 """The folder of the catalog's home in which outputs for buckets are staged."""
 SILENCE_SECONDS: Final = 24 * 3600.0
 """A process of another machine is taken for dead after so long without a new object."""
-_MARKER_FORMAT: Final = "mergepipe-upload/1"
 _RECORD_ATTEMPTS: Final = 3
 _PROBE_PREFIX: Final = ".mergepipe-probe-"
 _active: set[str] = set()  # the uploads of this process
@@ -52,16 +52,16 @@ class _Marker:
     record_name: str = MANIFEST_NAME
 
     def to_record(self) -> bytes:
-        content = {
-            "format": _MARKER_FORMAT, "upload": self.upload, "record": self.record_name, **asdict(self.owner)
-        }  # fmt: skip
-        return sealed(canonical_json(content))
+        return _MARKER_FORMAT.to_json(self)
 
     def may_be_alive(self, silent_seconds: float, silence_seconds: float = SILENCE_SECONDS) -> bool:
         """Whether the process may still write; of another machine, none is trusted to be dead before long."""
         if self.owner == this_process():
             return self.upload in _active
         return is_alive(self.owner, 0.0) and (is_alive(self.owner, float("inf")) or silent_seconds < silence_seconds)
+
+
+_MARKER_FORMAT: Final = RecordFormat("mergepipe-upload", 2, _Marker, "run again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +259,31 @@ class ObjectUpload:
         return ConflictError.of("output.changed", self._folder.location, message, hint)
 
 
+class JobUpload(ObjectUpload):
+    """The upload of what completes an output that is made in parts: its shards, and records of them, lie there."""
+
+    silence_seconds = STAGING_SILENCE_SECONDS  # it uploads small files only
+
+    def __enter__(self) -> JobUpload:
+        super().__enter__()
+        try:
+            self._check_unpublished()  # another process may have published between the first look and the claim
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _check_empty(self) -> None:
+        """Do nothing: the job has made sure that nothing else is there."""
+
+    def _leave(self, error: BaseException) -> None:
+        """After a failure, let another process finish at once."""
+        del error
+        with contextlib.suppress(MergePipeError):
+            self._check_ours()
+            self._folder.delete(MARKER_NAME)
+
+
 @dataclass(frozen=True, slots=True)
 class LeftUpload:
     """An upload that was not finished: where, what it holds, and the process that may still make it (None: dead)."""
@@ -413,16 +438,9 @@ def _busy(folder: BucketFolder, who: str) -> MergePipeError:
 
 def _read_marker(folder: BucketFolder) -> _Marker | None:
     """The marker of a prefix; None where there is none of this format, or it was changed."""
-    try:
-        content = json.loads(payload_of(folder.read(MARKER_NAME, OWNER_BYTES) or b"") or b"")
-    except (ValueError, RecursionError):
-        return None
-    match content:
-        case {
-            "format": str(written), "upload": str(upload), "pid": int(pid), "started": str(started), "boot": str(boot),
-            "host": str(host),
-        } if written == _MARKER_FORMAT:  # fmt: skip
-            return _Marker(upload, Owner(pid, started, boot, host), str(content.get("record", MANIFEST_NAME)))
+    raw = folder.read(MARKER_NAME, OWNER_BYTES)
+    with contextlib.suppress(CorruptError, UnsupportedError):
+        return None if raw is None else _MARKER_FORMAT.parse(raw, MARKER_NAME)
     return None
 
 

@@ -21,16 +21,23 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Annotated, Final, TypeVar
+from typing import Final, TypeVar
 
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.core.records import AsText, RecordFormat, Size
+from mergepipe.core.records import RecordFormat, Size
 from mergepipe.errors import ConflictError, CorruptError, LimitError, MergePipeError
-from mergepipe.snapshots.block_digests import packed_digests, root_of, unpacked_digests
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME, Staging
-from mergepipe.snapshots.work_log import read_work_log, unit_digests
-from mergepipe.storage.ledger import Purpose, Usage
+from mergepipe.snapshots.work_log import (
+    FileUses,
+    MadeTensors,
+    digests_of,
+    merge_state,
+    read_work_log,
+    usage_of,
+    uses_of,
+)
+from mergepipe.storage.ledger import Usage
 from mergepipe.storage.limits import WORK_LOG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.owner import Owner, is_alive, this_process
@@ -59,12 +66,6 @@ def parts_format(variant: str, record: type[T]) -> RecordFormat[T]:
 # --- records ---
 
 
-FileUse = tuple[str, Purpose, Size]
-"""What was used: a file, the purpose, and bytes."""
-MadeTensor = tuple[str, Annotated[tuple[bytes, ...], AsText(packed_digests, unpacked_digests)]]
-"""The name of a tensor, and the digests of its blocks."""
-
-
 @dataclass(frozen=True, slots=True)
 class PartsJob:
     """The job of a place, on which all workers must agree. `shards` are names and bytes of the weight files."""
@@ -90,7 +91,7 @@ class Claim:
     reserved_bytes: Size
     continues: int | None = None
     earlier_bytes: Size = 0
-    uses: tuple[FileUse, ...] | None = None
+    uses: FileUses | None = None
 
     @property
     def name(self) -> str:
@@ -113,31 +114,18 @@ class MadeShard:
     """A shard that is made: by which attempt, what that used, and the digests of its tensors."""
 
     attempt: Size
-    uses: tuple[FileUse, ...]
-    tensors: tuple[MadeTensor, ...]
+    uses: FileUses
+    tensors: MadeTensors
 
     @property
     def digests(self) -> tuple[TensorDigest, ...]:
         """Its tensors with their roots."""
-        return tuple(TensorDigest(name, root_of(blocks), blocks) for name, blocks in self.tensors)
+        return digests_of(self.tensors)
 
 
 _JOB: Final = parts_format("job", PartsJob)
 _CLAIM: Final = parts_format("claim", Claim)
 _MADE: Final = parts_format("made", MadeShard)
-
-
-def usage_of(uses: Sequence[FileUse]) -> Usage:
-    """Sum uses by purpose."""
-    by_purpose: dict[Purpose, int] = {}
-    for _, purpose, nbytes in uses:
-        by_purpose[purpose] = by_purpose.get(purpose, 0) + nbytes
-    return Usage(by_purpose, {(file, purpose): nbytes for file, purpose, nbytes in uses})
-
-
-def uses_of(usage: Usage) -> tuple[FileUse, ...]:
-    """List what was used, in order. Law: `usage_of(uses_of(u)) == u`."""
-    return tuple((file, purpose, nbytes) for (file, purpose), nbytes in sorted(usage.by_file.items()))
 
 
 def content_of(digests: Sequence[TensorDigest]) -> str:
@@ -288,9 +276,9 @@ class PartsPlace(ABC):
 
         def take_up(directory: Path) -> bool:
             logged = read_work_log(directory)
-            digests = None if logged is None else unit_digests(logged)
-            if digests:
-                self.take_back(shard, digests, directory / CONTENT_NAME)
+            state = None if logged is None else merge_state(logged)
+            if state is not None and state.digests:
+                self.take_back(shard, state.digests, directory / CONTENT_NAME)
             return can_continue(directory)
 
         if not self.exists:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.errors import ConflictError, MergePipeError, OutputError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload, is_uploading, no_conditions, written_names
+from mergepipe.snapshots.object_upload import MARKER_NAME, is_uploading, no_conditions, written_names
 from mergepipe.snapshots.parts import JOB_NAME, PartsJob, PartsPlace, content_of, gone, parse_job
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
@@ -32,7 +32,6 @@ from mergepipe.storage import owned
 from mergepipe.storage.limits import WORK_LOG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.owned import PARTS_MARK
-from mergepipe.storage.owner import SILENCE_SECONDS
 from mergepipe.storage.ranges import os_error
 from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
 
@@ -323,31 +322,6 @@ class BucketParts(PartsPlace):
     def remove(self) -> None:
         with contextlib.suppress(MergePipeError):  # then `gc` does
             _remove_records(self._records)
-
-
-class JobUpload(ObjectUpload):
-    """The upload of what completes an output that is made in parts: its shards, and records of them, lie there."""
-
-    silence_seconds = SILENCE_SECONDS  # it uploads small files only
-
-    def __enter__(self) -> JobUpload:
-        super().__enter__()
-        try:
-            self._check_unpublished()  # another process may have published between the first look and the claim
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
-        return self
-
-    def _check_empty(self) -> None:
-        """Do nothing: the job has made sure that nothing else is there."""
-
-    def _leave(self, error: BaseException) -> None:
-        """After a failure, let another process finish at once."""
-        del error
-        with contextlib.suppress(MergePipeError):
-            self._check_ours()
-            self._folder.delete(MARKER_NAME)
 
 
 # --- what is left behind ---

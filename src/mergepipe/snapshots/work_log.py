@@ -10,18 +10,19 @@ import contextlib
 import json
 import os
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 from mergepipe.core.canonical_json import canonical_json
+from mergepipe.core.records import AsText, RefusedError, Size, decode
 from mergepipe.errors import MergePipeError, StorageError
 from mergepipe.snapshots.block_digests import packed_digests, root_of, unpacked_digests
-from mergepipe.snapshots.shards import ShardLayout, TensorDigest
+from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME
 from mergepipe.storage import owned
+from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.limits import WORK_LOG_BYTES
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.owner import LOG_NAME
@@ -206,123 +207,77 @@ def content_identity(directory: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-class UnitLog:
-    """The units that one process makes of some shards: a `DurableProgress` that logs them. Used from many threads.
+# --- the records of a merge ---
 
-    A unit is the tensors that became durable since the last one.
+
+@dataclass(frozen=True, slots=True)
+class MergeState:
+    """What the log of an interrupted merge tells: its durable tensors, what it used, and what it may have read.
+
+    `sent` are the digests of shards that lie in a bucket, by name. `attempt` is the last one that made it as a part.
     """
 
-    def __init__(self, key: str, shards: Sequence[ShardLayout]) -> None:
-        """`key` digests everything that must be equal for one run to resume another."""
-        self._key = key
-        self._shards = shards
-        self._recorded_at = time.monotonic()
-        self._lock = threading.Lock()
-        self._directory: Path | None = None
-        self._log: WorkLog | None = None
-        self.done: tuple[TensorDigest, ...] = ()
-        self.n_durable = 0
-
-    def can_continue(self, directory: Path) -> bool:
-        """Decide whether to resume what lies in a staging directory; if so, prepare its files."""
-        self._directory = directory
-        logged = read_work_log(directory)
-        digests = None if logged is None or logged.key != self._key else unit_digests(logged)
-        if logged is None or digests is None or self._refusal(directory, logged, digests):
-            forget_work_log(directory)
-            return False
-        self._take_up(directory, logged, digests)
-        return True
-
-    def _refusal(self, directory: Path, logged: LoggedWork, digests: Sequence[TensorDigest]) -> str:
-        """Return the reason why logged work cannot be resumed; empty if it can."""
-        names = [spec.name for shard in self._shards for spec in shard.tensors]
-        if not digests or [digest.name for digest in digests] != names[: len(digests)]:
-            return "it was stopped before any of its tensors was durable"
-        if logged.content is None or content_identity(directory) != logged.content:
-            return "its output is gone"
-        for shard, nbytes in self._durable_files(len(digests)):
-            path = directory / CONTENT_NAME / shard.name
-            if not path.is_file() or path.stat().st_size < nbytes:
-                return f"{shard.name} is shorter than it was"
-        return ""
-
-    def _take_up(self, directory: Path, logged: LoggedWork, digests: tuple[TensorDigest, ...]) -> None:
-        """Go on behind what is durable, and remove the rest."""
-        self.done, self.n_durable = digests, len(digests)
-        self._log = WorkLog(directory, self._key, logged)
-        self.remove_undurable()
-
-    def remove_undurable(self) -> None:
-        """Remove everything but the durable bytes of the first tensors."""
-        sizes = {shard.name: nbytes for shard, nbytes in self._durable_files(self.n_durable)}
-        owned.keep_only(self.directory / CONTENT_NAME, sizes)
-
-    def _durable_files(self, n_tensors: int) -> Iterator[tuple[ShardLayout, int]]:
-        """Yield the files that hold the first `n_tensors`, with the bytes of header and those tensors in each."""
-        for shard in self._shards:
-            durable_tensors = shard.tensors[:n_tensors]
-            if not durable_tensors:
-                return
-            n_tensors -= len(durable_tensors)
-            yield shard, len(shard.header) + sum(spec.nbytes for spec in durable_tensors)
-
-    def is_due(self, pending_bytes: int) -> bool:
-        """Whether to record now: after `UNIT_BYTES` or `UNIT_SECONDS`."""
-        now = time.monotonic()
-        if pending_bytes < UNIT_BYTES and now < self._recorded_at + UNIT_SECONDS:
-            return False
-        self._recorded_at = now
-        return True
-
-    def note(self, digests: Sequence[TensorDigest]) -> None:
-        """Record that the next tensors are durable. Called by the writer."""
-        sync_directory(self.directory / CONTENT_NAME)
-        tensors = [[digest.name, packed_digests(digest.blocks)] for digest in digests]
-        self.append({"kind": "unit", "tensors": tensors, **self.unit_facts()}, is_durable=True)
-        self.n_durable += len(digests)
-
-    def unit_facts(self) -> Record:
-        """Return what else a unit tells."""
-        return {}
-
-    def append(self, record: Record, *, is_durable: bool) -> None:
-        """Append a record; see `WorkLog.append`."""
-        with self._lock:
-            if self._log is None:
-                self._log = WorkLog(self.directory, self._key)
-        self._log.append(record, is_durable=is_durable)
-
-    @property
-    def directory(self) -> Path:
-        """The staging directory that it works in."""
-        if self._directory is None:
-            raise ValueError("not in a staging directory")
-        return self._directory
-
-    def close(self) -> None:
-        """Close the log; once is enough."""
-        if self._log is not None:
-            self._log.close()
+    digests: tuple[TensorDigest, ...] = ()
+    usage: FileUses = ()
+    expert_bytes: int = 0
+    sent: Mapping[str, str] = field(default_factory=dict)
+    attempt: int | None = None
 
 
-def unit_digests(logged: LoggedWork) -> tuple[TensorDigest, ...] | None:
-    """Return the digests of the tensors that a log tells to be durable; None if its units are not of tensors."""
+def merge_state(logged: LoggedWork) -> MergeState | None:
+    """Return what the records of a log tell of a merge; None if they are not those of a merge."""
+    state = MergeState()
     digests: list[TensorDigest] = []
     try:
         for record in logged.records:
             match record:
-                case {"kind": "unit", "tensors": list(tensors)}:
-                    digests.extend(_digest(name, packed) for name, packed in tensors)
-                case {"kind": "unit"}:
-                    return None
+                case {"kind": "unit", "tensors": tensors, "usage": uses}:
+                    digests += digests_of(decode(MadeTensors, tensors))
+                    usage = decode(FileUses, uses)
+                    expert_bytes = max(state.expert_bytes, usage_of(usage).expert_bytes)
+                    state = replace(state, usage=usage, expert_bytes=expert_bytes)
+                case {"kind": "read", "expert_bytes": int(expert_bytes)}:
+                    state = replace(state, expert_bytes=expert_bytes)
+                case {"kind": "sent", "shard": str(shard), "blake3": str(digest)}:
+                    state = replace(state, sent={**state.sent, shard: digest})
+                case {"kind": "stop", "usage": uses}:
+                    usage = decode(FileUses, uses)
+                    state = replace(state, usage=usage, expert_bytes=usage_of(usage).expert_bytes)
+                case {"kind": "claim", "attempt": int(attempt)}:
+                    state = replace(state, attempt=attempt)
                 case {"kind": "restart"}:
                     digests.clear()
-    except (ValueError, TypeError):
+                    state = MergeState(expert_bytes=state.expert_bytes, attempt=state.attempt)
+                case {"kind": "begin" | "resume"}:
+                    pass
+                case _:
+                    return None
+    except RefusedError:
         return None
-    return tuple(digests)
+    return replace(state, digests=tuple(digests))
 
 
-def _digest(name: str, packed: str) -> TensorDigest:
-    blocks = unpacked_digests(packed)
-    return TensorDigest(name, root_of(blocks), blocks)
+FileUse = tuple[str, Purpose, Size]
+"""What was used: a file, the purpose, and bytes."""
+FileUses = tuple[FileUse, ...]
+MadeTensor = tuple[str, Annotated[tuple[bytes, ...], AsText(packed_digests, unpacked_digests)]]
+"""The name of a tensor, and the digests of its blocks."""
+MadeTensors = tuple[MadeTensor, ...]
+
+
+def usage_of(uses: Sequence[FileUse]) -> Usage:
+    """Sum uses by purpose."""
+    by_purpose: dict[Purpose, int] = {}
+    for _, purpose, nbytes in uses:
+        by_purpose[purpose] = by_purpose.get(purpose, 0) + nbytes
+    return Usage(by_purpose, {(file, purpose): nbytes for file, purpose, nbytes in uses})
+
+
+def uses_of(usage: Usage) -> FileUses:
+    """List what was used, in order. Law: `usage_of(uses_of(u)) == u`."""
+    return tuple((file, purpose, nbytes) for (file, purpose), nbytes in sorted(usage.by_file.items()))
+
+
+def digests_of(tensors: Sequence[MadeTensor]) -> tuple[TensorDigest, ...]:
+    """Return tensors with their roots."""
+    return tuple(TensorDigest(name, root_of(blocks), blocks) for name, blocks in tensors)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Final
 
-from mergepipe.errors import MergePipeError
+from mergepipe.core.records import RecordFormat
+from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.limits import OWNER_BYTES
 from mergepipe.storage.owned import (
     STAGING_SUFFIX,
@@ -28,7 +29,6 @@ from mergepipe.storage.owned import (
 
 OWNER_NAME = "owner.json"
 LOG_NAME = "log"
-RECORD_FORMAT = "mergepipe-staging/1"
 _NEW_NAME = f"{OWNER_NAME}.new"
 SILENCE_SECONDS = 900.0
 """A process of another machine, of which nothing can be known, is taken for dead after so long without a write."""
@@ -50,6 +50,17 @@ class Owner:
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
+
+
+@dataclass(frozen=True, slots=True)
+class _StagingRecord:
+    """The record in a staging directory: the name of the output that grows there, and the process that makes it."""
+
+    output: str
+    owner: Owner
+
+
+_FORMAT: Final = RecordFormat("mergepipe-staging", 2, _StagingRecord, "run again", is_sealed=False)
 
 
 def this_process() -> Owner:
@@ -82,7 +93,7 @@ def staging_name(output: str) -> str:
 def holding_of(directory: Path) -> Holding:
     """Classify the content of a directory that has the name of a staging directory."""
     record = _read_record(directory)
-    if record is not None and staging_name(record[0]) == directory.name:
+    if record is not None and staging_name(record.output) == directory.name:
         return Holding.OURS
     names = [name for name, _ in list_folder(directory)]
     return Holding.NOTHING if names in ([], [_NEW_NAME]) else Holding.FOREIGN
@@ -92,7 +103,7 @@ def read_output(directory: Path) -> str | None:
     """The name of the output that a staging directory belongs to; None if it carries no record of that."""
     with contextlib.suppress(OSError, MergePipeError):
         record = _read_record(directory)
-        return record[0] if record is not None and staging_name(record[0]) == directory.name else None
+        return record.output if record is not None and staging_name(record.output) == directory.name else None
     return None
 
 
@@ -100,33 +111,24 @@ def read_owner(directory: Path) -> Owner | None:
     """The owner noted in a directory; None where there is no such note or it makes no sense."""
     with contextlib.suppress(OSError, MergePipeError):
         record = _read_record(directory)
-        return None if record is None else record[1]
+        return None if record is None else record.owner
     return None
 
 
 def write_owner(directory: Path, output: str) -> None:
     """Record durably that a directory is the staging of `output`, and this process its owner."""
-    content = {"format": RECORD_FORMAT, "output": output, **asdict(this_process())}
     new = directory / _NEW_NAME
     with contextlib.suppress(FileNotFoundError):
         remove_file(new)
-    write_file(new, json.dumps(content, allow_nan=False).encode())
+    write_file(new, _FORMAT.to_json(_StagingRecord(output, this_process())))
     rename(new, directory / OWNER_NAME)
     sync_folder(directory)
 
 
-def _read_record(directory: Path) -> tuple[str, Owner] | None:
-    """The output and the owner in the record of a directory; None where there is none of this format."""
-    try:
-        content = json.loads(read_file(directory / OWNER_NAME, OWNER_BYTES))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return None
-    match content:
-        case {
-            "format": str(written), "output": str(output), "pid": int(pid), "started": str(started),
-            "boot": str(boot), "host": str(host),
-        } if written == RECORD_FORMAT:  # fmt: skip
-            return output, Owner(pid, started, boot, host)
+def _read_record(directory: Path) -> _StagingRecord | None:
+    """Return the record of a directory; None where there is none of this format."""
+    with contextlib.suppress(FileNotFoundError, CorruptError, UnsupportedError):
+        return _FORMAT.parse(read_file(directory / OWNER_NAME, OWNER_BYTES), directory / OWNER_NAME)
     return None
 
 

@@ -1,0 +1,143 @@
+"""Publish a merge as objects of a bucket.
+
+The output grows in a staging directory of this machine, as one for a folder does; each shard is uploaded when its last
+tensor is durable, while the next is made, and then its space is given back: what is left of it is its size, by which
+the run can be resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
+from typing import Final
+
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME
+from mergepipe.engine.work import OutputPlan
+from mergepipe.errors import OutputError, RecipeError
+from mergepipe.runs.progress import MergeProgress
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
+from mergepipe.snapshots.object_upload import JobUpload, ObjectUpload, check_apart
+from mergepipe.snapshots.shards import INDEX_NAME, TensorDigest, file_digest_of
+from mergepipe.snapshots.staging import Staging
+from mergepipe.storage import owned
+from mergepipe.storage.location import OBJECT_SCHEMES, Location
+from mergepipe.storage.remote.bucket_folder import BucketFolder
+from mergepipe.storage.remote.objects import open_writer
+from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
+
+SHARDS_ON_DISK: Final = 3
+"""The shard that is made, the one that is uploaded, and one that waits for that."""
+_LAST_NAMES: Final = (CONFIG_NAME, INDEX_NAME)  # what loaders look for first
+
+
+class BucketOutput:
+    """One output in a bucket: shards are uploaded while the next are made, then small files, then the manifest.
+
+    It is the `DurableProgress` of its own run: a `MergeProgress` whose finished shards are uploaded by one thread.
+    Shards that were made in parts (`is_made`) lie there already.
+    """
+
+    def __init__(self, location: Location, output: OutputPlan, inputs: Sequence[Checkpoint], *, is_made: bool) -> None:
+        """Refuse a place in or around one of the `inputs`; makes no request."""
+        check_apart(location, [checkpoint.root for checkpoint in inputs])
+        self._stop = threading.Event()
+        folder = BucketFolder(location, open_writer(location, self._check_stop))
+        self._upload = JobUpload(folder) if is_made else ObjectUpload(folder)
+        self._shards = output.shards
+        self._ends = list(accumulate(len(shard.tensors) for shard in output.shards))
+        self._roots: dict[str, str] = {}
+        self._n_queued = 0
+        self._pending: deque[Future[None]] = deque()
+
+    @property
+    def staged_bytes(self) -> int:
+        """The disk space that the shards need at once."""
+        return sum(sorted((shard.file_bytes for shard in self._shards), reverse=True)[:SHARDS_ON_DISK])
+
+    def has(self, shard: str, digest: str) -> bool:
+        """Whether a shard of this digest is in the bucket."""
+        return self._upload.has(shard, digest)
+
+    @contextlib.contextmanager
+    def claimed(self, staging: Staging, progress: MergeProgress) -> Iterator[None]:
+        """Claim the place while the context lasts. Raises as `ObjectUpload.__enter__`."""
+        self._staging, self._progress = staging, progress
+        with self._upload:
+            self._pool = ThreadPoolExecutor(1, "mergepipe-upload")
+            try:
+                self._add(progress.done)  # what an earlier run made and did not upload
+                yield
+            finally:
+                self._stop.set()
+                self._pool.shutdown(cancel_futures=True)
+
+    @property
+    def done(self) -> tuple[TensorDigest, ...]:
+        """Tensors that an earlier run made durable."""
+        return self._progress.done
+
+    def is_due(self, pending_bytes: int) -> bool:
+        """Whether to record now: when a whole shard waits for it, else as `MergeProgress` says."""
+        waits = self._n_queued < len(self._shards) and pending_bytes >= self._shards[self._n_queued].file_bytes
+        return self._progress.is_due(pending_bytes) or waits
+
+    def note(self, digests: Sequence[TensorDigest]) -> None:
+        """Record the tensors, then upload the shards that are complete; waits while too many are on the disk."""
+        self._progress.note(digests)
+        self._add(digests)
+
+    def publish(self, manifest: Manifest) -> None:
+        """Upload all that is left, the manifest last."""
+        if not isinstance(self._upload, JobUpload):
+            self._add([TensorDigest(t.name, t.blake3, ()) for t in manifest.tensors[len(self._roots) :]])
+        self._wait(0)
+        folder = self._staging.path
+        small = (*manifest.sidecars, manifest.blocks)
+        for record in sorted(small, key=lambda record: (record.name in _LAST_NAMES, record.name)):
+            self._upload.send(record.name, owned.read_file(folder / record.name, record.size_bytes), record.blake3)
+        sizes = {file.name: file.size_bytes for file in manifest.files}
+        sizes |= {record.name: record.size_bytes for record in small}
+        self._upload.commit((folder / MANIFEST_NAME).read_bytes(), sizes)
+
+    def _add(self, digests: Sequence[TensorDigest]) -> None:
+        self._roots.update((digest.name, digest.root) for digest in digests)
+        while self._n_queued < len(self._shards) and self._ends[self._n_queued] <= len(self._roots):
+            self._wait(SHARDS_ON_DISK - 2)
+            self._pending.append(self._pool.submit(self._send, self._n_queued))
+            self._n_queued += 1
+
+    def _wait(self, n_pending: int) -> None:
+        """Wait until at most so many uploads are under way or waiting; raises what one of them raised."""
+        while len(self._pending) > n_pending:
+            self._pending.popleft().result()
+
+    def _send(self, index: int) -> None:
+        """Upload a shard, record that, and give its space back."""
+        shard = self._shards[index]
+        if shard.name in self._progress.sent:
+            return
+        path, digest = self._staging.path / shard.name, file_digest_of(shard, self._roots)
+        self._upload.send(shard.name, path, digest)
+        self._progress.note_sent(shard.name, digest)
+        owned.replace_by_hole(path)
+
+    def _check_stop(self, nbytes: int) -> None:
+        del nbytes
+        if self._stop.is_set():
+            raise RequestFailed(Failure(FailureKind.UNUSABLE, "the run has ended"))
+
+
+def check_destination(destination: Location, *, force: bool = False) -> None:
+    """Refuse a place that is none for an output, and to replace what is there."""
+    if destination.scheme not in OBJECT_SCHEMES:
+        hint = "merge into a folder, then `mergepipe push` it" if destination.scheme == "hf" else "name a bucket"
+        raise OutputError.of("output.place", destination, f"{destination.scheme}:// takes no outputs of merges", hint)
+    if force:
+        message = f"a snapshot in a bucket is never replaced ({destination}): who reads it would get parts of two"
+        hint = "merge into another prefix, and delete the old one when nobody reads it"
+        raise RecipeError.of("option.conflict", "--force", message, hint)
