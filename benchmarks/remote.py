@@ -25,10 +25,10 @@ from benchmarks.make_family import SHAPES
 from benchmarks.process import ProcessCost, measure_checked
 from benchmarks.recipes import DENSITY, recipe_text
 from mergepipe.api import pack
+from mergepipe.storage.contract import RemoteSettings
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.web import open_store
-from mergepipe.storage.traffic import RemoteSettings
 from support.families import FamilyPaths, family_paths, write_family
 from support.fault_server import BucketServer, Link, _Handler
 

@@ -16,8 +16,8 @@ from mergepipe.core.bounds import positive, shown_number
 from mergepipe.core.flags import Flag, option
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.planning.budget import OnOmit, Policy
+from mergepipe.storage.contract import CONNECTIONS, MAX_CONNECTIONS, RemoteSettings
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
-from mergepipe.storage.traffic import CONNECTIONS, MAX_CONNECTIONS, RemoteSettings
 
 if TYPE_CHECKING:
     from mergepipe.engine.work import EngineOptions

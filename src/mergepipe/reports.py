@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mergepipe.core.notebooks import Displayed
+from mergepipe.storage.contract import Traffic
 from mergepipe.storage.location import Location
-from mergepipe.storage.traffic import Traffic
 
 if TYPE_CHECKING:
     from mergepipe.core.notices import DroppedTensor, Notice

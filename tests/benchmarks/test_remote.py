@@ -10,10 +10,10 @@ import pytest
 from benchmarks.process import BenchmarkError
 from benchmarks.remote import PARTS, Bench, MappedServer, Measured, main, median_of, s3_environment, table, ties_recipe
 
+from mergepipe.storage.contract import RemoteSettings
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.web import open_store
-from mergepipe.storage.traffic import RemoteSettings
 from support.families import TINY, family_bytes, write_family
 from support.fault_server import Link
 

@@ -20,9 +20,9 @@ from mergepipe.engine.tensor_work import FREE, source_of_blocks
 from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
-from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import PAGE_BYTES
 from support.budgets import GRAIN, planned_tensor
 from support.disk_families import Model, read_snapshot, weights_digest
 from support.oracle import order_of_ranks, reaching

@@ -21,7 +21,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.database import PAGE_BYTES, is_catalog_error
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
-from mergepipe.checkpoints.file_digests import with_digests
+from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.errors import (
     ConflictError,
     CorruptError,

@@ -11,8 +11,8 @@ from pathlib import Path
 from catalog_cases import NOON, WEIGHTS_NAME, fingerprint_of, make_checkpoint, make_manifest
 
 from mergepipe.catalog.catalog import Catalog
+from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.file_digests import with_digests
 from mergepipe.storage.location import Location
 
 _SPAWN = multiprocessing.get_context("spawn")

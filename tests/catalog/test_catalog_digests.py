@@ -9,8 +9,8 @@ import pytest
 from catalog_cases import WEIGHTS_NAME, make_checkpoint, reopened, rewrite
 
 from mergepipe.catalog.catalog import Catalog
+from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.file_digests import with_digests
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.location import Location
 from support.refusals import refuses

@@ -16,7 +16,7 @@ from mergepipe.catalog.database import PAGE_BYTES, SCHEMA_VERSION
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
 from mergepipe.catalog.rows import SnapshotRow
-from mergepipe.checkpoints.file_digests import with_digests
+from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.cli.render.snapshots import rebuild_table
 from mergepipe.errors import ConflictError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.snapshots.composite import COMPOSITE_FORMAT

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from mergepipe.checkpoints.contract import TensorEntry, block_costs_bytes, range_cost_bytes
 from mergepipe.core.blocks import BF16, F32, BlockGrid, DType, Span
-from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import PAGE_BYTES
 
 DTYPES = st.sampled_from([F32, BF16])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import Runner, Workplace, make_workplace
 
-from mergepipe.snapshots import work_log
+from mergepipe.snapshots import work_log as work_log
 from mergepipe.snapshots.staging import staging_directory
 from support.faults import Fault, replaced, system_error
 

@@ -151,7 +151,7 @@ import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from mergepipe.cli import main
 from mergepipe.runs import progress
-from mergepipe.snapshots import work_log
+from mergepipe.snapshots import work_log as work_log
 work_log.UNIT_BYTES = 10_000
 note = progress.MergeProgress.note
 def noted(*arguments):

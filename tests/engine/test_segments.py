@@ -26,9 +26,9 @@ from mergepipe.engine.segments import (
 )
 from mergepipe.errors import LimitError
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
-from mergepipe.storage.buffers import PAGE_BYTES, BufferPool, round_up
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import PAGE_BYTES, BufferPool, round_up
 from support.refusals import refuses
 
 SIZES = st.one_of(

@@ -15,7 +15,7 @@ from mergepipe.jobs.verify import verify_snapshot
 from mergepipe.options import MergeOptions
 from mergepipe.reports import MergeReport
 from mergepipe.runs import progress
-from mergepipe.snapshots import work_log
+from mergepipe.snapshots import work_log as work_log
 from mergepipe.storage.location import Location
 from support.disk_families import weights_digest
 from support.families import TINY, write_family

@@ -13,7 +13,7 @@ import mergepipe
 from mergepipe.cli.render.merges import merge_table
 from mergepipe.errors import NotFoundError
 from mergepipe.options import MergeOptions
-from mergepipe.snapshots import work_log
+from mergepipe.snapshots import work_log as work_log
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.snapshots.work_log import merge_state, read_work_log
 from support.crashes import Death, count_operations, run_killed

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from crash_cases import CrashJob, make_job, recording_often
 
-from mergepipe.snapshots import work_log
+from mergepipe.snapshots import work_log as work_log
 from mergepipe.snapshots.staging import CONTENT_NAME
 from support.disk_families import weights_digest
 from support.power import Kind, Trace, Traced, leave, undurable

@@ -36,7 +36,7 @@ from mergepipe.reports import MergeReport, PartReport
 from mergepipe.runs import parts as worker_module
 from mergepipe.runs import progress
 from mergepipe.snapshots import parts as records
-from mergepipe.snapshots import work_log
+from mergepipe.snapshots import work_log as work_log
 from mergepipe.snapshots.parts import Claimant
 from mergepipe.snapshots.parts_places import FolderParts, parts_directory, read_job
 from mergepipe.storage import owned

@@ -14,8 +14,8 @@ from mergepipe import api as keeping
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.runs.snapshots import read_manifest_value
-from mergepipe.snapshots.block_digests import BLOCKS_NAME
 from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.shards import BLOCKS_NAME
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.disk_families import tree_digest

@@ -11,8 +11,16 @@ import pytest
 
 from mergepipe.core.blocks import BF16, F32, element_count
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
-from mergepipe.snapshots.block_digests import BlockTable, block_table_of
-from mergepipe.snapshots.shards import ShardLayout, ShardWriter, TensorDigest, TensorSpec, plan_shards, table_of
+from mergepipe.snapshots.shards import (
+    BlockTable,
+    ShardLayout,
+    ShardWriter,
+    TensorDigest,
+    TensorSpec,
+    block_table_of,
+    plan_shards,
+    table_of,
+)
 from mergepipe.storage import output
 from mergepipe.storage.ledger import Ledger
 

@@ -19,7 +19,7 @@ from mergepipe.errors import OutputError
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
 from mergepipe.reports import MergeReport
 from mergepipe.runs import progress
-from mergepipe.snapshots import work_log
+from mergepipe.snapshots import work_log as work_log
 from support.crashes import Death, run_killed
 from support.disk_families import tree_digest, weights_digest, write_single
 from support.refusals import refuses

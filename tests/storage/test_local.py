@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
-from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile, LocalStore, resident_fraction
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import os_error
+from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, os_error, round_up
 from support.faults import (
     Fault,
     drop_from_page_cache,

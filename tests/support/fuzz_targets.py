@@ -28,8 +28,8 @@ from mergepipe.checkpoints.vocabulary import read_pieces, read_vocabulary
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
 from mergepipe.planning.plan import parse_plan
-from mergepipe.snapshots.block_digests import BlockTable, block_table_of
 from mergepipe.snapshots.manifest import parse_manifest
+from mergepipe.snapshots.shards import BlockTable, block_table_of
 from mergepipe.snapshots.staging import CONTENT_NAME
 from mergepipe.snapshots.work_log import WorkLog, merge_state, read_work_log
 from mergepipe.storage.ledger import Purpose

@@ -9,6 +9,7 @@ from typing import Final
 
 import pytest
 
+from mergepipe.storage.contract import CONNECTIONS
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import HttpClient
@@ -16,7 +17,6 @@ from mergepipe.storage.remote.objects import ObjectStore
 from mergepipe.storage.remote.pinned_store import PinnedStore
 from mergepipe.storage.remote.retry import RetryPolicy, Transfers
 from mergepipe.storage.remote.web import WebStore
-from mergepipe.storage.traffic import CONNECTIONS
 from support.fault_server import BucketServer
 
 KINDS: Final = ("s3", "gs", "az", "http")

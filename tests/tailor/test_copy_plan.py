@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, F64, ByteRange, DType, Span
 from mergepipe.errors import CorruptError, LimitError, UnsupportedError
-from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import PAGE_BYTES
 from mergepipe.tailor.archives import stale_checksums
 from mergepipe.tailor.checkpoint import Piece, StoredState
 from mergepipe.tailor.copy_plan import (

@@ -8,13 +8,13 @@ from types import TracebackType
 
 from blake3 import blake3
 
-from mergepipe.catalog import snapshots
+from mergepipe.catalog import snapshots as snapshots
 from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, Database, open_database, stored_text
 from mergepipe.catalog.home import statistics_folder
-from mergepipe.catalog.manifests import SnapshotRecord, read_manifest
 from mergepipe.catalog.rows import CatalogStats, LineageNode, SnapshotRow
+from mergepipe.catalog.snapshots import SnapshotRecord, read_manifest
+from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.file_digests import with_digests
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage.contract import Store, resolved
 from mergepipe.storage.file_version import FileId

@@ -14,8 +14,8 @@ import numpy as np
 from blake3 import blake3
 
 from mergepipe.catalog.home import statistics_folder
+from mergepipe.checkpoints.content_id import content_digest, digest_of_files, is_outside
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
-from mergepipe.checkpoints.file_digests import content_digest, digest_of_files, is_outside
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.canonical_json import canonical_json
 from mergepipe.core.records import RecordFormat, Size, Within

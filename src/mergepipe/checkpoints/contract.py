@@ -15,11 +15,11 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, DType, Span, element_count
-from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.file_version import FileId
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import PAGE_BYTES
 
 # --- the contract of checkpoints: named tensors, each stored in one byte range or computed from stored ones ---
 

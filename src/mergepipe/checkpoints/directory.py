@@ -19,11 +19,10 @@ from mergepipe.checkpoints.torch_file import SUFFIXES as TORCH_SUFFIXES
 from mergepipe.checkpoints.torch_file import read_torch_weights
 from mergepipe.core.strict_json import MAX_DEPTH, JsonValue, is_too_deep, object_members, shown
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, UnsupportedError
-from mergepipe.storage.contract import FileStatus, Store, is_folder
+from mergepipe.storage.contract import FileStatus, Store, concurrent_map, is_folder
 from mergepipe.storage.file_version import FileId
 from mergepipe.storage.limits import WEIGHT_INDEX_BYTES
 from mergepipe.storage.location import Location
-from mergepipe.storage.traffic import concurrent_map
 
 # --- check the files that a checkpoint directory names ---
 # regular ones inside it, or blobs of the same hub cache folder

@@ -24,8 +24,7 @@ from mergepipe.checkpoints.vocabulary import (
 )
 from mergepipe.core.strict_json import JsonValue, shown
 from mergepipe.errors import MergePipeError, MismatchError
-from mergepipe.storage.contract import Store
-from mergepipe.storage.traffic import concurrent_map
+from mergepipe.storage.contract import Store, concurrent_map
 
 # --- recognise the names that architectures give to tensors with one row per token ---
 

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, TensorEntry
 from mergepipe.core.blocks import F32, DType, Span, element_count
-from mergepipe.storage import ranges
-from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer
+from mergepipe.storage import ranges as ranges
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer
 
 ZERO = -1
 REQUEST_BYTES = 1 << 20

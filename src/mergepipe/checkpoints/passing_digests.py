@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.checkpoints.content_id import CHUNK_BYTES
 from mergepipe.checkpoints.contract import TensorEntry
-from mergepipe.checkpoints.file_digests import CHUNK_BYTES
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location

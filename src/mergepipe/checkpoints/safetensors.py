@@ -13,9 +13,9 @@ from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import DTYPES, DType
 from mergepipe.core.strict_json import JsonValue, object_members, shown
 from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
-from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import PAGE_BYTES
 
 # --- the safetensors header of one file: parsed strictly and held against the file's size, never trusted ---
 

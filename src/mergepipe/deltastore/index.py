@@ -21,11 +21,10 @@ from mergepipe.deltastore.codec.arrays import corrupt
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, RECORDED_LEVELS, Codec, Level, Piece
 from mergepipe.deltastore.header import INDEX_NAME, PIECE_NAMES, StoreHeader
-from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import read_exact
+from mergepipe.storage.ranges import PAGE_BYTES, read_exact
 
 # --- the index of a delta store: one fixed-size row per block, checked as a whole; offsets are sums of lengths ---
 #

@@ -49,11 +49,10 @@ from mergepipe.deltastore.codec.piece_headers import CURSOR_FIELDS, END, POSITIO
 from mergepipe.deltastore.index import DIGEST_BYTES, StoreIndex, StoreIndexReader
 from mergepipe.errors import MismatchError
 from mergepipe.kernels.compiled import Counts
-from mergepipe.storage.buffers import PAGE_BYTES, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import read_exact, request_bytes
+from mergepipe.storage.ranges import PAGE_BYTES, read_exact, request_bytes, round_up
 
 # --- a tensor that a store holds unencoded because the base lacks it: one byte range, located by the index ---
 

@@ -24,10 +24,9 @@ from mergepipe.engine.tensor_summary import TensorSummary
 from mergepipe.engine.tensor_work import no_function, reporter
 from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.storage.buffers import BufferPool
-from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.contract import RangeFile, Store, abort_requests
 from mergepipe.storage.location import Location
-from mergepipe.storage.traffic import abort_requests
+from mergepipe.storage.ranges import BufferPool
 
 
 def run_analysis(

@@ -16,7 +16,7 @@ from mergepipe.engine.work import Tap
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, RawBlock, Reduced
 from mergepipe.operators.elementwise import ElementwiseRule
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.storage.buffers import round_up
+from mergepipe.storage.ranges import round_up
 
 SURVEY_SEGMENTS = 8
 SAMPLED_PIECE_ELEMENTS = 64 * 1024

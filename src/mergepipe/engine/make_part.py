@@ -36,10 +36,9 @@ from mergepipe.engine.work import SILENT, EngineOptions, MergeWork, Observer, Ou
 from mergepipe.planning.rules import sufficient_levels
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.snapshots.shards import DurableProgress, ShardWriter
-from mergepipe.storage.buffers import BufferPool
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Store, abort_requests
 from mergepipe.storage.output import CHUNK_BYTES
-from mergepipe.storage.traffic import abort_requests
+from mergepipe.storage.ranges import BufferPool
 
 
 def make_part(

@@ -16,10 +16,10 @@ from mergepipe.engine.segments import SegmentShape, full_access, lay_out, stored
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput, Reduced
 from mergepipe.operators.registry import operator_named
 from mergepipe.recipes.tasks import Action, MergeTask
-from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, round_up
 
 
 def can_fuse(task: MergeTask, operator: Operator, inputs: OperatorInput) -> bool:

@@ -30,11 +30,10 @@ from mergepipe.engine.jobs import Afterwards, Job, Pass, Stage
 from mergepipe.engine.segments import Computation, Piece, Read, SegmentLayout, SegmentShape, is_on_base, lay_out
 from mergepipe.errors import StorageError
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.storage.buffers import BufferPool
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import request
+from mergepipe.storage.ranges import BufferPool, request
 from mergepipe.storage.spill import SpilledFiles
 
 FEWEST_READERS = 8

@@ -21,9 +21,9 @@ from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, Span
 from mergepipe.core.units import size_option
 from mergepipe.errors import LimitError
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.storage.buffers import PAGE_BYTES, round_up
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import PAGE_BYTES, round_up
 
 # --- lay out a segment in its buffer: byte ranges to read, joined where they touch, then tensors to compute ---
 #

@@ -22,8 +22,8 @@ from mergepipe.snapshots.shards import (
     TensorSpec,
     plan_shards,
 )
+from mergepipe.storage.contract import RemoteSettings
 from mergepipe.storage.ledger import Usage
-from mergepipe.storage.traffic import RemoteSettings
 
 if TYPE_CHECKING:
     from mergepipe.checkpoints.open_files import PinnedFile

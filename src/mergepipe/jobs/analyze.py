@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.statistics_file import StatisticsFile, portable_content, statistics_path, write_statistics
-from mergepipe.checkpoints.content_id import content_id
+from mergepipe.checkpoints.content_id import content_id, read_digests, with_digests
 from mergepipe.checkpoints.contract import Checkpoint, Readable, Source, TensorEntry, files_of
-from mergepipe.checkpoints.file_digests import read_digests, with_digests
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION, WAITING_BYTES, PassingDigests
 from mergepipe.core.blocks import DTypeKind

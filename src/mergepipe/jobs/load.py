@@ -18,9 +18,9 @@ from mergepipe.deltastore.checkpoint import open_packed
 from mergepipe.deltastore.original_files import check_original_headers
 from mergepipe.errors import RecipeError, UnsupportedError
 from mergepipe.runs.inputs import open_path
-from mergepipe.storage.buffers import aligned_buffer
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import aligned_buffer
 from mergepipe.storage.stores import Stores
 
 FRAMEWORKS: Final = ("numpy", "torch")

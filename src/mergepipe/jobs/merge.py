@@ -33,7 +33,6 @@ from mergepipe.runs.settings import MergeSettings
 from mergepipe.runs.small_files import PlannedFiles, plan_small_files, sidecar_contents
 from mergepipe.runs.stored_plan import open_planned, plan_key, store_plan, stored_plan
 from mergepipe.runs.work import kept_facts, kept_shares, merge_work
-from mergepipe.snapshots.block_digests import BLOCKS_NAME
 from mergepipe.snapshots.manifest import (
     BASE_MODEL_IDS_KEY,
     MANIFEST_NAME,
@@ -44,16 +43,23 @@ from mergepipe.snapshots.manifest import (
     RealizedBytes,
 )
 from mergepipe.snapshots.recorded_paths import relative_reference, with_changed_paths
-from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, TensorDigest, file_digest_of, index_json, table_of
+from mergepipe.snapshots.shards import (
+    BLOCKS_NAME,
+    INDEX_NAME,
+    DurableProgress,
+    TensorDigest,
+    file_digest_of,
+    index_json,
+    table_of,
+)
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target, staging_directory
-from mergepipe.storage.buffers import peak_memory_bytes
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Store, request_counts, store_notices, traffic
 from mergepipe.storage.file_version import Digested
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_all_durably, write_durably
+from mergepipe.storage.ranges import peak_memory_bytes
 from mergepipe.storage.stores import Stores
-from mergepipe.storage.traffic import request_counts, store_notices, traffic
 
 if TYPE_CHECKING:
     from mergepipe.jobs.plan import PlanRequest

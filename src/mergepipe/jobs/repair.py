@@ -19,10 +19,17 @@ from mergepipe.reports import ProgressCallback, RepairReport
 from mergepipe.runs.small_files import plan_small_files, sidecar_contents
 from mergepipe.runs.snapshots import with_inputs_found
 from mergepipe.runs.stored_plan import plan_of
-from mergepipe.snapshots.block_digests import BlockTable, block_digest
 from mergepipe.snapshots.layout import PlacedFile, SnapshotLayout, small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
-from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, header_of, index_json
+from mergepipe.snapshots.shards import (
+    INDEX_NAME,
+    BlockTable,
+    ShardLayout,
+    TensorSpec,
+    block_digest,
+    header_of,
+    index_json,
+)
 from mergepipe.snapshots.staging import Staging, check_free_space
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Store

@@ -28,11 +28,11 @@ from mergepipe.deltastore.tensor import PackedFetch
 from mergepipe.errors import CorruptError
 from mergepipe.reports import Damage, Progress, ProgressCallback, UnpackReport, VerifyReport
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
-from mergepipe.storage.buffers import aligned_buffer
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import OutputFile, make_folders
+from mergepipe.storage.ranges import aligned_buffer
 from mergepipe.storage.stores import Stores
 
 BlockSink = Callable[[RawBytes], None]

@@ -21,20 +21,20 @@ from mergepipe.recipes.output_tensors import shape_contradictions
 from mergepipe.recipes.yaml_source import shortened
 from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
 from mergepipe.runs.snapshots import read_manifest_value, with_inputs_found
-from mergepipe.snapshots.block_digests import BlockTable, root_of
 from mergepipe.snapshots.composite import is_composite
 from mergepipe.snapshots.layout import (
     PlacedFile,
     PlacedTensor,
+    Scan,
     SnapshotLayout,
     file_digest,
     layout_of,
     read_table,
+    scan_snapshot,
     weight_map,
 )
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, OutputTensor
-from mergepipe.snapshots.scan import Scan, scan_snapshot
-from mergepipe.snapshots.shards import INDEX_NAME
+from mergepipe.snapshots.shards import INDEX_NAME, BlockTable, root_of
 from mergepipe.storage.contract import Store, files_below
 from mergepipe.storage.file_version import Digested
 from mergepipe.storage.limits import CONFIG_BYTES, MANIFEST_BYTES

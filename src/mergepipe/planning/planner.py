@@ -59,7 +59,7 @@ from mergepipe.planning.selection import (
 )
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import Fallback
-from mergepipe.storage.buffers import PAGE_BYTES
+from mergepipe.storage.ranges import PAGE_BYTES
 
 # --- plan a merge: rank everything that can be read, and select within the budget. Pure ---
 

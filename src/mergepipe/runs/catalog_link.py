@@ -9,8 +9,8 @@ from typing import TypeVar
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.database import is_catalog_error
 from mergepipe.catalog.statistics_file import STATISTICS_NAME, StatisticsFile, parse_statistics, statistics_path
+from mergepipe.checkpoints.content_id import content_digest
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.file_digests import content_digest
 from mergepipe.errors import MergePipeError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.storage.contract import Store, is_file

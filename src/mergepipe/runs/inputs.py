@@ -35,9 +35,8 @@ from mergepipe.recipes.tasks import Action, MergeTask, Resolution
 from mergepipe.recipes.vocabulary_alignment import Alignment, align_vocabulary
 from mergepipe.snapshots.composite import is_composite, read_composite
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.storage.contract import Store, is_folder
+from mergepipe.storage.contract import Store, concurrent_map, is_folder
 from mergepipe.storage.location import Location
-from mergepipe.storage.traffic import concurrent_map
 
 if TYPE_CHECKING:
     from mergepipe.catalog.statistics_file import StatisticsFile

@@ -49,11 +49,11 @@ from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME, Staging
 from mergepipe.snapshots.work_log import forget_work_log, usage_of
 from mergepipe.storage import owned
-from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Ledger, Purpose, Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import sync_directory
+from mergepipe.storage.ranges import PAGE_BYTES
 
 FACTS_SECONDS = 60.0
 """How long to wait for a worker that reads what all parts need, before reading it again."""

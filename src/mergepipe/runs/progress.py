@@ -18,9 +18,8 @@ from mergepipe.errors import LimitError, NotFoundError, StorageError
 from mergepipe.planning.plan import Plan
 from mergepipe.runs.budget.costs import planned_cost
 from mergepipe.runs.inputs import Inputs
-from mergepipe.snapshots import work_log
-from mergepipe.snapshots.block_digests import packed_digests
-from mergepipe.snapshots.shards import TensorDigest
+from mergepipe.snapshots import work_log as work_log
+from mergepipe.snapshots.shards import TensorDigest, packed_digests
 from mergepipe.snapshots.staging import CONTENT_NAME, Staging, kept_note
 from mergepipe.snapshots.work_log import (
     WORTH_KEEPING,

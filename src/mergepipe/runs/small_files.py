@@ -23,10 +23,9 @@ from mergepipe.recipes.output_tensors import parsed_config, text_sections, with_
 from mergepipe.runs.model_card import InputCard, read_input_card
 from mergepipe.snapshots.manifest import CARD_NAME, MANIFEST_NAME, LeftOutFile, Manifest
 from mergepipe.snapshots.recorded_paths import file_without_paths
-from mergepipe.storage.contract import FileKind, Store
+from mergepipe.storage.contract import FileKind, Store, concurrent_map
 from mergepipe.storage.limits import SIDECARS_BYTES, sidecar_limit
 from mergepipe.storage.location import Location
-from mergepipe.storage.traffic import concurrent_map
 
 if TYPE_CHECKING:
     from mergepipe.planning.plan import Plan

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.manifests import read_manifest, sid_of_unchanged_input
-from mergepipe.catalog.snapshots import containing
+from mergepipe.catalog.snapshots import containing, read_manifest, sid_of_unchanged_input
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.recipes.references import referenced_paths
 from mergepipe.reports import SnapshotInput, SnapshotReport

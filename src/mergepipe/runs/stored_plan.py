@@ -19,12 +19,12 @@ from mergepipe.recipes.references import reference_text
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_recipes, with_known_digests
 from mergepipe.snapshots.manifest import Manifest
+from mergepipe.snapshots.work_log import payload_of, sealed
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import os_error
-from mergepipe.storage.sealed_lines import payload_of, sealed
 
 STORED_PLAN_NAME = "plan"
 _KEY, _PLAN = "key", "plan"

@@ -33,7 +33,9 @@ from mergepipe.snapshots.work_log import (
     MadeTensors,
     digests_of,
     merge_state,
+    payload_of,
     read_work_log,
+    sealed,
     usage_of,
     uses_of,
 )
@@ -41,7 +43,6 @@ from mergepipe.storage.ledger import Usage
 from mergepipe.storage.limits import WORK_LOG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.owner import Owner, is_alive, this_process
-from mergepipe.storage.sealed_lines import payload_of, sealed
 
 T = TypeVar("T")
 

@@ -1,7 +1,8 @@
 """The log of an unfinished output: what the one process that makes it has made durable, and what it has read.
 
 It lies in the staging directory, beside the folder in which the output grows. Merges, parts and packs keep one, each
-with records of its own; decision 035 has the design.
+with records of its own; decision 035 has the design. Whatever one process leaves for another is sealed: the checksum in
+front tells what is torn or changed from what is whole.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final
 
+from blake3 import blake3
+
 from mergepipe.core.canonical_json import canonical_json
 from mergepipe.core.records import AsText, RefusedError, Size, decode
 from mergepipe.errors import MergePipeError, StorageError
-from mergepipe.snapshots.block_digests import packed_digests, root_of, unpacked_digests
-from mergepipe.snapshots.shards import TensorDigest
+from mergepipe.snapshots.shards import TensorDigest, packed_digests, root_of, unpacked_digests
 from mergepipe.snapshots.staging import CONTENT_NAME
 from mergepipe.storage import owned
 from mergepipe.storage.ledger import Purpose, Usage
@@ -27,7 +29,28 @@ from mergepipe.storage.limits import WORK_LOG_BYTES
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.owner import LOG_NAME
 from mergepipe.storage.ranges import os_error
-from mergepipe.storage.sealed_lines import payload_of, seal_of, sealed
+
+_CHECK_DIGITS: Final = 16
+
+
+def sealed(payload: bytes, previous: str = "") -> bytes:
+    """Return a line without its newline: the checksum, a space, the payload.
+
+    Sealed with the checksum of the `previous` line, it is valid only at its position.
+    """
+    return blake3(previous.encode() + payload).hexdigest(_CHECK_DIGITS // 2).encode() + b" " + payload
+
+
+def seal_of(line: bytes) -> str:
+    """Return the checksum that a sealed line begins with."""
+    return line[:_CHECK_DIGITS].decode()
+
+
+def payload_of(line: bytes, previous: str = "") -> bytes | None:
+    """Return the payload of a line without its newline; None if the line is torn or changed."""
+    payload = line[_CHECK_DIGITS + 1 :]
+    return payload if line == sealed(payload, previous) else None
+
 
 UNIT_BYTES = 256 << 20
 """About how much is written between two units, at most: with the unfinished tensor, the work that a crash costs."""

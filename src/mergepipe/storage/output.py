@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.storage import owned
-from mergepipe.storage.buffers import aligned_buffer
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES
-from mergepipe.storage.ranges import os_errors, read_descriptor_range, switch_direct
+from mergepipe.storage.ranges import aligned_buffer, os_errors, read_descriptor_range, switch_direct
 
 CHUNK_BYTES = 8 << 20
 _SYNCED_AT_ONCE = 32

@@ -8,18 +8,22 @@ from importlib import import_module
 from typing import Final, TypeAlias
 
 from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError, did_you_mean
-from mergepipe.storage.contract import Entry, FileStatus, RangeFile, Store, StoreTerms
-from mergepipe.storage.ledger import Ledger
-from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
-from mergepipe.storage.traffic import (
+from mergepipe.storage.contract import (
     NO_REQUESTS,
+    Entry,
+    FileStatus,
+    RangeFile,
     RemoteSettings,
     RequestCounts,
+    Store,
+    StoreTerms,
     abort_requests,
     request_counts,
     store_notices,
 )
+from mergepipe.storage.ledger import Ledger
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 OpenStore: TypeAlias = Callable[[str, Ledger, RemoteSettings], Store]
 """Makes the store of a scheme, which charges a ledger."""

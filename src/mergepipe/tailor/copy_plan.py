@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from mergepipe.core.blocks import DType
-from mergepipe.storage.buffers import PAGE_BYTES, round_up
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import PAGE_BYTES, round_up
 from mergepipe.tailor.checkpoint import Piece, StoredState
 
 # --- the copy plan as values: every output file as ordered byte ranges of the sources. Pure ---

@@ -24,13 +24,12 @@ from mergepipe.core.units import size_option
 from mergepipe.errors import LimitError, UnsupportedError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInput, RawBlock
 from mergepipe.operators.registry import operator_named
-from mergepipe.storage.buffers import PAGE_BYTES, BufferPool
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.file_version import Digested
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import CHUNK_BYTES, OutputFile
-from mergepipe.storage.ranges import read_exact
+from mergepipe.storage.ranges import PAGE_BYTES, BufferPool, read_exact
 from mergepipe.tailor.copy_plan import (
     AverageRange,
     CastRange,

@@ -26,9 +26,9 @@ from mergepipe.checkpoints.gathered_rows import (
 )
 from mergepipe.core.blocks import BF16, F16, F32, DType, Span
 from mergepipe.errors import CorruptError
-from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import PAGE_BYTES
 from support.rounding import NUMPY_DTYPES
 
 FLOATS = (F32, BF16, F16)

@@ -16,9 +16,9 @@ from small_models import random
 from mergepipe.checkpoints.adapted_tensors import Adapted, LowRankDelta
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import BF16, F16, F32, DType, Span
-from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import PAGE_BYTES
 from support.fetching import aligned_files, fetched
 from support.rounding import decode, encode
 

@@ -15,11 +15,11 @@ from safetensors.numpy import save_file
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import Span
-from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, round_up
 
 WIDTH = 8
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"

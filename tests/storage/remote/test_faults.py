@@ -10,9 +10,9 @@ from itertools import zip_longest
 import pytest
 
 from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, StorageError
+from mergepipe.storage.contract import RequestCounts
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.remote.pinned_store import PinnedStore
-from mergepipe.storage.traffic import RequestCounts
 from support.fault_server import (
     Answer,
     BucketServer,

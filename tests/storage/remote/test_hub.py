@@ -12,7 +12,7 @@ from threading import Barrier
 import pytest
 
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, StorageError
-from mergepipe.storage.contract import Entry, FileKind, StoreTerms
+from mergepipe.storage.contract import CONNECTIONS, Entry, FileKind, RemoteSettings, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
@@ -21,7 +21,6 @@ from mergepipe.storage.remote.hub import CACHED_TERMS, HubStore, open_store
 from mergepipe.storage.remote.hub_api import HubSettings, expires_at
 from mergepipe.storage.remote.hub_listing import WaitingRoom
 from mergepipe.storage.remote.retry import REQUEST_COST_BYTES, RetryPolicy, Transfers
-from mergepipe.storage.traffic import CONNECTIONS, RemoteSettings
 from support.fault_server import Answer, Fault, Request, cut, no_fault, status, with_headers
 from support.hub_cache_files import write_hub_cache
 from support.hub_server import HubServer, hub_server, token_of

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from mergepipe.errors import LimitError, MergePipeError, StorageError
-from mergepipe.storage.contract import StoreTerms
+from mergepipe.storage.contract import RemoteSettings, RequestCounts, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote import objects, web
@@ -23,7 +23,6 @@ from mergepipe.storage.remote.retry import (
     Transfers,
 )
 from mergepipe.storage.remote.web import WebStore
-from mergepipe.storage.traffic import RemoteSettings, RequestCounts
 from support.fault_server import Answer, BucketServer, Link, Request, status
 from support.refusals import refuses
 from support.remote_stores import PATIENT_SECONDS, Waits, remote_store, root_of, set_environment, transfers

@@ -24,7 +24,7 @@ from mergepipe.reports import (
     PartsStatus,
     UnpackReport,
 )
-from mergepipe.storage.traffic import Traffic
+from mergepipe.storage.contract import Traffic
 
 MAX_PATTERNS = 4
 MAX_NAME_CHARACTERS = 60

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.errors import CorruptError
-from mergepipe.storage.buffers import aligned_buffer, round_up
+from mergepipe.storage.ranges import aligned_buffer, round_up
 
 # --- work arrays that each thread keeps from block to block, as fresh ones cost page faults ---
 

@@ -30,11 +30,10 @@ from mergepipe.deltastore.codec.element_codes import Bands
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, can_be_base_of
 from mergepipe.deltastore.index import digest, make_row
 from mergepipe.deltastore.pack.builder import Place, StoreBuilder
-from mergepipe.storage.buffers import PAGE_BYTES, BufferPool, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import read_exact, request_bytes
+from mergepipe.storage.ranges import PAGE_BYTES, BufferPool, read_exact, request_bytes, round_up
 
 # --- blocks of a base and of the experts packed relative to it, together in memory, and their encoding ---
 

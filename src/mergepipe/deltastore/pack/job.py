@@ -31,11 +31,10 @@ from mergepipe.errors import OutputError, RecipeError, UnsupportedError
 from mergepipe.reports import BaseMatch
 from mergepipe.snapshots.object_upload import check_apart, staging_place
 from mergepipe.snapshots.staging import check_target
-from mergepipe.storage.contract import FileKind, RangeFile, Store
+from mergepipe.storage.contract import FileKind, RangeFile, Store, concurrent_map
 from mergepipe.storage.file_version import FileId
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.traffic import concurrent_map
 
 # --- compare an expert with the bases that it may have been fine-tuned from, by samples of tensors of the same ---
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from mergepipe.errors import MergePipeError, NotFoundError
-from mergepipe.storage.contract import Entry, FileStatus, RangeFile, StoreTerms
+from mergepipe.storage.contract import Entry, FileStatus, RangeFile, RemoteSettings, StoreTerms
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile
@@ -44,7 +44,6 @@ from mergepipe.storage.remote.hub_listing import (
 )
 from mergepipe.storage.remote.pinned_store import PinnedFile, PinnedStore
 from mergepipe.storage.remote.retry import Transfers
-from mergepipe.storage.traffic import RemoteSettings
 
 DEFAULT_REVISION: Final = "main"
 CACHED_TERMS: Final = StoreTerms(granularity_bytes=1, most_requests=8, request_cost_bytes=0)

@@ -26,14 +26,13 @@ from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
 from mergepipe.errors import MergePipeError, NotFoundError, StorageError, UnsupportedError
-from mergepipe.storage.contract import Entry, FileKind, FileStatus
+from mergepipe.storage.contract import Entry, FileKind, FileStatus, RemoteSettings
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import CONNECT_SECONDS, STALL_SECONDS, Address, HttpClient, Pin
 from mergepipe.storage.remote.multipart import SignedBucket
 from mergepipe.storage.remote.pinned_store import PinnedStore, status_of
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed, Source, Transfers
-from mergepipe.storage.traffic import RemoteSettings
 
 SIGNED_FOR: Final = timedelta(minutes=15)
 _CHUNK_BYTES: Final = 1 << 20

@@ -6,13 +6,12 @@ from abc import ABC, abstractmethod
 from typing import Final
 
 from mergepipe.errors import NotFoundError, StorageError
-from mergepipe.storage.contract import Entry, FileKind, FileStatus, RangeFile, StoreTerms
+from mergepipe.storage.contract import Entry, FileKind, FileStatus, RangeFile, RequestCounts, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact, too_large
 from mergepipe.storage.remote.http_client import HttpClient, Pin
 from mergepipe.storage.remote.retry import REQUEST_COST_BYTES, Source, Transfers
-from mergepipe.storage.traffic import RequestCounts
 
 FOLDER: Final = FileStatus(FileKind.FOLDER, 0, "")
 

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, StorageError
+from mergepipe.storage.contract import CONNECTIONS, RequestCounts
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
-from mergepipe.storage.traffic import CONNECTIONS, RequestCounts
 
 REQUEST_BYTES: Final = 8 << 20
 MOST_REFUSAL_BYTES: Final = 64 << 10
