@@ -278,17 +278,19 @@ def _table(results: Results, times: ComposeTimes) -> Table:
     for name, loads in times.loads.items():
         seconds, cpu = (f"{_middle(loads, field):.2f}" for field in ("seconds", "cpu_seconds"))
         over = times.over_loading(times.loading(name))
-        rows.append((f"load one: {name}", "1", seconds, cpu, "", over, "", "", ""))
+        rows.append((f"load one: {name}", "1", seconds, cpu, "", over, "", ""))
     for (pattern, n_sources), entries in times.composed.items():
+        if n_sources not in (2, max(n for name, n in times.composed if name == pattern)):
+            continue  # the figure and the stored results have all
         over = "" if results.is_busy else f"{_middle(entries, 'seconds') / _middle(entries, 'floor_seconds'):.2f}"
         rows.append(
             (
                 pattern, str(n_sources), f"{_middle(entries, 'seconds'):.2f}", f"{_middle(entries, 'cpu_seconds'):.2f}",
                 over, times.over_loading(times.time(pattern, n_sources)), f"{_middle(entries, 'read_bytes') / 1e9:.3f}",
-                f"{_middle(entries, 'written_bytes') / 1e9:.3f}", f"{_middle(entries, 'peak_rss_bytes') / 2**20:.0f}",
+                f"{_middle(entries, 'peak_rss_bytes') / 2**20:.0f}",
             )
         )  # fmt: skip
-    header = ("pattern", "sources", "s", "CPU s", "x floor", "x load", "kernel read GB", "written GB", "RSS MiB")
+    header = ("pattern", "sources", "s", "CPU s", "x floor", "x load", "kernel read GB", "RSS MiB")
     return Table(header, tuple(rows))
 
 

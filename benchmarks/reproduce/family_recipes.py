@@ -18,6 +18,11 @@ from support.families import FamilyPaths
 PAPER_OPERATORS: Mapping[str, str] = {"linear": "AVG", "ties": "TIES", "dare_ties": "DARE"}
 PAPER_BUDGET_SHARE = 3462 / 16060
 """The papers' fixed budget over the bytes of one expert: 3,462 MB of Llama-3.1-8B in bf16."""
+SYNTHETIC_TEXT = (
+    "The models are synthetic: normal weights, and deltas of one size a tensor. So bytes, times and memory are those of"
+    " real models, errors are not: here norms tell what matters, and blocks of any size score alike, by construction."
+    " [Fine-tunes of a public model](trained.md) has errors of real ones."
+)
 
 
 def write_recipe(place: Workplace, family: FamilyPaths, operator: str, k: int) -> Path:

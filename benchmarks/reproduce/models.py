@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.make_family import SHAPES
-from benchmarks.reproduce.family_recipes import PAPER_BUDGET_SHARE, PAPER_OPERATORS, PaperMerge
+from benchmarks.reproduce.family_recipes import PAPER_BUDGET_SHARE, PAPER_OPERATORS, SYNTHETIC_TEXT, PaperMerge
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb, percent
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Entry, Results
@@ -133,7 +133,7 @@ def _page(results: Results) -> Page:
     body: list[str | Table | Figure] = []
     for model in told:
         body += [f"## {model.shape}", model.text(), model.budget_table(), "In full:", model.full_table()]
-    body += [BUDGET_TEXT, _error_figure(told)]
+    body += [SYNTHETIC_TEXT, BUDGET_TEXT, _error_figure(told)]
     packed = any(model.is_packed for model in told)
     meaning = (
         "**Larger models behave like small ones: what is read is what the budget says, and time goes with the bytes"
@@ -202,16 +202,20 @@ class _ToldModel:
         return f"A model has {gb(model_bytes)} GB; {budget}{packed}.{busy}{elsewhere}"
 
     def budget_table(self) -> Table:
-        rows = (budget_cells(self._results, *key, entry) for key, entry in self._sorted("budget"))
+        rows = (budget_cells(self._results, *key, entry) for key, entry in self._extremes("budget"))
         return Table(BUDGET_HEADER, tuple(rows))
 
     def full_table(self) -> Table:
-        rows = (full_cells(self._results, *key, "mergepipe", entry) for key, entry in self._sorted("full"))
+        rows = (full_cells(self._results, *key, "mergepipe", entry) for key, entry in self._extremes("full"))
         return Table(FULL_HEADER, tuple(rows))
 
-    def _sorted(self, kind: str) -> list[tuple[tuple[str, int], Entry]]:
-        operators = list(PAPER_OPERATORS)
-        return sorted(self._entries[kind].items(), key=lambda item: (operators.index(item[0][0]), item[0][1]))
+    def _extremes(self, kind: str) -> list[tuple[tuple[str, int], Entry]]:
+        """The merges of the fewest and of the most experts, by operator: the figure and the stored results have all."""
+        merges = []
+        for operator in PAPER_OPERATORS:
+            ks = sorted(k for name, k in self._entries[kind] if name == operator)
+            merges += [((operator, k), self._entries[kind][operator, k]) for k in dict.fromkeys((*ks[:1], *ks[-1:]))]
+        return merges
 
 
 def _error_figure(told: Sequence[_ToldModel]) -> Figure:

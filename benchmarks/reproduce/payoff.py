@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recipes import OPERATORS
-from benchmarks.reproduce.family_recipes import full_merge, inputs_of, judge_against, write_recipe
+from benchmarks.reproduce.family_recipes import SYNTHETIC_TEXT, full_merge, inputs_of, judge_against, write_recipe
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Results
@@ -189,7 +189,14 @@ def _page(results: Results) -> Page:
         " own measurements are below."
     )
     rule += f"\n\n{computed}" if results.is_busy else ""
-    body = (rule, Table(header, tuple(rows)), _figure(results), "## What was measured", _steps_table(results))
+    body = (
+        SYNTHETIC_TEXT,
+        rule,
+        Table(header, tuple(rows)),
+        _figure(results),
+        "## What was measured",
+        _steps_table(results),
+    )
     return Page("When does a budget pay?", meaning, body)
 
 

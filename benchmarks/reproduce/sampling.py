@@ -69,6 +69,7 @@ _FORMS = {
     "sample-256": _Form("sample, units of 256 Ki", "sample", 16 * BLOCK_ELEMENTS, is_analyzed=False),
 }
 _DEFAULT, _BY_NORM = "sample-32", "by-norm-16"
+_OTHER_UNITS = ("sample-16", "sample-64", "sample-256")  # in the tables of the first share that is told
 _TOLD_MERGES = ("ties", "linear", "dare_ties")
 
 
@@ -156,7 +157,7 @@ def _kinds(results: Results) -> list[str]:
 
 
 def _page(results: Results) -> Page:
-    body: list[str | Table | Figure] = [_about(results), _how_to_read()]
+    body: list[str | Table | Figure] = [_summary(results), _about(results), _how_to_read()]
     for kind in _kinds(results):
         label = _KINDS[kind]
         body += [f"## {label[0].upper()}{label[1:]}", _family_table(results, kind)]
@@ -168,28 +169,42 @@ def _page(results: Results) -> Page:
 
 
 def _meaning(results: Results) -> str:
-    sentences = [text for kind in _kinds(results) for share in _TOLD_SHARES if (text := _told(results, kind, share))]
-    return "**" + " ".join(sentences or ["No merge is measured yet."]) + "**"
+    share = _TOLD_SHARES[0]
+    kinds = [kind for kind in _kinds(results) if _range(results, kind, share, _DEFAULT, _TOLD_MERGES)]
+    if not kinds:
+        return "**No merge is measured yet.**"
 
+    def told(form: str) -> str:
+        ranges = ((_range(results, kind, share, form, _TOLD_MERGES), _KINDS[kind]) for kind in kinds)
+        return ", ".join(f"{kept} ({label})" for kept, label in ranges if kept)
 
-def _told(results: Results, kind: str, share: int) -> str:
-    """Say what samples, and blocks by norm, keep at a share."""
-
-    def kept(form: str, merges: Iterable[str]) -> str:
-        found = (_kept(results, kind, merge, form, share) for merge in merges)
-        shares = sorted(value.share for value in found if value is not None and value.gain > 0)
-        return " to ".join(dict.fromkeys(map(percent, (shares[0], shares[-1])))) if shares else "not measured"
-
-    if kept(_DEFAULT, _TOLD_MERGES) == "not measured":
-        return ""
-    by_norm = kept(_BY_NORM, _TOLD_MERGES)
-    on_record = f" (weighed by norms on record {by_norm})" if by_norm != "not measured" else ""
     return (
-        f"At {share} % of the bytes of {_KINDS[kind]}, samples in units of 32 Ki elements keep"
-        f" {kept(_DEFAULT, _TOLD_MERGES)}{on_record} of what TIES, linear and DARE-TIES merges gain, one expert"
-        f" {kept(_DEFAULT, ['one'])} and a sum of four {kept(_DEFAULT, ['sum'])}; blocks chosen by norm keep"
-        f" {kept('norm', _TOLD_MERGES)} of the first three."
+        f"**At {share} % of the bytes, samples keep {told(_DEFAULT)} of what TIES, linear and DARE-TIES merges gain;"
+        f" blocks chosen by norm keep {told('norm')}.**"
     )
+
+
+def _range(results: Results, kind: str, share: int, form: str, merges: Iterable[str]) -> str:
+    """Tell the least and the most of the gain that merges keep; nothing where none was measured."""
+    found = (_kept(results, kind, merge, form, share) for merge in merges)
+    shares = sorted(value.share for value in found if value is not None and value.gain > 0)
+    return " to ".join(dict.fromkeys(map(percent, (shares[0], shares[-1])))) if shares else ""
+
+
+def _summary(results: Results) -> Table:
+    """What is kept by kind of fine-tuning and share, of three merges that mean, of one expert and of a sum."""
+    columns = ((_DEFAULT, _TOLD_MERGES), (_BY_NORM, _TOLD_MERGES), ("norm", _TOLD_MERGES), (_DEFAULT, ["one"]),
+               (_DEFAULT, ["sum"]))  # fmt: skip
+    rows = []
+    for kind in _kinds(results):
+        for share in _TOLD_SHARES:
+            cells = [_range(results, kind, share, form, merges) for form, merges in columns]
+            rows += [(_KINDS[kind], f"{share} %", *cells)] if cells[0] else []
+    header = (
+        "gain kept", "bytes", "a sample", "a sample by norms on record", "blocks by norm", "a sample, of one expert",
+        "a sample, of a sum of four",
+    )  # fmt: skip
+    return Table(header, tuple(rows))
 
 
 def _about(results: Results) -> str:
@@ -235,7 +250,10 @@ def _family_table(results: Results, kind: str) -> Table:
 
 def _table(results: Results, kind: str, share: int) -> Table:
     rows = []
-    for form, described in _FORMS.items():
+    forms = {
+        form: described for form, described in _FORMS.items() if share == _TOLD_SHARES[0] or form not in _OTHER_UNITS
+    }
+    for form, described in forms.items():
         kept = [_kept(results, kind, merge, form, share) for merge in _MERGES]
         if any(value is not None for value in kept):
             rows.append((described.label, *("" if value is None else str(value) for value in kept)))

@@ -11,6 +11,7 @@ from benchmarks.recipes import method_cases
 from benchmarks.reproduce.family_recipes import (
     PAPER_BUDGET_SHARE,
     PAPER_OPERATORS,
+    SYNTHETIC_TEXT,
     PaperMerge,
 )
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb, percent
@@ -74,6 +75,7 @@ def _page(results: Results) -> Page:
     names = list(PAPER_OPERATORS.items())
     body: list[str | Table | Figure] = ["## Under the fixed budget"]
     body += [
+        SYNTHETIC_TEXT,
         BUDGET_TEXT,
         _growth_text(results, ks),
         _budget_table(results, ks),
@@ -122,15 +124,14 @@ BUDGET_TEXT = (
     " 95th percentile over blocks of 256 Ki elements."
 )
 BUDGET_HEADER = (
-    "operator", "K", "expert GB", "base GB", "output GB", "kernel read GB", "s", "CPU s", "x floor", "RSS MiB",
-    "error", "relative l2", "P95",
+    "operator", "K", "expert GB", "kernel read GB", "s", "CPU s", "x floor", "RSS MiB", "error", "relative l2", "P95",
 )  # fmt: skip
 FULL_HEADER = ("operator", "K", "program", "kernel read GB", "s", "CPU s", "x floor", "RSS MiB")
 
 
 def budget_cells(results: Results, operator: str, k: int, entry: Entry) -> tuple[str, ...]:
     """Return the row of one merge under the budget, by the columns of `BUDGET_HEADER`."""
-    read = (gb(entry[f"{name}_bytes"]) for name in ("expert", "base", "output", "kernel_read"))
+    read = (gb(entry[f"{name}_bytes"]) for name in ("expert", "kernel_read"))
     errors = (f"{entry['error']:.3f}", f"{entry['relative_l2']:.2e}", f"{entry['p95_block']:.2e}")
     return (PAPER_OPERATORS[operator], str(k), *read, *_cost_cells(results, entry), *errors)
 
@@ -153,9 +154,14 @@ def _budget_table(results: Results, ks: list[int]) -> Table:
     rows = [
         budget_cells(results, operator, k, results[f"{operator}/{k}/budget"])
         for operator in PAPER_OPERATORS
-        for k in ks
+        for k in _table_ks(ks)
     ]
     return Table(BUDGET_HEADER, tuple(rows))
+
+
+def _table_ks(ks: list[int]) -> list[int]:
+    """The numbers of experts that stand in the tables; the figures and the stored results have all."""
+    return [k for k in ks if k in _PEER_KS] or ks
 
 
 def _full_table(results: Results, ks: list[int]) -> Table:
@@ -163,7 +169,7 @@ def _full_table(results: Results, ks: list[int]) -> Table:
     rows = [
         full_cells(results, operator, k, program, results[f"{operator}/{k}/{tool}"])
         for operator in PAPER_OPERATORS
-        for k in ks
+        for k in _table_ks(ks)
         for tool, program in programs
         if f"{operator}/{k}/{tool}" in results
     ]

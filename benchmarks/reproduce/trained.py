@@ -327,12 +327,13 @@ def _told_merges(results: Results) -> Iterator[tuple[str, str, dict[str, Kept]]]
 
 
 def _told(results: Results) -> str:
-    """Say what each merge at the told share keeps, and whether the packed one meets its target."""
-    told = []
-    for kind, operator, kept in _told_merges(results):
-        forms = ", ".join(f"{value} {_FORMS[form]}" for form, value in kept.items())
-        told.append(f"- {operator} of {KINDS[kind]}: {forms}{_verdict(results, kind, operator, kept.get('packed'))}.")
-    return f"Gain kept at {_TOLD_SHARE} % of the bytes:\n\n" + "\n".join(told)
+    """Say whether each packed merge at the told share meets its target."""
+    told = [
+        f"{operator} of {KINDS[kind]}: {verdict}"
+        for kind, operator, kept in _told_merges(results)
+        if (verdict := _verdict(results, kind, operator, kept.get("packed")))
+    ]
+    return f"Targets of packed experts at {_TOLD_SHARE} % of the bytes: {'; '.join(told)}."
 
 
 def _packed_sizes(results: Results) -> str:
@@ -367,12 +368,12 @@ def _verdict(results: Results, kind: str, operator: str, packed: Kept | None) ->
     if packed is None or packed.gain <= 0:
         return ""
     if operator != "ties":
-        return f" (packed loses {percent(1 - packed.share)} of the gain; the target is at most 10 %)"
+        return f"{percent(1 - packed.share)} of the gain lost (target 10 %)"
     full = [mean(window_losses_of(results[f"{kind}/{seed}/{operator}/full"])) for seed in _seeds(results, kind)]
     if len(full) < 2:
-        return f" (packed loses {packed.lost:.4f} nats; one seed says nothing of the noise between seeds)"
+        return f"{packed.lost:.4f} nats lost; one seed says nothing of the noise between seeds"
     word = "within" if packed.lost <= stdev(full) else "more than"
-    return f" (packed loses {packed.lost:.4f} nats, {word} the seed noise of {stdev(full):.4f})"
+    return f"{packed.lost:.4f} nats lost, {word} the seed noise of {stdev(full):.4f}"
 
 
 def _about(results: Results) -> str:
@@ -434,20 +435,16 @@ def _gain_table(results: Results, kind: str) -> Table:
 
 
 def _perplexity_table(results: Results, kind: str) -> Table:
-    """Perplexity by domain, of the first seed: base, full merge and a tenth of the bytes."""
+    """Perplexity by domain, of the first seed: the base and the full merges."""
     base: Mapping[str, list[float]] = results["base"]["losses"]
 
-    def row(merge: str, read: str, entry: Entry) -> tuple[str, ...]:
-        return (merge, read, *(f"{math.exp(mean(entry['losses'][domain])):.2f}" for domain in base))
+    def row(merge: str, entry: Entry) -> tuple[str, ...]:
+        return (merge, *(f"{math.exp(mean(entry['losses'][domain])):.2f}" for domain in base))
 
-    rows = [row("base", "", results["base"])]
+    rows = [row("base", results["base"])]
     for operator in _measured(results, kind)[0]:
-        rows.append(row(operator, "in full", results[f"{kind}/0/{operator}/full"]))
-        for form, label in _FORMS.items():
-            key = f"{kind}/0/{operator}/{form}/{_TOLD_SHARE}"
-            if key in results:
-                rows.append(row(operator, f"{_TOLD_SHARE} %, {label}", results[key]))
-    return Table(("merge", "read", *(f"perplexity, {domain}" for domain in base)), tuple(rows))
+        rows.append(row(f"{operator}, in full", results[f"{kind}/0/{operator}/full"]))
+    return Table(("merge", *(f"perplexity, {domain}" for domain in base)), tuple(rows))
 
 
 def _figure(results: Results, kind: str) -> Figure:

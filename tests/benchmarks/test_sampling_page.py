@@ -40,6 +40,6 @@ def test_page__tells_the_share_of_the_gain_by_what_is_read() -> None:
         "blocks by norm, of 16 Ki": "10 % ± 0",
         "blocks at random, of 16 Ki": "20 % ± 0",
     }
-    assert "elements keep 90 % of what TIES, linear and DARE-TIES merges gain" in page.meaning
-    assert "blocks chosen by norm keep 10 % of the first three" in page.meaning
-    assert "At 25 %" not in page.meaning  # nothing of it was measured
+    assert "samples keep 90 % (full fine-tuning) of what TIES, linear and DARE-TIES merges gain" in page.meaning
+    assert "blocks chosen by norm keep 10 % (full fine-tuning)" in page.meaning
+    assert tables[0].rows == (("full fine-tuning", "10 %", "90 %", "", "10 %", "", ""),)  # nothing more was measured

@@ -60,9 +60,9 @@ def test_page__tells_the_interval_over_three_seeds() -> None:
 
 def test_page__compares_what_is_lost_with_the_noise_between_seeds() -> None:
     within = results({0: 0.01, 1: 0.01, 2: 0.01}, full={0: 0.18, 1: 0.2, 2: 0.22})
-    assert "packed loses 0.0100 nats, within the seed noise of 0.0200" in told(within)
+    assert "0.0100 nats lost, within the seed noise of 0.0200" in told(within)
     beyond = results({0: 0.03, 1: 0.03, 2: 0.03}, full={0: 0.18, 1: 0.2, 2: 0.22})
-    assert "packed loses 0.0300 nats, more than the seed noise of 0.0200" in told(beyond)
+    assert "0.0300 nats lost, more than the seed noise of 0.0200" in told(beyond)
     single = results({0: 0.01}, full={0: 0.2})
     assert "one seed says nothing of the noise between seeds" in told(single)
 
