@@ -222,6 +222,26 @@ def write_dcp(
     _write_chunks(folder, keyed, world_size, plain)
 
 
+def write_titan(folder: Path, known: KnownStates, world_size: int = 2, *, weights_only: bool = False) -> None:
+    """A DCP directory of torchtitan: weights at the top of the state dict, all else in mappings of their own."""
+    weights = {n: known.arrays[n, "fp32"] for n in known.shapes}
+    paths: dict[str, tuple[str, ...]] = {n: (n,) for n in weights}
+    others = {} if weights_only else _states(known, "optimizer")
+    others |= {"train_state.step": np.array(known.step, np.float32)}
+    paths |= {key: tuple(key.split(".", 1)) for key in others}
+    _write_chunks(folder, weights | others, world_size, {}, paths)
+
+
+def write_automodel(folder: Path, known: KnownStates) -> None:
+    """A checkpoint of NeMo Automodel: a DCP directory of weights, with the model's files, and one of the optimizer."""
+    weights = {n: known.arrays[n, "fp32"] for n in known.shapes}
+    _write_chunks(folder / "model", weights, 2, {}, {n: (n,) for n in weights})
+    states = _states(known, "optim")
+    _write_chunks(folder / "optim", states, 2, {}, {key: tuple(key.split(".", 1)) for key in states})
+    (folder / "model" / ".hf_metadata").mkdir()
+    (folder / "model" / ".hf_metadata" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+
+
 def _weights(known: KnownStates, tied: Mapping[str, str]) -> dict[str, Array]:
     weights = {f"model.{n}": known.arrays[n, "fp32"] for n in known.shapes}
     return weights | {f"model.{alias}": known.arrays[owner, "fp32"] for alias, owner in tied.items()}
@@ -236,7 +256,9 @@ def write_fsdp(folder: Path, known: KnownStates, *, full: bool, tied: Mapping[st
     """FSDP as Accelerate saves it: sharded over two ranks, or whole; `tied` as in `write_dcp`."""
     folder.mkdir(parents=True)
     if not full:
-        _write_chunks(folder / "pytorch_model_fsdp_0", _weights(known, tied), 2, {})
+        keyed = _weights(known, tied)
+        paths = {key: tuple(key.split(".", 1)) for key in keyed}
+        _write_chunks(folder / "pytorch_model_fsdp_0", keyed, 2, {}, paths)
         _write_chunks(folder / "optimizer_0", _states(known, "optimizer"), 2, {})
         return
     flats = {n: known.arrays[n, "fp32"].reshape(-1) for n in known.shapes}
@@ -278,7 +300,13 @@ def d_tensor(array: Array, rank: int, world_size: int, replicas: int = 1, dimens
     return Call(Named("torch._tensor", "_rebuild_from_type_v2"), (wrapper, kind, arguments, state))
 
 
-def _write_chunks(folder: Path, keyed: Mapping[str, Array], world_size: int, plain: Mapping[str, object]) -> None:
+def _write_chunks(
+    folder: Path,
+    keyed: Mapping[str, Array],
+    world_size: int,
+    plain: Mapping[str, object],
+    paths: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files = [bytearray() for _ in range(world_size)]
     described: dict[str, object] = {}
@@ -303,7 +331,7 @@ def _write_chunks(folder: Path, keyed: Mapping[str, Array], world_size: int, pla
         files[0] += item
     for rank, content in enumerate(files):
         (folder / f"__{rank}_0.distcp").write_bytes(content)
-    (folder / ".metadata").write_bytes(_metadata(described, stored))
+    (folder / ".metadata").write_bytes(_metadata(described, stored, paths))
 
 
 def _rows(array: Array, world_size: int) -> list[tuple[int, Array]]:
@@ -325,11 +353,14 @@ def _place(rank: int, offset: int, nbytes: int) -> Call:
     return Call(kind, state=state, new=True)
 
 
-def _metadata(described: Mapping[str, object], stored: Sequence[tuple[Call, Call]]) -> bytes:
-    """`.metadata`, whose storage mapping has objects as keys."""
+def _metadata(
+    described: Mapping[str, object], stored: Sequence[tuple[Call, Call]], paths: Mapping[str, tuple[str, ...]]
+) -> bytes:
+    """`.metadata`, whose storage mapping has objects as keys; `paths` says of each key in which mapping it lies."""
     writer = PickleWriter()
     storage = b"}(" + b"".join(writer.encode(key) + writer.encode(place) for key, place in stored) + b"u"
     state = b"}(" + writer.encode("state_dict_metadata") + writer.encode(dict(described))
+    state += writer.encode("planner_data") + writer.encode(dict(paths) or None)
     state += writer.encode("storage_data") + storage + b"u"
     kind = Named("torch.distributed.checkpoint.metadata", "Metadata")
     return b"\x80\x02" + writer.encode(kind) + b")\x81" + state + b"b."

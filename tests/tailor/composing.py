@@ -25,6 +25,7 @@ from support.training_trees import (
     known_states,
     write_dcp,
     write_hf,
+    write_titan,
     write_trainer_files,
     write_verl,
     write_zero3,
@@ -69,6 +70,7 @@ FORMATS: dict[str, Write] = {
     "hf": write_hf,
     "hf-zero2": _hf_zero,
     "dcp": lambda folder, known: write_dcp(folder, known, 2),
+    "titan": write_titan,
     "verl": write_verl,
 }
 SHARED_STEPS = ("zero1", "zero2", "zero3", "zero3-saved", "hf-zero2")

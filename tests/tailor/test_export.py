@@ -16,17 +16,21 @@ from test_universal import write_universal
 import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import CorruptError, MergePipeError
+from mergepipe.tailor.averaging import names_without_wrappers
 from support.engine_views import write_whole_partial
 from support.training_trees import (
     KnownStates,
     decay_groups,
     decoder_shapes,
     known_states,
+    write_automodel,
     write_fsdp,
+    write_titan,
     write_trainer_files,
     write_zero3,
 )
 
+STATES = ("fp32", "exp_avg", "exp_avg_sq")
 CONFIG = {"model_type": "llama", "num_hidden_layers": 3, "vocab_size": 11, "hidden_size": 5, "torch_dtype": "float32"}
 
 
@@ -34,6 +38,8 @@ WRITERS: dict[str, Callable[[Path, KnownStates], None]] = {
     **FORMATS,
     "fsdp-full": partial(write_fsdp, full=True),
     "fsdp-sharded": partial(write_fsdp, full=False),
+    "automodel": write_automodel,
+    "titan-weights": partial(write_titan, weights_only=True),
     "universal-2": write_universal("zero2"),
     "universal-3": write_universal("zero3"),
     "weights": write_trainer_files,
@@ -109,6 +115,43 @@ def test_export__writes_an_ordinary_folder(tmp_path: Path, *, is_lent: bool) -> 
     card = (tmp_path / "out" / "README.md").read_text()
     assert "float32 masters of step 9 (deepspeed-zero), written as bfloat16" in card
     assert str(tmp_path) not in card + (tmp_path / "out" / "mergepipe.json").read_text()
+
+
+LAYER = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("stored", "names"),
+    [
+        ([LAYER, "lm_head.weight"], [LAYER, "lm_head.weight"]),
+        ([LAYER, "model.norm.weight"], [LAYER, "model.norm.weight"]),
+        (["model." + LAYER, "model.lm_head.weight"], [LAYER, "lm_head.weight"]),
+        (["net._orig_mod." + LAYER, "net._orig_mod.lm_head.weight"], [LAYER, "lm_head.weight"]),
+        (["module." + LAYER, "module.lm_head.weight"], [LAYER, "lm_head.weight"]),
+        (["_forward_module.model." + LAYER], [LAYER]),
+        (["layers.0.attention.wq.weight", "output.weight"], ["layers.0.attention.wq.weight", "output.weight"]),
+        (
+            ["language_model." + LAYER, "vision_tower.norm.weight"],
+            ["language_model." + LAYER, "vision_tower.norm.weight"],
+        ),
+        (["a.weight", "_orig_mod.a.weight"], ["a.weight", "_orig_mod.a.weight"]),
+    ],
+)
+def test_names_without_wrappers__are_the_models_own(stored: list[str], names: list[str]) -> None:
+    assert names_without_wrappers(stored) == dict(zip(names, stored, strict=True))
+
+
+def test_export__gives_weights_the_models_own_names(tmp_path: Path) -> None:
+    known = known_states(decoder_shapes(), step=9)
+    wrapped = {f"model._orig_mod.{name}": name for name in known.shapes}
+    arrays = {(name, kind): known.arrays[own, kind] for name, own in wrapped.items() for kind in STATES}
+    shapes = {name: known.shapes[own] for name, own in wrapped.items()}
+    FORMATS["zero2"](tmp_path / "at-9", KnownStates(shapes, arrays, 9))
+    (tmp_path / "at-9" / "config.json").write_text(json.dumps(CONFIG))
+    tailor.export(tmp_path / "at-9", tmp_path / "out", self_check="full")
+    made = model_values(tmp_path / "out")
+    assert made.keys() == known.shapes.keys()
+    assert all(np.array_equal(value, known.arrays[name, "fp32"]) for name, value in made.items())
 
 
 def test_export__cuts_a_large_model_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

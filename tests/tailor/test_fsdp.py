@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
-from composing import Pair, make_pair, stored_values, wrong_values
+from composing import Pair, make_pair, model_values, stored_values, wrong_values
 from test_pickled_counters import counters
 from test_universal import PARITY, from_old
 
@@ -16,7 +18,14 @@ from mergepipe.tailor import api
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from support.stores import MetadataStore
 from support.torch_bytes import torch_bytes
-from support.training_trees import KnownStates, decoder_shapes, write_fsdp, write_trainer_files
+from support.training_trees import (
+    KnownStates,
+    decoder_shapes,
+    known_states,
+    write_automodel,
+    write_fsdp,
+    write_trainer_files,
+)
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -39,6 +48,28 @@ def test_compose__takes_fsdp_checkpoints(tmp_path: Path, *, full: bool, of_train
     assert (made.format, made.step, wrong_values(pair.out, pair, old)) == ("accelerate-fsdp", 9, [])
     assert (str(made.framework), "export" in made.kinds) == (("transformers", True) if of_trainer else ("torch", False))
     assert counters(pair) == {name: 7.0 if name in old else 9.0 for name in pair.new.shapes}
+
+
+def test_compose__takes_automodel_checkpoints(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, write_automodel)
+    pair.compose(PARITY)
+    assert wrong_values(pair.out, pair, from_old(pair)) == []
+    assert (pair.out / "model" / ".hf_metadata" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["automodel", "accelerate"])
+def test_export__needs_no_optimizer(tmp_path: Path, name: str) -> None:
+    known = known_states(decoder_shapes())
+    write = write_automodel if name == "automodel" else partial(write_fsdp, full=False)
+    write(tmp_path / "at-7", known)
+    shutil.rmtree(tmp_path / "at-7" / ("optim" if name == "automodel" else "optimizer_0"))
+    report = api.export(tmp_path / "at-7", tmp_path / "out")
+    made = model_values(tmp_path / "out")
+    assert (report.plan.assignment.skeleton.step, made.keys()) == (7, known.shapes.keys())
+    assert all(np.array_equal(value, known.arrays[name, "fp32"]) for name, value in made.items())
+    assert (tmp_path / "out" / "config.json").exists() == (name == "automodel")
+    opened = report.plan.assignment.skeleton
+    assert (opened.missing, opened.has_state) == (("the optimizer's state: only weights are here",), False)
 
 
 @pytest.mark.parametrize("full", [True, False])

@@ -111,7 +111,10 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     check_same_run(store, sources)
     if not isinstance(request.weights, str):
         scheme = normalised([request.weights[index] for index in order], "--weights")
-    averaging = Averaging(store, request, sources, scheme)
+    newest = sources[-1]
+    averaging = Averaging(
+        store, request, sources, scheme, names_without_wrappers([*newest.parameters, *newest.untrained])
+    )
     for source in sources:
         _check_whole(averaging, source)
     return averaging
@@ -162,12 +165,13 @@ def _check_fit(sources: Sequence[TrainingCheckpoint]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
-    """Opened checkpoints of one run, oldest first, and the weight of each."""
+    """Opened checkpoints of one run, oldest first, their weights, and the stored name of each of a model's tensors."""
 
     store: Store
     request: AverageRequest
     sources: tuple[TrainingCheckpoint, ...]
     weights: tuple[float, ...]
+    names: Mapping[str, str]
 
     @property
     def newest(self) -> TrainingCheckpoint:
@@ -175,7 +179,7 @@ class Averaging:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of a model's tensors."""
+        """The shapes of a model's tensors, by their stored names."""
         untrained = {name: state.shape for name, state in self.newest.untrained.items()}
         return {**self.newest.parameters, **untrained}
 
@@ -207,7 +211,7 @@ class Averaging:
 
         One that is no average is the last of them, or the newest checkpoint's where there are none.
         """
-        return self._values(name, WEIGHT) if self.request.is_model else self.averaged(name, kind)
+        return self._values(self.names[name], WEIGHT) if self.request.is_model else self.averaged(name, kind)
 
     def averaged(self, name: str, kind: str) -> tuple[StoredState, ...]:
         """Return the states that a state of a checkpoint is the average of; none where it stays the newest's."""
@@ -278,7 +282,8 @@ class Averaging:
 
     def _specs(self) -> list[TensorSpec]:
         """The model's tensors: parameters in the dtype of the request, else in that of the stored weights."""
-        return [TensorSpec(name, self._dtype(name), shape) for name, shape in self.shapes.items()]
+        shapes = self.shapes
+        return [TensorSpec(name, self._dtype(stored), shapes[stored]) for name, stored in self.names.items()]
 
     def _dtype(self, name: str) -> DType:
         kinds = (self.newest.states.get((name, kind)) for kind in (EXPORT, WEIGHT, FP32))
@@ -289,11 +294,29 @@ class Averaging:
         yield Literal(shard.header)
         for spec in shard.tensors:
             target = _whole_state(spec)
-            values = self._values(spec.name, WEIGHT)
+            values = self._values(self.names[spec.name], WEIGHT)
             is_average = len(values) > 1 and spec.dtype.kind is DTypeKind.FLOAT
             patches = average_states(values, self.weights, target) if is_average else patch_states(values[-1], target)
             for _, patch in patches:
                 yield patch.segment
+
+
+_WRAPPERS = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_ROOTS = ("model.", "transformer.", "lm_head.")
+
+
+def names_without_wrappers(stored: Sequence[str]) -> dict[str, str]:
+    """Map the names that a model's tensors have by themselves to those that a trainer's wrappers gave them.
+
+    Left out are the parts that torch.compile, FSDP and Lightning add anywhere, `module.` of DDP in front of all names,
+    and one part in front of all names where a model's own follow it, as in `model.model.layers.0` of a LightningModule.
+    """
+    names = {".".join(part for part in name.split(".") if part not in _WRAPPERS): name for name in stored}
+    front = {name.partition(".")[0] for name in names}
+    rests = {name.partition(".")[2]: stored_name for name, stored_name in names.items()}
+    if front == {"module"} or (len(front) == 1 and any(rest.startswith(_ROOTS) for rest in rests)):
+        names = rests
+    return names if len(names) == len(stored) else {name: name for name in stored}
 
 
 def _model_card(averaging: Averaging, dtypes: Sequence[str]) -> bytes:

@@ -16,7 +16,7 @@ from mergepipe.recipes.yaml_source import KeyPath, Value, read_yaml, shortened
 from mergepipe.storage.contract import FileKind, Store, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
-from mergepipe.tailor.formats.hf_trainer import step_of_name
+from mergepipe.tailor.formats.contract import step_of_name
 from mergepipe.tailor.log_recipe import unit_selectors
 from mergepipe.tailor.saving.unit_choice import Filter, PaperFilter, PaperParity, Parity, Schedule, scheduled_units
 from mergepipe.tailor.selection import Selector, parse_selector

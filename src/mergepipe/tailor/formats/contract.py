@@ -117,6 +117,19 @@ class ForeignKind:
         raise AssertionError(f"{path} is of no format that opens")
 
 
+# --- weights alone, as `save_only_model` leaves them ---
+
+
+NO_OPTIMIZER = "the optimizer's state: only weights are here"
+_NUMBERED = re.compile(r".*?(\d{1,12})", re.ASCII)
+
+
+def step_of_name(name: str) -> int | None:
+    """Return the number that a directory's name ends in, as `checkpoint-400` and `global_step400` do."""
+    match = _NUMBERED.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
 # --- optimizers
 
 _FOREIGN_STATES = {

@@ -29,7 +29,7 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import refuse_foreign_states
+from mergepipe.tailor.formats.contract import NO_OPTIMIZER, refuse_foreign_states, step_of_name
 from mergepipe.tailor.formats.pickle_node import Node, read_scalar
 from mergepipe.tailor.selection import model_units
 from mergepipe.tailor.torch_writer import Size
@@ -148,20 +148,22 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """One tensor of the state dict."""
+    """One tensor of the state dict; `container` is the name of the mapping that it lies in, empty at the top."""
 
     key: str
+    container: str
     dtype: DType
     shape: tuple[int, ...]
     chunks: tuple[_Chunk, ...]
 
 
-def read_dcp(store: Store, folder: Location) -> TrainingCheckpoint:
+def read_dcp(store: Store, folder: Location, home: Location | None = None) -> TrainingCheckpoint:
     """Read a DCP directory; of tensors, only step counters are read.
 
-    Its pieces are packed (`Packing.TORCH_ZIP`): `unpack_piece` finds the elements inside one.
+    Its pieces are packed (`Packing.TORCH_ZIP`): `unpack_piece` finds the elements inside one. The step is the newest
+    counter, of weights alone the number in the name of `home`.
     """
-    return dcp_checkpoint(store, folder, read_tensors(store, folder))
+    return dcp_checkpoint(store, folder, read_tensors(store, folder), home)
 
 
 def read_tensors(store: Store, folder: Location) -> Iterator[DcpTensor]:
@@ -169,7 +171,9 @@ def read_tensors(store: Store, folder: Location) -> Iterator[DcpTensor]:
     return _tensors(_read_metadata(store, folder), folder)
 
 
-def dcp_checkpoint(store: Store, folder: Location, described: Iterable[DcpTensor]) -> TrainingCheckpoint:
+def dcp_checkpoint(
+    store: Store, folder: Location, described: Iterable[DcpTensor], home: Location | None = None
+) -> TrainingCheckpoint:
     """Make the checkpoint of a state dict's tensors, of one directory or of several. Raises as `read_dcp`."""
     tensors = {tensor.key: tensor for tensor in described}
     optimizer, weights = _classify(tensors, folder)
@@ -181,6 +185,7 @@ def dcp_checkpoint(store: Store, folder: Location, described: Iterable[DcpTensor
     files = sorted({c.file for t in tensors.values() for c in t.chunks})
     missing = [f"file {path.name}" for path in files if not is_file(store, path)]
     missing += [f"part of {kind} of {name}" for (name, kind), state in states.items() if state.gaps]
+    missing += [] if optimizer else [NO_OPTIMIZER]
     return TrainingCheckpoint(
         path=folder,
         root=folder,
@@ -188,12 +193,13 @@ def dcp_checkpoint(store: Store, folder: Location, described: Iterable[DcpTensor
         framework=Framework.TORCH,
         stage=None,
         world_size=len({m[1] for f in files if (m := _FILE_NAME.fullmatch(f.name))}) or 1,
-        step=int(max((s.value for s in steps), default=0)),
+        step=int(max((s.value for s in steps), default=step_of_name((home or folder).name) or 0)),
         units=model_units(parameters, tied),
         parameters=MappingProxyType(parameters),
         states=MappingProxyType(states),
         steps=steps,
         missing=tuple(missing),
+        has_state=bool(optimizer),
     )
 
 
@@ -223,6 +229,8 @@ def _read_metadata(store: Store, folder: Location) -> Node:
 def _tensors(metadata: Node, folder: Location) -> Iterator[DcpTensor]:
     """Join what tensors there are with where their chunks lie."""
     stored = _storage(metadata, folder)
+    keys = metadata.find(_KEYS)
+    paths = {} if keys is None else {key: path.value for key, path in keys.items()}
     for key, node in metadata.get("state_dict_metadata").named_items():
         if not isinstance(node.value, Record) or node.value.kind.name != "TensorStorageMetadata":
             continue  # bytes: options and the like, of no parameter
@@ -236,7 +244,9 @@ def _tensors(metadata: Node, folder: Location) -> Iterator[DcpTensor]:
             if (key, offsets) not in stored:
                 raise chunk.error(f"tensor {key[:80]!r}: the chunk at {offsets} is in no file")
             chunks.append(_Chunk(offsets, sizes, *stored[(key, offsets)]))
-        yield DcpTensor(key, _dtype(fields), shape, tuple(chunks))
+        path = paths.get(key)
+        container = ".".join(map(str, path[:-1])) if isinstance(path, tuple) else ""
+        yield DcpTensor(key, container, _dtype(fields), shape, tuple(chunks))
 
 
 def _check_inside(chunk: Node, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -284,6 +294,7 @@ def _classify(
     """Tell optimizer states, by (parameter, kind), from weights, by parameter, whatever the state dict calls them.
 
     Weights are found by the names the optimizer states give; what stands before them gives the prefix of all weights.
+    Trainers keep other tensors there too (torchtitan `train_state.step`), in mappings of their own.
     """
     refuse_foreign_states(frozenset(key.rpartition(".")[2] for key in tensors if "state." in key), folder)
     states: dict[tuple[str, str], DcpTensor] = {}
@@ -292,19 +303,39 @@ def _classify(
         if match:
             states[(match["name"], match["kind"])] = tensor
     names = {name for name, _ in states}
-    weight_keys = {key for key in tensors if not _STATE_KEY.fullmatch(key)}
-    prefixes = {key[: -len(name)] for name in names for key in weight_keys if key == name or key.endswith(f".{name}")}
-    complete = [p for p in prefixes if all(p + name in weight_keys for name in names)]
-    if not names or not complete:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", folder, "no optimizer state with the weights it belongs to",
-            "save both: {'model': ..., 'optim': ...} of get_state_dict",
-        )  # fmt: skip
-    prefix = min(complete, key=len)
+    others = {key: tensor for key, tensor in tensors.items() if not _STATE_KEY.fullmatch(key)}
+    prefix = _trained_prefix(names, others.keys(), folder) if names else _largest_container(others.values(), folder)
+    container = prefix.removesuffix(".")
+    is_told = any(tensor.container for tensor in others.values())
     weights = {
-        key.removeprefix(prefix): tensors[key] for key in tensors if key in weight_keys and key.startswith(prefix)
+        key.removeprefix(prefix): tensor
+        for key, tensor in others.items()
+        if key.startswith(prefix) and (tensor.container == container or not is_told)
     }
     return states, weights
+
+
+def _trained_prefix(names: AbstractSet[str], keys: AbstractSet[str], folder: Location) -> str:
+    """Find what stands before the names of all trained weights."""
+    prefixes = {key[: -len(name)] for name in names for key in keys if key == name or key.endswith(f".{name}")}
+    complete = [prefix for prefix in prefixes if all(prefix + name in keys for name in names)]
+    if not complete:
+        raise UnsupportedError.of(
+            "checkpoint.unsupported", folder, "has optimizer state without the weights that it belongs to",
+            "save both: {'model': ..., 'optim': ...} of get_state_dict",
+        )  # fmt: skip
+    return min(complete, key=len)
+
+
+def _largest_container(tensors: Iterable[DcpTensor], folder: Location) -> str:
+    """Find what stands before the names of weights that have no optimizer: the mapping that holds most elements."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        sizes[tensor.container] = sizes.get(tensor.container, 0) + element_count(tensor.shape)
+    if not sizes:
+        raise UnsupportedError.of("checkpoint.unsupported", folder, "holds no tensors")
+    largest = max(sizes, key=lambda container: sizes[container])
+    return f"{largest}." if largest else ""
 
 
 def _aliases(store: Store, weights: Mapping[str, DcpTensor], trained: AbstractSet[str]) -> Iterator[tuple[str, str]]:
@@ -383,4 +414,4 @@ class DcpFormat:
 
     def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
         """See `read_dcp`."""
-        return read_dcp(store, path)
+        return read_dcp(store, path, home)

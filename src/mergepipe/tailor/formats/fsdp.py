@@ -14,7 +14,7 @@ from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import WEIGHT, Framework, Piece, StoredState, TrainingCheckpoint
-from mergepipe.tailor.formats.dcp import dcp_checkpoint, read_tensors
+from mergepipe.tailor.formats.dcp import METADATA_NAME, dcp_checkpoint, read_tensors
 from mergepipe.tailor.formats.deepspeed import with_export
 from mergepipe.tailor.formats.hf_trainer import (
     TRAINER_STATE_NAME,
@@ -27,14 +27,26 @@ from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.selection import model_units
 
 FSDP_FORMAT = "accelerate-fsdp"
-WEIGHTS_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
+FOLDERS = {"pytorch_model_fsdp_0": "optimizer_0", "model": "optim"}
+"""DCP directories of weights, and of the optimizer beside them: those of Accelerate and of NeMo Automodel."""
+HF_FILES = ".hf_metadata"
+"""Where Automodel keeps configuration and tokenizer, in the directory of the weights."""
 WEIGHTS_NAME, OPTIMIZER_NAME = "pytorch_model_fsdp.bin", "optimizer.bin"
 
 
-def read_sharded(store: Store, folder: Location) -> TrainingCheckpoint:
-    """Read a checkpoint of sharded state dicts; of tensors, only step counters are read."""
-    tensors = [tensor for name in (WEIGHTS_FOLDER, OPTIMIZER_FOLDER) for tensor in read_tensors(store, folder / name)]
-    return dcp_checkpoint(store, folder, tensors)
+def read_sharded(store: Store, folder: Location, weights: str, home: Location) -> TrainingCheckpoint:
+    """Read a checkpoint of sharded state dicts, weights alone too; of tensors, only step counters are read."""
+    tensors = list(read_tensors(store, folder / weights))
+    if is_folder(store, folder / FOLDERS[weights]):
+        tensors += read_tensors(store, folder / FOLDERS[weights])
+    files = folder / weights / HF_FILES
+    opened = dcp_checkpoint(store, folder, tensors, home)
+    return replace(opened, lender=files if is_folder(store, files) else None)
+
+
+def sharded_weights(store: Store, folder: Location) -> str | None:
+    """Return the directory that holds sharded weights; None where there is none."""
+    return next((name for name in FOLDERS if is_file(store, folder / name / METADATA_NAME)), None)
 
 
 def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
@@ -96,20 +108,20 @@ class FsdpFormat:
 
     __slots__ = ()
     name: ClassVar[str] = FSDP_FORMAT
-    looked_for: ClassVar[str] = f"{WEIGHTS_FOLDER}/ or {WEIGHTS_NAME} (FSDP of Accelerate)"
+    looked_for: ClassVar[str] = f"{'/, '.join(FOLDERS)}/ or {WEIGHTS_NAME} (FSDP of Accelerate, Automodel)"
     state_file: ClassVar[str] = TRAINER_STATE_NAME
     records_step: ClassVar[bool] = False
     partial_frameworks: ClassVar[frozenset[Framework]] = frozenset()
 
     def recognise(self, store: Store, path: Location) -> bool:
         """Recognise the format by its model and optimizer, in two directories or two files."""
-        is_sharded = is_folder(store, path / WEIGHTS_FOLDER) and is_folder(store, path / OPTIMIZER_FOLDER)
+        is_sharded = sharded_weights(store, path) is not None
         return is_sharded or (is_file(store, path / WEIGHTS_NAME) and is_file(store, path / OPTIMIZER_NAME))
 
     def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
         """See `read_sharded` and `read_full`; the Trainer's state tells the step, where it is."""
-        is_sharded = is_folder(store, path / WEIGHTS_FOLDER)
-        opened = read_sharded(store, path) if is_sharded else read_full(store, path)
+        weights = sharded_weights(store, path)
+        opened = read_full(store, path) if weights is None else read_sharded(store, path, weights, home)
         opened = replace(opened, format=FSDP_FORMAT)
         if not is_file(store, path / TRAINER_STATE_NAME):
             return opened

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,7 +27,7 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import refuse_foreign_states
+from mergepipe.tailor.formats.contract import NO_OPTIMIZER, refuse_foreign_states, step_of_name
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath, read_scalar
 from mergepipe.tailor.parameter_order import defined_order, trainer_order
 from mergepipe.tailor.selection import model_units
@@ -232,13 +231,6 @@ class HfFormat:
 
 WEIGHTS_FORMAT = "weights-only"
 _WEIGHT_NAMES = frozenset(name for files in (SAFETENSORS, TORCH) for name in (files.single, files.index))
-_NUMBERED = re.compile(r".*?(\d{1,12})", re.ASCII)
-
-
-def step_of_name(name: str) -> int | None:
-    """Return the number that a directory's name ends in, as `checkpoint-400` and `global_step400` do."""
-    match = _NUMBERED.fullmatch(name)
-    return None if match is None else int(match[1])
 
 
 class WeightsFormat:
@@ -277,7 +269,7 @@ class WeightsFormat:
             parameters=MappingProxyType(parameters),
             states=MappingProxyType({(entry.name, WEIGHT): weight_state(entry, WEIGHT) for entry in entries}),
             steps=(),
-            missing=("the optimizer's state: only weights are here",),
+            missing=(NO_OPTIMIZER,),
             has_state=False,
         )
 

@@ -14,8 +14,7 @@ from mergepipe.errors import CorruptError, MismatchError, NotFoundError, Unsuppo
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXP_AVG, WEIGHT, AdamStep, Framework, Piece, StoredState, TrainingCheckpoint
-from mergepipe.tailor.formats.contract import refuse_foreign_states
-from mergepipe.tailor.formats.hf_trainer import step_of_name
+from mergepipe.tailor.formats.contract import refuse_foreign_states, step_of_name
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath, read_scalar
 from mergepipe.tailor.selection import model_units
 
