@@ -461,7 +461,6 @@ def pack(
     experts: Sequence[str | Path],
     out: str | Path,
     *,
-    replace: bool = False,
     chain: int | None = None,
     strict: bool = False,
     threads: int | None = None,
@@ -488,14 +487,12 @@ def pack(
         chain: `experts` are checkpoints of one run in order: pack each relative to the one before as packed, and every
             `chain`-th relative to what the chain begins on. So many stores at most are decoded to restore one.
         strict: refuse a base that is hardly an expert's, or that was not told from another candidate.
-        replace: read each store back from disk and every file of every original again, compare them, and only if all
-            are the same remove the originals' files.
         threads: encoding threads; default, one per processor.
         home: the catalog's home.
         on_progress: called from the calling thread with the bytes of experts that are packed.
 
     Raises:
-        RecipeError: two experts of one name, or an expert whose files must not be removed.
+        RecipeError: two experts of one name.
         MismatchError: `base.mismatch`, refused by `strict`.
         UnsupportedError: an expert that is no full weights in safetensors files.
         OutputError, ConflictError, StorageError: the store cannot go there, or an input changed. A store is published
@@ -511,15 +508,14 @@ def pack(
     place = place_of_packs(out)
     if chain is None:
         return pack_experts(
-            bases, paths, place, home_of(home), replaces=replace, strict=strict, threads=n_threads,
-            on_progress=on_progress,
-        )  # fmt: skip
+            bases, paths, place, home_of(home), strict=strict, threads=n_threads, on_progress=on_progress
+        )
     if bases is None or len(bases) != 1 or not place.is_local:
         message = "needs one base, named, and a folder of this machine"
         raise RecipeError.of("option.conflict", "--chain", message, "name what the first checkpoint is packed on")
     return pack_chain(
-        bases[0], paths, place, home_of(home), length=positive("--chain", chain, MOST_DEPTH), replaces=replace,
-        strict=strict, threads=n_threads, on_progress=on_progress,
+        bases[0], paths, place, home_of(home), length=positive("--chain", chain, MOST_DEPTH), strict=strict,
+        threads=n_threads, on_progress=on_progress,
     )  # fmt: skip
 
 

@@ -65,7 +65,6 @@ KEYWORD_OF_OPTION = {
     "--paths": "paths",
     "--private": "private=True",
     "--rank": "rank",
-    "--replace": "replace=True",
     "--resume": "resume=True",
     "--sample": "deep_fraction",
     "--save-modules": "save_modules",

@@ -312,7 +312,6 @@ class PackedExpert:
     outside_bands: Mapping[str, int]
     seconds: float
     is_new: bool
-    is_original_removed: bool = False
     resumed_bytes: int = 0
     match: BaseMatch | None = None  # how near its base is
 

@@ -36,7 +36,7 @@ def test_pack__as_json_names_every_expert(work: Workplace, run: Runner) -> None:
     ran = run("pack", work.family.base, *work.family.experts, "-o", work.root / "stores", "--json")
     experts = ran.json()["experts"]
     assert [Path(expert["store"]).name for expert in experts] == ["expert-1", "expert-2"]
-    assert all(expert["is_new"] and not expert["is_original_removed"] for expert in experts)
+    assert all(expert["is_new"] for expert in experts)
     assert all(sum(expert["blocks"].values()) > 0 for expert in experts)
 
 
@@ -73,27 +73,6 @@ def test_pack__on_a_base_that_is_packed_on_its_own_comes_back(work: Workplace, r
         original, again = work.family.experts[number], work.root / f"again-{number}"
         assert run("unpack", stores / original.name, "-o", again).exit_code == 0
         assert (again / "model.safetensors").read_bytes() == (original / "model.safetensors").read_bytes()
-
-
-def test_pack__replace_says_how_to_get_the_original_back(work: Workplace, run: Runner) -> None:
-    expert = work.family.experts[0]
-    ran = run("pack", work.family.base, expert, "-o", work.root / "stores", "--replace")
-    assert ran.exit_code == 0
-    assert not expert.exists()
-    assert f"mergepipe unpack {work.root / 'stores' / 'expert-1'} -o {expert}" in ran.out
-    assert str(work.family.base) in ran.out
-
-
-def test_pack__replace_says_how_to_get_a_bare_file_back(work: Workplace, run: Runner) -> None:
-    bare = work.root / "bare.safetensors"
-    bare.write_bytes(next(work.family.experts[0].glob("*.safetensors")).read_bytes())
-    before = bare.read_bytes()
-    ran = run("pack", work.family.base, bare, "-o", work.root / "stores", "--replace")
-    assert (ran.exit_code, bare.exists()) == (0, False)
-    told = re.search(r"`mergepipe (unpack \S+ -o \S+)`", ran.out)
-    assert told is not None
-    assert run(*told[1].split(), "--quiet").exit_code == 0
-    assert (work.root / "bare" / "bare.safetensors").read_bytes() == before
 
 
 def test_pack__refuses_a_file_as_the_place_of_stores(work: Workplace, run: Runner) -> None:

@@ -155,36 +155,6 @@ def test_pack__goes_on_where_stores_are_there_and_refuses_those_of_other_files(o
     assert caught.value.code == "output.exists"
 
 
-def test_pack__replace_removes_the_original_and_unpack_brings_it_back(odd: Packed, tmp_path: Path) -> None:
-    original = tree(odd.expert)
-    (odd.expert / "notes" / "nothing").mkdir()
-    report = pack(odd.base, [odd.expert], tmp_path / "stores", replace=True)
-    assert report.experts[0].is_original_removed
-    assert not odd.expert.exists()
-    unpack(odd.store, odd.expert)
-    assert tree(odd.expert) == original
-
-
-def test_pack__replace_removes_nothing_where_the_store_on_disk_is_damaged(odd: Packed, tmp_path: Path) -> None:
-    original = tree(odd.expert)
-    path = odd.store / PIECE_NAMES[Piece.WHOLE]
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(CorruptError):
-        pack(odd.base, [odd.expert], tmp_path / "stores", replace=True)
-    assert tree(odd.expert) == original
-
-
-def test_pack__replace_refuses_links_before_anything_is_written(odd: Packed, tmp_path: Path) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(odd.expert)
-    with pytest.raises(RecipeError) as caught:
-        pack(odd.base, [link], tmp_path / "other", replace=True)
-    assert caught.value.code == "option.conflict"
-    assert not (tmp_path / "other").exists()
-
-
 def test_pack__refuses_two_experts_of_one_name_and_files_it_needs_the_names_of(odd: Packed, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as twice:
         pack(odd.base, [odd.expert, odd.expert], tmp_path / "other")
@@ -207,28 +177,6 @@ def test_pack__refuses_links_to_directories_which_it_would_lose(odd: Packed, tmp
     with pytest.raises(UnsupportedError, match="linked: is a link to a directory") as caught:
         pack(odd.base, [odd.expert], tmp_path / "other")
     assert caught.value.code == "pack.unsupported"
-
-
-@pytest.mark.parametrize("of_base", ["", "model.safetensors"])
-def test_pack__replace_never_removes_the_base(odd: Packed, tmp_path: Path, of_base: str) -> None:
-    before = tree(odd.base)
-    (tmp_path / "by-another-name").symlink_to(odd.base)
-    for base in (odd.base / of_base, tmp_path / "by-another-name" / of_base):
-        with pytest.raises(RecipeError, match="is a file of the base") as caught:
-            pack(base, [odd.base], tmp_path / "other", replace=True)
-        assert caught.value.code == "option.conflict"
-    assert tree(odd.base) == before
-    assert not (tmp_path / "other").exists()
-
-
-def test_pack__replace_never_removes_a_base_inside_of_the_expert(odd: Packed, tmp_path: Path) -> None:
-    inside = odd.expert / "notes" / "base"
-    inside.mkdir()
-    (odd.base / "model.safetensors").rename(inside / "model.safetensors")
-    before = tree(odd.expert)
-    with pytest.raises(RecipeError, match="is a file of the base"):
-        pack(inside, [odd.expert], tmp_path / "other", replace=True)
-    assert tree(odd.expert) == before
 
 
 def test_open_store__has_the_experts_tensors_in_order(odd: Packed) -> None:

@@ -1,4 +1,4 @@
-"""Originals of delta stores: removed only where every byte of every file is in the store; times prove nothing."""
+"""Originals of delta stores: what was packed is known by its content; times prove nothing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from packing_cases import PackFamily, make_family, tree
 import mergepipe
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.header import FORMAT
-from mergepipe.deltastore.pack import originals
-from mergepipe.errors import ConflictError, MergePipeError, OutputError
-from mergepipe.jobs import pack as packing
-from mergepipe.jobs import unpack as unpacking
+from mergepipe.errors import MergePipeError, OutputError
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -65,71 +62,14 @@ EDITS: dict[str, Edit] = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("replace", [False, True])
-def test_pack__an_edit_with_the_time_set_back_is_seen_and_removes_nothing(
-    family: PackFamily, edit: str, replace: bool
-) -> None:
+def test_pack__an_edit_with_the_time_set_back_is_seen_and_nothing_is_written(family: PackFamily, edit: str) -> None:
     changed = EDITS[edit](family.experts[1])
     before = tree(family.root)
     with pytest.raises(OutputError) as caught:
-        mergepipe.pack(family.base, family.experts, family.root / "stores", replace=replace)
+        mergepipe.pack(family.base, family.experts, family.root / "stores")
     assert caught.value.code == "output.exists"
     assert str(changed) in str(caught.value)
     assert tree(family.root) == before
-
-
-@pytest.mark.parametrize("edit", ["middle of the weights", "another file"])
-def test_pack__an_edit_between_packing_and_removal_removes_nothing_of_any(
-    family: PackFamily, monkeypatch: pytest.MonkeyPatch, edit: str
-) -> None:
-    verify = unpacking.verify_store
-    changed: list[Path] = []
-
-    def edited(store: LocalStore, place: Path, *rest: object) -> None:
-        if not changed:
-            changed.append(EDITS[edit](family.experts[1]))
-        verify(store, place, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(packing, "verify_store", edited)
-    before = {name for name in tree(family.root) if "stores" not in name}
-    with pytest.raises(ConflictError) as caught:
-        mergepipe.pack(family.base, family.experts, family.root / "others", replace=True)
-    assert caught.value.code == "input.changed"
-    assert str(changed[0]) in str(caught.value)
-    assert before <= set(tree(family.root))
-
-
-def test_pack__an_edit_after_the_comparison_keeps_that_file(
-    family: PackFamily, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sync = originals.sync_store
-    notes = family.experts[0] / "notes.txt"
-
-    def edited(opened: object) -> None:
-        sync(opened)  # type: ignore[arg-type]
-        if notes.exists():
-            in_place(notes, 0)
-
-    monkeypatch.setattr(packing, "sync_store", edited)
-    with pytest.raises(ConflictError) as caught:
-        mergepipe.pack(family.base, family.experts[:1], family.root / "stores", replace=True)
-    assert "notes.txt" in str(caught.value)
-    assert notes.exists()
-    assert weights_of(family.experts[0]).exists()
-
-
-def test_pack__replace_keeps_files_that_came_meanwhile(family: PackFamily, monkeypatch: pytest.MonkeyPatch) -> None:
-    expert = family.experts[0]
-    sync = originals.sync_store
-
-    def added(opened: object) -> None:
-        sync(opened)  # type: ignore[arg-type]
-        (expert / "new.txt").write_text("new")
-
-    monkeypatch.setattr(packing, "sync_store", added)
-    os.link(expert / "notes.txt", expert / "notes2.txt")
-    mergepipe.pack(family.base, [expert], family.root / "others", replace=True)
-    assert tree(expert) == {"new.txt": b"new"}
 
 
 def test_pack__a_copy_with_other_times_is_known_by_its_content(family: PackFamily) -> None:
@@ -162,5 +102,5 @@ def test_pack__a_store_of_an_older_version_is_refused(family: PackFamily) -> Non
     header = family.root / "stores" / family.experts[0].name / "mergepipe-store.json"
     header.write_text(header.read_text().replace(FORMAT, "mergepipe-delta-store/2"))
     with pytest.raises(MergePipeError) as caught:
-        mergepipe.pack(family.base, family.experts[:1], family.root / "stores", replace=True)
+        mergepipe.pack(family.base, family.experts[:1], family.root / "stores")
     assert caught.value.code == "format.version"

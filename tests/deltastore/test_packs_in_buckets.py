@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,9 +58,9 @@ def out(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     return new_prefix(server, monkeypatch)
 
 
-def pack(family: Path, out: str | Path, *, replace: bool = False) -> PackReport:
+def pack(family: Path, out: str | Path) -> PackReport:
     experts = [family / name for name in EXPERTS]
-    return api.pack(family / "base", experts, out, threads=2, replace=replace, home=family / "home")
+    return api.pack(family / "base", experts, out, threads=2, home=family / "home")
 
 
 def assert_packed(family: Path, out: str, name: str = "") -> None:
@@ -167,15 +166,6 @@ def test_pack__never_writes_among_objects_of_others(family: Path, out: str) -> N
     assert objects_below(f"{out}/expert-2") == {"theirs.txt": b"theirs"}
     with pytest.raises(MergePipeError, match="s3://nowhere: there is no such bucket"):
         pack(family, "s3://nowhere/packs")
-
-
-def test_pack__with_replace_reads_the_bucket_back(family: Path, out: str, tmp_path: Path) -> None:
-    for name in ("base", *EXPERTS):
-        shutil.copytree(family / name, tmp_path / name)
-    pack(tmp_path, out, replace=True)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "home") == ["base"]
-    api.unpack(f"{out}/expert-1", tmp_path / "back", base=tmp_path / "base", threads=2)
-    assert files_below(tmp_path / "back") == files_below(family / "expert-1")
 
 
 def test_push__of_a_packed_expert_is_that_of_pack(family: Path, out: str) -> None:

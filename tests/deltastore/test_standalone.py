@@ -120,16 +120,6 @@ def test_pack__a_model_on_its_own_takes_two_thirds_and_comes_back(
     assert mergepipe.verify(store).damages == ()
 
 
-def test_pack__a_model_on_its_own_replaces_it(tmp_path: Path) -> None:
-    base = make_family(tmp_path / "f", 1).base
-    before = tree(base)
-    report = mergepipe.pack(None, [base], tmp_path / "stores", replace=True)
-    assert report.base is None
-    assert not base.exists()
-    mergepipe.unpack(tmp_path / "stores" / "base", base)
-    assert tree(base) == before
-
-
 def test_merge__a_packed_base_and_experts_without_a_base_give_what_raw_ones_give(tmp_path: Path) -> None:
     family = make_family(tmp_path / "f", 2)
     models = [family.base, *family.experts]

@@ -158,8 +158,6 @@ def test_pack__of_objects_and_merge_of_packed_objects(bench: Bench) -> None:
     mergepipe.merge(bench.recipe(str(BUCKET), text), bench.out("packed"), options=bench.options(str(BUCKET)))
     mergepipe.merge(bench.recipe(str(BUCKET)), bench.out("plain"), options=bench.options(str(BUCKET)))
     assert weights(bench.out("packed")) == weights(bench.out("plain"))
-    with refuses(RecipeError, "option.conflict"):
-        mergepipe.pack(f"{BUCKET}/base", [f"{BUCKET}/expert-1"], bench.folder / "packs-remote", replace=True)
 
 
 def test_unpack__of_objects_restores_the_files(bench: Bench) -> None:

@@ -21,13 +21,7 @@ from mergepipe.deltastore.header import PackedEntry
 from mergepipe.deltastore.pack.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, open_builder
 from mergepipe.deltastore.pack.encode_pass import EXPERTS_AT_ONCE, pack_all
 from mergepipe.deltastore.pack.job import check_names, doubt_about, is_done, job_of, match_base, open_base
-from mergepipe.deltastore.pack.originals import (
-    check_same,
-    remove_original,
-    sync_store,
-)
 from mergepipe.errors import MergePipeError, MismatchError, Problem, RecipeError
-from mergepipe.jobs.unpack import verify_store
 from mergepipe.reports import BaseMatch, PackedExpert, PackReport, Progress, ProgressCallback
 from mergepipe.snapshots.staging import check_free_space, remove_dead, staging_directory
 from mergepipe.storage.contract import Store
@@ -42,15 +36,11 @@ def pack_experts(
     folder: Location,
     home: Path,
     *,
-    replaces: bool,
     strict: bool,
     threads: int,
     on_progress: ProgressCallback | None,
 ) -> PackReport:
-    """Pack each expert into a store `folder/NAME`, relative to the nearest of `bases`, or on its own; see `api.pack`.
-
-    With `replaces` the originals are removed last.
-    """
+    """Pack each expert into a store `folder/NAME`, on the nearest of `bases` or on its own; see `api.pack`."""
     started = time.perf_counter()
     store = Stores()
     if bases is not None and not bases:
@@ -66,9 +56,6 @@ def pack_experts(
     matches = {job.place: match for job, (_, match) in zip(jobs, choices, strict=False)}
     check_names(jobs)
     _check_bases(jobs, matches, on_progress, strict=strict)
-    if replaces:
-        for job in jobs:
-            _check_removable(job)
     missing = [job for job in jobs if not is_done(store, job, threads)]
     for job in jobs:
         if job not in missing:
@@ -81,12 +68,6 @@ def pack_experts(
     done = tuple(
         packed.get(job.place) or _packed_facts(job, read_store(store, job.place), is_new=False) for job in jobs
     )
-    if replaces:
-        for job in jobs:
-            _check_replaceable(store, job, threads)
-        for job in jobs:
-            remove_original(job)
-        done = tuple(replace(expert, is_original_removed=True) for expert in done)
     done = tuple(replace(expert, match=matches.get(job.place)) for job, expert in zip(jobs, done, strict=True))
     usage = store.ledger.usage()
     expert_bytes = usage[Purpose.EXPERT] + usage[Purpose.ANALYSIS]
@@ -102,7 +83,6 @@ def pack_chain(
     home: Path,
     *,
     length: int,
-    replaces: bool,
     strict: bool,
     threads: int,
     on_progress: ProgressCallback | None,
@@ -116,9 +96,7 @@ def pack_chain(
     last = base
     for step in steps:
         bases = [next_base(Stores(), last, length)]
-        report = pack_experts(
-            bases, [step], folder, home, replaces=replaces, strict=strict, threads=threads, on_progress=on_progress,
-        )  # fmt: skip
+        report = pack_experts(bases, [step], folder, home, strict=strict, threads=threads, on_progress=on_progress)
         reports.append(report)
         last = Location.of(report.experts[0].store)
     return PackReport(
@@ -201,39 +179,6 @@ class _Counter:
         self._done_bytes += nbytes
         if self._on_progress is not None:
             self._on_progress(Progress("pack", self._done_bytes, self._total_bytes))
-
-
-def _check_removable(job: PackJob) -> None:
-    """Refuse to replace an expert that is a symbolic link, or that contains the base."""
-    expert = job.expert
-    if not expert.path.is_local:
-        message = "is not on this machine: --replace removes only files of this machine"
-        raise RecipeError.of("option.conflict", expert.path, message, "pack without --replace")
-    base_files = {
-        (base.root / file.name).local_path.resolve() for base in job.bases if base.path.is_local for file in base.files
-    }
-    names = [file.name for file in (*expert.files, *job.kept)]
-    root = expert.root.local_path
-    for place in (expert.path.local_path, *(root / name for name in names)):
-        if place.is_symlink():
-            raise RecipeError.of(
-                "option.conflict", place, "is a link: --replace removes only files that stand here", "pack without it"
-            )
-        if place.resolve() in base_files:
-            raise RecipeError.of(
-                "option.conflict", place, "is a file of the base, which the store needs", "pack without --replace"
-            )
-
-
-def _check_replaceable(store: Store, job: PackJob, threads: int) -> None:
-    """Check that a store restores its original exactly and is durable, before the original is removed."""
-    store = store if job.place.is_local else Stores()  # which lists the bucket as it is now
-    verify_store(store, job.place, job.base, threads)
-    opened = read_store(store, job.place)
-    check_same(store, opened, job, threads)
-    job.check_unchanged(store)
-    if job.place.is_local:
-        sync_store(opened)
 
 
 def _packed_facts(job: PackJob, opened: OpenedStore, *, is_new: bool) -> PackedExpert:

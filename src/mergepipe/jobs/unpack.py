@@ -16,7 +16,7 @@ from mergepipe.checkpoints.content_id import PassingContentId
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files, read_span
 from mergepipe.core.blocks import BlockGrid, Span, element_count
-from mergepipe.deltastore.checkpoint import OpenedStore, open_packed, open_store, read_store
+from mergepipe.deltastore.checkpoint import OpenedStore, open_packed
 from mergepipe.deltastore.codec.arrays import corrupt
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
@@ -60,17 +60,6 @@ def unpack_store(
         check_unchanged(store, (*bases, checkpoint))
         staging.publish()
     return UnpackReport(root, bases[0].path if bases else None, out, tensor_bytes, time.perf_counter() - started)
-
-
-def verify_store(store: Store, path: Location, base: Checkpoint | None, threads: int) -> None:
-    """Decode everything in the store at `path`, and compare it with the digests of the originals."""
-    opened = read_store(store, path)
-    checkpoint = open_store(store, path, base)
-    reader = _Reader(opened, checkpoint, threads, checks_pieces=True)
-    bases = () if base is None else (base,)
-    with open_files(store, files_of(checkpoint.tensors.values()), (*bases, checkpoint)) as files:
-        for check in _checks(reader, files, store):
-            check.run()
 
 
 def verify_pack(

@@ -160,16 +160,14 @@ def test_pack_table__has_a_row_for_each_expert_and_fits_the_terminal(monkeypatch
         Location.local(Path("/m/math")), Path("/p/math"), 33_800_000, 6_770_000, blocks, outside, 1.7, is_new=True
     )
     code = replace(math, store=Path("/p/code"), is_new=False)
-    removed = replace(math, store=Path("/p/chat"), is_original_removed=True)
-    report = PackReport(Location.local(Path("/m/base")), (math, code, removed), 0, 0, 1.0)
+    report = PackReport(Location.local(Path("/m/base")), (math, code), 0, 0, 1.0)
     monkeypatch.setenv("COLUMNS", "240")
     lines = pack_table(report).splitlines()
-    assert [line.split()[0] for line in lines[:4]] == ["store", "/p/math", "/p/code", "/p/chat"]
+    assert [line.split()[0] for line in lines] == ["store", "/p/math", "/p/code"]
     assert lines[1].split()[-7:] == ["6.77", "MB", "20.0%", "1.7", "s", "19.9", "MB/s"]
     assert "was packed before" in lines[2]
-    assert "`mergepipe unpack /p/chat -o /m/math`" in lines[-1]
     match = BaseMatch(Location.local(Path("/m/base")), 0.015, 40, 0.95, Location.local(Path("/m/other")), 1.41)
-    chosen = pack_table(replace(report, experts=(replace(math, match=match), replace(removed, match=match))))
+    chosen = pack_table(replace(report, experts=(replace(math, match=match), replace(code, match=match))))
     assert "/p/math: /m/base, deltas of 1.5 % of the weights, nearest at 95 % of 40 samples; next is" in chosen
     assert "/m/other with 141 %" in chosen
     assert "not sure" not in chosen

@@ -102,7 +102,6 @@ def pack(
         ),
     ] = None,
     strict: Annotated[bool, Flag("Refuse a base that is hardly an expert's, or one of several.")] = False,
-    replace: Annotated[bool, Flag("Remove each expert's files once its store was read back and compared.")] = False,
     part: Annotated[str | None, EXPERT_PART] = None,
     threads: Annotated[int | None, THREADS] = None,
     home: Annotated[str | None, HOME] = None,
@@ -124,7 +123,7 @@ def pack(
     part_experts = experts_of_part(experts, part)
     with tell_what_is_published(), progress_shown(context.obj, silent=printing.silent) as on_progress:
         report = api.pack(
-            bases, part_experts, out, replace=replace, chain=chain, strict=strict, threads=threads, home=home,
+            bases, part_experts, out, chain=chain, strict=strict, threads=threads, home=home,
             on_progress=on_progress,
         )  # fmt: skip
     from mergepipe.cli.render.merges import pack_table

@@ -233,17 +233,10 @@ _CODEC_WORDS = {
 
 
 def pack_table(report: PackReport) -> str:
-    """A row for each expert, and how to get replaced ones back."""
+    """A row for each expert, and the base that it took of several."""
     head = ("store", "blocks", "expert", "packed", "of it", "time", "speed")
     table = columns_text(head, [_packed_row(expert) for expert in report.experts], left=2)
     facts = [fact for expert in report.experts for fact in _base_of_choice(expert)]
-    for expert in report.experts:
-        if expert.is_original_removed:
-            base = report.base if expert.match is None else expert.match.base
-            place = str(expert.expert).removesuffix(".safetensors")  # a bare file comes back in a directory
-            command = f"`mergepipe unpack {expert.store} -o {place}`"
-            needs = "" if base is None else f" and needs the base {base}"
-            facts.append(("removed", f"{expert.expert}; {command} brings it back{needs}"))
     return f"{table}\n\n{facts_text(facts)}" if facts else table
 
 

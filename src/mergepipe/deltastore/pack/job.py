@@ -5,28 +5,26 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, files_of
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry, files_of
 from mergepipe.checkpoints.directory import is_linked_folder, open_checkpoint, require_text_path, stat_present
 from mergepipe.checkpoints.open_files import decoded, open_files, read_elements
 from mergepipe.checkpoints.packed import is_packed
-from mergepipe.core.blocks import DTypeKind, Span
+from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
 from mergepipe.core.units import format_percent
-from mergepipe.deltastore.checkpoint import MOST_DEPTH, open_packed, read_header, read_store
-from mergepipe.deltastore.codec.levels import can_be_base_of
+from mergepipe.deltastore.checkpoint import MOST_DEPTH, OpenedStore, open_packed, read_header, read_store
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, can_be_base_of
 from mergepipe.deltastore.header import is_own_name
-from mergepipe.deltastore.pack.builder import PackJob
-from mergepipe.deltastore.pack.originals import (
-    differing_base,
-    differing_kept_file,
-    differing_weights,
-)
+from mergepipe.deltastore.index import digest
+from mergepipe.deltastore.pack.builder import PackJob, file_parts
 from mergepipe.errors import OutputError, RecipeError, UnsupportedError
 from mergepipe.reports import BaseMatch
 from mergepipe.snapshots.object_upload import check_apart, staging_place
@@ -221,16 +219,86 @@ def is_done(store: Store, job: PackJob, threads: int) -> bool:
     header = opened.header
     packed_files = [(f.name, f.size_bytes, f.version, f.header_blake3) for f in header.files]
     present_files = [(f.name, f.size_bytes, f.version, f.header_digest) for f in job.expert.files]
-    path = differing_kept_file(store, opened, job)
+    path = _differing_kept_file(store, opened, job)
     if path is None and packed_files != present_files:
-        path = differing_weights(store, opened, job, threads)
+        path = _differing_weights(store, opened, job, threads)
     if path is None and header.base_files != job.base_files:
-        path = differing_base(store, opened, job, threads)
+        path = _differing_base(store, opened, job, threads)
     if path is None:
         job.check_unchanged(store)
         return True
     message = f"holds a store of {header.expert}, packed from other content than {path} has now"
     raise OutputError.of("output.exists", job.place, message, "remove it yourself, or choose another place")
+
+
+def _differing_kept_file(store: Store, opened: OpenedStore, job: PackJob) -> Location | None:
+    """Find the first file, other than weights, that differs from its copy in the store; reads all of them."""
+    present = {file.name: file.size_bytes for file in job.kept}
+    kept_files = {file.name: file for file in opened.header.kept}
+    for name in sorted(present.keys() | kept_files.keys()):
+        path = job.expert.root / name
+        if name not in present or name not in kept_files or present[name] != kept_files[name].size_bytes:
+            return path
+        hasher = blake3()
+        for part in file_parts(store, path, present[name]):
+            hasher.update(part)
+        if hasher.hexdigest(16) != kept_files[name].blake3:
+            return path
+    return None
+
+
+def _differing_weights(store: Store, opened: OpenedStore, job: PackJob, threads: int) -> Location | None:
+    """Find the first weight file of an expert that differs from what the store was packed from; reads all of them."""
+    header = opened.header
+    present = {file.name: file for file in job.expert.files}
+    packed = {file.name: file for file in header.files}
+    for name in sorted(present.keys() | packed.keys()):
+        path = job.expert.root / name
+        if name not in present or name not in packed or present[name].size_bytes != packed[name].size_bytes:
+            return path
+        content = store.read_metadata(path, 0, packed[name].header_bytes)
+        if blake3(content).hexdigest(16) != packed[name].header_blake3:
+            return path
+    # Equal headers: both have the same tensors, in the same order.
+    entries = [place.entry for place in job.places]
+    rows = [place.first_row for place in job.places]
+    return _differing_file(store, job.expert, opened.index.rows["expert"], entries, rows, threads)
+
+
+def _differing_base(store: Store, opened: OpenedStore, job: PackJob, threads: int) -> Location | None:
+    """Find the first file of the base with a block that differs from what the store was packed with."""
+    if [place.base is not None for place in job.places] != [tensor.has_base for tensor in opened.header.tensors]:
+        return (job.base or job.expert).path
+    if job.base is None:
+        return None
+    beside = [(place.base, place.first_row) for place in job.places if place.base is not None]
+    entries, rows = [base for base, _ in beside], [row for _, row in beside]
+    return _differing_file(store, job.base, opened.index.rows["base"], entries, rows, threads)
+
+
+def _differing_file(
+    store: Store,
+    checkpoint: Checkpoint,
+    digests: NDArray[np.void],
+    entries: Sequence[Readable],
+    rows: Sequence[int],
+    threads: int,
+) -> Location | None:
+    """Find the file of the first tensor with a block of another digest; `rows` holds the first rows of the tensors.
+
+    Memory: `threads` blocks.
+    """
+    with open_files(store, files_of(entries), (checkpoint,)) as files, ThreadPoolExecutor(threads) as pool:
+        for entry, first_row in zip(entries, rows, strict=True):
+
+            def is_same(block: int, entry: Readable = entry, first_row: int = first_row) -> bool:
+                span = BlockGrid(entry.n_elements, BLOCK_ELEMENTS).span(block)
+                content = read_elements(entry, span, files, Purpose.ANALYSIS)
+                return bool(digest(content) == digests[first_row + block].tobytes())
+
+            if not all(pool.map(is_same, range(BlockGrid(entry.n_elements, BLOCK_ELEMENTS).n_blocks))):
+                return entry.file if isinstance(entry, TensorEntry) else checkpoint.path
+    return None
 
 
 def _kept_files(store: Store, expert: Checkpoint) -> tuple[FileId, ...]:
