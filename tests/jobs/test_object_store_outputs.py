@@ -179,41 +179,6 @@ def revive(requests: Requests) -> None:
     requests.fails_at, requests.is_dead = None, False
 
 
-def check_killed_at(bench: Bench, out: str, requests: Requests, number: int, *, after: bool) -> None:
-    """Kill a merge at one of its requests: what is there then is no snapshot or a whole one, and the next run ends."""
-    local = bench.local()
-    kill_at(requests, number, after=after)
-    with pytest.raises(Killed):
-        bench.merge(out)
-    revive(requests)
-    if MANIFEST_NAME in objects_below(out):
-        assert mergepipe.gc([out], home=bench.folder / "home").garbage
-    else:
-        bench.merge(out)
-    assert_same(out, local)
-
-
-@pytest.mark.parametrize(("name", "after"), [("00002-of", True), ("config.json", False), (MANIFEST_NAME, True)])
-def test_merge__killed_leaves_all_or_nothing(
-    bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch, name: str, after: bool
-) -> None:
-    requests = watch_buckets(monkeypatch)
-    bench.merge(f"{out}-whole")
-    number = next(n for n, (kind, key) in enumerate(requests.changes) if kind == "create" and name in key)
-    check_killed_at(bench, out, requests, number, after=after)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("after", [False, True])
-def test_merge__killed_at_any_request_leaves_all_or_nothing(
-    bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch, after: bool
-) -> None:
-    requests = watch_buckets(monkeypatch)
-    bench.merge(f"{out}-whole")
-    for number in range(len(requests.changes) - 1):  # the last one removes the marker, whose failure is no failure
-        check_killed_at(bench, f"{out}/{number}", requests, number, after=after)
-
-
 def test_merge__that_failed_uploads_only_what_is_missing(
     bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

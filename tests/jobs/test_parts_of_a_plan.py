@@ -1,288 +1,428 @@
-"""An output made in parts is that of one machine, byte for byte, whoever makes which part, and the budget holds."""
+"""An output made in parts is that of one machine, byte for byte, whoever makes which part, and the budget holds.
+
+Most of it holds of outputs in a folder and in a bucket, and is tested of both. Workers that are killed are in
+`tests/faults`, the records of parts in `tests/snapshots/test_parts_places.py`.
+"""
 
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import mergepipe
 from mergepipe.engine.make_part import make_part
-from mergepipe.errors import (
-    ConflictError,
-    CorruptError,
-    NotFoundError,
-    OutputError,
-    RecipeError,
-)
-from mergepipe.jobs import parts as parts_job
-from mergepipe.jobs.gc import ABANDONED_SECONDS
+from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, RecipeError, UnsupportedError
+from mergepipe.jobs import parts
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport
 from mergepipe.runs import parts as worker_module
 from mergepipe.runs import progress
 from mergepipe.snapshots import parts as records
-from mergepipe.snapshots import work_log as work_log
-from mergepipe.snapshots.parts import Claimant
-from mergepipe.snapshots.parts_places import FolderParts, parts_directory, read_job
+from mergepipe.snapshots import parts_places, work_log
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.object_upload import JobUpload, ObjectUpload
+from mergepipe.snapshots.parts import JOB_NAME, Claimant
+from mergepipe.snapshots.parts_places import FolderParts, parts_directory, parts_folder, read_job
 from mergepipe.storage import owned
+from mergepipe.storage.location import Location
 from mergepipe.storage.owner import Owner
+from mergepipe.storage.remote.bucket_folder import BucketFolder
+from mergepipe.storage.remote.objects import BucketWriter
+from support.bucket_outputs import bucket_server, files_below, new_prefix, objects_below
 from support.crashes import Death, count_operations, run_killed
-from support.disk_families import DiskFamily, make_models, tree_digest, write_family
+from support.disk_families import DiskFamily, make_models, write_family
+from support.s3_server import S3Server
+from support.slow_cases import slow_unless
 
 pytestmark = pytest.mark.usefixtures("exact_reads")
 
 SHARD_BYTES = 30_000
-BLOCK_ELEMENTS = 16384
+N_SHARDS = 5
 PARAMETERS: dict[str, dict[str, float]] = {
     "linear": {"weight": 0.4},
     "ties": {"weight": 0.4, "density": 0.3},
     "dare_ties": {"weight": 0.4, "density": 0.6},
     "model_stock": {},
 }
-FULL = [(operator, None, is_packed) for operator in PARAMETERS for is_packed in (False, True)]
-BUDGETED = [("ties", "40%", False), ("dare_ties", "60%", False), ("linear", "50%", True), ("dare_ties", "70%", True)]
-OPTIONS = OutputOptions(catalog=False, threads=2)
+Key = tuple[str, str | None, bool]
+PLAIN: Key = ("linear", None, False)
+BUDGETED: Key = ("ties", "40%", False)
+PACKED: Key = ("dare_ties", None, True)
+KEYS: list[Key] = [
+    *((operator, None, is_packed) for operator in PARAMETERS for is_packed in (False, True)),
+    BUDGETED, ("dare_ties", "60%", False), ("linear", "50%", True), ("dare_ties", "70%", True),
+]  # fmt: skip
+OPTIONS = OutputOptions(catalog=False, threads=2, shard_bytes=SHARD_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A plan, and what one machine makes of it, or of its recipe."""
+    """A plan, and what one machine makes of it: its report and all files but the record of the run."""
 
     plan: Plan
     report: MergeReport
     files: dict[str, bytes]
 
 
-Cases = Callable[[tuple[str, str | None, bool]], Case]
+Cases = Callable[[Key], Case]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("parts")
-
-
-@pytest.fixture(scope="module")
-def family(root: Path) -> DiskFamily:
-    return write_family(root / "family", make_models(2))
-
-
-@pytest.fixture(scope="module")
-def packed(root: Path, family: DiskFamily) -> tuple[Path, ...]:
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    root = tmp_path_factory.mktemp("parts")
+    family = write_family(root / "family", make_models(2))
     mergepipe.pack(family.places[0], family.places[1:], root / "packed")
-    return tuple(sorted((root / "packed").iterdir()))
+    packed = DiskFamily(family.models, (family.places[0], *sorted((root / "packed").iterdir())))
+    known: dict[Key, Case] = {}
 
-
-@pytest.fixture(scope="module")
-def cases(root: Path, family: DiskFamily, packed: tuple[Path, ...]) -> Cases:
-    known: dict[tuple[str, str | None, bool], Case] = {}
-
-    def case(key: tuple[str, str | None, bool]) -> Case:
+    def case(key: Key) -> Case:
         if key not in known:
-            operator, budget, is_packed = key
-            name = f"{operator}-{budget}-{is_packed}"
-            recipe = write_recipe(root / f"{name}.yml", family, operator, packed if is_packed else family.places[1:])
-            known[key] = made_by_one(root / name, recipe, plan_of(recipe, budget, root / "home"), budget)
+            known[key] = made_by_one(root, packed if key[2] else family, key)
         return known[key]
 
     return case
 
 
-def write_recipe(path: Path, family: DiskFamily, operator: str, experts: tuple[Path, ...]) -> Path:
-    models = [{"model": str(expert), "parameters": PARAMETERS[operator]} for expert in experts]
-    path.write_text(yaml.safe_dump({"merge_method": operator, "base_model": str(family.places[0]), "models": models}))
-    return path
-
-
-def plan_of(recipe: Path, budget: str | None, home: Path) -> Plan:
-    return mergepipe.plan(
-        recipe, budget, everything=budget is None, home=home, allow_dropped=("*",),
-        options=PlanOptions(block_elements=BLOCK_ELEMENTS),
+def made_by_one(root: Path, family: DiskFamily, key: Key) -> Case:
+    """By a plan; the weights of a plan of everything are those of the recipe's full merge, which may read less."""
+    operator, budget, _ = key
+    name = "-".join(map(str, key))
+    recipe, out = root / f"{name}.yml", root / name
+    models = [{"model": str(expert), "parameters": PARAMETERS[operator]} for expert in family.places[1:]]
+    recipe.write_text(yaml.safe_dump({"merge_method": operator, "base_model": str(family.places[0]), "models": models}))
+    plan = mergepipe.plan(
+        recipe, budget, everything=budget is None, home=root / "home", allow_dropped=("*",),
+        options=PlanOptions(block_elements=16384),
     )  # fmt: skip
-
-
-def made_by_one(out: Path, recipe: Path, plan: Plan, budget: str | None) -> Case:
-    """By a plan; the files of a plan of everything are those of the recipe's full merge, which may read less."""
-    report = mergepipe.run(plan, out, options=replace(OPTIONS, shard_bytes=SHARD_BYTES))
+    report = mergepipe.run(plan, out, options=OPTIONS)
     if budget is None:
-        out = out.with_name(f"{out.name}-full")
+        full = root / f"{name}-full"
         options = MergeOptions(catalog=False, shard_bytes=SHARD_BYTES, allow_dropped=("*",), threads=2)
-        mergepipe.merge(recipe, out, options=options)
-    return Case(plan, report, files_of(out))
+        mergepipe.merge(recipe, full, options=options)
+        assert weights(files_below(full)) == weights(files_below(out))
+    return Case(plan, report, made(files_below(out)))
 
 
-def files_of(out: Path) -> dict[str, bytes]:
-    """All that says what the tensors are: weights, their index and their digests."""
-    names = ("*.safetensors", "model.safetensors.index.json", "mergepipe.blocks")
-    return {path.name: path.read_bytes() for name in names for path in out.glob(name)}
+def made(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: content for name, content in files.items() if name != MANIFEST_NAME}
 
 
-def run_part(plan: Plan, out: Path, number: int, n_parts: int) -> PartReport:
-    return mergepipe.run_part(plan, out, (number, n_parts), options=replace(OPTIONS, shard_bytes=SHARD_BYTES))
+def weights(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: content for name, content in files.items() if name.endswith(".safetensors")}
 
 
-def nothing_else(out: Path) -> bool:
-    """Whether no hidden directory is left beside an output."""
-    return not [path for path in out.parent.iterdir() if path.name.startswith(".")]
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an output is made: a folder, or a prefix of a bucket."""
+
+    out: Path | str
+    home: Path
+
+    def files(self) -> dict[str, bytes]:
+        """All that lies there."""
+        return objects_below(self.out) if isinstance(self.out, str) else files_below(self.out)
+
+    def everything(self) -> dict[str, bytes]:
+        """All that lies there and beside it."""
+        return objects_below(self.out) if isinstance(self.out, str) else files_below(self.out.parent)
+
+    def part(self, plan: Plan, part: tuple[int, int] | None) -> PartReport:
+        return mergepipe.run_part(plan, self.out, part, options=replace(OPTIONS, home=self.home))
+
+    def status(self, plan: Plan, n_parts: int | None = None) -> mergepipe.PartsStatus:
+        return mergepipe.parts_status(plan, self.out, n_parts=n_parts)
+
+    def collect(self) -> list[tuple[str, bool]]:
+        """Kinds of garbage, and whether it was removed."""
+        root = self.out if isinstance(self.out, str) else self.out.parent
+        garbage = mergepipe.gc([root], home=self.home.with_name("no-home")).garbage
+        return [(item.kind, item.is_removed) for item in garbage]
+
+    def check_made(self, case: Case) -> None:
+        """The output is that of one machine, and nothing else is left anywhere."""
+        files = self.files()
+        assert MANIFEST_NAME in files
+        assert made(files) == case.files
+        assert len(self.everything()) == len(files)
+        assert list(self.home.glob("uploads/.*")) == []
 
 
-@given(st.sampled_from([*FULL, *BUDGETED]), st.integers(1, 7), st.randoms(use_true_random=False))
-@settings(max_examples=4)
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with bucket_server() as server:
+        yield server
+
+
+NewPlace = Callable[[], Place]
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def new_place(
+    request: pytest.FixtureRequest, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> NewPlace:
+    numbers = itertools.count()
+
+    def make() -> Place:
+        if request.param == "bucket":
+            return Place(new_prefix(server, monkeypatch), tmp_path / "home")
+        return Place(tmp_path / f"results-{next(numbers)}" / "out", tmp_path / "home")
+
+    return make
+
+
+@pytest.fixture
+def place(new_place: NewPlace) -> Place:
+    return new_place()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Place:
+    return Place(tmp_path / "results" / "out", tmp_path / "home")
+
+
+@pytest.fixture
+def bucket(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    return Place(new_prefix(server, monkeypatch), tmp_path / "home")
+
+
+@pytest.mark.parametrize(("operator", "budget", "is_packed"), slow_unless({BUDGETED, PACKED}.__contains__, KEYS))
 def test_run_part__parts_in_any_order_and_repeated_make_what_one_machine_makes(
-    cases: Cases,
-    tmp_path_factory: pytest.TempPathFactory,
-    key: tuple[str, str | None, bool],
-    n_parts: int,
-    random: Random,
+    cases: Cases, new_place: NewPlace, operator: str, budget: str | None, is_packed: bool
 ) -> None:
-    case, out = cases(key), tmp_path_factory.mktemp("run") / "out"
-    order = [*range(1, n_parts + 1), *random.choices(range(1, n_parts + 1), k=2)]
-    random.shuffle(order)
-    reports = [run_part(case.plan, out, number, n_parts) for number in order]
-    (finished,) = (report.merge for report in reports if report.merge is not None)
-    assert files_of(out) == case.files
-    assert nothing_else(out)
-    ours, theirs = finished, case.report
-    assert (ours.base_bytes, ours.expert_bytes) == (theirs.base_bytes, theirs.expert_bytes)
-    assert ours.analysis_bytes == theirs.analysis_bytes
-    assert case.plan.limit_bytes is None or ours.expert_bytes + ours.analysis_bytes <= case.plan.limit_bytes
-    assert sum(report.expert_bytes for report in reports) == ours.expert_bytes + ours.analysis_bytes
+    case, random = cases((operator, budget, is_packed)), Random(operator)
+    for n_parts in (1, 3, 7):
+        place = new_place()
+        order = [*range(1, n_parts + 1), *random.choices(range(1, n_parts + 1), k=2)]
+        random.shuffle(order)
+        reports = [place.part(case.plan, (number, n_parts)) for number in order]
+        (ours,) = (report.merge for report in reports if report.merge is not None)
+        place.check_made(case)
+        theirs = case.report
+        assert (ours.base_bytes, ours.expert_bytes) == (theirs.base_bytes, theirs.expert_bytes)
+        assert ours.analysis_bytes == theirs.analysis_bytes
+        assert case.plan.limit_bytes is None or ours.expert_bytes + ours.analysis_bytes <= case.plan.limit_bytes
+        assert sum(report.expert_bytes for report in reports) == ours.expert_bytes + ours.analysis_bytes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("key", [*FULL, *BUDGETED])
-def test_run_part__every_case_in_four_parts(cases: Cases, tmp_path: Path, key: tuple[str, str | None, bool]) -> None:
-    for number in (3, 1, 4, 2):
-        run_part(cases(key).plan, tmp_path / "out", number, 4)
-    assert files_of(tmp_path / "out") == cases(key).files
-
-
-def test_run_part__racing_workers_make_one_output(cases: Cases, tmp_path: Path) -> None:
-    case, out = cases(("dare_ties", None, True)), tmp_path / "out"
+def test_run_part__of_racing_workers_makes_one_output(cases: Cases, place: Place) -> None:
+    case = cases(PACKED)
     with ThreadPoolExecutor(3) as pool:
-        reports = [future.result() for future in [pool.submit(run_part, case.plan, out, 1, 1) for _ in range(3)]]
+        reports = list(pool.map(lambda _: place.part(case.plan, (1, 1)), range(3)))
     assert sum(report.merge is not None for report in reports) == 1
-    assert files_of(out) == case.files
-    mergepipe.verify(out)
+    place.check_made(case)
 
 
-def test_run_part__of_another_shard_size_is_refused(cases: Cases, tmp_path: Path) -> None:
-    plan, out = cases(("linear", None, False)).plan, tmp_path / "out"
-    run_part(plan, out, 1, 3)
-    with pytest.raises(ConflictError, match="5 shards"):
-        mergepipe.run_part(plan, out, (2, 3), options=replace(OPTIONS, shard_bytes=10 * SHARD_BYTES))
-
-
-def test_run_part__refuses_what_it_cannot_do(cases: Cases, tmp_path: Path) -> None:
-    plan, out = cases(("linear", None, False)).plan, tmp_path / "out"
-    with pytest.raises(RecipeError, match="0/3"):
-        run_part(plan, out, 0, 3)
-    with pytest.raises(NotFoundError, match="no part of it is made"):
-        mergepipe.run_part(plan, out, options=replace(OPTIONS, shard_bytes=SHARD_BYTES))
-    with pytest.raises(NotFoundError, match="no part of it was made"):
-        mergepipe.parts_status(plan, out)
-    run_part(plan, out, 1, 3)
-    with pytest.raises(NotFoundError, match=r"of 5 shards are not made: model-0000"):
-        mergepipe.run_part(plan, out, options=replace(OPTIONS, shard_bytes=SHARD_BYTES))
-
-
-# --- workers that are interrupted, and those that come back ---
-
-
-@pytest.mark.parametrize("moment", ["before it writes", "after it wrote"])
-def test_run_part__stale_worker_after_the_commit_changes_nothing(
-    cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+def test_run_part__where_renames_replace_is_coordinated_by_links(
+    cases: Cases, folder: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, out = cases(("linear", None, False)), tmp_path / "out"
-    digests = []
+    monkeypatch.setattr(owned, "renameat2", lambda *_: False)
+    test_run_part__of_racing_workers_makes_one_output(cases, folder)
 
-    def finished_by_another() -> None:
+
+def test_run_part__finishes_when_it_is_asked_to(cases: Cases, place: Place) -> None:
+    case = cases(BUDGETED)
+    with pytest.raises(NotFoundError, match="no part of it is made"):
+        place.part(case.plan, None)
+    with pytest.raises(NotFoundError, match="no part of it was made"):
+        place.status(case.plan)
+    place.part(case.plan, (2, 3))
+    status = place.status(case.plan, 3)
+    assert (status.is_published, status.missing_parts, str(status.out)) == (False, (1, 3), str(place.out))
+    assert {shard.state for shard in status.shards} == {"done", "open"}
+    assert {shard.part for shard in status.shards if shard.state == "done"} == {"2/3"}
+    assert 0 < status.read_bytes < status.planned_bytes
+    with pytest.raises(NotFoundError, match=rf"of {N_SHARDS} shards are not made: model-0000"):
+        place.part(case.plan, None)
+    assert MANIFEST_NAME not in place.files()
+    for number in (1, 3):
+        place.part(case.plan, (number, 3))
+    assert place.status(case.plan, 3).is_published
+    assert place.part(case.plan, None).is_published
+    place.check_made(case)
+
+
+def test_run_part__refuses_what_it_cannot_do(cases: Cases, place: Place) -> None:
+    plan = cases(PLAIN).plan
+    with pytest.raises(RecipeError, match="0/3"):
+        place.part(plan, (0, 3))
+    place.part(plan, (1, 3))
+    with pytest.raises(ConflictError, match=f"{N_SHARDS} shards"):
+        mergepipe.run_part(plan, place.out, (2, 3), options=replace(OPTIONS, shard_bytes=10 * SHARD_BYTES))
+
+
+def test_parse_part__reads_a_part_of_many() -> None:
+    assert parts.parse_part("2/7") == (2, 7)
+    for text in ("", "2", "8/7", "0/7", "a/b", "1/", "-1/2"):
+        with pytest.raises(RecipeError):
+            parts.parse_part(text)
+
+
+# --- workers that come too late, or disagree ---
+
+
+@pytest.mark.parametrize("moment", ["before it reads", "after it made a shard"])
+def test_run_part__stale_worker_after_the_commit_changes_nothing(
+    cases: Cases, place: Place, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    case = cases(PACKED)
+    after: list[dict[str, bytes]] = []
+
+    def finish_by_another() -> None:
         monkeypatch.setattr(worker_module, "make_part", make_part)
-        run_part(case.plan, out, 1, 1)
-        digests.append(tree_digest(tmp_path))
+        place.part(case.plan, (1, 1))
+        after.append(place.everything())
 
     def overtaken(*arguments: object) -> object:
-        if moment == "before it writes":
-            finished_by_another()
+        if moment == "before it reads":
+            finish_by_another()
         result = make_part(*arguments)  # type: ignore[arg-type]
-        if moment == "after it wrote":
-            finished_by_another()
+        if moment != "before it reads":
+            finish_by_another()
         return result
 
     monkeypatch.setattr(worker_module, "make_part", overtaken)
-    report = run_part(case.plan, out, 1, 2)
-    assert report.is_published
-    assert report.merge is None
-    assert digests == [tree_digest(tmp_path)]
-    assert nothing_else(out)
+    report = place.part(case.plan, (1, 2))
+    assert (report.is_published, report.merge) == (True, None)
+    assert [place.everything()] == after
+    place.check_made(case)
+
+
+def test_run_part__tells_of_an_output_that_was_finished_before_its_report(
+    cases: Cases, bucket: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may publish after this run looked whether the output is there, and remove the records that it counts."""
+    plan = cases(PACKED).plan
+    looks_at = parts._PartRun.is_published
+    answers: list[bool] = []
+
+    def look(run: parts._PartRun) -> bool:
+        answers.append(looks_at(run))
+        if len(answers) == 3:  # after this run's part was made
+            with monkeypatch.context() as undisturbed:
+                undisturbed.setattr(parts._PartRun, "is_published", looks_at)
+                bucket.part(plan, (2, 2))
+        return answers[-1]
+
+    monkeypatch.setattr(parts._PartRun, "is_published", look)
+    report = bucket.part(plan, (1, 2))
+    assert answers[:3] == [False] * 3
+    assert (report.is_published, report.merge, report.done_shards) == (True, None, report.n_shards)
+    assert report.made_shards
 
 
 def test_run_part__stale_worker_of_a_removed_output_fails(
-    cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cases: Cases, folder: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, out = cases(("linear", None, False)), tmp_path / "results" / "out"
+    plan = cases(PLAIN).plan
 
     def removed(*arguments: object) -> object:
         result = make_part(*arguments)  # type: ignore[arg-type]
-        place = parts_directory(out, case.plan.digest)
-        place.rename(tmp_path / "elsewhere")
+        records_of(folder, plan).rename(tmp_path / "elsewhere")
         return result
 
     monkeypatch.setattr(worker_module, "make_part", removed)
     with pytest.raises(ConflictError, match="finished or removed by somebody else"):
-        run_part(case.plan, out, 1, 2)
-    assert not any(out.parent.iterdir())
+        folder.part(plan, (1, 2))
+    assert folder.everything() == {}
 
 
-def test_run_part__other_bytes_of_a_shard_are_refused(cases: Cases, tmp_path: Path) -> None:
-    case, out = cases(("linear", None, False)), tmp_path / "out"
-    run_part(case.plan, out, 1, 2)
-    place = job_place(out, case.plan)
-    for path in parts_directory(out, case.plan.digest).glob("shard-*"):
+def test_create__takes_a_record_back_that_came_after_the_end(
+    cases: Cases, bucket: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job ends between the worker's look and its request."""
+    plan = cases(BUDGETED).plan
+    bucket.part(plan, (1, 3))
+    folder = parts_folder(BucketFolder(Location.of(bucket.out)), plan.digest)
+    create = BucketWriter.create
+    late: list[str] = []
+
+    def ended(self: BucketWriter, key: str, content: bytes | Path, digest: str) -> None:
+        if "/done-" in key:
+            folder.delete(JOB_NAME)
+            late.append(key)
+        create(self, key, content, digest)
+
+    monkeypatch.setattr(BucketWriter, "create", ended)
+    before = set(bucket.files())
+    with pytest.raises(ConflictError, match="finished or removed by somebody else"):
+        bucket.part(plan, (2, 3))
+    assert late
+    assert [name for name in set(bucket.files()) - before if "/done-" in name] == []
+
+
+def records_of(folder: Place, plan: Plan) -> Path:
+    return parts_directory(Path(folder.out), plan.digest)
+
+
+def begun(folder: Place, plan: Plan) -> FolderParts:
+    """The place of parts that were begun."""
+    job = read_job(records_of(folder, plan))
+    assert job is not None
+    return FolderParts(Path(folder.out), job)
+
+
+def test_run_part__other_bytes_of_a_shard_are_refused(cases: Cases, folder: Place, bucket: Place) -> None:
+    plan = cases(BUDGETED).plan
+    folder.part(plan, (1, 2))
+    place = begun(folder, plan)
+    for path in records_of(folder, plan).glob("shard-*"):
         path.unlink()
     name = next(name for name in place.names() if name.startswith("done-"))
     place.replace(name, with_other_digests(place.read(name) or b""))
     with pytest.raises(ConflictError, match="another worker made other bytes"):
-        run_part(case.plan, out, 1, 2)
+        folder.part(plan, (1, 2))
+    bucket.part(plan, (1, 3))
+    objects = BucketFolder(Location.of(bucket.out))
+    missing = next(shard.name for shard in bucket.status(plan).shards if shard.state == "open")
+    objects.create(missing, b"of somebody else")
+    with pytest.raises(ConflictError, match="another worker made other bytes of it"):
+        bucket.part(plan, (1, 1))
+    assert objects.read(missing, 100) == b"of somebody else"
+
+
+def with_other_digests(record: bytes) -> bytes:
+    """The record of a shard that is done, with other digests of its first tensor."""
+    content = json.loads(record)
+    entry = content["tensors"][0]
+    entry[1] = base64.b64encode(bytes(len(base64.b64decode(entry[1])))).decode()
+    return json.dumps(content).encode()
 
 
 @pytest.mark.parametrize("key", [("dare_ties", None, False), ("dare_ties", "70%", True)])
-def test_run_part__damage_of_any_record_is_refused(
-    cases: Cases, tmp_path: Path, key: tuple[str, str | None, bool]
-) -> None:
+def test_run_part__damage_of_any_record_is_refused(cases: Cases, tmp_path: Path, key: Key) -> None:
     """One changed byte, a digit for another digit where there is one, between a part and the end."""
-    case, made, random = cases(key), tmp_path / "made", Random(15)
-    run_part(case.plan, made / "out", 1, 2)
-    names = [path.name for path in sorted(parts_directory(made / "out", case.plan.digest).iterdir())]
-    records = [name for name in names if not name.startswith("shard-")]
-    assert {"job.json", "index-1" if key[2] else "content-ids.json"} < set(records)
-    for name in records:
+    plan, random = cases(key).plan, Random(15)
+    begun = Place(tmp_path / "begun" / "out", tmp_path / "home")
+    begun.part(plan, (1, 2))
+    names = [path.name for path in sorted(records_of(begun, plan).iterdir()) if not path.name.startswith("shard-")]
+    assert {"job.json", "index-1" if key[2] else "content-ids.json"} < set(names)
+    for name in names:
         for attempt in range(4):
-            copy = tmp_path / f"{name}-{attempt}"
-            shutil.copytree(made, copy)
-            out = copy / "out"
-            place = parts_directory(out, case.plan.digest)
-            damage(place / name, random, in_digits=attempt < 2)
+            shutil.copytree(tmp_path / "begun", tmp_path / "copy")
+            copy = Place(tmp_path / "copy" / "out", tmp_path / "home")
+            record = records_of(copy, plan) / name
+            damage(record, random, in_digits=attempt < 2)
             with pytest.raises(CorruptError) as refused:
-                run_part(case.plan, out, 2, 2)
+                copy.part(plan, (2, 2))
             (problem,) = refused.value.problems
-            assert (problem.code, problem.where) == ("work-log.damaged", str(place / name))
-            assert not out.exists()
-            shutil.rmtree(copy)
+            assert (problem.code, problem.where) == ("work-log.damaged", str(record))
+            assert copy.files() == {}
+            shutil.rmtree(tmp_path / "copy")
 
 
 def damage(path: Path, random: Random, *, in_digits: bool) -> None:
@@ -294,58 +434,55 @@ def damage(path: Path, random: Random, *, in_digits: bool) -> None:
     path.write_bytes(content)
 
 
-def with_other_digests(record: bytes) -> bytes:
-    """The record of a shard that is done, with other digests of its first tensor."""
-    content = json.loads(record)
-    entry = content["tensors"][0]
-    entry[1] = base64.b64encode(bytes(len(base64.b64decode(entry[1])))).decode()
-    return json.dumps(content).encode()
+def test_run_part__that_another_process_makes_is_busy_under_a_budget(cases: Cases, folder: Place) -> None:
+    plan = cases(BUDGETED).plan
+    folder.part(plan, (1, 4))
+    open_shard = next(n for n, shard in enumerate(folder.status(plan).shards) if shard.state == "open")
+    Claimant(begun(folder, plan), "1/1", plan.limit_bytes).claim(open_shard, plan.planned_bytes)
+    with pytest.raises(ConflictError, match="is being made by process") as refused:
+        folder.part(plan, (1, 1))
+    assert {problem.code for problem in refused.value.problems} == {"parts.busy"}
+    status = folder.status(plan)
+    assert status.shards[open_shard].state == "reading"
+    assert status.done_shards == N_SHARDS - 1  # what can be made is made
 
 
-def check_survives(case: Case, out: Path, at: int, death: Death) -> None:
-    """Kill a worker at a storage operation; then a second worker completes the output, and tells what was read."""
-    was_killed = run_killed(lambda: run_part(case.plan, out, 1, 1), at, death)
-    has_output = out.exists()
-    again = run_part(case.plan, out, 1, 1)
-    assert was_killed
-    assert again.is_published
-    assert (again.merge is None) == has_output
-    assert files_of(out) == case.files
-    if has_output:  # killed between the commit and the end: what is left beside it is garbage, if it is not just made
-        for path in out.parent.glob(f".{out.name}.*"):
-            os.utime(path, (time.time() - 60,) * 2)
-        mergepipe.gc([out.parent], home=out.parent.parent / "no-home")
-    left = [path.name for path in out.parent.iterdir() if path.name.startswith(f".{out.name}.")]
-    assert left == []
-    if again.merge is not None:
-        read_bytes = again.merge.expert_bytes + again.merge.analysis_bytes
-        assert (
-            again.merge.earlier_expert_bytes <= read_bytes <= again.merge.earlier_expert_bytes + case.plan.planned_bytes
-        )
-        assert again.expert_bytes <= case.plan.planned_bytes
-
-
-@pytest.mark.parametrize("key", [("dare_ties", None, True), ("dare_ties", "60%", False)])
-def test_run_part__killed_worker_costs_its_shard(
-    cases: Cases, tmp_path: Path, key: tuple[str, str | None, bool]
+def test_run_part__again_on_another_machine_takes_the_part_of_the_lost_one(
+    cases: Cases, folder: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = cases(key)
-    n_operations = len(count_operations(lambda: run_part(case.plan, tmp_path / "counted", 1, 1)))
-    for at in (n_operations // 3, n_operations * 9 // 10):
-        check_survives(case, tmp_path / f"out-{at}", at, Death.BEFORE)
+    """A node is gone without a word: its part can be run again at once, and the report tells what was lost."""
+    case = cases(BUDGETED)
+    folder.part(case.plan, (1, 2))
+    shard = next(n for n, shard in enumerate(folder.status(case.plan).shards) if shard.state == "open")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(records, "this_process", lambda: Owner(1, "1", "another boot", "another machine"))
+        claim = Claimant(begun(folder, case.plan), "2/2", case.plan.limit_bytes).claim(shard, 1000)
+    assert claim is not None
+    with pytest.raises(ConflictError, match="is being made by process 1 on another machine"):
+        folder.part(case.plan, (1, 1))
+    merge = folder.part(case.plan, (2, 2)).merge
+    assert merge is not None
+    assert merge.earlier_expert_bytes == 1000
+    assert merge.expert_bytes + merge.analysis_bytes == 1000 + case.report.expert_bytes + case.report.analysis_bytes
+    folder.check_made(case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("death", list(Death))
-@pytest.mark.parametrize("key", [("dare_ties", None, True), ("dare_ties", "60%", False)])
-def test_run_part__survives_death_at_every_operation(
-    cases: Cases, tmp_path: Path, key: tuple[str, str | None, bool], death: Death
+def test_run_part__failed_finish_gives_the_shards_back(
+    cases: Cases, folder: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = cases(key)
-    names = count_operations(lambda: run_part(case.plan, tmp_path / "counted", 1, 1))
-    for at, name in enumerate(names):
-        if death is Death.BEFORE or name in ("write", "pwrite"):
-            check_survives(case, tmp_path / f"out-{at}", at, death)
+    case = cases(BUDGETED)
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConflictError.of("test.failure", folder.out, "fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mergepipe.snapshots.staging.Staging.publish", fail)
+        with pytest.raises(ConflictError, match="fails"):
+            folder.part(case.plan, (1, 1))
+    status = folder.status(case.plan)
+    assert (status.done_shards, status.is_published) == (N_SHARDS, False)
+    assert folder.part(case.plan, None).expert_bytes == 0
+    folder.check_made(case)
 
 
 def test_run_part__killed_within_a_file_goes_on_behind_its_last_unit(
@@ -354,22 +491,23 @@ def test_run_part__killed_within_a_file_goes_on_behind_its_last_unit(
     """The same command always ends, under a budget too; what was lost is counted, and nothing else."""
     monkeypatch.setattr(work_log, "UNIT_BYTES", 1)
     monkeypatch.setattr(progress, "READ_AHEAD_BYTES", 0)
-    plan = cases(("ties", "40%", False)).plan
-    mergepipe.run(plan, tmp_path / "whole", options=OPTIONS)
+    plan, options = cases(BUDGETED).plan, replace(OPTIONS, shard_bytes=None)
+    mergepipe.run(plan, tmp_path / "whole", options=options)
 
-    def run(out: Path) -> PartReport:
-        return mergepipe.run_part(plan, out, (1, 1), options=OPTIONS)
+    def run(place: Place) -> PartReport:
+        return mergepipe.run_part(plan, place.out, (1, 1), options=options)
 
-    names = count_operations(lambda: run(tmp_path / "counted"))
+    places = (Place(tmp_path / str(number) / "out", tmp_path / "home") for number in range(9))
+    names = count_operations(partial(run, next(places)))
     unit = len(names) - 1 - names[::-1].index("ftruncate") + 3  # the record of the last one
-    whole_bytes = run(tmp_path / "undisturbed").expert_bytes
-    made = names.index("renameat2", unit)  # the record that the shard is done
-    for at, is_lost in ((unit - 9, True), (unit + 1, False), (unit + 7, False), (made, False)):
-        out = tmp_path / f"out-{at}"
-        assert run_killed(partial(run, out), at, Death.BEFORE)
-        report = run(out)
-        assert files_of(out) == files_of(tmp_path / "whole")
-        assert nothing_else(out)
+    whole_bytes = run(next(places)).expert_bytes
+    done = names.index("renameat2", unit)  # the record that the shard is done
+    for at, is_lost in ((unit - 9, True), (unit + 1, False), (unit + 7, False), (done, False)):
+        place = next(places)
+        assert run_killed(partial(run, place), at, Death.BEFORE)
+        report = run(place)
+        assert len(place.everything()) == len(place.files())
+        assert made(place.files()) == made(files_below(tmp_path / "whole"))
         assert report.expert_bytes == (whole_bytes if is_lost else 0)
         assert report.merge is not None
         total_bytes = report.merge.expert_bytes + report.merge.analysis_bytes
@@ -377,129 +515,107 @@ def test_run_part__killed_within_a_file_goes_on_behind_its_last_unit(
         assert 0 < report.merge.earlier_expert_bytes <= whole_bytes
 
 
-def test_run_part__failed_finish_gives_the_shards_back(
-    cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case, out = cases(("ties", "40%", False)), tmp_path / "out"
-
-    def fail(*_: object, **__: object) -> None:
-        raise ConflictError.of("test.failure", out, "fails")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("mergepipe.snapshots.staging.Staging.publish", fail)
-        with pytest.raises(ConflictError, match="fails"):
-            run_part(case.plan, out, 1, 1)
-    status = mergepipe.parts_status(case.plan, out)
-    assert (status.done_shards, status.is_published) == (5, False)
-    report = mergepipe.run_part(case.plan, out, options=replace(OPTIONS, shard_bytes=SHARD_BYTES))
-    assert report.expert_bytes == 0
-    assert files_of(out) == case.files
+# --- other outputs at the same place ---
 
 
-def test_parts_status__tells_what_is_missing(cases: Cases, tmp_path: Path) -> None:
-    plan, out = cases(("ties", None, False)).plan, tmp_path / "out"
-    run_part(plan, out, 2, 3)
-    status = mergepipe.parts_status(plan, out, n_parts=3)
-    assert status.missing_parts == (1, 3)
-    assert {shard.state for shard in status.shards} == {"done", "open"}
-    assert {shard.part for shard in status.shards if shard.state == "done"} == {"2/3"}
-    assert 0 < status.read_bytes < status.planned_bytes
-    for number in (1, 3):
-        run_part(plan, out, number, 3)
-    assert mergepipe.parts_status(plan, out, n_parts=3).is_published
-
-
-def test_parse_part__reads_a_part_of_many() -> None:
-    assert parts_job.parse_part("2/7") == (2, 7)
-    for text in ("", "2", "8/7", "0/7", "a/b", "1/", "-1/2"):
-        with pytest.raises(RecipeError):
-            parts_job.parse_part(text)
-
-
-def test_gc__removes_parts_of_an_output_that_is_published(cases: Cases, tmp_path: Path) -> None:
-    case, out = cases(("linear", None, False)), tmp_path / "out"
-    run_part(case.plan, out, 1, 2)
-    place = parts_directory(out, case.plan.digest)
-    assert mergepipe.gc([tmp_path], home=tmp_path / "home").garbage == ()  # other parts may come
-    mergepipe.run(case.plan, out, options=replace(OPTIONS, shard_bytes=SHARD_BYTES))
-    (garbage,) = mergepipe.gc([tmp_path], home=tmp_path / "home").garbage
-    assert (garbage.kind, garbage.is_removed) == ("parts", True)
-    assert not place.exists()
-
-
-def test_run_part__where_renames_replace_is_coordinated_by_links(
-    cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owned, "renameat2", lambda *_: False)
-    case, out = cases(("dare_ties", None, True)), tmp_path / "out"
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda _: run_part(case.plan, out, 1, 1), range(3)))
-    assert files_of(out) == case.files
-    assert nothing_else(out)
-
-
-def test_run_part__with_force_replaces_a_snapshot(cases: Cases, tmp_path: Path) -> None:
-    case, out = cases(("linear", None, False)), tmp_path / "out"
-    mergepipe.run(cases(("ties", None, False)).plan, out, options=replace(OPTIONS, shard_bytes=SHARD_BYTES))
-    before = files_of(out)
+def test_run_part__with_force_replaces_a_snapshot_in_a_folder(cases: Cases, folder: Place, bucket: Place) -> None:
+    case, forced = cases(PLAIN), replace(OPTIONS, force=True)
+    mergepipe.run(cases(BUDGETED).plan, folder.out, options=OPTIONS)
+    before = folder.files()
     with pytest.raises(OutputError, match="already exists"):
-        run_part(case.plan, out, 1, 2)
+        folder.part(case.plan, (1, 2))
     for number in (1, 2):
-        assert files_of(out) == before
-        mergepipe.run_part(case.plan, out, (number, 2), options=replace(OPTIONS, shard_bytes=SHARD_BYTES, force=True))
-    assert files_of(out) == case.files
-    assert nothing_else(out)
+        assert folder.files() == before
+        mergepipe.run_part(case.plan, folder.out, (number, 2), options=forced)
+    folder.check_made(case)
+    with pytest.raises(RecipeError, match="a snapshot in a bucket is never replaced"):
+        mergepipe.run_part(case.plan, bucket.out, (1, 2), options=forced)
 
 
-def test_run_part__that_another_process_makes_is_busy_under_a_budget(cases: Cases, tmp_path: Path) -> None:
-    plan, out = cases(("ties", "40%", False)).plan, tmp_path / "out"
-    run_part(plan, out, 1, 4)
-    status = mergepipe.parts_status(plan, out)
-    open_shard = next(n for n, shard in enumerate(status.shards) if shard.state == "open")
-    place = job_place(out, plan)
-    Claimant(place, "1/1", plan.limit_bytes).claim(open_shard, plan.planned_bytes)
-    with pytest.raises(ConflictError, match="is being made by process") as refused:
-        run_part(plan, out, 1, 1)
-    assert {problem.code for problem in refused.value.problems} == {"parts.busy"}
-    assert mergepipe.parts_status(plan, out).shards[open_shard].state == "reading"
-    assert mergepipe.parts_status(plan, out).done_shards == 4  # what can be made is made
+def test_run_part__and_a_merge_refuse_the_place_of_each_other(cases: Cases, bucket: Place, tmp_path: Path) -> None:
+    plan = cases(BUDGETED).plan
+    bucket.part(plan, (1, 3))
+    before = bucket.files()
+    with pytest.raises(OutputError, match="no unfinished output"):
+        mergepipe.run(cases(PLAIN).plan, bucket.out, options=replace(OPTIONS, home=tmp_path / "home"))
+    assert bucket.files() == before
+    other = Place(f"{bucket.out}-other", tmp_path / "home")
+    with (
+        pytest.raises(ConflictError, match="makes an output"),
+        ObjectUpload(BucketFolder(Location.of(other.out))),
+    ):
+        other.part(plan, (1, 3))
+    assert other.files() == {}
 
 
-def job_place(out: Path, plan: Plan) -> FolderParts:
-    """The place of parts that were begun."""
-    job = read_job(parts_directory(out, plan.digest))
-    assert job is not None
-    return FolderParts(out, job)
+def test_run_part__never_writes_among_objects_of_others(cases: Cases, bucket: Place) -> None:
+    plan = cases(PLAIN).plan
+    BucketFolder(Location.of(bucket.out)).create("notes.txt", b"mine")
+    with pytest.raises(OutputError, match="not of this job"):
+        bucket.part(plan, (1, 2))
+    assert bucket.files() == {"notes.txt": b"mine"}
+    published = Place(f"{bucket.out}-published", bucket.home)
+    mergepipe.run(cases(BUDGETED).plan, published.out, options=replace(OPTIONS, home=bucket.home))
+    before = published.files()
+    with pytest.raises(OutputError, match="never replaced"):
+        published.part(plan, (1, 2))
+    assert published.files() == before
 
 
-def test_gc__removes_parts_that_are_abandoned(cases: Cases, tmp_path: Path) -> None:
-    case, out = cases(("linear", None, False)), tmp_path / "out"
-    run_part(case.plan, out, 1, 2)
-    place = parts_directory(out, case.plan.digest)
-    a_week_ago = time.time() - ABANDONED_SECONDS - 10
-    for path in (*place.iterdir(), place):
-        os.utime(path, (a_week_ago, a_week_ago))
-    (garbage,) = mergepipe.gc([tmp_path], home=tmp_path / "home").garbage
-    assert (garbage.kind, garbage.is_removed) == ("parts", True)
-    assert nothing_else(out)
-
-
-def test_run_part__again_on_another_machine_takes_the_part_of_the_lost_one(
-    cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_run_part__into_a_store_that_ignores_conditions_is_refused(
+    cases: Cases, bucket: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node is gone without a word: its part can be run again at once, and the report tells what was lost."""
-    case, out = cases(("ties", "40%", False)), tmp_path / "out"
-    run_part(case.plan, out, 1, 2)
-    place = job_place(out, case.plan)
-    shard = next(n for n, s in enumerate(mergepipe.parts_status(case.plan, out).shards) if s.state == "open")
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(records, "this_process", lambda: Owner(1, "1", "another boot", "another machine"))
-        claim = Claimant(place, "2/2", case.plan.limit_bytes).claim(shard, 1000)
-    assert claim is not None
-    with pytest.raises(ConflictError, match="is being made by process 1 on another machine"):
-        run_part(case.plan, out, 1, 1)
-    merge = run_part(case.plan, out, 2, 2).merge
-    assert merge is not None
-    assert merge.earlier_expert_bytes == 1000
-    assert merge.expert_bytes + merge.analysis_bytes == 1000 + case.report.expert_bytes + case.report.analysis_bytes
-    assert files_of(out) == case.files
+    monkeypatch.setattr(BucketWriter, "create", BucketWriter.overwrite)
+    with pytest.raises(UnsupportedError, match="ignores conditional puts"):
+        bucket.part(cases(PLAIN).plan, (1, 2))
+    assert bucket.files() == {}
+
+
+# --- what is left behind ---
+
+
+def let_all_be_older(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some days more than parts are kept for."""
+    age = timedelta(days=8)
+    if isinstance(place.out, Path):
+        for path in [*place.out.parent.rglob("*"), *place.out.parent.iterdir()]:
+            os.utime(path, (time.time() - age.total_seconds(),) * 2)
+    monkeypatch.setattr(parts_places, "age_seconds", lambda *_: age.total_seconds())
+
+
+def test_gc__removes_parts_that_are_abandoned(cases: Cases, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases(PLAIN)
+    place.part(case.plan, (1, 2))
+    assert place.collect() == []  # other parts may come
+    let_all_be_older(place, monkeypatch)
+    assert place.collect() == [("parts", True)]
+    assert place.everything() == {}
+
+
+def test_gc__leaves_the_parts_of_an_output_that_is_being_finished(
+    cases: Cases, bucket: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = cases(BUDGETED).plan
+    bucket.part(plan, (1, 2))
+    let_all_be_older(bucket, monkeypatch)
+    shards = weights(bucket.files())
+    with JobUpload(BucketFolder(Location.of(bucket.out))):
+        assert bucket.collect() == []
+        assert weights(bucket.files()) == shards
+        with pytest.raises(NotFoundError, match="no part of it is made"):
+            bucket.part(plan, None)
+
+
+def test_gc__removes_parts_of_an_output_that_is_published(cases: Cases, folder: Place, bucket: Place) -> None:
+    case = cases(PLAIN)
+    folder.part(case.plan, (1, 2))
+    mergepipe.run(case.plan, folder.out, options=OPTIONS)
+    assert folder.collect() == [("parts", True)]
+    folder.check_made(case)
+    bucket.part(case.plan, (1, 1))
+    left = parts_folder(BucketFolder(Location.of(bucket.out)), case.plan.digest)
+    left.create("done-00001.json", b"a worker was killed as it wrote this")
+    garbage = mergepipe.gc(["s3://bucket"], home=bucket.home, dry_run=True).garbage
+    assert [entry.is_removed for entry in garbage if entry.what == bucket.out] == [False]
+    bucket.collect()
+    bucket.check_made(case)

@@ -1,4 +1,4 @@
-"""kill -9 at every storage operation of a pack: no partial store is ever visible, and it goes on to the same one."""
+"""A pack that is interrupted, or whose system calls fail: it goes on to the same store. Killed ones: `test_crashes`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from mergepipe.deltastore.pack.builder import StoreBuilder
 from mergepipe.errors import MergePipeError, StorageError
 from mergepipe.reports import PackReport, Progress
 from mergepipe.storage.owner import LOG_NAME
-from support.crashes import Death, count_operations, run_killed
 from support.faults import Fault, open_descriptors, replaced, system_error, worker_threads
 from support.safetensors_bytes import file_bytes
 
-FEW = 17  # the fast form looks at every 17th operation and at one kind of death, the slow one at all
 SIZES = (5000, BLOCK_ELEMENTS + 100, 300, 2 * BLOCK_ELEMENTS)
 
 
@@ -80,46 +78,6 @@ def finished(case: PackCase) -> PackCase:
     wanted = tree(case.out)
     case.clear()
     return replace(case, wanted=wanted)
-
-
-def crash_everywhere(case: PackCase, *, step: int, death: Death) -> tuple[int, int, int]:
-    """Kill at every `step`-th operation and pack again; how many crashes, how often it went on, and operations."""
-    operations = count_operations(case.run)
-    crashes = resumed = 0
-    for at in range(0, len(operations), step):
-        case.clear()
-        if not run_killed(case.run, at, death):
-            continue  # there are fewer operations when threads meet otherwise
-        crashes += 1
-        published = {store.name for store in case.out.glob("expert-*")}
-        for name in published:
-            assert tree(case.out / name) == expected(case, name)
-        report = case.run()
-        resumed += any(expert.resumed_bytes for expert in report.experts)
-        left = {path.name for path in case.out.glob(".*")}
-        assert left <= {f".{name}.mergepipe-staging" for name in published}  # killed while it was removed
-        assert {name: raw for name, raw in tree(case.out).items() if name[0] != "."} == case.wanted
-    return crashes, resumed, len(operations)
-
-
-def expected(case: PackCase, name: str) -> dict[str, bytes]:
-    return {path.removeprefix(f"{name}/"): raw for path, raw in case.wanted.items() if path.startswith(f"{name}/")}
-
-
-def test_pack__killed_at_any_operation_goes_on(case: PackCase) -> None:
-    crashes, resumed, operations = crash_everywhere(case, step=FEW, death=Death.TORN)
-    print(f"{operations} operations, {crashes} crashes, {resumed} went on")
-    assert crashes > 0.7 * operations / FEW
-    assert resumed > crashes // 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("death", list(Death))
-def test_pack__killed_at_every_operation(case: PackCase, death: Death) -> None:
-    crashes, resumed, operations = crash_everywhere(case, step=1, death=death)
-    print(f"{operations} operations, {crashes} crashes, {resumed} went on")
-    assert crashes > 0.8 * operations
-    assert resumed > crashes // 3
 
 
 def interrupt(case: PackCase, after_bytes: int) -> None:
