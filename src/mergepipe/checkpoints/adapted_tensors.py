@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import ComputedTensor, Fetch, TensorEntry
-from mergepipe.checkpoints.open_files import decoded_into, read_matrix, read_span, whole_cost_bytes
+from mergepipe.checkpoints.open_files import read_matrix, whole_cost_bytes
 from mergepipe.core.blocks import F32, DType, Span
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, read_exact, request_bytes, round_up
 
 # --- compute an adapter's delta of one tensor: a product of two thin matrices, never held as a whole ---
 
@@ -29,6 +30,10 @@ class _Delta(ComputedTensor):
     """What deltas of thin matrices have in common: float32, and all stored bytes are read for any span, once."""
 
     __slots__ = ()
+    if TYPE_CHECKING:  # a field of one kind, a property of the other
+
+        @property
+        def parts(self) -> tuple[LowRankDelta | None, ...]: ...
 
     @property
     def dtype(self) -> DType:
@@ -49,6 +54,13 @@ class _Delta(ComputedTensor):
     def cost_bytes(self, span: Span) -> int:
         """All factors are read for any span, once per opened tensor."""
         return whole_cost_bytes(self.stored)
+
+    def opened(self, files: Mapping[Location, RangeFile]) -> DeltaFetch:
+        """Return a fetch of spans; keeps the factors in float32 from its first call on, those that parts share once."""
+        kind = _SharedFactors if len(self.parts) == 1 and self.parts[0] and self.parts[0].n_experts > 1 else _Factors
+        factors = {(part.up, part.down): kind(part.up, part.down, files) for part in self.parts if part is not None}
+        products = [None if part is None else _Product(part, factors[part.up, part.down]) for part in self.parts]
+        return DeltaFetch(products, self.n_elements // len(self.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +101,9 @@ class LowRankDelta(_Delta):
     def stored(self) -> tuple[TensorEntry, ...]:
         return (self.up,) if self.down is None else (self.up, self.down)
 
-    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
-        """Return a fetch of spans; keeps the factors in float32 from its first call on."""
-        kind = _Factors if self.n_experts == 1 else _SharedFactors
-        return _LowRankFetch(self, kind(self.up, self.down, files))
+    @property
+    def parts(self) -> tuple[LowRankDelta | None, ...]:
+        return (self,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,26 +121,6 @@ class StackedDelta(_Delta):
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
         return tuple(dict.fromkeys(entry for part in self.parts if part is not None for entry in part.stored))
-
-    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
-        """Return a fetch of spans; keeps all factors that were needed in float32, those that parts share once."""
-        factors = {(part.up, part.down): _Factors(part.up, part.down, files) for part in self.parts if part is not None}
-        parts = [None if part is None else _LowRankFetch(part, factors[part.up, part.down]) for part in self.parts]
-        part_elements = self.n_elements // len(self.parts)
-
-        def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
-            values, at = out.view(np.float32), span.start
-            while at < span.stop:
-                index = at // part_elements
-                stop = min(span.stop, (index + 1) * part_elements)
-                target, part = values[at - span.start : stop - span.start], parts[index]
-                if part is None:
-                    target[:] = 0.0
-                else:
-                    part(Span(at - index * part_elements, stop - index * part_elements), target.view(np.uint8), purpose)
-                at = stop
-
-        return fetch
 
 
 class _Factors:
@@ -178,24 +169,17 @@ def read_finite(entry: TensorEntry, files: Mapping[Location, RangeFile], purpose
     return values
 
 
-class _LowRankFetch:
-    """Computes spans of a `LowRankDelta`; safe to call from many threads. Memory: its factors, in float32."""
+class _Product:
+    """The two factors of a `LowRankDelta` as they are multiplied, (R, K) and (K, C). Safe to call from many threads."""
 
     def __init__(self, tensor: LowRankDelta, factors: _Factors) -> None:
+        self.scale = tensor.scale
         self._tensor = tensor
         self._factors = factors
         self._lock = threading.Lock()
         self._oriented: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
 
-    def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
-        """Write the elements `span` into `out` (uint8 of float32); see `checkpoints.contract.Fetch`."""
-        from mergepipe.kernels.products import low_rank_product  # compiled: nothing that only opens waits for it
-
-        left_RK, right_KC = self._read(purpose)
-        if span.n_elements:
-            low_rank_product(left_RK, right_KC, self._tensor.scale, span.start, out.view(np.float32))
-
-    def _read(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def __call__(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         with self._lock:
             if self._oriented is None:
                 tensor, (up, down) = self._tensor, self._factors(purpose)
@@ -207,15 +191,77 @@ class _LowRankFetch:
             return self._oriented
 
 
+class DeltaFetch:
+    """Computes spans of a delta, or adds them to weights; safe to call from many threads.
+
+    Memory: the factors, in float32.
+    """
+
+    def __init__(self, products: Sequence[_Product | None], part_elements: int) -> None:
+        self._products = products
+        self._part_elements = part_elements
+
+    def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
+        """Write the elements `span` into `out` (uint8 of float32); see `checkpoints.contract.Fetch`."""
+        from mergepipe.kernels.products import low_rank_product  # compiled: nothing that only opens waits for it
+
+        values = out.view(np.float32)
+        for product, inside, start in self._pieces(span):
+            target = values[start : start + inside.n_elements]
+            if product is None:
+                target[:] = 0.0
+            else:
+                low_rank_product(*product(purpose), product.scale, inside.start, target)
+
+    def add(
+        self, span: Span, weights: NDArray[np.uint8], dtype: DType, out: NDArray[np.uint8], out_dtype: DType,
+        purpose: Purpose,
+    ) -> None:  # fmt: skip
+        """Write the elements `span` plus those of the weights (stored bytes) to `out`, rounded to its dtype."""
+        from mergepipe.kernels.products import add_low_rank
+
+        nothing = np.empty((1, 0), np.float32), np.empty((0, self._part_elements), np.float32)
+        for product, inside, start in self._pieces(span):
+            stop, scale = start + inside.n_elements, 0.0 if product is None else product.scale
+            raw = weights[start * dtype.itemsize : stop * dtype.itemsize]
+            target = out[start * out_dtype.itemsize : stop * out_dtype.itemsize]
+            factors = nothing if product is None else product(purpose)
+            add_low_rank(*factors, scale, inside.start, raw, dtype.kernel_code, target, out_dtype.kernel_code)
+
+    def _pieces(self, span: Span) -> Iterator[tuple[_Product | None, Span, int]]:
+        """Yield the parts that a span touches, with the elements of each, and where in the span they start."""
+        at = span.start
+        while at < span.stop:
+            index, first = at // self._part_elements, at % self._part_elements
+            n_elements = min(span.stop - at, self._part_elements - first)
+            yield self._products[index], Span(first, first + n_elements), at - span.start
+            at += n_elements
+
+
 # --- apply an adapter to weights, for experts that a recipe writes as `model+adapter` ---
 
 
 _NORM_ELEMENTS = 1 << 20
 
 
+class _Room(threading.local):
+    """A buffer of each thread, of the largest span that it read: new pages cost as much as what is computed in them."""
+
+    buffer = np.empty(0, np.uint8)
+
+    def of(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return at least so many bytes, page-aligned, contents undefined."""
+        if len(self.buffer) < nbytes:
+            self.buffer = aligned_buffer(round_up(nbytes, PAGE_BYTES))
+        return self.buffer
+
+
+_room = _Room()
+
+
 @dataclass(frozen=True, slots=True)
 class Adapted(ComputedTensor):
-    """`weights + delta` in float32, element by element; no rounding to the dtype of `weights`.
+    """`weights + delta` in float32, element by element, rounded once to `dtype`.
 
     With a `magnitude` (DoRA), each output feature of the sum is scaled to that norm: features are rows, or columns of
     a transposed delta, whose norms need a pass over the whole matrix first. A span costs its own weights (whole rows of
@@ -229,6 +275,7 @@ class Adapted(ComputedTensor):
     weights: TensorEntry
     delta: LowRankDelta | StackedDelta
     magnitude: TensorEntry | None = None
+    dtype: DType = F32  # over the property of all tensors
 
     def __post_init__(self) -> None:
         if self.weights.shape != self.delta.shape or self.weights.is_delta:
@@ -237,10 +284,6 @@ class Adapted(ComputedTensor):
     @property
     def name(self) -> str:
         return self.delta.name
-
-    @property
-    def dtype(self) -> DType:
-        return F32
 
     @property
     def stored_dtype(self) -> DType:
@@ -303,13 +346,15 @@ class _AdaptedFetch:
         self._column_scales: NDArray[np.float32] | None = None
 
     def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
+        from mergepipe.kernels.codec import encode_all  # compiled: nothing that only opens waits for it
+
         tensor = self._tensor
         if tensor.magnitude is None:
-            self._add(span, out.view(np.float32), purpose)
+            self._add(span, out, tensor.dtype, purpose)
             return
         rows, width = tensor.whole_rows(span), tensor.shape[1]
         sums = np.empty(rows.n_elements, np.float32)
-        self._add(rows, sums, purpose)
+        self._add(rows, sums.view(np.uint8), F32, purpose)
         magnitude, column_scales = self._scales(purpose)
         if column_scales is not None:
             sums *= column_scales[np.arange(rows.start, rows.stop) % width]
@@ -317,12 +362,14 @@ class _AdaptedFetch:
             sums_MN = sums.reshape(-1, width)
             norms_M = np.sqrt(np.einsum("mn,mn->m", sums_MN, sums_MN, dtype=np.float64))
             sums_MN *= (magnitude[rows.start // width : rows.stop // width] / norms_M).astype(np.float32)[:, None]
-        out.view(np.float32)[:] = sums[span.start - rows.start : span.stop - rows.start]
+        encode_all(sums[span.start - rows.start : span.stop - rows.start], out, tensor.dtype.kernel_code)
 
-    def _add(self, span: Span, out: NDArray[np.float32], purpose: Purpose) -> None:
-        raw = read_span(self._tensor.weights, span, self._files, purpose)
-        self._delta(span, out.view(np.uint8), purpose)
-        out += decoded_into(raw, self._tensor.weights.dtype.kernel_code, np.empty(len(out), np.float32))
+    def _add(self, span: Span, out: NDArray[np.uint8], dtype: DType, purpose: Purpose) -> None:
+        weights = self._tensor.weights
+        file, start = self._files[weights.file], weights.offset + span.start * weights.dtype.itemsize
+        stop = start + span.n_elements * weights.dtype.itemsize
+        raw = read_exact(file, start, stop, purpose, _room.of(request_bytes(file, start, stop)))
+        self._delta.add(span, raw, weights.dtype, out, dtype, purpose)
 
     def _scales(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         """Return the magnitudes and, for norms of columns, the scale of each column."""
@@ -332,7 +379,7 @@ class _AdaptedFetch:
                 squares_N = np.zeros(self._tensor.shape[1])
                 for chunk in self._tensor.norm_chunks():
                     sums = np.empty(chunk.n_elements, np.float32)
-                    self._add(chunk, sums, purpose)
+                    self._add(chunk, sums.view(np.uint8), F32, purpose)
                     squares_N += np.square(sums, dtype=np.float64).reshape(-1, len(squares_N)).sum(axis=0)
                 if self._tensor.has_norms_of_columns:
                     self._column_scales = (self._magnitude / np.sqrt(squares_N)).astype(np.float32)

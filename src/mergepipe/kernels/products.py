@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import GRAIN_ELEMENTS
-from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, itemsize_of
+from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, encode_tile, itemsize_of
 from mergepipe.kernels.compiled import Bytes, Counts, Doubles, Floats, kernel
 from mergepipe.kernels.merge import decode_against
 
@@ -184,7 +184,7 @@ def add_column_grams(
 # --- multiply two thin matrices, for any range of the flattened product ---
 
 
-TILE_COLUMNS = 1024  # a tile of results and four of the right factor fit into the L1 cache
+TILE_COLUMNS = 512  # a tile of results and sixteen of the right factor fit into the L1 cache
 
 
 @kernel
@@ -201,6 +201,29 @@ def low_rank_product(left_RK: Floats, right_KC: Floats, scale: float, first: int
         row, column = divmod(first + done, n_columns)
         count = min(n_columns - column, len(out) - done, TILE_COLUMNS)
         _row_tile(left_RK[row], right_KC, column, factor, out[done : done + count])
+        done += count
+
+
+@kernel
+def add_low_rank(
+    left_RK: Floats, right_KC: Floats, scale: float, first: int, weights: Bytes, code: int, out: Bytes, out_code: int
+) -> None:
+    """Write weights plus what `low_rank_product` makes of the same elements, in float32, rounded to the output's dtype.
+
+    `weights` holds as many elements of the dtype `code` as `out` those of `out_code`.
+    """
+    n_columns, n = right_KC.shape[1], len(weights) // itemsize_of(code)
+    factor = np.float32(scale)
+    product, tile = np.empty(TILE_COLUMNS, np.float32), np.empty(TILE_COLUMNS, np.float32)
+    done = 0
+    while done < n:
+        row, column = divmod(first + done, n_columns)
+        count = min(n_columns - column, n - done, TILE_COLUMNS)
+        _row_tile(left_RK[row], right_KC, column, factor, product[:count])
+        decode_tile(weights, done * itemsize_of(code), code, count, tile)
+        for j in range(count):
+            tile[j] = product[j] + tile[j]
+        encode_tile(tile, count, out, done * itemsize_of(out_code), out_code)
         done += count
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from mergepipe.checkpoints.adapted_tensors import Adapted
 from mergepipe.checkpoints.contract import Checkpoint, Readable, Source
 from mergepipe.checkpoints.embedding_rows import TIED_HEADS, is_head
 from mergepipe.core.blocks import DType, DTypeKind, promoted_dtype
@@ -193,6 +195,9 @@ class _Resolver:
             return None
         members = tuple(member.model for member in output.group.experts)
         dtype = self._dtype or (base.stored_dtype if self._recipe.keeps_dtypes else _promoted(base, experts))
+        is_copied = self._recipe.operator.max_experts == 0 and parameters.anchor.get("scale", 1.0) == 1.0
+        if is_copied and isinstance(base, Adapted):
+            base = replace(base, dtype=dtype)
         return MergeTask(
             output.name, Action.MERGE, base.shape, dtype, base, experts, parameters, "", output.model, members
         )

@@ -125,6 +125,19 @@ def test_adapted__is_weights_plus_delta_for_any_spans(
     assert (both.is_delta, both.is_unit, both.nbytes) == (False, False, weights.nbytes + delta.nbytes)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=lambda dtype: dtype.name)
+def test_adapted__is_rounded_once_to_its_dtype(tmp_path: Path, dtype: DType) -> None:
+    delta = low_rank(tmp_path, 12, 600, 5)
+    weights = stored(tmp_path / "weights", "w", random(12, 600, seed=5), BF16, 3000)
+    rounded = Adapted(weights, delta, dtype=dtype)
+    files, _ = aligned_files([rounded])
+    raw = np.empty(rounded.n_elements * dtype.itemsize, np.uint8)
+    fetch = rounded.opened(files)
+    for start, stop in pairwise([0, 1, 599, 2500, rounded.n_elements]):
+        fetch(Span(start, stop), raw[start * dtype.itemsize : stop * dtype.itemsize], Purpose.BASE)
+    assert raw.tobytes() == encode(fetched(Adapted(weights, delta)), dtype).tobytes()
+
+
 def test_low_rank_delta__experts_of_a_layer_read_their_common_factors_once(tmp_path: Path) -> None:
     up = stored(tmp_path / "up", "up", random(6, 3 * 5), F32, 0)
     down = stored(tmp_path / "down", "down", random(5 * 3, 8, seed=1), F32, 0)
