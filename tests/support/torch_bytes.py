@@ -43,9 +43,10 @@ class View:
 
 @dataclass(slots=True)
 class PickleWriter:
-    """Writes a value as protocol 2; `storages` collects the arrays it refers to, in order of their keys."""
+    """Writes a value as protocol 2, its containers numbered; `storages` collects the arrays it refers to, by key."""
 
     storages: list[Array] = field(default_factory=list)
+    n_containers: int = 0
 
     def write(self, value: object) -> bytes:
         """The whole pickle."""
@@ -62,14 +63,19 @@ class PickleWriter:
         if isinstance(value, str):
             return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
         if isinstance(value, dict):
-            return b"}(" + b"".join(self.encode(k) + self.encode(v) for k, v in value.items()) + b"u"
+            items = (item for pair in value.items() for item in pair)
+            return b"}" + self._number() + b"(" + b"".join(map(self.encode, items)) + b"u"
         if isinstance(value, list):
-            return b"](" + b"".join(map(self.encode, value)) + b"e"
+            return b"]" + self._number() + b"(" + b"".join(map(self.encode, value)) + b"e"
         if isinstance(value, tuple):
             return b"(" + b"".join(map(self.encode, value)) + b"t"
         if isinstance(value, np.ndarray):
             return self._view(View(value.reshape(-1), 0, value.shape))
         return self._object(value)
+
+    def _number(self) -> bytes:
+        self.n_containers += 1
+        return b"r" + struct.pack("<I", self.n_containers)
 
     def _object(self, value: object) -> bytes:
         if isinstance(value, View):
