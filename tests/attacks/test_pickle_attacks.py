@@ -268,7 +268,7 @@ def altered(member: str, /, **lies: Any) -> bytes:
         (altered("archive/data/0", local_name="archive/data/9"), "the header of member 'archive/data/0'"),
         (altered("archive/data/0", central_size=4000), "member 'archive/data/0' ends at 4576,"),
         (altered("archive/data/0", central_size=1000), "the descriptor behind member"),
-        (altered("archive/data/0", header_offset=0), "member 'archive/data.pkl' ends at 358,"),
+        (altered("archive/data/0", header_offset=0), "member 'archive/data.pkl' ends at 363,"),
         (altered("archive/data/0", header_offset=1 << 31), "bytes [2147483648, 2147483692) of 9498 are"),
         (altered("archive/data/0", content=b"short"), "storage '0' has 5 bytes, 2400 are announced"),
         (altered("archive/data/0", name="archive/data/00"), "storage '0' is not in the file"),

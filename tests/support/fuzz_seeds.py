@@ -197,11 +197,12 @@ def partial_manifest(shapes: Mapping[str, tuple[int, ...]]) -> bytes:
     first, second = list(shapes)[:2]
     sizes = [int(np.prod(shapes[name])) for name in (first, second)]
     tensors: list[Sequence[object]] = [[first, "exp_avg", "F32", 0, sizes[0]], [second, "fp32", "F32", 1, sizes[1]]]
+    shard = {"name": "rank-0.safetensors", "size_bytes": 4096, "counters": [0], "tensors": tensors}
     document = {
-        "mergepipe_partial": 1, "origin": "deepspeed-zero", "framework": "transformers", "stage": 2, "world_size": 2,
-        "step": 7, "parameters": {name: list(shape) for name, shape in shapes.items()}, "tied": {},
-        "flat_groups": [list(shapes)], "units": ["embed_tokens"], "counters": [[first]], "options": [{"lr": 0.1}],
-        "shards": [{"file": "rank-0.safetensors", "bytes": 4096, "counters": [0], "tensors": tensors}],
+        "format": "mergepipe-manifest/5", "kind": "partial", "origin": "deepspeed-zero", "framework": "transformers",
+        "stage": 2, "world_size": 2, "step": 7, "parameters": {name: list(shape) for name, shape in shapes.items()},
+        "tied": {}, "flat_groups": [list(shapes)], "units": ["embed_tokens"], "counters": [[first]],
+        "options": [{"lr": 0.1}], "shards": [shard],
     }  # fmt: skip
     return json.dumps(document).encode()
 

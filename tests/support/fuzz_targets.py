@@ -36,7 +36,7 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.owner import LOG_NAME
-from mergepipe.tailor.formats.partial import parse_manifest as parse_partial
+from mergepipe.tailor.formats.partial import PARTIAL_FORMAT
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.recipe import load_composition
 from mergepipe.tailor.saving.save_log import read_log
@@ -238,11 +238,11 @@ def training_targets(folder: Path) -> tuple[Target, ...]:
     for name in ("old", "new"):
         (folder / name).mkdir()
     log = Shape(seeds.save_logs(), split=seals.lines_of)
-    partial = Shape((seeds.partial_manifest(known.shapes),), is_json=True)
+    partial = Shape((seeds.partial_manifest(known.shapes),), seals.seal_store_header, is_json=True)
     trees = Shape(seeds.as_trees(seeds.COMPOSITIONS), words=seeds.COMPOSITION_WORDS, is_json=True)
     recipe = Shape(seeds.COMPOSITIONS, split=seals.lines_of, words=seeds.COMPOSITION_WORDS)
     return (
-        Target("partial-manifest", lambda raw: parse_partial(raw, FILE), partial),
+        Target("partial-manifest", lambda raw: PARTIAL_FORMAT.parse(raw, FILE), partial),
         Target("save-log", lambda raw: read_log(raw.decode("utf-8", errors="replace")), log),
         Target(
             "composition",

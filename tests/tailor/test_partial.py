@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from mergepipe.core.canonical_json import digest_of
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, TrainingCheckpoint
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
-from mergepipe.tailor.formats.partial import MANIFEST_NAME, parse_manifest, read_partial_manifest
+from mergepipe.tailor.formats.partial import MANIFEST_NAME, PARTIAL_FORMAT, read_partial_manifest
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.inspect import inspect_checkpoints
 from mergepipe.tailor.saving.engine_view import Ranks
@@ -87,7 +88,7 @@ def test_open_training_checkpoint__knows_a_partial_one_with_trainer_files(folder
 
 def test_to_json__is_read_back_as_it_was(folder: Path) -> None:
     manifest = read_partial_manifest(MetadataStore(), Location.local(folder))
-    assert parse_manifest(manifest.to_json(), Location.local(folder)) == manifest
+    assert PARTIAL_FORMAT.parse(PARTIAL_FORMAT.to_json(manifest), folder) == manifest
 
 
 def test_read_partial__says_what_a_rank_that_is_not_listed_would_have(folder: Path) -> None:
@@ -101,6 +102,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path = folder / MANIFEST_NAME
     document = json.loads(path.read_text())
     change(document)
+    document["digest"] = digest_of({key: value for key, value in document.items() if key != "digest"})
     path.write_text(json.dumps(document))
 
 
@@ -117,25 +119,25 @@ def set_tensor(place: int, value: object) -> Callable[[dict[str, Any]], object]:
 
 
 LIES: dict[str, tuple[Callable[[dict[str, Any]], object], type[MergePipeError], str]] = {
-    "no version": (lambda m: m.pop("mergepipe_partial"), UnsupportedError, "version"),
-    "a later version": (set_key("mergepipe_partial", 2), UnsupportedError, "version"),
-    "true is no version": (set_key("mergepipe_partial", True), UnsupportedError, "version"),
+    "no format": (lambda m: m.pop("format"), CorruptError, "its format is None"),
+    "a later version": (set_key("format", "mergepipe-manifest/99"), UnsupportedError, "use a newer version"),
+    "a manifest of another kind": (set_key("kind", "composite"), UnsupportedError, "'partial' is needed"),
     "an unknown key": (set_key("unit", []), CorruptError, "did you mean 'units'"),
     "an unknown format": (set_key("origin", "zip"), CorruptError, "'origin'"),
     "no ranks": (set_key("world_size", 0), CorruptError, "world_size"),
-    "a negative step": (set_key("step", -1), CorruptError, "'step'"),
-    "a step that is true": (set_key("step", True), CorruptError, "'step'"),
+    "a negative step": (set_key("step", -1), CorruptError, "step: an integer"),
+    "a step that is true": (set_key("step", True), CorruptError, "step: an integer"),
     "a missing list": (lambda m: m.pop("units"), CorruptError, "'units'"),
     "an alias of nothing": (set_key("tied", {"a": "b"}), CorruptError, "'tied'"),
     "a unit the model has not": (set_key("units", ["layer 99"]), CorruptError, "no unit 'layer 99'"),
     "a unit left out": (set_key("units", ["embed"]), CorruptError, "in no unit that was saved"),
     "a group of an unknown": (set_key("flat_groups", [["x"]]), CorruptError, "'flat_groups'"),
     "a shape that overflows": (lambda m: m["parameters"].update(x=[2**40, 2**40]), CorruptError, "overflows"),
-    "a shape of words": (lambda m: m["parameters"].update(x=["2"]), CorruptError, "count"),
-    "a file elsewhere": (set_shard("file", "../rank-00000.safetensors"), CorruptError, "in the manifest's folder"),
-    "a file of another kind": (set_shard("file", MANIFEST_NAME), CorruptError, "in the manifest's folder"),
-    "a file that is not there": (set_shard("file", "x.safetensors"), CorruptError, "is not there"),
-    "a wrong size": (set_shard("bytes", 5), CorruptError, "the manifest says 5 bytes"),
+    "a shape of words": (lambda m: m["parameters"].update(x=["2"]), CorruptError, "an integer"),
+    "a file elsewhere": (set_shard("name", "../rank-00000.safetensors"), CorruptError, "in the manifest's folder"),
+    "a file of another kind": (set_shard("name", MANIFEST_NAME), CorruptError, "in the manifest's folder"),
+    "a file that is not there": (set_shard("name", "x.safetensors"), CorruptError, "is not there"),
+    "a wrong size": (set_shard("size_bytes", 5), CorruptError, "the manifest says 5 bytes"),
     "a shard twice": (lambda m: m["shards"].append(m["shards"][0]), CorruptError, "one name"),
     "a tensor twice": (lambda m: m["shards"][0]["tensors"].append(m["shards"][0]["tensors"][0]), CorruptError, "twice"),
     "a tensor too few": (lambda m: m["shards"][0]["tensors"].pop(), CorruptError, "as the manifest describes"),

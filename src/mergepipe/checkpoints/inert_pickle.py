@@ -39,6 +39,12 @@ def load_inert(pickled: bytes, where: str, limits: PickleLimits = DEFAULT_LIMITS
     return _Machine(pickled, where, limits).run()
 
 
+def load_with_memo(pickled: bytes, where: str) -> tuple[object, dict[int, object]]:
+    """Return the value a pickle describes, and the parts of it that the pickle numbers, by their numbers."""
+    machine = _Machine(pickled, where, DEFAULT_LIMITS)
+    return machine.run(), machine.memo
+
+
 class _Machine:
     """The pickle virtual machine: a stack, a list of marked stacks and a memo."""
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickletools
 import struct
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from mergepipe.checkpoints.inert_pickle import load_with_memo
 from mergepipe.checkpoints.inert_values import PickledStorage, PickledTensor
 from mergepipe.checkpoints.torch_file import (
     TorchArchive,
@@ -19,7 +19,7 @@ from mergepipe.checkpoints.torch_file import (
     walk_tensors,
 )
 from mergepipe.core.blocks import ByteRange, DType, element_count
-from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.copy_plan import Checksum, CopyRange, FilePlan, Literal, Patch, Segment, joined
@@ -187,166 +187,51 @@ def _touches(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
 # --- edit single values inside a pickle without executing it; all other bytes stay the same ---
 
 
-_PUTS = ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE")
-_GETS = ("BINGET", "LONG_BINGET", "GET")
-_MARKED = ("TUPLE", "LIST", "DICT", "FROZENSET", "SETITEMS", "APPENDS", "ADDITEMS")
+_STOP = b"."
+_MARK, _TUPLE, _SET_ITEM = b"(", b"t", b"s"
 
 
 def edit_pickle(raw: bytes, edits: Mapping[PicklePath, object], where: str) -> bytes:
     """Return `raw` with new values at some paths: keys of mappings and places in lists; the last step is a key.
 
-    The key is stored once more behind its old value, as a mapping may: so nothing that refers to the old value, or
-    to a part of it, breaks. `raw` must be a pickle that `load_inert` accepted.
+    A pickle is a program, which ends with the mapping that it makes on the stack. Instructions before its end recall
+    the mapping that holds a value by its number, and store the new value there. So nothing that refers to the old
+    value, or to a part of it, breaks. `raw` must be a pickle that `load_inert` accepted.
 
     Law: `load_inert(edit_pickle(raw, {p: v}))` is `load_inert(raw)` with v at p.
+
+    Raises:
+        CorruptError: nothing is at a path, or what is there has no number.
     """
     if not edits:
         return raw
-    root = _Outline(raw).root()
-    pieces: list[tuple[int, bytes]] = []
+    root, memo = load_with_memo(raw, where)
+    number_of = {id(value): number for number, value in memo.items()}
+    recall, put = InertPickler.recall, InertPickler(1 + max(memo, default=-1)).fragment
+    pieces = [raw[:-1]]
     for path, value in edits.items():
-        holder = _find(root, path[:-1])
-        entry = holder.entries.get(path[-1]) if holder is not None else None
-        if entry is None or entry.closing is None:
+        try:
+            first, holder = _item(root, path[0]), root
+            for step in path[:-1]:
+                holder = _item(holder, step)
+            _item(holder if isinstance(holder, dict) else {}, path[-1])
+            if holder is root:
+                pieces += [put(path[-1]), put(value), _SET_ITEM]
+                continue
+            # what holds it is consumed as a value of the root's first key, which then is as it was
+            pieces += [put(path[0]), _MARK, recall(number_of[id(holder)]), put(path[-1]), put(value), _SET_ITEM]
+            pieces += [_TUPLE, _SET_ITEM, put(path[0]), recall(number_of[id(first)]), _SET_ITEM]
+        except KeyError:
             shown = ".".join(map(str, path))[:200]
-            raise CorruptError.of("checkpoint.damaged", where, f"holds no {shown!r} that could be changed")
-        pickler = InertPickler()
-        pieces.append((entry.stop, pickler.fragment(path[-1]) + pickler.fragment(value) + entry.closing))
-    out, position = [], 0
-    for stop, inserted in sorted(pieces, key=lambda piece: piece[0]):
-        out += [raw[position:stop], inserted]
-        position = stop
-    return b"".join([*out, raw[position:]])
+            raise CorruptError.of("checkpoint.damaged", where, f"holds no {shown!r} that could be changed") from None
+    return b"".join([*pieces, _STOP])
 
 
-def _find(value: _Value, path: PicklePath) -> _Value | None:
-    for step in path:
-        entry = value.entries.get(step)
-        if entry is None:
-            return None
-        value = entry.value
-    return value
-
-
-@dataclass(slots=True, eq=False)
-class _Value:
-    """The outline of one value: the value itself if it can be a key, and the positions of a container's entries."""
-
-    key: str | int | None = None
-    entries: dict[str | int, _Entry] = field(default_factory=dict)
-    n_items: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One entry: behind byte `stop` a new one may follow, which `closing` must end; None for an item of a sequence."""
-
-    value: _Value
-    stop: int
-    closing: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Pushed:
-    """A value on the stack, and the byte offset of its first instruction. A mark has no value."""
-
-    start: int
-    value: _Value | None
-
-
-class _Outline:
-    """Interprets a pickle's instructions on outlines instead of values."""
-
-    def __init__(self, raw: bytes) -> None:
-        self._raw = raw
-        self._stack: list[_Pushed] = []
-        self._memo: dict[int, _Value] = {}
-
-    def root(self) -> _Value:
-        for opcode, argument, position in pickletools.genops(self._raw):
-            if opcode.name == "STOP":
-                break
-            self._follow(opcode, argument, position or 0)
-        return self._pop()
-
-    def _pop(self) -> _Value:
-        value = self._stack.pop().value
-        if value is None:
-            raise _unreadable()
-        return value
-
-    def _top(self) -> _Value:
-        value = self._stack[-1].value
-        if value is None:
-            raise _unreadable()
-        return value
-
-    def _follow(self, opcode: pickletools.OpcodeInfo, argument: object, position: int) -> None:
-        name = opcode.name
-        if name in _PUTS:
-            self._memo[len(self._memo) if name == "MEMOIZE" else _index(argument)] = self._top()
-        elif name in _GETS:
-            self._stack.append(_Pushed(position, self._memo[_index(argument)]))
-        elif name == "MARK":
-            self._stack.append(_Pushed(position, None))
-        elif name == "SETITEM":
-            value, key = self._pop(), self._pop()
-            self._store(key, value, position + 1, b"s")
-        elif name == "APPEND":
-            self._add(self._pop(), position)
-        elif name == "BUILD":
-            self._pop()
-        elif name in _MARKED:
-            self._close(name, position)
-        else:
-            self._apply(opcode, argument, position)
-
-    def _close(self, name: str, position: int) -> None:
-        """Close the container that a mark opened; an item ends where the next one begins."""
-        at = next(i for i in reversed(range(len(self._stack))) if self._stack[i].value is None)
-        mark, items = self._stack[at], self._stack[at + 1 :]
-        del self._stack[at:]
-        if name in ("TUPLE", "LIST", "DICT", "FROZENSET"):
-            self._stack.append(_Pushed(mark.start, _Value()))
-        stops = [*(item.start for item in items[1:]), position][: len(items)]
-        values = [item.value for item in items if item.value is not None]
-        if name in ("SETITEMS", "DICT"):
-            for key, value, stop in zip(values[::2], values[1::2], stops[1::2], strict=True):
-                self._store(key, value, stop, b"")
-        else:
-            for value, stop in zip(values, stops, strict=True):
-                self._add(value, stop)
-
-    def _store(self, key: _Value, value: _Value, stop: int, closing: bytes) -> None:
-        if key.key is not None:
-            self._top().entries[key.key] = _Entry(value, stop, closing)
-
-    def _add(self, value: _Value, stop: int) -> None:
-        """Add an item of a sequence: addressed by index, never replaced itself."""
-        target = self._top()
-        target.entries[target.n_items] = _Entry(value, stop, None)
-        target.n_items += 1
-
-    def _apply(self, opcode: pickletools.OpcodeInfo, argument: object, position: int) -> None:
-        """Apply any other instruction: pop its arguments, push at most one value."""
-        start = position
-        for _ in opcode.stack_before:
-            start = self._stack[-1].start
-            self._pop()
-        if opcode.stack_after:
-            is_plain = not opcode.stack_before and opcode.name != "GLOBAL"
-            key = argument if is_plain and isinstance(argument, str | int) else None
-            self._stack.append(_Pushed(start, _Value(key)))
-
-
-def _index(argument: object) -> int:
-    if not isinstance(argument, int):
-        raise _unreadable()
-    return argument
-
-
-def _unreadable() -> MergePipeError:
-    return CorruptError.of("checkpoint.damaged", "a pickle", "its instructions do not fit together")
+def _item(holder: object, step: str | int) -> object:
+    items = dict(enumerate(holder)) if isinstance(holder, list) else holder
+    if not isinstance(items, dict):
+        raise KeyError(step)
+    return items[step]
 
 
 # --- plan torch.save archives with an edited pickle: members are laid out again, tensors copied byte for byte ---

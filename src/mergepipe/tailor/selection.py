@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TypeAlias
 
+from mergepipe.core.strict_json import shown
 from mergepipe.errors import MergePipeError, RecipeError, did_you_mean
 
 # --- units ---
@@ -51,12 +52,30 @@ def layer(index: int) -> Unit:
     return Unit(UnitKind.LAYER, index)
 
 
+def unit_named(text: str) -> Unit:
+    """Return the unit of a name. Law: `unit_named(str(unit)) == unit`.
+
+    Raises:
+        ValueError: it names none.
+    """
+    kind, _, rest = text.partition(" " if text.startswith("layer ") else ":")
+    if text in _PLAIN_UNITS:
+        return _PLAIN_UNITS[text]
+    if kind == "layer" and _INDEX.fullmatch(rest):
+        return layer(int(rest))
+    if kind == "other" and rest:
+        return Unit(UnitKind.OTHER, name=rest)
+    raise ValueError(f"{shown(text)} names no unit")
+
+
 def at_layer(parameter: str, index: int) -> str:
     """Return the name that a parameter of a layer has in layer `index`; other names are returned as they are."""
     match = _STACK.match(parameter)
     return f"{match['stack']}.{index}.{parameter[match.end() :]}" if match else parameter
 
 
+_PLAIN_UNITS = {str(unit): unit for unit in (EMBED, NORM, LM_HEAD)}
+_INDEX = re.compile(r"\d{1,6}", re.ASCII)
 _STACK_WORDS = ("layers", "layer", "h", "blocks", "block")
 _STACK = re.compile(rf"^(?P<stack>(?:.*?\.)?(?:{'|'.join(_STACK_WORDS)}))\.(?P<index>\d{{1,6}})\.", re.ASCII)
 _EMBED_WORDS = frozenset({
@@ -133,7 +152,6 @@ def _unit_of(name: str, main_stack: str | None) -> Unit:
 # --- the selection grammar: what a recipe may write for units, and which parameters that means in one model ---
 
 
-_PLAIN_UNITS = {"embed": EMBED, "norm": NORM, "lm_head": LM_HEAD}
 _WORDS = ("embed", "norm", "lm_head", "layers all", "layers even", "layers odd", "layers 0-3", "other:*", "name:*")
 _RANGE = re.compile(r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?", re.ASCII)
 

@@ -11,7 +11,6 @@ from mergepipe.checkpoints.directory import stat_regular
 from mergepipe.checkpoints.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import read_torch_zip, walk_tensors
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
-from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
 from mergepipe.recipes.output_tensors import states_layers, with_layers
 from mergepipe.storage.contract import Store, is_file
@@ -147,11 +146,11 @@ def _options(store: Store, assignment: Assignment, root: Node, place: PicklePath
     return edits
 
 
-def _is_same(current: object, value: JsonValue) -> bool:
+def _is_same(current: object, value: object) -> bool:
     return (list(current) if isinstance(current, tuple) else current) == value
 
 
-def _like(old: Node, value: JsonValue) -> object:
+def _like(old: Node, value: object) -> object:
     """Convert an option's new value to the form of the old one."""
     if isinstance(old.value, PickledTensor):
         raise UnsupportedError.of(

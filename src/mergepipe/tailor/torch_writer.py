@@ -32,29 +32,29 @@ class InertPickler:
     """Writes one value as protocol 2: None, bool, int, float, str, bytes, tuple, list, dict, inert values and `Size`.
 
     Records without arguments are written as objects, others as calls: what `copyreg` and enumerations do. Sharing is
-    kept for texts and names only. Memory: a small multiple of the result.
+    kept for texts and names only. What can be recalled, texts, names and containers, is numbered from `first_number`
+    on. Memory: a small multiple of the result.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_number: int = 0) -> None:
         self._out: list[bytes] = []
         self._memo: dict[str | Global, int] = {}
-        self._memoizes = True
+        self._next_number = first_number
 
     def dump(self, value: object) -> bytes:
         """Return the whole pickle."""
-        self._out = [b"\x80\x02"]
-        self._memo = {}
-        self._memoizes = True
-        self._put(value)
-        return b"".join([*self._out, b"."])
+        return b"\x80\x02" + self.fragment(value) + b"."
 
     def fragment(self, value: object) -> bytes:
-        """Return the instructions that push a value, to be put inside another pickle: nothing is memoized."""
+        """Return the instructions that push a value, to be put inside a pickle behind earlier fragments."""
         self._out = []
-        self._memo = {}
-        self._memoizes = False
         self._put(value)
         return b"".join(self._out)
+
+    @staticmethod
+    def recall(number: int) -> bytes:
+        """Return the instruction that pushes a value which the pickle has numbered."""
+        return b"j" + struct.pack("<I", number)
 
     def _put(self, value: object) -> None:
         if value is None or isinstance(value, bool):
@@ -68,20 +68,31 @@ class InertPickler:
         elif isinstance(value, dict):
             self._mapping(value)
         elif isinstance(value, list):
-            self._many(b"](", value, b"e")
+            self._out.append(b"]")
+            self._number()
+            self._many(value, b"e")
         elif isinstance(value, tuple):
-            self._many(b"(", value, b"t")
+            self._many(value, b"t")
         else:
             self._object(value)
 
-    def _many(self, before: bytes, values: list[object] | tuple[object, ...], after: bytes) -> None:
-        self._out.append(before)
+    def _number(self) -> int:
+        """Number the value that was put last."""
+        number = self._next_number
+        self._out.append(b"r" + struct.pack("<I", number))
+        self._next_number += 1
+        return number
+
+    def _many(self, values: list[object] | tuple[object, ...], after: bytes) -> None:
+        self._out.append(b"(")
         for value in values:
             self._put(value)
         self._out.append(after)
 
     def _mapping(self, mapping: dict[object, object]) -> None:
-        self._out.append(b"}(")
+        self._out.append(b"}")
+        self._number()
+        self._out.append(b"(")
         for key, value in mapping.items():
             self._put(key)
             self._put(value)
@@ -90,16 +101,14 @@ class InertPickler:
     def _named(self, value: str | Global) -> None:
         """A text or a global name: in full the first time, by number afterwards."""
         if value in self._memo:
-            self._out.append(b"j" + struct.pack("<I", self._memo[value]))
+            self._out.append(self.recall(self._memo[value]))
             return
         if isinstance(value, Global):
             self._out.append(f"c{value.module}\n{value.name}\n".encode())
         else:
             raw = value.encode("utf-8")
             self._out.append(b"X" + struct.pack("<I", len(raw)) + raw)
-        if self._memoizes:
-            self._memo[value] = len(self._memo)
-            self._out.append(b"r" + struct.pack("<I", self._memo[value]))
+        self._memo[value] = self._number()
 
     def _object(self, value: object) -> None:
         if isinstance(value, Record):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import MappingProxyType
-from typing import ClassVar, NoReturn, TypeVar
+from typing import Annotated, ClassVar, Final, NamedTuple
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import is_plain_name, stat_regular
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.core.blocks import DTYPES, DType, Span, element_count
-from mergepipe.core.strict_json import JsonValue, parse_object, shown
-from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
+from mergepipe.core.records import AsText, RecordFormat, Size, Within
+from mergepipe.core.strict_json import shown
+from mergepipe.errors import CorruptError
+from mergepipe.snapshots.manifest import MANIFEST_FORMAT_NAME, MANIFEST_VERSION
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import PARTIAL_MANIFEST_BYTES
 from mergepipe.storage.location import Location
@@ -28,26 +28,17 @@ from mergepipe.tailor.selection import ModelUnits, model_units
 
 
 MANIFEST_NAME = "mergepipe-partial.json"
-MANIFEST_VERSION = 1
-_CODE = "checkpoint.damaged"
-_KEYS = (
-    "mergepipe_partial", "origin", "framework", "stage", "world_size", "step", "parameters", "tied", "flat_groups",
-    "units", "counters", "options", "shards",
-)  # fmt: skip
-_MAX_COUNT = 2**62
-
-_Value = TypeVar("_Value")
-_Name = TypeVar("_Name", bound=StrEnum)
+_MOST_ELEMENTS = 2**62
 
 
-@dataclass(frozen=True, slots=True)
-class ShardTensor:
-    """One tensor of a shard file: the elements `span` of the flattened `parameter`'s state `kind`."""
+class ShardTensor(NamedTuple):
+    """One tensor of a shard file: the elements `[start, stop)` of the flattened `parameter`'s state `kind`."""
 
     parameter: str
     kind: str
-    dtype: DType
-    span: Span
+    dtype: Annotated[DType, AsText(lambda dtype: dtype.name, DTYPES.__getitem__)]
+    start: Size
+    stop: Size
 
     @property
     def key(self) -> str:
@@ -55,8 +46,8 @@ class ShardTensor:
         return f"{self.kind}/{self.parameter}"
 
     @property
-    def nbytes(self) -> int:
-        return self.span.n_elements * self.dtype.itemsize
+    def span(self) -> Span:
+        return Span(self.start, self.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +55,15 @@ class ShardFile:
     """A file that one rank wrote: safetensors of `tensors`, and one element `step/I` for each counter I it holds."""
 
     name: str
-    size_bytes: int
+    size_bytes: Size
     tensors: tuple[ShardTensor, ...]
-    counters: tuple[int, ...]
+    counters: tuple[Size, ...]
+
+    def __post_init__(self) -> None:
+        if not is_plain_name(self.name) or not self.name.endswith(".safetensors"):
+            raise ValueError(f"the shard {shown(self.name)} is not a safetensors file in the manifest's folder")
+        if len({t.key for t in self.tensors}) != len(self.tensors) or len({*self.counters}) != len(self.counters):
+            raise ValueError(f"the shard {shown(self.name)} lists one tensor twice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,172 +78,48 @@ class PartialManifest:
 
     origin: str
     framework: Framework
-    stage: int | None
-    world_size: int
-    step: int
-    parameters: Mapping[str, tuple[int, ...]]
+    stage: Size | None
+    world_size: Annotated[int, Within(1)]
+    step: Size
+    parameters: Mapping[str, tuple[Size, ...]]
     tied: Mapping[str, str]
     flat_groups: tuple[tuple[str, ...], ...]
     units: tuple[str, ...]
     counters: tuple[tuple[str, ...], ...]
-    options: tuple[Mapping[str, JsonValue], ...]
+    options: tuple[Mapping[str, object], ...]
     shards: tuple[ShardFile, ...]
 
-    def to_json(self) -> bytes:
-        """The manifest file. Law: `parse_manifest(m.to_json(), where) == m`."""
-        document = {
-            "mergepipe_partial": MANIFEST_VERSION,
-            "origin": self.origin,
-            "framework": self.framework.value,
-            "stage": self.stage,
-            "world_size": self.world_size,
-            "step": self.step,
-            "parameters": {name: list(shape) for name, shape in self.parameters.items()},
-            "tied": dict(self.tied),
-            "flat_groups": [list(group) for group in self.flat_groups],
-            "units": list(self.units),
-            "counters": [list(names) for names in self.counters],
-            "options": [dict(option) for option in self.options],
-            "shards": [_shard_json(shard) for shard in self.shards],
-        }
-        return (json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n").encode()
+    def __post_init__(self) -> None:
+        for name, shape in self.parameters.items():
+            if element_count(shape) >= _MOST_ELEMENTS:
+                raise ValueError(f"the shape of {shown(name)} overflows")
+        named = {"tied": self.tied.values(), "flat_groups": chain(*self.flat_groups), "counters": chain(*self.counters)}
+        for key, names in named.items():
+            unknown = next((name for name in names if name not in self.parameters), None)
+            if unknown is not None:
+                raise ValueError(f"'{key}' names {shown(unknown)}, which is no parameter of the model")
+        if len({shard.name for shard in self.shards}) != len(self.shards):
+            raise ValueError("two shards have one name")
+        for shard in self.shards:
+            if any(number >= len(self.counters) for number in shard.counters):
+                raise ValueError(f"the shard {shown(shard.name)} holds a step counter that is not described")
+            for tensor in shard.tensors:
+                self._check(tensor)
+
+    def _check(self, tensor: ShardTensor) -> None:
+        shape = self.parameters.get(tensor.parameter)
+        if shape is None:
+            raise ValueError(f"a tensor of the unknown parameter {shown(tensor.parameter)}")
+        if not tensor.kind or "/" in tensor.kind or tensor.kind == "step":
+            raise ValueError(f"{shown(tensor.parameter)}: a state of kind {shown(tensor.kind)}")
+        if not tensor.start < tensor.stop <= element_count(shape):
+            elements = f"[{tensor.start}, {tensor.stop})"
+            raise ValueError(f"{shown(tensor.parameter)} of shape {shape} has no elements {elements}")
 
 
-def _shard_json(shard: ShardFile) -> dict[str, object]:
-    return {
-        "file": shard.name,
-        "bytes": shard.size_bytes,
-        "counters": list(shard.counters),
-        "tensors": [[t.parameter, t.kind, t.dtype.name, t.span.start, t.span.stop] for t in shard.tensors],
-    }
-
-
-def parse_manifest(raw: bytes, where: Location) -> PartialManifest:
-    """Read a manifest strictly: what it names must be consistent within it."""
-    document = parse_object(raw, where=where, code=_CODE)
-    _check_version(document, where)
-    fields = _Fields(where, document)
-    parameters = {name: fields.shape(value, name) for name, value in fields.mapping("parameters").items()}
-    names = frozenset(parameters)
-    counters = fields.listed("counters", lambda value: fields.names(value, "counters", names))
-    manifest = PartialManifest(
-        origin=fields.text(document.get("origin"), "origin"),
-        framework=fields.member("framework", Framework),
-        stage=None if document.get("stage") is None else fields.count("stage"),
-        world_size=fields.count("world_size"),
-        step=fields.count("step"),
-        parameters=MappingProxyType(parameters),
-        tied=MappingProxyType({alias: fields.text(v, "tied", names) for alias, v in fields.mapping("tied").items()}),
-        flat_groups=fields.listed("flat_groups", lambda value: fields.names(value, "flat_groups", names)),
-        units=fields.listed("units", lambda value: fields.text(value, "units")),
-        counters=counters,
-        options=fields.listed("options", lambda value: MappingProxyType(fields.object(value, "options"))),
-        shards=fields.listed("shards", lambda value: _shard(where, value, parameters, len(counters))),
-    )
-    if manifest.world_size < 1:
-        fields.refuse("'world_size' is 0")
-    if len({shard.name for shard in manifest.shards}) != len(manifest.shards):
-        fields.refuse("two shards have one name")
-    return manifest
-
-
-def _check_version(document: Mapping[str, JsonValue], where: Location) -> None:
-    version = document.get("mergepipe_partial")
-    if version != MANIFEST_VERSION or isinstance(version, bool):
-        raise UnsupportedError.of(
-            "format.version", where, f"manifest version {shown(version)}; this version reads {MANIFEST_VERSION}"
-        )
-    unknown = [key for key in document if key not in _KEYS]
-    if unknown:
-        hint = did_you_mean(unknown[0][:40], _KEYS)
-        raise CorruptError.of(_CODE, where, f"has an unknown key {shown(unknown[0])}", hint)
-
-
-def _shard(where: Location, value: JsonValue, parameters: Mapping[str, tuple[int, ...]], n_counters: int) -> ShardFile:
-    fields = _Fields(where, _Fields(where, {}).object(value, "shards"))
-    name = fields.text(fields.document.get("file"), "file")
-    if not is_plain_name(name) or not name.endswith(".safetensors"):
-        fields.refuse(f"the shard {shown(name)} is not a safetensors file in the manifest's folder")
-    tensors = fields.listed("tensors", lambda row: _tensor(fields, row, parameters))
-    counters = fields.listed("counters", lambda number: fields.integer(number, "counters"))
-    if len({t.key for t in tensors}) != len(tensors) or len(set(counters)) != len(counters):
-        fields.refuse(f"the shard {shown(name)} lists one tensor twice")
-    if any(number >= n_counters for number in counters):
-        fields.refuse(f"the shard {shown(name)} holds a step counter that is not described")
-    return ShardFile(name, fields.count("bytes"), tensors, counters)
-
-
-def _tensor(fields: _Fields, row: JsonValue, parameters: Mapping[str, tuple[int, ...]]) -> ShardTensor:
-    if not isinstance(row, list) or len(row) != len(("parameter", "kind", "dtype", "start", "stop")):
-        fields.refuse(f"a tensor is [parameter, kind, dtype, start, stop], found {shown(row)}")
-    parameter, kind, dtype = (fields.text(part, "tensors") for part in row[:3])
-    start, stop = (fields.integer(part, "tensors") for part in row[3:])
-    if parameter not in parameters:
-        fields.refuse(f"a tensor of the unknown parameter {shown(parameter)}")
-    if dtype not in DTYPES or not kind or "/" in kind or kind == "step":
-        fields.refuse(f"{shown(parameter)}: kind {shown(kind)} of dtype {shown(dtype)}")
-    if not start < stop <= element_count(parameters[parameter]):
-        fields.refuse(f"{shown(parameter)} of shape {parameters[parameter]} has no elements [{start}, {stop})")
-    return ShardTensor(parameter, kind, DTYPES[dtype], Span(start, stop))
-
-
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """Typed access to one JSON object of the manifest."""
-
-    where: Location
-    document: Mapping[str, JsonValue]
-
-    def refuse(self, message: str) -> NoReturn:
-        raise CorruptError.of(_CODE, self.where, message)
-
-    def integer(self, value: JsonValue, key: str) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_COUNT:
-            self.refuse(f"'{key}': a count is needed, found {shown(value)}")
-        return value
-
-    def count(self, key: str) -> int:
-        return self.integer(self.document.get(key), key)
-
-    def text(self, value: JsonValue, key: str, allowed: frozenset[str] | None = None) -> str:
-        if not isinstance(value, str) or (allowed is not None and value not in allowed):
-            what = "a name" if allowed is None else "a parameter of the model"
-            self.refuse(f"'{key}': {what} is needed, found {shown(value)}")
-        return value
-
-    def object(self, value: JsonValue, key: str) -> dict[str, JsonValue]:
-        if not isinstance(value, dict):
-            self.refuse(f"'{key}': an object is needed, found {shown(value)}")
-        return value
-
-    def mapping(self, key: str) -> dict[str, JsonValue]:
-        return self.object(self.document.get(key), key)
-
-    def listed(self, key: str, read: Callable[[JsonValue], _Value]) -> tuple[_Value, ...]:
-        value = self.document.get(key)
-        if not isinstance(value, list):
-            self.refuse(f"'{key}': a list is needed, found {shown(value)}")
-        return tuple(read(item) for item in value)
-
-    def names(self, value: JsonValue, key: str, allowed: frozenset[str]) -> tuple[str, ...]:
-        if not isinstance(value, list):
-            self.refuse(f"'{key}': a list of names is needed, found {shown(value)}")
-        return tuple(self.text(item, key, allowed) for item in value)
-
-    def shape(self, value: JsonValue, name: str) -> tuple[int, ...]:
-        if not isinstance(value, list):
-            self.refuse(f"the shape of {shown(name)} is {shown(value)}")
-        shape = tuple(self.integer(length, "parameters") for length in value)
-        if element_count(shape) >= _MAX_COUNT:
-            self.refuse(f"the shape of {shown(name)} overflows")
-        return shape
-
-    def member(self, key: str, kind: type[_Name]) -> _Name:
-        value = self.document.get(key)
-        names: Iterable[str] = tuple(member.value for member in kind)
-        if not isinstance(value, str) or value not in names:
-            self.refuse(f"'{key}': one of {', '.join(names)} is needed, found {shown(value)}")
-        return kind(value)
+PARTIAL_FORMAT: Final = RecordFormat(
+    MANIFEST_FORMAT_NAME, MANIFEST_VERSION, PartialManifest, "copy it again, or save again", variant="partial"
+)
 
 
 # --- partial checkpoints of our own, written while training: some units of a model, per rank, with a manifest ---
@@ -260,7 +133,7 @@ _Entries = dict[str, TensorEntry]
 def read_partial_manifest(store: Store, folder: Location) -> PartialManifest:
     """Read and check the manifest alone."""
     path = folder / MANIFEST_NAME
-    return parse_manifest(store.read_small(path, PARTIAL_MANIFEST_BYTES), path)
+    return PARTIAL_FORMAT.parse(store.read_small(path, PARTIAL_MANIFEST_BYTES), path)
 
 
 def read_partial(store: Store, folder: Location) -> TrainingCheckpoint:
@@ -282,7 +155,7 @@ def read_partial(store: Store, folder: Location) -> TrainingCheckpoint:
         world_size=manifest.world_size,
         step=manifest.step,
         units=units,
-        parameters=manifest.parameters,
+        parameters=MappingProxyType(manifest.parameters),
         states=MappingProxyType(states),
         steps=tuple(_steps(store, manifest, entries)),
         flat_groups=manifest.flat_groups,

@@ -22,7 +22,7 @@ from mergepipe.storage import owned
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.output import write_durably
 from mergepipe.storage.ranges import os_error
-from mergepipe.tailor.formats.partial import MANIFEST_NAME, PartialManifest, ShardFile, ShardTensor
+from mergepipe.tailor.formats.partial import MANIFEST_NAME, PARTIAL_FORMAT, PartialManifest, ShardFile, ShardTensor
 from mergepipe.tailor.log_recipe import partial_name
 from mergepipe.tailor.saving.engine_view import EngineView, LocalCounter, Ranks
 from mergepipe.tailor.saving.save_log import SaveRecord, note_save, note_start, read_journal
@@ -141,7 +141,7 @@ class OpenedPartial:
             return _Written(shard, sum(_make_durable(path) for path in self.extra))
 
         def finish(staged: Path, written: list[_Written]) -> int:
-            content = _manifest(self.job, [w.shard for w in written if w.shard is not None]).to_json()
+            content = PARTIAL_FORMAT.to_json(_manifest(self.job, [w.shard for w in written if w.shard is not None]))
             write_durably(staged / MANIFEST_NAME, content, Ledger())
             shards_bytes = sum(w.shard.size_bytes for w in written if w.shard is not None)
             return len(content) + shards_bytes + sum(w.extra_bytes for w in written)
@@ -239,7 +239,7 @@ def _write_shard(job: PartialJob, folder: Path, rank: int) -> ShardFile | None:
         for spec in layout.tensors:
             writer.append(shards[spec.name].read() if spec.name in shards else _counter_bytes(held[spec.name]))
         writer.finish()
-    tensors = tuple(ShardTensor(s.parameter, s.kind, s.dtype, s.span) for s in shards.values())
+    tensors = tuple(ShardTensor(s.parameter, s.kind, s.dtype, s.span.start, s.span.stop) for s in shards.values())
     return ShardFile(layout.name, layout.file_bytes, tensors, tuple(range(len(counters))))
 
 

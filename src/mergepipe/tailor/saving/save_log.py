@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, TypeAlias
 
 from mergepipe.checkpoints.directory import is_plain_name
+from mergepipe.core.records import AsText, RefusedError, Size, Within, decode, encode
 from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError
 from mergepipe.storage import owned
 from mergepipe.storage.limits import SAVE_LOG_BYTES
 from mergepipe.storage.ranges import os_error, read_descriptor_range, read_small
-from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
+from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer, unit_named
 
 # --- parse and format logs of saves during training: one JSON object per line, in the paper's form or MergePipe's ---
 
@@ -23,11 +24,8 @@ from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind, lay
 SAVE = "save"
 START = "start"
 _CODE = "save-log.damaged"
-_PLAIN_UNITS = {str(unit): unit for unit in (EMBED, NORM, LM_HEAD)}
-_PAPER_KEYS = frozenset({"step", "flag"})
-_OWN_KEYS = frozenset({"event", "step"})
-_MAX_STEP = 2**62
-_MAX_LAYERS = 10**6
+_MOST_LAYERS = 10**6
+_Units: TypeAlias = tuple[Annotated[Unit, AsText(str, unit_named)], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +36,21 @@ class SaveRecord:
     `strategy`, `saved_bytes`, `full_bytes` and `seconds` are for the reader; zero where unknown.
     """
 
-    step: int
-    units: tuple[Unit, ...]
+    step: Size
+    units: _Units = ()
     folder: str | None = None
     is_full: bool | None = None
-    model_units: tuple[Unit, ...] = ()
+    model_units: _Units = ()
     strategy: str = ""
-    saved_bytes: int = 0
-    full_bytes: int = 0
+    saved_bytes: Size = 0
+    full_bytes: Size = 0
     seconds: float = 0.0
 
-    def to_line(self) -> str:
+    def to_line(self, event: str = SAVE) -> str:
         """Format as MergePipe's log line. Law: `read_log(r.to_line())` gives `r` back."""
-        return _line({
-            "event": SAVE, "step": self.step, "full": self.is_full, "folder": self.folder,
-            "units": [str(unit) for unit in self.units], "model": [str(unit) for unit in self.model_units],
-            "strategy": self.strategy, "bytes": self.saved_bytes, "full_bytes": self.full_bytes,
-            "seconds": round(self.seconds, 6),
-        })  # fmt: skip
+        fields = encode(self)
+        assert isinstance(fields, dict)
+        return _line({"event": event, **fields})
 
     def to_paper_line(self) -> str:
         """The paper's line: 0 = final norm, 1..L = layers, L+1 = lm_head, L+2 = embeddings; other units have none."""
@@ -67,7 +62,7 @@ class SaveRecord:
 
 def start_line(step: int) -> str:
     """Format MergePipe's log line for a (re)start of training at `step`."""
-    return _line({"event": START, "step": step})
+    return SaveRecord(step).to_line(START)
 
 
 def _line(document: Mapping[str, object]) -> str:
@@ -88,21 +83,25 @@ class SaveLog:
 
 
 def read_log(text: str, where: object = "log", n_layers: int | None = None) -> SaveLog:
-    """Read a log in either form. `n_layers` is needed for the paper's where no line names the embeddings."""
+    """Read a log in either form. `n_layers` is needed for the paper's where no line names the embeddings.
+
+    Raises:
+        CorruptError: `save-log.damaged`, a line is in neither form.
+    """
     lines = text.split("\n")
     is_cut = bool(lines[-1].strip()) and not _is_json(lines[-1])
     complete = lines[:-1] if is_cut else lines
-    parsed = [_Line(f"{where}:{i}", line).parse() for i, line in enumerate(complete, 1) if line.strip()]
-    found_layers = n_layers if n_layers is not None else _paper_layers(parsed)
+    events = [_read_line(line, f"{where}:{i}") for i, line in enumerate(complete, 1) if line.strip()]
+    n_layers = _n_layers(events) if n_layers is None else n_layers
     records: list[SaveRecord] = []
-    dropped: list[int] = []
-    for event in parsed:
-        beyond = event.step + 1 if event.is_start else event.step
-        dropped += [r.step for r in records if r.step >= beyond and (event.is_start or r.step > event.step)]
-        records = [r for r in records if r.step < beyond]
-        if not event.is_start:
-            records.append(event.record(found_layers))
-    return SaveLog(tuple(records), tuple(sorted(set(dropped))), len(lines) if is_cut else 0)
+    dropped: set[int] = set()
+    for event in events:
+        is_start = isinstance(event, SaveRecord) and event.folder is None
+        dropped |= {r.step for r in records if r.step > event.step}
+        records = [r for r in records if r.step < event.step or (is_start and r.step == event.step)]
+        if not is_start:
+            records.append(event if isinstance(event, SaveRecord) else event.record(n_layers))
+    return SaveLog(tuple(records), tuple(sorted(dropped)), len(lines) if is_cut else 0)
 
 
 def _is_json(line: str) -> bool:
@@ -114,111 +113,56 @@ def _is_json(line: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Event:
-    """One line. `flags` are the paper's numbers, None in our own form."""
+class _PaperLine:
+    """One line in the paper's form; `where` names it in messages."""
 
-    where: str
-    step: int
-    is_start: bool
-    flags: tuple[int, ...] | None = None
-    recorded: SaveRecord | None = None
+    step: Size
+    flag: tuple[Annotated[int, Within(0, _MOST_LAYERS)], ...]
+    where: str = ""
 
     def record(self, n_layers: int) -> SaveRecord:
-        if self.recorded is not None:
-            return self.recorded
-        return SaveRecord(self.step, tuple(sorted(self._units(n_layers))))
-
-    def _units(self, n_layers: int) -> Iterator[Unit]:
-        for number in dict.fromkeys(self.flags or ()):
-            if number > n_layers + 2:
-                raise CorruptError.of(
-                    _CODE, self.where, f"unit {number} of a model with {n_layers} layers",
-                    f"0 is the final norm, 1 to {n_layers} the layers, {n_layers + 1} lm_head, {n_layers + 2} embed",
-                )  # fmt: skip
-            yield {0: NORM, n_layers + 1: LM_HEAD, n_layers + 2: EMBED}.get(number, layer(max(0, number - 1)))
+        """Return the save of a model of `n_layers` layers."""
+        beyond = next((number for number in self.flag if number > n_layers + 2), None)
+        if beyond is not None:
+            raise CorruptError.of(
+                _CODE, self.where, f"unit {beyond} of a model with {n_layers} layers",
+                f"0 is the final norm, 1 to {n_layers} the layers, {n_layers + 1} lm_head, {n_layers + 2} embed",
+            )  # fmt: skip
+        others = {0: NORM, n_layers + 1: LM_HEAD, n_layers + 2: EMBED}
+        units = {others[number] if number in others else layer(number - 1) for number in self.flag}
+        return SaveRecord(self.step, tuple(sorted(units)))
 
 
-def _paper_layers(events: Iterable[_Event]) -> int:
+def _n_layers(events: Iterable[SaveRecord | _PaperLine]) -> int:
     """Return the number of layers, from MergePipe's lines, or from the largest number, which is the embeddings'."""
-    listed = list(events)
-    for event in listed:
-        if event.recorded is not None and event.recorded.model_units:
-            return sum(unit.kind is UnitKind.LAYER for unit in event.recorded.model_units)
-    return max((number for event in listed for number in event.flags or ()), default=2) - 2
+    largest = 2
+    for event in events:
+        if isinstance(event, _PaperLine):
+            largest = max(largest, *event.flag, 0)
+        elif event.model_units:
+            return sum(unit.kind is UnitKind.LAYER for unit in event.model_units)
+    return largest - 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """One raw line of the log."""
-
-    where: str
-    text: str
-
-    def parse(self) -> _Event:
-        document = parse_object(self.text.encode("utf-8", "surrogatepass"), where=self.where, code=_CODE)
-        if document.keys() >= _PAPER_KEYS:
-            return _Event(self.where, self._step(document), is_start=False, flags=self._flags(document["flag"]))
-        if not document.keys() >= _OWN_KEYS:
-            self._refuse('neither {"step", "flag"} nor {"event", "step", ...}')
-        if document["event"] == START:
-            return _Event(self.where, self._step(document), is_start=True)
-        if document["event"] != SAVE:
-            self._refuse(f"unknown event {shown(document['event'])}")
-        return _Event(self.where, self._step(document), is_start=False, recorded=self._own(document))
-
-    def _refuse(self, message: str) -> NoReturn:
-        raise CorruptError.of(_CODE, self.where, message)
-
-    def _step(self, document: Mapping[str, JsonValue]) -> int:
-        return self._count(document["step"], "step")
-
-    def _count(self, value: JsonValue, key: str) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_STEP:
-            self._refuse(f"'{key}' must be a count, found {shown(value)}")
-        return value
-
-    def _flags(self, value: JsonValue) -> tuple[int, ...]:
-        if not isinstance(value, list):
-            self._refuse(f"'flag' must be a list of unit numbers, found {shown(value)}")
-        numbers = tuple(self._count(number, "flag") for number in value)
-        if any(number > _MAX_LAYERS for number in numbers):
-            self._refuse(f"unit {max(numbers)} is beyond any model")
-        return numbers
-
-    def _own(self, document: Mapping[str, JsonValue]) -> SaveRecord:
-        folder, full = document.get("folder"), document.get("full")
-        if not isinstance(folder, str) or not is_plain_name(folder) or not isinstance(full, bool):
-            self._refuse("'folder' must be a name in the run's directory, 'full' true or false")
-        strategy, seconds = document.get("strategy", ""), document.get("seconds", 0.0)
-        if not isinstance(strategy, str) or not isinstance(seconds, int | float):
-            self._refuse("'strategy' must be a word, 'seconds' a number")
-        return SaveRecord(
-            step=self._step(document),
-            units=self._units(document.get("units")),
-            folder=folder,
-            is_full=full,
-            model_units=self._units(document.get("model")),
-            strategy=strategy,
-            saved_bytes=self._count(document.get("bytes", 0), "bytes"),
-            full_bytes=self._count(document.get("full_bytes", 0), "full_bytes"),
-            seconds=float(seconds),
-        )
-
-    def _units(self, value: JsonValue) -> tuple[Unit, ...]:
-        if not isinstance(value, list):
-            self._refuse(f"units must be a list of names, found {shown(value)}")
-        return tuple(self._unit(name) for name in value)
-
-    def _unit(self, name: JsonValue) -> Unit:
-        text = name if isinstance(name, str) else ""
-        number = text.removeprefix("layer ")
-        if text in _PLAIN_UNITS:
-            return _PLAIN_UNITS[text]
-        if number != text and number.isascii() and number.isdecimal() and len(number) < len(str(_MAX_LAYERS)):
-            return layer(int(number))
-        if not text.startswith("other:") or text == "other:":
-            self._refuse(f"{shown(name)} names no unit")
-        return Unit(UnitKind.OTHER, name=text.removeprefix("other:"))
+def _read_line(text: str, where: str) -> SaveRecord | _PaperLine:
+    """Read one line; a start is a record without a folder."""
+    document: dict[str, JsonValue] = parse_object(text.encode("utf-8", "surrogatepass"), where=where, code=_CODE)
+    try:
+        if document.keys() >= {"step", "flag"}:
+            return replace(decode(_PaperLine, {key: document[key] for key in ("step", "flag")}), where=where)
+        if not document.keys() >= {"event", "step"}:
+            raise RefusedError('neither {"step", "flag"} nor {"event", "step", ...}')
+        event = document.pop("event")
+        if event == START:
+            return SaveRecord(decode(SaveRecord, document).step)
+        if event != SAVE:
+            raise RefusedError(f"unknown event {shown(event)}")
+        record = decode(SaveRecord, document)
+        if record.folder is None or not is_plain_name(record.folder) or record.is_full is None:
+            raise RefusedError("'folder' must be a name in the run's directory, 'is_full' true or false")
+        return record
+    except RefusedError as error:
+        raise CorruptError.of(_CODE, where, str(error)) from None
 
 
 # --- append to and read the logs of partial saves in a run's directory; rank 0 appends durably ---
