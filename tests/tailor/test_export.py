@@ -141,12 +141,14 @@ def test_names_without_wrappers__are_the_models_own(stored: list[str], names: li
     assert names_without_wrappers(stored) == dict(zip(names, stored, strict=True))
 
 
-def test_export__gives_weights_the_models_own_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["zero2", "zero3-saved"])
+def test_export__gives_weights_the_models_own_names(tmp_path: Path, kind: str) -> None:
+    """As Lightning keeps them: the attribute of a module, in a tag directory beside `latest`."""
     known = known_states(decoder_shapes(), step=9)
     wrapped = {f"model._orig_mod.{name}": name for name in known.shapes}
     arrays = {(name, kind): known.arrays[own, kind] for name, own in wrapped.items() for kind in STATES}
     shapes = {name: known.shapes[own] for name, own in wrapped.items()}
-    FORMATS["zero2"](tmp_path / "at-9", KnownStates(shapes, arrays, 9))
+    FORMATS[kind](tmp_path / "at-9", KnownStates(shapes, arrays, 9))
     (tmp_path / "at-9" / "config.json").write_text(json.dumps(CONFIG))
     tailor.export(tmp_path / "at-9", tmp_path / "out", self_check="full")
     made = model_values(tmp_path / "out")

@@ -76,6 +76,7 @@ TORCH_DTYPES: Mapping[str, DType] = MappingProxyType({
 _DCP = "torch.distributed.checkpoint.metadata"
 _RECORDS = frozenset({
     ("torch", "device"),
+    ("argparse", "Namespace"),
     ("torch.serialization", "_get_layout"),
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
