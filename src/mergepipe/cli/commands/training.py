@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 Checkpoints: TypeAlias = Annotated[
     list[str], typer.Argument(metavar="CKPT...", help="Training checkpoints: directories.")
 ]
-Checkpoint: TypeAlias = Annotated[str, typer.Argument(metavar="CKPT", help="A training checkpoint: a directory, or a file of weights.")]
+Checkpoint: TypeAlias = Annotated[
+    str, typer.Argument(metavar="CKPT", help="A training checkpoint: a directory, or a file.")
+]
 STATE_FROM = Flag("Take scheduler, random states and step from this one.", metavar="CKPT")
 EXPORT = Flag(
     "universal: write a DeepSpeed universal checkpoint (of ZeRO ones), for any number of ranks.",
