@@ -420,15 +420,14 @@ class MergeLoraReport(Displayed):
 class ExpertShare:
     """The share of one expert in a merge, in blocks of the merged tensors, and its bytes: of everything, planned, read.
 
-    `free` blocks equal the base's and are known without reading, `shared` ones were served by another expert's equal
-    bytes, `omitted` ones are not in the merge. Bytes are None where nothing planned or nothing read them. Of those read
-    `in_part` are at a level of their store below the last; `levels` are blocks by the form in which they are read.
+    `free` blocks equal the base's and are known without reading, `omitted` ones are not in the merge. Bytes are None
+    where nothing planned or nothing read them. Of those read `in_part` are at a level of their store below the last;
+    `levels` are blocks by the form in which they are read.
     """
 
     model: str
     path: str
     read: int
-    shared: int
     free: int
     omitted: int
     full_bytes: int | None

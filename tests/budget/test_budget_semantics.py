@@ -16,7 +16,7 @@ from mergepipe import api as session
 from mergepipe.checkpoints.contract import Readable, TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.engine.tensor_work import FREE, source_of_blocks
+from mergepipe.engine.tensor_work import FREE, OMITTED, level_of_blocks
 from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
@@ -181,12 +181,12 @@ def test_budgeted_block__equals_the_full_one_or_the_base(tmp_path: Path, name: s
     complete = untouched = 0
     for tensor in plan.tensors:
         blocks = blocks_of(merged, tensor.name, GRAIN)
-        sources_EB = source_of_blocks(tensor, len(blocks))
+        levels_EB = level_of_blocks(tensor, len(blocks))
         for b, block in enumerate(blocks):
-            if (sources_EB[:, b] != -1).all():  # read, served, or known to equal the base
+            if (levels_EB[:, b] != OMITTED).all():  # read, or known to equal the base
                 assert block == blocks_of(full, tensor.name, GRAIN)[b]
                 complete += 1
-            if (sources_EB[:, b] < 0).all():
+            if (levels_EB[:, b] <= OMITTED).all():
                 assert block == blocks_of(base, tensor.name, GRAIN)[b]
                 untouched += 1
     assert complete > 0
@@ -201,15 +201,15 @@ def test_ties_threshold__under_a_mask_is_that_of_the_whole_tensor(tmp_path: Path
     checked = 0
     for tensor in plan.tensors:
         base_N = models[0][tensor.name].astype(np.float32).reshape(-1)
-        for e, access in enumerate(tensor.access):
+        for e, cut in enumerate(tensor.cuts_E):
             density = CASES["ties"].densities[e]
             kept = int(density * tensor.n_elements)
             if not 0 < kept < tensor.n_elements:
                 continue
             delta_N = models[e + 1][tensor.name].astype(np.float32).reshape(-1) - base_N
-            assert access.cut is not None
+            assert cut is not None
             first = np.sort(order_of_ranks(delta_N)[:kept])
-            kept_N = np.flatnonzero(reaching(delta_N, access.cut))
+            kept_N = np.flatnonzero(reaching(delta_N, cut))
             # An element equal to the base changes nothing, kept or not: a cut among these does not order them.
             assert kept_N[delta_N[kept_N] != 0].tolist() == first[delta_N[first] != 0].tolist()
             checked += 1
@@ -217,27 +217,21 @@ def test_ties_threshold__under_a_mask_is_that_of_the_whole_tensor(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", slow_unless({"linear", "dare_ties", "slerp"}.__contains__, EVERY_OPERATOR))
-def test_frozen_block__is_never_read_and_twins_are_read_once(tmp_path: Path, name: str) -> None:
+def test_frozen_block__is_never_read(tmp_path: Path, name: str) -> None:
     setting = make_setting(tmp_path, CASES[name])
     setting.analyze()
     plan = setting.plan("100%", seed=6)
-    models, n_free, n_shared = setting.family.models, 0, 0
+    models, n_free = setting.family.models, 0
     for tensor in plan.tensors:
         stored = [blocks_of(model, tensor.name, GRAIN) for model in models]
         values = [blocks_of({"x": model[tensor.name].astype(np.float32)}, "x", GRAIN) for model in models]
-        dtypes = [model[tensor.name].dtype for model in models]
-        sources_EB = source_of_blocks(planned_tensor(plan, tensor.name), len(stored[0]))
+        levels_EB = level_of_blocks(planned_tensor(plan, tensor.name), len(stored[0]))
         for b in range(len(stored[0])):
             for e in range(len(models) - 1):
                 is_frozen = values[e + 1][b] == values[0][b]
-                assert (sources_EB[e, b] == FREE) == is_frozen
-                twins = [i for i in range(e) if (dtypes[i + 1], stored[i + 1][b]) == (dtypes[e + 1], stored[e + 1][b])]
-                if not is_frozen:
-                    assert sources_EB[e, b] == (twins[0] if twins else e)
+                assert (levels_EB[e, b] == FREE) == is_frozen
                 n_free += is_frozen
-                n_shared += bool(twins) and not is_frozen
     assert n_free > 0
-    assert n_shared > 0 or name == "slerp"
     assert weights_digest(setting.run(plan, "out")) == weights_digest(setting.full(seed=6))
     unknown = setting.with_home("unknown").plan("100%", seed=6)
     assert plan.planned_bytes < unknown.planned_bytes
@@ -266,16 +260,15 @@ def test_manifest__says_what_was_planned_and_covered(tmp_path: Path, name: str, 
         assert model.role == "base" or record["read_bytes"] <= model.planned_bytes
         assert model.planned_bytes > 0 or record["read_bytes"] == 0
     assert sum(record["read_bytes"] for record in manifest["inputs"][1:]) == report.expert_bytes + report.analysis_bytes
-    sources = [
-        source_of_blocks(tensor, BlockGrid(tensor.n_elements, plan.block_elements).n_blocks) for tensor in plan.tensors
+    levels = [
+        level_of_blocks(tensor, BlockGrid(tensor.n_elements, plan.block_elements).n_blocks) for tensor in plan.tensors
     ]
     coverage = manifest["coverage"]
-    assert coverage["blocks"] == sum(each.shape[1] for each in sources)
-    assert coverage["touched"] == sum(int((each >= 0).any(axis=0).sum()) for each in sources)
+    assert coverage["blocks"] == sum(each.shape[1] for each in levels)
+    assert coverage["touched"] == sum(int((each > OMITTED).any(axis=0).sum()) for each in levels)
     for e in range(len(plan.models) - 1):
         assert coverage["read"][e] == sum(tensor.access[e].n_blocks for tensor in plan.tensors)
-        assert coverage["shared"][e] == sum(int(((each[e] >= 0) & (each[e] != e)).sum()) for each in sources)
-        assert coverage["free"][e] == sum(int((each[e] == FREE).sum()) for each in sources)
+        assert coverage["free"][e] == sum(int((each[e] == FREE).sum()) for each in levels)
     if name in BASE_ANCHORED:
         assert 0 < _changed_blocks(read_snapshot(out), setting.family.models[0], plan) <= coverage["touched"]
 

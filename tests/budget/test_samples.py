@@ -122,9 +122,9 @@ def test_sample__cuts_magnitudes_among_what_it_read(tmp_path: Path) -> None:
 
 def test_sample__takes_cuts_from_statistics_on_record(tmp_path: Path) -> None:
     setting = make_setting(tmp_path, CASES["ties"], plans=WIDE)
-    assert {access.cut for access in sampled(setting, "30%").tensors[0].access} == {None, Cut(0)}  # all: density 1
+    assert set(sampled(setting, "30%").tensors[0].cuts_E) == {None, Cut(0)}  # all: density 1
     setting.analyze(UNIT)
-    assert None not in {access.cut for access in sampled(setting, "30%").tensors[0].access}
+    assert None not in sampled(setting, "30%").tensors[0].cuts_E
 
 
 @pytest.mark.parametrize("name", ["ties", "dare_ties", "slerp"])

@@ -348,12 +348,12 @@ def test_run__a_plan_edited_by_hand_is_refused(work: Workplace, run: Runner) -> 
 @pytest.mark.usefixtures("analyzed")
 def test_run__a_newer_plan_is_refused(work: Workplace, run: Runner) -> None:
     path = stored_plan(work, run)
-    path.write_text(path.read_text().replace("mergepipe-plan/5", "mergepipe-plan/6"))
+    path.write_text(path.read_text().replace("mergepipe-plan/6", "mergepipe-plan/7"))
     ran = run("run", path, work.out, "-q")
     assert (ran.exit_code, codes(ran)) == (6, ["format.version"])
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", "notes", '{"format": "mergepipe-plan/5"}'])
+@pytest.mark.parametrize("content", ["", "{}", "[]", "notes", '{"format": "mergepipe-plan/6"}'])
 def test_run__what_is_no_plan_is_refused(work: Workplace, run: Runner, content: str) -> None:
     path = work.root / "plan.json"
     path.write_text(content)

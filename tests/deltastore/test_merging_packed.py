@@ -28,7 +28,7 @@ from mergepipe.errors import MismatchError
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
-from mergepipe.planning.rules import sufficient_levels
+from mergepipe.planning.levels import sufficient_levels
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.runs.inputs import open_inputs, open_path
 from mergepipe.storage.local import LocalStore

@@ -101,22 +101,13 @@ def check_jobs(
             assert run.span.start == position
             assert run.span.start % cut_elements == 0 or run.span.start in edges
             (source,) = [w for w in wanted[index] if w.span.start <= run.span.start and run.span.stop <= w.span.stop]
-            assert (run.present, run.sources) == (source.present, source.sources)
+            assert run.present == source.present
             position = run.span.stop
         assert own
         assert position == task.base.n_elements
     for job in jobs:
         assert job.task_indices == tuple(dict.fromkeys(r.task_index for s in job.segments for r in s.runs))
         assert len(job.segments) == 1 or len(job.task_indices) == 1
-
-
-def _run(index: int, task: MergeTask, span: Span, present: list[int], is_shared: bool) -> Run:
-    """A run; `is_shared`: experts of one dtype are served by the first of them."""
-    first_of: dict[DType, int] = {}
-    for e in present:
-        first_of.setdefault(task.experts[e].dtype, e)
-    sources = tuple(first_of[task.experts[e].dtype] if is_shared else e for e in present)
-    return Run(index, span, tuple(present), sources)
 
 
 def wanted_runs(data: st.DataObject, tasks: list[MergeTask]) -> dict[int, tuple[Run, ...]]:
@@ -130,7 +121,7 @@ def wanted_runs(data: st.DataObject, tasks: list[MergeTask]) -> dict[int, tuple[
         edges = sorted(cuts) if n else [0, 0]
         experts = st.sets(st.integers(0, max(0, len(task.experts) - 1)), max_size=len(task.experts))
         wanted[index] = tuple(
-            _run(index, task, Span(a, b), sorted(data.draw(experts)) if task.experts else [], data.draw(st.booleans()))
+            Run(index, Span(a, b), tuple(sorted(data.draw(experts))) if task.experts else ())
             for a, b in pairwise(edges)
         )
     return wanted
@@ -148,7 +139,7 @@ def test_plan_jobs__covers_every_tensor_in_segments_that_fit(data: st.DataObject
         assert len(jobs) <= len(tasks)
     check_jobs(tasks, jobs, wanted, cut_elements)
     for segment in (segment for job in jobs for segment in job.segments):
-        need = sum(stored_bytes(tasks[r.task_index], r.span.n_elements, r.read_experts) for r in segment.runs)
+        need = sum(stored_bytes(tasks[r.task_index], r.span.n_elements, r.present) for r in segment.runs)
         assert need <= sizes.raw_bytes
         out = sum(r.span.n_elements * tasks[r.task_index].dtype.itemsize for r in segment.runs)
         assert out == segment.out_bytes
@@ -182,7 +173,7 @@ def needed_ranges(layout: SegmentLayout, tasks: list[MergeTask]) -> Iterable[tup
     for piece in layout.pieces:
         task = tasks[piece.run.task_index]
         yield task.base.stored[0], piece.run.span, Purpose.BASE, piece.base_offset
-        for e, place in zip(piece.run.sources, piece.expert_offsets, strict=True):
+        for e, place in zip(piece.run.present, piece.expert_offsets, strict=True):
             yield task.experts[e].stored[0], piece.run.span, Purpose.EXPERT, place
 
 

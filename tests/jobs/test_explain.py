@@ -24,10 +24,10 @@ def model(role: str, name: str, planned_bytes: int) -> PlannedModel:
 
 
 def make_plan(planned_bytes: int = 8192) -> Plan:
-    """Two experts over two tensors of ten blocks and one block; expert 1 is served by expert 0 in block 2."""
+    """Two experts over two tensors of ten blocks and one block."""
     first = (
         Access(((0, 4),), free=((8, 10),)),
-        Access(((5, 7),), free=((9, 10),), shared=((2, 3, 0),)),
+        Access(((5, 7),), free=((9, 10),)),
     )
     second = (Access(()), Access(((0, 1),)))
     return Plan(
@@ -43,8 +43,8 @@ def make_plan(planned_bytes: int = 8192) -> Plan:
         models=(model("base", "base", 0), model("expert", "a", 4096), model("expert", "b", 4096)),
         parameters=(TensorParameters({}, {}, ({}, {})),),
         tensors=(
-            PlannedTensor("model.layers.3.w", 950, 0, first, (0, 1)),
-            PlannedTensor("model.norm.weight", 10, 0, second, (0, 1)),
+            PlannedTensor("model.layers.3.w", 950, 0, (0, 1), first, (0, 1)),
+            PlannedTensor("model.norm.weight", 10, 0, (0, 1), second, (0, 1)),
         ),
     )
 
@@ -55,15 +55,15 @@ def explained(plan: Plan, pattern: str | None = None) -> Explanation:
 
 def test_explanation__counts_blocks_by_use() -> None:
     a, b = explained(make_plan()).experts
-    assert (a.read, a.shared, a.free, a.omitted) == (4, 0, 2, 5)
-    assert (b.read, b.shared, b.free, b.omitted) == (3, 1, 1, 6)
+    assert (a.read, a.free, a.omitted) == (4, 2, 5)
+    assert (b.read, b.free, b.omitted) == (3, 1, 7)
 
 
 def test_explanation__counts_what_is_touched() -> None:
     found = explained(make_plan())
     assert (found.blocks, found.touched) == (11, 7)
     assert [(layer.layer, layer.blocks, layer.touched, layer.taking_part) for layer in found.layers] == [
-        ("3", 10, 6, (6, 4)),
+        ("3", 10, 6, (6, 3)),
         ("", 1, 1, (0, 1)),
     ]
 
@@ -78,9 +78,8 @@ def test_explanation__tells_of_every_block_of_a_tensor_once_and_why() -> None:
         BlockUse("a", "free", "8-9", equal),
         BlockUse("a", "omitted", "4-7", spent),
         BlockUse("b", "read", "5-6", "chosen by policy 'norm'"),
-        BlockUse("b", "shared", "2", "the same bytes as those of 'a', which are read once"),
         BlockUse("b", "free", "9", equal),
-        BlockUse("b", "omitted", "0-1,3-4,7-8", spent),
+        BlockUse("b", "omitted", "0-4,7-8", spent),
     )
 
 

@@ -50,23 +50,16 @@ RUNS = st.sets(st.integers(0, 40)).map(sorted).map(runs_of)
 
 
 @st.composite
-def accesses(draw: st.DrawFn, n_blocks: int) -> tuple[Access, Access]:
-    """Two experts' accesses; the second is served by the first in places."""
+def accesses(draw: st.DrawFn, n_blocks: int) -> Access:
+    """Runs of blocks that are read, in full or in part, and free ones."""
     edges = sorted(draw(st.sets(st.integers(0, n_blocks), max_size=8)))
     own: list[tuple[int, int]] = []
     free: list[tuple[int, int]] = []
-    shared: list[tuple[int, int, int]] = []
     for start, stop in zip(edges[::3], edges[1::3], strict=False):
         (own if draw(st.booleans()) else free).append((start, stop))
     forms = [draw(st.sampled_from(("whole", *range(1, 5)))) for _ in own]
-    first = Access(
-        tuple(own), tuple(free), (), draw(CUTS), draw(PRODUCTS),
-        levels=tuple((*run, form) for run, form in zip(own, forms, strict=True) if isinstance(form, int)),
-    )  # fmt: skip
-    for start, stop in own:
-        if draw(st.booleans()):
-            shared.append((start, stop, 0))
-    return first, Access((), tuple(free), tuple(shared), draw(CUTS))
+    levels = tuple((*run, form) for run, form in zip(own, forms, strict=True) if isinstance(form, int))
+    return Access(tuple(own), tuple(free), levels)
 
 
 CUTS = st.none() | st.builds(Cut, *[st.integers(0, 2**32 - 1)] * 3)
@@ -91,9 +84,12 @@ def plans(draw: st.DrawFn) -> Plan:
     tensors = []
     for name in draw(st.lists(TEXT, unique=True, max_size=3)):
         n_elements = draw(st.integers(0, 20 * BLOCK))
-        access = draw(accesses(-(-n_elements // BLOCK)))
+        access = accesses(-(-n_elements // BLOCK))
+        reads = draw(st.lists(access, min_size=1, max_size=2, unique=True).map(tuple))
         index = draw(st.integers(0, len(parameters) - 1))
-        tensors.append(PlannedTensor(name, n_elements, index, access, tuple(range(len(access)))))
+        read_of = draw(st.permutations(range(2)).map(tuple)) if len(reads) > 1 else ()
+        cuts, products = draw(st.just(()) | st.tuples(CUTS, CUTS)), draw(st.just(()) | st.tuples(PRODUCTS, PRODUCTS))
+        tensors.append(PlannedTensor(name, n_elements, index, (0, 1), reads, read_of, cuts, products))
     planned, spare = draw(COUNTS), draw(COUNTS)
     return Plan(
         operator=draw(TEXT),
@@ -117,14 +113,12 @@ def example() -> Plan:
     file = FileId("model.safetensors", 10, "20", "ab")
     model = PlannedModel("base", "./m", "/here/m", "id", None, (file,), 800, 300)
     experts = tuple(replace(model, role="expert", model=f"./{name}") for name in "ab")
-    access = (
-        Access(((0, 4), (7, 8)), ((5, 6),), (), Cut(7, 8, 9), (1.0, 2.0, 3.0)),
-        Access(((4, 5),), (), ((0, 2, 0), (7, 8, 0))),
-    )
+    reads = (Access(((0, 4), (7, 8)), ((5, 6),)), Access(((4, 5),)))
+    tensor = PlannedTensor("w", 8 * BLOCK, 0, (0, 1), reads, (0, 1), (Cut(7, 8, 9), None), (None, (1.0, 2.0, 3.0)))
     parameters = TensorParameters({"lambda": 1.0}, {}, ({"weight": 1.0}, {"weight": 0.5}))
     return Plan(
         "ties", "norm", "keep", 0, BLOCK, 700, 600, 800, "recipe", (model, *experts), (parameters,),
-        (PlannedTensor("w", 8 * BLOCK, 0, access, (0, 1)),), (Fallback("x", "y", "z"),),
+        (tensor,), (Fallback("x", "y", "z"),),
     )  # fmt: skip
 
 
@@ -153,7 +147,7 @@ def test_schema__is_a_schema_and_refuses_unknown_keys_everywhere() -> None:
     jsonschema.Draft202012Validator.check_schema(schema())
     content = json.loads(example().to_json())
     for place in (content, content["models"][0], content["models"][0]["files"][0], content["tensors"][0],
-                  content["tensors"][0]["access"][0], content["parameters"][0], content["fallbacks"][0]):  # fmt: skip
+                  content["tensors"][0]["reads"][0], content["parameters"][0], content["fallbacks"][0]):  # fmt: skip
         place["unknown"] = 1
         assert not VALIDATOR.is_valid(content)
         del place["unknown"]
@@ -184,7 +178,7 @@ CHANGES: list[Callable[[Plan], Plan]] = [
     lambda p: replace(p, models=(replace(p.models[0], identity="other"), *p.models[1:])),
     lambda p: replace(p, tensors=(replace(p.tensors[0], n_elements=8 * BLOCK - 1),)),
     lambda p: replace(p, parameters=(replace(p.parameters[0], globals={"lambda": 2.0}),)),
-    lambda p: replace(p, tensors=(replace(p.tensors[0], access=(p.tensors[0].access[0], Access(()))),)),
+    lambda p: replace(p, tensors=(replace(p.tensors[0], reads=(p.tensors[0].reads[0], Access(()))),)),
 ]
 
 
@@ -197,7 +191,7 @@ def test_plan__digest_is_the_same_on_every_machine() -> None:
     assert example().digest == EXAMPLE_DIGEST
 
 
-EXAMPLE_DIGEST = "de64bc0592f15b4b754161bf1868c269"
+EXAMPLE_DIGEST = "f3687142afc1607557d60292f2563539"
 
 
 def changed(**values: object) -> bytes:
@@ -219,15 +213,15 @@ def test_parse_plan__refuses_a_plan_edited_by_hand(key: str) -> None:
 
 
 def test_parse_plan__refuses_other_versions_and_foreign_formats() -> None:
-    for version, hint in ((4, "make the plan again"), (6, "use a newer version of MergePipe")):
+    for version, hint in ((5, "make the plan again"), (7, "use a newer version of MergePipe")):
         refusal = refused(changed(format=f"mergepipe-plan/{version}"))
         assert isinstance(refusal, UnsupportedError)
         assert refusal.code == "format.version"
-        assert f"its format is 'mergepipe-plan/{version}', this version reads 'mergepipe-plan/5' only" in str(refusal)
+        assert f"its format is 'mergepipe-plan/{version}', this version reads 'mergepipe-plan/6' only" in str(refusal)
         assert hint in str(refusal)
     for foreign in ("mergepipe-manifest/1", "mergepipe-plan", "mergepipe-plan/x"):
         assert refused(changed(format=foreign)).code == "format.damaged"
-    assert PLAN_FORMAT.title == "mergepipe-plan/5"
+    assert PLAN_FORMAT.title == "mergepipe-plan/6"
 
 
 def edited(change: Callable[[Json], None]) -> bytes:
@@ -236,8 +230,11 @@ def edited(change: Callable[[Json], None]) -> bytes:
     return json.dumps(content).encode()
 
 
+THREE_EXPERTS = {"models": [0, 1, 2], "read_of": [0, 1, 1], "cuts": [None] * 3, "products": [None] * 3}
+
+
 def access_of(content: Json, expert: int = 0) -> Json:
-    found: Json = content["tensors"][0]["access"][expert]
+    found: Json = content["tensors"][0]["reads"][expert]
     return found
 
 
@@ -250,10 +247,10 @@ def access_of(content: Json, expert: int = 0) -> Json:
         ("the key 'a' occurs twice in one JSON object", b'{"a": 1, "a": 2}'),
         ("JSON has no number NaN", changed(seed=float("nan"))),
         ("a JSON object is needed, found []", b"[]"),
-        ("its format is None, 'mergepipe-plan/5' is needed", b"{}"),
+        ("its format is None, 'mergepipe-plan/6' is needed", b"{}"),
         ("unknown key 'unknown'; known: adjustments,", changed(unknown=1)),
         ("'tensors' is missing", edited(lambda c: c.pop("tensors"))),
-        ("tensors[0].access[0]: unknown key 'rad';", edited(lambda c: access_of(c).update(rad="0"))),
+        ("tensors[0].reads[0]: unknown key 'rad';", edited(lambda c: access_of(c).update(rad="0"))),
         ("models[0]: unknown key 'x'; known:", edited(lambda c: c["models"][0].update(x=0))),
         ("seed: an integer is needed, found '1'", changed(seed="1")),
         ("seed: an integer is needed, found True", changed(seed=True)),
@@ -265,21 +262,19 @@ def access_of(content: Json, expert: int = 0) -> Json:
         ("blocks of 0 elements", changed(block_elements=0)),
         ("w: there is no set of parameters 0", changed(parameters=[])),
         ("a tensor is planned twice", edited(lambda c: c["tensors"].append(c["tensors"][0]))),
-        ("w: 1 accesses for 2 experts", edited(lambda c: c["tensors"][0]["access"].pop())),
-        ("tensors[0].access[0]: runs of blocks must", edited(lambda c: access_of(c).update(blocks="3-1"))),
-        ("tensors[0].access[0]: runs of blocks must", edited(lambda c: access_of(c).update(blocks="0-3,3"))),
-        ("w: a run of blocks ends past the last of 8", edited(lambda c: access_of(c).update(blocks="0-8"))),
-        ("tensors[0].access[0].blocks: '-1' is not a run of", edited(lambda c: access_of(c).update(blocks="-1"))),
-        ("tensors[0].access[0].blocks: '' is not a run of", edited(lambda c: access_of(c).update(blocks=""))),
-        ("tensors[0].access[0].blocks:", edited(lambda c: access_of(c).update(blocks="0-99999999999999999999"))),
-        ("w: a block of expert 0 is planned twice", edited(lambda c: access_of(c).update(free="2"))),
-        ("tensors[0].access[0]: not three numbers of", edited(lambda c: access_of(c).update(cut=[2**32, 0, 0]))),
-        ("tensors[0].access[0].products: 1 items, 3 are", edited(lambda c: access_of(c).update(products=[1.0]))),
-        ("w: expert 1 cannot serve expert 1", edited(lambda c: access_of(c, 1).update(shared="0-1@1"))),
-        ("w: expert 2 cannot serve expert 1", edited(lambda c: access_of(c, 1).update(shared="0-1@2"))),
-        ("w: blocks 6 to 6 of expert 0 are not read", edited(lambda c: access_of(c, 1).update(shared="6@0"))),
-        ("tensors[0].access[1].shared: '0-1' is not a run of", edited(lambda c: access_of(c, 1).update(shared="0-1"))),
-        ("w: a block of expert 1 is planned twice", edited(lambda c: access_of(c, 1).update(shared="4@0"))),
+        ("w: 1 accesses, of which experts have [0, 1]", edited(lambda c: c["tensors"][0]["reads"].pop())),
+        ("w: 1 values for 2 experts", edited(lambda c: c["tensors"][0]["cuts"].pop())),
+        ("w: parameters of other than 3 experts", edited(lambda c: c["tensors"][0].update(THREE_EXPERTS))),
+        ("tensors[0].reads[0]: runs of blocks must", edited(lambda c: access_of(c).update(blocks="3-1"))),
+        ("tensors[0].reads[0]: runs of blocks must", edited(lambda c: access_of(c).update(blocks="0-3,3"))),
+        ("w: a run of blocks ends past the last of 8", edited(lambda c: access_of(c).update(blocks="8"))),
+        ("tensors[0].reads[0].blocks: '-1' is not a run of", edited(lambda c: access_of(c).update(blocks="-1"))),
+        ("tensors[0].reads[0].blocks: '' is not a run of", edited(lambda c: access_of(c).update(blocks=""))),
+        ("tensors[0].reads[0].blocks:", edited(lambda c: access_of(c).update(blocks="0-99999999999999999999"))),
+        ("tensors[0].reads[0]: a block is planned twice", edited(lambda c: access_of(c).update(free="2"))),
+        ("w: not three numbers of", edited(lambda c: c["tensors"][0].update(cuts=[[2**32, 0, 0], None]))),
+        ("tensors[0].products[0]: 1 items, 3 are", edited(lambda c: c["tensors"][0].update(products=[[1.0], None]))),
+        ("reads[1].levels: '0-1' is not a run of", edited(lambda c: access_of(c, 1).update(levels="0-1"))),
     ],
 )
 def test_parse_plan__refuses_what_is_no_plan(words: str, raw: bytes) -> None:
@@ -291,8 +286,8 @@ def test_parse_plan__refuses_what_is_no_plan(words: str, raw: bytes) -> None:
 
 
 def test_parse_plan__says_where_an_unknown_key_stands() -> None:
-    error = refused(edited(lambda c: access_of(c, 1).update(cutt=1)))
-    assert "tensors[0].access[1]: unknown key 'cutt'; did you mean 'cut'?" in str(error)
+    error = refused(edited(lambda c: access_of(c, 1).update(level=1)))
+    assert "tensors[0].reads[1]: unknown key 'level'; did you mean 'levels'?" in str(error)
 
 
 @given(RUNS.filter(bool))
@@ -302,11 +297,8 @@ def test_runs__survive_a_round_trip(runs: Runs) -> None:
 
 def test_runs__are_written_with_their_last_block() -> None:
     assert format_runs(((0, 4), (7, 8))) == "0-3,7"
-    content = json.loads(example().to_json())["tensors"][0]["access"]
-    assert content == [
-        {"blocks": "0-3,7", "free": "5", "cut": [7, 8, 9], "products": [1.0, 2.0, 3.0]},
-        {"blocks": "4", "shared": "0-1@0,7@0"},
-    ]
+    content = json.loads(example().to_json())["tensors"][0]["reads"]
+    assert content == [{"blocks": "0-3,7", "free": "5"}, {"blocks": "4"}]
 
 
 @pytest.mark.parametrize("runs", [((1, 1),), ((-1, 2),), ((0, 2), (2, 3)), ((4, 5), (0, 1))])
@@ -320,16 +312,20 @@ def test_access__refuses_what_are_no_runs(runs: Runs) -> None:
 def test_format_doc__names_every_key() -> None:
     formats = DOCS / "internals" / "formats"
     text = (formats / "plan.md").read_text(encoding="utf-8")
-    keys = [*schema()["properties"], *schema()["$defs"]["access"]["properties"]]
+    keys = [
+        *schema()["properties"],
+        *schema()["$defs"]["access"]["properties"],
+        *schema()["$defs"]["tensor"]["properties"],
+    ]
     assert [key for key in keys if f"`{key}`" not in text] == []
     assert PLAN_FORMAT.title in text
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
-    [({"levels": ((4, 6, 1),)}, "are not read"), ({"levels": ((0, 2, 0),)}, "level 0")],
+    [({"levels": ((4, 6, 1),)}, "are not read"), ({"levels": ((0, 2, 0),)}, "at 0 nothing is read")],
 )
 def test_plan__refuses_levels_of_blocks_that_are_not_read(changed: dict[str, Any], message: str) -> None:
-    first = example().tensors[0].access[0]
+    first = example().tensors[0].reads[0]
     with pytest.raises(ValueError, match=message):
-        replace(example(), tensors=(replace(example().tensors[0], access=(replace(first, **changed), Access(()))),))
+        replace(first, **changed)

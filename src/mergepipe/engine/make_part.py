@@ -33,7 +33,7 @@ from mergepipe.engine.segments import (
 )
 from mergepipe.engine.tensor_work import operator_input, tensor_work
 from mergepipe.engine.work import SILENT, EngineOptions, MergeWork, Observer, OutputPlan, Part, PartResult
-from mergepipe.planning.rules import sufficient_levels
+from mergepipe.planning.levels import sufficient_levels
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.snapshots.shards import DurableProgress, ShardWriter
 from mergepipe.storage.contract import Store, abort_requests

@@ -109,16 +109,15 @@ def lay_out(
     for run in shape.runs:
         task, base = tasks[run.task_index], len(needed)
         needed.append(_NeededElements(task.base, run.span, Purpose.BASE, base))
-        experts = [run.source(task, e) for e in run.read_experts]
+        experts = [run.source(task, e) for e in run.present]
         needed.extend(_NeededElements(source, run.span, Purpose.EXPERT, base) for source in experts)
     reads, places = _join(needed, alignment_of)
     end = round_up(reads[-1].buffer_offset + reads[-1].nbytes, PAGE_BYTES) if reads else 0
     computations = _place_computed(needed, places, end)
     pieces, position, out_offset = [], 0, out_start
     for run in shape.runs:
-        stop = position + 1 + len(run.read_experts)
-        place_of = dict(zip(run.read_experts, places[position + 1 : stop], strict=True))
-        pieces.append(Piece(run, places[position], tuple(place_of[e] for e in run.sources), out_offset))
+        stop = position + 1 + len(run.present)
+        pieces.append(Piece(run, places[position], tuple(places[position + 1 : stop]), out_offset))
         position = stop
         out_offset += run.span.n_elements * tasks[run.task_index].dtype.itemsize
     return SegmentLayout(shape, tuple(reads), computations, tuple(pieces))
@@ -200,14 +199,13 @@ ROUNDING_BYTES = 2 * PAGE_BYTES
 class Run:
     """Consecutive elements of one tensor for which the same experts take part.
 
-    `sources[i]` is the expert whose stored bytes serve `present[i]`: itself, or one with identical bytes. `free` are
-    experts that equal the base here and are not read. `levels` are (expert, level) of those that are read in part.
+    `present` are the experts that are read, `free` those that equal the base here and are not read. `levels` are
+    (expert, level) of those that are read in part.
     """
 
     task_index: int
     span: Span
     present: tuple[int, ...]
-    sources: tuple[int, ...]
     free: tuple[int, ...] = ()
     levels: tuple[tuple[int, int], ...] = ()
 
@@ -225,11 +223,6 @@ class Run:
     def is_counted(self) -> bool:
         """Whether anything is known of any expert here: of what a sample did not draw nothing is."""
         return bool(self.present or self.free)
-
-    @property
-    def read_experts(self) -> tuple[int, ...]:
-        """List the experts whose bytes are read, each once."""
-        return tuple(dict.fromkeys(self.sources))
 
 
 RunsOf = Callable[[int, MergeTask], Iterable[Run]]
@@ -253,10 +246,8 @@ Levels = tuple[tuple[int, int], ...]
 def full_access(task_index: int, task: MergeTask, span: Span | None = None, levels: Levels = ()) -> tuple[Run]:
     """Return the run that reads every expert (in `span`), except those known not to change the tensor."""
     unchanged = tuple(e for e, source in enumerate(task.experts) if isinstance(source, Unchanged))
-    read_experts = tuple(e for e in range(len(task.experts)) if e not in unchanged)
-    return (
-        Run(task_index, span or Span(0, task.base.n_elements), read_experts, read_experts, unchanged, levels=levels),
-    )
+    present = tuple(e for e in range(len(task.experts)) if e not in unchanged)
+    return (Run(task_index, span or Span(0, task.base.n_elements), present, unchanged, levels),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +292,7 @@ def _widest_item_bytes(source: Source) -> int:
 
 def _run_bytes(task: MergeTask, run: Run, n_elements: int) -> int:
     """Buffer bytes that `n_elements` of what a run reads need at most."""
-    return stored_bytes(task, n_elements, run.read_experts)
+    return stored_bytes(task, n_elements, run.present)
 
 
 CutOf = Callable[[MergeTask], int]

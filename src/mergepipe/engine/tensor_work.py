@@ -30,7 +30,7 @@ from mergepipe.operators.base import (
     ScoreCut,
 )
 from mergepipe.operators.statistics import COMMON_DENSITIES, NOTHING_KEPT, Cut, TensorStatistics, rank_of_density
-from mergepipe.planning.plan import Access, PlannedTensor
+from mergepipe.planning.plan import ALL, PlannedTensor
 from mergepipe.recipes.tasks import Action, MergeTask
 
 # --- answer requests for tensor-wide quantities from what is on record instead of reading blocks ---
@@ -128,8 +128,8 @@ class RecordedQuantities(NothingKnown):
 # --- translate a plan for the engine: runs of equal access per tensor, and known tensor-wide quantities ---
 
 
-OMITTED = -1
-FREE = -2  # equal to the base: known without reading
+OMITTED = 0
+FREE = -1  # equal to the base: known without reading
 UNREAD_PRODUCTS = (1.0, 0.0, 0.0)  # of an expert of which nothing is read: as if it were the base itself
 
 
@@ -149,22 +149,18 @@ class PlannedAccess:
 
     def _runs(self, task_index: int, planned: PlannedTensor) -> Iterator[Run]:
         grid = BlockGrid(planned.n_elements, self.block_elements)
-        sources_EB = source_of_blocks(planned, grid.n_blocks)
         levels_EB = level_of_blocks(planned, grid.n_blocks)
         if grid.n_blocks == 0:
-            yield Run(task_index, Span(0, 0), (), ())
+            yield Run(task_index, Span(0, 0), ())
             return
-        begins_EB = (sources_EB[:, 1:] != sources_EB[:, :-1]) | (levels_EB[:, 1:] != levels_EB[:, :-1])
-        changes = np.flatnonzero(begins_EB.any(axis=0)) + 1
-        edges = [0, *changes.tolist(), grid.n_blocks]
-        for first, last in pairwise(edges):
-            column_E = sources_EB[:, first]
-            present = tuple(np.flatnonzero(column_E >= 0).tolist())
-            sources = tuple(int(column_E[e]) for e in present)
-            free = tuple(np.flatnonzero(column_E == FREE).tolist())
+        changes = np.flatnonzero((levels_EB[:, 1:] != levels_EB[:, :-1]).any(axis=0)) + 1
+        for first, last in pairwise([0, *changes.tolist(), grid.n_blocks]):
+            level_E = levels_EB[:, first].tolist()
+            present = tuple(e for e, level in enumerate(level_E) if level > 0)
+            free = tuple(e for e, level in enumerate(level_E) if level == FREE)
             span = Span(grid.span(first).start, grid.span(last - 1).stop)
-            levels = tuple((e, int(levels_EB[e, first])) for e in present if levels_EB[e, first])
-            yield Run(task_index, span, present, sources, free, levels=levels)
+            levels = tuple((e, level_E[e]) for e in present if level_E[e] != ALL)
+            yield Run(task_index, span, present, free, levels)
 
     def factor(self, name: str) -> float:
         """Return what the merged delta of a tensor is multiplied by: of a sample 1 / its probability, else 1."""
@@ -213,41 +209,27 @@ class PlannedQuantities(NothingKnown):
         return replace(reduced, cuts_E3=np.array(joined_E, np.uint32))
 
     def _cuts_E(self) -> list[Cut | None]:
-        return [_cut(access) for access in self.planned.access]
+        """Return the cuts; any will do where nothing is read."""
+        reads_E = zip(self.planned.cuts_E, self.planned.access, strict=True)
+        return [NOTHING_KEPT if cut is None and not access.blocks else cut for cut, access in reads_E]
 
     def _products_E(self) -> list[tuple[float, float, float] | None]:
-        return [access.products if _is_read(access) else UNREAD_PRODUCTS for access in self.planned.access]
-
-
-def _is_read(access: Access) -> bool:
-    return bool(access.blocks or access.shared)
-
-
-def _cut(access: Access) -> Cut | None:
-    """Return the cut; any will do where nothing is read."""
-    return NOTHING_KEPT if access.cut is None and not _is_read(access) else access.cut
-
-
-def source_of_blocks(planned: PlannedTensor, n_blocks: int) -> NDArray[np.int32]:
-    """Return per expert and block (E, B) the expert whose bytes serve it, or `OMITTED`, or `FREE`."""
-    sources_EB = np.full((len(planned.access), n_blocks), OMITTED, np.int32)
-    for e, access in enumerate(planned.access):
-        for start, stop in access.blocks:
-            sources_EB[e, start:stop] = e
-        for start, stop in access.free:
-            sources_EB[e, start:stop] = FREE
-        for start, stop, source in access.shared:
-            sources_EB[e, start:stop] = source
-    return sources_EB
+        products_E = self.planned.products or (None,) * len(self.planned.models)
+        reads_E = zip(products_E, self.planned.access, strict=True)
+        return [products if access.blocks else UNREAD_PRODUCTS for products, access in reads_E]
 
 
 def level_of_blocks(planned: PlannedTensor, n_blocks: int) -> NDArray[np.int16]:
-    """Return per expert and block (E, B) the level at which it is read, 0 where it is read unencoded or not at all."""
-    levels_EB = np.zeros((len(planned.access), n_blocks), np.int16)
-    for e, access in enumerate(planned.access):
+    """Return per expert and block (E, B) the level at which it is read, or `OMITTED`, or `FREE`."""
+    levels_RB = np.full((len(planned.reads), n_blocks), OMITTED, np.int16)
+    for access, levels_B in zip(planned.reads, levels_RB, strict=True):
+        for start, stop in access.blocks:
+            levels_B[start:stop] = ALL
+        for start, stop in access.free:
+            levels_B[start:stop] = FREE
         for start, stop, level in access.levels:
-            levels_EB[e, start:stop] = level
-    return levels_EB
+            levels_B[start:stop] = level
+    return levels_RB[list(planned.read_of)] if planned.read_of else np.tile(levels_RB, (len(planned.models), 1))
 
 
 # --- gather what an operator needs of a whole tensor in stages, each of which may depend on earlier ones ---

@@ -23,7 +23,7 @@ from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
-READ, SHARED, FREE, OMITTED = "read", "shared", "free", "omitted"
+READ, FREE, OMITTED = "read", "free", "omitted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +39,18 @@ class _Subject:
 class _Tensor:
     """One merged tensor with its runs of blocks per expert; a full merge has every block in `blocks`.
 
-    `experts` are those that take part, in the tensor's own order; the others have no access.
+    Experts that take no part have no access.
     """
 
     name: str
     n_blocks: int
     access: tuple[Access | None, ...]
-    experts: tuple[int, ...]
     probability: float = 1.0  # that a block was drawn for a sample
 
     def touched(self) -> Runs:
         """Runs of blocks that at least one expert contributed to."""
         present = [access for access in self.access if access is not None]
-        contributing = chain.from_iterable(access.blocks for access in present)
-        served = ((start, stop) for access in present for start, stop, _ in access.shared)
-        return joined((*contributing, *served))
+        return joined(chain.from_iterable(access.blocks for access in present))
 
 
 def explain_subject(subject_text: str, pattern: str | None, home: Path) -> Explanation:
@@ -118,7 +115,6 @@ def _planned(plan: Plan) -> tuple[_Tensor, ...]:
             tensor.name,
             blocks(tensor),
             tuple(tensor.access_of(e) for e in range(n_experts)),
-            tensor.models,
             tensor.probability,
         )
         for tensor in plan.tensors
@@ -133,7 +129,7 @@ def _full_merge_tensors(manifest: Manifest) -> tuple[_Tensor, ...]:
         if tensor.action == Action.MERGE.value:
             n_blocks = -(-element_count(tensor.shape) // DEFAULT_BLOCK_ELEMENTS)
             access = Access(((0, n_blocks),) if n_blocks else ())
-            tensors.append(_Tensor(tensor.name, n_blocks, (access,) * n_experts, tuple(range(n_experts))))
+            tensors.append(_Tensor(tensor.name, n_blocks, (access,) * n_experts))
     return tuple(tensors)
 
 
@@ -153,13 +149,12 @@ def _expert_shares(
     shares = []
     for e, (model, path) in enumerate(models):
         counts = [_counts(tensor, e) for tensor in tensors]
-        read, shared, free, omitted = (sum(count[kind] for count in counts) for kind in range(4))
+        read, free, omitted = (sum(count[kind] for count in counts) for kind in range(3))
         shares.append(
             ExpertShare(
                 model=model,
                 path=path,
                 read=read,
-                shared=shared,
                 free=free,
                 omitted=omitted,
                 full_bytes=None if planned is None else planned[e].full_cost_bytes,
@@ -177,13 +172,13 @@ def _accesses(tensors: Iterable[_Tensor], e: int) -> list[Access]:
     return [access for tensor in tensors if (access := tensor.access[e]) is not None]
 
 
-def _counts(tensor: _Tensor, e: int) -> tuple[int, int, int, int]:
+def _counts(tensor: _Tensor, e: int) -> tuple[int, int, int]:
+    """Count the blocks of an expert that are read, free and omitted."""
     access = tensor.access[e]
     if access is None:
-        return 0, 0, 0, 0
+        return 0, 0, 0
     read, free = _count(access.blocks), _count(access.free)
-    shared = sum(stop - start for start, stop, _ in access.shared)
-    return read, shared, free, tensor.n_blocks - read - shared - free
+    return read, free, tensor.n_blocks - read - free
 
 
 def _layer_shares(tensors: Sequence[_Tensor], n_experts: int) -> tuple[LayerShare, ...]:
@@ -197,7 +192,7 @@ def _layer_shares(tensors: Sequence[_Tensor], n_experts: int) -> tuple[LayerShar
             layer=layer,
             blocks=sum(tensor.n_blocks for tensor in inside),
             touched=sum(_count(tensor.touched()) for tensor in inside),
-            taking_part=tuple(sum(sum(_counts(t, e)[:3]) for t in inside) for e in range(n_experts)),
+            taking_part=tuple(sum(sum(_counts(t, e)[:2]) for t in inside) for e in range(n_experts)),
             levels=blocks_by_level(a for e in range(n_experts) for a in _accesses(inside, e)),
         )
         for layer, inside in ordered
@@ -206,7 +201,7 @@ def _layer_shares(tensors: Sequence[_Tensor], n_experts: int) -> tuple[LayerShar
 
 @dataclass(frozen=True, slots=True)
 class _Reasons:
-    """The reasons why blocks are read, shared or omitted, as texts."""
+    """The reasons why blocks are read or omitted, as texts."""
 
     read: str
     omitted: str
@@ -221,9 +216,6 @@ class _Reasons:
             return "all of the tensor is in the sample"
         drawn = f"{self.read} with probability {tensor.probability:.3g}, seed {self.draw_seed}"
         return f"{drawn}; the merged delta is multiplied by {1 / tensor.probability:.3g}"
-
-    def shared(self, source: int) -> str:
-        return f"the same bytes as those of '{self.names[source]}', which are read once"
 
 
 def _reasons(plan: Plan | None, models: Sequence[tuple[str, str]]) -> _Reasons:
@@ -268,9 +260,6 @@ def _block_uses(tensor: _Tensor, e: int, reasons: _Reasons) -> Iterable[BlockUse
         runs = joined((start, stop) for start, stop, block_level in access.levels if block_level == level)
         why = f"{level_name(level)}; {reasons.reading(tensor)}"
         yield BlockUse(model, f"{READ} at level {level}", format_runs(runs), why)
-    for source in sorted({source for _, _, source in access.shared}):
-        runs = tuple((start, stop) for start, stop, by in access.shared if by == source)
-        yield BlockUse(model, SHARED, format_runs(runs), reasons.shared(tensor.experts[source]))
     if access.free:
         yield BlockUse(model, FREE, format_runs(access.free), "equal to the base's, known without reading")
     omitted = _gaps(access.runs, tensor.n_blocks)

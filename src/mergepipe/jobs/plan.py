@@ -22,7 +22,16 @@ from mergepipe.planning.budget import (
     parse_budget,
     retry_reserve_bytes,
 )
-from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, ImportanceRecord, Plan, PlannedTensor, parse_plan
+from mergepipe.planning.plan import (
+    NOTHING_READ,
+    READS_ALL,
+    Access,
+    ImportanceRecord,
+    Plan,
+    PlannedTensor,
+    parse_plan,
+    read_alike,
+)
 from mergepipe.planning.planner import Ranking, rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.fields import USUAL, Strictness
@@ -232,8 +241,8 @@ def _of_everything(plan: Plan, tasks: Sequence[MergeTask]) -> Plan:
 
 def _read_whole(tensor: PlannedTensor, block_elements: int) -> PlannedTensor:
     n_blocks = -(-tensor.n_elements // block_elements)
-    access = Access(((0, n_blocks),) if n_blocks else ())
-    return replace(tensor, access=(access,) * len(tensor.access))
+    reads = read_alike(Access(((0, n_blocks),) if n_blocks else ()), len(tensor.models))
+    return replace(tensor, reads=reads, read_of=(), cuts=(), products=())
 
 
 def _refuse_starved(plan: Plan) -> None:

@@ -23,7 +23,7 @@ from mergepipe.storage.output import replace_durably
 from mergepipe.storage.ranges import os_error, read_head
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
-SharedRuns: TypeAlias = tuple[tuple[int, int, int], ...]
+LeveledRuns: TypeAlias = tuple[tuple[int, int, int], ...]
 
 NOTHING_READ = "nothing of it is read"
 """The decision of the notices about experts that a plan leaves out."""
@@ -36,6 +36,9 @@ READS_ALL = "all"
 
 SAMPLES = "sample"
 """The policy of a plan that reads a sample of block positions."""
+
+ALL = 126
+"""The level of what is read as it is: above every level of a store."""
 
 _LARGEST_BITS = 2**32 - 1
 _LONGEST_INDEX = 18  # digits
@@ -55,18 +58,18 @@ def parse_runs(text: str) -> Runs:
     return tuple(map(_run_of, text.split(",")))
 
 
-def _format_shared(runs: SharedRuns) -> str:
-    return ",".join(f"{_run_text(start, stop)}@{source}" for start, stop, source in runs)
+def _format_leveled(runs: LeveledRuns) -> str:
+    return ",".join(f"{_run_text(start, stop)}@{level}" for start, stop, level in runs)
 
 
-def _parse_shared(text: str) -> SharedRuns:
-    shared_runs = []
+def _parse_leveled(text: str) -> LeveledRuns:
+    leveled_runs = []
     for part in text.split(","):
-        run, at, source = part.partition("@")
-        if not at or not _is_index(source):
-            raise ValueError(f"'{part[:40]}' is not a run of shared blocks")
-        shared_runs.append((*_run_of(run), int(source)))
-    return tuple(shared_runs)
+        run, at, level = part.partition("@")
+        if not at or not _is_index(level):
+            raise ValueError(f"'{part[:40]}' is not a run of blocks at a level")
+        leveled_runs.append((*_run_of(run), int(level)))
+    return tuple(leveled_runs)
 
 
 def _run_text(start: int, stop: int) -> str:
@@ -85,7 +88,7 @@ def _is_index(text: str) -> bool:
 
 
 _RunsText: TypeAlias = Annotated[Runs, AsText(format_runs, parse_runs)]
-_SharedText: TypeAlias = Annotated[SharedRuns, AsText(_format_shared, _parse_shared)]
+_LeveledText: TypeAlias = Annotated[LeveledRuns, AsText(_format_leveled, _parse_leveled)]
 
 
 # --- the plan ---
@@ -115,63 +118,90 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The access to one tensor of one expert: blocks read, free, shared, and levels.
+    """The blocks of an expert's tensor that are read, or need not be; each kind as sorted, disjoint, half-open runs.
 
-    `blocks` are half-open runs of block indices to be read, sorted and disjoint. `free` are runs that need no read
-    because they equal the base. `shared` maps runs to the expert (an index) whose identical bytes serve them.
-    `cut` is the whole tensor's magnitude cut, for operators that trim. `levels` maps runs of the blocks that
-    are read, but only in part, to the level at which they are.
+    `blocks` are read, `free` ones equal the base's. `levels` are of the blocks that are read those that are read in
+    part, with their level.
     """
 
     blocks: _RunsText = ()
     free: _RunsText = ()
-    shared: _SharedText = ()
-    cut: Cut | None = None
-    products: tuple[float, float, float] | None = None
-    levels: _SharedText = ()
+    levels: _LeveledText = ()
 
     def __post_init__(self) -> None:
         for runs in (self.blocks, self.free):
             flat = tuple(chain.from_iterable(runs))
             if flat and not (flat[0] >= 0 and all(map(lt, flat, flat[1:]))):
                 raise ValueError("runs of blocks must be sorted, disjoint, not empty and joined where they touch")
-        _check_shared(self.shared, "shared")
-        _check_shared(self.levels, "graded")
-        if any(level == 0 for _, _, level in self.levels):
-            raise ValueError("a block that is read at level 0 is not read")
-        if self.cut is not None and not 0 <= min(self.cut) <= max(self.cut) <= _LARGEST_BITS:
-            raise ValueError(f"not three numbers of 32 bits: {list(self.cut)}")
+        if self.free:
+            flat = tuple(chain.from_iterable(self.runs))
+            if not all(map(le, flat, flat[1:])):
+                raise ValueError("a block is planned twice")
+        if any(not (0 <= start < stop and 0 < level < ALL) for start, stop, level in self.levels):
+            raise ValueError("not a run of blocks at a level: at 0 nothing is read")
+        if any(a[1] > b[0] or (a[1] == b[0] and a[2] == b[2]) for a, b in pairwise(self.levels)):
+            raise ValueError("runs of blocks at a level must be sorted, disjoint and joined where they touch")
+        for start, stop, _ in self.levels:
+            if not any(a <= start and stop <= b for a, b in self.blocks):
+                raise ValueError(f"blocks {start} to {stop - 1} have a level, and are not read")
 
     @property
     def n_blocks(self) -> int:
-        """Blocks read from this expert's own file."""
+        """Blocks that are read."""
         return sum(stop - start for start, stop in self.blocks)
 
     @property
     def runs(self) -> Runs:
         """All runs of any kind, sorted."""
-        return tuple(sorted((*self.blocks, *self.free, *((start, stop) for start, stop, _ in self.shared))))
+        return tuple(sorted((*self.blocks, *self.free)))
+
+
+Products: TypeAlias = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One merged tensor: its size, and one `Access` for each of its experts.
+    """One merged tensor: its size, and what is read of each of its experts.
 
     `parameters` is the index of the operator's parameters in force among those of the plan, and `models` says which of
-    the plan's experts its experts are.
+    the plan's experts its experts are. `reads` are the distinct accesses, `read_of` says which of them is each
+    expert's; without it all have the first. `cuts` and `products` are by expert the tensor-wide quantities that the
+    operator wants, where they are known: of the magnitudes and of the inner products.
     With a `probability` below 1 the blocks are a sample, drawn by it: the merged delta is divided by it.
     """
 
     name: str
     n_elements: Size
     parameters: Size
-    access: tuple[Access, ...]
     models: tuple[Size, ...]
+    reads: tuple[Access, ...]
+    read_of: tuple[Size, ...] = ()
+    cuts: tuple[Cut | None, ...] = ()
+    products: tuple[Products | None, ...] = ()
     probability: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.probability <= 1 or (not self.probability and any(access.runs for access in self.access)):
+        if not 0 <= self.probability <= 1 or (not self.probability and any(access.runs for access in self.reads)):
             raise ValueError(f"{self.name}: not the probability of what is read: {self.probability}")
+        places = self.read_of or (0,) * len(self.models)
+        if set(places) != set(range(len(self.reads))):
+            raise ValueError(f"{self.name}: {len(self.reads)} accesses, of which experts have {list(self.read_of)}")
+        for values in (places, self.cuts or places, self.products or places):
+            if len(values) != len(self.models):
+                raise ValueError(f"{self.name}: {len(values)} values for {len(self.models)} experts")
+        for cut in self.cuts:
+            if cut is not None and not 0 <= min(cut) <= max(cut) <= _LARGEST_BITS:
+                raise ValueError(f"{self.name}: not three numbers of 32 bits: {list(cut)}")
+
+    @property
+    def access(self) -> tuple[Access, ...]:
+        """The access of each of its experts."""
+        return tuple(self.reads[place] for place in self.read_of) if self.read_of else self.reads * len(self.models)
+
+    @property
+    def cuts_E(self) -> tuple[Cut | None, ...]:
+        """The known cut of each of its experts."""
+        return self.cuts or (None,) * len(self.models)
 
     @property
     def factor(self) -> float:
@@ -181,6 +211,11 @@ class PlannedTensor:
     def access_of(self, expert: int) -> Access | None:
         """Return the access of one of the plan's experts; None if it does not contribute to this tensor."""
         return self.access[self.models.index(expert)] if expert in self.models else None
+
+
+def read_alike(access: Access, n_experts: int) -> tuple[Access, ...]:
+    """Return the `reads` of a tensor whose experts all have one access."""
+    return (access,) if n_experts else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,12 +267,13 @@ class Plan(Displayed):
         for tensor in self.tensors:
             if tensor.parameters >= len(self.parameters):
                 raise ValueError(f"{tensor.name}: there is no set of parameters {tensor.parameters}")
-            if not len(tensor.access) == len(self.parameters[tensor.parameters].experts) == len(tensor.models):
-                raise ValueError(f"{tensor.name}: {len(tensor.access)} accesses for {len(tensor.models)} experts")
+            if len(self.parameters[tensor.parameters].experts) != len(tensor.models):
+                raise ValueError(f"{tensor.name}: parameters of other than {len(tensor.models)} experts")
             if len(set(tensor.models)) < len(tensor.models) or not all(0 <= e < experts for e in tensor.models):
                 raise ValueError(f"{tensor.name}: not experts of this plan: {list(tensor.models)}")
             n_blocks = -(-tensor.n_elements // self.block_elements)
-            _check_runs(tensor, n_blocks)
+            if any(access.runs and access.runs[-1][1] > n_blocks for access in tensor.reads):
+                raise ValueError(f"{tensor.name}: a run of blocks ends past the last of {n_blocks} blocks")
 
     @property
     def digest(self) -> str:
@@ -272,40 +308,11 @@ class Plan(Displayed):
         return PLAN_FORMAT.to_json(self)
 
 
-def _check_shared(runs: SharedRuns, kind: str) -> None:
-    if not runs:
-        return
-    if any(not (0 <= start < stop and source >= 0) for start, stop, source in runs):
-        raise ValueError(f"not a run of {kind} blocks")
-    if any(a[1] > b[0] or (a[1] == b[0] and a[2] == b[2]) for a, b in pairwise(runs)):
-        raise ValueError(f"runs of {kind} blocks must be sorted, disjoint and joined where they touch")
-
-
-def _check_runs(tensor: PlannedTensor, n_blocks: int) -> None:
-    """Check that runs lie in the grid and are disjoint, and that the serving expert reads every shared block."""
-    for expert, access in enumerate(tensor.access):
-        for runs in (access.blocks, access.free, access.shared):
-            if runs and runs[-1][1] > n_blocks:
-                raise ValueError(f"{tensor.name}: a run of blocks ends past the last of {n_blocks} blocks")
-        if access.free or access.shared:
-            flat = tuple(chain.from_iterable(access.runs))
-            if not all(map(le, flat, flat[1:])):
-                raise ValueError(f"{tensor.name}: a block of expert {expert} is planned twice")
-        for start, stop, _ in access.levels:
-            if not any(a <= start and stop <= b for a, b in access.blocks):
-                raise ValueError(f"{tensor.name}: blocks {start} to {stop - 1} have a level, and are not read")
-        for start, stop, source in access.shared:
-            if source == expert or source >= len(tensor.access):
-                raise ValueError(f"{tensor.name}: expert {source} cannot serve expert {expert}")
-            if not any(a <= start and stop <= b for a, b in tensor.access[source].blocks):
-                raise ValueError(f"{tensor.name}: blocks {start} to {stop - 1} of expert {source} are not read")
-
-
 # --- plans in files ---
 
 
 PLAN_FORMAT: Final = RecordFormat(
-    "mergepipe-plan", 5, Plan, "make the plan again (`mergepipe plan`)", stated=("digest",), is_sealed=False
+    "mergepipe-plan", 6, Plan, "make the plan again (`mergepipe plan`)", stated=("digest",), is_sealed=False
 )
 
 

@@ -1,67 +1,50 @@
-"""Plan a merge: rank everything that can be read, and select within the budget. Pure."""
+"""Plan a merge: rank everything that can be read, select within the budget, and say what was decided. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.core.canonical_json import canonical_json
+from mergepipe.core.records import encode
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
-from mergepipe.operators.registry import operator_named
-from mergepipe.operators.statistics import TensorStatistics, on_grid
-from mergepipe.planning.assembly import (
-    estimate_fallbacks,
-    planned_models,
-    planned_tensors,
-    starved_fallbacks,
-    unknown_fallbacks,
-    unread_fallbacks,
-    unspent_fallbacks,
-    whole_tensor_fallbacks,
-)
 from mergepipe.planning.budget import AdjustPolicy, BudgetRequest, OnOmit, PlanningChoices, Policy
-from mergepipe.planning.candidates import (
-    REASON_UNIT,
-    Candidates,
-    Items,
-    KnownStatistics,
-    amplitudes,
-    find_candidates,
-    gather_statistics,
-    make_items,
-    match_statistics,
-    score_blocks,
-    units,
+from mergepipe.planning.candidates import Candidates, find_candidates
+from mergepipe.planning.plan import (
+    ALL,
+    NOTHING_READ,
+    UNSPENT,
+    Access,
+    LeveledRuns,
+    Plan,
+    PlannedModel,
+    PlannedTensor,
+    Runs,
 )
-from mergepipe.planning.plan import Plan
-from mergepipe.planning.problem import Columns, PlanningProblem, lay_out_columns, read_costs, sample_cost_bytes
-from mergepipe.planning.rules import REASON_ROWS, Rules, build_ladders, evaluate_rules, row_reasons
-from mergepipe.planning.sample import (
+from mergepipe.planning.problem import Columns, PlanningModel, PlanningProblem
+from mergepipe.planning.selection import (
+    ItemOrder,
     PositionOrder,
+    Selection,
+    conflict_order,
+    make_items,
+    norm_order,
     order_positions,
     position_numbers,
-    select_positions,
-    tensor_weights,
-)
-from mergepipe.planning.selection import (
-    Order,
-    Selection,
-    ascending_steps,
-    conflict_order,
-    full_costs,
-    norm_order,
     random_order,
-    select_items,
-    tensor_cosines,
+    tensor_weights,
 )
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import Fallback
-from mergepipe.storage.ranges import PAGE_BYTES
 
-# --- plan a merge: rank everything that can be read, and select within the budget. Pure ---
+MOST_UNSPENT = 1 / 20  # of a budget: less is what no further block fits into
+SPREAD = "it was analysed by larger blocks; `mergepipe analyze --block-elements {}` makes them exact"
+NO_DENSITY = "the operator has no density"
 
 
 def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanningChoices) -> Plan:
@@ -78,116 +61,54 @@ def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy,
 def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanningChoices) -> Ranking:
     """Rank everything that can be read; see `plan_merge`."""
     samples = policy is Policy.SAMPLE
-    problem = replace(problem, statistics=_on_grid(problem))
-    data = _planning_data(problem, samples=samples)
-    _check_on_omit(problem, data, options.on_omit)
-    budget_bytes = request.limit_bytes(int(data.full_E.sum()))
-    _check_indices(data, budget_bytes)
-    adjustments: tuple[Fallback, ...] = ()
-    if options.adjust is not None:
-        held = min(1.0, budget_bytes / max(1, int(data.full_E.sum())))
-        problem, adjustments = adjust_densities(problem, options.adjust, held, needs_cut=data.rules.trims)
-        data = _planning_data(problem, samples=samples)
-    score_EB = score_blocks(data.columns, data.known_statistics, data.rules, data.candidates.ladders)
-    items = make_items(data.candidates, score_EB, data.known_statistics.informed_ET)
-    order_I = ascending_steps(items, _order(items, problem, data, score_EB, policy, options.selection_seed))
-    return Ranking(problem, policy, options, budget_bytes, data, score_EB, items, order_I, adjustments)
-
-
-def _on_grid(problem: PlanningProblem) -> tuple[Mapping[str, TensorStatistics], ...]:
-    """Carry statistics of other blocks over to the plan's."""
-    return tuple(
-        {name: on_grid(statistics, problem.block_elements) for name, statistics in of_expert.items()}
-        for of_expert in problem.statistics
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _PlanningData:
-    """Columns, statistics, rules and candidates of a problem, computed before anything is selected."""
-
-    columns: Columns
-    known_statistics: KnownStatistics
-    rules: Rules
-    candidates: Candidates
-    reasons: Mapping[tuple[int, int], str]  # why tensors are read whole
-    unknown: Mapping[tuple[int, int], str]  # why nothing is known of tensors that are planned by blocks
-    sample_E: NDArray[np.int64]
-    side_E: NDArray[np.int64]  # bytes of indices: read to make any plan
-    full_E: NDArray[np.int64]
-
-
-def _planning_data(problem: PlanningProblem, *, samples: bool) -> _PlanningData:
-    columns = lay_out_columns(problem.tasks, problem.resolution.expert_models, problem.block_elements, problem.unread)
-    known_ET, unusable = match_statistics(problem, columns)
-    rules = evaluate_rules(problem, columns, known_ET)
-    # what a sample does not know of a whole tensor it takes from what it reads
-    lacking = row_reasons(problem, columns) if samples else rules.lacking
-    by_rows = {key for key, reason in lacking.items() if reason == REASON_ROWS}
-    ladders = build_ladders(columns, operator_named(problem.operator), problem.block_elements)
-    known_statistics = gather_statistics(problem, columns, known_ET, ladders, with_octaves=rules.trims)
-    of_units = dict.fromkeys(units(columns), REASON_UNIT)
-    unknown = {key: reason for key, reason in unusable.items() if key not in ladders}
-    reasons = {**of_units, **lacking}
-    if not samples:
-        reasons = {key: unknown.pop(key, reason) for key, reason in reasons.items()}
-    whole_ET = np.zeros_like(known_ET)
-    for e, t in reasons:
-        whole_ET[e, t] = True
-    cost_EB = read_costs(columns, ladders)
-    for e, t in by_rows:  # cut between rows: no block is free alone, a page at each cut may be read twice
-        inside = columns.of_tensor(t)
-        known_statistics.free_EB[e, inside] = known_statistics.free_EB[e, inside].all()
-        source = columns.source(e, t)
-        step = source.granularity_bytes if isinstance(source, TensorEntry) else PAGE_BYTES
-        cost_EB[e, inside] += 0 if step == 1 else step
-    for (e, t), ladder in ladders.items():
-        cost_EB[e, columns.of_tensor(t)] = ladder.cost_KB[-1]
-    candidates = find_candidates(columns, cost_EB, known_statistics, whole_ET, ladders)
-    sample_E, side_E = _sample_costs(problem), _side_costs(problem)
-    full_E = full_costs(candidates, sample_E) + side_E + _unread_lower_bounds(problem)
-    return _PlanningData(columns, known_statistics, rules, candidates, reasons, unknown, sample_E, side_E, full_E)
-
-
-def _side_costs(problem: PlanningProblem) -> NDArray[np.int64]:
-    """Return the bytes of each index that is read to make the plan."""
-    indices = [None if e in problem.unread else model.checkpoint.encoded for e, model in enumerate(problem.experts)]
-    return np.array([0 if index is None else index.cost_bytes for index in indices], np.int64)
-
-
-def _unread_lower_bounds(problem: PlanningProblem) -> NDArray[np.int64]:
-    """Return a lower bound on the full cost of each expert whose index is not read."""
-    indices = [model.checkpoint.encoded if e in problem.unread else None for e, model in enumerate(problem.experts)]
-    return np.array([0 if index is None else index.least_bytes for index in indices], np.int64)
-
-
-def _sample_costs(problem: PlanningProblem) -> NDArray[np.int64]:
-    """Return the bytes to compute each expert's content id, 0 where it is known or not needed."""
-    is_random = operator_named(problem.operator).is_random
-    costs = [
-        sample_cost_bytes(model.checkpoint) if is_random and model.content_id is None and e not in problem.unread else 0
-        for e, model in enumerate(problem.experts)
-    ]
-    return np.array(costs, np.int64)
-
-
-def _check_indices(data: _PlanningData, budget_bytes: int) -> None:
-    """Refuse a budget smaller than the indices that were read to make the plan."""
-    side_bytes = int(data.side_E.sum())
+    candidates = find_candidates(problem, samples=samples)
+    renormalizes = all(rule.influence.renormalizes for rule in candidates.rules)
+    if options.on_omit is OnOmit.RENORMALIZE and not renormalizes:
+        message = f"'{problem.operator}' without normalised weights has nothing to renormalise"
+        hint = "use operator 'linear' with normalize, or --where-omitted keep"
+        raise RecipeError.of("option.conflict", "--where-omitted", message, hint)
+    full_bytes = int(candidates.full_E.sum())
+    budget_bytes, side_bytes = request.limit_bytes(full_bytes), int(candidates.side_E.sum())
     if side_bytes > budget_bytes:
         message = f"{budget_bytes} bytes do not hold the indices of packed experts: {side_bytes} bytes, read to plan"
         raise LimitError.of("budget.too-small", "--budget", message, "raise --budget")
+    adjustments: tuple[Fallback, ...] = ()
+    if options.adjust is not None:
+        held = min(1.0, budget_bytes / max(1, full_bytes))
+        problem, adjustments = adjust_densities(problem, options.adjust, held, needs_cut=candidates.trims)
+        candidates = find_candidates(problem, samples=samples)
+    order = _order(problem, candidates, policy, options.selection_seed)
+    return Ranking(problem, policy, options, budget_bytes, candidates, order, adjustments)
 
 
-def _check_on_omit(problem: PlanningProblem, data: _PlanningData, on_omit: OnOmit) -> None:
-    if on_omit is OnOmit.RENORMALIZE and not data.rules.renormalizes:
-        message = f"'{problem.operator}' without normalised weights has nothing to renormalise"
-        raise RecipeError.of(
-            "option.conflict",
-            "--where-omitted",
-            message,
-            "use operator 'linear' with normalize, or --where-omitted keep",
-        )
+def _order(
+    problem: PlanningProblem, candidates: Candidates, policy: Policy, selection_seed: int
+) -> ItemOrder | PositionOrder:
+    if policy is Policy.SAMPLE:
+        return sample_order(problem, candidates, selection_seed)
+    items = make_items(candidates, in_steps=policy is Policy.NORM)
+    match policy:
+        case Policy.NORM:
+            order_I = norm_order(items, ~candidates.informed_ET[items.expert_I, items.tensor_I])
+        case Policy.RANDOM:
+            order_I = random_order(items, selection_seed)
+        case Policy.CONFLICT:
+            order_I = conflict_order(items, candidates)
+    return ItemOrder(candidates, items, order_I)
+
+
+def sample_order(problem: PlanningProblem, candidates: Candidates, selection_seed: int) -> PositionOrder:
+    """Order positions for a sample: by importance, by the tensors' norms if all are on record, or all alike."""
+    columns = candidates.columns
+    names = [task.name for task in columns.tasks]
+    if problem.importance is not None:
+        weight_T = tensor_weights(candidates, total_T=np.array([problem.importance[name] for name in names]))
+    elif candidates.is_informed:
+        energy_T = np.bincount(columns.tensor_B, candidates.score_EB.sum(axis=0), len(columns.tasks))
+        weight_T = tensor_weights(candidates, norm_T=np.sqrt(energy_T))
+    else:
+        weight_T = tensor_weights(candidates)
+    return order_positions(candidates, position_numbers(names, columns, selection_seed), weight_T)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,103 +123,57 @@ class Ranking:
     policy: Policy
     options: PlanningChoices
     budget_bytes: int
-    data: _PlanningData
-    score_EB: NDArray[np.float64]
-    items: Items
-    order_I: Order
+    candidates: Candidates
+    order: ItemOrder | PositionOrder
     adjustments: tuple[Fallback, ...]
 
     @property
     def full_cost_bytes(self) -> int:
         """The cost of reading every expert in full."""
-        return int(self.data.full_E.sum())
+        return int(self.candidates.full_E.sum())
 
     def select(self, budget_bytes: int) -> Selection:
-        """Select in the policy's order within the budget, indices included; see `select_items`."""
-        data, left_bytes = self.data, budget_bytes - int(self.data.side_E.sum())
-        if self._samples:
-            selection = self._sample(left_bytes)
-        else:
-            selection = select_items(data.candidates, self.items, self.order_I, data.sample_E, left_bytes)
-        return replace(selection, planned_E=selection.planned_E + data.side_E)
-
-    @property
-    def _samples(self) -> bool:
-        return self.policy is Policy.SAMPLE
-
-    def _positions(self) -> PositionOrder:
-        """Order positions for a sample: by importance, by the tensors' norms if all are on record, or all alike."""
-        data, columns = self.data, self.data.columns
-        names = [task.name for task in columns.tasks]
-        if self.problem.importance is not None:
-            weight_T = tensor_weights(data.candidates, total_T=np.array([self.problem.importance[n] for n in names]))
-        elif self._is_informed():
-            energy_T = np.bincount(columns.tensor_B, self.score_EB.sum(axis=0), len(columns.tasks))
-            weight_T = tensor_weights(data.candidates, norm_T=np.sqrt(energy_T))
-        else:
-            weight_T = tensor_weights(data.candidates)
-        number_B = position_numbers(names, columns, self.options.selection_seed)
-        return order_positions(data.candidates, number_B, weight_T, data.sample_E)
-
-    def _sample(self, budget_bytes: int) -> Selection:
-        """Draw positions within the budget."""
-        data, columns = self.data, self.data.columns
-        selection = select_positions(data.candidates, self._positions(), budget_bytes)
-        assert selection.probability_T is not None
-        is_cut_T = (selection.probability_T < 1) & (np.diff(columns.first_T) > 1)
-        for (e, t), reason in sorted(data.reasons.items()) if budget_bytes > 0 else ():
+        """Select in the policy's order within the budget, indices included."""
+        selection, candidates = self.order.select(budget_bytes), self.candidates
+        if selection.probability_T is None or budget_bytes <= int(candidates.side_E.sum()):
+            return selection
+        is_cut_T = (selection.probability_T < 1) & (np.diff(candidates.columns.first_T) > 1)
+        for (e, t), reason in sorted(candidates.whole.items()):
             if is_cut_T[t]:
-                where = f"expert '{self.problem.experts[e].text}', tensor '{columns.tasks[t].name}'"
+                where = f"expert '{self.problem.experts[e].text}', tensor '{candidates.columns.tasks[t].name}'"
                 message = f"a sample reads parts of it, which is read whole or not at all: {reason}"
                 raise UnsupportedError.of("plan.unsupported", where, message, "give --select norm, or --budget 100%")
         return selection
-
-    def _is_informed(self) -> bool:
-        """Whether something is known of every tensor that could be read."""
-        columns = self.data.columns
-        silent_ET = columns.silent_ET() | (np.diff(columns.first_T) == 0)
-        return not self.problem.unread and bool((self.data.known_statistics.informed_ET | silent_ET).all())
 
     def least_useful_bytes(self) -> int | None:
         """Return the smallest budget under which something is read; None where there is nothing to read.
 
         Of an expert whose index is not read only that cost is known.
         """
-        side_bytes = int(self.data.side_E.sum())
+        side_bytes = int(self.candidates.side_E.sum())
         indices = (self.problem.experts[e].checkpoint.encoded for e in sorted(self.problem.unread))
         least = [side_bytes + index.cost_bytes for index in indices if index is not None]
-        if self._samples:
-            first_bytes = self._positions().least_bytes
-            least += [] if first_bytes is None else [side_bytes + first_bytes]
-        elif len(self.items):
-            begins_I = np.ones(len(self.items), np.bool_)  # a block's first step, or a whole tensor
-            flat_S = self.items.flat_I[: self.items.n_single]
-            begins_I[1 : self.items.n_single] = flat_S[1:] != flat_S[:-1]
-            cost_I = self.items.cost_I + self.data.sample_E[self.items.expert_I]
-            least.append(side_bytes + int(cost_I[begins_I].min()))
+        if self.order.least_bytes is not None:
+            least.append(self.order.least_bytes)
         return min(least, default=None)
-
-    def _index_bytes(self) -> int:
-        """Return the cost of the indices of all packed experts."""
-        indices = (expert.checkpoint.encoded for expert in self.problem.experts)
-        return sum(index.cost_bytes for index in indices if index is not None)
 
     def check_usefulness(self, plan: Plan) -> None:
         """Refuse a plan of a positive budget that reads nothing though there is something to read."""
-        accesses = (access for tensor in plan.tensors for access in tensor.access)
-        reads = any(access.blocks or access.shared for access in accesses)
+        reads = any(access.blocks for tensor in plan.tensors for access in tensor.reads)
         if not reads and (least := self.least_useful_bytes()) is not None:
             message = f"nothing that could be read fits {plan.budget_bytes} bytes: the result would be the base"
             hint = f"the smallest useful budget is {least}B; 0 reads nothing of the experts"
             if self.problem.unread:
-                hint = f"give more than the {self._index_bytes()} bytes of all indices; 0 reads nothing of the experts"
+                indices = (expert.checkpoint.encoded for expert in self.problem.experts)
+                index_bytes = sum(index.cost_bytes for index in indices if index is not None)
+                hint = f"give more than the {index_bytes} bytes of all indices; 0 reads nothing of the experts"
             raise LimitError.of("budget.too-small", "--budget", message, hint)
 
     def plan(self, budget_bytes: int) -> Plan:
         """Plan what `select` selects."""
-        problem, data, candidates = self.problem, self.data, self.data.candidates
+        problem, candidates = self.problem, self.candidates
         selection = self.select(budget_bytes)
-        parameters, tensors = planned_tensors(candidates, selection, data.rules)
+        parameters, tensors = _planned_tensors(candidates, selection)
         return Plan(
             operator=problem.operator,
             block_elements=problem.block_elements,
@@ -309,49 +184,209 @@ class Ranking:
             planned_bytes=selection.planned_bytes,
             full_cost_bytes=self.full_cost_bytes,
             recipe=problem.recipe,
-            models=planned_models(problem, data.full_E, selection.planned_E, data.side_E),
+            models=_planned_models(problem, candidates, selection),
             parameters=parameters,
             tensors=tensors,
             fallbacks=(
-                *unread_fallbacks(problem, self.budget_bytes),
-                *(() if self._samples else self._statistics_fallbacks()),
-                *starved_fallbacks(problem, candidates, selection, self.budget_bytes),
-                *unspent_fallbacks(budget_bytes, selection.planned_bytes, self.full_cost_bytes),
+                *_unread_fallbacks(problem, self.budget_bytes),
+                *(() if self.policy is Policy.SAMPLE else _statistics_fallbacks(problem, candidates)),
+                *_starved_fallbacks(problem, candidates, selection, self.budget_bytes),
+                *_unspent_fallbacks(budget_bytes, selection.planned_bytes, self.full_cost_bytes),
             ),
             adjustments=self.adjustments,
         )
 
-    def _statistics_fallbacks(self) -> tuple[Fallback, ...]:
-        """Build the notices on what is not known, or not exactly, of the experts."""
-        problem, data = self.problem, self.data
-        return (
-            *whole_tensor_fallbacks(problem, data.columns, data.reasons),
-            *unknown_fallbacks(problem, data.columns, data.unknown),
-            *estimate_fallbacks(problem, data.columns, data.known_statistics, data.rules),
+
+# --- the blocks of a selection as runs, by tensor ---
+
+
+def _planned_tensors(
+    candidates: Candidates, selection: Selection
+) -> tuple[tuple[TensorParameters, ...], tuple[PlannedTensor, ...]]:
+    """Return the distinct parameters, in order of first use, and one `PlannedTensor` per merged tensor."""
+    columns, free_EB = candidates.columns, candidates.free_EB
+    if selection.drawn_B is not None:  # what is equal to the base takes part in a sample's cuts where it was drawn
+        free_EB = free_EB & selection.drawn_B
+    accesses_ET = [_accesses(e, candidates, selection, free_EB[e]) for e in range(candidates.n_experts)]
+    parameters: dict[bytes, TensorParameters] = {}
+    place_of: dict[bytes, int] = {}
+    tensors: list[PlannedTensor] = []
+    for t, (task, rule) in enumerate(zip(columns.tasks, candidates.rules, strict=True)):
+        key = canonical_json(encode(task.parameters))
+        parameters.setdefault(key, task.parameters)
+        experts = columns.participants(t)
+        accesses = [accesses_ET[e][t] for e in experts]
+        reads = tuple(dict.fromkeys(accesses))
+        # what is read in full, or all that the rule needs of it, has its exact cut computed on the way, what is
+        # sampled that of the sample
+        cuts = [
+            rule.cuts.get(e) if e not in rule.cut_errors or _is_omitted(e, t, candidates, selection) else None
+            for e in experts
+        ]
+        products = [rule.products.get(e) for e in experts]
+        tensors.append(
+            PlannedTensor(
+                name=task.name,
+                n_elements=task.base.n_elements,
+                parameters=place_of.setdefault(key, len(place_of)),
+                models=tuple(experts),
+                reads=reads,
+                read_of=tuple(map(reads.index, accesses)) if len(reads) > 1 else (),
+                cuts=tuple(cuts) if any(cut is not None for cut in cuts) else (),
+                products=tuple(products) if any(product is not None for product in products) else (),
+                probability=1.0 if selection.probability_T is None else float(selection.probability_T[t]),
+            )
         )
+    return tuple(parameters.values()), tuple(tensors)
 
 
-def _order(
-    items: Items,
-    problem: PlanningProblem,
-    data: _PlanningData,
-    score_EB: NDArray[np.float64],
-    policy: Policy,
-    selection_seed: int,
-) -> Order:
-    if not len(items):
-        return np.zeros(0, np.int64)
-    match policy:
-        case Policy.SAMPLE:
-            return np.arange(len(items))  # unused: positions are drawn
-        case Policy.NORM:
-            return norm_order(items, ~data.known_statistics.informed_ET[items.expert_I, items.tensor_I])
-        case Policy.RANDOM:
-            return random_order(items, selection_seed)
-        case Policy.CONFLICT:
-            amplitude_EB = amplitudes(score_EB, data.columns, data.rules)
-            cosine_TEE = tensor_cosines(problem, data.columns, data.known_statistics.known_ET)
-            return conflict_order(items, data.candidates, amplitude_EB, cosine_TEE)
+def _is_omitted(e: int, t: int, candidates: Candidates, selection: Selection) -> bool:
+    """Whether some blocks of an expert's tensor are omitted, or read below the level that the rule needs."""
+    if selection.drawn_B is not None:
+        return False
+    inside, ladder = candidates.columns.of_tensor(t), candidates.ladders.get((e, t))
+    needed = ALL if ladder is None else ladder.levels_K[-1]
+    return bool(((selection.level_EB[e, inside] < needed) & ~candidates.free_EB[e, inside]).any())
+
+
+def _accesses(e: int, candidates: Candidates, selection: Selection, free_B: NDArray[np.bool_]) -> list[Access]:
+    columns, level_B = candidates.columns, selection.level_EB[e]
+    read, free = (_runs(mask_B, columns) for mask_B in (level_B > 0, free_B))
+    is_partial_B = (level_B > 0) & (level_B < ALL)
+    levels = _leveled_runs(is_partial_B, level_B.astype(np.int16), columns)
+    return [Access(*runs) for runs in zip(read, free, levels, strict=True)]
+
+
+def _runs(mask_B: NDArray[np.bool_], columns: Columns) -> list[Runs]:
+    """Return per tensor the half-open runs of True, counted from the tensor's first block."""
+    start_R, stop_R, cut_T = _edges(mask_B, np.zeros(len(mask_B), np.int16), columns)
+    pairs = list(zip(start_R.tolist(), stop_R.tolist(), strict=True))
+    return [tuple(pairs[a:b]) for a, b in pairwise(cut_T)]
+
+
+def _leveled_runs(mask_B: NDArray[np.bool_], level_B: NDArray[np.int16], columns: Columns) -> list[LeveledRuns]:
+    if not mask_B.any():
+        return [()] * len(columns.tasks)
+    start_R, stop_R, cut_T = _edges(mask_B, level_B, columns)
+    first_R = np.flatnonzero(mask_B & _begins(mask_B, level_B, columns))
+    triples = list(zip(start_R.tolist(), stop_R.tolist(), level_B[first_R].tolist(), strict=True))
+    return [tuple(triples[a:b]) for a, b in pairwise(cut_T)]
+
+
+def _begins(mask_B: NDArray[np.bool_], value_B: NDArray[np.int16], columns: Columns) -> NDArray[np.bool_]:
+    """Mark the blocks that begin a run: their mask or value differs from the block before."""
+    begins_B = np.ones(len(mask_B), np.bool_)
+    begins_B[1:] = (mask_B[1:] != mask_B[:-1]) | (value_B[1:] != value_B[:-1])
+    begins_B[1:] |= columns.tensor_B[1:] != columns.tensor_B[:-1]
+    return begins_B
+
+
+def _edges(
+    mask_B: NDArray[np.bool_], value_B: NDArray[np.int16], columns: Columns
+) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
+    """Return starts and stops of runs inside their tensors, and the index of each tensor's first run."""
+    begins_B = _begins(mask_B, value_B, columns)
+    start_R = np.flatnonzero(mask_B & begins_B)
+    stop_R = np.flatnonzero(mask_B & np.append(begins_B[1:], True)) + 1
+    cut_T = np.searchsorted(start_R, columns.first_T).tolist()
+    first_R = columns.first_T[columns.tensor_B[start_R]]
+    return start_R - first_R, stop_R - first_R, cut_T
+
+
+def _planned_models(problem: PlanningProblem, candidates: Candidates, selection: Selection) -> tuple[PlannedModel, ...]:
+    """Build all `PlannedModel`s; models that are never an expert are read in full where they are the base."""
+    expert_of = {model: e for e, model in enumerate(problem.resolution.expert_models)}
+    models = []
+    for index, model in enumerate(problem.models):
+        e = expert_of.get(index)
+        if e is None:
+            base_bytes = problem.resolution.base_bytes_of(index)
+            models.append(_planned_model("base", model, base_bytes, base_bytes))
+        else:
+            planned = _planned_model("expert", model, int(candidates.full_E[e]), int(selection.planned_E[e]))
+            models.append(replace(planned, side_bytes=int(candidates.side_E[e])))
+    return tuple(models)
+
+
+def _planned_model(role: str, model: PlanningModel, full_cost_bytes: int, planned_bytes: int) -> PlannedModel:
+    return PlannedModel(
+        role=role,
+        model=model.text,
+        path=str(model.checkpoint.path),
+        identity=model.identity,
+        content_id=model.content_id,
+        files=model.checkpoint.files,
+        full_cost_bytes=full_cost_bytes,
+        planned_bytes=planned_bytes,
+    )
+
+
+# --- notices: decisions of a plan for want of something better ---
+
+
+def _statistics_fallbacks(problem: PlanningProblem, candidates: Candidates) -> tuple[Fallback, ...]:
+    """Build the notices on what is not known, or not exactly, of the experts: one for each of them and reason."""
+    tasks = candidates.columns.tasks
+    n_tensors, notices = len(tasks), []
+
+    def tell(e: int, decision: str, reason: str) -> None:
+        notices.append(Fallback(f"expert '{problem.experts[e].text}'", decision, reason))
+
+    tensors: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for (e, t), reason in sorted(candidates.whole.items()):
+        tensors[e, reason].append(t)
+    for (e, reason), places in tensors.items():
+        first = tasks[places[0]].name
+        tell(e, f"{len(places)} of {n_tensors} tensors are read whole or not at all, from '{first}' on", reason)
+    unknown = Counter((e, reason) for (e, _), reason in sorted(candidates.unknown.items()))
+    for (e, reason), n in unknown.items():
+        tell(e, f"the blocks of {n} of {n_tensors} tensors are spread over the model, whatever is in them", reason)
+    for e in range(candidates.n_experts):
+        n_spread = sum(expert == e for expert, _ in candidates.spread)
+        errors = [rule.cut_errors[e] for rule in candidates.rules if e in rule.cut_errors]
+        if n_spread:
+            decision = f"the norms of {n_spread} of {n_tensors} tensors are those of larger blocks, spread evenly"
+            tell(e, decision, SPREAD.format(problem.block_elements))
+        if errors:
+            reason = f"the share that is kept is off by at most {max(errors):.2g} where a tensor is read in part"
+            tell(e, f"the magnitude cuts of {len(errors)} of {n_tensors} tensors are taken from histograms", reason)
+    return tuple(notices)
+
+
+def _unread_fallbacks(problem: PlanningProblem, budget_bytes: int) -> tuple[Fallback, ...]:
+    """Build one notice for each expert whose index does not fit the budget."""
+    fallbacks = []
+    for e in sorted(problem.unread) if budget_bytes else ():
+        model = problem.experts[e]
+        cost = 0 if model.checkpoint.encoded is None else model.checkpoint.encoded.cost_bytes
+        reason = f"its index costs {cost} bytes, which the budget of {budget_bytes} bytes does not hold as well"
+        fallbacks.append(Fallback(f"expert '{model.text}'", NOTHING_READ, reason))
+    return tuple(fallbacks)
+
+
+def _unspent_fallbacks(budget_bytes: int, planned_bytes: int, full_bytes: int) -> tuple[Fallback, ...]:
+    """Build the notice of a budget of which a good part is left though something could still be read."""
+    unspent_bytes = budget_bytes - planned_bytes
+    if planned_bytes >= full_bytes or unspent_bytes <= MOST_UNSPENT * budget_bytes:
+        return ()
+    reason = "what else could be read comes in larger pieces"
+    return (Fallback("budget", f"{unspent_bytes} of {budget_bytes} bytes {UNSPENT}", reason),)
+
+
+def _starved_fallbacks(
+    problem: PlanningProblem, candidates: Candidates, selection: Selection, budget_bytes: int
+) -> tuple[Fallback, ...]:
+    """Build one notice for each expert that differs from the base and of which the budget reads nothing."""
+    if not budget_bytes:
+        return ()
+    contributes_E = selection.read_EB.any(axis=1)
+    differs_E = (~candidates.free_EB).any(axis=1)
+    unread_E = np.isin(np.arange(candidates.n_experts), list(problem.unread))
+    reason = f"within {budget_bytes} bytes the blocks of other experts come first"
+    return tuple(
+        Fallback(f"expert '{problem.experts[e].text}'", NOTHING_READ, reason)
+        for e in np.flatnonzero(differs_E & ~contributes_E & ~unread_E).tolist()
+    )
 
 
 # --- lower densities under a tight budget: the papers' bounded adjustment of operator parameters ---
@@ -360,9 +395,6 @@ def _order(
 # operator would keep of a delta. So an expert's density moves down to `max(min_density, held)`, never up and never
 # below the bound. For operators that trim it is then raised to the next density whose cut the statistics know, so that
 # thresholds stay exact; if there is none below the recipe's, it stays.
-
-
-NO_DENSITY = "the operator has no density"
 
 
 def adjust_densities(

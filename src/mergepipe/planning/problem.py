@@ -20,6 +20,7 @@ from mergepipe.checkpoints.contract import (
 from mergepipe.core.blocks import Span
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.errors import UnsupportedError
+from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.recipes.tasks import Action, MergeTask, Resolution
 
@@ -201,6 +202,14 @@ def _computed_costs(cost_B: NDArray[np.int64], columns: Columns, t: int, source:
     for b, (first, n) in enumerate(spans):
         if b == 0 or not source.is_unit:
             cost_B[b] = source.cost_bytes(Span(first, first + n))
+
+
+def operator_input(task: MergeTask) -> OperatorInput:
+    """Build the operator's input for a task, random streams excluded."""
+    parameters = task.parameters
+    return OperatorInput(
+        parameters.globals, parameters.anchor, parameters.experts, task.base.n_elements, (), shape=task.shape
+    )
 
 
 # --- compute the cost of an expert's content id, which keys random operators ---

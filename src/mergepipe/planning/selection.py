@@ -1,24 +1,209 @@
-"""Order what can be read by a policy, and select within a budget."""
+"""Order what can be read, by a policy or as a sample, and select within a budget."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.operators.statistics import N_SKETCH
-from mergepipe.planning.candidates import Candidates, Items
-from mergepipe.planning.problem import Columns, PlanningProblem
+from mergepipe.core.blocks import GRAIN_ELEMENTS, BlockGrid
+from mergepipe.operators.statistics import N_SKETCH, TensorStatistics
+from mergepipe.planning.candidates import Candidates, Pair, coefficients
+from mergepipe.planning.levels import ladder_steps
+from mergepipe.planning.plan import ALL
+from mergepipe.planning.problem import Columns
 
-# --- order items for selection by policy: by norm, or at random ---
-
+Order = NDArray[np.int64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
-Order = NDArray[np.int64]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """The blocks that are read, their levels and their cost.
+
+    Attributes:
+        level_EB: the level at which blocks are read, 0 where they are not.
+        planned_E: bytes per expert, those of content ids and indices included.
+        n_prefix: how many items of the order come before the first that did not fit. Law: it never falls as the
+            budget grows.
+        probability_T, drawn_B: of a sample, how probable the positions of each tensor were, and those that it holds.
+    """
+
+    level_EB: NDArray[np.int8]
+    planned_E: NDArray[np.int64]
+    n_prefix: int
+    probability_T: NDArray[np.float64] | None = None
+    drawn_B: NDArray[np.bool_] | None = None
+
+    @property
+    def read_EB(self) -> NDArray[np.bool_]:
+        """Blocks that are read, in full or in part."""
+        return self.level_EB > 0
+
+    @property
+    def planned_bytes(self) -> int:
+        return int(self.planned_E.sum())
+
+
+def planned_bytes(candidates: Candidates, block_E: NDArray[np.int64], *, reads: bool) -> NDArray[np.int64]:
+    """Add to the bytes of blocks those of indices, and where anything is read those of content ids."""
+    return np.asarray(block_E + candidates.side_E + candidates.content_E * reads, np.int64)
+
+
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply the finalizer of SplitMix64 (Steele, Lea, Flood 2014), a bijection that mixes all bits."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def layer_of(name: str) -> str:
+    """Return the first number among the components of a tensor's name, empty if there is none."""
+    match = _LAYER.search(name)
+    return match.group(1) if match else ""
+
+
+# --- the items of a selection: blocks, steps between their levels, whole tensors; each with cost and score ---
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Items:
+    """Units of selection: first single blocks in order of expert and column, then whole tensors by cost.
+
+    A block that can be read in part is several items, one for each step to a higher level, in order; their rates never
+    rise.
+
+    Attributes:
+        flat_I: `expert * n_columns + column` of the block, or of the tensor's first block.
+        cost_I: bytes; of a step what it costs on top of those before.
+        rate_I: score by byte.
+        tensor_I: index of the tensor.
+        level_I: the level after the step; `ALL` for blocks that are read unencoded.
+        n_single: how many are (steps of) single blocks.
+    """
+
+    flat_I: NDArray[np.int64]
+    cost_I: NDArray[np.int64]
+    rate_I: NDArray[np.float64]
+    tensor_I: NDArray[np.int64]
+    level_I: NDArray[np.int8]
+    n_single: int
+    n_columns: int
+
+    @property
+    def expert_I(self) -> NDArray[np.int64]:
+        return self.flat_I // self.n_columns
+
+    @property
+    def column_I(self) -> NDArray[np.int64]:
+        return self.flat_I % self.n_columns
+
+    def __len__(self) -> int:
+        return len(self.flat_I)
+
+    @property
+    def least_bytes(self) -> int | None:
+        """The cost of the cheapest item that can be taken first; None without items."""
+        begins_I = np.ones(len(self), np.bool_)
+        flat_S = self.flat_I[: self.n_single]
+        begins_I[1 : self.n_single] = flat_S[1:] != flat_S[:-1]
+        return int(self.cost_I[begins_I].min()) if len(self) else None
+
+
+def make_items(candidates: Candidates, *, in_steps: bool) -> Items:
+    """Build the items, those of blocks with levels `in_steps` between these, or each at its highest.
+
+    The score of a step is the share of the block's score that it takes from what is left of the block. Where nothing is
+    known rates leave rounding to pages out, so that items of equal standing tie.
+    """
+    columns, n_columns = candidates.columns, max(1, candidates.columns.n_columns)
+    own_EB, whole_EB = candidates.own_EB, np.zeros_like(candidates.free_EB)
+    for e, t in candidates.whole:
+        whole_EB[e, columns.of_tensor(t)] = True
+    raw_EB, steps = own_EB & ~whole_EB, []
+    for e, t in candidates.ladders if in_steps else ():
+        if (e, t) not in candidates.whole:
+            raw_EB[e, columns.of_tensor(t)] = False
+            steps.append(_step_items(candidates, e, t, own_EB[e, columns.of_tensor(t)]))
+    flat_R = np.flatnonzero(raw_EB)
+    expert_R, column_R = flat_R // n_columns, flat_R % n_columns
+    informed_EB = candidates.informed_ET[:, columns.tensor_B]
+    nominal_EB = np.where(informed_EB, candidates.cost_EB, _itemsizes(columns)[:, columns.tensor_B] * columns.n_B)
+    rate_R = candidates.score_EB.ravel()[flat_R] / nominal_EB.ravel()[flat_R]
+    level_R = _top_levels(candidates)[expert_R, columns.tensor_B[column_R]]
+    raw = (flat_R, candidates.cost_EB.ravel()[flat_R], rate_R, level_R)
+    flat_S, cost_S, rate_S, level_S = (np.concatenate(arrays) for arrays in zip(raw, *steps, strict=True))
+    order_S = np.argsort(flat_S, kind="stable")
+    wholes = _whole_items(candidates, own_EB)
+    flat_I = np.concatenate([flat_S[order_S], wholes.flat_I])
+    return Items(
+        flat_I=flat_I,
+        cost_I=np.concatenate([cost_S[order_S], wholes.cost_I]),
+        rate_I=np.concatenate([rate_S[order_S], wholes.rate_I]),
+        tensor_I=columns.tensor_B[flat_I % n_columns],
+        level_I=np.concatenate([level_S[order_S], wholes.level_I]),
+        n_single=len(flat_S),
+        n_columns=n_columns,
+    )
+
+
+def _top_levels(candidates: Candidates) -> NDArray[np.int8]:
+    """Return the level (E, T) at which a tensor is read in full."""
+    level_ET = np.full(candidates.informed_ET.shape, ALL, np.int8)
+    for (e, t), ladder in candidates.ladders.items():
+        level_ET[e, t] = ladder.levels_K[-1]
+    return level_ET
+
+
+def _itemsizes(columns: Columns) -> NDArray[np.float64]:
+    """Return the bytes of an element (E, T); 1 where there is nothing to read."""
+    sources = [[columns.source(e, t) for t in range(len(columns.tasks))] for e in range(columns.n_experts)]
+    sizes = [[1 if source is None else source.dtype.itemsize for source in of_expert] for of_expert in sources]
+    return np.array(sizes, np.float64).reshape(columns.slot_ET.shape)
+
+
+_Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.int8]]
+
+
+def _step_items(candidates: Candidates, e: int, t: int, own_B: NDArray[np.bool_]) -> _Arrays:
+    """Return flat places, costs, rates and levels of the steps of one tensor's blocks."""
+    ladder, inside = candidates.ladders[e, t], candidates.columns.of_tensor(t)
+    steps = ladder_steps(ladder)
+    score_B = candidates.score_EB[e, inside]
+    weight_B = np.divide(score_B, ladder.unread_B, out=np.zeros_like(score_B), where=ladder.unread_B > 0)
+    is_own_S = own_B[steps.block_S]
+    flat_S = e * candidates.columns.n_columns + inside.start + steps.block_S
+    rate_S = steps.rate_S * weight_B[steps.block_S]
+    return flat_S[is_own_S], steps.cost_S[is_own_S], rate_S[is_own_S], steps.level_S[is_own_S]
+
+
+def _whole_items(candidates: Candidates, own_EB: NDArray[np.bool_]) -> Items:
+    """Return the tensors that are read whole, by cost."""
+    columns, n_columns = candidates.columns, max(1, candidates.columns.n_columns)
+    itemsize_ET, level_ET, wholes = _itemsizes(columns), _top_levels(candidates), []
+    for e, t in candidates.whole:
+        inside = columns.of_tensor(t)
+        cost = int(candidates.cost_EB[e, inside][own_EB[e, inside]].sum())
+        if cost:
+            score_B = candidates.score_EB[e, inside]
+            nominal = score_B[0] / columns.n_B[inside.start] / itemsize_ET[e, t]
+            rate = float(score_B.sum() / cost if candidates.informed_ET[e, t] else nominal)
+            wholes.append((cost, e * n_columns + inside.start, t, rate, int(level_ET[e, t])))
+    cost_I, flat_I, tensor_I, rate_I, level_I = zip(*sorted(wholes), strict=True) if wholes else ((),) * 5
+    return Items(
+        np.array(flat_I, np.int64), np.array(cost_I, np.int64), np.array(rate_I, np.float64),
+        np.array(tensor_I, np.int64), np.array(level_I, np.int8), 0, n_columns,
+    )  # fmt: skip
+
+
+# --- order items by norm, or at random ---
 
 
 def descending_order(rate_I: NDArray[np.float64]) -> Order:
@@ -55,32 +240,6 @@ def random_order(items: Items, seed: int) -> Order:
     return np.argsort(mix(mixed), kind="stable")
 
 
-def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the finalizer of SplitMix64 (Steele, Lea, Flood 2014), a bijection that mixes all bits."""
-    with np.errstate(over="ignore"):
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def ascending_steps(items: Items, order_I: Order) -> Order:
-    """Reorder the level steps of each block to ascend, within the positions that they occupy together."""
-    n = items.n_single
-    flat_S = items.flat_I[:n]
-    if not (flat_S[1:] == flat_S[:-1]).any():
-        return order_I
-    place_I = np.empty(len(order_I), np.int64)
-    place_I[order_I] = np.arange(len(order_I))
-    place_I[:n] = place_I[:n][np.lexsort((place_I[:n], flat_S))]
-    return np.argsort(place_I)
-
-
-def layer_of(name: str) -> str:
-    """Return the first number among the components of a tensor's name, empty if there is none."""
-    match = _LAYER.search(name)
-    return match.group(1) if match else ""
-
-
 # --- order items by the policy `conflict` ---
 # prefer deltas that other experts' deltas do not already cover, by cosines
 #
@@ -95,23 +254,22 @@ MOST_POOLED_BLOCKS = 64
 _NOISE_DEVIATIONS = 2.0
 
 
-def tensor_cosines(problem: PlanningProblem, columns: Columns, known_ET: NDArray[np.bool_]) -> NDArray[np.float64]:
+def tensor_cosines(columns: Columns, statistics: Mapping[Pair, TensorStatistics]) -> NDArray[np.float64]:
     """Compute `cosine_TEE`: cosines between experts' deltas, pooled over up to 64 equally weighted blocks per tensor.
 
-    Zero where nothing is known. Sketches are rounded to whole steps, so that sums of products are exact in float64 and
-    the same on every machine.
+    They are shrunk by two standard deviations of noise, `2 / sqrt(16 blocks)`, so that noise selects nothing. Zero
+    where nothing is known, and between experts that were analysed by blocks of different sizes. Sketches are rounded
+    to whole steps, so that sums of products are exact in float64 and the same on every machine.
     """
-    n_experts = len(problem.experts)
-    cosine_TEE = np.zeros((len(columns.tasks), n_experts, n_experts))
-    for t, task in enumerate(columns.tasks):
-        known_E = np.flatnonzero(known_ET[:, t])
-        n_blocks = int(columns.first_T[t + 1] - columns.first_T[t])
-        if not len(known_E) or not n_blocks:
-            continue
-        n_pooled = pooled_blocks(n_blocks)
-        pooled = np.arange(n_pooled) * n_blocks // n_pooled
-        blocks_EBK = np.stack([problem.statistics[e][task.name].blocks_B["sketch"][pooled] for e in known_E.tolist()])
-        cosine_TEE[t][np.ix_(known_E, known_E)] = _cosines(blocks_EBK.reshape(len(known_E), -1))
+    cosine_TEE = np.zeros((len(columns.tasks), columns.n_experts, columns.n_experts))
+    by_grid: dict[tuple[int, BlockGrid], list[int]] = {}
+    for (e, t), known in sorted(statistics.items(), key=lambda item: item[0]):
+        by_grid.setdefault((t, known.grid), []).append(e)
+    for (t, grid), experts in by_grid.items():
+        n_pooled = min(grid.n_blocks, MOST_POOLED_BLOCKS)
+        pooled = np.arange(n_pooled) * grid.n_blocks // max(1, n_pooled)
+        blocks_EBK = np.stack([statistics[e, t].blocks_B["sketch"][pooled] for e in experts])
+        cosine_TEE[t][np.ix_(experts, experts)] = _shrunk(_cosines(blocks_EBK.reshape(len(experts), -1)), n_pooled)
     return cosine_TEE
 
 
@@ -126,46 +284,29 @@ def _cosines(sketch_EX: NDArray[np.float16]) -> NDArray[np.float64]:
     return cosine_EE
 
 
-def pooled_blocks(n_blocks: int) -> int:
-    """Return how many blocks of a tensor its cosines are computed from."""
-    return min(n_blocks, MOST_POOLED_BLOCKS)
+def _shrunk(cosine_EE: NDArray[np.float64], n_blocks: int) -> NDArray[np.float64]:
+    noise = _NOISE_DEVIATIONS / np.sqrt(N_SKETCH * max(1, n_blocks))
+    size_EE = np.clip(np.abs(cosine_EE) - noise, 0.0, 1.0)
+    return np.asarray(np.copysign(size_EE, cosine_EE), np.float64)
 
 
-def shrink_cosines(cosine_TEE: NDArray[np.float64], columns: Columns) -> NDArray[np.float64]:
-    """Shrink cosines by two standard deviations of noise, `2 / sqrt(16 blocks)`, so that noise selects nothing."""
-    blocks_T = np.minimum(np.maximum(1, np.diff(columns.first_T)), MOST_POOLED_BLOCKS)
-    noise_T = _NOISE_DEVIATIONS / np.sqrt(N_SKETCH * blocks_T)
-    size_TEE = np.clip(np.abs(cosine_TEE) - noise_T[:, None, None], 0.0, 1.0)
-    return np.asarray(np.copysign(size_TEE, cosine_TEE), np.float64)
-
-
-def conflict_order(
-    items: Items,
-    candidates: Candidates,
-    amplitude_EB: NDArray[np.float64],
-    cosine_TEE: NDArray[np.float64],
-) -> Order:
+def conflict_order(items: Items, candidates: Candidates) -> Order:
     """Order items by falling gain per byte; whole tensors by their own score. Memory: 40 bytes per candidate."""
     columns = candidates.columns
-    taking_part_EB = candidates.own_EB() & ~candidates.whole_ET[:, columns.tensor_B]
-    amplitude_BE = np.where(taking_part_EB, _joint(candidates, amplitude_EB), 0.0).T.copy()
+    taking_part_EB = candidates.own_EB
+    for e, t in candidates.whole:
+        taking_part_EB[e, columns.of_tensor(t)] = False
+    sign_ET = np.where(coefficients(columns, candidates.rules) < 0, -1.0, 1.0)
+    amplitude_EB = np.sqrt(candidates.score_EB) * sign_ET[:, columns.tensor_B]
+    amplitude_BE = np.where(taking_part_EB, amplitude_EB, 0.0).T.copy()
     # A block that is not taken may cost nothing, and so may one with levels whose pages others need.
     cost_BE = np.where(taking_part_EB, np.maximum(candidates.cost_EB, 1), 1).T
-    rate_BE = _greedy_rates(amplitude_BE, cost_BE, taking_part_EB.T, shrink_cosines(cosine_TEE, columns), columns)
+    cosine_TEE = tensor_cosines(columns, candidates.statistics)
+    rate_BE = _greedy_rates(amplitude_BE, cost_BE, taking_part_EB.T, cosine_TEE, columns)
     rate_I = items.rate_I.copy()
     single = slice(0, items.n_single)
-    rate_I[single] = rate_BE[items.column_I[single], items.expert_I[single]] * items.steepness_I[single]
+    rate_I[single] = rate_BE[items.column_I[single], items.expert_I[single]]
     return descending_order(rate_I)
-
-
-def _joint(candidates: Candidates, amplitude_EB: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Add to serving blocks the amplitudes of the blocks they serve."""
-    experts, columns, serving = candidates.followers()
-    if not len(experts):
-        return amplitude_EB
-    joint_EB = amplitude_EB.copy()
-    np.add.at(joint_EB, (serving, columns), amplitude_EB[experts, columns])
-    return joint_EB
 
 
 def _greedy_rates(
@@ -212,109 +353,55 @@ def _add_cross(
     gain_BE += cosine_BE
 
 
-# --- select ranked items within a budget: the longest prefix that fits, then whatever of the rest still fits ---
+# --- select ordered items within a budget: the longest prefix that fits, then whatever of the rest still fits ---
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Selection:
-    """The blocks that are read, their levels and their cost.
+class ItemOrder:
+    """Items in the order in which budgets take them."""
 
-    Attributes:
-        level_EB: the level at which blocks are read from the expert's own file, 0 where they are not.
-        served_EB: blocks served by another expert's bytes.
-        planned_E: bytes per expert, samples included.
-        n_prefix: how many items of the order come before the first that did not fit. Law: it never falls as the
-            budget grows.
-        probability_T, drawn_B: of a sample, how probable the positions of each tensor were, and those that it holds.
-    """
-
-    level_EB: NDArray[np.int8]
-    served_EB: NDArray[np.bool_]
-    planned_E: NDArray[np.int64]
-    n_prefix: int
-    probability_T: NDArray[np.float64] | None = None
-    drawn_B: NDArray[np.bool_] | None = None
+    candidates: Candidates
+    items: Items
+    order_I: Order
 
     @property
-    def read_EB(self) -> NDArray[np.bool_]:
-        """Blocks that are read from the expert's own file, in full or in part."""
-        return self.level_EB > 0
+    def least_bytes(self) -> int | None:
+        """The smallest budget under which anything is read; None where there is nothing to read."""
+        least, candidates = self.items.least_bytes, self.candidates
+        return None if least is None else least + int((candidates.side_E + candidates.content_E).sum())
 
-    @property
-    def planned_bytes(self) -> int:
-        return int(self.planned_E.sum())
+    def select(self, budget_bytes: int) -> Selection:
+        """Select the longest prefix that costs at most `budget_bytes`, then what else fits, in order.
 
+        A level step is taken only after those before it. Law: nothing that is left out would fit.
+        """
+        candidates, items, rest = self.candidates, self.items, self.order_I
+        left_bytes = budget_bytes - int((candidates.side_E + candidates.content_E).sum())
+        chosen: list[Order] = []
+        while len(rest):
+            reached_R = np.cumsum(items.cost_I[rest])
+            n_taken = int(np.searchsorted(reached_R, left_bytes, side="right")) if left_bytes >= 0 else 0
+            left_bytes -= int(reached_R[n_taken - 1]) if n_taken else 0
+            chosen.append(rest[:n_taken])
+            rest = rest[n_taken:]
+            rest = rest[_without_gaps(items.flat_I[rest], items.cost_I[rest] <= left_bytes)]
+        chosen_I = np.concatenate(chosen) if chosen else self.order_I
+        block_E = np.zeros(candidates.n_experts, np.int64)
+        np.add.at(block_E, items.expert_I[chosen_I], items.cost_I[chosen_I])
+        planned_E = planned_bytes(candidates, block_E, reads=bool(len(chosen_I)))
+        return Selection(self._levels(chosen_I), planned_E, len(chosen[0]) if chosen else 0)
 
-def full_costs(candidates: Candidates, sample_E: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sum the bytes per expert of a full read: its own blocks, and its samples if any of its blocks contributes."""
-    cost_E = (candidates.cost_EB * candidates.own_EB()).sum(axis=1)
-    takes_part_E = (
-        (~candidates.free_EB).any(axis=1) if candidates.columns.n_columns else np.zeros(len(cost_E), np.bool_)
-    )
-    return np.asarray(cost_E + sample_E * takes_part_E, np.int64)
-
-
-def select_items(
-    candidates: Candidates, items: Items, order_I: Order, sample_E: NDArray[np.int64], budget_bytes: int
-) -> Selection:
-    """Select the longest prefix of `order_I` that costs at most `budget_bytes`, then what else fits, in that order.
-
-    `sample_E` is charged with the first item that an expert takes part in, be it with bytes of its own or served.
-    """
-    users = _item_users(candidates, items, np.flatnonzero(sample_E))
-    cost_I = items.cost_I[order_I]
-    for e, uses_I in users.items():
-        if uses_I.any():
-            cost_I[int(uses_I[order_I].argmax())] += sample_E[e]
-    reached_I = np.cumsum(cost_I)
-    n_prefix = int(np.searchsorted(reached_I, budget_bytes, side="right"))
-    left_bytes = budget_bytes - (int(reached_I[n_prefix - 1]) if n_prefix else 0)
-    samples = [(int(sample_E[e]), uses_I) for e, uses_I in users.items() if not uses_I[order_I[:n_prefix]].any()]
-    chosen = np.concatenate([order_I[:n_prefix], _fitting_items(items, order_I[n_prefix:], left_bytes, samples)])
-    level_EB = _expand(candidates, items, chosen)
-    planned_E = np.zeros(candidates.n_experts, np.int64)
-    np.add.at(planned_E, items.expert_I[chosen], items.cost_I[chosen])
-    for e, uses_I in users.items():
-        planned_E[e] += sample_E[e] * uses_I[chosen].any()
-    return Selection(level_EB, served_blocks(candidates, level_EB > 0), planned_E, n_prefix)
-
-
-def _fitting_items(
-    items: Items, rest: Order, left_bytes: int, samples: list[tuple[int, NDArray[np.bool_]]]
-) -> NDArray[np.int64]:
-    """Choose of the `rest`, in order, every item that fits what is left; a level step only after those before it.
-
-    `samples` are costs that come with the first chosen item of those marked. Law: nothing that is left out fits.
-    """
-    chosen: list[Order] = [rest[:0]]
-    while len(rest):
-        cost_R = items.cost_I[rest]
-        for sample_bytes, uses_I in samples:
-            cost_R = cost_R + sample_bytes * uses_I[rest]
-        fits_R = _without_gaps(items.flat_I[rest], cost_R <= left_bytes)
-        fitting = rest[fits_R]
-        if not len(fitting):
-            break
-        reached_R = np.cumsum(_charged_once(items, fitting, samples))
-        n_taken = int(np.searchsorted(reached_R, left_bytes, side="right"))
-        fitting_first = fitting[:n_taken]
-        chosen.append(fitting_first)
-        left_bytes -= int(reached_R[n_taken - 1])
-        samples = [(sample_bytes, uses_I) for sample_bytes, uses_I in samples if not uses_I[fitting_first].any()]
-        is_open_R = np.ones(len(rest), np.bool_)
-        is_open_R[np.flatnonzero(fits_R)[:n_taken]] = False
-        rest = rest[is_open_R]
-    return np.concatenate(chosen)
-
-
-def _charged_once(items: Items, fitting: Order, samples: list[tuple[int, NDArray[np.bool_]]]) -> NDArray[np.int64]:
-    """Return the cost of each item, with each sample at the first item that it comes with."""
-    cost_R = items.cost_I[fitting].copy()
-    for sample_bytes, uses_I in samples:
-        uses_R = uses_I[fitting]
-        if uses_R.any():
-            cost_R[int(uses_R.argmax())] += sample_bytes
-    return cost_R
+    def _levels(self, chosen: Order) -> NDArray[np.int8]:
+        """Expand the selected items to levels by block; the last selected step of a block counts."""
+        candidates, items = self.candidates, self.items
+        level_EB = np.zeros(candidates.cost_EB.shape, np.int8)
+        single = np.sort(chosen[chosen < items.n_single])
+        level_EB.ravel()[items.flat_I[single]] = items.level_I[single]
+        for item in chosen[chosen >= items.n_single].tolist():
+            inside = candidates.columns.of_tensor(int(items.tensor_I[item]))
+            expert = int(items.expert_I[item])
+            level_EB[expert, inside] = np.where(candidates.free_EB[expert, inside], 0, items.level_I[item])
+        return level_EB
 
 
 def _without_gaps(flat_R: NDArray[np.int64], fits_R: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -327,34 +414,124 @@ def _without_gaps(flat_R: NDArray[np.int64], fits_R: NDArray[np.bool_]) -> NDArr
     return fits_R & (np.arange(len(flat_R)) < first_missed_F[flat_R])
 
 
-def _item_users(candidates: Candidates, items: Items, experts: NDArray[np.int64]) -> dict[int, NDArray[np.bool_]]:
-    """Mark by expert the items that it takes part in, with bytes of its own or served."""
-    if not len(experts) or not len(items):
-        return {}
-    follower_expert, column, serving = candidates.followers()
-    serving_item = np.searchsorted(items.flat_I[: items.n_single], serving * items.n_columns + column)
-    users: dict[int, NDArray[np.bool_]] = {}
-    for e in experts.tolist():
-        uses_I = items.expert_I == e
-        uses_I[serving_item[follower_expert == e]] = True
-        users[e] = uses_I
-    return users
+# --- draw a sample of block positions: evenly along each tensor, of all experts at once, more as budgets grow ---
 
 
-def _expand(candidates: Candidates, items: Items, chosen: Order) -> NDArray[np.int8]:
-    """Expand the selected items to levels by block; the last selected step of a block counts."""
-    level_EB = np.zeros(candidates.cost_EB.shape, np.int8)
-    single = np.sort(chosen[chosen < items.n_single])
-    level_EB.ravel()[items.flat_I[single]] = items.level_I[single]
-    for item in chosen[chosen >= items.n_single].tolist():
-        inside = candidates.columns.of_tensor(int(items.tensor_I[item]))
-        expert = int(items.expert_I[item])
-        level_EB[expert, inside] = np.where(candidates.free_EB[expert, inside], 0, items.level_I[item])
-    return level_EB
+SMALL_ELEMENTS = GRAIN_ELEMENTS
+SMALL_SHARE = 0.01
+"""Tensors of up to `SMALL_ELEMENTS` are small, from the smallest on, while all of them cost at most this share."""
+SMALL_WEIGHT = 100.0
+"""A small tensor is that much more probable than the mean: from a budget of about 1 % on it is read in full."""
+_LEAST_WEIGHT = 1e-9  # of tensors that are expected not to change
+_UNIT = 2.0**-53
 
 
-def served_blocks(candidates: Candidates, read_EB: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    served_EB = np.zeros_like(read_EB)
-    experts, columns, serving = candidates.followers()
-    served_EB[experts, columns] = read_EB[serving, columns]
-    return served_EB
+def position_numbers(names: Sequence[str], columns: Columns, seed: int) -> NDArray[np.float64]:
+    """Return the number of each position, by column.
+
+    Laws: numbers are uniform in [0, 1) over seeds; of 2^k neighbours that begin at a multiple of 2^k just one lies in
+    each interval of length 2^-k, so that any share of a tensor is spread evenly along it.
+
+    Source: nested scrambling of digits (Owen 1995) in base 2, of a van der Corput sequence whose first digits are
+    those of the position's parity.
+    """
+    index_B = (np.arange(columns.n_columns) - columns.first_T[columns.tensor_B]).astype(np.uint64)
+    keys = [blake3(f"{seed}\0{name}".encode()).digest(8) for name in names]
+    key_B = np.array([int.from_bytes(key, "little") for key in keys], np.uint64)[columns.tensor_B]
+    digits_T = np.array([max(0, int(n) - 1).bit_length() for n in np.diff(columns.first_T)], np.int64)
+    digits_B = digits_T[columns.tensor_B]
+    prefix_B = np.zeros(columns.n_columns, np.uint64)
+    for k in range(int(digits_T.max(initial=0))):
+        node_B = mix(key_B + (index_B >> np.uint64(k + 1)))  # the 2^(k+1) neighbours that the position is one of
+        node_B = mix(node_B + (prefix_B << np.uint64(6)) + np.uint64(k)) & np.uint64(1)  # whether its digit is flipped
+        node_B ^= (index_B >> np.uint64(k)) & np.uint64(1)
+        prefix_B = np.where(digits_B > k, prefix_B * np.uint64(2) + node_B, prefix_B)
+    rest_B = (mix(mix(~key_B) + index_B) >> np.uint64(11)) * _UNIT
+    return np.asarray(np.minimum((prefix_B + rest_B) * 0.5**digits_B, 1.0 - _UNIT), np.float64)
+
+
+def tensor_weights(
+    candidates: Candidates, *, norm_T: NDArray[np.float64] | None = None, total_T: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
+    """Return how probable the positions of each tensor are, relative to one another.
+
+    All alike, or by the norm of a tensor's merged delta per element, which makes the least variance, or by an
+    importance per element, of which `total_T` is the sum; small tensors before all others.
+    """
+    columns = candidates.columns
+    cost_T = np.bincount(columns.tensor_B, _position_costs(candidates), len(columns.tasks))
+    elements_T = np.array([task.base.n_elements for task in columns.tasks], np.int64)
+    weight_T = np.ones(len(cost_T))
+    if norm_T is not None:
+        weight_T = norm_T / np.sqrt(np.maximum(1, elements_T))
+    elif total_T is not None:
+        weight_T = total_T / np.maximum(1, elements_T)
+    mean = float((weight_T * cost_T).sum() / max(1.0, cost_T.sum()))
+    weight_T = np.maximum(_LEAST_WEIGHT, weight_T / mean) if mean > 0 else np.ones(len(cost_T))
+    ascending = np.lexsort((np.arange(len(cost_T)), elements_T))
+    is_small = (elements_T[ascending] <= SMALL_ELEMENTS) & (np.cumsum(cost_T[ascending]) <= SMALL_SHARE * cost_T.sum())
+    weight_T[ascending[is_small]] = np.maximum(SMALL_WEIGHT, weight_T[ascending[is_small]])
+    return weight_T
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PositionOrder:
+    """Positions in the order in which budgets take them.
+
+    Attributes:
+        order_B: columns by rising number over weight, which are `key_B` in this order.
+        reached_B: the bytes of the positions up to each, of all experts, with those of content ids and indices.
+        weight_T: see `tensor_weights`.
+    """
+
+    candidates: Candidates
+    order_B: NDArray[np.int64]
+    key_B: NDArray[np.float64]
+    reached_B: NDArray[np.int64]
+    weight_T: NDArray[np.float64]
+
+    @property
+    def least_bytes(self) -> int | None:
+        """The smallest budget under which anything is read; None where there is nothing to read."""
+        aside_bytes = int((self.candidates.side_E + self.candidates.content_E).sum())
+        reading_B = self.reached_B[self.reached_B > aside_bytes]
+        return int(reading_B[0]) if len(reading_B) else None
+
+    def select(self, budget_bytes: int) -> Selection:
+        """Select the first positions that `budget_bytes` hold, each of all experts.
+
+        Laws: a larger budget selects a superset; what is selected costs at most the budget, to which only less than
+        the next position is missing.
+        """
+        candidates, columns = self.candidates, self.candidates.columns
+        n_drawn = int(np.searchsorted(self.reached_B, budget_bytes, side="right"))
+        drawn_B = np.zeros(columns.n_columns, np.bool_)
+        drawn_B[self.order_B[:n_drawn]] = True
+        level_EB = np.where(candidates.own_EB & drawn_B, _top_levels(candidates)[:, columns.tensor_B], np.int8(0))
+        block_E = (candidates.cost_EB * (level_EB > 0)).sum(axis=1)
+        probability_T = np.minimum(1.0, _scale(self.key_B, n_drawn) * self.weight_T)
+        planned_E = planned_bytes(candidates, block_E, reads=bool(n_drawn))
+        return Selection(level_EB, planned_E, n_drawn, probability_T, drawn_B)
+
+
+def order_positions(
+    candidates: Candidates, number_B: NDArray[np.float64], weight_T: NDArray[np.float64]
+) -> PositionOrder:
+    """Order positions by their numbers over their tensors' weights."""
+    key_B = number_B / weight_T[candidates.columns.tensor_B]
+    order_B = np.argsort(key_B, kind="stable")
+    aside_bytes = int((candidates.side_E + candidates.content_E).sum())
+    reached_B = np.cumsum(_position_costs(candidates)[order_B]) + aside_bytes
+    return PositionOrder(candidates, order_B, key_B[order_B], reached_B, weight_T)
+
+
+def _scale(key_B: NDArray[np.float64], n_drawn: int) -> float:
+    """Return the probability of a position of weight 1: between the last number that is drawn and the next one."""
+    if n_drawn == len(key_B):
+        return np.inf
+    return float(key_B[n_drawn - 1] + key_B[n_drawn]) / 2 if n_drawn else 0.0
+
+
+def _position_costs(candidates: Candidates) -> NDArray[np.int64]:
+    """Return the bytes of each position, of all experts."""
+    return np.asarray((candidates.cost_EB * candidates.own_EB).sum(axis=0), np.int64)

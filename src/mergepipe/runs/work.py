@@ -14,7 +14,7 @@ from mergepipe.engine.tensor_work import ExpertQuantities, PlannedAccess, Record
 from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.operators.base import MagnitudeBand, MagnitudeCut
 from mergepipe.operators.registry import operator_named
-from mergepipe.planning import rules
+from mergepipe.planning import problem as planning
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.reports import KeptShare
@@ -101,10 +101,7 @@ def _content_ids(
 def used_experts(plan: Plan) -> set[int]:
     """Return the plan's experts of which any block is used."""
     return {
-        e
-        for tensor in plan.tensors
-        for e, access in zip(tensor.models, tensor.access, strict=True)
-        if access.blocks or access.shared
+        e for tensor in plan.tensors for e, access in zip(tensor.models, tensor.access, strict=True) if access.blocks
     }
 
 
@@ -129,7 +126,7 @@ def kept_shares(inputs: Inputs) -> tuple[KeptShare, ...]:
     kept, elements = Counter[int](), Counter[int]()
     for task in inputs.resolution.tasks:
         trims = task.action is not Action.COPY and task.experts and task.base.n_elements
-        match operator.reduction(rules.operator_input(task)) if trims else None:
+        match operator.reduction(planning.operator_input(task)) if trims else None:
             case MagnitudeCut(kept_E):
                 counts = kept_E
             case MagnitudeBand(kept_E, dropped_E):

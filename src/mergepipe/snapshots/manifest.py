@@ -77,13 +77,12 @@ class RealizedBytes:
 class Coverage:
     """The coverage of a planned merge: blocks of the merged tensors in total, blocks read from any expert, per expert.
 
-    `free` blocks equal the base's and need no read; `shared` ones were served by another expert's bytes.
+    `free` blocks equal the base's and need no read.
     """
 
     blocks: Size
     touched: Size
     read: tuple[Size, ...]
-    shared: tuple[Size, ...]
     free: tuple[Size, ...]
 
 

@@ -49,7 +49,7 @@ def explained(n_layers: int = 3, n_experts: int = 2) -> Explanation:
         realized_bytes=None, block_elements=131_072, blocks=4 * n_layers,
         touched=2 * n_layers, fallbacks=(), adjustments=(), tensors=(), verdict=verdict(),
         experts=tuple(
-            ExpertShare(name, f"/models/{e}", n_layers, 0, 1, 3 * n_layers - 1, 500_000_000, 125_000_000, None)
+            ExpertShare(name, f"/models/{e}", n_layers, 1, 3 * n_layers - 1, 500_000_000, 125_000_000, None)
             for e, name in enumerate(names)
         ),
         layers=tuple(

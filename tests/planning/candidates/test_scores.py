@@ -12,21 +12,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mergepipe.operators.statistics import N_OCTAVES, OCTAVE_SHARES
-from mergepipe.planning.candidates import gather_statistics, match_statistics, octave_position, score_blocks
-from mergepipe.planning.problem import lay_out_columns
-from mergepipe.planning.rules import evaluate_rules
+from mergepipe.planning.candidates import find_candidates, octave_position
 from mergepipe.recipes.recipe import Scalar
 from support.octaves import decode_octaves
 from support.planning_problems import BLOCK, Given, make
 
 
 def scores_of(given: Given) -> NDArray[np.float64]:
-    problem = given.problem
-    columns = lay_out_columns(problem.tasks, problem.resolution.expert_models, BLOCK)
-    known_ET, _ = match_statistics(given.problem, columns)
-    rules = evaluate_rules(given.problem, columns, known_ET)
-    known_statistics = gather_statistics(given.problem, columns, known_ET, with_octaves=rules.trims)
-    return score_blocks(columns, known_statistics, rules)
+    return find_candidates(given.problem, samples=False).score_EB
 
 
 SIZES = {"w": 6 * BLOCK}

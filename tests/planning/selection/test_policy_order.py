@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
+from mergepipe.operators.statistics import N_SKETCH
 from mergepipe.planning.budget import PlanningChoices, Policy, ShareBudget
-from mergepipe.planning.candidates import Items
+from mergepipe.planning.candidates import find_candidates
+from mergepipe.planning.plan import ALL
 from mergepipe.planning.planner import rank_blocks
-from mergepipe.planning.problem import PlanningProblem, lay_out_columns
-from mergepipe.planning.rules import ALL
+from mergepipe.planning.problem import PlanningProblem
 from mergepipe.planning.selection import (
+    Items,
     descending_order,
     layer_of,
     norm_order,
@@ -38,7 +40,6 @@ def items_of(costs: list[int], scores: list[int], n_experts: int = 1) -> Items:
         rate_I=np.array(scores, np.float64) / np.array(costs),
         tensor_I=np.arange(len(costs)) % n_columns,
         level_I=np.full(len(costs), ALL, np.int8),
-        steepness_I=np.ones(len(costs)),
         n_single=len(costs),
         n_columns=n_columns,
     )
@@ -158,9 +159,11 @@ def test_tensor_cosines__estimate_the_angles_between_deltas() -> None:
     common, own = rng.standard_normal((2, 64 * BLOCK))
     arrays = one_tensor(np.zeros(64 * BLOCK, np.float32), [common, 0.6 * common + 0.8 * own, -common])
     problem = make(arrays=arrays).problem
-    columns = lay_out_columns(problem.tasks, problem.resolution.expert_models, BLOCK)
-    cosine_EE = tensor_cosines(problem, columns, np.ones((3, 1), np.bool_))[0]
-    assert cosine_EE[0].tolist() == pytest.approx([1.0, 0.6, -1.0], abs=0.1)
-    unknown_EE = tensor_cosines(problem, columns, np.array([[True], [False], [True]]))[0]
+    candidates = find_candidates(problem, samples=False)
+    columns, statistics = candidates.columns, candidates.statistics
+    cosine_EE = tensor_cosines(columns, statistics)[0]
+    noise = 2 / (64 * N_SKETCH) ** 0.5  # that cosines are shrunk by
+    assert cosine_EE[0].tolist() == pytest.approx([1.0 - noise, 0.6 - noise, noise - 1.0], abs=0.1)
+    unknown_EE = tensor_cosines(columns, {pair: known for pair, known in statistics.items() if pair != (1, 0)})[0]
     assert unknown_EE[1].tolist() == [0.0, 0.0, 0.0]
     assert unknown_EE[0, 2] == cosine_EE[0, 2]

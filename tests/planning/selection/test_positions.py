@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.planning.budget import PlanningChoices, Policy, ShareBudget
-from mergepipe.planning.planner import rank_blocks
+from mergepipe.planning.candidates import find_candidates
+from mergepipe.planning.planner import sample_order
 from mergepipe.planning.problem import Columns
-from mergepipe.planning.sample import position_numbers
+from mergepipe.planning.selection import position_numbers
 from support.planning_problems import BLOCK, make
 
 
@@ -58,12 +57,13 @@ def test_sample__is_right_in_the_mean(is_known: bool) -> None:
     sizes = {"layers.0.w": 40 * BLOCK, "layers.1.w": 23 * BLOCK + 5, "layers.2.w": 7 * BLOCK}
     given = make("task_arithmetic", 2, sizes=sizes)
     problem = given.problem if is_known else replace(given.problem, statistics=({}, {}))
-    ranking = rank_blocks(problem, ShareBudget(Fraction(1, 4)), Policy.SAMPLE, PlanningChoices())
-    tensor_B, n_seeds = ranking.data.columns.tensor_B, 1500
+    candidates = find_candidates(problem, samples=True)
+    budget_bytes = int(candidates.full_E.sum()) // 4
+    tensor_B, n_seeds = candidates.columns.tensor_B, 1500
     counted_B, squares_B = np.zeros(len(tensor_B)), np.zeros(len(tensor_B))
     for seed in range(n_seeds):
-        drawn = replace(ranking, options=PlanningChoices(selection_seed=seed)).select(ranking.budget_bytes)
-        assert drawn.planned_bytes <= ranking.budget_bytes
+        drawn = sample_order(problem, candidates, seed).select(budget_bytes)
+        assert drawn.planned_bytes <= budget_bytes
         assert drawn.drawn_B is not None
         assert drawn.probability_T is not None
         counts_B = drawn.drawn_B / drawn.probability_T[tensor_B]

@@ -110,9 +110,7 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
     rows = []
     for e, model in enumerate(model for model in plan.models if model.role == "expert"):
         accesses = [access for tensor in plan.tensors if (access := tensor.access_of(e)) is not None]
-        used_blocks = sum(
-            access.n_blocks + sum(stop - start for start, stop, _ in access.shared) for access in accesses
-        )
+        used_blocks = sum(access.n_blocks for access in accesses)
         free = sum(stop - start for access in accesses for start, stop in access.free)
         rows.append([
             model.model, format_bytes(model.planned_bytes), share_text(model.planned_bytes, model.full_cost_bytes),
@@ -188,7 +186,7 @@ def _sampling_facts(sampling: Sampling | None) -> list[Fact]:
 
 
 def _expert_table(explanation: Explanation) -> str:
-    head = ["expert", "read", "shared", "as the base", "omitted", "planned", "realized"]
+    head = ["expert", "read", "as the base", "omitted", "planned", "realized"]
     graded = ["blocks read"] if _is_graded(explanation) else []
     return columns_text(head + graded, [_expert_row(expert, explanation) for expert in explanation.experts])
 
@@ -199,9 +197,7 @@ def _is_graded(explanation: Explanation) -> bool:
 
 
 def _expert_row(expert: ExpertShare, explanation: Explanation) -> list[str]:
-    counts = [
-        share_text(count, explanation.blocks) for count in (expert.read, expert.shared, expert.free, expert.omitted)
-    ]
+    counts = [share_text(count, explanation.blocks) for count in (expert.read, expert.free, expert.omitted)]
     row = [expert.model, *counts, _bytes_or_dash(expert.planned_bytes), _bytes_or_dash(expert.realized_bytes)]
     if _is_graded(explanation):
         row.append(levels_text(expert.levels))
@@ -223,7 +219,7 @@ def _layer_table(explanation: Explanation) -> str:
         ),
     ]
     table = columns_text(["in layers", *(layers_range(group) for group in groups)], rows)
-    return f"{table}\n(by expert: blocks read, shared, or equal to the base's)"
+    return f"{table}\n(by expert: blocks read, or equal to the base's)"
 
 
 def _choices(label: str, choices: Iterable[_Choice]) -> list[Fact]:

@@ -166,7 +166,7 @@ class Use:
 
 
 USES = (
-    Use("read", "read"), Use("served by equal bytes of another", "shared"),
+    Use("read", "read"),
     Use("equal to the base", "same"), Use("left out", "omitted"),
 )  # fmt: skip
 
@@ -226,7 +226,7 @@ def _facts_text(explanation: Explanation) -> str:
 
 
 def _bar(expert: ExpertShare, n_blocks: int) -> Bar:
-    counts = (expert.read, expert.shared, expert.free, expert.omitted)
+    counts = (expert.read, expert.free, expert.omitted)
     parts, start = [], 0.0
     for use, count in zip(USES, counts, strict=True):
         width = 100 * count / n_blocks if n_blocks else 0.0
@@ -235,8 +235,8 @@ def _bar(expert: ExpertShare, n_blocks: int) -> Bar:
                 Part(use.style, round(start, 3), round(width, 3), f"{use.label}: {format_percent(width / 100)}")
             )
         start += width
-    present, omitted = expert.read + expert.shared, expert.omitted
-    missing = missing_text(present / (present + omitted) if present + omitted else 1.0)
+    changed = expert.read + expert.omitted
+    missing = missing_text(expert.read / changed if changed else 1.0)
     nbytes = expert.realized_bytes if expert.realized_bytes is not None else expert.planned_bytes
     read = "" if nbytes is None else f", {format_bytes(nbytes)} read"
     return Bar(f"{expert.model}: {missing}{read}", tuple(parts))

@@ -10,31 +10,29 @@ import numpy as np
 
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.units import format_bytes
-from mergepipe.engine.tensor_work import FREE, source_of_blocks
+from mergepipe.engine.tensor_work import FREE, OMITTED, level_of_blocks
 from mergepipe.planning.candidates import REASON_MISSING
 from mergepipe.planning.plan import NOTHING_READ, UNSPENT, Access, Plan
 from mergepipe.reports import BudgetVerdict, ExpertCoverage
 from mergepipe.snapshots.manifest import Coverage
 
-# --- count what a plan covers: blocks read, shared and free per expert, and blocks that any expert contributes to ---
+# --- count what a plan covers: blocks read and free per expert, and blocks that any expert contributes to ---
 
 
 def coverage_of(plan: Plan) -> Coverage:
     """Count the blocks of all planned tensors."""
     n_experts = sum(model.role == "expert" for model in plan.models)
     blocks = touched = 0
-    read_E, shared_E, free_E = (np.zeros(n_experts, np.int64) for _ in range(3))
+    read_E, free_E = (np.zeros(n_experts, np.int64) for _ in range(2))
     for tensor in plan.tensors:
         n_blocks = BlockGrid(tensor.n_elements, plan.block_elements).n_blocks
-        sources_EB = source_of_blocks(tensor, n_blocks)
+        levels_EB = level_of_blocks(tensor, n_blocks)
         blocks += n_blocks
-        touched += int((sources_EB >= 0).any(axis=0).sum())
-        experts, own_S1 = list(tensor.models), np.arange(len(tensor.models))[:, None]
-        read_E[experts] += (sources_EB == own_S1).sum(axis=1)
-        shared_E[experts] += ((sources_EB >= 0) & (sources_EB != own_S1)).sum(axis=1)
-        free_E[experts] += (sources_EB == FREE).sum(axis=1)
-    counts = (tuple(int(n) for n in each_E) for each_E in (read_E, shared_E, free_E))
-    return Coverage(blocks, touched, *counts)
+        touched += int((levels_EB > OMITTED).any(axis=0).sum())
+        experts = list(tensor.models)
+        read_E[experts] += (levels_EB > OMITTED).sum(axis=1)
+        free_E[experts] += (levels_EB == FREE).sum(axis=1)
+    return Coverage(blocks, touched, tuple(read_E.tolist()), tuple(free_E.tolist()))
 
 
 # --- count the blocks that a plan reads at each level ---
@@ -96,8 +94,9 @@ def _coverage(plan: Plan, coverage: Coverage) -> Iterator[ExpertCoverage]:
             planned[e] += -(-tensor.n_elements // plan.block_elements)
             rough[e] += sum(stop - start for start, stop, _ in access.levels)
     for e, model in enumerate(models):
-        changed, present = planned[e] - coverage.free[e], coverage.read[e] + coverage.shared[e]
-        yield ExpertCoverage(model, present / changed, rough[e] / changed) if changed else ExpertCoverage(model, 1.0)
+        changed = planned[e] - coverage.free[e]
+        shares = (coverage.read[e] / changed, rough[e] / changed) if changed else (1.0, 0.0)
+        yield ExpertCoverage(model, *shares)
 
 
 def _is_full(plan: Plan) -> bool:
