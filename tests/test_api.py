@@ -16,36 +16,62 @@ import pytest
 import mergepipe
 from mergepipe import api, cli, errors, options, reports
 from mergepipe.catalog import rows
+from mergepipe.options import (
+    AnalyzeOptions,
+    ApplyLoraOptions,
+    CheckOptions,
+    ExtractLoraOptions,
+    MergeLoraOptions,
+    MergeOptions,
+    OutputOptions,
+    PackOptions,
+    PlanOptions,
+    PushOptions,
+    RunOptions,
+    SweepOptions,
+    UnpackOptions,
+    VerifyOptions,
+)
 
 EXPORTED = [
+    "AnalyzeOptions",
     "AnalyzeReport",
+    "ApplyLoraOptions",
     "Catalog",
     "CatalogStats",
+    "CheckOptions",
     "CheckReport",
     "Explanation",
+    "ExtractLoraOptions",
     "ExtractLoraReport",
     "GcReport",
     "LineageNode",
     "LoadedTensors",
+    "MergeLoraOptions",
     "MergeLoraReport",
     "MergeOptions",
     "MergePipeError",
     "MergeReport",
     "OutputOptions",
+    "PackOptions",
     "PackReport",
     "PartReport",
     "PartsStatus",
     "Plan",
     "PlanOptions",
     "Progress",
+    "PushOptions",
     "PushReport",
     "RebuildReport",
     "RepairReport",
     "RunOptions",
     "SnapshotDiff",
     "SnapshotReport",
+    "SweepOptions",
     "SweepReport",
+    "UnpackOptions",
     "UnpackReport",
+    "VerifyOptions",
     "VerifyReport",
     "__version__",
     "analyze",
@@ -80,39 +106,36 @@ EXPORTED = [
     "unpack",
     "verify",
 ]
-CALLS = {
-    "check": ("recipe", "shard_bytes allow_dropped strict lenient"),
-    "merge": ("recipe out", "budget force seed options on_progress"),
-    "analyze": (
-        "base experts",
-        "densities block_elements text importance_to options on_progress",
-    ),
-    "plan": ("recipe budget", "everything seed home allow_dropped options"),
-    "store_plan": ("plan path", ""),
-    "run": ("plan out", "force options on_progress"),
-    "run_part": ("plan out part", "finish options on_progress"),
-    "parts_status": ("plan out", "n_parts"),
-    "explain": ("subject", "tensor home"),
-    "sweep": ("recipe budgets", "seed work evaluate allow_dropped plan options on_progress"),
-    "pack": ("base experts out", "replace chain strict threads home on_progress"),
-    "load_file": ("path", "base framework threads"),
-    "apply_lora": ("base adapters out", "weights dtype strict allow_unapplied options on_progress"),
-    "merge_lora": ("adapters out", "method rank weights density seed"),
-    "extract_lora": ("base model out", "rank energy save_modules base_model_id on_progress"),
-    "unpack": ("path out", "base threads on_progress"),
-    "list_snapshots": ("", "contained operator since until home"),
-    "show": ("snapshot", "home"),
-    "lineage": ("snapshot", "down home"),
-    "diff": ("a b", "reads_tensors home on_progress"),
-    "verify": ("snapshot", "deep_fraction base options on_progress"),
-    "repair": ("snapshot", "options on_progress"),
-    "replay": ("snapshot out", "force options on_progress"),
-    "gc": ("roots", "dry_run home"),
-    "catalog_stats": ("", "home"),
-    "push": ("snapshot destination", "create private message home on_progress"),
-    "rebuild_catalog": ("roots", "home"),
+CALLS: dict[str, tuple[str, str, Any]] = {
+    "check": ("recipe", "options", CheckOptions),
+    "merge": ("recipe out", "options on_progress", MergeOptions),
+    "analyze": ("base experts", "options on_progress", AnalyzeOptions),
+    "plan": ("recipe budget", "everything options", PlanOptions),
+    "store_plan": ("plan path", "", None),
+    "run": ("plan out", "options on_progress", OutputOptions),
+    "run_part": ("plan out part", "options on_progress", OutputOptions),
+    "parts_status": ("plan out", "n_parts", None),
+    "explain": ("subject", "tensor home", None),
+    "sweep": ("recipe budgets", "options on_progress", SweepOptions),
+    "pack": ("base experts out", "options on_progress", PackOptions),
+    "load_file": ("path", "base framework threads", None),
+    "apply_lora": ("base adapters out", "options on_progress", ApplyLoraOptions),
+    "merge_lora": ("adapters out", "options", MergeLoraOptions),
+    "extract_lora": ("base model out", "options on_progress", ExtractLoraOptions),
+    "unpack": ("path out", "options on_progress", UnpackOptions),
+    "list_snapshots": ("", "contained operator since until home", None),
+    "show": ("snapshot", "home", None),
+    "lineage": ("snapshot", "down home", None),
+    "diff": ("a b", "reads_tensors home on_progress", None),
+    "verify": ("snapshot", "options on_progress", VerifyOptions),
+    "repair": ("snapshot", "options on_progress", RunOptions),
+    "replay": ("snapshot out", "options on_progress", OutputOptions),
+    "gc": ("roots", "dry_run home", None),
+    "catalog_stats": ("", "home", None),
+    "push": ("snapshot destination", "options on_progress", PushOptions),
+    "rebuild_catalog": ("roots", "home", None),
 }
-"""Every call, its parameters by position, then those by keyword."""
+"""Every call, its parameters by position, those by keyword, and the options whose fields are keywords, too."""
 EXIT_CODES = {
     "MergePipeError": 1,
     "RecipeError": 2,
@@ -189,24 +212,43 @@ def test_package__importing_it_loads_no_dependency() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls__take_these_parameters(name: str) -> None:
-    parameters = inspect.signature(getattr(mergepipe, name)).parameters
-    keywords = [each.name for each in parameters.values() if each.kind is inspect.Parameter.KEYWORD_ONLY]
-    positional = [each for each in parameters if each not in keywords]
-    assert (" ".join(positional), " ".join(keywords)) == CALLS[name]
+    parameters = inspect.signature(getattr(mergepipe, name)).parameters.values()
+    keywords = [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    positional = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert (" ".join(positional), " ".join(keywords)) == CALLS[name][:2]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, kind) in CALLS.items() if kind is not None])
+def test_calls__refuse_keywords_that_are_no_field_of_their_options(name: str) -> None:
+    kind = CALLS[name][2]
+    positional = ["nothing"] * len(CALLS[name][0].split())
+    with pytest.raises(TypeError, match=f"{kind.__name__} has no option 'thread'"):
+        getattr(mergepipe, name)(*positional, thread=1)
+
+
+def test_calls__take_a_keyword_over_the_field_of_their_options() -> None:
+    given = MergeOptions(threads=2, seed=3)
+    assert MergeOptions.of(given, {"seed": 7, "allow_dropped": ["*.bias"]}) == MergeOptions(
+        threads=2, seed=7, allow_dropped=("*.bias",)
+    )
+    assert OutputOptions.of(MergeOptions(threads=2), {}) == OutputOptions(threads=2)
+
+
+def test_calls__refuse_options_that_would_be_ignored() -> None:
+    with pytest.raises(TypeError, match="AnalyzeOptions has no option 'catalog'"):
+        AnalyzeOptions.of(RunOptions(catalog=False), {})
 
 
 def test_options__have_these_fields() -> None:
-    common = ["threads", "memory_bytes", "home", "catalog", "connections"]
-    assert field_names(options.RunOptions) == common
-    assert field_names(options.PlanOptions) == [
-        "select", "where_omitted", "min_density", "block_elements", "importance", "strict", "lenient",
-    ]  # fmt: skip
-    output = [*common, "force", "shard_bytes", "paths", "base_model_ids", "resume", "executor", "address"]
-    assert field_names(options.OutputOptions) == output
-    assert field_names(options.MergeOptions) == [
-        *output, "budget", "target_loss", "evaluate", "plan", "seed", "allow_dropped", "strict", "lenient",
-        "card", "tokenizer", "mergekit_config",
-    ]  # fmt: skip
+    recipe = ["allow_dropped", "strict", "lenient"]
+    machine = ["threads", "memory_bytes", "home", "connections"]
+    planning = ["select", "where_omitted", "min_density", "block_elements", "importance", "seed"]
+    output = ["force", "shard_bytes", "paths", "base_model_ids", "resume", "executor", "address"]
+    merging = ["budget", "target_loss", "evaluate", "card", "tokenizer", "mergekit_config"]
+    assert field_names(RunOptions) == [*machine, "catalog"]
+    assert field_names(PlanOptions) == [*recipe, *planning, "home"]
+    assert field_names(OutputOptions) == [*machine, "catalog", *output]
+    assert set(field_names(MergeOptions)) == {*recipe, *planning, *machine, "catalog", *output, *merging}
 
 
 def field_names(kind: type[Any]) -> list[str]:

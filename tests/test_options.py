@@ -93,12 +93,6 @@ def test_options__are_checked_again_when_they_are_changed() -> None:
             value.threads = 0  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("call", [partial(mergepipe.analyze, X, [X]), partial(mergepipe.sweep, X)])
-def test_api__calls_that_fill_the_catalog_refuse_to_do_without(call: Call) -> None:
-    with refuses(RecipeError, "option.conflict"):
-        call(options=RunOptions(catalog=False))
-
-
 @pytest.mark.parametrize(("value", "kind"), [(1, None), (1024, None), (0, LimitError), (1025, RecipeError)])
 def test_threads_of__takes_up_to_its_bound(value: int, kind: type[MergePipeError] | None) -> None:
     if kind is None:

@@ -29,7 +29,8 @@ The catalog
 Training checkpoints
     tailor.inspect, tailor.check, tailor.compose, tailor.recipe, tailor.diff
 
-Calls that run long take options: `MergeOptions`, `PlanOptions`, `RunOptions`, changed by `dataclasses.replace`.
+Options of a call are keywords, or one value that several calls share (`MergeOptions`, `PlanOptions`, `RunOptions`):
+`merge(recipe, out, budget="25%", threads=8)` is `merge(recipe, out, options=MergeOptions(budget="25%", threads=8))`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,22 @@ if TYPE_CHECKING:
     from mergepipe.errors import MergePipeError
     from mergepipe.jobs.load import LoadedTensors
     from mergepipe.operators.custom import operator
-    from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions
+    from mergepipe.options import (
+        AnalyzeOptions,
+        ApplyLoraOptions,
+        CheckOptions,
+        ExtractLoraOptions,
+        MergeLoraOptions,
+        MergeOptions,
+        OutputOptions,
+        PackOptions,
+        PlanOptions,
+        PushOptions,
+        RunOptions,
+        SweepOptions,
+        UnpackOptions,
+        VerifyOptions,
+    )
     from mergepipe.planning.plan import Plan
     from mergepipe.reports import (
         AnalyzeReport,
@@ -98,34 +114,44 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "AnalyzeOptions",
     "AnalyzeReport",
+    "ApplyLoraOptions",
     "Catalog",
     "CatalogStats",
+    "CheckOptions",
     "CheckReport",
     "Explanation",
+    "ExtractLoraOptions",
     "ExtractLoraReport",
     "GcReport",
     "LineageNode",
     "LoadedTensors",
+    "MergeLoraOptions",
     "MergeLoraReport",
     "MergeOptions",
     "MergePipeError",
     "MergeReport",
     "OutputOptions",
+    "PackOptions",
     "PackReport",
     "PartReport",
     "PartsStatus",
     "Plan",
     "PlanOptions",
     "Progress",
+    "PushOptions",
     "PushReport",
     "RebuildReport",
     "RepairReport",
     "RunOptions",
     "SnapshotDiff",
     "SnapshotReport",
+    "SweepOptions",
     "SweepReport",
+    "UnpackOptions",
     "UnpackReport",
+    "VerifyOptions",
     "VerifyReport",
     "__version__",
     "analyze",
@@ -171,19 +197,15 @@ _OTHER_HOMES = {
     "MergeLoraReport": "reports",
     "LineageNode": "catalog.rows",
     "LoadedTensors": "jobs.load",
-    "MergeOptions": "options",
-    "OutputOptions": "options",
     "MergePipeError": "errors",
     "PartsStatus": "reports",
     "Plan": "planning.plan",
-    "PlanOptions": "options",
     "progress_bar": "cli.progress",
     "Progress": "reports",
     "RebuildReport": "catalog.rows",
-    "RunOptions": "options",
     "operator": "operators.custom",
 }
-"""Modules of the names that are neither calls nor reports."""
+"""Modules of the names that are neither calls nor options nor reports."""
 
 
 def __getattr__(name: str) -> object:
@@ -197,7 +219,7 @@ def __getattr__(name: str) -> object:
     from mergepipe.core.platforms import check_platform
 
     check_platform()
-    home = _OTHER_HOMES.get(name, "reports" if name in _REPORTS else "api")
+    home = _OTHER_HOMES.get(name, "reports" if name in _REPORTS else "options" if name.endswith("Options") else "api")
     return getattr(import_module(f"mergepipe.{home}"), name)
 
 

@@ -1,28 +1,29 @@
 """The options of the public calls: immutable values, checked when they are made, changed by `dataclasses.replace`.
 
-Every option is declared here once: its field has the default, and the `Flag` that the command line, its help and the
-reference pages are made from. `threads_of` and its like fill in what depends on the machine.
+Every option is declared here once: its field has the default, the check, and the `Flag` that the command line, its help
+and the reference pages are made from. A call takes the value as `options`, and each field as a keyword too.
+`threads_of` and its like fill in what depends on the machine.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-from mergepipe.core.bounds import positive, shown_number
-from mergepipe.core.flags import Flag, option
-from mergepipe.errors import LimitError, RecipeError, UnsupportedError, did_you_mean
+from mergepipe.core.bounds import positive, share, shown_number
+from mergepipe.core.flags import Flag, Options, option
+from mergepipe.errors import LimitError, MergePipeError, RecipeError, UnsupportedError
 from mergepipe.planning.budget import OnOmit, Policy
 from mergepipe.storage.contract import CONNECTIONS, MAX_CONNECTIONS, RemoteSettings
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
 
 if TYPE_CHECKING:
     from mergepipe.engine.work import EngineOptions
-
-C = TypeVar("C", bound=StrEnum)
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 SWEEP_BUDGETS = ("5%", "10%", "25%", "50%", "75%", "100%")
@@ -51,13 +52,53 @@ class PathStyle(StrEnum):
     ABSOLUTE = "absolute"
 
 
-def _share(text: str, name: str) -> float:
+def check_seed(seed: int, name: str = "--seed") -> int:
+    """Return `seed` if 64 bits hold it, signed or not."""
+    if not -(2**63) <= seed < 2**64:
+        raise RecipeError.of("option.invalid", name, f"{shown_number(seed)} was given", "give an integer of 64 bits")
+    return seed
+
+
+def _read_share(text: str, name: str) -> float:
     from mergepipe.planning.budget import parse_fraction
 
     return parse_fraction(text, name, "option.invalid")
 
 
-THREADS = Flag("Compute threads.", metavar="N", default="one per processor", panel=MACHINE_PANEL)
+def _read_number(text: str, name: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise RecipeError.of("option.invalid", name, f"'{text}' is no number", "give one such as 0.5") from None
+
+
+def _check_densities(name: str, densities: Sequence[float]) -> None:
+    for density in densities:
+        share(name, density)
+
+
+def _check_fraction(name: str, fraction: float) -> None:
+    if not 0.0 <= fraction <= 1.0:
+        raise LimitError.of("option.out-of-range", name, f"{fraction:g} was given", "give a share from 0 to 1")
+
+
+def _check_block_elements(_name: str, value: int) -> None:
+    block_elements_of(value)
+
+
+def _needs(name: str, other: str) -> MergePipeError:
+    return RecipeError.of("option.conflict", name, "has no meaning by itself", f"add {other}")
+
+
+# --- flags of options that several classes have ---
+
+THREADS = Flag(
+    "Compute threads.",
+    metavar="N",
+    default="one per processor",
+    panel=MACHINE_PANEL,
+    check=partial(positive, most=MAX_THREADS),
+)
 HOME = Flag(
     "Where the catalog is.", metavar="DIR", default="$MERGEPIPE_HOME, else the user data folder", panel=WORK_PANEL
 )
@@ -75,26 +116,26 @@ EVALUATE = Flag(
     "merge's folder, which comes last without.",
     metavar="CMD",
 )
-SEED = Flag("Seed of the random operators, and of --select sample and random.", metavar="N")
-ALLOW_DROPPED = Flag(
-    "Leave out tensors of this name that an expert has and the base has not. May be given again.", metavar="GLOB"
-)
-STRICT = Flag("Refuse a recipe with a notice, a plan that reads nothing of an expert, and reads beyond a budget.")
-LENIENT = Flag(
-    "Take misspelt names for such without effect, and shares like 40 as 1, as mergekit does.", panel=RARE_PANEL
-)
-BLOCK_ELEMENTS = Flag("Elements of a block, a multiple of 16384.", metavar="N", default="262144", panel=RARE_PANEL)
 SHARD_SIZE = Flag("Largest output file, e.g. 5GB.", name="--shard-size", metavar="SIZE", default="5GB")
+BLOCK_ELEMENTS = Flag(
+    "Elements of a block, a multiple of 16384.",
+    metavar="N",
+    default="262144",
+    panel=RARE_PANEL,
+    check=_check_block_elements,
+)
+BASE_PLACE = Flag("Where the base of a packed expert is now.", metavar="BASE", default="where it was")
+WEIGHTS = Flag(
+    "The weight of an adapter: one for each, in order.", name="--weight", metavar="W", default="1", read=_read_number
+)
+LARGEST_RANK = Flag("Largest rank of a module.", metavar="R", check=positive)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """Options of using the machine and the catalog. None of them changes a byte of a result.
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions(Options):
+    """Options of using the machine, and of the home folder. None of them changes a byte of a result.
 
-    `memory_bytes` caps buffers. `analyze` and `sweep` need the `catalog`.
-
-    Raises:
-        LimitError, RecipeError: a number that is not above zero, or too large.
+    `memory_bytes` caps buffers. `home` is the folder of the catalog and of statistics.
     """
 
     threads: int | None = option(None, THREADS)
@@ -108,27 +149,66 @@ class RunOptions:
         ),
     )
     home: str | Path | None = option(None, HOME)
+    connections: int = option(
+        CONNECTIONS,
+        Flag(
+            "Requests for remote files at once.",
+            metavar="N",
+            panel=RARE_PANEL,
+            check=partial(positive, most=MAX_CONNECTIONS),
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(MachineOptions):
+    """Options of using the machine and the catalog. None of them changes a byte of a result."""
+
     catalog: bool = option(True, Flag("Use no catalog, and record nothing in it.", panel=WORK_PANEL))
-    connections: int = option(CONNECTIONS, Flag("Requests for remote files at once.", metavar="N", panel=RARE_PANEL))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions(Options):
+    """Options of reading a recipe."""
+
+    allow_dropped: tuple[str, ...] = option(
+        (),
+        Flag(
+            "Leave out tensors of this name that an expert has and the base has not. May be given again.",
+            metavar="GLOB",
+        ),
+    )
+    strict: bool = option(
+        False,
+        Flag("Refuse a recipe with a notice, a plan that reads nothing of an expert, and reads beyond a budget."),
+    )
+    lenient: bool = option(
+        False,
+        Flag(
+            "Take misspelt names for such without effect, and shares like 40 as 1, as mergekit does.", panel=RARE_PANEL
+        ),
+    )
 
     def __post_init__(self) -> None:
-        positive("--connections", self.connections, MAX_CONNECTIONS)
-        if self.threads is not None:
-            positive("--threads", self.threads, MAX_THREADS)
-        if self.memory_bytes is not None:
-            positive("--memory", self.memory_bytes)
+        super().__post_init__()
+        if self.strict and self.lenient:
+            message = "contradicts --lenient: it refuses entries without effect, which --lenient accepts"
+            raise RecipeError.of("option.conflict", "--strict", message, "give one of the two")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """Options of spending a budget.
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(RecipeOptions):
+    """Options of `check`."""
+
+    shard_bytes: int | None = option(None, SHARD_SIZE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(RecipeOptions):
+    """Options of planning a merge under a budget.
 
     Without `select` a sample is read; by norm where weights are renormalised, or the rule cannot be sampled and all
-    experts were analyzed or packed. Statistics of another grid than `block_elements` are carried over. For merges
-    `strict` and `lenient` of `MergeOptions` count.
-
-    Raises:
-        LimitError, RecipeError: a name that is not known, or a number out of its range.
+    experts were analyzed or packed. Statistics of another grid than `block_elements` are carried over.
     """
 
     select: str | None = option(
@@ -157,7 +237,8 @@ class PlanOptions:
             metavar="SHARE",
             default="they stay",
             panel=RARE_PANEL,
-            read=_share,
+            read=_read_share,
+            check=share,
         ),
     )
     block_elements: int | None = option(None, BLOCK_ELEMENTS)
@@ -170,24 +251,24 @@ class PlanOptions:
             panel=RARE_PANEL,
         ),
     )
-    strict: bool = option(False, STRICT)
-    lenient: bool = option(False, LENIENT)
+    seed: int = option(
+        0,
+        Flag(
+            "Seed of the random operators, and of --select sample and random.",
+            metavar="N",
+            check=lambda name, seed: check_seed(seed, name),
+        ),
+    )
+    home: str | Path | None = option(None, HOME)
 
     def __post_init__(self) -> None:
-        _check_strictness(strict=self.strict, lenient=self.lenient)
-        density = self.min_density
-        if density is not None and not 0.0 < density <= 1.0:
-            raise RecipeError.of("option.invalid", "--min-density", f"{density:g} was given", "it is in (0, 1]")
-        policy = None if self.select is None else choice("--select", self.select, Policy)
-        if self.importance is not None and policy not in (None, Policy.SAMPLE):
+        super().__post_init__()
+        if self.importance is not None and self.select not in (None, Policy.SAMPLE):
             message = f"has no effect with --select {self.select}"
             raise RecipeError.of("option.conflict", "--importance", message, "leave --select out")
-        choice("--where-omitted", self.where_omitted, OnOmit)
-        if self.block_elements is not None:
-            block_elements_of(self.block_elements)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OutputOptions(RunOptions):
     """Options of making an output of a plan: those of `RunOptions`, and what is written how.
 
@@ -196,9 +277,6 @@ class OutputOptions(RunOptions):
             its nodes have files to make. The same for all parts of an output.
         executor: who makes the files: `threads` of this process, or tasks on a `ray` cluster, where `threads` and
             `memory_bytes` are those of one task, and every node reaches the inputs and the output.
-
-    Raises:
-        LimitError, RecipeError: a number out of its range, or two options that exclude each other.
     """
 
     force: bool = option(False, FORCE)
@@ -249,24 +327,20 @@ class OutputOptions(RunOptions):
     )
 
     def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)  # `super()` does not know a class that was made again for its slots
-        if self.shard_bytes is not None:
-            positive("--shard-size", self.shard_bytes)
-        choice("--paths", self.paths, PathStyle)
-        executor_of(self.executor, self.address)
+        super().__post_init__()
+        if self.address is not None and self.executor != ExecutorName.RAY:
+            message = "only a Ray cluster has one"
+            raise RecipeError.of("option.conflict", "--address", message, "add --executor ray")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeOptions(OutputOptions):
-    """Options of `merge`: those of `OutputOptions`, what is merged, and `plan`, how a budget is spent.
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions(OutputOptions, PlanOptions):
+    """Options of `merge`: those of `OutputOptions`, those of `PlanOptions` for a budget, and what is merged.
 
     Args:
         card: write the model card.
         tokenizer: copy the tokenizer's files; those that the recipe asks for are written in any case.
-        mergekit_config: write the recipe beside the model as `mergekit_config.yml`, too, where the Hub looks for it.
-
-    Raises:
-        LimitError, RecipeError: a number out of its range, or two options that exclude each other.
+        mergekit_config: write the recipe as `mergekit_config.yml`, too, where the Hub looks for it.
     """
 
     budget: str | float | None = option(None, BUDGET)
@@ -282,40 +356,216 @@ class MergeOptions(OutputOptions):
     evaluate: str | None = option(
         None, replace(EVALUATE, help=f"For --target-loss. {EVALUATE.help}", panel=BUDGET_PANEL)
     )
-    plan: PlanOptions = field(default_factory=PlanOptions)
-    seed: int = option(0, SEED)
-    allow_dropped: tuple[str, ...] = option((), ALLOW_DROPPED)
-    strict: bool = option(False, STRICT)
-    lenient: bool = option(False, LENIENT)
     card: bool = True
     tokenizer: bool = True
     mergekit_config: bool = True
 
     def __post_init__(self) -> None:
-        OutputOptions.__post_init__(self)
-        _check_strictness(strict=self.strict, lenient=self.lenient)
-        check_seed(self.seed)
-        if self.target_loss is None and self.evaluate is None:
+        super().__post_init__()
+        if self.target_loss is None:
+            if self.evaluate is not None:
+                raise _needs("--evaluate", "--target-loss X")
             return
-        if self.target_loss is None or self.evaluate is None:
-            name, other = (
-                ("--evaluate", "--target-loss X") if self.target_loss is None else ("--target-loss", "--evaluate CMD")
-            )
-            raise RecipeError.of("option.conflict", name, "has no meaning by itself", f"add {other}")
+        if self.evaluate is None:
+            raise _needs("--target-loss", "--evaluate CMD")
         if self.budget is not None or self.executor != ExecutorName.THREADS:
             message = "tries budgets in turn, and looks at each merge in a folder of this machine"
             hint = "leave out --budget, and merge into a folder without --executor"
             raise RecipeError.of("option.conflict", "--target-loss", message, hint)
 
 
-Kind = TypeVar("Kind", bound=RunOptions)
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeOptions(MachineOptions):
+    """Options of `analyze`.
+
+    Args:
+        densities: shares whose exact magnitude cuts are wanted in addition to the common ones.
+        text: a file of text that tells which tensors matter: the sums of absolute gradient times delta of each tensor,
+            over all experts, go to `importance_out`, for `importance` of `PlanOptions`. Needs transformers, a base in a
+            folder, and 8 bytes of memory for each of its parameters.
+        importance_out: the file, JSON, that is written for `text`; what stands there is replaced.
+    """
+
+    densities: tuple[float, ...] = option(
+        (),
+        Flag(
+            "Work out this magnitude cut too; may be given several times.",
+            name="--density",
+            metavar="SHARE",
+            read=_read_share,
+            check=_check_densities,
+        ),
+    )
+    block_elements: int | None = option(None, BLOCK_ELEMENTS)
+    text: str | Path | None = option(
+        None,
+        Flag(
+            "Also measure which tensors matter to this text, by the gradient of BASE. Takes transformers, and 8 bytes "
+            "of memory a parameter.",
+            metavar="FILE",
+        ),
+    )
+    importance_out: str | Path | None = option(
+        None, Flag("For --text: write that to FILE, for `merge --importance`.", metavar="FILE")
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.text is None) != (self.importance_out is None):
+            pair = ("--importance-out", "--text FILE") if self.text is None else ("--text", "--importance-out FILE")
+            raise _needs(*pair)
 
 
-def options_as(kind: type[Kind], options: RunOptions | None, **changes: object) -> Kind:
-    """Return the options of a call as `kind`: those given, with the `changes` that are not None, else its defaults."""
-    names = {declared.name for declared in fields(kind)} & {declared.name for declared in fields(options or kind)}
-    values: dict[str, Any] = {} if options is None else {name: getattr(options, name) for name in names}
-    return kind(**values | {name: value for name, value in changes.items() if value is not None})
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(MachineOptions, PlanOptions):
+    """Options of `sweep`: those of `PlanOptions` for each budget, and what is measured.
+
+    Args:
+        work: where outputs lie while they are measured, two at a time; default, where temporary files go.
+        evaluate: a command, run without a shell, that prints a loss as the last number of its output. `{}` in it stands
+            for the folder of a merge, which comes last without.
+    """
+
+    work: str | Path | None = option(
+        None, Flag("Where two outputs fit at a time.", metavar="DIR", default="for temporary files")
+    )
+    evaluate: str | None = option(None, EVALUATE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackOptions(Options):
+    """Options of `pack`.
+
+    Args:
+        chain: the experts are checkpoints of one run in order: pack each relative to the one before as packed, and
+            every `chain`-th relative to what the chain begins on. So many stores at most are decoded to restore one.
+        strict: refuse a base that is hardly an expert's, or that was not told from another candidate.
+    """
+
+    chain: int | None = option(
+        None,
+        Flag(
+            "EXPERTs are checkpoints of one run in order: pack each on the one before, every N-th on BASE.",
+            metavar="N",
+            check=positive,
+        ),
+    )
+    strict: bool = option(False, Flag("Refuse a base that is hardly an expert's, or one of several."))
+    threads: int | None = option(None, THREADS)
+    home: str | Path | None = option(None, HOME)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpackOptions(Options):
+    """Options of reading a packed expert: `base` is where its base is now, `threads` decode."""
+
+    base: str | Path | None = option(None, BASE_PLACE)
+    threads: int | None = option(None, THREADS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(RunOptions):
+    """Options of `verify`. `deep_fraction` is the share of the bytes that is made again from the inputs."""
+
+    base: str | Path | None = option(None, BASE_PLACE)
+    deep_fraction: float = option(
+        0.0,
+        Flag(
+            "Make this share again from the inputs too, and compare, e.g. 5%.",
+            name="--deep",
+            metavar="SHARE",
+            default="nothing",
+            read=_read_share,
+            check=_check_fraction,
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyLoraOptions(OutputOptions):
+    """Options of `apply_lora`: those of `OutputOptions`, and what is added.
+
+    Args:
+        weights: one for each adapter; default 1.
+        dtype: of the output; default that of the base, tensor by tensor.
+        strict: refuse what has a notice.
+        allow_unapplied: patterns (`*`, `?`, `[...]`) of modules that an adapter may have and the base not.
+    """
+
+    weights: tuple[float, ...] = option((), WEIGHTS)
+    dtype: str | None = option(None, Flag("The output's dtype.", metavar="DTYPE", default="that of BASE"))
+    strict: bool = option(False, Flag("Refuse what has a notice."))
+    allow_unapplied: tuple[str, ...] = option(
+        (), Flag("Leave out modules of this name, which BASE lacks. May be given again.", metavar="GLOB")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeLoraOptions(Options):
+    """Options of `merge_lora`.
+
+    Args:
+        method: `cat`, `svd`, or the name of an operator.
+        rank: the largest rank of a module; of operators by default all that the result has.
+        weights: one for each adapter; default 1.
+        density: of operators that trim.
+        seed: of operators that draw.
+    """
+
+    method: str = option(
+        "cat", Flag("cat: exact, ranks add up; svd: cut to --rank; or an operator of recipes.", metavar="METHOD")
+    )
+    rank: int | None = option(None, LARGEST_RANK)
+    weights: tuple[float, ...] = option((), WEIGHTS)
+    density: float | None = option(None, Flag("The density of ties, dare_ties and the like.", metavar="SHARE"))
+    seed: int = option(0, Flag("Seed of operators that draw.", metavar="N"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractLoraOptions(Options):
+    """Options of `extract_lora`.
+
+    Args:
+        rank: the largest rank of a matrix.
+        energy: the share of each matrix's square sum that is kept, in (0, 1]; the ranks follow. One of the two is
+            needed; with both, `rank` is the limit.
+        save_modules: store embeddings, output heads and norms that changed in full (`modules_to_save`).
+        base_model_id: the base on the Hub; known without for models of the Hub and its local cache.
+    """
+
+    rank: int | None = option(None, LARGEST_RANK)
+    energy: float | None = option(
+        None, Flag("Keep this share of each matrix's square sum.", metavar="SHARE", check=share)
+    )
+    save_modules: bool = option(False, Flag("Store embeddings, output heads and norms that changed in full."))
+    base_model_id: str | None = option(None, Flag("The base on the Hub.", metavar="ID"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank is None and self.energy is None:
+            message, hint = "neither a rank nor an energy is given", "give --rank 32 or --energy 0.9"
+            raise RecipeError.of("option.missing", "--rank", message, hint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOptions(Options):
+    """Options of `push`.
+
+    Args:
+        create: create the repository on the Hub, unless it is there; `private` as a private one.
+        message: the message of the commit.
+        home: the catalog's home, where sids are looked up.
+    """
+
+    create: bool = option(False, Flag("Create the repository on the Hub, unless it is there."))
+    private: bool = option(False, Flag("Create it as a private one."))
+    message: str | None = option(None, Flag("The message of the commit.", metavar="TEXT"))
+    home: str | Path | None = option(None, HOME)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.private and not self.create:
+            raise _needs("--private", "--create")
 
 
 def default_memory_bytes() -> int:
@@ -329,15 +579,6 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check_seed(seed: int) -> int:
-    """Return `seed` if 64 bits hold it, signed or not."""
-    if not -(2**63) <= seed < 2**64:
-        raise RecipeError.of(
-            "option.invalid", "--seed", f"{shown_number(seed)} was given", "give an integer of 64 bits"
-        )
-    return seed
-
-
 def threads_of(threads: int | None) -> int:
     """Return the number of compute threads, the default for None, if the address space has room for them."""
     n_threads = positive("--threads", default_threads() if threads is None else threads, MAX_THREADS)
@@ -347,7 +588,7 @@ def threads_of(threads: int | None) -> int:
     return n_threads
 
 
-def engine_options(options: RunOptions) -> EngineOptions:
+def engine_options(options: MachineOptions) -> EngineOptions:
     """Return how to run the engine, with the machine's defaults for what was not given."""
     n_threads = threads_of(options.threads)
     from mergepipe.engine.work import EngineOptions
@@ -367,15 +608,6 @@ def block_elements_of(value: int | None) -> int:
     return elements
 
 
-def choice(option: str, value: str, choices: type[C]) -> C:
-    """Return the choice of that name."""
-    try:
-        return choices(value)
-    except ValueError:
-        hint = did_you_mean(value, [member.value for member in choices])
-        raise RecipeError.of("option.invalid", option, f"'{value}' was given", hint) from None
-
-
 def home_of(home: str | Path | None) -> Path:
     """Return the catalog's home; for None $MERGEPIPE_HOME or the platform's user data folder."""
     from mergepipe.catalog.home import resolve_home
@@ -386,27 +618,6 @@ def home_of(home: str | Path | None) -> Path:
 def catalog_home(options: RunOptions) -> Path | None:
     """Return the catalog's home; None where no catalog is wanted."""
     return home_of(options.home) if options.catalog else None
-
-
-def needed_home(options: RunOptions, call: str) -> Path:
-    """Return the catalog's home for a call that needs a catalog."""
-    if not options.catalog:
-        raise RecipeError.of("option.conflict", "catalog", f"{call} keeps what it learns there", "leave catalog=True")
-    return home_of(options.home)
-
-
-def _check_strictness(*, strict: bool, lenient: bool) -> None:
-    if strict and lenient:
-        message = "contradicts --lenient: it refuses entries without effect, which --lenient accepts"
-        raise RecipeError.of("option.conflict", "--strict", message, "give one of the two")
-
-
-def executor_of(executor: str, address: str | None) -> ExecutorName:
-    """Return who makes the files of an output."""
-    name = choice("--executor", executor, ExecutorName)
-    if address is not None and name is not ExecutorName.RAY:
-        raise RecipeError.of("option.conflict", "--address", "only a Ray cluster has one", "add --executor ray")
-    return name
 
 
 def place_of_packs(place: str | Path) -> Location:

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,6 @@ from mergepipe.storage.owner import OWNER_NAME, write_owner
 from support.disk_families import tree_digest, weights_digest
 from support.families import TINY, write_family
 from support.faults import replaced, system_error
-from support.flat_options import call_flat
 from support.refusals import refuses
 
 RECIPE = """\
@@ -59,8 +59,8 @@ class Work:
     def theirs(self) -> Path:
         return self.root / "theirs"
 
-    def merge(self, out: Path, **options: object) -> None:
-        call_flat(mergepipe.merge, self.root / "recipe.yml", out, catalog=False, **options)
+    def merge(self, out: Path, **options: Any) -> None:
+        mergepipe.merge(self.root / "recipe.yml", out, catalog=False, **options)
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "pack IN/base IN/expert --out packed --home home",
         "unpack IN/packed/expert --out restored",
         "verify IN/snapshot --home home",
-        "verify IN/snapshot --deep --home home",
+        "verify IN/snapshot --deep 5% --home home",
         "verify IN/packed/expert --home home",
         "diff IN/snapshot IN/snapshot --home home",
         "show IN/snapshot --home home",

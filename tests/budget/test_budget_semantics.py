@@ -111,7 +111,7 @@ def test_merge__with_a_budget_does_what_plan_and_run_do(tmp_path: Path, name: st
         tmp_path / "some",
         seed=4,
         budget="30%",
-        options=MergeOptions(home=setting.home, plan=PlanOptions(select="random")),
+        options=MergeOptions(home=setting.home, select="random"),
     )
     plan = session.plan(setting.recipe, "30%", seed=4, home=setting.home, options=PlanOptions(select="random"))
     session.run(plan, tmp_path / "planned", options=RunOptions(home=setting.home))

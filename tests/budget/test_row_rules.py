@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mergepipe
-from support.flat_options import call_flat
 
 RECIPE = """
 merge_method: {method}
@@ -48,10 +47,10 @@ def test_merge__of_whole_rows_keeps_its_budget(folder: Path, method: str, memory
     recipe = folder / "recipe.yml"
     recipe.write_text(RECIPE.format(method=method, more=METHODS[method]))
     options: dict[str, Any] = {"catalog": False, "seed": 3, "memory_bytes": memory_bytes}
-    call_flat(mergepipe.merge, recipe, folder / "full", **options)
+    mergepipe.merge(recipe, folder / "full", **options)
     options |= {"block_elements": 16384, "select": "norm" if method == "della" else "sample"}
     for budget in ("0%", "60%", "100%"):
-        report = call_flat(mergepipe.merge, recipe, folder / budget, budget=budget, **options)
+        report = mergepipe.merge(recipe, folder / budget, budget=budget, **options)
         assert report.planned_bytes is not None
         assert report.budget_bytes is not None
         assert report.expert_bytes + report.analysis_bytes <= report.planned_bytes <= report.budget_bytes

@@ -49,7 +49,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def merge(recipe: Path, out: Path, home: Path, budget: str | None, **plan: Any) -> Any:
-    options = MergeOptions(home=home, threads=2, plan=PlanOptions(block_elements=GRAIN, **plan))
+    options = MergeOptions(home=home, threads=2, block_elements=GRAIN, **plan)
     return mergepipe.merge(recipe, out, budget=budget, options=options)
 
 

@@ -17,7 +17,7 @@ from mergepipe import api as session
 from mergepipe.core.blocks import BF16, F32, DType
 from mergepipe.errors import LimitError, UnsupportedError
 from mergepipe.operators.statistics import Cut
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.planning.plan import Plan, PlannedTensor, parse_plan
 from support.budgets import AWKWARD, GRAIN, TensorPlanOf, as_float32, planned_tensor, smallest_memory
 from support.disk_families import DiskFamily, weights_digest, write_family, write_recipe
@@ -172,7 +172,7 @@ def test_sample__needs_no_preparation(tmp_path: Path) -> None:
         setting.recipe,
         tmp_path / "out",
         budget="20%",
-        options=MergeOptions(home=setting.home, plan=PlanOptions(select="sample", block_elements=UNIT)),
+        options=MergeOptions(home=setting.home, select="sample", block_elements=UNIT),
     )
     assert report.analysis_bytes == 0
     assert report.planned_bytes is not None

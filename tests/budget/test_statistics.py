@@ -28,7 +28,6 @@ from mergepipe.options import MergeOptions
 from support.budgets import GRAIN, TensorPlanOf, as_float32, make_budget_models, tensor_plans
 from support.disk_families import DiskFamily, Model, make_models, write_family, write_recipe
 from support.faults import Fault, replaced
-from support.flat_options import call_flat
 from support.octaves import decode_octaves
 from support.oracle import order_of_ranks, reaching
 from support.recorded_statistics import statistics_on_record
@@ -47,7 +46,7 @@ def recorded(family: DiskFamily, home: Path) -> list[Any]:
 def analyze(family: DiskFamily, home: Path, **options: Any) -> Any:
     """ANALYZE on small blocks."""
     options = {"block_elements": GRAIN, "threads": 2, **options}
-    return call_flat(session.analyze, family.places[0], family.places[1:], home=home, **options)
+    return session.analyze(family.places[0], family.places[1:], home=home, **options)
 
 
 def deltas(base: Model, expert: Model, name: str) -> NDArray[np.float32]:

@@ -33,7 +33,7 @@ def damage(path: Path) -> None:
 
 def test_verify__tells_soundness_by_its_exit_code(work: Workplace, run: Runner) -> None:
     run("merge", work.recipe, work.out)
-    ran = run("verify", work.out, "--deep", "--sample", 0.2)
+    ran = run("verify", work.out, "--deep", "20%")
     assert (ran.exit_code, [line for line in ran.error_lines if not line.startswith("verify: ")]) == (0, [])
     assert ran.out.splitlines()[-1].split() == ["result", "sound"]
     assert "made again" in ran.out
@@ -53,7 +53,7 @@ def test_verify__of_what_is_no_snapshot_is_an_error(work: Workplace, run: Runner
     ran = run("verify", work.root / "family")
     assert ran.exit_code == 3
     assert "[snapshot.not-found]" in ran.err
-    assert run("verify", work.root, "--sample", 0.5).exit_code == 2
+    assert run("verify", work.root, "--deep", "-1").exit_code == 2
 
 
 def test_repair__mends_and_says_what(work: Workplace, run: Runner) -> None:

@@ -13,7 +13,7 @@ from command_line import Runner, Workplace, file_bytes, make_workplace
 
 import mergepipe
 from mergepipe import api, errors
-from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, PlanOptions, default_memory_bytes
+from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, default_memory_bytes
 from mergepipe.reports import MergeReport
 
 
@@ -125,12 +125,10 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
         memory_bytes=3 << 29,
         home="h",
         catalog=False,
-        plan=PlanOptions(
-            select="random",
-            where_omitted="renormalize",
-            min_density=0.1,
-            block_elements=65536,
-        ),
+        select="random",
+        where_omitted="renormalize",
+        min_density=0.1,
+        block_elements=65536,
         shard_bytes=2_000_000_000,
         resume=False,
         allow_dropped=("*.x",),

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,6 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.budgets import smallest_memory
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family, write_recipe
-from support.flat_options import call_flat
 from support.oracle import MergeCase
 from support.recorded_statistics import statistics_on_record
 from support.rounding import decode, encode
@@ -96,10 +96,10 @@ def some(family: DiskFamily, case: MergeCase) -> DiskFamily:
     return replace(family, places=family.places[: len(case.weights) + 1])
 
 
-def merged(family: DiskFamily, case: MergeCase, folder: Path, **options: object) -> str:
+def merged(family: DiskFamily, case: MergeCase, folder: Path, **options: Any) -> str:
     recipe = write_recipe(folder / "recipe.yml", case, some(family, case))
     shutil.rmtree(folder / "out", ignore_errors=True)
-    call_flat(mergepipe.merge, recipe, folder / "out", catalog=False, **options)
+    mergepipe.merge(recipe, folder / "out", catalog=False, **options)
     return weights_digest(folder / "out")
 
 

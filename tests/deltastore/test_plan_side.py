@@ -80,7 +80,7 @@ def test_merge__under_a_budget_reads_each_index_once_as_the_experts(
 ) -> None:
     recipe = recipe_of(family, name, tmp_path)
     report = mergepipe.merge(
-        recipe, tmp_path / "out", budget=budget, options=MergeOptions(home=tmp_path / "home", plan=BY_NORM)
+        recipe, tmp_path / "out", budget=budget, options=BY_NORM.common(MergeOptions, home=tmp_path / "home")
     )
     reads = index_reads(charges)
     sizes = {str(place / INDEX_NAME): (place / INDEX_NAME).stat().st_size for place in family.places[1:]}

@@ -210,7 +210,7 @@ def test_sweep__of_mixed_experts_comes_closer_with_every_budget(place: Place) ->
     points = mergepipe.sweep(
         place.recipe(AVERAGE),
         ["10%", "40%", "100%"],
-        plan=PlanOptions(select="norm"),
+        select="norm",
         options=RunOptions(home=place.home),
     ).points
     errors = [point.error for point in points if point.policy == "norm" and point.error is not None]

@@ -143,7 +143,7 @@ def packed(case: Case) -> Path:
 def under_a_full_budget(case: Case) -> Iterator[Path]:
     """Without statistics, and with those of `analyze`."""
     home, options = case.folder / "home", PlanOptions(block_elements=GRAIN)
-    merge_options = MergeOptions(home=home, plan=options)
+    merge_options = options.common(MergeOptions, home=home)
     for number in range(2):
         out = case.folder / f"out-budget{number}"
         mergepipe.merge(case.recipe(), out, budget="100%", options=merge_options)

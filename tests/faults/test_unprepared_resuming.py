@@ -11,7 +11,7 @@ import pytest
 from crash_cases import recording_often
 
 import mergepipe
-from mergepipe.options import MergeOptions, PlanOptions
+from mergepipe.options import MergeOptions
 from mergepipe.reports import MergeReport
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.staging import staging_directory
@@ -40,8 +40,9 @@ class Family:
 
     def run(self, *, resume: bool | None = None, spare_bytes: int = 900_000) -> MergeReport:
         """Merge all but the large block, with what a crash may waste to spare."""
-        plan = PlanOptions(block_elements=LARGE)
-        options = MergeOptions(threads=2, shard_bytes=300_000, home=self.root / "home", resume=resume, plan=plan)
+        options = MergeOptions(
+            threads=2, shard_bytes=300_000, home=self.root / "home", resume=resume, block_elements=LARGE
+        )
         return mergepipe.merge(
             self.root / "recipe.yml", self.root / "results/out", budget=self.budget(spare_bytes), options=options
         )

@@ -37,7 +37,7 @@ from mergepipe.jobs.merge_on_ray import (
     make_part_of_plan,
     shard_sizes,
 )
-from mergepipe.options import DEFAULT_SHARD_BYTES, OutputOptions, PlanOptions
+from mergepipe.options import DEFAULT_SHARD_BYTES, OutputOptions
 from mergepipe.reports import Progress
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from support.bucket_outputs import objects_below, served_bucket
@@ -200,7 +200,7 @@ def test_merge__on_ray_into_a_bucket_is_resumed_there(
 def test_merge__on_ray_under_a_budget_reads_what_threads_read(tmp_path: Path, operator: str) -> None:
     family = write_large_family(tmp_path, SAMPLED, 2)
     recipe = write_recipe(tmp_path / "r.yml", DiskFamily((), (family.base, *family.experts)), operator)
-    options = replace(merge_options("ray"), plan=PlanOptions(block_elements=16384), shard_bytes=2 << 20)
+    options = replace(merge_options("ray"), block_elements=16384, shard_bytes=2 << 20)
 
     def read_by(executor: str) -> tuple[int, int, int]:
         out = tmp_path / executor

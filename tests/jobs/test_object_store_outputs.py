@@ -17,7 +17,7 @@ import pytest
 
 import mergepipe
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, RecipeError, StorageError, UnsupportedError
-from mergepipe.options import MergeOptions, OutputOptions, PlanOptions
+from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.reports import MergeReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
 from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload
@@ -66,8 +66,8 @@ class Bench:
     def merge(self, out: str | Path, method: str = "ties", budget: str | None = None) -> MergeReport:
         """Merge, under a budget or on this machine with a catalog of its own: what it learns changes plans."""
         home = self.folder / ("home" if isinstance(out, str) and budget is None else f"home-{Path(out).name}")
-        plan = PlanOptions(select="norm" if method == "della" else None)  # it needs whole rows
-        options = MergeOptions(home=home, threads=2, shard_bytes=SHARD_BYTES, plan=plan)
+        select = "norm" if method == "della" else None  # it needs whole rows
+        options = MergeOptions(home=home, threads=2, shard_bytes=SHARD_BYTES, select=select)
         return mergepipe.merge(self.recipe(method), out, budget=budget, options=options)
 
     def local(self, method: str = "ties", budget: str | None = None) -> Path:

@@ -42,13 +42,13 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def sweep(recipe: Path, *budgets: str, select: str = "norm") -> SweepReport:
-    return mergepipe.sweep(recipe, budgets, work=recipe.parent, plan=PlanOptions(select=select))
+    return mergepipe.sweep(recipe, budgets, work=recipe.parent, select=select)
 
 
 def test_sweep__errors_are_those_of_merges_made_apart(recipe: Path, tmp_path: Path) -> None:
     report = sweep(recipe, "30%")
     mergepipe.merge(recipe, tmp_path / "full")
-    mergepipe.merge(recipe, tmp_path / "budgeted", budget="30%", options=MergeOptions(plan=NORM))
+    mergepipe.merge(recipe, tmp_path / "budgeted", budget="30%", options=NORM.common(MergeOptions))
     store = LocalStore()
     full, budgeted, base = (
         open_checkpoint(store, Location.local(tmp_path / name)) for name in ("full", "budgeted", "base")
@@ -87,7 +87,7 @@ def test_sweep__stopped_on_the_way_it_leaves_nothing(recipe: Path, tmp_path: Pat
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        mergepipe.sweep(recipe, ["50%"], work=tmp_path, plan=NORM, on_progress=stop)
+        mergepipe.sweep(recipe, ["50%"], work=tmp_path, options=NORM, on_progress=stop)
     assert set(tmp_path.iterdir()) == before
 
 
@@ -115,5 +115,5 @@ def test_sweep__leaves_out_tensors_that_it_may(recipe: Path) -> None:
     save_file(tensors, extra)
     with pytest.raises(MismatchError, match=r"extra\.weight"):
         sweep(recipe, "50%")
-    report = mergepipe.sweep(recipe, ["50%"], work=recipe.parent, plan=NORM, allow_dropped=["extra.*"])
+    report = mergepipe.sweep(recipe, ["50%"], work=recipe.parent, options=NORM, allow_dropped=["extra.*"])
     assert len(report.points) == 2

@@ -61,7 +61,7 @@ def test_text__sums_gradient_times_delta_of_each_tensor(family: Path) -> None:
 def test_text__analyze_writes_a_file_that_is_an_importance(family: Path) -> None:
     pytest.importorskip("transformers")
     experts, out = [family / "expert-1", family / "expert-2"], family / "importance.json"
-    mergepipe.analyze(family / "base", experts, text=family / "text.txt", importance_to=out)
+    mergepipe.analyze(family / "base", experts, text=family / "text.txt", importance_out=out)
     (family / "recipe.yml").write_text(RECIPE)
     options = PlanOptions(select="sample", block_elements=16384, importance=out)
     plan = mergepipe.plan(family / "recipe.yml", "50%", options=options)
@@ -100,5 +100,5 @@ def test_text__that_is_not_there_is_named(family: Path) -> None:
 
 
 def test_text__needs_a_place_for_the_result(family: Path) -> None:
-    with pytest.raises(RecipeError, match="text: has no meaning by itself; add importance_to"):
+    with pytest.raises(RecipeError, match="text: has no meaning by itself; add importance_out"):
         mergepipe.analyze(family / "base", [family / "expert-1"], text=family / "text.txt")

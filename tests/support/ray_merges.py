@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from mergepipe.options import MergeOptions, PlanOptions
+from mergepipe.options import MergeOptions
 from support.disk_families import DiskFamily
 
 SHARD_BYTES = 30_000
@@ -28,5 +28,5 @@ def merge_options(executor: str, address: str | None = None) -> MergeOptions:
     """Return the options of a merge into small files that takes nothing from elsewhere."""
     return MergeOptions(
         executor=executor, address=address, catalog=False, shard_bytes=SHARD_BYTES, allow_dropped=("*",),
-        plan=PlanOptions(block_elements=16384),
+        block_elements=16384,
     )  # fmt: skip

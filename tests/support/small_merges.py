@@ -14,7 +14,6 @@ from safetensors.numpy import save_file
 from mergepipe import api as session
 from mergepipe.reports import MergeReport
 from support.disk_families import weights_digest
-from support.flat_options import call_flat
 
 BLOCK = 262_144
 SHAPES = {
@@ -84,8 +83,7 @@ class Bench:
 
     def merge(self, recipe: Recipe, name: str, **options: Any) -> MergeReport:
         """Merge into `name`, with what the catalog knows."""
-        return call_flat(
-            session.merge,
+        return session.merge(
             self.write(recipe),
             self.folder / name,
             **{"home": self.home, "threads": 2, "seed": 3, **options},

@@ -57,7 +57,7 @@ SESSION = (
     "diff out budgeted",
     "diff out budgeted --fast",
     "verify out",
-    "verify out --deep --sample 1",
+    "verify out --deep 100%",
     f"replay budgeted again {ENGINE}",
     f"pack {BASE} {EXPERTS} -o packed --threads 2",
     f"merge packed.yml merged-of-packed --budget 60% {BLOCKS} {ENGINE}",

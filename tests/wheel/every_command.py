@@ -56,7 +56,7 @@ ls
 show merged
 lineage merged
 push merged s3://bucket/merged
-verify merged --deep
+verify merged --deep 5%
 repair merged
 replay merged again
 diff merged planned --json

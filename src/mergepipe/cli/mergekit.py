@@ -14,12 +14,12 @@ from mergepipe.cli.commands.merging import RECIPE_ENDINGS, refuse_swapped
 from mergepipe.cli.outcomes import tell_if_published
 from mergepipe.cli.printing import DEBUG, ReportOptions, print_report, print_warnings
 from mergepipe.cli.progress import progress_shown
-from mergepipe.cli.registration import WIDEST_HELP, SectionedCommand, with_option_groups
+from mergepipe.cli.registration import WIDEST_HELP, SectionedCommand, Without, with_option_groups
 from mergepipe.core.escaping import printable
 from mergepipe.core.flags import Flag, option
 from mergepipe.core.sizes import parse_size
 from mergepipe.errors import Problem, UnsupportedError
-from mergepipe.options import FORCE, LENIENT, STRICT, MergeOptions
+from mergepipe.options import FORCE, MergeOptions, RecipeOptions
 from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
@@ -148,6 +148,14 @@ class RefusedFlags:
             raise UnsupportedError(*problems)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnOptions(RecipeOptions):
+    """Options of `mergepipe merge` that mergekit has not. The guard reads `--debug` before there is a command."""
+
+    force: bool = option(False, FORCE)
+    debug: bool = option(False, DEBUG)
+
+
 def build_command() -> TyperCommand:
     """Build the command line of the program."""
     app = typer.Typer(
@@ -178,10 +186,7 @@ def merge_as_mergekit(
     standing: StandingFlags,  # noqa: ARG001 - always so
     noticed: NoticedFlags,
     refused: RefusedFlags,
-    force: Annotated[bool, FORCE] = False,
-    strict: Annotated[bool, STRICT] = False,
-    lenient: Annotated[bool, LENIENT] = False,
-    debug: Annotated[bool, DEBUG] = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    own: Annotated[OwnOptions, Without("allow_dropped")],
 ) -> None:
     """Merge as mergekit-yaml is called: the models of CONFIG into the directory OUT.
 
@@ -195,9 +200,9 @@ def merge_as_mergekit(
         card=honoured.write_model_card is not False,
         tokenizer=honoured.copy_tokenizer is not False,
         seed=honoured.random_seed,
-        force=force,
-        strict=strict,
-        lenient=lenient,
+        force=own.force,
+        strict=own.strict,
+        lenient=own.lenient,
     )
     printing = ReportOptions(quiet=bool(honoured.quiet))
     if not printing.quiet:

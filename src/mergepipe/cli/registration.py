@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass
 from functools import wraps
 from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args, get_origin
@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from mergepipe.cli.completion import choices
 from mergepipe.cli.printing import PRINT_PANEL
-from mergepipe.core.flags import Flag, Option, declared_options, nested_options
+from mergepipe.core.flags import Flag, Option, declared_options
 from mergepipe.options import BUDGET_PANEL, MACHINE_PANEL, PARTS_PANEL, PUBLISHING_PANEL, RARE_PANEL, WORK_PANEL
 
 if TYPE_CHECKING:
@@ -94,9 +94,10 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
     def command(**texts: Any) -> None:
         texts.pop("help_all", None)  # `show_all` has seen to it
         values = {name: _value(options[name], text) if name in options else text for name, text in texts.items()}
-        made = {name: _options_value(kind, values) for name, kind in groups.items()}
-        grouped = {option.field for kind in groups.values() for option in declared_options(kind)}
-        function(**{name: value for name, value in values.items() if name not in grouped}, **made)
+        for name, kind in groups.items():
+            fields = [option.field for option in declared_options(kind) if option.field in values]
+            values[name] = kind(**{field: values.pop(field) for field in fields})
+        function(**values)
 
     del command.__wrapped__  # its signature is not that of the command
     panels = {name: option.flag.panel or OTHER_OPTIONS for name, option in options.items()}
@@ -154,17 +155,6 @@ def _value(option: Option, text: Any) -> Any:
     if isinstance(text, list | tuple):
         return tuple(option.read(item) for item in text)
     return not text if option.default is True else text
-
-
-def _options_value(kind: type, values: Mapping[str, Any]) -> Any:
-    """Make a value of an options class of the values of its options."""
-    nested = {name: inner for name in _names(kind) if (inner := nested_options(kind, name)) is not None}
-    own = {name: values[name] for name in _names(kind) if name in values and name not in nested}
-    return kind(**own, **{name: _options_value(inner, values) for name, inner in nested.items()})
-
-
-def _names(kind: type) -> list[str]:
-    return [declared.name for declared in fields(kind)]
 
 
 @dataclass(frozen=True, slots=True)

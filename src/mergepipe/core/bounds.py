@@ -1,9 +1,11 @@
-"""Check numbers from callers against their allowed range."""
+"""Check what callers give against its allowed range."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mergepipe.core.sizes import MAX_SIZE_BYTES
-from mergepipe.errors import LimitError, RecipeError
+from mergepipe.errors import LimitError, RecipeError, did_you_mean
 
 _MOST_DIGITS = 40
 
@@ -16,6 +18,20 @@ def positive(option: str, value: int, most: int = MAX_SIZE_BYTES) -> int:
         )
     if value > most:
         raise RecipeError.of("option.invalid", option, f"{shown_number(value)} was given", f"give {most} at most")
+    return value
+
+
+def share(option: str, value: float) -> float:
+    """Return `value` if it is in (0, 1]."""
+    if not 0.0 < value <= 1.0:
+        raise RecipeError.of("option.invalid", option, f"{value:g} was given", "give a share in (0, 1]")
+    return value
+
+
+def one_of(option: str, value: str, choices: Sequence[str]) -> str:
+    """Return `value` if it is one of `choices`."""
+    if value not in choices:
+        raise RecipeError.of("option.invalid", option, f"'{value}' was given", did_you_mean(value, choices))
     return value
 
 

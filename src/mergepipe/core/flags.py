@@ -1,17 +1,25 @@
-"""Options declared once: a field of a frozen dataclass says how the command line writes it, and what it does.
+"""Options declared once: a field of an `Options` class has the default, the check, and the form on command lines.
 
-The command line, its help, the completion of shells and the reference pages follow from these declarations.
+The keywords of the public calls, the command line, its help, the completion of shells and the reference pages follow
+from these declarations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from inspect import get_annotations
+from typing import Any, Self, TypeVar
+
+from mergepipe.core.bounds import one_of, positive
+from mergepipe.errors import did_you_mean
 
 T = TypeVar("T")
+Kind = TypeVar("Kind", bound="Options")
 Reader = Callable[[str, str], object]
 """Reads the text of an option. Takes the text, and the option's name for errors."""
+Check = Callable[[str, Any], object]
+"""Raises a typed error for a value out of its range. Takes the option's name, and the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +28,8 @@ class Flag:
 
     `name` is written there (by default the field's, without its unit), or `short`. `metavar` stands for the value in
     the help, and `default` says in words what holds without it. `choices` are completed. Of a field of bytes the text
-    is a size, unless there is another `read`.
+    is a size, unless there is another `read`. Values are checked by `check`; without one a field of bytes is above 0,
+    and one with `choices` is one of them.
     """
 
     help: str
@@ -31,6 +40,7 @@ class Flag:
     panel: str = ""
     choices: tuple[str, ...] = ()
     read: Reader | None = None
+    check: Check | None = None
 
 
 def option(default: T, flag: Flag) -> T:
@@ -69,20 +79,63 @@ class Option:
             return parse_size(text, self.name)
         return text
 
+    def check(self, value: object) -> None:
+        """Refuse a value out of its range; None stands for the default."""
+        if value is None:
+            return
+        if self.flag.check is not None:
+            self.flag.check(self.name, value)
+        elif self.field.endswith("_bytes"):
+            positive(self.name, value)  # type: ignore[arg-type]  # the field is a number
+        elif self.flag.choices:
+            one_of(self.name, str(value), self.flag.choices)
+
 
 def declared_options(kind: type) -> Iterator[Option]:
-    """List the options that a class declares, those of options classes in it too, each name once."""
-    names: set[str] = set()
-    for declared in fields(kind):
-        nested, flag = nested_options(kind, declared.name), declared.metadata.get("flag")
-        own = [] if flag is None else [Option(declared.name, str(declared.type), declared.default, flag)]
-        for declared_option in own if nested is None else declared_options(nested):
-            if declared_option.field not in names:
-                names.add(declared_option.field)
-                yield declared_option
+    """List the options that a class declares: its own, then those of its bases."""
+    by_name = {declared.name: declared for declared in fields(kind)}
+    for owner in kind.__mro__:
+        for name in get_annotations(owner):
+            declared = by_name.pop(name, None)
+            flag = None if declared is None else declared.metadata.get("flag")
+            if declared is not None and flag is not None:
+                yield Option(name, str(declared.type), declared.default, flag)
 
 
-def nested_options(kind: type, name: str) -> type | None:
-    """Return the options class that a field holds a value of; None where it holds none."""
-    factory: object = next(declared.default_factory for declared in fields(kind) if declared.name == name)
-    return factory if isinstance(factory, type) and is_dataclass(factory) else None
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a call: an immutable value whose fields are checked when it is made.
+
+    Raises:
+        LimitError, RecipeError: a value out of its range, or two that exclude each other.
+    """
+
+    def __post_init__(self) -> None:
+        for declared in declared_options(type(self)):
+            declared.check(getattr(self, declared.field))
+
+    @classmethod
+    def of(cls, options: Options | None, changes: Mapping[str, object]) -> Self:
+        """Return the options of a call: the fields of `options` that this class has too, with `changes`.
+
+        Raises:
+            TypeError: a change of a field that this class has not, or a field of `options` that would be ignored.
+        """
+        names = [declared.name for declared in fields(cls)]
+        own = () if options is None else fields(options)
+        ignored = [
+            declared.name
+            for declared in own
+            if declared.name not in names and getattr(options, declared.name) != declared.default
+        ]
+        for name in (*changes, *ignored):
+            if name not in names:
+                raise TypeError(f"{cls.__name__} has no option '{name}'; {did_you_mean(name, names)}")
+        changed = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+        return cls(**changed) if options is None else options.common(cls, **changed)
+
+    def common(self, kind: type[Kind], **changes: Any) -> Kind:
+        """Return options of another class: the fields that both have, with `changes`."""
+        own = {declared.name for declared in fields(self)}
+        values = {declared.name: getattr(self, declared.name) for declared in fields(kind) if declared.name in own}
+        return kind(**values | changes)

@@ -21,7 +21,9 @@ from mergepipe.core.blocks import DTypeKind
 from mergepipe.engine import analysis
 from mergepipe.engine.segments import Piece
 from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, Tap
-from mergepipe.operators.statistics import TensorStatistics
+from mergepipe.jobs.text_importance import write_text_importance
+from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics
+from mergepipe.options import AnalyzeOptions, block_elements_of, engine_options, home_of
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.runs.catalog_link import KnownStatistics
@@ -30,20 +32,6 @@ from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
-
-
-@dataclass(frozen=True, slots=True)
-class AnalysisRequest:
-    """The statistics to gather of `experts` against `base`, and the home folder, where they are kept.
-
-    `densities` are those whose exact cuts are wanted.
-    """
-
-    base: Location
-    experts: tuple[Location, ...]
-    home: Path
-    block_elements: int
-    densities: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +46,19 @@ class _Subject:
 
 
 def run_analysis(
-    request: AnalysisRequest, engine: EngineOptions, *, started: float, on_progress: ProgressCallback | None
+    base_path: Location, expert_paths: Sequence[Location], options: AnalyzeOptions, on_progress: ProgressCallback | None
 ) -> AnalyzeReport:
-    """Analyse and record; see `api.analyze`. `started` is the `perf_counter` reading that time is taken from."""
+    """Analyse and record; see `api.analyze`."""
+    started = time.perf_counter()
+    engine, home = engine_options(options), home_of(options.home)
+    if options.text is not None and options.importance_out is not None:
+        text, out = Location.of(options.text), Path(options.importance_out)
+        write_text_importance(base_path.local_path, expert_paths, text, out, engine.threads)
+    block_elements = block_elements_of(options.block_elements)
+    densities = tuple(sorted({*COMMON_DENSITIES, *options.densities}))
     store = Stores(settings=engine.remote)
-    base = open_path(store, request.base)
-    opened = [open_path(store, path, base) for path in request.experts]
+    base = open_path(store, base_path)
+    opened = [open_path(store, path, base) for path in expert_paths]
     notices: list[str] = []
     total = 0
 
@@ -71,38 +66,42 @@ def run_analysis(
         if on_progress is not None:
             on_progress(Progress("analyze", store.ledger.total_bytes(), total))
 
-    with Catalog.open(request.home, store=store) as catalog:
+    with Catalog.open(home, store=store) as catalog:
         base = catalog.with_known_digests(base)
-        known = KnownStatistics(store, request.home, notices, beside=False)
-        subjects = [_subject(known, base, catalog.with_known_digests(expert), request) for expert in opened]
+        known = KnownStatistics(store, home, notices, beside=False)
+        subjects = [
+            _subject(known.file(expert, base), base, expert, block_elements, densities)
+            for expert in map(catalog.with_known_digests, opened)
+        ]
         wanted = [subject for subject in subjects if subject.is_wanted]
         tasks = _tasks(base, wanted)
         total = store.ledger.total_bytes() + sum(
             task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks
         )
         report_progress()
-        files = _analyze(store, base, wanted, tasks, request, engine, report_progress)
+        work = AnalysisWork(tasks, block_elements, _densities(densities, wanted))
+        files = _analyze(store, base, wanted, work, engine, report_progress)
         for file in files:
-            write_statistics(request.home, file.statistics)
+            write_statistics(home, file.statistics)
             catalog.record_digests(file.expert)
             catalog.record_digests(file.base)
     analyzed = iter(files)
     made_of = [next(analyzed) if subject.is_wanted else None for subject in subjects]
     usage = store.ledger.usage()
     return AnalyzeReport(
-        base=request.base,
+        base=base_path,
         experts=tuple(
             AnalyzedExpert(
                 str(path),
                 len(subject.comparable) if subject.is_wanted else 0,
                 len(subject.comparable),
                 subject.incomparable,
-                _place(request.home, subject.on_record if made is None else made.statistics),
+                _place(home, subject.on_record if made is None else made.statistics),
                 None if made is None else made.packed_bytes,
             )
-            for path, subject, made in zip(request.experts, subjects, made_of, strict=True)
+            for path, subject, made in zip(expert_paths, subjects, made_of, strict=True)
         ),
-        home=request.home,
+        home=home,
         base_bytes=usage[Purpose.BASE],
         expert_bytes=usage[Purpose.EXPERT],
         analysis_bytes=usage[Purpose.ANALYSIS],
@@ -129,16 +128,14 @@ def _analyze(
     store: Stores,
     base: Checkpoint,
     wanted: Sequence[_Subject],
-    tasks: Sequence[MergeTask],
-    request: AnalysisRequest,
+    work: AnalysisWork,
     engine: EngineOptions,
     report_progress: Callable[[], None],
 ) -> list[_Analyzed]:
     """Read what the tasks need, once, and the files whose digests did not pass by; return what each expert gave."""
-    if not tasks:
+    if not work.tasks:
         return []
     checkpoints = (base, *(subject.checkpoint for subject in wanted))
-    densities = _densities(request, wanted)
     gathered: list[dict[str, TensorStatistics]] = [{} for _ in checkpoints]
 
     def gather(task: MergeTask, e: int, statistics: TensorStatistics) -> None:
@@ -147,8 +144,7 @@ def _analyze(
     tensors = (tensor for checkpoint in checkpoints for tensor in checkpoint.tensors.values())
     with open_files(store, files_of(tensors), checkpoints) as files:
         ids = [content_id(checkpoint, files) for checkpoint in checkpoints]
-        passing = _DigestTap(checkpoints, tasks, files, engine.memory_bytes)
-        work = AnalysisWork(tuple(tasks), request.block_elements, densities)
+        passing = _DigestTap(checkpoints, work.tasks, files, engine.memory_bytes)
         analysis.run_analysis(work, files, store, engine, Observer(lambda _: report_progress(), gather, passing.tap))
         checkpoints = passing.finish()
         from mergepipe.deltastore.pack.encode_pass import estimate_packed_bytes  # with the compiler
@@ -166,7 +162,7 @@ def _analyze(
     contents = [portable_content(checkpoint, identity) for checkpoint, identity in zip(digested, ids, strict=True)]
     return [
         _Analyzed(
-            StatisticsFile(contents[model], contents[0], request.block_elements, densities, gathered[model]),
+            StatisticsFile(contents[model], contents[0], work.block_elements, work.densities, gathered[model]),
             digested[model],
             digested[0],
             packed_bytes[model - 1],
@@ -175,13 +171,18 @@ def _analyze(
     ]
 
 
-def _subject(known: KnownStatistics, base: Checkpoint, expert: Checkpoint, request: AnalysisRequest) -> _Subject:
+def _subject(
+    on_record: StatisticsFile | None,
+    base: Checkpoint,
+    expert: Checkpoint,
+    block_elements: int,
+    densities: Sequence[float],
+) -> _Subject:
     comparable = tuple(name for name, entry in base.tensors.items() if _can_compare(entry, expert.tensors.get(name)))
     incomparable = tuple(
         name for name, entry in base.tensors.items() if entry.dtype.kind is DTypeKind.FLOAT and name not in comparable
     )
-    on_record = known.file(expert, base)
-    is_covered = on_record is not None and on_record.covers(comparable, request.block_elements, request.densities)
+    is_covered = on_record is not None and on_record.covers(comparable, block_elements, densities)
     return _Subject(expert, comparable, incomparable, on_record, bool(comparable) and not is_covered)
 
 
@@ -194,10 +195,10 @@ def _can_compare(base: Readable, expert: Readable | None) -> bool:
     )
 
 
-def _densities(request: AnalysisRequest, subjects: Iterable[_Subject]) -> tuple[float, ...]:
+def _densities(wanted: Iterable[float], subjects: Iterable[_Subject]) -> tuple[float, ...]:
     """Return the densities that are asked for, and those that files to be replaced have the cuts of."""
     replaced = [subject.on_record.densities for subject in subjects if subject.on_record is not None]
-    return tuple(sorted({*request.densities, *(density for densities in replaced for density in densities)}))
+    return tuple(sorted({*wanted, *(density for densities in replaced for density in densities)}))
 
 
 def _tasks(base: Checkpoint, subjects: Sequence[_Subject]) -> tuple[MergeTask, ...]:

@@ -19,6 +19,7 @@ from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_file
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import F32, DTypeKind, Span
 from mergepipe.errors import CorruptError, MismatchError
+from mergepipe.options import ExtractLoraOptions
 from mergepipe.reports import ExtractedTensor, ExtractLoraReport, NotExtracted, Progress, ProgressCallback
 from mergepipe.runs.inputs import open_path
 from mergepipe.runs.lora.adapter_files import (
@@ -30,7 +31,7 @@ from mergepipe.runs.lora.adapter_files import (
     factor_names,
 )
 from mergepipe.runs.lora.truncated_svd import Factors, truncated_svd
-from mergepipe.runs.model_card import hub_id_of
+from mergepipe.runs.model_card import hub_id_of, parse_base_model_ids
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
@@ -50,28 +51,16 @@ _BARE_PREFIXES = {"gpt2": "transformer."}
 """Published weights of these lack the prefix that the names of their modules have."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExtractRequest:
-    """Options of an extraction: the rank or share of the difference to keep, and the adapter's metadata.
-
-    `rank` is the largest one, `energy` the share of each matrix's square sum that is enough; one of them at least.
-    With `saves_modules` embeddings, heads and norms that changed are stored in full.
-    """
-
-    rank: int | None
-    energy: float | None
-    saves_modules: bool
-    base_model_id: str | None
-
-
 def extract_lora_adapter(
-    base: Location, model: Location, out: Path, request: ExtractRequest, *, on_progress: ProgressCallback | None
+    base: Location, model: Location, out: Path, options: ExtractLoraOptions, *, on_progress: ProgressCallback | None
 ) -> ExtractLoraReport:
     """Write the adapter that brings `base` as close to `model` as its ranks allow; see `api.extract_lora`.
 
     Memory: about four times the largest matrix in float32.
     """
     started = time.perf_counter()
+    base_model_ids = () if options.base_model_id is None else (options.base_model_id,)
+    stated_ids = parse_base_model_ids(base_model_ids).of_merge
     store = Stores()
     base_checkpoint = open_path(store, base)
     model_checkpoint = open_path(store, model, base_checkpoint)
@@ -80,7 +69,7 @@ def extract_lora_adapter(
     paths = files_of((*base_checkpoint.tensors.values(), *model_checkpoint.tensors.values()))
     checkpoints = (base_checkpoint, model_checkpoint)
     with open_files(store, paths, checkpoints) as files, Staging(out, force=False) as staging:
-        extraction = _Extraction(base_checkpoint, model_checkpoint, files, architecture, request, on_progress)
+        extraction = _Extraction(base_checkpoint, model_checkpoint, files, architecture, options, on_progress)
         check_free_space(out, extraction.largest_bytes())
         path = staging.path / WEIGHTS_NAME
         with AdapterWriter(path, extraction.possible(), store.ledger) as writer:
@@ -89,7 +78,7 @@ def extract_lora_adapter(
         if not extraction.extracted and not extraction.saved:
             message = "no matrix of it differs from the base's: there is nothing to extract"
             raise MismatchError.of("extract.nothing", model, message, "is it the model that you mean?")
-        hub_id = request.base_model_id or hub_id_of(base_checkpoint.path, store)
+        hub_id = next(iter(stated_ids), None) or hub_id_of(base_checkpoint.path, store)
         write_durably(staging.path / ADAPTER_CONFIG_NAME, extraction.config(hub_id), store.ledger)
         report = extraction.report(out, adapter_bytes, hub_id)
         write_durably(staging.path / "README.md", adapter_card(report), store.ledger)
@@ -118,7 +107,7 @@ class _Extraction:
     model: Checkpoint
     files: Mapping[Location, RangeFile]
     architecture: Json
-    request: ExtractRequest
+    options: ExtractLoraOptions
     on_progress: ProgressCallback | None
     extracted: list[ExtractedTensor] = field(default_factory=list)
     left: list[NotExtracted] = field(default_factory=list)
@@ -132,7 +121,7 @@ class _Extraction:
         for name, tensor in self.base.tensors.items():
             if self._is_matrix(name, tensor):
                 rows, columns = self._oriented_shape(name, tensor)
-                rank = min(rows, columns, self.request.rank or max(rows, columns))
+                rank = min(rows, columns, self.options.rank or max(rows, columns))
                 down, up = factor_names(self._module(name))
                 yield AdapterTensor(down, (rank, columns))
                 yield AdapterTensor(up, (rows, rank))
@@ -141,7 +130,7 @@ class _Extraction:
 
     def largest_bytes(self) -> int:
         """Return the bytes that a fixed rank needs at most; under an energy alone nobody knows them before."""
-        if self.request.rank is None:
+        if self.options.rank is None:
             return 0
         return sum(F32.itemsize * math.prod(tensor.largest_shape) for tensor in self.possible())
 
@@ -203,7 +192,7 @@ class _Extraction:
             return
         oriented_MN = delta_MN.T if self._is_transposed(name) else delta_MN
         seed = int.from_bytes(blake3(name.encode()).digest(8), "little")
-        factors = truncated_svd(oriented_MN, self.request.rank, self.request.energy, seed)
+        factors = truncated_svd(oriented_MN, self.options.rank, self.options.energy, seed)
         self._write_factors(writer, name, factors)
 
     def _write_factors(self, writer: AdapterWriter, name: str, factors: Factors) -> None:
@@ -278,7 +267,7 @@ class _Extraction:
 
     def _is_saved(self, name: str, tensor: Readable) -> bool:
         is_float = tensor.dtype.kind is DTypeKind.FLOAT
-        return self.request.saves_modules and is_float and (_is_embedding(name) or self._is_norm(name))
+        return self.options.save_modules and is_float and (_is_embedding(name) or self._is_norm(name))
 
     def _is_norm(self, name: str) -> bool:
         """Whether a tensor is the weight, or the bias, of a module whose weight is a vector."""

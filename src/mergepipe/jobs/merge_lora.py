@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from mergepipe.jobs.load import load_tensors
 from mergepipe.jobs.merge import run_merge
 from mergepipe.operators.registry import operator_named, operator_specs
 from mergepipe.operators.spec import BaseRole
-from mergepipe.options import MergeOptions
+from mergepipe.options import MergeLoraOptions, MergeOptions
 from mergepipe.recipes.yaml_source import recipe_text
 from mergepipe.reports import MergedModule, MergeLoraReport
 from mergepipe.runs.lora.adapter_files import (
@@ -53,35 +53,21 @@ Pair = tuple[Matrix, Matrix]
 """Factors of one delta: (M, R) with all scales in it, and (R, N)."""
 
 
-@dataclass(frozen=True, slots=True)
-class MergeLoraRequest:
-    """Options of a merge of adapters: `cat`, `svd` or an operator with its density, the largest rank, the weights."""
-
-    method: str
-    rank: int | None
-    weights: tuple[float, ...]
-    density: float | None
-    seed: int = 0
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether an operator merges the cores, with the weights."""
-        return self.method not in (CONCATENATION, TRUNCATION)
-
-
-def merge_lora_adapters(adapters: Sequence[str], out: Path, request: MergeLoraRequest) -> MergeLoraReport:
+def merge_lora_adapters(adapters: Sequence[str], out: Path, options: MergeLoraOptions) -> MergeLoraReport:
     """Write the adapter that stands for the merged deltas of `adapters`; see `api.merge_lora`.
 
     Memory: one module's factors, in float64; of operators also the small cores of all modules.
     """
     started = time.perf_counter()
+    options = replace(options, weights=options.weights or (1.0,) * len(adapters))
+    _check_options(options, len(adapters))
     store = Stores()
     locations = located_adapters(store, adapters)
     opened = [read_adapter(store, location) for location in locations]
     check_target(out, locations, force=None)
     entries = [entry for adapter in opened for entry in _entries(adapter)]
     with open_files(store, {entry.file for entry in entries}) as files, Staging(out, force=False) as staging:
-        merge = _AdapterMerge(tuple(adapters), opened, request, files, store.ledger)
+        merge = _AdapterMerge(tuple(adapters), opened, options, files, store.ledger)
         path = staging.path / WEIGHTS_NAME
         with AdapterWriter(path, merge.possible(), store.ledger) as writer:
             merge.write(writer)
@@ -93,7 +79,7 @@ def merge_lora_adapters(adapters: Sequence[str], out: Path, request: MergeLoraRe
     return MergeLoraReport(
         adapters=tuple(adapters),
         out=out,
-        method=request.method,
+        method=options.method,
         modules=tuple(merge.merged),
         saved_modules=tuple(merge.full),
         kept_energy=_share_kept(merge.lost_square, merge.square),
@@ -116,7 +102,7 @@ class _AdapterMerge:
 
     names: tuple[str, ...]
     adapters: list[StoredAdapter]
-    request: MergeLoraRequest
+    options: MergeLoraOptions
     files: Mapping[Location, RangeFile]
     ledger: Ledger
     merged: list[MergedModule] = field(default_factory=list)
@@ -125,6 +111,11 @@ class _AdapterMerge:
     full: dict[str, TensorEntry] = field(default_factory=dict)
     _modules: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     _experts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def _is_elementwise(self) -> bool:
+        """Whether an operator merges the cores, with the weights."""
+        return self.options.method not in (CONCATENATION, TRUNCATION)
 
     def __post_init__(self) -> None:
         for index, adapter in enumerate(self.adapters):
@@ -157,7 +148,7 @@ class _AdapterMerge:
         if made != needed:
             message = f"the factors of {shown(module)} make {list(made[:3])}, those before {list(needed[:3])}"
             raise MismatchError.of("adapter.mismatch", self.names[index], message, "are they of one base?")
-        is_itself = len(self.adapters) == 1 and self.request.weights == (1.0,)
+        is_itself = len(self.adapters) == 1 and self.options.weights == (1.0,)
         if parts.magnitude is not None and not is_itself:
             message = f"{shown(module)} is DoRA, whose delta depends on the norms of the base"
             hint = "apply it to the base, and extract a LoRA from the result"
@@ -191,7 +182,7 @@ class _AdapterMerge:
 
     def write(self, writer: AdapterWriter) -> None:
         """Merge module by module, and write the factors as they come."""
-        cores = self._merged_cores() if self.request.is_elementwise else {}
+        cores = self._merged_cores() if self._is_elementwise else {}
         for module in self._modules:
             self._write_module(writer, module, cores)
         for name, entry in self._whole().items():
@@ -210,12 +201,12 @@ class _AdapterMerge:
         merged: list[Pair] = []
         lost = square = 0.0
         for expert, pairs in enumerate(self._pairs(module)):
-            if self.request.method == CONCATENATION:
+            if self.options.method == CONCATENATION:
                 merged.append((np.hstack([up for up, _ in pairs]), np.vstack([down for _, down in pairs])))
                 continue
             bases = common_bases(pairs)
             summed = sum((core_of(pair, bases) for pair in pairs), np.zeros(()))
-            pair, kept, all_energy = truncated(cores.get(f"{module}.{expert}.weight", summed), bases, self.request.rank)
+            pair, kept, all_energy = truncated(cores.get(f"{module}.{expert}.weight", summed), bases, self.options.rank)
             merged.append(pair)
             lost, square = lost + all_energy - kept, square + all_energy
         owners = self._modules[module]
@@ -291,7 +282,7 @@ class _AdapterMerge:
     def _scale(self, owner: int, module: str) -> float:
         """Return what a product is multiplied by: its own scale and, where no operator does that, the weight."""
         config, names = self.adapters[owner].config, self._parameter_names(module)
-        weight = 1.0 if self.request.is_elementwise else self.request.weights[owner]
+        weight = 1.0 if self._is_elementwise else self.options.weights[owner]
         return config.scale_of(names[0] if names else module) * weight
 
     def _bias(self, module: str) -> NDArray[np.float32]:
@@ -300,7 +291,7 @@ class _AdapterMerge:
         for owner in self._modules[module]:
             bias = self.adapters[owner].modules[module].bias
             if bias is not None:
-                scale = self.adapters[owner].config.scale_of(module) * self.request.weights[owner]
+                scale = self.adapters[owner].config.scale_of(module) * self.options.weights[owner]
                 total += scale * read_finite(bias, self.files, Purpose.EXPERT).astype(np.float64)
         return total.astype(np.float32)
 
@@ -312,15 +303,15 @@ class _AdapterMerge:
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
             self._write_cores(root)
-            density = {} if self.request.density is None else {"density": self.request.density}
+            density = {} if self.options.density is None else {"density": self.options.density}
             models = [
                 {"model": f"adapter-{index}", "parameters": {"weight": weight, **density}}
-                for index, weight in enumerate(self.request.weights)
+                for index, weight in enumerate(self.options.weights)
             ]
-            recipe: dict[str, object] = {"merge_method": self.request.method, "models": models, "dtype": "float32"}
-            if operator_named(self.request.method).spec.base_role is not BaseRole.NONE:
+            recipe: dict[str, object] = {"merge_method": self.options.method, "models": models, "dtype": "float32"}
+            if operator_named(self.options.method).spec.base_role is not BaseRole.NONE:
                 recipe["base_model"] = "zeros"
-            settings = merge_settings(MergeOptions(catalog=False, seed=self.request.seed, card=False))
+            settings = merge_settings(MergeOptions(catalog=False, seed=self.options.seed, card=False))
             text, out = recipe_text(recipe, Location.local(root)), root / "merged"
             run_merge(text, out, settings, started=time.perf_counter(), on_progress=None)
             tensors = load_tensors(Location.local(out), base=None, framework="numpy", threads=1)
@@ -379,22 +370,22 @@ def _share_kept(lost: float, square: float) -> float:
     return round(1.0 - lost / square, 6) if square else 1.0
 
 
-def check_request(request: MergeLoraRequest, n_adapters: int) -> None:
+def _check_options(options: MergeLoraOptions, n_adapters: int) -> None:
     """Refuse options that do not fit together.
 
     Raises:
         RecipeError: a method that is not known, a rank that is missing or has no effect, weights of another number.
     """
     known = (CONCATENATION, TRUNCATION, *operator_specs())
-    if request.method not in known:
-        raise RecipeError.of("option.invalid", "--method", shown(request.method), did_you_mean(request.method, known))
-    if request.method == TRUNCATION and request.rank is None:
+    if options.method not in known:
+        raise RecipeError.of("option.invalid", "--method", shown(options.method), did_you_mean(options.method, known))
+    if options.method == TRUNCATION and options.rank is None:
         raise RecipeError.of("option.missing", "--rank", "svd cuts to a rank, and none is given", "give --rank 16")
-    if request.method == CONCATENATION and request.rank is not None:
+    if options.method == CONCATENATION and options.rank is not None:
         message = "has no effect with --method cat: ranks add up"
         raise RecipeError.of("option.conflict", "--rank", message, "leave it out, or take --method svd")
-    if len(request.weights) != n_adapters:
-        message = f"{len(request.weights)} for {n_adapters} adapters"
+    if len(options.weights) != n_adapters:
+        message = f"{len(options.weights)} for {n_adapters} adapters"
         raise RecipeError.of("option.conflict", "--weight", message, "give one for each, in order, or none")
 
 

@@ -30,7 +30,7 @@ from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_inputs
 from mergepipe.runs.parts import PlannedOutput, open_output, record_planning
 from mergepipe.runs.progress import Resume
-from mergepipe.runs.settings import ClusterRequest, MergeSettings, output_place, run_settings
+from mergepipe.runs.settings import MergeSettings, output_place, run_settings
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.runs.stored_plan import STORED_PLAN_NAME, plan_in_record, plan_key, plan_record
 from mergepipe.snapshots.parts import JOB_NAME
@@ -93,7 +93,7 @@ def run_merge_on_ray(
     recipe: Location | RecipeText,
     out: Path,
     request: PlanRequest,
-    cluster: ClusterRequest,
+    cluster: OutputOptions,
     settings: MergeSettings,
     *,
     started: float,
@@ -136,7 +136,7 @@ def _plan_of_parts(out: Path | Location, plan_digest: str, key: str | None = Non
 def run_plan_on_ray(
     plan: Plan,
     out: Path,
-    cluster: ClusterRequest,
+    cluster: OutputOptions,
     settings: MergeSettings,
     *,
     started: float,
@@ -157,7 +157,7 @@ def _publish(
     decide: Callable[[], PlannedOutput],
     inputs: Inputs,
     out: Path,
-    cluster: ClusterRequest,
+    cluster: OutputOptions,
     settings: MergeSettings,
     ledger: Ledger,
     key: str,
@@ -197,7 +197,7 @@ class _RayRun:
         planned: PlannedOutput,
         out: Path | Location,
         settings: MergeSettings,
-        cluster: ClusterRequest,
+        cluster: OutputOptions,
         shape: TaskShape,
         n_slots: int,
         on_progress: ProgressCallback | None,

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -15,13 +14,15 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
 from mergepipe.core.blocks import BlockGrid, element_count
-from mergepipe.deltastore.checkpoint import OpenedStore, next_base, read_store
+from mergepipe.core.bounds import positive
+from mergepipe.deltastore.checkpoint import MOST_DEPTH, OpenedStore, next_base, read_store
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec
 from mergepipe.deltastore.header import PackedEntry
 from mergepipe.deltastore.pack.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, open_builder
 from mergepipe.deltastore.pack.encode_pass import EXPERTS_AT_ONCE, pack_all
 from mergepipe.deltastore.pack.job import check_names, doubt_about, is_done, job_of, match_base, open_base
 from mergepipe.errors import MergePipeError, MismatchError, Problem, RecipeError
+from mergepipe.options import PackOptions, home_of, threads_of
 from mergepipe.reports import BaseMatch, PackedExpert, PackReport, Progress, ProgressCallback
 from mergepipe.snapshots.staging import check_free_space, remove_dead, staging_directory
 from mergepipe.storage.contract import Store
@@ -34,14 +35,12 @@ def pack_experts(
     bases: Sequence[Location] | None,
     experts: Sequence[Location],
     folder: Location,
-    home: Path,
-    *,
-    strict: bool,
-    threads: int,
+    options: PackOptions,
     on_progress: ProgressCallback | None,
 ) -> PackReport:
     """Pack each expert into a store `folder/NAME`, on the nearest of `bases` or on its own; see `api.pack`."""
     started = time.perf_counter()
+    home, threads = home_of(options.home), threads_of(options.threads)
     store = Stores()
     if bases is not None and not bases:
         raise RecipeError.of("option.missing", folder, "no base was named", "give one as BASE, or more as --base")
@@ -55,7 +54,7 @@ def pack_experts(
     jobs = [job_of(store, base, checkpoint, folder, home) for base, checkpoint in zip(chosen, checkpoints, strict=True)]
     matches = {job.place: match for job, (_, match) in zip(jobs, choices, strict=False)}
     check_names(jobs)
-    _check_bases(jobs, matches, on_progress, strict=strict)
+    _check_bases(jobs, matches, on_progress, strict=options.strict)
     missing = [job for job in jobs if not is_done(store, job, threads)]
     for job in jobs:
         if job not in missing:
@@ -77,30 +76,29 @@ def pack_experts(
 
 
 def pack_chain(
-    base: Location,
+    bases: Sequence[Location] | None,
     steps: Sequence[Location],
     folder: Location,
-    home: Path,
-    *,
-    length: int,
-    strict: bool,
-    threads: int,
+    options: PackOptions,
     on_progress: ProgressCallback | None,
 ) -> PackReport:
     """Pack checkpoints of one run in order, each relative to the one before as packed; see `api.pack`.
 
-    Every `length`-th is relative to what the chain begins on, so that at most `length` stores restore one.
+    Every `chain`-th is relative to what the chain begins on, so that at most `chain` stores restore one.
     """
     started = time.perf_counter()
+    length = positive("--chain", options.chain or 1, MOST_DEPTH)
+    if bases is None or len(bases) != 1 or not folder.is_local:
+        message = "needs one base, named, and a folder of this machine"
+        raise RecipeError.of("option.conflict", "--chain", message, "name what the first checkpoint is packed on")
     reports: list[PackReport] = []
-    last = base
+    last = bases[0]
     for step in steps:
-        bases = [next_base(Stores(), last, length)]
-        report = pack_experts(bases, [step], folder, home, strict=strict, threads=threads, on_progress=on_progress)
+        report = pack_experts([next_base(Stores(), last, length)], [step], folder, options, on_progress)
         reports.append(report)
         last = Location.of(report.experts[0].store)
     return PackReport(
-        base,
+        bases[0],
         tuple(expert for report in reports for expert in report.experts),
         sum(report.base_bytes for report in reports),
         sum(report.expert_bytes for report in reports),

@@ -12,7 +12,7 @@ from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.errors import LimitError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
-from mergepipe.options import PlanOptions, check_seed
+from mergepipe.options import PlanOptions
 from mergepipe.planning.budget import (
     AdjustPolicy,
     BudgetRequest,
@@ -78,15 +78,7 @@ class PlanRequest:
         return self.choices.selection_seed
 
 
-def plan_request(
-    budget: str | float | None,
-    options: PlanOptions,
-    *,
-    seed: int,
-    allow_dropped: Sequence[str] = (),
-    strict: bool = False,
-    everything: bool = False,
-) -> PlanRequest:
+def plan_request(budget: str | float | None, options: PlanOptions, *, everything: bool = False) -> PlanRequest:
     """Return what a plan is asked for; `everything` takes the place of a budget."""
     if everything:
         if budget is not None:
@@ -96,18 +88,14 @@ def plan_request(
     if budget is None:
         raise RecipeError.of("option.missing", "--budget", "no budget is given", "give one, such as 25%")
     density = options.min_density
-    choices = PlanningChoices(
-        OnOmit(options.where_omitted),
-        None if density is None else AdjustPolicy(density),
-        check_seed(seed),
-    )
+    adjusting = None if density is None else AdjustPolicy(density)
     return PlanRequest(
         parse_budget(budget),
         _wanted_policy(options, everything=everything),
-        choices,
+        PlanningChoices(OnOmit(options.where_omitted), adjusting, options.seed),
         options.block_elements,
-        tuple(allow_dropped),
-        Strictness(strict or options.strict, options.lenient),
+        options.allow_dropped,
+        Strictness(options.strict, options.lenient),
         everything,
         None if options.importance is None else Location.of(options.importance),
     )

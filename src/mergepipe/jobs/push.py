@@ -18,6 +18,7 @@ from mergepipe.deltastore.header import HEADER_NAME, is_own_name
 from mergepipe.deltastore.pack.builder import published_store
 from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, StorageError
 from mergepipe.jobs.verify_composite import damage_of
+from mergepipe.options import PushOptions
 from mergepipe.recipes.yaml_source import parse_yaml
 from mergepipe.reports import Progress, ProgressCallback, PushReport
 from mergepipe.runs.snapshots import read_manifest_value
@@ -45,15 +46,6 @@ _WEIGHTS = (".safetensors", ".bin", INDEX_NAME)
 
 
 @dataclass(frozen=True, slots=True)
-class PushRequest:
-    """Options of a push: whether a repository of the Hub is created, and whether it is private then."""
-
-    creates: bool = False
-    is_private: bool = False
-    message: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class _Push:
     """An output to push, its id, and the message of a commit unless the user gives one."""
 
@@ -69,9 +61,10 @@ def push_destination(text: str) -> Location:
 
 
 def push_snapshot(
-    path: Path, destination: Location, request: PushRequest, *, started: float, on_progress: ProgressCallback | None
+    path: Path, destination: Location, options: PushOptions, on_progress: ProgressCallback | None
 ) -> PushReport:
     """Push the snapshot, composite or packed expert at `path`; what a killed push has uploaded is not sent again."""
+    started = time.perf_counter()
     if destination.scheme not in (*OBJECT_SCHEMES, HUB_SCHEME):
         hint = "push to org/name on the Hub, hf://org/name, s3://, gs:// or az://"
         raise OutputError.of("output.place", destination, "no snapshot can be pushed there", hint)
@@ -90,7 +83,7 @@ def push_snapshot(
             on_progress(Progress("push", done, output.total_bytes))
 
     if destination.scheme == HUB_SCHEME:
-        sent = _push_to_hub(output, destination, request, request.message or push.message, advance)
+        sent = _push_to_hub(output, destination, options, options.message or push.message, advance)
     else:
         with ObjectUpload(BucketFolder(destination), output.record_name) as upload:
             upload.send_all(output, advance)
@@ -187,11 +180,11 @@ def _read_snapshot(store: Store, path: Path) -> _Push:
 
 
 def _push_to_hub(
-    output: OutputContent, destination: Location, request: PushRequest, message: str, advance: Callable[[int], None]
+    output: OutputContent, destination: Location, options: PushOptions, message: str, advance: Callable[[int], None]
 ) -> _Sent:
     repository = HubRepository(destination)
-    if request.creates:
-        repository.create(is_private=request.is_private)
+    if options.create:
+        repository.create(is_private=options.private)
     parent = repository.head()
     files = {name: content.source for name, content in output.objects.items()} | {output.record_name: output.record}
     sizes = output.sizes_bytes

@@ -15,9 +15,10 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.outcome import private_outputs
 from mergepipe.errors import NotFoundError
-from mergepipe.jobs.evaluate import Evaluation, parse_evaluation
+from mergepipe.jobs.evaluate import parse_evaluation
 from mergepipe.jobs.merge import run_merge, run_plan
-from mergepipe.jobs.plan import PlanRequest, make_plan
+from mergepipe.jobs.plan import PlanRequest, make_plan, plan_request
+from mergepipe.options import OutputOptions, SweepOptions, home_of
 from mergepipe.planning.budget import BudgetRequest, Policy, ShareBudget, parse_budget
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.yaml_source import RecipeText
@@ -25,7 +26,7 @@ from mergepipe.reports import MergeReport, Progress, ProgressCallback, SweepPoin
 from mergepipe.runs.budget.verdict import blocks_by_level, verdict_of
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_inputs
-from mergepipe.runs.settings import MergeSettings
+from mergepipe.runs.settings import run_settings
 from mergepipe.snapshots.distances import distance, norm
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location
@@ -41,30 +42,6 @@ class SweepBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class SweepRequest:
-    """Options of a sweep: budgets, how each is planned, the catalog's home, the place of intermediate outputs."""
-
-    budgets: tuple[SweepBudget, ...]
-    plan: PlanRequest
-    home: Path
-    work: Path | None = None
-    evaluation: Evaluation | None = None
-
-
-def sweep_request(
-    budgets: Sequence[str], plan: PlanRequest, home: Path, work: Path | None, evaluate: str | None
-) -> SweepRequest:
-    """Return the request for budgets as they are written; each takes the place of the budget of `plan`."""
-    return SweepRequest(
-        tuple(SweepBudget(text.strip(), parse_budget(text, "--budgets")) for text in budgets),
-        plan,
-        home,
-        work,
-        None if evaluate is None else parse_evaluation(evaluate),
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class _Reference:
     """The full merge that all budgeted merges are compared with."""
 
@@ -76,20 +53,21 @@ class _Reference:
 
 
 def run_sweep(
-    recipe: Location | RecipeText, request: SweepRequest, settings: MergeSettings, on_progress: ProgressCallback | None
+    recipe: Location | RecipeText, budgets: Sequence[str], options: SweepOptions, on_progress: ProgressCallback | None
 ) -> SweepReport:
     """Merge in full once, then under each budget; see `api.sweep`.
 
-    Where distances tell something, and no command does, `random` stands beside the policy of the request.
+    Where distances tell something, and no command measures a loss, each budget is planned by `random`, too.
 
     Every budget is planned as a merge under it is. At most two outputs lie
-    on the disk at a time, under `request.work` (default: where temporary files go); nothing is left behind or recorded.
+    on the disk at a time, under `options.work` (default: where temporary files go); nothing is left behind or recorded.
     """
-    work = request.work
+    work = None if options.work is None else Path(options.work)
     if work is not None and not work.is_dir():
         raise NotFoundError.of("storage.not-found", work, "no such directory", "make it, or give another with --work")
+    parsed = [SweepBudget(text.strip(), parse_budget(text, "--budgets")) for text in budgets]
     with private_outputs(), tempfile.TemporaryDirectory(prefix="mergepipe-sweep-", dir=work) as directory:
-        return _Sweep(recipe, request, settings, Path(directory), on_progress).run()
+        return _Sweep(recipe, parsed, options, Path(directory), on_progress).run()
 
 
 class _Sweep:
@@ -98,21 +76,24 @@ class _Sweep:
     def __init__(
         self,
         recipe: Location | RecipeText,
-        request: SweepRequest,
-        settings: MergeSettings,
+        budgets: Sequence[SweepBudget],
+        options: SweepOptions,
         directory: Path,
         on_progress: ProgressCallback | None,
     ) -> None:
         self._recipe = recipe
-        self._budgets = request.budgets
-        self._request = request.plan
-        self._settings = replace(settings, home=None, strictness=request.plan.strictness)
-        self._home = request.home
-        self._evaluation = request.evaluation
+        self._budgets = budgets
+        self._request = plan_request("100%", options)  # each budget takes the place of this one
+        self._settings = replace(
+            run_settings(options.common(OutputOptions, catalog=False), options.seed),
+            allow_dropped=options.allow_dropped, strictness=self._request.strictness,
+        )  # fmt: skip
+        self._home = home_of(options.home)
+        self._evaluation = None if options.evaluate is None else parse_evaluation(options.evaluate)
         self._measures_error = True
         self._directory = directory
         self._on_progress = on_progress
-        self._store = Stores(settings=settings.engine.remote)
+        self._store = Stores(settings=self._settings.engine.remote)
 
     def run(self) -> SweepReport:
         inputs = open_inputs(

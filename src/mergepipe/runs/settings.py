@@ -10,7 +10,6 @@ from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import OutputError
 from mergepipe.options import (
     DEFAULT_SHARD_BYTES,
-    ExecutorName,
     MergeOptions,
     OutputOptions,
     PathStyle,
@@ -86,27 +85,6 @@ def resume_of(resume: bool | None) -> Resume:
     if resume is None:
         return Resume.AUTO
     return Resume.REQUIRED if resume else Resume.NEVER
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterRequest:
-    """A Ray cluster that makes an output, and what the user chose for each task and file; None follows the cluster.
-
-    `home` is the folder of each node in which files grow that go into a bucket; None is that of the node's user.
-    """
-
-    address: str | None
-    threads: int | None
-    memory_bytes: int | None
-    shard_bytes: int | None
-    home: str | Path | None = None
-
-
-def cluster_request(options: OutputOptions) -> ClusterRequest | None:
-    """Return the cluster that makes an output; None if this process does."""
-    if options.executor == ExecutorName.THREADS:
-        return None
-    return ClusterRequest(options.address, options.threads, options.memory_bytes, options.shard_bytes, options.home)
 
 
 def output_place(

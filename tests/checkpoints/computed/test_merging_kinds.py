@@ -17,7 +17,7 @@ from small_models import lora, product, random, write_adapter, write_model
 
 import mergepipe
 from mergepipe.errors import RecipeError, UnsupportedError
-from mergepipe.options import MergeOptions, PlanOptions
+from mergepipe.options import MergeOptions
 from support.refusals import refuses
 from support.torch_bytes import View, torch_bytes
 
@@ -194,7 +194,7 @@ def test_merge__an_adapter_under_a_budget_is_read_or_left_out(root: Path) -> Non
     models = [{"model": str(root / "adapter"), "parameters": {"weight": 0.5}}]
     content = {"merge_method": "task_arithmetic", "base_model": str(root / "base"), "models": models}
     recipe.write_text(yaml.safe_dump({**content, "dtype": "float32"}))
-    by_norm = MergeOptions(plan=PlanOptions(select="norm"))  # a sample reads parts, an adapter has none
+    by_norm = MergeOptions(select="norm")  # a sample reads parts, an adapter has none
     report = mergepipe.merge(recipe, root / "out", budget=f"{stored * 6 // 10}B", options=by_norm)
     manifest = json.loads((root / "out" / "mergepipe.json").read_text())
     assert 0 < manifest["realized"]["expert"] + manifest["realized"]["analysis"] <= stored * 6 // 10

@@ -11,7 +11,7 @@ from vocabulary_cases import write_model
 
 import mergepipe
 from mergepipe.errors import ConflictError
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.options import MergeOptions, RunOptions
 
 N_TOKENS = 9000  # 8 columns each: several blocks
 
@@ -38,7 +38,7 @@ def merged(recipe: Path, out: Path, budget: str | None) -> tuple[bytes, mergepip
         recipe,
         out,
         budget=budget,
-        options=MergeOptions(plan=PlanOptions(block_elements=None if budget is None else 16384)),
+        options=MergeOptions(block_elements=None if budget is None else 16384),
     )
     return (out / "model.safetensors").read_bytes(), report
 

@@ -12,7 +12,7 @@ import mergepipe
 from mergepipe.cli.render.budgets import sweep_table
 from mergepipe.cli.render.merges import merge_table
 from mergepipe.cli.render.pages import explain_page, sweep_page
-from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.options import MergeOptions, RunOptions
 from support.disk_families import write_single
 
 GRAIN = 16_384
@@ -48,7 +48,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def merge(family: Path, recipe: str, out: Path, budget: str, **plan: Any) -> Any:
-    options = MergeOptions(home=family / "home", plan=PlanOptions(block_elements=GRAIN, **plan), threads=2)
+    options = MergeOptions(home=family / "home", block_elements=GRAIN, **plan, threads=2)
     return mergepipe.merge(family / f"{recipe}.yml", out, budget=budget, options=options)
 
 
@@ -82,7 +82,7 @@ def test_verdict__states_policy_share_and_where_gains_were_measured(family: Path
 
 def test_sweep__names_experts_of_which_nothing_is_read(family: Path) -> None:
     report = mergepipe.sweep(
-        family / "sum.yml", ["25%"], plan=PlanOptions(select="norm", block_elements=GRAIN),
+        family / "sum.yml", ["25%"], select="norm", block_elements=GRAIN,
         options=RunOptions(home=family / "home", threads=2),
     )  # fmt: skip
     for text in (sweep_table(report), sweep_page(report)):

@@ -9,24 +9,13 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.page_files import check_page, write_page
-from mergepipe.cli.printing import DEBUG, PRINT_PANEL, PrintOptions, ReportOptions, print_report, print_text
+from mergepipe.cli.printing import PrintOptions, ReportOptions, print_report, print_text
 from mergepipe.cli.progress import progress_shown
-from mergepipe.cli.registration import EXPERT_PART, RecipePath, Without, add_command
+from mergepipe.cli.registration import EXPERT_PART, RecipePath, add_command
 from mergepipe.core.escaping import json_line
 from mergepipe.core.flags import Flag
 from mergepipe.core.outcome import note_committed
-from mergepipe.options import (
-    ALLOW_DROPPED,
-    BLOCK_ELEMENTS,
-    BUDGET,
-    BUDGET_PANEL,
-    EVALUATE,
-    HOME,
-    SEED,
-    SWEEP_BUDGETS,
-    PlanOptions,
-    RunOptions,
-)
+from mergepipe.options import BUDGET, BUDGET_PANEL, HOME, SWEEP_BUDGETS, AnalyzeOptions, PlanOptions, SweepOptions
 
 SECTION = "Budgets"
 
@@ -77,14 +66,8 @@ def plan(
         bool, Flag("Plan the full merge, without a budget, for `run --part`.", name="--all", panel=BUDGET_PANEL)
     ] = False,
     options: PlanOptions,
-    seed: Annotated[int, SEED] = 0,
-    home: Annotated[str | None, HOME] = None,
-    allow_dropped: Annotated[list[str] | None, ALLOW_DROPPED] = None,
     out: Annotated[str | None, Flag("Store the plan there, for `mergepipe run`.", short="-o", metavar="FILE")] = None,
-    as_json: Annotated[
-        bool, Flag("Print the plan itself, as it would be stored.", name="--json", panel=PRINT_PANEL)
-    ] = False,
-    debug: Annotated[bool, DEBUG] = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    printing: PrintOptions,
 ) -> None:
     """Decide what a merge of RECIPE reads under a budget.
 
@@ -93,19 +76,11 @@ def plan(
     """
     from mergepipe import api
 
-    decided = api.plan(
-        recipe,
-        budget,
-        everything=everything,
-        seed=seed,
-        home=home,
-        allow_dropped=allow_dropped or (),
-        options=options,
-    )
+    decided = api.plan(recipe, budget, everything=everything, options=options)
     if out is not None:
         api.store_plan(decided, out)
         note_committed(Path(out))
-    if as_json:
+    if printing.as_json:  # the plan itself, as it would be stored
         from mergepipe.planning.plan import PLAN_FORMAT
 
         print(json_line(PLAN_FORMAT.content(decided), indent=1))
@@ -152,23 +127,8 @@ def analyze(
         list[str], typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.", show_default=False)
     ],
     *,
-    density: Annotated[
-        list[str] | None, Flag("Work out this magnitude cut too; may be given several times.", metavar="SHARE")
-    ] = None,
-    block_elements: Annotated[int | None, BLOCK_ELEMENTS] = None,
-    text: Annotated[
-        str | None,
-        Flag(
-            "Also measure which tensors matter to this text, by the gradient of BASE. Takes transformers, and 8 bytes "
-            "of memory a parameter.",
-            metavar="FILE",
-        ),
-    ] = None,
-    importance_out: Annotated[
-        str | None, Flag("For --text: write that to FILE, for `merge --importance`.", metavar="FILE")
-    ] = None,
     part: Annotated[str | None, EXPERT_PART] = None,
-    options: Annotated[RunOptions, Without("catalog")],
+    options: AnalyzeOptions,
     printing: ReportOptions,
 ) -> None:
     """Read each EXPERT once against BASE and keep what plans need.
@@ -179,19 +139,9 @@ def analyze(
     from mergepipe import api
     from mergepipe.cli.render.merges import analyze_table
     from mergepipe.jobs.parts import experts_of_part
-    from mergepipe.planning.budget import parse_fraction
 
     with progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.analyze(
-            base,
-            experts_of_part(experts, part),
-            densities=[parse_fraction(share, "--density", "option.invalid") for share in density or ()],
-            block_elements=block_elements,
-            text=text,
-            importance_to=importance_out,
-            options=options,
-            on_progress=on_progress,
-        )
+        report = api.analyze(base, experts_of_part(experts, part), options=options, on_progress=on_progress)
     print_report(report, analyze_table, printing)
 
 
@@ -200,15 +150,8 @@ def sweep(
     recipe: RecipePath,
     *,
     budgets: Annotated[str | None, Flag("Budgets to try.", metavar="LIST", default="5%,10%,25%,50%,75%,100%")] = None,
-    plan: PlanOptions,
-    seed: Annotated[int, SEED] = 0,
-    work: Annotated[
-        str | None, Flag("Where two outputs fit at a time.", metavar="DIR", default="for temporary files")
-    ] = None,
-    evaluate: Annotated[str | None, EVALUATE] = None,
     html: Annotated[str | None, Flag("Draw the curves into one HTML file.", metavar="FILE")] = None,
-    options: Annotated[RunOptions, Without("catalog")],
-    allow_dropped: Annotated[list[str] | None, ALLOW_DROPPED] = None,
+    options: SweepOptions,
     printing: ReportOptions,
 ) -> None:
     """Measure bytes, time and losses of RECIPE at several budgets.
@@ -222,17 +165,8 @@ def sweep(
     from mergepipe import api
 
     with progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.sweep(
-            recipe,
-            SWEEP_BUDGETS if budgets is None else budgets.split(","),
-            seed=seed,
-            work=work,
-            evaluate=evaluate,
-            allow_dropped=allow_dropped or (),
-            plan=plan,
-            options=options,
-            on_progress=on_progress,
-        )
+        tried = SWEEP_BUDGETS if budgets is None else budgets.split(",")
+        report = api.sweep(recipe, tried, options=options, on_progress=on_progress)
     if html is not None:
         from mergepipe.cli.render.pages import sweep_page
 

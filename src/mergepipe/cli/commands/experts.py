@@ -13,20 +13,10 @@ from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import EXPERT_PART, OUT_HELP, SectionedGroup, Without, add_command
 from mergepipe.core.flags import Flag
 from mergepipe.errors import RecipeError
-from mergepipe.options import HOME, THREADS, OutputOptions
+from mergepipe.options import ApplyLoraOptions, ExtractLoraOptions, MergeLoraOptions, PackOptions, UnpackOptions
 from mergepipe.storage.location import Location
 
 SECTION = "Experts"
-
-
-def _number(text: str, name: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise RecipeError.of("option.invalid", name, f"'{text}' is no number", "give one such as 0.5") from None
-
-
-WEIGHT = Flag("The weight of an adapter: one for each, in order.", metavar="W", default="1", read=_number)
 
 
 def register(app: typer.Typer) -> None:
@@ -94,17 +84,8 @@ def pack(
         list[str] | None,
         Flag("A base that EXPERTs may have: each takes the nearest. May be given again.", metavar="BASE"),
     ] = None,
-    chain: Annotated[
-        int | None,
-        Flag(
-            "EXPERTs are checkpoints of one run in order: pack each on the one before, every N-th on BASE.",
-            metavar="N",
-        ),
-    ] = None,
-    strict: Annotated[bool, Flag("Refuse a base that is hardly an expert's, or one of several.")] = False,
     part: Annotated[str | None, EXPERT_PART] = None,
-    threads: Annotated[int | None, THREADS] = None,
-    home: Annotated[str | None, HOME] = None,
+    options: PackOptions,
     printing: ReportOptions,
 ) -> None:
     """Keep each EXPERT as what it changes of BASE, bit for bit.
@@ -116,16 +97,13 @@ def pack(
     from mergepipe import api
     from mergepipe.jobs.parts import experts_of_part
 
-    if chain is not None and part is not None:
+    if options.chain is not None and part is not None:
         raise RecipeError.of("option.conflict", "--part", "a chain is packed by one machine", "leave it out")
     has_bases = base or len(models) == 1  # one model alone is packed on its own
     bases, experts = (base, models) if has_bases else (models[:1], models[1:])
     part_experts = experts_of_part(experts, part)
     with tell_what_is_published(), progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.pack(
-            bases, part_experts, out, chain=chain, strict=strict, threads=threads, home=home,
-            on_progress=on_progress,
-        )  # fmt: skip
+        report = api.pack(bases, part_experts, out, options=options, on_progress=on_progress)
     from mergepipe.cli.render.merges import pack_table
 
     print_report(report, pack_table, printing)
@@ -136,15 +114,14 @@ def unpack(
     store: Annotated[str, typer.Argument(metavar="STORE", help="A store that pack made.")],
     *,
     out: Annotated[str, Flag("The directory to create.", short="-o", metavar="DIR")],
-    base: Annotated[str | None, Flag("Where the base is now.", metavar="BASE", default="where it was")] = None,
-    threads: Annotated[int | None, THREADS] = None,
+    options: UnpackOptions,
     printing: ReportOptions,
 ) -> None:
     """Restore the files that STORE was made from, byte for byte."""
     from mergepipe import api
 
     with tell_if_published(Path(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.unpack(store, out, base=base, threads=threads, on_progress=on_progress)
+        report = api.unpack(store, out, options=options, on_progress=on_progress)
     from mergepipe.cli.render.merges import unpack_line
 
     print_report(report, unpack_line, printing)
@@ -156,13 +133,7 @@ def apply_lora(
     adapters: Annotated[list[str], typer.Argument(metavar="ADAPTER...", help="LoRA adapters of BASE, as PEFT saves.")],
     *,
     out: Annotated[str, Flag(OUT_HELP, short="-o", metavar="OUT")],
-    weight: Annotated[list[float] | None, WEIGHT] = None,
-    dtype: Annotated[str | None, Flag("The output's dtype.", metavar="DTYPE", default="that of BASE")] = None,
-    strict: Annotated[bool, Flag("Refuse what has a notice.")] = False,
-    allow_unapplied: Annotated[
-        list[str] | None, Flag("Leave out modules of this name, which BASE lacks. May be given again.", metavar="GLOB")
-    ] = None,
-    options: Annotated[OutputOptions, Without("executor"), Without("address")],
+    options: Annotated[ApplyLoraOptions, Without("executor"), Without("address")],
     printing: ReportOptions,
 ) -> None:
     """Add the deltas of each ADAPTER to BASE.
@@ -173,10 +144,7 @@ def apply_lora(
     from mergepipe import api
 
     with tell_if_published(Location.of(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.apply_lora(
-            base, adapters, out, weights=weight or (), dtype=dtype, strict=strict,
-            allow_unapplied=allow_unapplied or (), options=options, on_progress=on_progress,
-        )  # fmt: skip
+        report = api.apply_lora(base, adapters, out, options=options, on_progress=on_progress)
     from mergepipe.cli.render.merges import merge_table
 
     print_report(report, merge_table, printing)
@@ -186,13 +154,7 @@ def merge_lora(
     adapters: Annotated[list[str], typer.Argument(metavar="ADAPTER...", help="LoRA adapters of one base.")],
     *,
     out: Annotated[str, Flag("The directory to create.", short="-o", metavar="DIR")],
-    method: Annotated[
-        str, Flag("cat: exact, ranks add up; svd: cut to --rank; or an operator of recipes.", metavar="METHOD")
-    ] = "cat",
-    rank: Annotated[int | None, Flag("Largest rank of a module.", metavar="R")] = None,
-    weight: Annotated[list[float] | None, WEIGHT] = None,
-    density: Annotated[float | None, Flag("The density of ties, dare_ties and the like.", metavar="SHARE")] = None,
-    seed: Annotated[int, Flag("Seed of operators that draw.", metavar="N")] = 0,
+    options: MergeLoraOptions,
     printing: ReportOptions,
 ) -> None:
     """Merge each ADAPTER into one adapter.
@@ -202,9 +164,7 @@ def merge_lora(
     from mergepipe import api
 
     with tell_if_published(Path(out)):
-        report = api.merge_lora(
-            adapters, out, method=method, rank=rank, weights=weight or (), density=density, seed=seed
-        )
+        report = api.merge_lora(adapters, out, options=options)
     from mergepipe.cli.render.merges import merged_adapter_table
 
     print_report(report, merged_adapter_table, printing)
@@ -216,10 +176,7 @@ def extract_lora(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The model that was fine-tuned from it.")],
     *,
     out: Annotated[str, Flag("The directory to create.", short="-o", metavar="DIR")],
-    rank: Annotated[int | None, Flag("Largest rank of a matrix.", metavar="R")] = None,
-    energy: Annotated[float | None, Flag("Keep this share of each matrix's square sum.", metavar="SHARE")] = None,
-    save_modules: Annotated[bool, Flag("Store embeddings, output heads and norms that changed in full.")] = False,
-    base_model_id: Annotated[str | None, Flag("The base on the Hub.", metavar="ID")] = None,
+    options: ExtractLoraOptions,
     printing: ReportOptions,
 ) -> None:
     """Write the difference of MODEL from BASE as a LoRA adapter.
@@ -229,10 +186,7 @@ def extract_lora(
     from mergepipe import api
 
     with tell_if_published(Path(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.extract_lora(
-            base, model, out, rank=rank, energy=energy, save_modules=save_modules, base_model_id=base_model_id,
-            on_progress=on_progress,
-        )  # fmt: skip
+        report = api.extract_lora(base, model, out, options=options, on_progress=on_progress)
     from mergepipe.cli.render.merges import extraction_table
 
     print_report(report, extraction_table, printing)

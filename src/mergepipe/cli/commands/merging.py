@@ -12,25 +12,21 @@ from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import OUT_HELP, OutPath, RecipePath, add_command
 from mergepipe.core.flags import Flag, declared_options
 from mergepipe.errors import RecipeError
-from mergepipe.options import (
-    ALLOW_DROPPED,
-    DEFAULT_SHARD_BYTES,
-    LENIENT,
-    PARTS_PANEL,
-    SHARD_SIZE,
-    STRICT,
-    MergeOptions,
-    OutputOptions,
-    PlanOptions,
-)
+from mergepipe.options import PARTS_PANEL, CheckOptions, MergeOptions, OutputOptions, PlanOptions, RecipeOptions
 from mergepipe.storage.location import Location
 
 SECTION = "Merging"
 RECIPE_ENDINGS, PLAN_ENDINGS = (".yml", ".yaml"), (".json",)
-FOR_BUDGETS = tuple(
-    option.field for option in declared_options(PlanOptions) if option.field not in ("strict", "lenient")
+DECIDED_BY_PLANS = tuple(
+    option.field for option in declared_options(MergeOptions) if option not in tuple(declared_options(OutputOptions))
 )
-DECIDED_BY_PLANS = (*FOR_BUDGETS, "budget", "target_loss", "evaluate", "allow_dropped", "seed")
+FOR_BUDGETS = tuple(
+    option.field
+    for option in declared_options(PlanOptions)
+    if option.field in DECIDED_BY_PLANS
+    and option.field != "seed"
+    and option not in tuple(declared_options(RecipeOptions))
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -128,10 +124,7 @@ def _print_schema(wanted: bool) -> None:
 def check(
     recipe: RecipePath,
     *,
-    shard_bytes: Annotated[int | None, SHARD_SIZE] = None,
-    allow_dropped: Annotated[list[str] | None, ALLOW_DROPPED] = None,
-    strict: Annotated[bool, STRICT] = False,
-    lenient: Annotated[bool, LENIENT] = False,
+    options: CheckOptions,
     schema: Annotated[  # noqa: ARG001 - printed before there is a command
         bool,
         typer.Option(
@@ -149,13 +142,7 @@ def check(
 
     from mergepipe import api
 
-    report = api.check(
-        recipe,
-        shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
-        allow_dropped=allow_dropped or (),
-        strict=strict,
-        lenient=lenient,
-    )
+    report = api.check(recipe, options=options)
     free_bytes = shutil.disk_usage(Path.cwd()).free
     if printing.as_json:
         copied = [{"tensor": name, "reason": reason} for name, reason in report.copied]
@@ -189,6 +176,9 @@ def run(
     An interrupted run is resumed.
     """
     refuse_swapped(plan, out, PLAN_ENDINGS)
+    if finish and part is not None:
+        message = "finishes what others made, and a part is made: whoever makes the last one finishes"
+        raise RecipeError.of("option.conflict", "--finish", message, "leave out --finish, or --part")
     from mergepipe import api
     from mergepipe.cli.render.merges import merge_table, part_table
 
@@ -199,7 +189,7 @@ def run(
             from mergepipe.jobs.parts import parse_part
 
             numbers = None if part is None else parse_part(part)
-            made = api.run_part(plan, out, numbers, finish=finish, options=options, on_progress=on_progress)
+            made = api.run_part(plan, out, numbers, options=options, on_progress=on_progress)
     if part is None and not finish:
         print_report(report, merge_table, printing)
     else:

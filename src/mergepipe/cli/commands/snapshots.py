@@ -15,11 +15,10 @@ from mergepipe.core.escaping import printable_lines
 from mergepipe.core.flags import Flag
 from mergepipe.core.outcome import note_committed
 from mergepipe.errors import RecipeError
-from mergepipe.options import FORCE, HOME, RunOptions
+from mergepipe.options import FORCE, HOME, PushOptions, RunOptions, VerifyOptions
 from mergepipe.storage.location import Location
 
 DAMAGED_EXIT_CODE = 4
-DEFAULT_DEEP_FRACTION = 0.05
 SECTION = "Snapshots"
 
 
@@ -42,7 +41,7 @@ def register(app: typer.Typer) -> None:
         app,
         verify,
         "mergepipe verify merged/",
-        "mergepipe verify merged/ --deep --sample 0.2",
+        "mergepipe verify merged/ --deep 20%",
         "mergepipe verify packs/math --base models/base",
         section=SECTION,
     )
@@ -150,25 +149,17 @@ def verify(
     context: typer.Context,
     snapshot: SnapshotName,
     *,
-    deep: Annotated[bool, Flag("Make a sample again from the inputs too, and compare.")] = False,
-    sample: Annotated[float | None, Flag("How much --deep makes again.", metavar="SHARE", default="0.05")] = None,
-    base: Annotated[
-        str | None, Flag("Where the base of a packed expert is now.", metavar="BASE", default="where it was")
-    ] = None,
-    options: Annotated[RunOptions, Without("catalog")],
+    options: Annotated[VerifyOptions, Without("catalog")],
     printing: ReportOptions,
 ) -> None:
     """Compare every byte of a snapshot or a pack with its record.
 
     Names the damaged tensors and bytes. Exit code 0: it is sound; 4: it is damaged.
     """
-    if sample is not None and not deep:
-        raise RecipeError.of("option.conflict", "--sample", "it has no meaning by itself", "add --deep")
-    fraction = (DEFAULT_DEEP_FRACTION if sample is None else sample) if deep else 0.0
     from mergepipe import api
 
     with progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.verify(snapshot, deep_fraction=fraction, base=base, options=options, on_progress=on_progress)
+        report = api.verify(snapshot, options=options, on_progress=on_progress)
     if printing.as_json:
         print(report_json({"is_sound": report.is_sound, "report": report}))
     elif not printing.quiet or not report.is_sound:
@@ -233,10 +224,7 @@ def push(
         ),
     ],
     *,
-    create: Annotated[bool, Flag("Create the repository on the Hub, unless it is there.")] = False,
-    private: Annotated[bool, Flag("Create it as a private one.")] = False,
-    message: Annotated[str | None, Flag("The message of the commit.", metavar="TEXT")] = None,
-    home: Annotated[str | None, HOME] = None,
+    options: PushOptions,
     printing: ReportOptions,
 ) -> None:
     """Publish a snapshot, a packed expert or a composed checkpoint on the Hub or in a bucket.
@@ -249,9 +237,7 @@ def push(
 
     place = push_destination(destination)
     with tell_if_published(place), progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.push(
-            snapshot, destination, create=create, private=private, message=message, home=home, on_progress=on_progress
-        )
+        report = api.push(snapshot, destination, options=options, on_progress=on_progress)
     from mergepipe.cli.render.snapshots import push_table
 
     print_report(report, push_table, printing)
