@@ -13,7 +13,7 @@ import numpy as np
 import mergepipe
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.deltastore.header import FORMAT_VERSION, HEADER_NAME
+from mergepipe.deltastore.header import HEADER_FORMAT, HEADER_NAME
 from support.rounding import encode
 from support.safetensors_bytes import file_bytes
 
@@ -59,7 +59,7 @@ def write_models(golden: Path) -> None:
 
 def main() -> None:
     """Pack the golden expert; the header names the models as they lie beside one another."""
-    golden = GOLDEN / f"delta-store-{FORMAT_VERSION}"
+    golden = GOLDEN / f"delta-store-{HEADER_FORMAT.version}"
     write_models(golden)
     os.chdir(golden)
     out = golden / "store"

@@ -149,8 +149,8 @@ def test_chain__with_a_damaged_store_below_is_refused(copy: Path) -> None:
         ({"base": "step-2"}, "is at depth 2 of a chain, 0 is needed"),
         ({"depth": 3}, "is at depth 0 of a chain, 2 is needed"),
         ({"depth": 10**6}, "is at depth 1000000 of a chain, 32 is the most"),
-        ({"depth": -1}, "invalid depth"),
-        ({"depth": True}, "invalid depth"),
+        ({"depth": -1}, "depth: an integer from 0 on is needed"),
+        ({"depth": True}, "depth: an integer from 0 on is needed"),
     ],
 )
 def test_chain__that_lies_about_itself_is_refused(copy: Path, changes: dict[str, object], message: str) -> None:

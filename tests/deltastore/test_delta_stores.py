@@ -41,7 +41,7 @@ from mergepipe.storage.location import Location
 from support.disk_families import make_models, write_single
 from support.safetensors_bytes import file_bytes
 
-GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "delta-store-5"
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "delta-store-6"
 BIG = "big.weight"
 EXTRA = "only.in.the.expert"
 N_BIG = BLOCK_ELEMENTS * 2 + 5000
@@ -319,13 +319,13 @@ def with_header(packed: Packed, **changes: object) -> None:
     path.write_text(json.dumps({**document, "digest": digest_of(document)}))
 
 
-@pytest.mark.parametrize(("version", "hint"), [(4, "pack the expert again"), (6, "update mergepipe")])
+@pytest.mark.parametrize(("version", "hint"), [(5, "pack the expert again"), (7, "use a newer version")])
 def test_open_store__refuses_another_version(odd: Packed, version: int, hint: str) -> None:
     with_header(odd, format=f"mergepipe-delta-store/{version}")
     with pytest.raises(UnsupportedError) as caught:
         opened(odd)
     assert caught.value.code == "format.version"
-    assert f"a delta store of version {version}" in str(caught.value)
+    assert f"its format is 'mergepipe-delta-store/{version}'" in str(caught.value)
     assert hint in str(caught.value)
 
 

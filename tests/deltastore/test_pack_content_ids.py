@@ -16,7 +16,7 @@ from mergepipe.checkpoints.content_id import PassingContentId, content_id, sampl
 from mergepipe.checkpoints.contract import TensorEntry, files_of
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
-from mergepipe.deltastore.header import HEADER_NAME, parse_header
+from mergepipe.deltastore.header import HEADER_FORMAT, HEADER_NAME
 from mergepipe.options import MergeOptions
 from mergepipe.runs.inputs import open_path
 from mergepipe.storage.local import LocalStore
@@ -46,7 +46,7 @@ def id_of(path: Path) -> str:
 
 def test_pack__keeps_the_content_id_of_the_original(family: PackFamily) -> None:
     for store, expert in zip(stores(family), family.experts, strict=True):
-        header = parse_header((store / HEADER_NAME).read_bytes(), Location.local(store))
+        header = HEADER_FORMAT.parse((store / HEADER_NAME).read_bytes(), Location.local(store))
         assert header.content_id == id_of(expert)
         opened = open_path(
             LocalStore(), Location.local(store), open_checkpoint(LocalStore(), Location.local(family.base))

@@ -9,21 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from packing_cases import SHAPES, PackFamily, halves, make_family, store_tree, write_model
 
 import mergepipe
-from mergepipe.deltastore.codec.block import EncodedBlock
-from mergepipe.deltastore.codec.levels import Codec, Piece
-from mergepipe.deltastore.index import digest, make_row
-from mergepipe.deltastore.pack import builder as store_building
 from mergepipe.deltastore.pack import encode_pass as pack_pass
-from mergepipe.deltastore.writer import OrderedBlocks, StoreWriter
-from mergepipe.errors import ConflictError, LimitError, OutputError, StorageError
+from mergepipe.errors import ConflictError, LimitError, OutputError
 from mergepipe.reports import Progress
 from mergepipe.snapshots.staging import Staging
-from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalFile
 from support.faults import open_descriptors
 
@@ -57,7 +50,6 @@ def test_pack__of_more_than_fit_at_once_gives_the_same(
 ) -> None:
     monkeypatch.setattr("mergepipe.jobs.pack.EXPERTS_AT_ONCE", 2)
     monkeypatch.setattr(pack_pass, "REQUEST_BYTES", 1)  # a block at a time
-    monkeypatch.setattr(store_building, "EARLY_BYTES", 1)  # what comes early waits on disk
     mergepipe.pack(family.base, family.experts, tmp_path, threads=3)
     assert store_tree(tmp_path) == wanted
 
@@ -140,54 +132,6 @@ def test_pack__says_why_blocks_are_not_in_bands(tmp_path: Path) -> None:
     assert report.experts[0].outside_bands == {
         "fewer than 4096 elements": 1, "no such tensor in the base": 1, "not finite, or no smaller in levels": 1,
     }  # fmt: skip
-
-
-@given(order=st.permutations(range(12)), early=st.integers(1, 4000), seed=st.integers(0, 99))
-@settings(max_examples=40)
-def test_ordered_blocks__are_written_in_order_whatever_order_they_come_in(
-    tmp_path_factory: pytest.TempPathFactory, order: list[int], early: int, seed: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    folder = tmp_path_factory.mktemp("ordered")
-    content = [
-        {piece: rng.integers(0, 256, rng.integers(0, 300)).astype(np.uint8) for piece in list(Piece)[:5]} for _ in order
-    ]
-    told: list[int] = []
-    with StoreWriter(folder, Ledger(), chunk_bytes=64) as writer:
-        blocks = OrderedBlocks(writer, folder / "early", told.append, early)
-        for number in order:
-            block = EncodedBlock(Codec.BANDS, content[number])
-            blocks.put(number, block, make_row(block, digest(content[number][Piece.HEAD]), content[number][Piece.HEAD]))
-        blocks.close()
-        durable = writer.sync()
-    for piece in list(Piece)[:5]:
-        name = f"mergepipe-store.{piece.name.lower().replace('_', '-')}.bin"
-        assert (folder / name).read_bytes() == b"".join(each[piece].tobytes() for each in content)
-        assert durable.file_bytes[name] == sum(len(each[piece]) for each in content)
-    assert told == sorted(told)
-    assert (told[-1], durable.n_rows) == (len(order), len(order))
-    assert not (folder / "early").exists()
-
-
-def test_ordered_blocks__take_nothing_more_once_something_failed(tmp_path: Path) -> None:
-    """What a second fsync says after one that failed is not to be believed."""
-    told: list[int] = []
-
-    def fail_once(n_rows: int) -> None:
-        told.append(n_rows)
-        if len(told) == 1:
-            raise StorageError.of("storage.io", tmp_path, "failed", "run again")
-
-    content = np.zeros(10, np.uint8)
-    block = EncodedBlock(Codec.RAW, {Piece.WHOLE: content})
-    with StoreWriter(tmp_path, Ledger()) as writer:
-        blocks = OrderedBlocks(writer, tmp_path / "early", fail_once)
-        for number in (0, 1, 5):
-            with pytest.raises(StorageError):
-                blocks.put(number, block, make_row(block, None, content))
-        assert writer.n_rows == 1
-        blocks.close()
-    assert told == [1]
 
 
 def test_pack__raises_the_limit_of_open_files_for_as_many_experts_as_are_packed_at_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from packing_cases import write_model
 
 from mergepipe import api
-from mergepipe.deltastore.header import HEADER_NAME, parse_header
+from mergepipe.deltastore.header import HEADER_FORMAT, HEADER_NAME
 from mergepipe.errors import MergePipeError, OutputError, StorageError
 from mergepipe.reports import PackReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -71,7 +71,7 @@ def assert_packed(family: Path, out: str, name: str = "") -> None:
         if not file.endswith(HEADER_NAME):
             assert content == wanted[file]
             continue
-        ours, theirs = (parse_header(raw, Location.parse("x")) for raw in (content, wanted[file]))
+        ours, theirs = (HEADER_FORMAT.parse(raw, Location.parse("x")) for raw in (content, wanted[file]))
         assert (ours.base, ours.expert) == ("base", Path(theirs.expert).name)
         assert (ours.tensors, ours.kept, ours.index_blake3) == (theirs.tensors, theirs.kept, theirs.index_blake3)
 

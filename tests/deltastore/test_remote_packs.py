@@ -11,7 +11,7 @@ from packing_cases import make_family, tree
 
 from mergepipe import api
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
-from mergepipe.deltastore.header import HEADER_NAME, INDEX_NAME, PIECE_NAMES, parse_header
+from mergepipe.deltastore.header import HEADER_FORMAT, HEADER_NAME, INDEX_NAME, PIECE_NAMES
 from mergepipe.deltastore.index import StoreIndex
 from mergepipe.errors import NotFoundError, RecipeError, UnsupportedError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
@@ -90,7 +90,7 @@ def test_run__of_remote_packs_asks_for_headers_index_and_planned_levels_alone(pa
 
 def planned_pages(folder: Path, decided: Plan, e: int) -> set[tuple[str, int]]:
     """The pages that hold pieces of the levels planned for an expert, by file."""
-    header = parse_header((folder / HEADER_NAME).read_bytes(), Location.local(folder))
+    header = HEADER_FORMAT.parse((folder / HEADER_NAME).read_bytes(), Location.local(folder))
     index = StoreIndex.parse((folder / INDEX_NAME).read_bytes(), "x")
     first_rows = {tensor.name: tensor.first_row for tensor in header.tensors}
     pages = set()

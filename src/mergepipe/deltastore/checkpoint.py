@@ -24,13 +24,13 @@ from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.element_codes import Bands
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece
 from mergepipe.deltastore.header import (
+    HEADER_FORMAT,
     HEADER_NAME,
     HEADERS_NAME,
     INDEX_NAME,
     PIECE_NAMES,
     PackedEntry,
     StoreHeader,
-    parse_header,
 )
 from mergepipe.deltastore.index import ROW_BYTES, Charged, StoreIndex, StoreIndexReader, as_expert, as_metadata
 from mergepipe.deltastore.tensor import PackedTensor, PlainTensor, StandaloneTensor
@@ -153,7 +153,7 @@ def _read_header(store: Store, path: Location, read_index: Charged) -> OpenedSto
     """Read everything but the index, which is read when it is first needed."""
     header_path = path / HEADER_NAME
     raw = store.read_small(header_path, STORE_HEADER_BYTES)
-    written = parse_header(raw, header_path)
+    written = HEADER_FORMAT.parse(raw, header_path)
     base, expert = (absolute_reference(text, path) for text in (written.base, written.expert))
     header = replace(written, base=base, expert=expert)
     n_rows = sum(tensor.n_rows for tensor in header.tensors)

@@ -1,10 +1,10 @@
-"""Build the store of one expert in its staging directory: accept blocks in any order, publish a finished store."""
+"""Build the store of one expert in its staging directory, block by block, and publish it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -27,7 +27,7 @@ from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
 from mergepipe.deltastore.codec.element_codes import Bands
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, can_be_base_of
 from mergepipe.deltastore.header import (
-    FORMAT,
+    HEADER_FORMAT,
     HEADER_NAME,
     HEADERS_NAME,
     KeptFile,
@@ -36,9 +36,7 @@ from mergepipe.deltastore.header import (
     StoreHeader,
 )
 from mergepipe.deltastore.writer import (
-    EARLY_BYTES,
     GROWING_FILES,
-    OrderedBlocks,
     PackProgress,
     StoreWriter,
     find_progress,
@@ -113,7 +111,7 @@ def portable_store(
         if file.name != HEADER_NAME
     }
     objects |= {name: ObjectContent(raw, len(raw), small_digest(raw)) for name, raw in changed.items()}
-    record = replace(header, base=base, expert=expert).to_json()
+    record = HEADER_FORMAT.to_json(replace(header, base=base, expert=expert))
     return OutputContent(HEADER_NAME, record, objects)
 
 
@@ -139,14 +137,13 @@ def _digest(header: StoreHeader, name: str) -> str:
     return digest or digest_of([header.index_blake3, name])
 
 
-# --- build the store of one expert in its staging directory: accept blocks in any order, publish a finished store ---
+# --- build the store of one expert in its staging directory, block by block, and publish it ---
 
 
 NOTE_BLOCKS = 512
 """Blocks between two units of the log, 256 MiB of bf16: the most work that a crash loses."""
-FILES_OF_BUILDER = len(GROWING_FILES) + 2
-"""Open files of one builder: those of the store, the temporary file of early blocks, the lock."""
-_EARLY_NAME = "early"
+FILES_OF_BUILDER = len(GROWING_FILES) + 1
+"""Open files of one builder: those of the store, and the lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,16 +197,21 @@ class PackJob:
         depth: int = 0,
     ) -> PackJob:
         numbers = {expert.root / file.name: number for number, file in enumerate(expert.files)}
-        places: list[Place] = []
+        places: dict[str, Place] = {}
         row = 0
-        for entry in expert.tensors.values():
+        for name, entry in sorted(expert.tensors.items()):
             if not isinstance(entry, TensorEntry):
                 raise TypeError(f"not one byte range: {entry!r}")
             matching = _matching_tensor(base, entry)
             stays_plain = base is not None and matching is None and bool(pieces_of(entry.name, entry.shape))
-            places.append(Place(entry, matching, numbers[entry.file], row, stays_plain))
-            row += places[-1].n_rows
-        return cls(base, expert, out, place, kept_files, tuple(places), depth)
+            places[name] = Place(entry, matching, numbers[entry.file], row, stays_plain)
+            row += places[name].n_rows
+        return cls(base, expert, out, place, kept_files, tuple(places[name] for name in expert.tensors), depth)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The numbers of the tensors in the order of their rows: by name, as all experts of a base have them."""
+        return sorted(range(len(self.places)), key=lambda number: self.places[number].entry.name)
 
     @property
     def n_rows(self) -> int:
@@ -238,7 +240,9 @@ class PackJob:
         roots = [str(checkpoint.path.absolute()) for checkpoint in (*self.bases, self.expert)]
         kept_files = [[file.name, file.size_bytes, file.version] for file in self.kept]
         fingerprints = [_fingerprints_of(checkpoint) for checkpoint in (*self.bases, self.expert)]
-        return digest_of([mergepipe.__version__, FORMAT, BLOCK_ELEMENTS, *roots, *fingerprints, kept_files])
+        return digest_of(
+            [mergepipe.__version__, HEADER_FORMAT.title, BLOCK_ELEMENTS, *roots, *fingerprints, kept_files]
+        )
 
     def check_unchanged(self, store: Store) -> None:
         """Refuse inputs that are not those that were opened."""
@@ -303,8 +307,7 @@ def _upload_to(place: Location) -> AbstractContextManager[ObjectUpload | None]:
 class StoreBuilder:
     """Builds the store of one job in its staging directory; made by `open_builder`.
 
-    Accepts blocks in any order from many threads. Memory: 8 MiB of write buffers, 8 MiB of blocks that arrive early,
-    and 160 bytes for each block that waits on disk.
+    Memory: 8 MiB of write buffers.
     """
 
     def __init__(
@@ -325,13 +328,14 @@ class StoreBuilder:
         self._log = WorkLog(staging.directory, job.key, None if progress is None else progress.logged)
         cuts = () if progress is None else progress.cuts
         self._n_noted_cuts = len(cuts)
+        self._numbers = job.numbers
         self._bands = {
-            number: None if tensor_cuts is None else Bands(tensor_cuts) for number, tensor_cuts in enumerate(cuts)
+            number: None if tensor_cuts is None else Bands(tensor_cuts)
+            for number, tensor_cuts in zip(self._numbers, cuts, strict=False)
         }
         self._content_id = PassingContentId(job.expert)
         durable = None if progress is None else progress.durable
         self._writer = StoreWriter(staging.path, store.ledger, durable)
-        self._blocks = OrderedBlocks(self._writer, staging.directory / _EARLY_NAME, self._after_writing, EARLY_BYTES)
         try:
             for file in () if self.is_noted else job.expert.files:
                 self._writer.append_header(self._file_header(file))
@@ -341,7 +345,6 @@ class StoreBuilder:
 
     def close(self) -> None:
         """Close the files."""
-        self._blocks.close()
         self._writer.close()
         self._log.close()
 
@@ -368,21 +371,22 @@ class StoreBuilder:
         """Set the bands of tensor `number`, before its first block is put."""
         self._bands[number] = bands
 
-    def put(self, number: int, block: int, content: RawBytes, encoded: EncodedBlock, row: NDArray[np.void]) -> None:
-        """Add a block of tensor `number`: its bytes and their encoding."""
-        place = self.job.places[number]
-        self._content_id.show(place.entry.name, block * BLOCK_ELEMENTS * place.entry.dtype.itemsize, content)
-        self._blocks.put(place.first_row + block, encoded, row)
+    def show(self, number: int, block: int, content: RawBytes) -> None:
+        """See the bytes of a block of tensor `number`; called from many threads."""
+        entry = self.job.places[number].entry
+        self._content_id.show(entry.name, block * BLOCK_ELEMENTS * entry.dtype.itemsize, content)
 
-    def _after_writing(self, n_rows: int) -> None:
-        if n_rows - self._noted_rows >= NOTE_BLOCKS:
+    def append(self, encoded: EncodedBlock, row: NDArray[np.void]) -> None:
+        """Write the next block. Once it failed nothing may be appended: what is on disk is unknown then."""
+        self._writer.append(row, encoded.pieces)
+        if self._writer.n_rows - self._noted_rows >= NOTE_BLOCKS:
             self._note()
 
     def _note(self) -> None:
         """Make the blocks written so far durable, and record the progress."""
         durable = self._writer.sync()
         n_begun = sum(place.first_row < durable.n_rows for place in self.job.places)
-        bands = [self._bands.get(number) for number in range(self._n_noted_cuts, n_begun)]
+        bands = [self._bands.get(number) for number in self._numbers[self._n_noted_cuts : n_begun]]
         cuts = [None if tensor_bands is None else tensor_bands.cuts for tensor_bands in bands]
         note_progress(self._log, self._staging.directory, durable, cuts)
         self._n_noted_cuts = n_begun
@@ -391,8 +395,8 @@ class StoreBuilder:
 
     def finish(self) -> None:
         """Write the remaining files once every block was put, make all durable, and check that no input changed."""
-        if self._blocks.n_written != self.job.n_rows:
-            raise ValueError(f"{self.job.out}: {self._blocks.n_written} of {self.job.n_rows} blocks were put")
+        if self._writer.n_rows != self.job.n_rows:
+            raise ValueError(f"{self.job.out}: {self._writer.n_rows} of {self.job.n_rows} blocks were written")
         if self._upload is not None:  # what is packed is not packed again if the upload fails
             self._note()
         kept_files = tuple(self._keep(file.name) for file in self.job.kept)

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,10 @@ class Member:
         return self.place.entry
 
 
+Encoded: TypeAlias = tuple[StoreBuilder, EncodedBlock, NDArray[np.void]]
+"""The next block of a store: who writes it, its pieces, its row of the index."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
     """The elements `span` of tensors of the same name and shape: the base's bytes and those of each expert.
@@ -72,8 +77,8 @@ class BlockGroup:
         """The numbers of the blocks in it."""
         return range(self.span.start // BLOCK_ELEMENTS, -(-self.span.stop // BLOCK_ELEMENTS))
 
-    def encode(self, block: int) -> None:
-        """Encode one block of every expert and hand it to its builder; called from many threads.
+    def encode(self, block: int) -> list[Encoded]:
+        """Encode one block of every expert; called from many threads.
 
         The part of the encoding that depends on the base alone is computed once.
         """
@@ -83,11 +88,13 @@ class BlockGroup:
         base_digest = None if base is None else digest(base)
         same_dtype = [m for m in self.members if self.base_entry and m.entry.dtype is self.base_entry.dtype]
         prepared = base_contexts(base, same_dtype[0].entry.dtype) if len(same_dtype) > 1 else None
+        made = []
         for member in self.members:
             content = self._part(member.content, member.entry, block)
+            member.builder.show(member.number, block, content)
             encoded = self._encoded(base, member, content, prepared)
-            row = make_row(encoded, base_digest, content)
-            member.builder.put(member.number, block, content, encoded, row)
+            made.append((member.builder, encoded, make_row(encoded, base_digest, content)))
+        return made
 
     def _encoded(
         self, base: RawBytes | None, member: Member, content: RawBytes, prepared: BaseContexts | None
@@ -158,10 +165,11 @@ def pack_all(
     """Read the remaining blocks of all experts and their base, each once; encode them.
 
     A group of blocks of the base is read with the same blocks of all experts, while earlier groups are encoded in
-    `threads` threads. `on_bytes` is called on this thread with the experts' bytes that are done.
+    `threads` threads; this one writes them, in the order of all stores: by name. `on_bytes` is called on it with the
+    experts' bytes that are done.
 
-    Memory: `MEMORY_BYTES` (100 MiB) for reading, for at most `EXPERTS_AT_ONCE` experts; some 6 MiB per thread; what the
-    builders state.
+    Memory: `MEMORY_BYTES` (100 MiB) for reading, for at most `EXPERTS_AT_ONCE` experts, and as much for what is encoded
+    of that; some 6 MiB per thread; what the builders state.
     """
     pool = BufferPool(MEMORY_BYTES // GROUPS_AHEAD, MEMORY_BYTES)
     encoders = ThreadPoolExecutor(threads, "mergepipe-encode")
@@ -201,36 +209,32 @@ class _Ahead:
 
     group: _Group
     buffer: NDArray[np.uint8]
-    read: Future[list[Future[None]]]
+    read: Future[list[Future[list[Encoded]]]]
 
 
 def _finish(ahead: _Ahead, on_bytes: Callable[[int], None]) -> NDArray[np.uint8]:
-    """Wait until a group is encoded; return its buffer for reuse."""
+    """Write the blocks of a group as they are encoded; return its buffer for reuse."""
     for encoding in ahead.read.result():
-        encoding.result()
+        for builder, encoded, row in encoding.result():
+            builder.append(encoded, row)
     on_bytes(ahead.group.nbytes)
     return ahead.buffer
 
 
 def _groups(builders: Sequence[StoreBuilder]) -> Iterator[_Group]:
-    """Split the remaining blocks into groups, in the order of the first expert, then of the tensors that it lacks.
-
-    Blocks of experts whose tensors are in another order than the first one's arrive early at their builders.
-    """
-    numbers = [{place.entry.name: number for number, place in enumerate(builder.job.places)} for builder in builders]
-    seen: set[tuple[int, int]] = set()
-    for first, builder in enumerate(builders):
+    """Split the remaining blocks into groups, in the order of all stores: by the tensor's name."""
+    by_name: dict[str, list[tuple[StoreBuilder, int]]] = {}
+    for builder in builders:
         for number, place in enumerate(builder.job.places):
-            if (first, number) in seen:
-                continue
-            same_name = [(first, number)]
-            if place.base is not None:
-                sharers = ((e, numbers[e].get(place.entry.name)) for e in range(first + 1, len(builders)))
-                same_name += [
-                    (e, n) for e, n in sharers if n is not None and builders[e].job.places[n].base is place.base
-                ]
-            seen.update(same_name)
-            yield from _cut([(builders[e], n) for e, n in same_name])
+            by_name.setdefault(place.entry.name, []).append((builder, number))
+    for _, tensors in sorted(by_name.items()):
+        by_base: dict[int | None, list[tuple[StoreBuilder, int]]] = {}
+        for builder, number in tensors:
+            base = builder.job.places[number].base
+            key = id(builder) if base is None else id(base)  # without a base, shapes may differ
+            by_base.setdefault(key, []).append((builder, number))
+        for sharers in by_base.values():
+            yield from _cut(sharers)
 
 
 def _cut(tensors: Sequence[tuple[StoreBuilder, int]]) -> Iterator[_Group]:
@@ -264,7 +268,7 @@ class _Reader:
         self._encoders = encoders
         self._bands = BandChooser(files)
 
-    def read(self, group: _Group, buffer: NDArray[np.uint8]) -> list[Future[None]]:
+    def read(self, group: _Group, buffer: NDArray[np.uint8]) -> list[Future[list[Encoded]]]:
         """Read a group into `buffer` and start encoding its blocks."""
         base = None
         at = 0
