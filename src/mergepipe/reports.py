@@ -14,7 +14,7 @@ from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
     from mergepipe.core.notices import DroppedTensor, Notice
-    from mergepipe.snapshots.manifest import LeftOutFile
+    from mergepipe.snapshots.manifest import Input, LeftOutFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -581,18 +581,6 @@ class SweepReport(Displayed):
 # --- snapshots ---
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotInput:
-    """One input of a snapshot, `path` as recorded; `sid` is set where it was a snapshot itself."""
-
-    role: str
-    model: str
-    path: str
-    content_id: str | None
-    read_bytes: int
-    sid: str | None
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class SnapshotReport(Displayed):
     """One published snapshot. `is_present` tells whether its manifest is still at `path`, `is_recorded` whether the
@@ -607,7 +595,7 @@ class SnapshotReport(Displayed):
     expert_bytes: int
     analysis_bytes: int
     output_bytes: int
-    inputs: tuple[SnapshotInput, ...]
+    inputs: tuple[Input, ...]
     is_present: bool
     is_recorded: bool
 

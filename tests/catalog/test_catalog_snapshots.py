@@ -12,10 +12,10 @@ import pytest
 from catalog_cases import NOON, WEIGHTS_NAME, make_manifest, publish, rewrite
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.rows import InputRow, LineageNode, SnapshotRow
+from mergepipe.catalog.rows import LineageNode, SnapshotRow
 from mergepipe.catalog.snapshots import containing
 from mergepipe.errors import NotFoundError, RecipeError
-from mergepipe.snapshots.manifest import Manifest, RealizedBytes
+from mergepipe.snapshots.manifest import Input, Manifest, RealizedBytes
 from support.refusals import refuses
 
 
@@ -224,8 +224,9 @@ def test_lineage__down_ends_where_a_cycle_closes(tmp_path: Path) -> None:
 
 def row_with(name: str, **fields: str) -> SnapshotRow:
     """A row of one input that has these fields."""
-    source = replace(InputRow("expert", "m", "/m", None, 1, None), **fields)  # type: ignore[arg-type]
-    return SnapshotRow(name, Path("/out") / name, "ties", NOON, None, "d", RealizedBytes(0, 0, 0, 0, 0), (source,))
+    source = Input(role="expert", model="m", path="/m", content_id=None, read_bytes=1)
+    inputs = (replace(source, **fields),)  # type: ignore[arg-type]
+    return SnapshotRow(name, Path("/out") / name, "ties", NOON, None, "d", RealizedBytes(0, 0, 0, 0, 0), inputs)
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -337,6 +337,23 @@ def test_merge__that_is_strict_does_not_go_beyond_the_budget(tmp_path: Path) -> 
     job.check_whole()
 
 
+def test_run__that_is_strict_does_not_go_beyond_the_budget(tmp_path: Path) -> None:
+    job = make_job(tmp_path, budget="100%")
+    plan = mergepipe.plan(job.root / "recipe.yml", "100%", home=job.home)
+    options = OutputOptions(shard_bytes=30_000, home=job.home)
+    with replaced(os, "ftruncate", Fault(2, KeyboardInterrupt()).wrap), pytest.raises(KeyboardInterrupt):
+        mergepipe.run(plan, job.out, options=options)
+    staging = staging_directory(job.out)
+    logged = read_work_log(staging)
+    assert logged is not None
+    with closing(WorkLog(staging, logged.key, logged)) as log:
+        log.append({"kind": "read", "expert_bytes": 10**9}, is_durable=True)
+    with pytest.raises(LimitError, match="earlier runs may have read 1000000000 of") as caught:
+        mergepipe.run(plan, job.out, strict=True, options=options)
+    assert caught.value.code == "resume.budget"
+    assert mergepipe.run(plan, job.out, options=options).earlier_expert_bytes == 10**9
+
+
 def test_merge__begun_anew_forgets_what_was_read(tmp_path: Path) -> None:
     job = make_job(tmp_path, budget="100%")
     interrupt_late(job, KeyboardInterrupt())

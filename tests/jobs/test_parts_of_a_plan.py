@@ -25,7 +25,15 @@ import yaml
 
 import mergepipe
 from mergepipe.engine.make_part import make_part
-from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, RecipeError, UnsupportedError
+from mergepipe.errors import (
+    ConflictError,
+    CorruptError,
+    LimitError,
+    NotFoundError,
+    OutputError,
+    RecipeError,
+    UnsupportedError,
+)
 from mergepipe.jobs import parts
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions
 from mergepipe.planning.plan import Plan
@@ -513,6 +521,21 @@ def test_run_part__killed_within_a_file_goes_on_behind_its_last_unit(
         total_bytes = report.merge.expert_bytes + report.merge.analysis_bytes
         assert total_bytes == report.merge.earlier_expert_bytes + report.expert_bytes
         assert 0 < report.merge.earlier_expert_bytes <= whole_bytes
+
+
+def test_run_part__that_is_strict_does_not_go_beyond_the_budget(cases: Cases, folder: Place) -> None:
+    plan, options = cases(BUDGETED).plan, replace(OPTIONS, shard_bytes=None)
+
+    def run(place: Place) -> PartReport:
+        return mergepipe.run_part(plan, place.out, (1, 1), strict=True, options=options)
+
+    assert isinstance(folder.out, Path)
+    names = count_operations(partial(run, Place(folder.out.parent / "counted" / "out", folder.home)))
+    assert run_killed(partial(run, folder), len(names) - 1 - names[::-1].index("ftruncate"), Death.BEFORE)
+    with pytest.raises(LimitError, match="bytes would be read over all runs") as caught:
+        run(folder)
+    assert caught.value.code == "resume.budget"
+    assert mergepipe.run_part(plan, folder.out, (1, 1), options=options).is_published
 
 
 # --- other outputs at the same place ---

@@ -7,19 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from mergepipe.errors import Problem
-from mergepipe.snapshots.manifest import RealizedBytes
-
-
-@dataclass(frozen=True, slots=True)
-class InputRow:
-    """One input of a snapshot, `path` as recorded; `sid` is set if the input was itself a snapshot."""
-
-    role: str
-    model: str
-    path: str
-    content_id: str | None
-    read_bytes: int
-    sid: str | None
+from mergepipe.snapshots.manifest import Input, RealizedBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +21,7 @@ class SnapshotRow:
     plan_digest: str | None
     manifest_digest: str
     realized: RealizedBytes
-    inputs: tuple[InputRow, ...]
+    inputs: tuple[Input, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 from blake3 import blake3
 
 from mergepipe.catalog.database import REBUILD_HINT, stored_text
-from mergepipe.catalog.rows import InputRow, LineageNode, SnapshotRow
+from mergepipe.catalog.rows import LineageNode, SnapshotRow
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, RecipeError, did_you_mean
-from mergepipe.snapshots.manifest import MANIFEST_NAME, InputRecord, Manifest, RealizedBytes, parse_manifest
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Input, InputRecord, Manifest, RealizedBytes, parse_manifest
 from mergepipe.snapshots.recorded_paths import with_absolute_paths
 from mergepipe.storage.contract import Store, is_folder
 from mergepipe.storage.limits import MANIFEST_BYTES
@@ -244,7 +244,7 @@ def descent(connection: sqlite3.Connection, root: SnapshotRow) -> tuple[LineageN
 
     Role and bytes of a node are those of its parent in it. A snapshot is expanded once.
     """
-    children: dict[str, dict[str, tuple[InputRow, SnapshotRow]]] = {}
+    children: dict[str, dict[str, tuple[Input, SnapshotRow]]] = {}
     for child in all_snapshots(connection):
         for source in child.inputs:
             if source.sid is not None:
@@ -281,7 +281,7 @@ def containing(rows: Sequence[SnapshotRow], reference: str) -> tuple[SnapshotRow
     return tuple(row for row in rows if row.sid in holding)
 
 
-def _is_named(source: InputRow, reference: str) -> bool:
+def _is_named(source: Input, reference: str) -> bool:
     places = (source.path, *source.path.split("+"))  # of a model with an adapter each by itself
     if reference.startswith("hf://"):
         return any(place == reference or place.startswith((f"{reference}@", f"{reference}/")) for place in places)
@@ -303,7 +303,7 @@ def _node_of(node: LineageNode, snapshot: SnapshotRow, *, is_repeated: bool) -> 
     )
 
 
-def _input_node(depth: int, source: InputRow) -> LineageNode:
+def _input_node(depth: int, source: Input) -> LineageNode:
     return LineageNode(depth, source.role, source.model, source.path, source.sid, None, source.read_bytes)
 
 
@@ -322,7 +322,14 @@ def _snapshot(connection: sqlite3.Connection, row: tuple[object, ...]) -> Snapsh
             manifest_digest=str(manifest_digest),
             realized=RealizedBytes(*(int(str(size)) for size in sizes)),
             inputs=tuple(
-                InputRow(str(role), str(model), str(source), content_id, int(read_bytes), source_sid)
+                Input(
+                    role=str(role),
+                    model=str(model),
+                    path=str(source),
+                    content_id=content_id,
+                    read_bytes=int(read_bytes),
+                    sid=source_sid,
+                )
                 for role, model, source, content_id, read_bytes, source_sid in edges
             ),
         )

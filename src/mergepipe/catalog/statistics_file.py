@@ -56,7 +56,7 @@ class PortableFile:
 class PortableContent:
     """The content of a model, wherever it lies; files sorted. `content_id` is the sampled one.
 
-    `digest` is the content digest, see `checkpoints.file_digests.content_digest`.
+    `digest` is the content digest, see `checkpoints.content_id.content_digest`.
     """
 
     kind: CheckpointKind

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import yaml
@@ -26,19 +26,8 @@ from mergepipe.storage.location import Location, is_remote
 _REFERENCE_KEYS = ("path", "model", "lora", "delta", "override_architecture")
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """A model reference: its text, and the path, adapter or document that it names."""
-
-    text: str
-    path: Location
-    adapter: Location | None = None
-    intermediate: str | None = None
-    is_delta: bool = False
-
-
-def read_reference(reader: DocumentReader, value: Value, key_path: KeyPath) -> Reference | None:
-    """Resolve a reference; None if it names no path.
+def read_reference(reader: DocumentReader, value: Value, key_path: KeyPath) -> ModelInput | None:
+    """Resolve a reference to a model without parameters; None if it names no path.
 
     A path that does not exist is reported and still returned, so that the remaining checks can run. One place
     on disk gets one path, whatever names it goes by.
@@ -57,20 +46,16 @@ def read_reference(reader: DocumentReader, value: Value, key_path: KeyPath) -> R
         reader.findings.add(NotFoundError, "model.not-found", where, message, hint)
     path = _path(reader, model, key_path)
     adapter_path = None if adapter is None else _path(reader, adapter, key_path)
-    return Reference(text, path, adapter_path, model if model in reader.documents else None)
+    intermediate = model if model in reader.documents else None
+    return ModelInput(text, path, {}, "", adapter_path, intermediate)
 
 
 def read_model(
     reader: DocumentReader, value: Value, key_path: KeyPath, parameters: dict[str, Setting], entry: KeyPath
 ) -> ModelInput | None:
     """Resolve the model reference at `key_path`, with the parameters of its `entry`; None if it names no path."""
-    reference = read_reference(reader, value, key_path)
-    if reference is None:
-        return None
-    where = reader.source.where(*entry)
-    return ModelInput(
-        reference.text, reference.path, parameters, where, reference.adapter, reference.intermediate, reference.is_delta
-    )
+    model = read_reference(reader, value, key_path)
+    return None if model is None else replace(model, parameters=parameters, where=reader.source.where(*entry))
 
 
 def reference_text(model: ModelInput) -> str:
@@ -129,7 +114,7 @@ def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Location:
     return reader.places.setdefault(real_location(reader.store, path), path)
 
 
-def _long_form(reader: DocumentReader, value: dict[str, Value], key_path: KeyPath) -> Reference | None:
+def _long_form(reader: DocumentReader, value: dict[str, Value], key_path: KeyPath) -> ModelInput | None:
     """mergekit writes references back as `{model: {path: ...}, lora: ...}`; other keys change the model."""
     entry = {key: item for key, item in value.items() if item is not None}
     if "override_architecture" in entry:
@@ -156,7 +141,7 @@ def _long_form(reader: DocumentReader, value: dict[str, Value], key_path: KeyPat
     return _with_adapter(reader, model, read_reference(reader, entry["lora"], (*key_path, "lora")), key_path)
 
 
-def _as_delta(reader: DocumentReader, model: Reference, value: Value, key_path: KeyPath) -> Reference | None:
+def _as_delta(reader: DocumentReader, model: ModelInput, value: Value, key_path: KeyPath) -> ModelInput | None:
     """Mark the model as deltas from the base, if the recipe says so."""
     if not isinstance(value, bool):
         reader.wrong_kind(value, (*key_path, "delta"), "true or false")
@@ -169,8 +154,8 @@ def _as_delta(reader: DocumentReader, model: Reference, value: Value, key_path: 
 
 
 def _with_adapter(
-    reader: DocumentReader, model: Reference, adapter: Reference | None, key_path: KeyPath
-) -> Reference | None:
+    reader: DocumentReader, model: ModelInput, adapter: ModelInput | None, key_path: KeyPath
+) -> ModelInput | None:
     if adapter is None:
         return None
     if model.is_delta or adapter.is_delta:
@@ -181,7 +166,7 @@ def _with_adapter(
         message = f"needs one adapter at most, found '{shortened(model.text)}' and '{shortened(adapter.text)}'"
         reader.refuse("recipe.value", (*key_path, "lora"), message)
         return None
-    return Reference(f"{model.text}+{adapter.text}", model.path, adapter.path, model.intermediate)
+    return replace(model, text=f"{model.text}+{adapter.text}", adapter=adapter.path)
 
 
 def real_location(store: Store, path: Location) -> Location:

@@ -16,8 +16,8 @@ from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.snapshots import containing, read_manifest, sid_of_unchanged_input
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.recipes.references import referenced_paths
-from mergepipe.reports import SnapshotInput, SnapshotReport
-from mergepipe.snapshots.manifest import MANIFEST_NAME, InputRecord, Manifest, parse_manifest
+from mergepipe.reports import SnapshotReport
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Input, InputRecord, Manifest, parse_manifest
 from mergepipe.snapshots.recorded_paths import with_absolute_paths
 from mergepipe.storage.file_version import modified_at
 from mergepipe.storage.limits import MANIFEST_BYTES
@@ -167,7 +167,7 @@ def _of_row(row: SnapshotRow) -> SnapshotReport:
         expert_bytes=row.realized.expert,
         analysis_bytes=row.realized.analysis,
         output_bytes=row.realized.output,
-        inputs=tuple(SnapshotInput(i.role, i.model, i.path, i.content_id, i.read_bytes, i.sid) for i in row.inputs),
+        inputs=row.inputs,
         is_present=_has_manifest(row.path),
         is_recorded=True,
     )
@@ -185,7 +185,14 @@ def _of_manifest(record: Manifest, path: Path, created: datetime) -> SnapshotRep
         analysis_bytes=record.realized.analysis,
         output_bytes=record.realized.output,
         inputs=tuple(
-            SnapshotInput(i.role, i.model, i.path, i.content_id, i.read_bytes, sid_of_unchanged_input(Stores(), i))
+            Input(
+                role=i.role,
+                model=i.model,
+                path=i.path,
+                content_id=i.content_id,
+                read_bytes=i.read_bytes,
+                sid=sid_of_unchanged_input(Stores(), i),
+            )
             for i in record.inputs
         ),
         is_present=True,

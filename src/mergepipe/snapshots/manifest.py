@@ -19,20 +19,30 @@ MANIFEST_VERSION = 5
 """Of the one format of manifests, of which each `kind` has its own record: snapshot, composite, pack, partial."""
 
 
-@dataclass(frozen=True, slots=True)
-class InputRecord:
-    """One model that was read: `role` is base or expert; `read_bytes` are the requested bytes of tensor data.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """One model that a snapshot was made from: `role` is base or expert, `read_bytes` of its tensors were requested.
 
-    `path` is absolute here and, unless asked otherwise, relative to the snapshot in its file: see `recorded_paths`.
-    `hub_id` is `org/name` or `org/name@commit` where the model is known to be one of the Hub.
+    `path` is as recorded; `sid` is set where the model was a snapshot itself, and that is known.
     """
 
     role: str
     model: str
     path: str
-    files: tuple[FileId, ...]
     content_id: str | None
     read_bytes: Size
+    sid: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputRecord(Input):
+    """An input in a manifest, with its files as they were read.
+
+    `path` is absolute here and, unless asked otherwise, relative to the snapshot in its file: see `recorded_paths`.
+    `hub_id` is `org/name` or `org/name@commit` where the model is known to be one of the Hub.
+    """
+
+    files: tuple[FileId, ...]
     hub_id: str | None = None
 
 

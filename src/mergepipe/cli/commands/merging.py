@@ -167,6 +167,7 @@ def run(
         ),
     ] = None,
     finish: Annotated[bool, Flag("Finish OUT from its parts; an error if one is missing.", panel=PARTS_PANEL)] = False,
+    strict: Annotated[bool, Flag("Refuse to read again beyond the budget what an interrupted run lost.")] = False,
     options: OutputOptions,
     printing: ReportOptions,
 ) -> None:
@@ -184,12 +185,12 @@ def run(
 
     with tell_if_published(Location.of(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
         if part is None and not finish:
-            report = api.run(plan, out, options=options, on_progress=on_progress)
+            report = api.run(plan, out, strict=strict, options=options, on_progress=on_progress)
         else:
             from mergepipe.jobs.parts import parse_part
 
             numbers = None if part is None else parse_part(part)
-            made = api.run_part(plan, out, numbers, options=options, on_progress=on_progress)
+            made = api.run_part(plan, out, numbers, strict=strict, options=options, on_progress=on_progress)
     if part is None and not finish:
         print_report(report, merge_table, printing)
     else:
