@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from itertools import product
 from pathlib import Path
 
@@ -13,25 +12,16 @@ import pytest
 from budget_cases import CASES, POLICIES, make_setting
 
 from mergepipe import api as session
-from mergepipe.checkpoints.contract import Readable, TensorEntry
-from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.engine.tensor_work import FREE, OMITTED, level_of_blocks
-from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
-from mergepipe.storage.local import LocalStore
-from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import PAGE_BYTES
 from support.budgets import GRAIN, planned_tensor
 from support.disk_families import Model, read_snapshot, weights_digest
-from support.oracle import order_of_ranks, reaching
-from support.refusals import refuses
 from support.slow_cases import slow_unless
 
 EVERY_OPERATOR = ("linear", "linear_sum", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp")
 BASE_ANCHORED = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties")
-SHARES = ("0", "10%", "25%", "40%", "60%", "85%", "99%", "100%")
 
 
 def same_bytes(one: Model, two: Model, name: str) -> bool:
@@ -64,21 +54,6 @@ def test_budget__of_nothing_gives_the_base(tmp_path: Path, name: str, known: boo
     manifest = json.loads((out / "mergepipe.json").read_text())
     assert plan.planned_bytes == manifest["realized"]["expert"] == manifest["realized"]["analysis"] == 0
     assert manifest["coverage"]["touched"] == 0
-
-
-@pytest.mark.parametrize("name", slow_unless({"linear", "dare_ties"}.__contains__, BASE_ANCHORED))
-def test_budget__under_which_nothing_is_read_is_refused_and_the_smallest_useful_one_is_named(
-    tmp_path: Path, name: str
-) -> None:
-    setting = make_setting(tmp_path, CASES[name])
-    setting.analyze()
-    with refuses(LimitError, "budget.too-small") as caught:
-        setting.plan("1B")
-    named = re.search(r"(\d+)B", str(caught.value))
-    assert named is not None
-    assert read_blocks(setting.plan(named[0])) != set()
-    with pytest.raises(LimitError):
-        setting.plan(f"{int(named[1]) - 1}B")
 
 
 @pytest.mark.parametrize("name", slow_unless({"linear", "dare_ties", "slerp"}.__contains__, EVERY_OPERATOR))
@@ -118,49 +93,6 @@ def test_merge__with_a_budget_does_what_plan_and_run_do(tmp_path: Path, name: st
     assert weights_digest(tmp_path / "some") == weights_digest(tmp_path / "planned")
 
 
-def read_blocks(plan: Plan) -> set[tuple[str, int, int]]:
-    """(tensor, expert, block) of everything that is read."""
-    return {
-        (tensor.name, e, block)
-        for tensor in plan.tensors
-        for e, access in enumerate(tensor.access)
-        for start, stop in access.blocks
-        for block in range(start, stop)
-    }
-
-
-def _block_bytes(tensor: Readable, block: int) -> int:
-    """Whole pages of the file that a block lies in."""
-    assert isinstance(tensor, TensorEntry)
-    size = tensor.dtype.itemsize
-    first = tensor.offset + block * GRAIN * size
-    stop = min(first + GRAIN * size, tensor.offset + tensor.nbytes)
-    return -(-stop // PAGE_BYTES) * PAGE_BYTES - first // PAGE_BYTES * PAGE_BYTES
-
-
-SPENT = ("linear", "ties", "dare_ties", "slerp")
-
-
-@pytest.mark.parametrize(
-    ("name", "policy"),
-    slow_unless(set(zip(SPENT, (*POLICIES, "norm"), strict=True)).__contains__, product(SPENT, POLICIES)),
-)
-def test_budget__is_spent_on_all_that_fits(tmp_path: Path, name: str, policy: str) -> None:
-    setting = make_setting(tmp_path, CASES[name])
-    setting.analyze()
-    full = setting.plan("100%", policy)
-    experts = [open_checkpoint(LocalStore(), Location.local(place)) for place in setting.family.places[1:]]
-    for budget in SHARES[1:]:
-        plan = setting.plan(budget, policy)
-        assert plan.planned_bytes <= plan.budget_bytes
-        missing = read_blocks(full) - read_blocks(plan)
-        left_bytes = plan.budget_bytes - plan.planned_bytes
-        costs = [_block_bytes(experts[e].tensors[tensor], block) for tensor, e, block in missing]
-        assert all(cost > left_bytes for cost in costs)
-        assert plan.planned_bytes >= 0.5 * plan.budget_bytes
-        assert (plan.planned_bytes == full.planned_bytes) == (not missing)
-
-
 @pytest.mark.parametrize(
     ("name", "policy", "share"),
     slow_unless(
@@ -191,29 +123,6 @@ def test_budgeted_block__equals_the_full_one_or_the_base(tmp_path: Path, name: s
                 untouched += 1
     assert complete > 0
     assert untouched > 0
-
-
-def test_ties_threshold__under_a_mask_is_that_of_the_whole_tensor(tmp_path: Path) -> None:
-    setting = make_setting(tmp_path, CASES["ties"])
-    setting.analyze()
-    plan = setting.plan("30%")
-    models = setting.family.models
-    checked = 0
-    for tensor in plan.tensors:
-        base_N = models[0][tensor.name].astype(np.float32).reshape(-1)
-        for e, cut in enumerate(tensor.cuts_E):
-            density = CASES["ties"].densities[e]
-            kept = int(density * tensor.n_elements)
-            if not 0 < kept < tensor.n_elements:
-                continue
-            delta_N = models[e + 1][tensor.name].astype(np.float32).reshape(-1) - base_N
-            assert cut is not None
-            first = np.sort(order_of_ranks(delta_N)[:kept])
-            kept_N = np.flatnonzero(reaching(delta_N, cut))
-            # An element equal to the base changes nothing, kept or not: a cut among these does not order them.
-            assert kept_N[delta_N[kept_N] != 0].tolist() == first[delta_N[first] != 0].tolist()
-            checked += 1
-    assert checked > 10
 
 
 @pytest.mark.parametrize("name", slow_unless({"linear", "dare_ties", "slerp"}.__contains__, EVERY_OPERATOR))

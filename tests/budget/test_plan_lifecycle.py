@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import sqlite3
@@ -19,10 +18,9 @@ from budget_cases import CASES, POLICIES, Setting, make_setting
 from mergepipe import api as session
 from mergepipe.catalog.database import SCHEMA_VERSION
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, F32, GRAIN_ELEMENTS
-from mergepipe.errors import ConflictError, CorruptError, LimitError, MergePipeError, NotFoundError
+from mergepipe.core.blocks import F32
+from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError
 from mergepipe.options import MergeOptions, RunOptions
-from mergepipe.planning.plan import parse_plan
 from support.budgets import GRAIN, TensorPlanOf, smallest_memory
 from support.disk_families import weights_digest
 from support.refusals import refuses
@@ -60,41 +58,6 @@ def test_plan__has_the_same_digest_in_every_process(tmp_path: Path) -> None:
             text=True,
         )
         assert found.stdout.split() == digests
-
-
-@pytest.mark.parametrize("name", ["linear", "ties", "dare_ties"])
-def test_plan__survives_being_stored(tmp_path: Path, name: str) -> None:
-    setting = make_setting(tmp_path, CASES[name])
-    setting.analyze()
-    plan = setting.plan("35%", seed=9)
-    path = tmp_path / "plan.json"
-    path.write_bytes(plan.to_json())
-    assert parse_plan(path.read_bytes()) == plan
-    assert weights_digest(setting.run(path, "stored")) == weights_digest(setting.run(plan, "given"))
-
-
-def _edits() -> dict[str, Callable[[dict[str, object]], object]]:
-    return {
-        "seed": lambda plan: plan.__setitem__("seed", 1),
-        "budget": lambda plan: plan.__setitem__("budget_bytes", 1 << 40),
-        "operator": lambda plan: plan.__setitem__("operator", "linear"),
-        "digest": lambda plan: plan.__setitem__("digest", "0" * 32),
-        "tensors": lambda plan: plan["tensors"].pop(),
-        "key": lambda plan: plan.__setitem__("more", True),
-    }
-
-
-@pytest.mark.parametrize("edit", _edits())
-def test_plan__edited_by_hand_is_refused(tmp_path: Path, edit: str) -> None:
-    setting = make_setting(tmp_path, CASES["task_arithmetic"])
-    plan = json.loads(setting.plan("50%").to_json())
-    _edits()[edit](plan)
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan))
-    with pytest.raises(CorruptError) as caught:
-        session.run(path, tmp_path / "out", options=RunOptions(home=setting.home))
-    assert caught.value.code == "format.damaged"
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["linear", "ties", "dare_ties"])
@@ -237,17 +200,3 @@ def test_plan__of_tensors_above_the_memory_cap_reads_nothing_twice(tmp_path: Pat
         assert report.expert_bytes <= plan.planned_bytes
     assert weights_digest(tmp_path / "small") == weights_digest(tmp_path / "large") == weights_digest(setting.full())
     assert reports[0].base_bytes > reports[1].base_bytes  # the base is read again
-
-
-@pytest.mark.parametrize("block_elements", [-1, 0, 1, 1000, GRAIN - 1, GRAIN + 1])
-def test_block_size__off_the_grain_is_refused(tmp_path: Path, block_elements: int) -> None:
-    setting = make_setting(tmp_path, CASES["linear"])
-    with pytest.raises(LimitError) as refused_analysis:
-        setting.analyze(block_elements)
-    with pytest.raises(LimitError) as refused_plan:
-        setting.plan("10%", block_elements=block_elements)
-    assert refused_analysis.value.code == refused_plan.value.code == "option.out-of-range"
-
-
-def test_block_size__by_default_is_on_the_grain() -> None:
-    assert (DEFAULT_BLOCK_ELEMENTS % GRAIN, GRAIN) == (0, GRAIN_ELEMENTS)

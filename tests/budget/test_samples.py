@@ -159,26 +159,6 @@ def test_sample__is_repaired_and_replayed_to_the_same_bytes(tmp_path: Path) -> N
     assert weights_digest(out) == digest
 
 
-def test_sample__reads_small_tensors_first(tmp_path: Path) -> None:
-    setting = make_setting(tmp_path, CASES["linear"], plans=WIDE)
-    plan = sampled(setting, "10%")
-    assert planned_tensor(plan, "layers.1.norm").factor == 1.0
-    assert drawn(planned_tensor(plan, "layers.1.norm")).all()
-
-
-def test_sample__needs_no_preparation(tmp_path: Path) -> None:
-    setting = make_setting(tmp_path, CASES["ties"], plans=WIDE)
-    report = session.merge(
-        setting.recipe,
-        tmp_path / "out",
-        budget="20%",
-        options=MergeOptions(home=setting.home, select="sample", block_elements=UNIT),
-    )
-    assert report.analysis_bytes == 0
-    assert report.planned_bytes is not None
-    assert 0 < report.expert_bytes <= report.planned_bytes
-
-
 def test_sample__is_stated_by_plans_and_explanations(tmp_path: Path) -> None:
     setting = make_setting(tmp_path, CASES["ties"], plans=WIDE)
     plan = sampled(setting, "20%", seed=7)

@@ -162,15 +162,6 @@ def test_lineage__of_a_snapshot_that_is_not_recorded_says_what_to_do(work: Workp
     assert run("lineage", work.out).exit_code == 0
 
 
-@pytest.mark.parametrize("command", ["show", "lineage", "explain"])
-@pytest.mark.usefixtures("catalog")
-def test_snapshot__an_unknown_one_is_told(run: Runner, command: str) -> None:
-    for name in ("nowhere", "ffff", "f", ""):
-        ran = run(command, name)
-        assert ran.exit_code == 3
-        assert len(ran.error_lines) == 1
-
-
 # --- the catalog ---
 
 
@@ -182,20 +173,6 @@ def test_catalog_stats__counts(run: Runner, catalog: Path) -> None:
     assert "of 2 experts" in run("catalog", "stats").out
 
 
-def test_catalog_stats__without_a_catalog_it_says_so(work: Workplace, run: Runner) -> None:
-    ran = run("catalog", "stats")
-    assert (ran.exit_code, codes(ran)) == (3, ["catalog.not-found"])
-    assert not (work.root / "home").exists()
-
-
-@pytest.mark.usefixtures("catalog")
-def test_catalog_rebuild__finds_snapshots_again(work: Workplace, run: Runner) -> None:
-    shutil.rmtree(work.root / "home")
-    assert run("catalog", "rebuild", work.root, "--json").json()["snapshots"] == 1
-    assert run("ls", "--json").json()["snapshots"][0]["sid"] == sid_of(work.out)
-    assert "snapshots" in run("catalog", "rebuild").out
-
-
 def test_catalog_rebuild__moves_a_damaged_catalog_aside(work: Workplace, run: Runner, catalog: Path) -> None:
     catalog.write_bytes(b"not a database at all" * 100)
     ran = run("catalog", "rebuild", work.root, "--json")
@@ -204,20 +181,10 @@ def test_catalog_rebuild__moves_a_damaged_catalog_aside(work: Workplace, run: Ru
     assert run("ls", "--json").json()["snapshots"][0]["sid"] == sid_of(work.out)
 
 
-@pytest.mark.usefixtures("catalog")
-def test_catalog_rebuild__a_missing_root_is_named(run: Runner) -> None:
-    ran = run("catalog", "rebuild", "nowhere")
-    assert (ran.exit_code, codes(ran)) == (3, ["storage.not-found"])
-
-
 def test_catalog__without_a_command_it_helps(run: Runner) -> None:
     ran = run("catalog")
     assert "rebuild" in ran.out + ran.err
     assert ran.exit_code == 2
-
-
-def test_catalog__a_mistyped_command_is_told(run: Runner) -> None:
-    assert run("catalog", "rebiuld").exit_code == 2
 
 
 # --- a catalog in trouble ---
@@ -288,14 +255,3 @@ def test_analyze__a_catalog_that_cannot_be_written_is_told(
     monkeypatch.setattr(sqlite3, "connect", read_only)
     ran = run("analyze", work.family.base, *work.family.experts, "--density", "0.123", "--quiet")
     assert (ran.exit_code, codes(ran)) == (8, ["catalog.permission"])
-
-
-@pytest.mark.parametrize("options", [(), ("--budget", "50%")])
-def test_merge__goes_on_without_a_catalog_in_trouble_and_says_so(
-    work: Workplace, run: Runner, catalog: Path, options: tuple[str, ...]
-) -> None:
-    catalog.write_bytes(b"not a database at all" * 100)
-    ran = run("merge", work.recipe, work.root / "other", *options)
-    assert ran.exit_code == 0
-    assert re.search(r"^notice +the catalog is not used: ", ran.out, re.MULTILINE)
-    assert (work.root / "other" / "mergepipe.json").is_file()

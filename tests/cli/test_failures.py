@@ -20,11 +20,6 @@ def test_failure_of__takes_the_exit_code_of_the_class(kind: type[MergePipeError]
     assert failure.lines() == ["error: where: what; do this [a.code]"]
 
 
-def test_failure_of__tells_every_problem_in_one_line_each() -> None:
-    failure = failure_of(errors.RecipeError(Problem("a", "x", "one\ntwo"), Problem("b", "", "three")), 130)
-    assert failure.lines() == ["error: x: one\\ntwo [a]", "error: three [b]"]
-
-
 def test_failure_of__never_sends_control_characters_of_names_to_the_terminal() -> None:
     failure = failure_of(errors.CorruptError.of("c", "\x1b[2J\u202e\udcff", "name"), 130)
     assert failure.lines() == ["error: \\x1b[2J\\u202e\\udcff: name [c]"]

@@ -49,13 +49,6 @@ def test_verify__tells_soundness_by_its_exit_code(work: Workplace, run: Runner) 
     assert [each["kind"] for each in found.json()["report"]["damages"]] == ["block"]
 
 
-def test_verify__of_what_is_no_snapshot_is_an_error(work: Workplace, run: Runner) -> None:
-    ran = run("verify", work.root / "family")
-    assert ran.exit_code == 3
-    assert "[snapshot.not-found]" in ran.err
-    assert run("verify", work.root, "--deep", "-1").exit_code == 2
-
-
 def test_repair__mends_and_says_what(work: Workplace, run: Runner) -> None:
     run("merge", work.recipe, work.out)
     before = (work.out / "model.safetensors").read_bytes()
@@ -130,8 +123,3 @@ def test_merge__says_what_is_kept_and_goes_on(work: Workplace, run: Runner, monk
     assert run("verify", work.out).exit_code == 0
     found = run("gc", work.root, "--json")
     assert (found.exit_code, found.json()["garbage"]) == (0, [])
-
-
-def test_gc__refuses_a_folder_that_is_not_there(work: Workplace, run: Runner) -> None:
-    ran = run("gc", work.root / "nowhere")
-    assert (ran.exit_code, "[storage.not-found]" in ran.err) == (3, True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +10,6 @@ from typing import NamedTuple
 import pytest
 from command_line import Runner, Workplace, file_bytes, make_workplace
 
-import mergepipe
 from mergepipe import api, errors
 from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, default_memory_bytes
 from mergepipe.reports import MergeReport
@@ -29,18 +27,6 @@ def run(capsys: pytest.CaptureFixture[str]) -> Runner:
 
 def weights(out: Path) -> dict[str, bytes]:
     return {name: content for name, content in file_bytes(out).items() if name.endswith(".safetensors")}
-
-
-def test_merge__publishes_a_snapshot_and_prints_a_table(work: Workplace, run: Runner) -> None:
-    ran = run("merge", work.recipe, work.out)
-    assert ran.exit_code == 0
-    assert {"config.json", "mergepipe.json", "model.safetensors", "README.md", "tokenizer.json"} <= set(
-        file_bytes(work.out)
-    )
-    labels = [line.split("  ")[0] for line in ran.out.splitlines()]
-    assert labels[0] == "operator"
-    assert {"base read", "experts read", "written", "time", "speed", "peak memory", "output"} <= set(labels)
-    assert ran.out.splitlines()[-1].endswith(str(work.out))
 
 
 def test_merge__progress_goes_to_standard_error_only(work: Workplace, run: Runner) -> None:
@@ -75,14 +61,6 @@ def test_merge__quiet_still_tells_errors(work: Workplace, run: Runner) -> None:
     ran = run("merge", work.recipe, work.out, "--quiet")
     assert ran.exit_code == 7
     assert len(ran.error_lines) == 1
-
-
-def test_merge__threads_and_memory_do_not_change_the_result(work: Workplace, run: Runner) -> None:
-    work.write_recipe("ties")
-    assert run("merge", work.recipe, work.out).exit_code == 0
-    other = work.root / "other"
-    assert run("merge", work.recipe, other, "--threads", 3, "--memory", "64MiB").exit_code == 0
-    assert weights(other) == weights(work.out)
 
 
 class Given(NamedTuple):
@@ -148,34 +126,10 @@ def test_merge__help_states_the_defaults_of_the_options(run: Runner) -> None:
         assert option in text
 
 
-def test_merge__the_seed_decides_what_random_operators_drop(work: Workplace, run: Runner) -> None:
-    work.recipe.write_text(
-        "merge_method: dare_linear\nbase_model: family/base\nmodels:\n"
-        "- {model: family/expert-1, parameters: {weight: 1.0, density: 0.5}}\n"
-    )
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert run("merge", work.recipe, work.root / name, "--seed", seed).exit_code == 0
-    a, b, c = (weights(work.root / name) for name in "abc")
-    assert a == b
-    assert a != c
-
-
 def test_merge__shard_size_cuts_the_output(work: Workplace, run: Runner) -> None:
     assert run("merge", work.recipe, work.out, "--shard-size", "40KB").exit_code == 0
     assert len(weights(work.out)) >= 3
     assert "model.safetensors.index.json" in file_bytes(work.out)
-
-
-def test_merge__an_existing_output_stays_as_it_is(work: Workplace, run: Runner) -> None:
-    run("merge", work.recipe, work.out)
-    before = file_bytes(work.out)
-    work.write_recipe("ties")
-    ran = run("merge", work.recipe, work.out)
-    assert ran.exit_code == 7
-    assert ran.error_lines == [
-        f"error: {work.out}: already exists; choose another name, or replace it with --force [output.exists]"
-    ]
-    assert file_bytes(work.out) == before
 
 
 def test_merge__force_replaces_a_snapshot(work: Workplace, run: Runner) -> None:
@@ -196,80 +150,11 @@ def test_merge__force_does_not_replace_what_mergepipe_did_not_make(work: Workpla
     assert (work.out / "thesis.tex").read_text() == "years of work"
 
 
-def test_merge__force_does_not_replace_a_file(work: Workplace, run: Runner) -> None:
-    work.out.write_text("notes")
-    assert run("merge", work.recipe, work.out, "--force").exit_code == 7
-    assert work.out.read_text() == "notes"
-
-
-@pytest.mark.parametrize("place", ["family/base", "family/base/merged", "family/expert-1/deep/er", "family"])
-def test_merge__output_and_inputs_may_not_overlap(work: Workplace, run: Runner, place: str) -> None:
-    before = {model: file_bytes(model) for model in work.family.models}
-    ran = run("merge", work.recipe, work.root / place, "--force")
-    assert ran.exit_code == 7
-    assert "[output.place]" in ran.err
-    assert {model: file_bytes(model) for model in work.family.models} == before
-
-
-def test_merge__inputs_are_left_as_they_were(work: Workplace, run: Runner) -> None:
-    before = {model: file_bytes(model) for model in work.family.models}
-    run("merge", work.recipe, work.out)
-    assert {model: file_bytes(model) for model in work.family.models} == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "exit_code", "code"),
-    [
-        (["--threads", "two"], 2, "option.invalid"),
-        (["--threads", "0"], 10, "option.out-of-range"),
-        (["--threads", "-1"], 10, "option.out-of-range"),
-        (["--memory", "plenty"], 2, "option.invalid"),
-        (["--memory", "-4GB"], 2, "option.invalid"),
-        (["--memory", "0"], 10, "option.out-of-range"),
-        (["--memory", "1KiB"], 10, "memory.too-small"),
-        (["--seed", "x"], 2, "option.invalid"),
-        (["--shard-size", "5XB"], 2, "option.invalid"),
-        (["--shard-size", "0"], 10, "option.out-of-range"),
-        (["--shard-size"], 2, "option.invalid"),
-        (["--unknown"], 2, "option.invalid"),
-        (["one-more-argument"], 2, "option.invalid"),
-    ],
-)
-def test_merge__bad_options_are_refused_in_one_line(
-    work: Workplace, run: Runner, arguments: list[str], exit_code: int, code: str
-) -> None:
-    before = work.names()
-    ran = run("merge", work.recipe, work.out, *arguments)
-    assert ran.exit_code == exit_code
-    assert ran.out == ""
-    errors_told = [line for line in ran.error_lines if not line.startswith(("merge:", "publish:"))]
-    assert len(errors_told) == 1
-    assert errors_told[0].startswith("error: ")
-    assert errors_told[0].endswith(f"[{code}]")
-    assert work.names() == before
-
-
 def test_merge__bad_options_are_told_as_json_too(work: Workplace, run: Runner) -> None:
     ran = run("merge", work.recipe, work.out, "--json", "--memory", "plenty")
     problem = ran.json()["error"]["problems"][0]
     assert (ran.exit_code, problem["code"], problem["where"]) == (2, "option.invalid", "--memory")
     assert ran.error_lines[0].endswith("[option.invalid]")
-
-
-def test_merge__a_mistyped_option_is_recognised(work: Workplace, run: Runner) -> None:
-    assert "did you mean '--threads'?" in run("merge", work.recipe, work.out, "--thread", "2").err
-
-
-def test_merge__no_room_is_told_before_anything_is_written(
-    work: Workplace, run: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = shutil.disk_usage(work.root)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: real._replace(free=1000))
-    before = work.names()
-    ran = run("merge", work.recipe, work.out)
-    assert ran.exit_code == 8
-    assert "[storage.no-space]" in ran.err
-    assert work.names() == before
 
 
 def test_merge__missing_parents_are_made(work: Workplace, run: Runner) -> None:
@@ -325,27 +210,9 @@ def test_merge__an_interruption_after_publication_tells_the_truth(
     assert ran.error_lines == [f"interrupted: {work.out}: was complete by then, and is published"]
 
 
-def test_merge__the_python_way_gives_the_same_bytes(work: Workplace, run: Runner) -> None:
-    run("merge", work.recipe, work.out)
-    report = mergepipe.merge(work.recipe, work.root / "other")
-    assert isinstance(report, MergeReport)
-    assert weights(work.root / "other") == weights(work.out)
-
-
 def test_merge__with_a_plan_is_run(work: Workplace, run: Runner) -> None:
     plan, other = work.root / "plan.json", work.root / "other"
     run("plan", work.recipe, "--budget", "50%", "--out", plan)
     assert run("merge", "--plan", plan, work.out, "--quiet").exit_code == 0
     assert run("run", plan, other, "--quiet").exit_code == 0
     assert (work.out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [(["o"], "--plan"), (["--budget", "5%"], "--budget"), (["--min-density", "0.1"], "--min-density")],
-)
-def test_merge__with_a_plan_takes_nothing_that_the_plan_has_decided(
-    run: Runner, options: list[str], named: str
-) -> None:
-    ran = run("merge", "--plan", "plan.json", "out", *options)
-    assert (ran.exit_code, ran.err.startswith(f"error: {named}: "), "[option.conflict]" in ran.err) == (2, True, True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -30,14 +29,6 @@ def test_pack__says_sizes_and_unpack_gives_the_expert_back(work: Workplace, run:
     assert back.exit_code == 0
     assert "restored" in back.out
     assert file_bytes(work.root / "back") == file_bytes(expert)
-
-
-def test_pack__as_json_names_every_expert(work: Workplace, run: Runner) -> None:
-    ran = run("pack", work.family.base, *work.family.experts, "-o", work.root / "stores", "--json")
-    experts = ran.json()["experts"]
-    assert [Path(expert["store"]).name for expert in experts] == ["expert-1", "expert-2"]
-    assert all(expert["is_new"] for expert in experts)
-    assert all(sum(expert["blocks"].values()) > 0 for expert in experts)
 
 
 def test_pack__of_a_snapshot_on_its_base_brings_back_the_snapshot(work: Workplace, run: Runner) -> None:
@@ -73,37 +64,6 @@ def test_pack__on_a_base_that_is_packed_on_its_own_comes_back(work: Workplace, r
         original, again = work.family.experts[number], work.root / f"again-{number}"
         assert run("unpack", stores / original.name, "-o", again).exit_code == 0
         assert (again / "model.safetensors").read_bytes() == (original / "model.safetensors").read_bytes()
-
-
-def test_pack__refuses_a_file_as_the_place_of_stores(work: Workplace, run: Runner) -> None:
-    ran = run("pack", work.family.base, work.family.experts[0], "-o", work.recipe)
-    assert ran.exit_code == 7
-    assert f"{work.recipe}: is a file; {work.recipe / 'expert-1'} cannot be in it" in ran.err
-    assert work.names() == {"family", "recipe.yml"}
-
-
-def test_pack__refuses_to_write_into_the_base(work: Workplace, run: Runner) -> None:
-    ran = run("pack", work.family.base, work.family.experts[0], "-o", work.family.base)
-    assert ran.exit_code == 7
-    assert "overlaps the input" in ran.err
-    assert not (work.family.base / "expert-1").exists()
-
-
-def test_unpack__refuses_what_is_no_store(work: Workplace, run: Runner) -> None:
-    ran = run("unpack", work.family.base, "-o", work.root / "back")
-    assert ran.exit_code == 3
-    assert "is not a delta store: it has no mergepipe-store.json; name a store that `pack` made" in ran.err
-
-
-def test_pack__prints_sizes_codecs_reasons_and_speed(work: Workplace, run: Runner) -> None:
-    ran = run("pack", work.family.base, *work.family.experts, "-o", work.root / "stores")
-    head, *lines = ran.out.splitlines()
-    assert head.split() == ["store", "blocks", "expert", "packed", "of", "it", "time", "speed"]
-    assert len(lines) == 2
-    for line in lines:
-        assert re.search(r"blocks? .* [\d.]+ [kM]B +[\d.]+ [kM]B +[\d.]+% ", line)
-        assert re.search(r"\(without levels: \d+ fewer than 4096 elements", line)
-        assert re.search(r"B/s$", line)
 
 
 def test_pack_and_unpack__name_no_option_that_they_lack(work: Workplace, run: Runner) -> None:

@@ -63,13 +63,6 @@ def test_run__part_of_a_killed_process_is_made_by_another(run: Runner, tmp_path:
     assert not [name for name in place.names() if name.startswith(".")]
 
 
-def test_plan__all_takes_no_budget(run: Runner, tmp_path: Path) -> None:
-    place = make_workplace(tmp_path)
-    ran = run("plan", place.recipe, "--all", "--budget", "20%", "--home", tmp_path / "home")
-    assert ran.exit_code != 0
-    assert "--all" in ran.err
-
-
 def test_pack__in_parts_gives_what_one_command_gives(run: Runner, tmp_path: Path) -> None:
     work = make_workplace(tmp_path)
     assert run("pack", work.family.base, *work.family.experts, "-o", tmp_path / "whole").exit_code == 0

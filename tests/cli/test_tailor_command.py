@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -26,25 +25,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "recipe.yml").write_text(text)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def test_inspect__shows_units_bytes_and_comparability(run: Runner, place: Path) -> None:
-    ran = run("tailor", "inspect", "global_step7", "global_step9")
-    assert ran.exit_code == 0
-    assert "deepspeed-zero stage 3, for deepspeed, step 7, 2 ranks" in ran.out
-    assert "parts of these can be composed" in ran.out
-    document = run("tailor", "inspect", place / "global_step7", "--json").json()
-    assert [c["step"] for c in document["checkpoints"]] == [7]
-
-
-def test_check__shows_ages_and_writes_nothing(run: Runner, place: Path) -> None:
-    before = sorted(place.rglob("*"))
-    ran = run("tailor", "check", "recipe.yml")
-    assert ran.exit_code == 0
-    row = next(line for line in ran.out.splitlines() if line.startswith("layer 2"))
-    assert row.split() == ["layer", "2", "global_step7", "7", "2", "9", "newest"]
-    assert "Old weights raise the loss after resuming" in ran.out
-    assert sorted(place.rglob("*")) == before
 
 
 def test_compose__publishes_and_reports(run: Runner, place: Path) -> None:
@@ -84,29 +64,6 @@ def test_diff__shows_relative_changes(run: Runner, place: Path) -> None:
     assert place.is_dir()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "exit_code", "code"),
-    [
-        (["inspect", "nowhere"], 3, "model.not-found"),
-        (["check", "nowhere.yml"], 3, "recipe.not-found"),
-        (["compose", "recipe.yml", "global_step9/out"], 7, "output.place"),
-        (["compose", "recipe.yml", "out", "--self-check", "ful"], 2, "option.invalid"),
-        (["compose", "recipe.yml", "out", "--memory", "1MiB"], 10, "memory.too-small"),
-        (["recipe", "--strategy", "best", "--run", "."], 2, "option.invalid"),
-        (["recipe", "--run", "."], 2, "option.invalid"),
-        (["recipe", "--from-log", "flags.jsonl", "--run", "."], 2, "option.invalid"),
-        (["recipe", "--from-log", "flags.jsonl", "--run", ".", "--at", "9"], 3, "storage.not-found"),
-    ],
-)
-def test_tailor__exit_codes_tell_the_class(
-    run: Runner, place: Path, arguments: list[str], exit_code: int, code: str
-) -> None:
-    ran = run("tailor", *arguments)
-    assert (ran.exit_code, ran.out) == (exit_code, "")
-    assert any(line.endswith(f"[{code}]") for line in ran.error_lines)
-    assert not (place / "out").exists()
-
-
 def test_inspect__imports_nothing_heavy(place: Path) -> None:
     ran = finish(start_python(LOADED, "tailor", "inspect", place / "global_step7"))
     assert ran.exit_code == 0
@@ -130,12 +87,3 @@ def test_catalog_rebuild__leaves_composites_out_and_says_so(run: Runner, place: 
     document = run("catalog", "rebuild", place, "--home", place / "home", "--json").json()
     assert (document["composites"], document["snapshots"]) == ([str(place / "out")], 0)
     assert run("ls", "--home", place / "home").exit_code == 0
-
-
-def test_average__shows_weights_and_writes_a_model(run: Runner, place: Path) -> None:
-    folders = sorted(path.name for path in place.iterdir() if path.is_dir())
-    ran = run("tailor", "average", *folders, "-o", "averaged", "--weights", "1,3")
-    rows = [line.split() for line in ran.out.splitlines() if line.startswith(tuple(folders))]
-    assert (ran.exit_code, [row[-1] for row in rows]) == (0, ["0.25", "0.75"])
-    assert (place / "averaged" / "model.safetensors").is_file()
-    assert json.loads((place / "averaged" / "mergepipe.json").read_text())["average"]["weights"] == [0.25, 0.75]

@@ -31,35 +31,6 @@ def test_merge__points_to_mergepipe_yaml_for_mergekits_flags(work: Workplace, ru
     assert "did you mean '--budget'" in run("merge", work.recipe, work.out, "--bugdet").err
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("merge", "out", "recipe.yml"),
-        ("run", "out", "plan.json"),
-        ("status", "out", "plan.json"),
-        ("tailor", "compose", "out", "recipe.yaml"),
-    ],
-)
-def test_commands__recognise_swapped_arguments(work: Workplace, run: Runner, command: tuple[str, ...]) -> None:  # noqa: ARG001
-    ran = run(*command)
-    first, second = command[-2:]
-    assert (ran.exit_code, len(ran.error_lines)) == (2, 1)
-    assert f"swap the two: {second} {first} [option.conflict]" in ran.err
-
-
-def test_extract_lora__shows_an_example_where_the_output_is_missing(run: Runner) -> None:
-    ran = run("lora", "extract", "base", "tuned", "lora")
-    assert (ran.exit_code, "as in: mergepipe lora extract base/ fine-tuned/ --out adapter/" in ran.err) == (2, True)
-
-
-@pytest.mark.parametrize("name", ["x.safetensors", "deep/x.gguf", "x.bin"])
-def test_merge__refuses_outputs_that_are_named_as_files(work: Workplace, run: Runner, name: str) -> None:
-    ran = run("merge", work.recipe, name)
-    assert (ran.exit_code, len(ran.error_lines)) == (7, 1)
-    assert f"write {name.rpartition('.')[0]} [output.place]" in ran.err
-    assert not (work.root / name).exists()
-
-
 def test_errors_about_models__name_the_line_of_the_recipe_and_a_tidy_path(work: Workplace, run: Runner) -> None:
     (work.root / "sub").mkdir()
     (work.root / "broken").mkdir()

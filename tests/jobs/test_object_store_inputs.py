@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 import mergepipe
-from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, RecipeError, StorageError, UnsupportedError
+from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, UnsupportedError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LOCAL_TERMS
@@ -181,42 +181,6 @@ def test_compose__of_objects_is_that_of_files(tmp_path: Path) -> None:
             tailor.compose(tmp_path / f"{name}.yml", tmp_path / "out" / name, self_check="full")
         assert tailor.recipe(f"{BUCKET}/run", strategy="latest") == f"default: {BUCKET}/run/checkpoint-9\n"
     assert weights(tmp_path / "out" / "remote") == weights(tmp_path / "out" / "local")
-
-
-def test_merge__of_an_object_that_is_overwritten_meanwhile_is_refused(bench: Bench) -> None:
-    changed = BUCKET / "expert-2" / "model.safetensors"
-    content = (bench.folder / "expert-2" / "model.safetensors").read_bytes()
-
-    def overwrite_once(request: StoreRequest) -> None:
-        if request.purpose is Purpose.EXPERT and request.path == changed:
-            bench.store.script = _serve
-            bench.store.put(changed, content)
-
-    bench.store.script = overwrite_once
-    with pytest.raises(ConflictError) as caught:
-        mergepipe.merge(bench.recipe(str(BUCKET)), bench.out("remote"), options=bench.options(str(BUCKET)))
-    assert (caught.value.code, bench.out("remote").exists()) == ("input.changed", False)
-    assert str(changed) in str(caught.value)
-
-
-def _serve(_request: StoreRequest) -> None:
-    """Serve at once."""
-
-
-def test_merge__that_the_network_stopped_is_made_by_the_next_run(bench: Bench) -> None:
-    def refuse(request: StoreRequest) -> None:
-        if request.purpose is Purpose.EXPERT:
-            raise StorageError.of("storage.io", request.path, "the network is gone")
-
-    bench.store.script = refuse
-    recipe = bench.recipe(str(BUCKET))
-    with pytest.raises(StorageError):
-        mergepipe.merge(recipe, bench.out("remote"), options=bench.options(str(BUCKET)))
-    assert not bench.out("remote").exists()
-    bench.store.script = _serve
-    mergepipe.merge(recipe, bench.out("remote"), options=bench.options(str(BUCKET)))
-    mergepipe.merge(bench.recipe(bench.local), bench.out("local"), options=bench.options(bench.local))
-    assert weights(bench.out("remote")) == weights(bench.out("local"))
 
 
 @pytest.mark.parametrize(

@@ -118,14 +118,9 @@ class Remote:
         return self.hub if kind == "hub" else self.bucket
 
     def recipe(self, kind: str) -> Path:
-        places = {
-            "local": str(self.folder),
-            "http": f"{self.bucket.url}/bucket",
-            "s3": "s3://bucket",
-            "hub": "hf://org",
-        }
+        places = {"local": str(self.folder), "http": f"{self.bucket.url}/bucket", "hub": "hf://org"}
         path = self.folder / f"{kind}.yml"
-        path.write_text(RECIPE.format(at=places[kind]))
+        path.write_text(RECIPE.format(at=places.get(kind, f"{kind}://bucket")))
         return path
 
     def merge(self, kind: str, out: Path, budget: str | None) -> mergepipe.MergeReport:
@@ -205,6 +200,17 @@ def check_case(remote: Remote, name: str, kind: str, budget: str | None, out: Pa
     assert weights(out / "faulty") == clean
     if report.budget_bytes is not None:
         assert remote.sent_of_experts(kind) <= report.budget_bytes + remote.header_bytes()
+
+
+@pytest.mark.parametrize("kind", ["s3", "gs", "az", "http", "hub"])
+def test_merge__of_remote_models_is_the_local_merge(kind: str, remote: Remote, tmp_path: Path) -> None:
+    server = remote.server(kind)
+    server.faults = []
+    clean = remote.clean_weights(kind, None, tmp_path / "clean")
+    server.faults = [cut(1000), status(503)]
+    remote.merge(kind, tmp_path / "out", None)
+    assert server.faults == []
+    assert weights(tmp_path / "out") == clean
 
 
 @pytest.mark.parametrize(("kind", "name", "budget"), IN_SHORT)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe.checkpoints.directory import SIDECAR_NAMES, Weights, choose_weights, disagreements, open_checkpoint
+from mergepipe.checkpoints.directory import SIDECAR_NAMES, Weights, choose_weights, open_checkpoint
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.storage.file_version import version_of
@@ -234,21 +234,6 @@ def test_choose_weights__says_what_it_found(names: list[str], error: type[MergeP
     with pytest.raises(error) as caught:
         choose_weights(Location.local(Path("x")), names)
     assert [word for word in words if word not in str(caught.value)] == []
-
-
-def test_disagreements__none_where_index_and_shards_agree() -> None:
-    assert list(disagreements({"a": "1", "b": "2"}, {"1": ["a"], "2": ["b"]})) == []
-
-
-def test_disagreements__one_for_each_tensor_in_order() -> None:
-    weight_map = {"gone": "1", "moved": "1", "twice": "1", "fine": "1"}
-    stored = {"1": ["twice", "fine"], "2": ["moved", "twice", "extra"]}
-    assert [p.message for p in disagreements(weight_map, stored)] == [
-        "tensor 'extra' is stored in '2', but the index does not list it",
-        "tensor 'gone' is listed in '1', which does not hold it",
-        "tensor 'moved' is listed in '1', but stored in '2'",
-        "tensor 'twice' is stored in 2 shards: '1', '2'",
-    ]
 
 
 @pytest.mark.parametrize("name", ["m.gguf", "m.safetensors", "m.bin", "m.part"])
