@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from command_line import Runner, Workplace, make_workplace
@@ -62,11 +61,3 @@ def test_show__says_how_many_digits_a_sid_needs(work: Workplace, run: Runner) ->
     ran = run("show", sid[:2])
     assert (ran.exit_code, f"2 digits of a sid are too few; give 4: {sid[:4]}" in ran.err) == (3, True)
     assert run("show", sid[:4]).exit_code == 0
-
-
-def test_calls__recognise_a_mistyped_option() -> None:
-    merge, plan = cast("Any", mergepipe.merge), cast("Any", mergepipe.plan)
-    with pytest.raises(TypeError, match="MergeOptions has no option 'thraeds'; did you mean 'threads'?"):
-        merge("r.yml", "out", thraeds=2)
-    with pytest.raises(TypeError, match="PlanOptions has no option 'threads'; known: .*min_density"):
-        plan("r.yml", "25%", threads=2)
