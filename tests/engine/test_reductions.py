@@ -15,7 +15,8 @@ from mergepipe.engine import block_reductions, order_statistics
 from mergepipe.engine.block_reductions import InnerProductSums, MagnitudeCuts, ScoreRanks
 from mergepipe.engine.order_statistics import RankSearch
 from mergepipe.engine.tensor_summary import FINE_SHARE, FineMagnitudes, TensorSummary
-from mergepipe.operators.base import InnerProducts, MagnitudeCut, RawBlock
+from mergepipe.operators.base import RawBlock
+from mergepipe.operators.statistics import rank_of_density
 from mergepipe.testing.in_memory import StoredTensor, run_reduction
 from mergepipe.testing.tensors import Family, make_family
 from support.oracle import order_of_ranks, reaching
@@ -162,16 +163,17 @@ def test_tensor_summary__answers_as_the_reduction_it_stands_in_for(data: st.Data
     tensor = StoredTensor(family, F32)
     grid = BlockGrid(n, 2 * GRAIN_ELEMENTS)
     blocks = [tensor.block(span) for span in reversed(list(grid.spans()))]
-    kept_E = tuple(data.draw(st.integers(0, n)) for _ in dtypes)
-    summary = run_reduction(TensorSummary(grid, len(dtypes), MagnitudeCut(kept_E), (0.2, 0.5)), blocks)
-    cuts = run_reduction(MagnitudeCuts(kept_E, n), blocks)
-    assert_cuts(family, kept_E, summary.cuts_E3)
-    assert_cuts(family, kept_E, cuts.cuts_E3)
-    products = run_reduction(TensorSummary(grid, len(dtypes), InnerProducts(), ()), blocks).products_E3
+    density = data.draw(st.sampled_from([0.0, 0.2, 0.5, 1.0]))
+    kept_E = (rank_of_density(density, n),) * len(dtypes)
+    summary = TensorSummary(grid, len(dtypes), (density,))
+    run_reduction(summary, blocks)
+    statistics = [summary.statistics(e) for e in range(len(dtypes))]
+    cuts_E3 = np.array([one.cut(kept_E[0]) for one in statistics], np.uint32)
+    assert_cuts(family, kept_E, cuts_E3)
+    assert_cuts(family, kept_E, run_reduction(MagnitudeCuts(kept_E, n), blocks).cuts_E3)
     sums = run_reduction(InnerProductSums(n, len(dtypes)), blocks).products_E3
-    assert products is not None
     assert sums is not None
-    np.testing.assert_array_equal(products, sums)
+    np.testing.assert_array_equal(np.stack([one.products_3 for one in statistics]), sums)
 
 
 class StoredScore:

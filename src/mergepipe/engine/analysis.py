@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,8 @@ from mergepipe.engine.segments import (
     uncut_blocks,
 )
 from mergepipe.engine.tensor_summary import TensorSummary
-from mergepipe.engine.tensor_work import no_function, reporter
-from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer
+from mergepipe.engine.tensor_work import no_function
+from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, OnStatistics
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.storage.contract import RangeFile, Store, abort_requests
 from mergepipe.storage.location import Location
@@ -61,9 +61,19 @@ def _jobs(work: AnalysisWork, shapes: Iterator[JobShape], limits: HoldLimits, ob
         works = []
         for task in (work.tasks[i] for i in shape.task_indices):
             grid = BlockGrid(task.base.n_elements, work.block_elements)
-            summary = TensorSummary(grid, len(task.experts), None, work.densities)
-            works.append(TensorWork(task, summary, no_function, reporter(task, summary, observer.on_statistics)))
+            summary = TensorSummary(grid, len(task.experts), work.densities)
+            works.append(TensorWork(task, summary, no_function, _reporter(task, summary, observer.on_statistics)))
         yield Job(shape, works, limits, writes=False, tap=observer.tap)
+
+
+def _reporter(task: MergeTask, summary: TensorSummary, on_statistics: OnStatistics) -> Callable[[], None]:
+    """Return a function that passes on the statistics of every expert of a task."""
+
+    def report() -> None:
+        for e in range(len(task.experts)):
+            on_statistics(task, e, summary.statistics(e))
+
+    return report
 
 
 class _NoSink:

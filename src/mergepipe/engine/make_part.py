@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.checkpoints.open_files import open_pinned
-from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS
+from mergepipe.core.blocks import GRAIN_ELEMENTS
 from mergepipe.engine.jobs import Job
 from mergepipe.engine.pipeline import Pipeline, ReadSettings, SegmentSink, are_dear
 from mergepipe.engine.segments import (
@@ -21,12 +21,10 @@ from mergepipe.engine.segments import (
     CutOf,
     HoldLimits,
     JobShape,
-    Levels,
     Piece,
     Run,
     RunsOf,
     choose_buffer_sizes,
-    fits_memory,
     full_access,
     plan_jobs,
     uncut_blocks,
@@ -84,7 +82,7 @@ def make_part(
         limits = (
             HoldLimits.sparing(pool.limit, layout.sizes, work.output.tasks) if is_sparing else HoldLimits.of(pool.limit)
         )
-        pipeline.run(_jobs(layout.work, tasks, shapes, limits, observer))
+        pipeline.run(_jobs(work, tasks, shapes, limits))
         writer.finish()
     digests = iter(writer.digests)
     return PartResult(
@@ -97,7 +95,6 @@ def make_part(
 class _Layout:
     """The reads and tiles of a work within an amount of memory; the same for each of its parts."""
 
-    work: MergeWork
     pool_bytes: int
     sizes: BufferSizes
     runs_of: RunsOf
@@ -105,32 +102,22 @@ class _Layout:
 
 
 def _layout(work: MergeWork, pool_bytes: int) -> _Layout:
-    """Choose buffers and cuts by all tasks of a work, and leave out what cannot be gathered."""
+    """Choose buffers and cuts by all tasks of a work."""
     tasks = work.output.tasks
-    if work.statistics_of:
-        trimmed = {task.name for task in tasks if _levels(work, task)}  # more would be read for statistics
-        work = replace(work, statistics_of=work.statistics_of - trimmed)
-    if work.statistics_of and not fits_memory(tasks, pool_bytes, _cut_of(work)):
-        work = replace(work, statistics_of=frozenset())  # whole blocks of all models are more than the cap allows
     cut_of = uncut_blocks(_cut_of(work), tasks, pool_bytes)
     sizes = choose_buffer_sizes(tasks, pool_bytes, cut_of, CHUNK_BYTES)
-    return _Layout(work, pool_bytes, sizes, _runs_of(work), cut_of)
+    return _Layout(pool_bytes, sizes, _runs_of(work), cut_of)
 
 
-def _jobs(
-    work: MergeWork, tasks: Sequence[MergeTask], shapes: Iterator[JobShape], limits: HoldLimits, observer: Observer
-) -> Iterator[Job]:
+def _jobs(work: MergeWork, tasks: Sequence[MergeTask], shapes: Iterator[JobShape], limits: HoldLimits) -> Iterator[Job]:
     for shape in shapes:
-        works = [tensor_work(work, tasks[i], observer.on_statistics) for i in shape.task_indices]
+        works = [tensor_work(work, tasks[i]) for i in shape.task_indices]
         yield Job(shape, works, limits, reads_once=work.access is not None)
 
 
 def _cut_of(work: MergeWork) -> CutOf:
     """Return where tensors may be cut. A rule that needs whole rows is cut between rows only."""
-    if work.access is not None:
-        grid = work.access.block_elements
-    else:
-        grid = DEFAULT_BLOCK_ELEMENTS if work.statistics_of else GRAIN_ELEMENTS
+    grid = GRAIN_ELEMENTS if work.access is None else work.access.block_elements
 
     def cut_of(task: MergeTask) -> int:
         if task.action is Action.COPY or not task.experts:
@@ -149,13 +136,11 @@ def _runs_of(work: MergeWork) -> RunsOf:
     """Return the runs to read: the planned ones, or of every expert the lowest level that the rule needs."""
 
     def sufficient(index: int, task: MergeTask) -> Iterable[Run]:
-        return full_access(index, task, levels=() if task.name in work.statistics_of else _levels(work, task))
+        if not task.experts:
+            return full_access(index, task)
+        return full_access(index, task, levels=sufficient_levels(work.operator, operator_input(work, task), task))
 
     return sufficient if work.access is None else work.access.runs_of
-
-
-def _levels(work: MergeWork, task: MergeTask) -> Levels:
-    return sufficient_levels(work.operator, operator_input(work, task), task) if task.experts else ()
 
 
 class _ShardSink(SegmentSink):

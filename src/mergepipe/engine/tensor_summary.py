@@ -10,9 +10,9 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, GRAIN_ELEMENTS, ITEMSIZE_BY_KERNEL_CODE, BlockGrid
-from mergepipe.engine.block_reductions import cuts_of, join_products
+from mergepipe.engine.block_reductions import join_products
 from mergepipe.engine.order_statistics import RankSearch, TieSearch
-from mergepipe.operators.base import InnerProducts, MagnitudeBand, MagnitudeCut, RawBlock, Reduced, ReductionRequest
+from mergepipe.operators.base import NOTHING_REDUCED, RawBlock, Reduced
 from mergepipe.operators.statistics import (
     BLOCK_RECORD,
     COMMON_DENSITIES,
@@ -116,16 +116,12 @@ class TensorSummary:
         self,
         grid: BlockGrid,
         n_experts: int,
-        request: ReductionRequest | None,
         densities: Sequence[float] = COMMON_DENSITIES,
     ) -> None:
         self._grid = grid
-        self._request = request
         self._densities = tuple(sorted(densities))
         ranks = {rank_of_density(density, grid.n_elements) for density in self._densities}
-        self._search_E = [
-            RankSearch(ranks | requested, grid.n_elements) for requested in _requested_ranks(request, n_experts)
-        ]
+        self._search_E = [RankSearch(ranks, grid.n_elements) for _ in range(n_experts)]
         n_cells = -(-grid.n_elements // GRAIN_ELEMENTS)
         self._base_C = np.zeros(n_cells, np.float64)
         self._cells_EC2 = np.zeros((n_experts, n_cells, 2), np.float64)
@@ -191,16 +187,8 @@ class TensorSummary:
         return not any(ties.is_open for ties in self._ties_E)
 
     def result(self) -> Reduced:
-        match self._request:
-            case MagnitudeCut(kept_E):
-                return Reduced(cuts_E3=cuts_of(self._ties_E, kept_E))
-            case MagnitudeBand(kept_E, dropped_E):
-                upper_E3 = cuts_of(self._ties_E, dropped_E)
-                return Reduced(cuts_E3=cuts_of(self._ties_E, kept_E), upper_cuts_E3=upper_E3)
-            case InnerProducts():
-                return Reduced(products_E3=join_products(self._base_C, self._cells_EC2))
-            case _:  # not what statistics hold: still to be reduced
-                return Reduced()
+        """Nothing is reduced for a merge: `statistics` are the result."""
+        return NOTHING_REDUCED
 
     def statistics(self, e: int) -> TensorStatistics:
         """Return the statistics of one expert, after `finish` returned True."""
@@ -239,13 +227,3 @@ def merged_cuts(
     shares = np.concatenate([densities_D, shares_H[is_new_H]])
     order = np.argsort(shares, kind="stable")
     return shares[order], np.concatenate([cuts_D3, cuts_H3[is_new_H]])[order]
-
-
-def _requested_ranks(request: ReductionRequest | None, n_experts: int) -> list[set[int]]:
-    match request:
-        case MagnitudeCut(kept_E):
-            return [{n_kept} for n_kept in kept_E]
-        case MagnitudeBand(kept_E, dropped_E):
-            return [{n_kept, n_dropped} for n_kept, n_dropped in zip(kept_E, dropped_E, strict=True)]
-        case _:
-            return [set() for _ in range(n_experts)]

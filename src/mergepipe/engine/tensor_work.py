@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, starmap
-from typing import Protocol
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.content_id import stream_key
-from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, Span
+from mergepipe.core.blocks import BlockGrid, Span
 from mergepipe.engine.block_reductions import Reduction, make_reduction
 from mergepipe.engine.jobs import BASE_ALONE, Sample, TensorWork
 from mergepipe.engine.segments import Run, full_access
-from mergepipe.engine.tensor_summary import TensorSummary
-from mergepipe.engine.work import MergeWork, OnStatistics
+from mergepipe.engine.work import MergeWork
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
     InnerProducts,
@@ -29,100 +27,88 @@ from mergepipe.operators.base import (
     ReductionRequest,
     ScoreCut,
 )
-from mergepipe.operators.statistics import COMMON_DENSITIES, NOTHING_KEPT, Cut, TensorStatistics, rank_of_density
-from mergepipe.planning.plan import ALL, PlannedTensor
+from mergepipe.operators.statistics import NOTHING_KEPT, Cut, TensorStatistics, rank_of_density
+from mergepipe.planning.plan import ALL, PlannedTensor, Products
 from mergepipe.recipes.tasks import Action, MergeTask
 
-# --- answer requests for tensor-wide quantities from what is on record instead of reading blocks ---
-
-
-class KnownQuantities(Protocol):
-    """The tensor-wide quantities of one tensor that are known without reading it."""
-
-    def answer(self, request: ReductionRequest) -> Reduced | None:
-        """Answer a request, equal to what a reduction would give; None if any of it must be gathered."""
-        ...
-
-    def unanswered(self, request: ReductionRequest) -> ReductionRequest | None:
-        """Return the part of a request that must be gathered."""
-        ...
-
-    def completed(self, reduced: Reduced) -> Reduced:
-        """Join gathered quantities with the known ones."""
-        ...
-
-
-class NothingKnown:
-    """Base of what knows little: all of a request is gathered."""
-
-    __slots__ = ()
-
-    def answer(self, request: ReductionRequest) -> Reduced | None:
-        """Know nothing."""
-        return None
-
-    def unanswered(self, request: ReductionRequest) -> ReductionRequest | None:
-        """Return all of the request."""
-        return request
-
-    def completed(self, reduced: Reduced) -> Reduced:
-        """Return what was gathered."""
-        return reduced
-
-
-NOTHING_KNOWN = NothingKnown()
+# --- answer requests for tensor-wide quantities from a plan or from statistics instead of looking at blocks ---
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertQuantities:
-    """The exact tensor-wide quantities of one expert's tensor: magnitude cuts by density, and inner products."""
+    """The exact tensor-wide quantities of one expert's tensor that are known: magnitude cuts, and inner products.
+
+    `cuts` are by the number of elements that reach them. A plan's is at None: the one that its rule wants.
+    """
 
     n_elements: int
-    cuts: tuple[tuple[float, Cut], ...]  # by density
-    products: tuple[float, float, float]
+    cuts: Mapping[int | None, Cut]
+    products: Products | None
 
     @classmethod
     def of(cls, statistics: TensorStatistics) -> ExpertQuantities:
         """Keep the quantities of exact statistics, without their blocks."""
-        cuts = zip(statistics.densities_D.tolist(), starmap(Cut, statistics.cuts_D3.tolist()), strict=True)
+        n_elements = statistics.grid.n_elements
+        ranks = [rank_of_density(density, n_elements) for density in statistics.densities_D.tolist()]
+        cuts: dict[int | None, Cut] = {}
+        for rank, cut_3 in zip(ranks, statistics.cuts_D3.tolist(), strict=True):
+            cuts.setdefault(rank, Cut(*cut_3))
         base, delta, mixed = statistics.products_3.tolist()
-        return cls(statistics.grid.n_elements, tuple(cuts), (base, delta, mixed))
+        return cls(n_elements, cuts, (base, delta, mixed))
 
     def cut(self, n_kept: int) -> Cut | None:
-        """Return the cut that keeps `n_kept` elements, if a recorded density keeps as many."""
+        """Return the cut that keeps `n_kept` elements, if it is known."""
         if n_kept == 0:
             return NOTHING_KEPT
         if n_kept >= self.n_elements:
             return Cut(0)
-        for density, cut in self.cuts:
-            if rank_of_density(density, self.n_elements) == n_kept:
-                return cut
-        return None
+        return self.cuts.get(n_kept, self.cuts.get(None))
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedQuantities(NothingKnown):
-    """The quantities on record of all experts of one tensor."""
+class KnownQuantities:
+    """The quantities of all experts of one tensor that are known without looking at it; of no experts, nothing is.
 
-    experts: tuple[ExpertQuantities, ...]
+    Law: what is known is equal to what a reduction would gather.
+    """
+
+    experts: tuple[ExpertQuantities, ...] = ()
 
     def answer(self, request: ReductionRequest) -> Reduced | None:
-        """Answer a request if every expert has what it asks for."""
+        """Answer a request if all of it is known."""
         match request:
-            case MagnitudeCut(kept_E):
-                cuts_E3 = self._cuts(kept_E)
+            case MagnitudeCut(kept_E) if self.experts:
+                cuts_E3 = _all_cuts(self._cuts(kept_E))
                 return None if cuts_E3 is None else Reduced(cuts_E3=cuts_E3)
-            case MagnitudeBand(kept_E, dropped_E):
-                lower_E3, upper_E3 = self._cuts(kept_E), self._cuts(dropped_E)
+            case MagnitudeBand(kept_E, dropped_E) if self.experts:
+                lower_E3, upper_E3 = _all_cuts(self._cuts(kept_E)), _all_cuts(self._cuts(dropped_E))
                 return None if lower_E3 is None or upper_E3 is None else Reduced(lower_E3, upper_cuts_E3=upper_E3)
-            case InnerProducts():
-                return Reduced(products_E3=np.array([expert.products for expert in self.experts]))
-            case _:  # of several experts together, and by row, nothing is on record
+            case InnerProducts() if self.experts:
+                products = [expert.products for expert in self.experts]
+                return None if None in products else Reduced(products_E3=np.array(products, np.float64))
+            case _:  # of several experts together, and by row, nothing is known
                 return None
 
-    def _cuts(self, kept_E: Sequence[int]) -> NDArray[np.uint32] | None:
-        cuts = [expert.cut(n_kept) for expert, n_kept in zip(self.experts, kept_E, strict=True)]
-        return None if None in cuts else np.array(cuts, np.uint32)
+    def lacking(self, request: ReductionRequest) -> ReductionRequest:
+        """Return what of a request has to be gathered: no cuts that are known."""
+        if not isinstance(request, MagnitudeCut) or not self.experts:
+            return request
+        pairs = zip(request.kept_E, self._cuts(request.kept_E), strict=True)
+        return MagnitudeCut(tuple(n_kept if cut is None else 0 for n_kept, cut in pairs))
+
+    def completed(self, request: ReductionRequest, gathered: Reduced) -> Reduced:
+        """Join what of a request was gathered with what is known of it."""
+        if not isinstance(request, MagnitudeCut) or not self.experts or gathered.cuts_E3 is None:
+            return gathered
+        pairs = zip(self._cuts(request.kept_E), gathered.cuts_E3.tolist(), strict=True)
+        return replace(gathered, cuts_E3=np.array([cut or found_3 for cut, found_3 in pairs], np.uint32))
+
+    def _cuts(self, kept_E: Sequence[int]) -> list[Cut | None]:
+        return [expert.cut(n_kept) for expert, n_kept in zip(self.experts, kept_E, strict=True)]
+
+
+def _all_cuts(cuts_E: Sequence[Cut | None]) -> NDArray[np.uint32] | None:
+    return None if None in cuts_E else np.array(cuts_E, np.uint32).reshape(-1, 3)
 
 
 # --- translate a plan for the engine: runs of equal access per tensor, and known tensor-wide quantities ---
@@ -168,55 +154,20 @@ class PlannedAccess:
         return 1.0 if planned is None else planned.factor
 
     def known(self, name: str) -> KnownQuantities:
-        """Return the tensor-wide quantities that the plan holds of a tensor."""
+        """Return the tensor-wide quantities that the plan holds of a tensor; of experts that are not read any will do.
+
+        Those count as if they were the base itself.
+        """
         planned = self.tensors.get(name)
-        return NOTHING_KNOWN if planned is None else PlannedQuantities(planned)
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedQuantities(NothingKnown):
-    """The quantities that a plan holds of one tensor. Of experts that are not read nothing has to be known."""
-
-    planned: PlannedTensor
-
-    def unanswered(self, request: ReductionRequest) -> ReductionRequest | None:
-        """Return a request for the experts that are read and whose quantities the plan lacks."""
-        match request:
-            case MagnitudeCut(kept_E):
-                is_open_E = [cut is None for cut in self._cuts_E()]
-                open_E = tuple(n_kept if is_open else 0 for n_kept, is_open in zip(kept_E, is_open_E, strict=True))
-                return MagnitudeCut(open_E) if any(is_open_E) else None
-            case InnerProducts():
-                return None if None not in self._products_E() else request
-            case _:  # a plan knows nothing of it
-                return request
-
-    def completed(self, reduced: Reduced) -> Reduced:
-        """Join the reduced quantities with those that the plan holds, of all experts or of some."""
-        cuts_E, products_E = self._cuts_E(), self._products_E()
-        recorded = Reduced(
-            cuts_E3=None if None in cuts_E else np.array(cuts_E, np.uint32),
-            products_E3=None if None in products_E else np.array(products_E, np.float64),
-        )
-        if recorded.cuts_E3 is not None or recorded.products_E3 is not None:
-            return reduced.joined(recorded)
-        if reduced.cuts_E3 is None:
-            return reduced
-        joined_E = [
-            cut if planned_cut is None else planned_cut
-            for planned_cut, cut in zip(cuts_E, reduced.cuts_E3.tolist(), strict=True)
-        ]
-        return replace(reduced, cuts_E3=np.array(joined_E, np.uint32))
-
-    def _cuts_E(self) -> list[Cut | None]:
-        """Return the cuts; any will do where nothing is read."""
-        reads_E = zip(self.planned.cuts_E, self.planned.access, strict=True)
-        return [NOTHING_KEPT if cut is None and not access.blocks else cut for cut, access in reads_E]
-
-    def _products_E(self) -> list[tuple[float, float, float] | None]:
-        products_E = self.planned.products or (None,) * len(self.planned.models)
-        reads_E = zip(products_E, self.planned.access, strict=True)
-        return [products if access.blocks else UNREAD_PRODUCTS for products, access in reads_E]
+        if planned is None:
+            return KnownQuantities()
+        products_E = planned.products or (None,) * len(planned.models)
+        experts = []
+        for access, cut, products in zip(planned.access, planned.cuts_E, products_E, strict=True):
+            cut = NOTHING_KEPT if cut is None and not access.blocks else cut
+            cuts: dict[int | None, Cut] = {} if cut is None else {None: cut}
+            experts.append(ExpertQuantities(planned.n_elements, cuts, products if access.blocks else UNREAD_PRODUCTS))
+        return KnownQuantities(tuple(experts))
 
 
 def level_of_blocks(planned: PlannedTensor, n_blocks: int) -> NDArray[np.int16]:
@@ -244,12 +195,17 @@ class Needs:
 
     operator: Operator
     inputs: OperatorInput
-    known: KnownQuantities = NOTHING_KNOWN
+    known: KnownQuantities = KnownQuantities()
     sampled_elements: int | None = None
 
-    def reduction(self, request: ReductionRequest, n_experts: int) -> Reduction:
-        """Make the reduction that answers `request`."""
-        n_elements = self.inputs.n_elements
+    def gather(self) -> tuple[Reduced, StagedReduction | None]:
+        """Return what is known without looking at the tensor, and the reduction that gathers the rest, if any."""
+        known, request = self.next(NOTHING_REDUCED)
+        return known, None if request is None else StagedReduction(self, request, known)
+
+    def reduction(self, request: ReductionRequest) -> Reduction:
+        """Make the reduction that gathers what is not known of `request`."""
+        n_elements, n_experts, request = self.inputs.n_elements, len(self.inputs.experts), self.known.lacking(request)
         if self.sampled_elements is None:
             return make_reduction(request, n_elements, n_experts)
         request = _among(request, n_elements, self.sampled_elements)
@@ -263,10 +219,9 @@ class Needs:
                 raise ValueError(f"{self.operator.spec.name} asks again for {request}")
             earlier.append(request)
             answer = self.known.answer(request)
-            unanswered = self.known.unanswered(request) if answer is None else None
-            if unanswered is not None:
-                return reduced, unanswered
-            reduced = self.known.completed(reduced) if answer is None else reduced.joined(answer)
+            if answer is None:
+                return reduced, request
+            reduced = reduced.joined(answer)
         return reduced, None
 
 
@@ -293,11 +248,11 @@ class StagedReduction:
     A stage that is done makes way for the next one, which sees every block as the other's refinement would.
     """
 
-    def __init__(self, needs: Needs, first: Reduction, n_experts: int, reduced: Reduced = NOTHING_REDUCED) -> None:
+    def __init__(self, needs: Needs, request: ReductionRequest, reduced: Reduced) -> None:
         self._needs = needs
-        self._n_experts = n_experts
         self._reduced = reduced
-        self._current: Reduction | None = first
+        self._request = request
+        self._current: Reduction | None = needs.reduction(request)
         self._is_new = False  # the current stage has not seen the blocks yet
 
     def survey(self, block: RawBlock) -> None:
@@ -324,13 +279,12 @@ class StagedReduction:
             return True
         if not self._current.finish():
             return False
-        joined = self._needs.known.completed(self._reduced.joined(self._current.result()))
-        self._reduced, request = self._needs.next(joined)
+        gathered = self._needs.known.completed(self._request, self._current.result())
+        self._reduced, request = self._needs.next(self._reduced.joined(gathered))
         if request is None:
             self._current = None
             return True
-        self._current = self._needs.reduction(request, self._n_experts)
-        self._is_new = True
+        self._request, self._current, self._is_new = request, self._needs.reduction(request), True
         return False
 
     def result(self) -> Reduced:
@@ -340,73 +294,27 @@ class StagedReduction:
 # --- work on single tensors of a merge: the reduction that each needs first, and the function for its blocks ---
 
 
-def tensor_work(work: MergeWork, task: MergeTask, on_statistics: OnStatistics) -> TensorWork:
-    """Return the work on one tensor of a merge; it passes on the statistics that are to be gathered."""
+def tensor_work(work: MergeWork, task: MergeTask) -> TensorWork:
+    """Return the work on one tensor of a merge."""
     if task.action is Action.COPY or not task.base.n_elements:
         return TensorWork(task, None, no_function)
-    inputs, operator = operator_input(work, task), work.operator
-    if work.access is not None and work.access.factor(task.name) != 1.0:
-        return _sampled_work(work, task, inputs, work.access)
+    inputs, operator, access = operator_input(work, task), work.operator, work.access
     if not task.experts:
         return TensorWork(task, None, lambda _: operator.block_function(inputs, NOTHING_REDUCED))
-    needs = _needs(work, task, inputs)
-    recorded, request = needs.next(NOTHING_REDUCED)
-    gathers = work.access is None and task.name in work.statistics_of
-    if not gathers and request is None:
-        return TensorWork(task, None, lambda _: operator.block_function(inputs, recorded))
-    first: Reduction
-    on_reduced = _nothing_to_report
-    if gathers:
-        grid = BlockGrid(inputs.n_elements, DEFAULT_BLOCK_ELEMENTS)
-        first = summary = TensorSummary(grid, len(task.experts), request, COMMON_DENSITIES)
-        on_reduced = reporter(task, summary, on_statistics)
-    elif request is not None:
-        first = needs.reduction(request, len(task.experts))
-    staged = StagedReduction(needs, first, len(task.experts), recorded)
-    return TensorWork(task, staged, lambda reduced: operator.block_function(inputs, reduced), on_reduced)
-
-
-def _sampled_work(work: MergeWork, task: MergeTask, inputs: OperatorInput, access: PlannedAccess) -> TensorWork:
-    """Return the work on a tensor of which a sample is read: its quantities are those of the sample."""
-    operator = work.operator
-    n_sampled = sum(run.span.n_elements for run in access.runs_of(0, task) if run.is_counted)
-    if not n_sampled:
-        return TensorWork(task, None, lambda _: BASE_ALONE)
-    needs = Needs(operator, inputs, access.known(task.name), n_sampled)
-    recorded, request = needs.next(NOTHING_REDUCED)
-    staged = None
-    if request is not None:
-        n_experts = len(task.experts)
-        staged = StagedReduction(needs, needs.reduction(request, n_experts), n_experts, recorded)
+    known = work.recorded.get(task.name, KnownQuantities()) if access is None else access.known(task.name)
+    factor, n_sampled, sample = 1.0 if access is None else access.factor(task.name), None, None
+    if access is not None and factor != 1.0:  # its quantities are those of the sample
+        n_sampled = sum(run.span.n_elements for run in access.runs_of(0, task) if run.is_counted)
+        if not n_sampled:
+            return TensorWork(task, None, lambda _: BASE_ALONE)
+        sample = Sample(factor, operator.granularity(inputs))
+    reduced, staged = Needs(operator, inputs, known, n_sampled).gather()
     return TensorWork(
         task,
         staged,
-        lambda reduced: operator.block_function(inputs, recorded if staged is None else reduced),
-        sample=Sample(access.factor(task.name), operator.granularity(inputs)),
+        lambda gathered: operator.block_function(inputs, reduced if staged is None else gathered),
+        sample=sample,
     )
-
-
-def _needs(work: MergeWork, task: MergeTask, inputs: OperatorInput) -> Needs:
-    """Return the operator's needs of a tensor, less what the plan or the statistics know."""
-    if work.access is not None:
-        return Needs(work.operator, inputs, work.access.known(task.name))
-    if task.name in work.recorded and task.name not in work.statistics_of:
-        return Needs(work.operator, inputs, work.recorded[task.name])
-    return Needs(work.operator, inputs, NOTHING_KNOWN)
-
-
-def reporter(task: MergeTask, summary: TensorSummary, on_statistics: OnStatistics) -> Callable[[], None]:
-    """Return a function that passes on the statistics of every expert of a task."""
-
-    def report() -> None:
-        for e in range(len(task.experts)):
-            on_statistics(task, e, summary.statistics(e))
-
-    return report
-
-
-def _nothing_to_report() -> None:
-    """Report nothing: the tensor's statistics are not gathered."""
 
 
 def no_function(_: Reduced = NOTHING_REDUCED) -> None:

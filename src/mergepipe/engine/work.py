@@ -27,7 +27,7 @@ from mergepipe.storage.ledger import Usage
 
 if TYPE_CHECKING:
     from mergepipe.checkpoints.open_files import PinnedFile
-    from mergepipe.engine.tensor_work import PlannedAccess, RecordedQuantities
+    from mergepipe.engine.tensor_work import KnownQuantities, PlannedAccess
     from mergepipe.operators.base import Operator
     from mergepipe.recipes.tasks import MergeTask
 
@@ -118,8 +118,7 @@ class MergeWork:
     randomness. With `access` only what it plans is read, cut on its grid so that reads cost what was planned;
     `renormalize` divides weights by the sum of those selected.
 
-    `statistics_of` names the tensors whose experts' statistics are gathered; those are read in full. `recorded`
-    quantities of other tensors are not gathered again.
+    `recorded` quantities of tensors are not gathered again.
 
     Laws: it pickles, and unpickles to an equal value, if its inputs are those of a recipe; the bytes that it makes
     depend on nothing else.
@@ -133,8 +132,7 @@ class MergeWork:
     repeats: Mapping[int, int] = field(default_factory=dict)
     access: PlannedAccess | None = None
     renormalize: bool = False
-    statistics_of: frozenset[str] = frozenset()
-    recorded: Mapping[str, RecordedQuantities] = field(default_factory=dict)
+    recorded: Mapping[str, KnownQuantities] = field(default_factory=dict)
 
     @property
     def operator(self) -> Operator:

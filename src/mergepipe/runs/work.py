@@ -10,7 +10,7 @@ from operator import sub
 from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import Checkpoint, LeveledTensor, files_of
 from mergepipe.checkpoints.open_files import open_files, pin_files
-from mergepipe.engine.tensor_work import ExpertQuantities, PlannedAccess, RecordedQuantities, operator_input
+from mergepipe.engine.tensor_work import ExpertQuantities, KnownQuantities, PlannedAccess, operator_input
 from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.operators.base import MagnitudeBand, MagnitudeCut
 from mergepipe.operators.registry import operator_named
@@ -105,7 +105,7 @@ def used_experts(plan: Plan) -> set[int]:
     }
 
 
-def _recorded(work: MergeWork, pairs: PairStatistics) -> Mapping[str, RecordedQuantities]:
+def _recorded(work: MergeWork, pairs: PairStatistics) -> Mapping[str, KnownQuantities]:
     """Look up the quantities of tensors that must be reduced first, where statistics of all their experts are known."""
     recorded = {}
     for task in work.output.tasks:
@@ -116,7 +116,7 @@ def _recorded(work: MergeWork, pairs: PairStatistics) -> Mapping[str, RecordedQu
         statistics = [pairs.of(task, slot) for slot in range(len(task.experts))]
         experts = tuple(ExpertQuantities.of(one) for one in statistics if one is not None)
         if len(experts) == len(statistics):
-            recorded[task.name] = RecordedQuantities(experts)
+            recorded[task.name] = KnownQuantities(experts)
     return recorded
 
 

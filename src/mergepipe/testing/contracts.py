@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, F32, GRAIN_ELEMENTS
-from mergepipe.engine.block_reductions import make_reduction
-from mergepipe.engine.tensor_work import Needs, StagedReduction
-from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, MagnitudeCut, Operator, OperatorInput, Scalar
+from mergepipe.engine.tensor_work import Needs
+from mergepipe.operators.base import BlockFunction, MagnitudeCut, Operator, OperatorInput, Scalar
 from mergepipe.operators.spec import Scope
 from mergepipe.testing.in_memory import StoredTensor, apply_operator, run_reduction
 from mergepipe.testing.tensors import Family, make_family
@@ -170,11 +169,9 @@ def _check_empty(
 
 
 def _block_function(operator: Operator, setting: _Setting, tensor: StoredTensor) -> BlockFunction:
-    needs, n_experts = Needs(operator, setting.inputs), len(setting.inputs.experts)
-    reduced, request = needs.next(NOTHING_REDUCED)
-    if request is not None:
-        first = make_reduction(request, setting.inputs.n_elements, n_experts)
-        staged = StagedReduction(needs, first, n_experts, reduced)
+    needs = Needs(operator, setting.inputs)
+    reduced, staged = needs.gather()
+    if staged is not None:
         reduced = run_reduction(staged, [tensor.block(span) for span in tensor.spans([])])
     return operator.block_function(setting.inputs, reduced)
 

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, DType, Span
-from mergepipe.engine.block_reductions import Reduction, make_reduction
-from mergepipe.engine.tensor_work import Needs, StagedReduction
-from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, RawBlock, Reduced
+from mergepipe.engine.block_reductions import Reduction
+from mergepipe.engine.tensor_work import Needs
+from mergepipe.operators.base import Operator, OperatorInput, RawBlock, Reduced
 from mergepipe.testing.tensors import STORED_DTYPES, Family
 
 MOST_LOOKS = 9
@@ -109,10 +109,8 @@ def apply_operator(
     step = operator.granularity(inputs)
     cuts, grains = [cut // step * step for cut in cuts], [grain // step * step for grain in grains]
     needs = Needs(operator, inputs)
-    reduced, request = needs.next(NOTHING_REDUCED)
-    if request is not None:
-        first = make_reduction(request, tensor.n_elements, len(inputs.experts))
-        staged = StagedReduction(needs, first, len(inputs.experts), reduced)
+    reduced, staged = needs.gather()
+    if staged is not None:
         reduced = run_reduction(staged, [tensor.block(span) for span in reversed(tensor.spans(grains))])
     function = operator.block_function(inputs, reduced)
     for span in reversed(tensor.spans(cuts)):
