@@ -59,31 +59,40 @@ def values_of(raw: NDArray[np.uint8], dtype: DType, where: object) -> NDArray[An
     return raw.view(_numpy_type(dtype, where))
 
 
-def cast_bytes(raw: NDArray[np.uint8], stored: DType, wanted: DType, where: object) -> NDArray[np.uint8]:
-    """Return `raw` (elements of `stored`) as bytes of `wanted`; a new array unless the two are one."""
+def cast_bytes(
+    raw: NDArray[np.uint8], stored: DType, wanted: DType, where: object, *, in_place: bool = False
+) -> NDArray[np.uint8]:
+    """Return `raw` (elements of `stored`) as bytes of `wanted`: `raw` itself where the two are one, else a new array.
+
+    With `in_place` elements that become no wider are written over the first bytes of `raw`, which are returned.
+    """
     if stored == wanted:
         return raw
+    n_elements = raw.size // stored.itemsize
+    is_over = in_place and wanted.itemsize <= stored.itemsize
+    out = raw[: n_elements * wanted.itemsize] if is_over else np.empty(n_elements * wanted.itemsize, np.uint8)
+    for start in range(0, n_elements, _CACHED_ELEMENTS):
+        stop = min(start + _CACHED_ELEMENTS, n_elements)
+        part = _cast(raw[start * stored.itemsize : stop * stored.itemsize], stored, wanted, where)
+        out.view(part.dtype)[start:stop] = part
+    return out
+
+
+def _cast(raw: NDArray[np.uint8], stored: DType, wanted: DType, where: object) -> NDArray[Any]:
+    """Return some elements in a new array."""
     values = values_of(raw, stored, where)
     with np.errstate(over="ignore", invalid="ignore"):  # to infinity, and NaN to NaN, as in training
-        if wanted == BF16:
-            return _as_bfloat16(values.astype(np.float32, copy=False)).view(np.uint8)
-        return values.astype(_numpy_type(wanted, where)).view(np.uint8)
-
-
-def _as_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    halves = np.empty(values.size, np.uint16)
-    for start in range(0, values.size, _CACHED_ELEMENTS):
-        part = values[start : start + _CACHED_ELEMENTS]
-        bits = part.view(np.uint32)
-        rounded = bits >> np.uint32(16)
-        rounded &= np.uint32(1)
-        rounded += np.uint32(0x7FFF)
-        rounded += bits  # wraps only for NaN
-        rounded >>= np.uint32(16)
-        is_nan = np.isnan(part)
-        rounded[is_nan] = (bits[is_nan] >> np.uint32(16)) & np.uint32(0x8000) | np.uint32(0x7FC0)
-        halves[start : start + _CACHED_ELEMENTS] = rounded
-    return halves
+        if wanted != BF16:
+            return values.astype(_numpy_type(wanted, where))
+        bits = values.astype(np.float32, copy=False).view(np.uint32)
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits  # wraps only for NaN
+    is_nan = np.isnan(bits.view(np.float32))
+    if is_nan.any():
+        rounded[is_nan] = bits[is_nan] & np.uint32(0x80000000) | np.uint32(0x7FC00000)
+    return rounded.view(np.uint16)[1::2]
 
 
 def _numpy_type(dtype: DType, where: object) -> np.dtype[Any]:
@@ -327,7 +336,7 @@ def _part(part: Part, room: Bytes, files: Mapping[Location, RangeFile]) -> Bytes
     if isinstance(segment, CastRange):
         stop = segment.offset + segment.n_elements * segment.stored.itemsize
         raw = read_exact(files[segment.file], segment.offset, stop, Purpose.EXPERT, room)
-        return cast_bytes(raw, segment.stored, segment.wanted, segment.file)
+        return cast_bytes(raw, segment.stored, segment.wanted, segment.file, in_place=True)
     if isinstance(segment, AverageRange):
         return _average(segment, room, files)
     return np.frombuffer(bytearray(segment.content), np.uint8)
