@@ -231,7 +231,7 @@ def test_export__publishes_nothing_that_differs_from_its_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FORMATS["zero2"](tmp_path / "at-9", known_states(decoder_shapes(), step=9))
-    monkeypatch.setattr("mergepipe.tailor.copy_writer.cast_bytes", lambda raw, *_, **options: raw[::-2].copy())
+    monkeypatch.setattr("mergepipe.tailor.copy_writer.cast_bytes", lambda raw, *_, **__: raw[::-2].copy())
     with pytest.raises(CorruptError) as caught:
         tailor.export(tmp_path / "at-9", tmp_path / "out", dtype="bfloat16")
     assert (caught.value.code, (tmp_path / "out").exists(), hidden(tmp_path)) == ("output.damaged", False, [])
