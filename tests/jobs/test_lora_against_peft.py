@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,17 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     targets: tuple[str, ...] = ("q_proj", "down_proj")
     is_split: bool = False
+    kind: str = "LoraConfig"
+
+    @property
+    def alpha(self) -> str:
+        return "lora_alpha" if self.kind == "LoraConfig" else "alpha"
 
 
 CASES = {
     "plain": Case("llama"),
     "rank-pattern": Case("llama", {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.*down_proj": 3}}),
+    "loha": Case("llama", {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 5}}, kind="LoHaConfig"),
     "rslora": Case("llama", {"use_rslora": True, "rank_pattern": {"q_proj": 2}}),
     "lora-bias": Case("llama", {"lora_bias": True}, ("q_proj", "k_proj")),
     "trained-biases": Case("llama", {"lora_bias": True, "bias": "lora_only"}, ("q_proj", "k_proj")),
@@ -106,8 +112,8 @@ def base_of(root: Path, name: str, rename: Callable[[dict[str, Any]], dict[str, 
 def trained(base: Path, out: Path, case: Case) -> Any:
     """An adapter whose every parameter differs from its start, saved by PEFT; the model that has it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    options = {"r": 4, "lora_alpha": 6, "target_modules": list(case.targets), **case.options}
-    adapted = peft.get_peft_model(model, peft.LoraConfig(**options))
+    options = {"r": 4, case.alpha: 6, "target_modules": list(case.targets), **case.options}
+    adapted = peft.get_peft_model(model, getattr(peft, case.kind)(**options))
     torch.manual_seed(1)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
@@ -171,7 +177,7 @@ def test_lora_apply__weighs_adapters_as_float64_does(tmp_path: Path) -> None:
         np.testing.assert_allclose(made[key], total, rtol=1e-5, atol=1e-6)
 
 
-MERGED = ("plain", "rank-pattern", "rslora", "lora-bias", "embedding", "gpt2", "experts", "mixtral")
+MERGED = ("plain", "loha", "rank-pattern", "rslora", "lora-bias", "embedding", "gpt2", "experts", "mixtral")
 
 
 @pytest.mark.parametrize("name", MERGED)
@@ -180,7 +186,7 @@ def test_lora_merge__is_loaded_by_peft_and_is_the_model_with_both(tmp_path: Path
     base = base_of(tmp_path, case.model)
     first = trained(base, tmp_path / "a", case)
     second = tmp_path / "b"
-    trained(base, second, Case(case.model, {**case.options, "lora_alpha": 3}, case.targets))
+    trained(base, second, replace(case, options={**case.options, case.alpha: 3}))
     mergepipe.merge_lora([tmp_path / "a", second], tmp_path / "merged", weights=(0.5, 0.75))
     mergepipe.apply_lora(
         base, [tmp_path / "a", second], tmp_path / "out", weights=(0.5, 0.75), options=OutputOptions(catalog=False)

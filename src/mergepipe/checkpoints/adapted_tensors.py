@@ -6,14 +6,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import ComputedTensor, Fetch, TensorEntry
-from mergepipe.checkpoints.open_files import read_matrix, whole_cost_bytes
-from mergepipe.core.blocks import F32, DType, Span
+from mergepipe.checkpoints.open_files import decoded, read_matrix, read_span, whole_cost_bytes
+from mergepipe.core.blocks import F32, DType, DTypeKind, Span
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
@@ -23,6 +23,34 @@ from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, read_exact, req
 # --- compute an adapter's delta of one tensor: a product of two thin matrices, never held as a whole ---
 
 
+@dataclass(frozen=True, slots=True)
+class PairProducts:
+    """Two stored matrices as one factor: each column of one times each of the other, (M, P * Q) of (M, P) and (M, Q).
+
+    With `by_rows` each row, (P * Q, N) of (P, N) and (Q, N).
+
+    Law: `(a @ b) * (c @ d)`, a LoHa, is the product of the columns of a and c with the rows of b and d.
+    """
+
+    first: TensorEntry
+    second: TensorEntry
+    by_rows: bool
+
+    @property
+    def name(self) -> str:
+        return self.first.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        (rows, columns), other = self.first.shape, self.second.shape
+        return (rows * other[0], columns) if self.by_rows else (rows, columns * other[1])
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        return (self.first, self.second)
+
+
+Factor: TypeAlias = TensorEntry | PairProducts
 _KEPT = 4  # of two modules, where a layer ends and the next begins
 
 
@@ -74,8 +102,8 @@ class LowRankDelta(_Delta):
     """
 
     name: str
-    up: TensorEntry
-    down: TensorEntry | None
+    up: Factor
+    down: Factor | None
     scale: float
     transposed: bool = False
     n_experts: int = 1
@@ -99,7 +127,7 @@ class LowRankDelta(_Delta):
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
-        return (self.up,) if self.down is None else (self.up, self.down)
+        return (*self.up.stored, *(() if self.down is None else self.down.stored))
 
     @property
     def parts(self) -> tuple[LowRankDelta | None, ...]:
@@ -126,7 +154,7 @@ class StackedDelta(_Delta):
 class _Factors:
     """Two stored factors in float32, read when first needed. Safe to call from many threads."""
 
-    def __init__(self, up: TensorEntry, down: TensorEntry | None, files: Mapping[Location, RangeFile]) -> None:
+    def __init__(self, up: Factor, down: Factor | None, files: Mapping[Location, RangeFile]) -> None:
         self._entries = (up, down)
         self._files = files
         self._lock = threading.Lock()
@@ -151,7 +179,7 @@ class _SharedFactors(_Factors):
     _guard: ClassVar = threading.Lock()
 
     def __call__(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        files = tuple(self._files[entry.file] for entry in self._entries if entry is not None)
+        files = tuple(self._files[entry.file] for factor in self._entries if factor for entry in factor.stored)
         key = (*self._entries, *map(id, files))  # a pair that is kept holds its files, so that no other has their ids
         with self._guard:
             shared = self._kept.setdefault(key, _Factors(*self._entries, self._files))
@@ -161,12 +189,69 @@ class _SharedFactors(_Factors):
         return shared(purpose)
 
 
-def read_finite(entry: TensorEntry, files: Mapping[Location, RangeFile], purpose: Purpose) -> NDArray[np.float32]:
+def read_finite(factor: Factor, files: Mapping[Location, RangeFile], purpose: Purpose) -> NDArray[np.float32]:
     """Read all of an adapter's tensor in float32, in its shape; refuses infinities and what is no number."""
-    values = read_matrix(entry, files, purpose)
+    if isinstance(factor, PairProducts):
+        first, second = (read_finite(entry, files, purpose) for entry in factor.stored)
+        pairs = first[:, None] * second[None] if factor.by_rows else first[:, :, None] * second[:, None]
+        return pairs.reshape(factor.shape)
+    values = read_matrix(factor, files, purpose)
+    _check_finite(factor, values)
+    return values
+
+
+def _check_finite(entry: TensorEntry, values: NDArray[np.float32]) -> None:
     if not np.isfinite(values).all():
         raise CorruptError.of("tensor.not-finite", entry.file, f"'{entry.name}' holds infinities or no numbers")
-    return values
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor(ComputedTensor):
+    """A tensor that an adapter stores in full; fetching refuses infinities and what is no number.
+
+    `model_dtype` is that of the model whose tensor it replaces, where that is another.
+    """
+
+    name: str
+    values: TensorEntry
+    model_dtype: DType | None = None
+
+    @property
+    def dtype(self) -> DType:
+        return self.values.dtype
+
+    @property
+    def stored_dtype(self) -> DType:
+        return self.model_dtype or self.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def is_delta(self) -> bool:
+        return False
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        return (self.values,)
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+    def cost_bytes(self, span: Span) -> int:
+        return self.values.cost_bytes(span)
+
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
+        """Return a fetch of spans; keeps nothing."""
+
+        def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
+            out[:] = read_span(self.values, span, files, purpose)
+            if self.dtype.kind is DTypeKind.FLOAT:
+                _check_finite(self.values, decoded(out, self.dtype.kernel_code))
+
+        return fetch
 
 
 class _Product:

@@ -1,4 +1,4 @@
-"""PEFT LoRA adapters: their configuration, and their deltas against a base as a checkpoint."""
+"""PEFT LoRA and LoHa adapters: their configuration, and their deltas against a base as a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from blake3 import blake3
 
-from mergepipe.checkpoints.adapted_tensors import Adapted, LowRankDelta, StackedDelta
+from mergepipe.checkpoints.adapted_tensors import Adapted, Factor, LowRankDelta, PairProducts, SavedTensor, StackedDelta
 from mergepipe.checkpoints.contract import (
     AdapterAccount,
     Checkpoint,
@@ -46,6 +46,7 @@ from mergepipe.storage.location import Location
 
 T = TypeVar("T")
 
+BASE_LAYER = ".base_layer"
 MERGE_HINT = "merge it into its base with peft first, and use the result as an expert"
 _MAX_PATTERN = 256
 _MAX_NAME = 512
@@ -54,12 +55,12 @@ _PATTERN = re.compile(r"(?:[\w.^$|\-]|\\[.dw\-]|\[[\w\-]+\]|\(|\)(?![*+?{])|[*+]
 _MAX_REPEATS = 2
 # Configured for training only, or already in the stored tensors: without effect on what is merged.
 _HARMLESS = frozenset({
-    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
-    "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
-    "layers_to_transform", "loftq_config", "lora_alpha", "lora_bias", "lora_dropout", "megatron_core",
-    "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "alpha_pattern",
-    "revision", "runtime_config", "target_modules", "target_parameters", "task_type", "trainable_token_indices",
-    "use_dora", "use_rslora",
+    "alpha", "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config",
+    "ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights",
+    "init_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_bias",
+    "lora_dropout", "megatron_core", "module_dropout", "modules_to_save", "peft_type", "peft_version",
+    "qalora_group_size", "r", "rank_dropout", "rank_pattern", "revision", "runtime_config", "target_modules",
+    "target_parameters", "task_type", "trainable_token_indices", "use_dora", "use_effective_conv2d", "use_rslora",
 })  # fmt: skip
 _VARIANTS = {
     "use_qalora": "QA-LoRA, which pools its inputs",
@@ -71,6 +72,7 @@ _VARIANTS = {
     "monteclora_config": "MonteCLoRA, which samples its factors",
     "velora_config": "VeLoRA, which compresses its inputs",
 }
+_ALPHAS = {"LORA": "lora_alpha", "LOHA": "alpha"}  # by kind, the option that holds alpha
 # Ways to begin training that leave the base weights as they are. Others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take
 # something away from them, and the stored adapter does not say what.
 _STARTS = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
@@ -94,27 +96,35 @@ class AdapterConfig:
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     keeps_tied: bool = False  # ensure_weight_tying: embedding and head were trained as one
     is_dora: bool = False
+    is_loha: bool = False
 
     def rank_of(self, module: str) -> int:
-        """The rank of one module's factors."""
-        return _pattern_value(self.ranks, module, self.rank)
+        """The rank of one module's factors; LoHa multiplies two products of the configured one."""
+        rank = _pattern_value(self.ranks, module, self.rank)
+        return rank**2 if self.is_loha else rank
+
+    def parameters_of(self, module: str) -> list[str]:
+        """List the bare parameters that factors under the name of a module may be of, as the base names them."""
+        stem = module.replace(BASE_LAYER, "")
+        ends = [text.rpartition(".") for text in self.parameters]
+        return list(dict.fromkeys(f"{stem}.{leaf}" for end, _, leaf in ends if f".{stem}".endswith(f".{end}")))
 
     def scale_of(self, module: str) -> float:
         """Return the factor of one module's product: alpha / r, or alpha / sqrt(r) for rsLoRA."""
-        rank = self.rank_of(module)
+        rank = _pattern_value(self.ranks, module, self.rank)
         return _pattern_value(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
 
 def read_adapter_config(store: Store, path: Location) -> AdapterConfig:
     """Read `adapter_config.json`."""
     config = parse_object(store.read_small(path, ADAPTER_CONFIG_BYTES), where=path, code="adapter.damaged")
-    _check_kind(config, path)
+    alpha = _check_kind(config, path)
     rank = _rank(config.get("r", 8), "r", path)
     ranks = {key: _rank(value, key, path) for key, value in _patterns(config, "rank_pattern", path)}
     alphas = {key: _alpha(value, key, path) for key, value in _patterns(config, "alpha_pattern", path)}
     return AdapterConfig(
         rank,
-        _alpha(config.get("lora_alpha", 8), "lora_alpha", path),
+        _alpha(config.get(alpha, 8), alpha, path),
         MappingProxyType(ranks),
         MappingProxyType(alphas),
         _flag(config, "use_rslora", path),
@@ -123,15 +133,16 @@ def read_adapter_config(store: Store, path: Location) -> AdapterConfig:
         _tokens(config.get("trainable_token_indices") or {}, path),
         _flag(config, "ensure_weight_tying", path),
         _flag(config, "use_dora", path),
+        config["peft_type"] == "LOHA",
     )
 
 
-def _check_kind(config: Mapping[str, JsonValue], path: Location) -> None:
+def _check_kind(config: Mapping[str, JsonValue], path: Location) -> str:
+    """Refuse what is not read; return the option that holds alpha."""
     kind = config.get("peft_type")
-    if kind != "LORA":
-        raise UnsupportedError.of(
-            "adapter.unsupported", path, f"the adapter is {shown(kind)}, only 'LORA' is read", MERGE_HINT
-        )
+    if not isinstance(kind, str) or kind not in _ALPHAS:
+        message = f"the adapter is {shown(kind)}, only {' and '.join(map(repr, _ALPHAS))} are read"
+        raise UnsupportedError.of("adapter.unsupported", path, message, MERGE_HINT)
     for key, what in _VARIANTS.items():
         if config.get(key):
             raise UnsupportedError.of("adapter.unsupported", path, f"{key}: {what}, is not read", MERGE_HINT)
@@ -145,6 +156,7 @@ def _check_kind(config: Mapping[str, JsonValue], path: Location) -> None:
     for key, value in config.items():
         if key not in _HARMLESS and key not in _VARIANTS and value:
             raise UnsupportedError.of("adapter.unsupported", path, f"the option {shown(key)} is not known", MERGE_HINT)
+    return _ALPHAS[kind]
 
 
 def _texts(value: JsonValue, key: str, path: Location) -> list[str]:
@@ -311,14 +323,14 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrappe
 _NAMED = re.compile(r"\.default(?=\.weight$|\.bias$|$)")
 _PART = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B"
-    r"|lora_magnitude_vector(?:\.weight)?|token_adapter\.trainable_tokens_delta)"
+    r"|hada_w[12]_[ab]|lora_magnitude_vector(?:\.weight)?|token_adapter\.trainable_tokens_delta)"
 )
 _ROLES = {
     "lora_A.weight": "down", "lora_embedding_A": "down", "lora_B.weight": "up", "lora_embedding_B": "up",
+    "hada_w1_b": "down", "hada_w1_a": "up", "hada_w2_b": "down_2", "hada_w2_a": "up_2",
     "lora_B.bias": "bias", "lora_magnitude_vector": "magnitude", "lora_magnitude_vector.weight": "magnitude",
 }  # fmt: skip
-_VARIANT = re.compile(r"lora_[A-Za-z_]+|prompt_embeddings|ia3_l|hada_w|lokr_w|vera_lambda")
-_BASE_LAYER = ".base_layer"
+_VARIANT = re.compile(r"lora_[A-Za-z_]+|prompt_embeddings|ia3_l|hada_t|lokr_|vera_lambda")
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -326,8 +338,8 @@ _WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 class AdaptedModule:
     """The stored tensors of one module: `down` is (R, N), `up` (M, R); of fused experts (E * R, N) and (M, R * E)."""
 
-    down: TensorEntry
-    up: TensorEntry
+    down: Factor
+    up: Factor
     bias: TensorEntry | None = None
     magnitude: TensorEntry | None = None
     is_embedding: bool = False
@@ -390,8 +402,8 @@ def _sorted_out(
             message = f"{shown(entry.name)}: '{variant[0]}' is not read"
             raise UnsupportedError.of("adapter.unsupported", path, message, MERGE_HINT)
         if match is None:
-            is_copy = name.endswith(f"{_BASE_LAYER}.weight")
-            (copies if is_copy else full)[name.replace(f"{_BASE_LAYER}.", ".")] = entry
+            is_copy = name.endswith(f"{BASE_LAYER}.weight")
+            (copies if is_copy else full)[name.replace(f"{BASE_LAYER}.", ".")] = entry
             continue
         _check_part(path, entry, match["part"])
         if match["part"].startswith("token_adapter"):
@@ -399,10 +411,7 @@ def _sorted_out(
         else:
             parts[match["module"]][_ROLES[match["part"]]] = entry
             embeddings |= {match["module"]} if "embedding" in match["part"] else set()
-    modules = {
-        module: AdaptedModule(**_pair(path, stored), is_embedding=module in embeddings)
-        for module, stored in parts.items()
-    }
+    modules = {module: _paired(path, stored, is_embedding=module in embeddings) for module, stored in parts.items()}
     stray = [name for name in copies if name.removesuffix(".weight") not in modules]
     full |= {name: copies.pop(name) for name in stray}
     return StoredAdapter(path, config, modules, full, copies, tokens, files)
@@ -417,15 +426,26 @@ def _check_part(path: Location, entry: TensorEntry, part: str) -> None:
         raise UnsupportedError.of("adapter.unsupported", path, f"{shown(entry.name)} is {entry.dtype.name}")
 
 
-def _pair(path: Location, stored: Mapping[str, TensorEntry]) -> Mapping[str, TensorEntry]:
-    if not {"down", "up"} <= stored.keys():
-        stored_name = next(iter(stored.values())).name
-        raise CorruptError.of("adapter.damaged", path, f"{shown(stored_name)} has no counterpart, A or B")
-    down, up = stored["down"], stored["up"]
-    if down.shape[0] != up.shape[1]:
-        message = f"{shown(down.name)} and {shown(up.name)} have {list(down.shape)} and {list(up.shape)}: no product"
-        raise CorruptError.of("adapter.damaged", path, message)
-    return stored
+def _paired(path: Location, stored: Mapping[str, TensorEntry], *, is_embedding: bool) -> AdaptedModule:
+    """Pair the factors of a module: two, or the four of LoHa, as two."""
+    pairs = [(f"down{index}", f"up{index}") for index in (("", "_2") if stored.keys() & {"down_2", "up_2"} else ("",))]
+    for pair in pairs:
+        if not stored.keys() >= {*pair}:
+            stored_name = next(iter(stored.values())).name
+            raise CorruptError.of("adapter.damaged", path, f"{shown(stored_name)} has no counterpart, A or B")
+        down, up = (stored[role] for role in pair)
+        if down.shape[0] != up.shape[1]:
+            shapes = f"{list(down.shape)} and {list(up.shape)}"
+            message = f"{shown(down.name)} and {shown(up.name)} have {shapes}: no product"
+            raise CorruptError.of("adapter.damaged", path, message)
+    if len(pairs) == 1:
+        return AdaptedModule(
+            stored["down"], stored["up"], stored.get("bias"), stored.get("magnitude"), is_embedding
+        )  # fmt: skip
+    down, down_2, up, up_2 = (stored[role] for role in ("down", "down_2", "up", "up_2"))
+    if (up.shape[0], down.shape[1]) != (up_2.shape[0], down_2.shape[1]):
+        raise CorruptError.of("adapter.damaged", path, f"the two products of {shown(up.name)} differ in shape")
+    return AdaptedModule(PairProducts(down, down_2, by_rows=True), PairProducts(up, up_2, by_rows=False))
 
 
 # --- open a PEFT LoRA adapter as a checkpoint of deltas against a base ---
@@ -494,6 +514,8 @@ def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
 
 
 def _applied(path: Location, weights: Readable, change: Readable | None) -> Readable:
+    if isinstance(change, SavedTensor):
+        return replace(change, model_dtype=weights.stored_dtype)
     if change is None or (not change.is_delta and change.stored_dtype == weights.stored_dtype):
         return weights if change is None else change
     if not isinstance(change, LowRankDelta | StackedDelta):  # stored in full in another dtype than the model
@@ -545,7 +567,10 @@ class _Opener:
         for module, rows in adapter.tokens.items():
             if f"{module}.weight" in names:
                 self._add_tokens(tensors, names[f"{module}.weight"], module, rows)
-        return tensors
+        return {
+            name: SavedTensor(name, tensor) if isinstance(tensor, TensorEntry) else tensor
+            for name, tensor in tensors.items()
+        }
 
     def _is_allowed(self, name: str) -> bool:
         module = name.rpartition(".")[0]
@@ -562,20 +587,16 @@ class _Opener:
         experts: dict[str, str] = {}
         for module, parts in self._adapter.modules.items():
             name = f"{module}.weight"
-            stem = module.replace(_BASE_LAYER, "")
-            parameters = [
-                text for text in self._config.parameters if f".{stem}".endswith(f".{text.rpartition('.')[0]}")
-            ]
-            if parameters and f"{stem}.weight" not in self._base.tensors:
-                leaves = list(dict.fromkeys(text.rpartition(".")[2] for text in parameters))
-                name = self._parameter(stem, leaves, parts)
+            parameters = self._config.parameters_of(module)
+            if parameters and name.replace(BASE_LAYER, "") not in self._base.tensors:
+                name = self._parameter(parameters, parts)
             is_elsewhere = name not in self._base.tensors and self._experts.has(name)
             (experts if is_elsewhere else plain)[name] = module
         return plain, experts
 
-    def _parameter(self, stem: str, leaves: Sequence[str], parts: AdaptedModule) -> str:
-        """Return the name of the parameter of a module that an adapter of bare parameters changes."""
-        names = [f"{stem}.{leaf}" for leaf in leaves]
+    def _parameter(self, names: Sequence[str], parts: AdaptedModule) -> str:
+        """Return which of the parameters of a module the factors of bare parameters change."""
+        stem = names[0].rpartition(".")[0]
         shapes = {
             name: shape
             for name in names

@@ -91,7 +91,8 @@ def merge_lora_adapters(adapters: Sequence[str], out: Path, options: MergeLoraOp
 
 def _entries(adapter: StoredAdapter) -> Iterator[TensorEntry]:
     for parts in adapter.modules.values():
-        yield from filter(None, (parts.down, parts.up, parts.bias, parts.magnitude))
+        yield from (*parts.down.stored, *parts.up.stored)
+        yield from filter(None, (parts.bias, parts.magnitude))
     for tensors in (adapter.full, adapter.copies, adapter.tokens):
         yield from tensors.values()
 
@@ -156,10 +157,8 @@ class _AdapterMerge:
 
     def _expert_count(self, index: int, module: str, parts: AdaptedModule) -> int:
         """Count the experts that the factors of a module are stacked of: 1 for all but bare parameters."""
-        config, stem = self.adapters[index].config, module.replace(".base_layer", "")
-        leaves = [text.rpartition(".") for text in config.parameters]
-        ranks = {config.rank_of(f"{stem}.{leaf}") for end, _, leaf in leaves if f".{stem}".endswith(f".{end}")}
-        ranks = ranks or {config.rank_of(module)}
+        config = self.adapters[index].config
+        ranks = {config.rank_of(name) for name in config.parameters_of(module) or [module]}
         if len(ranks) > 1 or parts.down.shape[0] % min(ranks):
             message = f"{shown(module)} has a rank of {parts.down.shape[0]}, which the configuration does not explain"
             raise UnsupportedError.of("adapter.unsupported", self.names[index], message)
@@ -259,11 +258,8 @@ class _AdapterMerge:
 
     def _parameter_names(self, module: str) -> list[str]:
         """List the bare parameters that factors under the name of a module may be of."""
-        stem = module.replace(".base_layer", "")
-        split = [
-            text.rpartition(".") for owner in self._modules[module] for text in self.adapters[owner].config.parameters
-        ]
-        return sorted({f"{stem}.{leaf}" for end, _, leaf in split if f".{stem}".endswith(f".{end}")})
+        owners = self._modules[module]
+        return sorted({name for owner in owners for name in self.adapters[owner].config.parameters_of(module)})
 
     # --- what is merged ---
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,17 @@ def test_open_adapter__weights_stored_in_full_are_no_deltas(tmp_path: Path, base
     assert np.array_equal(change(adapter, f"{Q}.bias"), bias)
 
 
+@pytest.mark.parametrize("name", ["lm_head.weight", f"{Q}.lora_A.weight"])
+def test_open_adapter__values_that_are_no_numbers_are_refused_by_name(
+    tmp_path: Path, base: Checkpoint, name: str
+) -> None:
+    tensors = {**lora(Q, 12, 12), "lm_head.weight": random(30, 12)}
+    tensors[name].flat[3] = np.nan
+    adapter = opened(write_adapter(tmp_path / "a", tensors), base)
+    with pytest.raises(CorruptError, match=f"{re.escape(name)}' holds infinities or no numbers"):
+        fetched(adapter.tensors[name if name == "lm_head.weight" else f"{Q}.weight"])
+
+
 def test_open_adapter__shapes_tell_how_a_layer_is_stored(tmp_path: Path) -> None:
     tensors = {"c_attn.weight": random(12, 36), "c_proj.weight": random(12, 12), "fc.weight": random(20, 12)}
     base = opened(write_model(tmp_path / "base", tensors))
@@ -155,7 +167,7 @@ def test_open_adapter__reads_pickled_weights(tmp_path: Path, base: Checkpoint) -
     ("options", "error", "words"),
     [
         ({"peft_type": "IA3"}, UnsupportedError, "the adapter is 'IA3'"),
-        ({"peft_type": "LOHA"}, UnsupportedError, "'LOHA'"),
+        ({"peft_type": "LOKR"}, UnsupportedError, "'LOKR', only 'LORA' and 'LOHA' are read"),
         (
             {"use_dora": True},
             CorruptError,
