@@ -23,7 +23,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from mergepipe.core.bounds import positive
+from mergepipe.core.sizes import positive
 from mergepipe.errors import RecipeError
 from mergepipe.options import (
     APPLY_MEMORY_BYTES,

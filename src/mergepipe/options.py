@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergepipe.core.bounds import positive, share, shown_number
 from mergepipe.core.flags import Flag, Options, option
+from mergepipe.core.sizes import positive, share, shown_number
 from mergepipe.errors import LimitError, MergePipeError, RecipeError, UnsupportedError
 from mergepipe.planning.budget import OnOmit, Policy
 from mergepipe.storage.contract import CONNECTIONS, MAX_CONNECTIONS, RemoteSettings

@@ -12,7 +12,7 @@ import pytest
 import mergepipe
 from mergepipe import tailor
 from mergepipe.options import MergeOptions, RunOptions
-from mergepipe.snapshots.recorded_paths import file_without_paths
+from mergepipe.snapshots.manifest import file_without_paths
 from support.bucket_outputs import files_below, objects_below, served_bucket
 from support.families import FamilyShape, write_family
 from support.hub_server import hub_server

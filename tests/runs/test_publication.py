@@ -17,7 +17,7 @@ from mergepipe.options import MergeOptions, OutputOptions, RunOptions
 from mergepipe.recipes.references import with_renamed
 from mergepipe.runs.model_card import InputCard, parse_base_model_ids, parse_card
 from mergepipe.runs.small_files import reason_of
-from mergepipe.snapshots.recorded_paths import absolute_reference, relative_reference
+from mergepipe.snapshots.manifest import absolute_reference, relative_reference
 from mergepipe.storage.location import Location
 from support.bucket_outputs import files_below, objects_below, served_bucket
 from support.disk_families import make_models, write_family

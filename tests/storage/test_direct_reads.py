@@ -31,10 +31,8 @@ ALLOWED = {
     "cli/guard.py": ("os.open", "/dev/null"),
     "cli/render/pages.py": ("read_text", "a template of the package"),
     "deltastore/pack/builder.py": ("is_dir", OWN),
-    "deltastore/pack/originals.py": ("lstat os.open os.walk resolve", "originals that are removed on this machine"),
     "deltastore/writer.py": ("regular.read_head stat", OWN),
     "jobs/gc.py": ("exists glob is_dir is_file is_symlink os.walk rglob stat", OWN),
-    "jobs/pack.py": ("is_symlink resolve", "originals that are removed on this machine"),
     "jobs/push.py": ("exists", "whether a name is a folder of this machine, or a model of the Hub"),
     "jobs/repair.py": (
         "exists is_symlink open os.fstat os.open os.pread resolve stat",
@@ -51,7 +49,7 @@ ALLOWED = {
     "runs/snapshots.py": ("exists is_dir is_file", OWN),
     "snapshots/object_upload.py": ("stat", OWN),
     "snapshots/parts_places.py": ("lstat", OWN),
-    "snapshots/recorded_paths.py": ("os.path.realpath", "the folder that paths are written relative to"),
+    "snapshots/manifest.py": ("os.path.realpath", "the folder that paths are written relative to"),
     "snapshots/staging.py": (
         "exists glob is_dir is_file is_symlink iterdir lstat os.fstat os.path.samestat os.walk resolve stat",
         OWN,

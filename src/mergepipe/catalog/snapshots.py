@@ -16,8 +16,15 @@ from blake3 import blake3
 from mergepipe.catalog.database import REBUILD_HINT, stored_text
 from mergepipe.catalog.rows import LineageNode, SnapshotRow
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, RecipeError, did_you_mean
-from mergepipe.snapshots.manifest import MANIFEST_NAME, Input, InputRecord, Manifest, RealizedBytes, parse_manifest
-from mergepipe.snapshots.recorded_paths import with_absolute_paths
+from mergepipe.snapshots.manifest import (
+    MANIFEST_NAME,
+    Input,
+    InputRecord,
+    Manifest,
+    RealizedBytes,
+    parse_manifest,
+    with_absolute_paths,
+)
 from mergepipe.storage.contract import Store, is_folder
 from mergepipe.storage.limits import MANIFEST_BYTES
 from mergepipe.storage.location import Location, is_remote

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from inspect import get_annotations
 from typing import Any, Self, TypeVar
 
-from mergepipe.core.bounds import one_of, positive
+from mergepipe.core.sizes import one_of, positive
 from mergepipe.errors import did_you_mean
 
 T = TypeVar("T")

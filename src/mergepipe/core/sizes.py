@@ -1,11 +1,12 @@
-"""Parse sizes in bytes as people write them: `4GiB`, `512MB`, `1.5G`."""
+"""Parse sizes in bytes as people write them (`4GiB`, `512MB`, `1.5G`), and check numbers against their range."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
-from mergepipe.errors import RecipeError, did_you_mean
+from mergepipe.errors import LimitError, RecipeError, did_you_mean
 
 MAX_SIZE_BYTES = 2**63 - 1
 LEAST_BARE_BYTES = 1 << 20  # that a number without a unit may mean
@@ -59,3 +60,36 @@ def parse_size(text: str, option: str) -> int:
     if size > MAX_SIZE_BYTES:
         raise RecipeError.of("option.invalid", option, f"'{text}' is more than {MAX_SIZE_BYTES} bytes", _EXAMPLES)
     return size
+
+
+_MOST_DIGITS = 40
+
+
+def positive(option: str, value: int, most: int = MAX_SIZE_BYTES) -> int:
+    """Return `value` if it is above zero and at most `most` (default: the largest file size)."""
+    if value < 1:
+        raise LimitError.of(
+            "option.out-of-range", option, f"{shown_number(value)} was given", "give a number above zero"
+        )
+    if value > most:
+        raise RecipeError.of("option.invalid", option, f"{shown_number(value)} was given", f"give {most} at most")
+    return value
+
+
+def share(option: str, value: float) -> float:
+    """Return `value` if it is in (0, 1]."""
+    if not 0.0 < value <= 1.0:
+        raise RecipeError.of("option.invalid", option, f"{value:g} was given", "give a share in (0, 1]")
+    return value
+
+
+def one_of(option: str, value: str, choices: Sequence[str]) -> str:
+    """Return `value` if it is one of `choices`."""
+    if value not in choices:
+        raise RecipeError.of("option.invalid", option, f"'{value}' was given", did_you_mean(value, choices))
+    return value
+
+
+def shown_number(value: int) -> str:
+    """Format a number for an error; thousands of digits, which Python refuses to print, are described."""
+    return str(value) if abs(value) < 10**_MOST_DIGITS else f"a number of more than {_MOST_DIGITS} digits"

@@ -35,7 +35,7 @@ from mergepipe.deltastore.header import (
 from mergepipe.deltastore.index import ROW_BYTES, Charged, StoreIndex, StoreIndexReader, as_expert, as_metadata
 from mergepipe.deltastore.tensor import PackedTensor, PlainTensor, StandaloneTensor
 from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, RecipeError
-from mergepipe.snapshots.recorded_paths import absolute_reference
+from mergepipe.snapshots.manifest import absolute_reference
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.file_version import FileId
 from mergepipe.storage.ledger import Purpose

@@ -41,8 +41,9 @@ from mergepipe.snapshots.manifest import (
     Manifest,
     OutputTensor,
     RealizedBytes,
+    relative_reference,
+    with_changed_paths,
 )
-from mergepipe.snapshots.recorded_paths import relative_reference, with_changed_paths
 from mergepipe.snapshots.shards import (
     BLOCKS_NAME,
     INDEX_NAME,

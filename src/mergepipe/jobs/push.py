@@ -24,13 +24,13 @@ from mergepipe.reports import Progress, ProgressCallback, PushReport
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.composite import is_composite, read_composite
 from mergepipe.snapshots.layout import read_small_file, small_digest
-from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, OutputContent
-from mergepipe.snapshots.recorded_paths import (
+from mergepipe.snapshots.manifest import (
+    MANIFEST_NAME,
     file_without_paths,
     relative_reference,
     with_changed_paths,
 )
+from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, OutputContent
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import Store, files_below
 from mergepipe.storage.file_version import Digested

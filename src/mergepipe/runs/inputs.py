@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from blake3 import blake3
 
+import mergepipe
 from mergepipe.checkpoints.adapted_tensors import Adapted
 from mergepipe.checkpoints.adapters import apply_adapter, open_adapter, with_own_head
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
@@ -224,6 +225,19 @@ class Inputs:
     def expert_models(self) -> tuple[int, ...]:
         """Models that are an expert of at least one tensor."""
         return self.resolution.expert_models
+
+    @property
+    def state(self) -> Mapping[str, object]:
+        """What must be equal for one run to resume another: the version, the recipe, and the files as they are."""
+        return {
+            "version": mergepipe.__version__,
+            "recipe": self.recipe_text,
+            "inputs": [
+                [str(checkpoint.root), [[f.name, f.size_bytes, f.version, f.header_digest] for f in checkpoint.files]]
+                for _, _, checkpoint in self.leaves()
+            ],
+            "alignment": None if self.alignment is None else self.alignment.digest,
+        }
 
     def dropped_rows(self) -> Iterator[DroppedTensor]:
         """Embedding rows that are dropped: of tokens that the output lacks, or beyond its last row."""

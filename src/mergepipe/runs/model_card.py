@@ -23,8 +23,7 @@ from mergepipe.recipes.references import reference_text, with_renamed
 from mergepipe.reports import BudgetVerdict
 from mergepipe.runs.budget.verdict import verdict_of
 from mergepipe.runs.inputs import Inputs
-from mergepipe.snapshots.manifest import BASE_MODEL_IDS_KEY, CARD_NAME, Manifest
-from mergepipe.snapshots.recorded_paths import CACHED_MODEL, is_relative_part
+from mergepipe.snapshots.manifest import BASE_MODEL_IDS_KEY, CACHED_MODEL, CARD_NAME, Manifest, is_relative_part
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import CARD_BYTES
 from mergepipe.storage.location import HUB_SCHEME, Location

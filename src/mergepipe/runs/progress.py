@@ -10,7 +10,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-import mergepipe
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.units import plural
 from mergepipe.engine.work import OutputPlan
@@ -57,15 +56,9 @@ class Resume(StrEnum):
 def run_key(inputs: Inputs, plan: Plan | None, output: OutputPlan, seed: int) -> str:
     """Digest everything that must be equal for one run to resume another."""
     return digest_of({
-        "version": mergepipe.__version__,
-        "recipe": inputs.recipe_text,
+        **inputs.state,
         "seed": seed,
         "plan": None if plan is None else plan.digest,
-        "inputs": [
-            [str(checkpoint.root), [[f.name, f.size_bytes, f.version, f.header_digest] for f in checkpoint.files]]
-            for _, _, checkpoint in inputs.leaves()
-        ],
-        "alignment": None if inputs.alignment is None else inputs.alignment.digest,
         "tasks": [[task.name, task.action.value, task.dtype.name, list(task.shape)] for task in output.tasks],
         "shards": [[shard.name, shard.file_bytes, len(shard.tensors)] for shard in output.shards],
     })  # fmt: skip

@@ -21,8 +21,7 @@ from mergepipe.core.units import plural
 from mergepipe.errors import CorruptError
 from mergepipe.recipes.output_tensors import parsed_config, text_sections, with_dtype, with_layers
 from mergepipe.runs.model_card import InputCard, read_input_card
-from mergepipe.snapshots.manifest import CARD_NAME, MANIFEST_NAME, LeftOutFile, Manifest
-from mergepipe.snapshots.recorded_paths import file_without_paths
+from mergepipe.snapshots.manifest import CARD_NAME, MANIFEST_NAME, LeftOutFile, Manifest, file_without_paths
 from mergepipe.storage.contract import FileKind, Store, concurrent_map
 from mergepipe.storage.limits import SIDECARS_BYTES, sidecar_limit
 from mergepipe.storage.location import Location

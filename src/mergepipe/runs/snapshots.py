@@ -17,8 +17,14 @@ from mergepipe.catalog.snapshots import containing, read_manifest, sid_of_unchan
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.recipes.references import referenced_paths
 from mergepipe.reports import SnapshotReport
-from mergepipe.snapshots.manifest import MANIFEST_NAME, Input, InputRecord, Manifest, parse_manifest
-from mergepipe.snapshots.recorded_paths import with_absolute_paths
+from mergepipe.snapshots.manifest import (
+    MANIFEST_NAME,
+    Input,
+    InputRecord,
+    Manifest,
+    parse_manifest,
+    with_absolute_paths,
+)
 from mergepipe.storage.file_version import modified_at
 from mergepipe.storage.limits import MANIFEST_BYTES
 from mergepipe.storage.location import Location, is_remote

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import mergepipe
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem
@@ -40,16 +39,7 @@ def plan_key(inputs: Inputs, request: str) -> str:
 
     What the catalog holds is left out on purpose: an interrupted merge may itself have added estimates to it.
     """
-    return digest_of({
-        "version": mergepipe.__version__,
-        "recipe": inputs.recipe_text,
-        "request": request,
-        "inputs": [
-            [str(checkpoint.root), [[f.name, f.size_bytes, f.version, f.header_digest] for f in checkpoint.files]]
-            for _, _, checkpoint in inputs.leaves()
-        ],
-        "alignment": None if inputs.alignment is None else inputs.alignment.digest,
-    })  # fmt: skip
+    return digest_of({**inputs.state, "request": request})
 
 
 def plan_record(plan: Plan, key: str) -> bytes:

@@ -13,8 +13,7 @@ from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.records import RecordFormat, Size, decode, encode
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import MergePipeError
-from mergepipe.snapshots.manifest import MANIFEST_FORMAT_NAME, MANIFEST_NAME, MANIFEST_VERSION
-from mergepipe.snapshots.recorded_paths import record_without_paths
+from mergepipe.snapshots.manifest import MANIFEST_FORMAT_NAME, MANIFEST_NAME, MANIFEST_VERSION, record_without_paths
 from mergepipe.storage.contract import Store
 from mergepipe.storage.file_version import Digested, FileId
 from mergepipe.storage.limits import MANIFEST_BYTES

@@ -215,7 +215,10 @@ def parts_folder(output: BucketFolder, plan_digest: str) -> BucketFolder:
 
 
 class BucketParts(PartsPlace):
-    """A `PartsPlace` in a bucket; shards are made beside `work` on this machine and uploaded."""
+    """A `PartsPlace` in a bucket; shards are made beside `work` on this machine and uploaded.
+
+    A shard stays where it is uploaded: there it is published, and one that is made again is found.
+    """
 
     def __init__(self, output: BucketFolder, job: PartsJob, work: Path) -> None:
         self._output = output
@@ -309,15 +312,6 @@ class BucketParts(PartsPlace):
             return
         if not self.has_file(shard, digests):
             raise self.differs(shard, "of it")
-
-    def take_back(self, shard: int, digests: Sequence[TensorDigest], folder: Path) -> None:
-        """Leave the shard where it is: one that is made again is found there, and nothing is sent."""
-
-    def give(self, shard: int, digests: Sequence[TensorDigest], staging: Path) -> None:
-        """Leave the shard where it is: there it is published."""
-
-    def is_given(self, staging: Path) -> bool:
-        return False
 
     def remove(self) -> None:
         with contextlib.suppress(MergePipeError):  # then `gc` does

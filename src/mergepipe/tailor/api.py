@@ -84,7 +84,7 @@ def compose(
     Raises:
         MergePipeError: see `mergepipe.errors`; nothing is left behind.
     """
-    from mergepipe.core.bounds import positive
+    from mergepipe.core.sizes import positive
     from mergepipe.snapshots.composite import Thoroughness
     from mergepipe.tailor.composition import ComposeOptions
     from mergepipe.tailor.composition import compose as run
@@ -133,7 +133,7 @@ def average(
     Raises:
         MergePipeError: see `mergepipe.errors`; nothing is left behind.
     """
-    from mergepipe.core.bounds import positive
+    from mergepipe.core.sizes import positive
     from mergepipe.snapshots.composite import Thoroughness
     from mergepipe.tailor.average_recipe import AverageRequest, optimizer_state, out_dtype, weights_of
     from mergepipe.tailor.averaging import average as run
@@ -264,7 +264,7 @@ def recipe_text(
         ends: layers at either end that the filters take from the newest checkpoint.
         folder: where the recipe will lie; its paths are relative to that.
     """
-    from mergepipe.core.bounds import shown_number
+    from mergepipe.core.sizes import shown_number
     from mergepipe.tailor.recipe import Strategy, find_checkpoints, strategy_recipe
 
     if ends < 0:

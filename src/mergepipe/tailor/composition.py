@@ -22,8 +22,7 @@ from mergepipe.snapshots.composite import (
     SelfCheck,
     Thoroughness,
 )
-from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.recorded_paths import file_without_paths
+from mergepipe.snapshots.manifest import MANIFEST_NAME, file_without_paths
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
 from mergepipe.storage.file_version import Digested, FileId

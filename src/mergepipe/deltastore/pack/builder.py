@@ -43,8 +43,8 @@ from mergepipe.deltastore.writer import (
     note_progress,
 )
 from mergepipe.snapshots.layout import small_digest
+from mergepipe.snapshots.manifest import file_without_paths, relative_reference
 from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, OutputContent
-from mergepipe.snapshots.recorded_paths import file_without_paths, relative_reference
 from mergepipe.snapshots.staging import Staging, kept_note
 from mergepipe.snapshots.work_log import WORTH_KEEPING, WorkLog
 from mergepipe.storage import owned
