@@ -243,7 +243,7 @@ def test_options__have_these_fields() -> None:
     recipe = ["allow_dropped", "strict", "lenient"]
     machine = ["threads", "memory_bytes", "home", "connections"]
     planning = ["select", "where_omitted", "min_density", "block_elements", "importance", "seed"]
-    output = ["force", "shard_bytes", "paths", "base_model_ids", "resume", "executor", "address"]
+    output = ["force", "strict", "shard_bytes", "paths", "base_model_ids", "resume", "executor", "address"]
     merging = ["budget", "target_loss", "evaluate", "card", "tokenizer", "mergekit_config"]
     assert field_names(RunOptions) == [*machine, "catalog"]
     assert field_names(PlanOptions) == [*recipe, *planning, "home"]

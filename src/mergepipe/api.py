@@ -224,7 +224,6 @@ def run(
     plan: Plan | str | Path,
     out: str | Path,
     *,
-    strict: bool = False,
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
     **fields: Any,
@@ -232,14 +231,13 @@ def run(
     """Run a plan, given or stored, and publish the result at `out`; refused if an input changed since it was made.
 
     Args:
-        strict: refuse to read again beyond the budget what an interrupted run lost.
         options: `OutputOptions`: threads, memory and the catalog, and what is written how.
     """
     started = perf_counter()
     made, decided = OutputOptions.of(options, fields), _plan_value(plan)
     from mergepipe.runs.settings import output_place, run_settings
 
-    place, settings = output_place(out, run_settings(made, decided.seed, strict=strict), made.home)
+    place, settings = output_place(out, run_settings(made, decided.seed), made.home)
     if made.executor == ExecutorName.RAY:
         from mergepipe.jobs.merge_on_ray import run_plan_on_ray
 
@@ -254,7 +252,6 @@ def run_part(
     out: str | Path,
     part: tuple[int, int] | None = None,
     *,
-    strict: bool = False,
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
     **fields: Any,
@@ -266,7 +263,6 @@ def run_part(
 
     Args:
         part: (2, 7) is the second of seven parts: output files, dealt out by bytes. None only finishes.
-        strict: see `run`.
         options: as of `run`, without `resume`. `shard_bytes` must be the same for all parts. What the output says of
             its inputs follows the call that publishes it.
 
@@ -287,7 +283,7 @@ def run_part(
 
     number, n_parts = (None, 1) if part is None else check_part(*part)
     decided = _plan_value(plan)
-    place, settings = output_place(out, run_settings(made, decided.seed, strict=strict), made.home)
+    place, settings = output_place(out, run_settings(made, decided.seed), made.home)
     choice = PartChoice(number, n_parts, finishes=part is None)
     return run_one(decided, place, choice, settings, started=started, on_progress=on_progress)
 

@@ -117,6 +117,7 @@ EVALUATE = Flag(
     metavar="CMD",
 )
 SHARD_SIZE = Flag("Largest output file, e.g. 5GB.", name="--shard-size", metavar="SIZE", default="5GB")
+STRICT = Flag("Refuse a recipe with a notice, a plan that reads nothing of an expert, and reads beyond a budget.")
 BLOCK_ELEMENTS = Flag(
     "Elements of a block, a multiple of 16384.",
     metavar="N",
@@ -178,10 +179,7 @@ class RecipeOptions(Options):
             metavar="GLOB",
         ),
     )
-    strict: bool = option(
-        False,
-        Flag("Refuse a recipe with a notice, a plan that reads nothing of an expert, and reads beyond a budget."),
-    )
+    strict: bool = option(False, STRICT)
     lenient: bool = option(
         False,
         Flag(
@@ -280,6 +278,7 @@ class OutputOptions(RunOptions):
     """
 
     force: bool = option(False, FORCE)
+    strict: bool = option(False, Flag("Refuse to read again beyond the budget what an interrupted run lost."))
     shard_bytes: int | None = option(None, SHARD_SIZE)
     paths: str = option(
         PathStyle.RELATIVE.value,
@@ -356,6 +355,7 @@ class MergeOptions(OutputOptions, PlanOptions):
     evaluate: str | None = option(
         None, replace(EVALUATE, help=f"For --target-loss. {EVALUATE.help}", panel=BUDGET_PANEL)
     )
+    strict: bool = option(False, STRICT)
     card: bool = True
     tokenizer: bool = True
     mergekit_config: bool = True
@@ -566,6 +566,92 @@ class PushOptions(Options):
         super().__post_init__()
         if self.private and not self.create:
             raise _needs("--private", "--create")
+
+
+# --- training checkpoints ---
+
+SCHEMES = ("sma", "ema", "wma", "decay-linear", "decay-cosine", "decay-1-sqrt")
+STRATEGIES = ("parity", "filter", "paper-parity", "paper-filter", "latest")
+STATE_FROM = Flag("Take scheduler, random states and step from this one.", metavar="CKPT")
+EXPORT = Flag(
+    "universal: write a DeepSpeed universal checkpoint (of ZeRO ones), for any number of ranks.",
+    metavar="FORMAT",
+    choices=("universal",),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TailorOptions(Options):
+    """Options of what tailor writes: what is compared with the sources before publishing, memory, what is replaced."""
+
+    self_check: str = option(
+        "sampled",
+        Flag(
+            "Compare with the sources: sampled, full or off.",
+            metavar="HOW",
+            choices=("sampled", "full", "off"),
+        ),
+    )
+    memory_bytes: int = option(256 << 20, Flag("Cap on buffers.", metavar="SIZE", default="256MiB"))
+    force: bool = option(False, FORCE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComposeOptions(TailorOptions):
+    """Options of `tailor.compose`.
+
+    Args:
+        state_from: the checkpoint that gives scheduler, random states and step; default, the newest that has them.
+        export: `universal` writes a DeepSpeed universal checkpoint of ZeRO ones, for any number of ranks; default, the
+            format of the sources.
+    """
+
+    state_from: str | Path | None = option(None, STATE_FROM)
+    export: str | None = option(None, EXPORT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(TailorOptions):
+    """Options of `tailor.export`.
+
+    Args:
+        dtype: of the weights; default, that of the stored weights, or float32 where only masters are stored.
+        config: the directory that lends configuration and tokenizer; default, the (newest) checkpoint.
+    """
+
+    dtype: str | None = option(
+        None, Flag("Of a model: float32, bfloat16 or float16.", metavar="DTYPE", default="as stored")
+    )
+    config: str | Path | None = option(
+        None, Flag("Of a model: take configuration and tokenizer from here.", metavar="DIR")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageOptions(ExportOptions):
+    """Options of `tailor.average`.
+
+    Args:
+        weights: `sma`, `ema`, `wma`, `decay-linear`, `decay-cosine`, `decay-1-sqrt`, or one number a checkpoint.
+        alpha: weight of each checkpoint against the average of those before it (`ema`); default 0.2.
+        optimizer: `none` writes a Hugging Face model, `last` and `average` a checkpoint to resume from, with the
+            newest checkpoint's moments or averaged ones.
+    """
+
+    weights: str | tuple[float, ...] = option(
+        "sma", Flag(f"{', '.join(SCHEMES)}, or numbers: 1,2,3.", metavar="HOW", choices=SCHEMES, is_open=True)
+    )
+    alpha: float | None = option(
+        None, Flag("Of ema: a checkpoint's weight against those before it.", metavar="A", default="0.2")
+    )
+    optimizer: str = option(
+        "none",
+        Flag(
+            "none: write a model; last, average: a checkpoint to resume from, with these moments.",
+            metavar="WHAT",
+            choices=("none", "last", "average"),
+        ),
+    )
 
 
 def default_memory_bytes() -> int:

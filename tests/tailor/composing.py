@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.snapshots.composite import Thoroughness
+from mergepipe.options import ComposeOptions
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Packing, StoredState
-from mergepipe.tailor.composition import ComposeOptions, CompositionReport, compose
+from mergepipe.tailor.composition import CompositionReport, compose
 from mergepipe.tailor.formats.dcp import unpack_piece
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from support.stores import MetadataStore
@@ -35,7 +35,7 @@ from support.training_trees import (
 Array = npt.NDArray[np.float32]
 Write = Callable[[Path, KnownStates], None]
 MEMORY_BYTES = 32 << 20
-FULL = ComposeOptions(MEMORY_BYTES, thoroughness=Thoroughness.FULL)
+FULL = ComposeOptions(memory_bytes=MEMORY_BYTES, self_check="full")
 
 
 def layer_groups(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:

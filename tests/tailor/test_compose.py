@@ -41,7 +41,8 @@ from mergepipe.errors import (
     StorageError,
     UnsupportedError,
 )
-from mergepipe.snapshots.composite import StepPolicy, Thoroughness
+from mergepipe.options import ComposeOptions
+from mergepipe.snapshots.composite import StepPolicy
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage import owned
 from mergepipe.storage.file_version import version_of
@@ -50,7 +51,7 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.assignment import assign, state_to_copy
 from mergepipe.tailor.checkpoint import Framework, Packing
-from mergepipe.tailor.composition import ComposeOptions, check_recipe, compose
+from mergepipe.tailor.composition import check_recipe, compose
 from mergepipe.tailor.composition_plan import plan_composition
 from mergepipe.tailor.copy_plan import CopyRange
 from mergepipe.tailor.formats.dcp import DCP_FORMAT
@@ -210,7 +211,7 @@ def test_compose__is_deterministic(pair: Pair) -> None:
 
 
 def test_compose__reads_every_needed_byte_once(pair: Pair) -> None:
-    report = pair.compose(PARITY, replace(FULL, thoroughness=Thoroughness.OFF))
+    report = pair.compose(PARITY, replace(FULL, self_check="off"))
     assert report.manifest is not None
     realized = report.manifest.realized
     moved = realized[Purpose.BASE] + realized[Purpose.EXPERT]

@@ -64,7 +64,7 @@ def test_compose__stacks_layers_in_the_order_of_the_slices(tmp_path: Path, kind:
 @pytest.mark.parametrize("kind", ["hf", "zero2", "zero3", "dcp"])
 def test_compose__refuses_another_number_of_layers(tmp_path: Path, kind: str) -> None:
     pair = make_pair(tmp_path, FORMATS[kind])
-    for options in (FULL, replace(FULL, is_universal=True)):
+    for options in (FULL, replace(FULL, export="universal")):
         with pytest.raises(MergePipeError, match="stack 4 layers on a model of 3: ") as caught:
             pair.compose(slices([("new", 0, 2), ("old", 1, 3)]), options)
         assert (caught.value.code, pair.out.exists()) == ("recipe.conflict", False)

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from composing import FULL
 
+from mergepipe.options import ComposeOptions
 from mergepipe.storage.location import Location
 from mergepipe.tailor import api
-from mergepipe.tailor.composition import ComposeOptions, CompositionReport, compose
+from mergepipe.tailor.composition import CompositionReport, compose
 
 pytestmark = pytest.mark.slow
 
@@ -240,7 +241,7 @@ def test_universal_checkpoint__is_exported_and_composed_as_deepspeed_converts_an
     out = tmp_path / "run"
     train(kind, out)
     old, new = (convert(out / folder(kind, step)) for step in (OLD, NEW))
-    exported = replace(FULL, is_universal=True)
+    exported = replace(FULL, export="universal")
     compose_as(kind, out, ITSELF, f"default: {folder(kind, NEW)}\n", exported)
     command = [str(PYTHON), str(HERE / "compare_universal.py"), str(new), str(out / folder(kind, ITSELF))]
     compared = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
@@ -258,7 +259,7 @@ def test_universal_checkpoint__is_exported_and_composed_as_deepspeed_converts_an
 def test_universal_checkpoint__of_the_trainer_resumes(tmp_path: Path) -> None:
     out = tmp_path / "run"
     train("hf-zero2", out)
-    compose_as("hf-zero2", out, MIXED, mixed("hf-zero2"), replace(FULL, is_universal=True))
+    compose_as("hf-zero2", out, MIXED, mixed("hf-zero2"), replace(FULL, export="universal"))
     (loaded,) = resume("hf-zero2", out, MIXED, ranks=3, is_universal=True)
     wrong, compared = misplaced(loaded, out, "hf-zero2")
     assert (wrong, compared >= 87, int(loaded["global_steps"])) == ([], True, NEW)

@@ -22,7 +22,7 @@ from mergepipe.tailor.formats.registry import open_training_checkpoint
 from support.stores import MetadataStore
 from support.training_trees import KnownStates
 
-UNIVERSAL = replace(FULL, is_universal=True)
+UNIVERSAL = replace(FULL, export="universal")
 KINDS = ("zero1", "zero2", "zero2-regrouped", "zero3", "zero3-regrouped", "zero3-saved", "hf-zero2")
 PARITY = "default: new\ntake: [{from: old, units: [layers even, embed]}]\n"
 

@@ -29,7 +29,7 @@ class Flag:
     `name` is written there (by default the field's, without its unit), or `short`. `metavar` stands for the value in
     the help, and `default` says in words what holds without it. `choices` are completed. Of a field of bytes the text
     is a size, unless there is another `read`. Values are checked by `check`; without one a field of bytes is above 0,
-    and one with `choices` is one of them.
+    and one with `choices` is one of them, unless it `is_open`.
     """
 
     help: str
@@ -39,6 +39,7 @@ class Flag:
     default: str = ""
     panel: str = ""
     choices: tuple[str, ...] = ()
+    is_open: bool = False
     read: Reader | None = None
     check: Check | None = None
 
@@ -87,7 +88,7 @@ class Option:
             self.flag.check(self.name, value)
         elif self.field.endswith("_bytes"):
             positive(self.name, value)  # type: ignore[arg-type]  # the field is a number
-        elif self.flag.choices:
+        elif self.flag.choices and not self.flag.is_open:
             one_of(self.name, str(value), self.flag.choices)
 
 

@@ -66,7 +66,7 @@ def merge_settings(options: MergeOptions) -> MergeSettings:
     )
 
 
-def run_settings(options: OutputOptions, seed: int, *, strict: bool = False) -> MergeSettings:
+def run_settings(options: OutputOptions, seed: int) -> MergeSettings:
     """Return the settings of a run whose plan or manifest says what is merged. Raises as `merge_settings`."""
     return MergeSettings(
         engine=engine_options(options),
@@ -75,7 +75,7 @@ def run_settings(options: OutputOptions, seed: int, *, strict: bool = False) -> 
         shard_bytes=DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes,
         home=catalog_home(options),
         resume=resume_of(options.resume),
-        strictness=Strictness(strict=strict),
+        strictness=Strictness(strict=options.strict),
         absolute_paths=options.paths == PathStyle.ABSOLUTE,
         base_model_ids=parse_base_model_ids(options.base_model_ids),
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mergepipe.errors import LimitError, RecipeError, did_you_mean
+from mergepipe.options import AverageOptions, ComposeOptions, ExportOptions
 from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
@@ -17,9 +18,7 @@ if TYPE_CHECKING:
     from mergepipe.tailor.composition import CompositionReport, OnProgress
     from mergepipe.tailor.inspect import InspectReport
 
-DEFAULT_MEMORY_BYTES = 256 << 20
 DEFAULT_ENDS = 2
-_UNIVERSAL = "universal"
 
 
 def inspect(*paths: str | Path) -> InspectReport:
@@ -45,123 +44,82 @@ def check(
     Raises:
         MergePipeError: every problem found, in one error.
     """
-    from mergepipe.tailor.composition import ComposeOptions, check_recipe
+    made = ComposeOptions(state_from=state_from, export=export)
+    from mergepipe.tailor.composition import check_recipe
 
-    options = ComposeOptions(
-        DEFAULT_MEMORY_BYTES, is_universal=_is_universal(export),
-        state_from=None if state_from is None else absolute(state_from),
-    )  # fmt: skip
-    request = _average_request(recipe, state_from=state_from, export=export)
+    request = _average_request(recipe, made)
     if request is not None:
         from mergepipe.tailor.averaging import check_average
 
         return check_average(request)
-    return check_recipe(Location.of(recipe), options)
+    return check_recipe(Location.of(recipe), made)
 
 
 def compose(
     recipe: str | Path,
     out: str | Path,
     *,
-    state_from: str | Path | None = None,
-    export: str | None = None,
-    self_check: str = "sampled",
-    memory_bytes: int | None = None,
-    force: bool = False,
+    options: ComposeOptions | None = None,
     on_progress: OnProgress | None = None,
+    **fields: Any,
 ) -> CompositionReport:
     """Compose a training checkpoint as the recipe says and publish it at `out`, complete or not at all.
 
     Args:
-        state_from: the checkpoint that gives scheduler, random states and step; default, the newest that has them.
-        export: `universal` writes a DeepSpeed universal checkpoint of ZeRO ones, for any number of ranks; default, the
-            format of the sources.
-        self_check: `sampled`, `full` or `off`: how much is read back and compared before publishing.
-        memory_bytes: cap on buffers; default 256 MiB.
-        force: replace a composite that is already at `out`.
+        options: see `ComposeOptions`; its fields are keywords, too.
         on_progress: called with (phase, bytes done, bytes in all), from the calling thread.
 
     Raises:
         MergePipeError: see `mergepipe.errors`; nothing is left behind.
     """
-    from mergepipe.core.sizes import positive
-    from mergepipe.snapshots.composite import Thoroughness
-    from mergepipe.tailor.composition import ComposeOptions
+    made = ComposeOptions.of(options, fields)
     from mergepipe.tailor.composition import compose as run
 
-    options = ComposeOptions(
-        DEFAULT_MEMORY_BYTES if memory_bytes is None else positive("--memory", memory_bytes),
-        force=force, is_universal=_is_universal(export),
-        state_from=None if state_from is None else absolute(state_from), thoroughness=Thoroughness(self_check),
-    )  # fmt: skip
-    request = _average_request(recipe, state_from=state_from, export=export)
+    request = _average_request(recipe, made)
     if request is not None:
         from mergepipe.tailor.averaging import average as run_average
 
-        return run_average(request, Path(out), options, on_progress or (lambda *_: None))
-    return run(Location.of(recipe), Path(out), options, on_progress or (lambda *_: None))
+        return run_average(request, Path(out), made, on_progress or (lambda *_: None))
+    return run(Location.of(recipe), Path(out), made, on_progress or (lambda *_: None))
 
 
 def average(
     checkpoints: Sequence[str | Path],
     out: str | Path,
     *,
-    weights: str | Sequence[float] = "sma",
-    alpha: float | None = None,
-    optimizer: str = "none",
-    dtype: str | None = None,
-    config: str | Path | None = None,
-    self_check: str = "sampled",
-    memory_bytes: int | None = None,
-    force: bool = False,
+    options: ExportOptions | None = None,
     on_progress: OnProgress | None = None,
+    **fields: Any,
 ) -> CompositionReport:
     """Average checkpoints of one run, a pass over all of them, and publish the result at `out`.
 
     Args:
-        weights: `sma`, `ema`, `wma`, `decay-linear`, `decay-cosine`, `decay-1-sqrt`, or one number a checkpoint.
-        alpha: weight of each checkpoint against the average of those before it (`ema`); default 0.2.
-        optimizer: `none` writes a Hugging Face model, `last` and `average` a checkpoint to resume from, with the
-            newest checkpoint's moments or averaged ones.
-        dtype: of a model's weights; default, that of the stored weights.
-        config: the directory that lends a model its configuration and tokenizer; default, the newest checkpoint.
-        self_check: `sampled`, `full` or `off`: how much is compared with averages in float64 before publishing.
-        memory_bytes: cap on buffers; default 256 MiB.
-        force: replace an output of mergepipe that is already at `out`.
+        options: see `AverageOptions`; its fields are keywords, too.
         on_progress: called with (phase, bytes done, bytes in all), from the calling thread.
 
     Raises:
         MergePipeError: see `mergepipe.errors`; nothing is left behind.
     """
-    from mergepipe.core.sizes import positive
-    from mergepipe.snapshots.composite import Thoroughness
-    from mergepipe.tailor.average_recipe import AverageRequest, optimizer_state, out_dtype, weights_of
+    made = AverageOptions.of(options, fields)
+    from mergepipe.tailor.average_recipe import AverageRequest, OptimizerState, out_dtype, weights_of
     from mergepipe.tailor.averaging import average as run
-    from mergepipe.tailor.composition import ComposeOptions
 
     request = AverageRequest(
         tuple(absolute(path) for path in checkpoints),
-        weights_of(weights) if isinstance(weights, str) else tuple(map(float, weights)),
-        alpha, optimizer_state(optimizer), out_dtype(dtype, "--dtype"),
-        None if config is None else absolute(config),
+        weights_of(made.weights) if isinstance(made.weights, str) else tuple(map(float, made.weights)),
+        made.alpha, OptimizerState(made.optimizer), out_dtype(made.dtype, "--dtype"),
+        None if made.config is None else absolute(made.config),
     )  # fmt: skip
-    options = ComposeOptions(
-        DEFAULT_MEMORY_BYTES if memory_bytes is None else positive("--memory", memory_bytes),
-        force=force, thoroughness=Thoroughness(self_check),
-    )  # fmt: skip
-    return run(request, Path(out), options, on_progress or (lambda *_: None))
+    return run(request, Path(out), made, on_progress or (lambda *_: None))
 
 
 def export(
     checkpoint: str | Path,
     out: str | Path,
     *,
-    dtype: str | None = None,
-    config: str | Path | None = None,
-    self_check: str = "sampled",
-    memory_bytes: int | None = None,
-    force: bool = False,
+    options: ExportOptions | None = None,
     on_progress: OnProgress | None = None,
+    **fields: Any,
 ) -> CompositionReport:
     """Make a Hugging Face model of a training checkpoint and publish it at `out`: the average of one.
 
@@ -169,38 +127,25 @@ def export(
 
     Args:
         checkpoint: of any format; of a partial one, all weights must be there.
-        dtype: of the weights; default, that of the stored weights, or float32 where only masters are stored.
-        config: the directory that lends configuration and tokenizer; default, the checkpoint.
-        self_check: `sampled`, `full` or `off`: how much is compared with the checkpoint before publishing.
-        memory_bytes: cap on buffers; default 256 MiB.
-        force: replace an output of mergepipe that is already at `out`.
+        options: see `ExportOptions`; its fields are keywords, too.
         on_progress: called with (phase, bytes done, bytes in all), from the calling thread.
 
     Raises:
         MergePipeError: see `mergepipe.errors`; nothing is left behind.
     """
-    return average(
-        [checkpoint], out, dtype=dtype, config=config, self_check=self_check, memory_bytes=memory_bytes, force=force,
-        on_progress=on_progress,
-    )  # fmt: skip
+    return average([checkpoint], out, options=ExportOptions.of(options, fields), on_progress=on_progress)
 
 
-def _average_request(recipe: str | Path, *, state_from: str | Path | None, export: str | None) -> AverageRequest | None:
+def _average_request(recipe: str | Path, options: ComposeOptions) -> AverageRequest | None:
     """Read a recipe that averages; None where it composes. Options that exclude each other are refused."""
     from mergepipe.tailor.average_recipe import load_average
 
-    composing = {"--state-from": state_from is not None, "--export": export is not None}
+    composing = {"--state-from": options.state_from is not None, "--export": options.export is not None}
     request = load_average(Location.of(recipe), _store())
     refused = [option for option, is_given in composing.items() if is_given and request is not None]
     if refused:
         raise RecipeError.of("option.invalid", refused[0], "the recipe averages checkpoints", "leave it out")
     return request
-
-
-def _is_universal(export: str | None) -> bool:
-    if export not in (None, _UNIVERSAL):
-        raise RecipeError.of("option.invalid", "--export", f"'{export}' is not known", f"give '{_UNIVERSAL}'")
-    return export is not None
 
 
 def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], None] | None = None) -> DiffReport:

@@ -18,6 +18,7 @@ from mergepipe.checkpoints.packed import UnpackedView
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DType, DTypeKind, Span
 from mergepipe.errors import CorruptError, LimitError, MergePipeError, MismatchError, NotFoundError, RecipeError
+from mergepipe.options import TailorOptions
 from mergepipe.recipes.output_tensors import shape_contradictions, with_dtype
 from mergepipe.recipes.references import text_with_relative_paths
 from mergepipe.snapshots.composite import AverageRecord, SelfCheck, Thoroughness
@@ -31,7 +32,7 @@ from mergepipe.storage.stores import Stores
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, choose_steps, state_to_copy
 from mergepipe.tailor.average_recipe import DEFAULT_ALPHA, AverageRequest, OptimizerState, normalised, scheme_weights
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Piece, StateReader, StoredState, TrainingCheckpoint
-from mergepipe.tailor.composition import ComposeOptions, CompositionReport, Job, OnProgress, publish
+from mergepipe.tailor.composition import CompositionReport, Job, OnProgress, publish
 from mergepipe.tailor.composition_plan import CompositionPlan, PatchCollector, plan_file, unpacked
 from mergepipe.tailor.copy_plan import (
     CopyRange,
@@ -56,14 +57,14 @@ _SHARD_BYTES = 5_000_000_000
 _MEMBER = Location.parse("member")
 
 
-def average(request: AverageRequest, out: Path, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
+def average(request: AverageRequest, out: Path, options: TailorOptions, on_progress: OnProgress) -> CompositionReport:
     """Average and publish; see `tailor.api.average` and, of one checkpoint, `tailor.api.export`."""
     started = time.perf_counter()
     store = UnpackedView(Stores())
     averaging = open_averaging(store, request)
     check_target(out, [source.path for source in averaging.sources], force=options.force)
     plan = averaging.plan()
-    with AverageCheck(averaging, options.thoroughness) as check:
+    with AverageCheck(averaging, Thoroughness(options.self_check)) as check:
         if not store.has_packed:  # whose blocks are decoded for the average itself, in its order
             check.read_ahead()
 

@@ -13,6 +13,7 @@ import mergepipe
 from mergepipe.checkpoints.directory import SIDECAR_NAMES
 from mergepipe.checkpoints.packed import UnpackedView
 from mergepipe.errors import ConflictError, NotFoundError
+from mergepipe.options import ComposeOptions, TailorOptions
 from mergepipe.recipes.references import real_location, text_with_relative_paths
 from mergepipe.snapshots.composite import (
     AverageRecord,
@@ -47,17 +48,6 @@ OnProgress = Callable[[str, int, int], None]
 _MARGIN_BYTES = 16 << 20
 _HEAD_BYTES = 4096
 _TAIL_BYTES = 64 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class ComposeOptions:
-    """Options of a composition. `is_universal` writes a DeepSpeed universal checkpoint of ZeRO checkpoints."""
-
-    memory_bytes: int
-    force: bool = False
-    is_universal: bool = False
-    state_from: Location | None = None
-    thoroughness: Thoroughness = Thoroughness.SAMPLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +87,20 @@ def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions) -> 
     """Plan the composition of a recipe."""
     check_same_run(store, tuple(opened.sources.values()))
     assignment = assign(opened.recipe, opened.sources)
-    if options.is_universal:
+    if options.export is not None:
         return plan_universal(store, assignment)
     return plan_composition(store, assignment)
+
+
+def _state_place(options: ComposeOptions) -> Location | None:
+    return None if options.state_from is None else Location.of(options.state_from).normal()
 
 
 def check_recipe(path: Location, options: ComposeOptions) -> CompositionReport:
     """Report what a composition would do; reads structure and step counters only."""
     started = time.perf_counter()
     store = UnpackedView(Stores())
-    opened = open_recipe(store, path, options.state_from)
+    opened = open_recipe(store, path, _state_place(options))
     return CompositionReport(plan_recipe(store, opened, options), None, None, time.perf_counter() - started)
 
 
@@ -114,13 +108,13 @@ def compose(path: Location, out: Path, options: ComposeOptions, on_progress: OnP
     """Compose and publish; see `tailor.api.compose`."""
     started = time.perf_counter()
     store = UnpackedView(Stores())
-    opened = open_recipe(store, path, options.state_from)
+    opened = open_recipe(store, path, _state_place(options))
     check_target(out, [source.path for source in opened.sources.values()], force=options.force)
     plan = plan_recipe(store, opened, options)
 
     def check(directory: Path, advance: Callable[[], None]) -> SelfCheck:
         made = open_training_checkpoint(store, Location.local(directory), Location.local(out))
-        return check_composite(store, made, plan.assignment, plan.steps, options.thoroughness, advance)
+        return check_composite(store, made, plan.assignment, plan.steps, Thoroughness(options.self_check), advance)
 
     recipe, folder = opened.recipe.text, opened.recipe.path.parent
     text = text_with_relative_paths(recipe, folder.local_path) if folder.is_local else recipe
@@ -139,7 +133,7 @@ class Job:
 
 
 def publish(
-    store: UnpackedView, job: Job, options: ComposeOptions, on_progress: OnProgress, started: float
+    store: UnpackedView, job: Job, options: TailorOptions, on_progress: OnProgress, started: float
 ) -> CompositionReport:
     """Write the planned files, compare them with their sources and publish them, complete or not at all."""
     check_free_space(job.out, job.plan.output_bytes + _MARGIN_BYTES)
@@ -154,7 +148,7 @@ class _Run:
     """Fills a staging directory with a composite."""
 
     def __init__(
-        self, store: UnpackedView, job: Job, options: ComposeOptions, on_progress: OnProgress, started: float
+        self, store: UnpackedView, job: Job, options: TailorOptions, on_progress: OnProgress, started: float
     ) -> None:
         self._store = store
         self._job = job

@@ -17,15 +17,12 @@ from mergepipe.storage.location import Location
 
 SECTION = "Merging"
 RECIPE_ENDINGS, PLAN_ENDINGS = (".yml", ".yaml"), (".json",)
-DECIDED_BY_PLANS = tuple(
-    option.field for option in declared_options(MergeOptions) if option not in tuple(declared_options(OutputOptions))
+_OF_OUTPUTS, _OF_RECIPES = (
+    tuple(option.field for option in declared_options(kind)) for kind in (OutputOptions, RecipeOptions)
 )
+DECIDED_BY_PLANS = tuple(option.field for option in declared_options(MergeOptions) if option.field not in _OF_OUTPUTS)
 FOR_BUDGETS = tuple(
-    option.field
-    for option in declared_options(PlanOptions)
-    if option.field in DECIDED_BY_PLANS
-    and option.field != "seed"
-    and option not in tuple(declared_options(RecipeOptions))
+    option.field for option in declared_options(PlanOptions) if option.field not in (*_OF_OUTPUTS, *_OF_RECIPES, "seed")
 )
 
 
@@ -167,7 +164,6 @@ def run(
         ),
     ] = None,
     finish: Annotated[bool, Flag("Finish OUT from its parts; an error if one is missing.", panel=PARTS_PANEL)] = False,
-    strict: Annotated[bool, Flag("Refuse to read again beyond the budget what an interrupted run lost.")] = False,
     options: OutputOptions,
     printing: ReportOptions,
 ) -> None:
@@ -185,12 +181,12 @@ def run(
 
     with tell_if_published(Location.of(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
         if part is None and not finish:
-            report = api.run(plan, out, strict=strict, options=options, on_progress=on_progress)
+            report = api.run(plan, out, options=options, on_progress=on_progress)
         else:
             from mergepipe.jobs.parts import parse_part
 
             numbers = None if part is None else parse_part(part)
-            made = api.run_part(plan, out, numbers, strict=strict, options=options, on_progress=on_progress)
+            made = api.run_part(plan, out, numbers, options=options, on_progress=on_progress)
     if part is None and not finish:
         print_report(report, merge_table, printing)
     else:

@@ -15,7 +15,7 @@ from mergepipe.cli.printing import DEBUG, PrintOptions, ReportOptions, report_js
 from mergepipe.cli.registration import RecipePath, SectionedGroup, add_command
 from mergepipe.core.escaping import printable_lines
 from mergepipe.core.flags import Flag
-from mergepipe.options import FORCE
+from mergepipe.options import EXPORT, STATE_FROM, STRATEGIES, AverageOptions, ComposeOptions, ExportOptions
 
 if TYPE_CHECKING:
     from mergepipe.cli.guard import Session
@@ -27,20 +27,7 @@ Checkpoints: TypeAlias = Annotated[
 Checkpoint: TypeAlias = Annotated[
     str, typer.Argument(metavar="CKPT", help="A training checkpoint: a directory, or a file.")
 ]
-STATE_FROM = Flag("Take scheduler, random states and step from this one.", metavar="CKPT")
-EXPORT = Flag(
-    "universal: write a DeepSpeed universal checkpoint (of ZeRO ones), for any number of ranks.",
-    metavar="FORMAT",
-    choices=("universal",),
-)
-MEMORY = Flag("Cap on buffers.", metavar="SIZE", default="256MiB")
-DTYPE = Flag("Of a model: float32, bfloat16 or float16.", metavar="DTYPE", default="as stored")
-CONFIG = Flag("Of a model: take configuration and tokenizer from here.", metavar="DIR")
 OutOption: TypeAlias = Annotated[str, Flag("The directory to create.", short="-o", metavar="OUT")]
-THOROUGHNESS = ("sampled", "full", "off")
-SELF_CHECK = Flag("Compare with the sources: sampled, full or off.", metavar="HOW", choices=THOROUGHNESS)
-STRATEGIES = ("parity", "filter", "paper-parity", "paper-filter", "latest")
-SCHEMES = ("sma", "ema", "wma", "decay-linear", "decay-cosine", "decay-1-sqrt")
 
 
 def register(app: typer.Typer) -> None:
@@ -97,11 +84,7 @@ def compose(
     recipe: RecipePath,
     out: Annotated[str, typer.Argument(metavar="OUT", help="The directory to create.")],
     *,
-    state_from: Annotated[str | None, STATE_FROM] = None,
-    export: Annotated[str | None, EXPORT] = None,
-    self_check: Annotated[str, SELF_CHECK] = "sampled",
-    memory_bytes: Annotated[int | None, MEMORY] = None,
-    force: Annotated[bool, FORCE] = False,
+    options: ComposeOptions,
     printing: ReportOptions,
 ) -> None:
     """Compose a training checkpoint as RECIPE says into the directory OUT.
@@ -109,20 +92,9 @@ def compose(
     OUT appears when it is complete and has been compared with its sources, or not at all.
     """
     refuse_swapped(recipe, out, RECIPE_ENDINGS)
-    _require(self_check, THOROUGHNESS, "--self-check")
     from mergepipe.tailor import api
 
-    make = partial(
-        api.compose,
-        recipe,
-        out,
-        state_from=state_from,
-        export=export,
-        self_check=self_check,
-        memory_bytes=memory_bytes,
-        force=force,
-    )
-    _make(make, context.obj, printing)
+    _make(partial(api.compose, recipe, out, options=options), context.obj, printing)
 
 
 def _make(make: Callable[..., CompositionReport], session: Session, printing: ReportOptions) -> None:
@@ -148,47 +120,16 @@ def average(
     checkpoints: Checkpoints,
     *,
     out: OutOption,
-    weights: Annotated[str, Flag(f"{', '.join(SCHEMES)}, or numbers: 1,2,3.", metavar="HOW", choices=SCHEMES)] = "sma",
-    alpha: Annotated[
-        float | None,
-        Flag("Of ema: a checkpoint's weight against those before it.", metavar="A", default="0.2"),
-    ] = None,
-    optimizer: Annotated[
-        str,
-        Flag(
-            "none: write a model; last, average: a checkpoint to resume from, with these moments.",
-            metavar="WHAT",
-            choices=("none", "last", "average"),
-        ),
-    ] = "none",
-    dtype: Annotated[str | None, DTYPE] = None,
-    config: Annotated[str | None, CONFIG] = None,
-    self_check: Annotated[str, SELF_CHECK] = "sampled",
-    memory_bytes: Annotated[int | None, MEMORY] = None,
-    force: Annotated[bool, FORCE] = False,
+    options: AverageOptions,
     printing: ReportOptions,
 ) -> None:
     """Average checkpoints of one run: a model, or a checkpoint to resume from.
 
     Reads the Trainer's, DeepSpeed's and torch DCP's checkpoints as they are, each byte once, in bounded memory.
     """
-    _require(self_check, THOROUGHNESS, "--self-check")
     from mergepipe.tailor import api
 
-    make = partial(
-        api.average,
-        checkpoints,
-        out,
-        weights=weights,
-        alpha=alpha,
-        optimizer=optimizer,
-        dtype=dtype,
-        config=config,
-        self_check=self_check,
-        memory_bytes=memory_bytes,
-        force=force,
-    )
-    _make(make, context.obj, printing)
+    _make(partial(api.average, checkpoints, out, options=options), context.obj, printing)
 
 
 def export(
@@ -196,31 +137,16 @@ def export(
     checkpoint: Checkpoint,
     *,
     out: OutOption,
-    dtype: Annotated[str | None, DTYPE] = None,
-    config: Annotated[str | None, CONFIG] = None,
-    self_check: Annotated[str, SELF_CHECK] = "sampled",
-    memory_bytes: Annotated[int | None, MEMORY] = None,
-    force: Annotated[bool, FORCE] = False,
+    options: ExportOptions,
     printing: ReportOptions,
 ) -> None:
     """Make an ordinary model of a training checkpoint, in bounded memory.
 
     Weights are the float32 masters where there are any, rounded once. CKPT is of any format that tailor reads.
     """
-    _require(self_check, THOROUGHNESS, "--self-check")
     from mergepipe.tailor import api
 
-    make = partial(
-        api.export,
-        checkpoint,
-        out,
-        dtype=dtype,
-        config=config,
-        self_check=self_check,
-        memory_bytes=memory_bytes,
-        force=force,
-    )
-    _make(make, context.obj, printing)
+    _make(partial(api.export, checkpoint, out, options=options), context.obj, printing)
 
 
 def recipe(
@@ -271,10 +197,3 @@ def _print(report: CompositionReport, *, as_json: bool) -> None:
     from mergepipe.cli.render.tailor import composition_json, composition_table
 
     print(composition_json(report) if as_json else printable_lines(composition_table(report)))
-
-
-def _require(value: str, values: tuple[str, ...], option: str) -> None:
-    if value not in values:
-        from mergepipe.errors import RecipeError, did_you_mean
-
-        raise RecipeError.of("option.invalid", option, f"'{value}' is not known", did_you_mean(value, values))
