@@ -22,7 +22,8 @@ DEEPSPEED := deepspeed==0.19.8
 PYTEST := $(BIN)/python -m pytest
 FRAMEWORK_PYTEST := MERGEPIPE_TRAIN_PYTHON=$(abspath $(TRAIN_VENV))/bin/python $(PYTEST) -n 2 -m slow
 
-# One proof of each kind: composites resumed by the Trainer, by ZeRO-2 and by ZeRO-3 on two ranks, partial saves put together.
+# One proof of each kind: composites resumed by the Trainer, by ZeRO-2 and by ZeRO-3 on two ranks, partial saves put together,
+# merges with components loaded by their libraries.
 RESUMES := tests/tailor/test_resuming.py::test_composite__
 SAVES := tests/tailor/saving/test_partial_frameworks.py::test_partial_saving__
 FRAMEWORK_SMOKE := \
@@ -30,7 +31,8 @@ FRAMEWORK_SMOKE := \
 	"$(RESUMES)resumes_with_the_values_of_its_sources[zero2]" \
 	"$(RESUMES)resumes_with_the_values_of_its_sources[zero3]" \
 	"$(RESUMES)of_partial_checkpoints_resumes_at_their_step[hf]" \
-	"$(SAVES)composes_to_what_the_engine_held_at_each_units_step[hf-zero2]"
+	"$(SAVES)composes_to_what_the_engine_held_at_each_units_step[hf-zero2]" \
+	tests/checkpoints/test_component_frameworks.py
 
 RAY_PYTEST := MERGEPIPE_REQUIRE_RAY=1 $(RAY_VENV)/bin/python -m pytest
 RAY_SMOKE := \
@@ -208,7 +210,7 @@ test-fuzz: $(VENV)/.test
 	PYTHONPATH=tests $(BIN)/python -m tests.fuzz.run --inputs $(or $(FUZZ_INPUTS),1000000) --seed $(or $(FUZZ_SEED),0) --minutes $(or $(FUZZ_MINUTES),60)
 
 test-frameworks: $(VENV)/.test $(TRAIN_VENV)/.train
-	$(FRAMEWORK_PYTEST) tests/tailor
+	$(FRAMEWORK_PYTEST) tests/tailor tests/checkpoints/test_component_frameworks.py
 
 smoke-frameworks: $(VENV)/.test $(TRAIN_VENV)/.train
 	$(FRAMEWORK_PYTEST) $(FRAMEWORK_SMOKE)

@@ -135,7 +135,7 @@ def test_merge__into_a_bucket_names_inputs_as_if_beside_it(family: Path, monkeyp
 
 def test_merge__copies_or_lists_every_file_of_the_base(family: Path) -> None:
     base = family / "hub" / "models--org--base" / "snapshots" / COMMIT
-    copied = {"modules.json": "[]", "1_Pooling/config.json": "{}", "2_Dense/model.safetensors": "weights"}
+    copied = {"modules.json": '[{"path": ""}, {"path": "1_Pooling"}]', "1_Pooling/config.json": "{}"}
     left = {
         "modeling.py": "code is never copied", "nested/util.py": "code is never copied", "odd.xyz": "not known",
         "model.gguf": "another form", "optimizer.pt": "training run", "README.md": "a card of its own",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -295,6 +295,8 @@ class Checkpoint:
 
     `root` is the directory, or the directory that holds a bare file; `sidecars` are the names (relative to `root`,
     sorted) of configuration, tokenizer and chat-template files that belong to the model. A bare file has none.
+    `components` maps each folder below `root` that holds weights of the model to the stem of its weight files; their
+    tensors are named `folder/name`.
     """
 
     path: Location
@@ -306,6 +308,7 @@ class Checkpoint:
     encoded: PackedIndex | None = None  # of one whose tensors are encoded beside a base's
     content_id: str | None = None  # see `checkpoints.content_id`; None where it is unknown without reading tensors
     adapters: tuple[AdapterAccount, ...] = ()  # of an adapter, or of weights with adapters applied
+    components: Mapping[str, str] = field(default_factory=dict)
     is_untied: bool = False  # an adapter gave it an output head of its own, which its configuration does not know of
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -6,7 +6,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import PurePosixPath
@@ -21,7 +21,7 @@ from mergepipe.core.strict_json import MAX_DEPTH, JsonValue, is_too_deep, object
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, UnsupportedError
 from mergepipe.storage.contract import FileStatus, Store, concurrent_map, is_folder
 from mergepipe.storage.file_version import FileId
-from mergepipe.storage.limits import WEIGHT_INDEX_BYTES
+from mergepipe.storage.limits import CONFIG_BYTES, WEIGHT_INDEX_BYTES
 from mergepipe.storage.location import Location
 
 # --- check the files that a checkpoint directory names ---
@@ -106,6 +106,13 @@ def parse_config(raw: bytes, where: object) -> Json:
 
     As in loaders, the last of two equal keys counts, and NaN and half surrogate pairs pass.
     """
+    content = _parsed(raw, where)
+    if not isinstance(content, dict):
+        raise CorruptError.of("checkpoint.damaged", where, f"is not a JSON object, found {shown(content)}", _HINT)
+    return content
+
+
+def _parsed(raw: bytes, where: object) -> object:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -114,12 +121,10 @@ def parse_config(raw: bytes, where: object) -> Json:
     if is_too_deep(raw):
         raise CorruptError.of("checkpoint.damaged", where, f"is nested deeper than {MAX_DEPTH} levels", _HINT)
     try:
-        content = json.loads(text)
+        content: object = json.loads(text)
     except ValueError as error:
         message = f"is not JSON: {error}" if raw.strip() else "is empty, a JSON object is needed"
         raise CorruptError.of("checkpoint.damaged", where, message, _HINT) from None
-    if not isinstance(content, dict):
-        raise CorruptError.of("checkpoint.damaged", where, f"is not a JSON object, found {shown(content)}", _HINT)
     return content
 
 
@@ -275,12 +280,15 @@ SIDECAR_NAMES = frozenset({
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
     "chat_template.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "spiece.model", "sentencepiece.bpe.model",
-    "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
+    "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "model_index.json",
 })  # fmt: skip
 _SIDECAR_PATTERNS = ("*.tiktoken", "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*")
-_MODULES_NAME = "modules.json"  # of sentence-transformers: lists the folders of further modules
-_MODULE_FOLDER = re.compile(r"[0-9]+_[A-Za-z0-9_]+")
-_MODULE_SUFFIXES = (".json", ".txt", ".safetensors")
+MODULES_NAME = "modules.json"  # of sentence-transformers: a list of modules with their folders
+PIPELINE_NAME = "model_index.json"  # of diffusers: each component's folder, with its library and class
+_COMPONENT_SUFFIXES = (".json", ".txt", ".model")  # of small files in the folders of components
+_MODEL_STEM, _PIPELINE_STEM = "model", "diffusion_pytorch_model"
+# Without variants (`diffusion_pytorch_model.fp16.safetensors`), which loaders read on request alone.
+_OF_PIPELINE = re.compile(rf"{_PIPELINE_STEM}(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,19 +348,84 @@ def _disagreement(tensor: str, listed: str | None, homes: list[str]) -> Problem:
 
 def _open_directory(store: Store, path: Location) -> Checkpoint:
     names = list_names(store, path)
+    folders = {folder: list_names(store, path / folder) for folder in _component_folders(store, path, names)}
+    components = {folder: stem for folder, listed in folders.items() if (stem := _component_stem(listed))}
+    files = [] if components and not _has_weights(names) else _read_weights(store, path, names)
+    for folder, stem in components.items():
+        of_stem = filter(_OF_PIPELINE.fullmatch, folders[folder]) if stem == _PIPELINE_STEM else folders[folder]
+        files += [_in_component(file, folder) for file in _read_weights(store, path / folder, frozenset(of_stem))]
+    sidecars = find_sidecars(store, path, names, folders)
+    return replace(_checkpoint(path, path, files, sidecars), components=MappingProxyType(components))
+
+
+def _read_weights(store: Store, path: Location, names: Collection[str]) -> list[WeightFile]:
+    """Read what the weight files of a folder say they hold."""
     weights = choose_weights(path, names)
-    if weights.is_index:
-        weight_map = _read_index(store, path, weights.name)
-        single = next(fmt.single for fmt in (SAFETENSORS, TORCH) if weights.name.startswith(fmt.single) or fmt is TORCH)
-        if single in names and single not in weight_map.values():
-            raise CorruptError.of(
-                "checkpoint.damaged", path,
-                f"holds {single} and {weights.name}, which does not name it", "remove one of them",
-            )  # fmt: skip
-        files = _read_shards(store, path, weights.name, weight_map)
-    else:
-        files = [read_weight_file(store, path, weights.name, stat_present(store, path, weights.name))]
-    return _checkpoint(path, path, files, find_sidecars(store, path, names))
+    if not weights.is_index:
+        return [read_weight_file(store, path, weights.name, stat_present(store, path, weights.name))]
+    weight_map = _read_index(store, path, weights.name)
+    single = next(fmt.single for fmt in (SAFETENSORS, TORCH) if weights.name.startswith(fmt.single) or fmt is TORCH)
+    if single in names and single not in weight_map.values():
+        raise CorruptError.of(
+            "checkpoint.damaged", path,
+            f"holds {single} and {weights.name}, which does not name it", "remove one of them",
+        )  # fmt: skip
+    return _read_shards(store, path, weights.name, weight_map)
+
+
+# --- components: folders of a model with weights of their own ---
+
+
+def _component_folders(store: Store, root: Location, names: Collection[str]) -> list[str]:
+    """The folders that the lists of modules and of a pipeline name, in their order, of those that are there."""
+    listed: list[object] = []
+    for name in (MODULES_NAME, PIPELINE_NAME):
+        if name in names:
+            stat_present(store, root, name)
+            listed += _listed_folders(root / name, store.read_small(root / name, CONFIG_BYTES))
+    folders: list[str] = []
+    for folder in dict.fromkeys(folder for folder in listed if folder):
+        if not isinstance(folder, str) or not all(is_plain_name(part) for part in folder.split("/")):
+            raise CorruptError.of("checkpoint.damaged", root, f"the folder {shown(folder)} of a module cannot be used")
+        if is_folder(store, root / folder):
+            folders.append(folder)
+    return folders
+
+
+def _listed_folders(path: Location, raw: bytes) -> Iterator[object]:
+    """The folders of `modules.json`, `[{"path": FOLDER}]`, or of `model_index.json`, `{FOLDER: [LIBRARY, CLASS]}`."""
+    if path.name == PIPELINE_NAME:
+        content = parse_config(raw, path)
+        yield from (folder for folder, value in content.items() if isinstance(value, list) and any(value))
+        return
+    modules = _parsed(raw, path)
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise CorruptError.of("checkpoint.damaged", path, f"is not a list of modules, found {shown(modules)}", _HINT)
+    yield from (str(module.get("path", "")).rstrip("/") for module in modules)
+
+
+def _has_weights(names: Collection[str]) -> bool:
+    visible = _visible(names)
+    return any(fmt.files(visible) or fmt.indices(visible) for fmt in (SAFETENSORS, TORCH))
+
+
+def _component_stem(names: Collection[str]) -> str:
+    """What the names of a component's weight files begin with; empty where it has no weights."""
+    if not _has_weights(names):
+        return ""
+    return _PIPELINE_STEM if any(map(_OF_PIPELINE.fullmatch, names)) else _MODEL_STEM
+
+
+def stored_name(tensor: str, file: str) -> str:
+    """The name of a tensor in the header of its file: without the folder of its component."""
+    folder = file.rpartition("/")[0]
+    return tensor.removeprefix(f"{folder}/") if folder else tensor
+
+
+def _in_component(file: WeightFile, folder: str) -> WeightFile:
+    """Name a file and its tensors as those of a component."""
+    entries = tuple(replace(entry, name=f"{folder}/{entry.name}") for entry in file.entries)
+    return WeightFile(replace(file.fingerprint, name=f"{folder}/{file.fingerprint.name}"), entries)
 
 
 def list_names(store: Store, folder: Location) -> frozenset[str]:
@@ -459,17 +532,20 @@ def _raise_capped(path: Location, problems: Iterator[Problem]) -> None:
     raise CorruptError(*located)
 
 
-def find_sidecars(store: Store, root: Location, names: Collection[str]) -> tuple[str, ...]:
-    """Names of the files that belong to the model beside its tensors, each checked to be a file of the checkpoint."""
+def find_sidecars(
+    store: Store, root: Location, names: Collection[str], folders: Mapping[str, Collection[str]] = MappingProxyType({})
+) -> tuple[str, ...]:
+    """Names of the files that belong to the model beside its tensors, each checked to be a file of the checkpoint.
+
+    `folders` are the names in the folders of its components.
+    """
     sidecars = [name for name in names if _is_sidecar(name)]
     if TEMPLATE_FOLDER in names and is_folder(store, root / TEMPLATE_FOLDER):
         templates = list_names(store, root / TEMPLATE_FOLDER)
         sidecars += [f"{TEMPLATE_FOLDER}/{name}" for name in templates if name.endswith(".jinja")]
-    if _MODULES_NAME in names:
-        for folder in sorted(filter(_MODULE_FOLDER.fullmatch, names)):
-            if is_folder(store, root / folder):
-                files = list_names(store, root / folder)
-                sidecars += [f"{folder}/{name}" for name in files if name.endswith(_MODULE_SUFFIXES)]
+    for folder, files in folders.items():
+        small = (name for name in files if name.endswith(_COMPONENT_SUFFIXES) and not name.endswith(_INDEX_ENDING))
+        sidecars += [f"{folder}/{name}" for name in small]
     for name in sorted(sidecars):
         stat_present(store, root, name)
     return tuple(sorted(sidecars))

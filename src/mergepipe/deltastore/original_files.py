@@ -15,6 +15,7 @@ import numpy as np
 from blake3 import blake3
 
 from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, Readable, TensorEntry, files_of
+from mergepipe.checkpoints.directory import stored_name
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
 from mergepipe.checkpoints.safetensors import parse_header
 from mergepipe.core.blocks import BlockGrid
@@ -44,7 +45,8 @@ def read_original_header(store: Store, opened: OpenedStore, number: int) -> byte
     if blake3(content).hexdigest(16) != packed[number].header_blake3:
         raise corrupt(where, f"the header of {shown(packed[number].name)} is damaged")
     header = parse_header(content, where, packed[number].size_bytes)
-    of_file = [(t.name, t.dtype, t.shape) for t in opened.header.tensors if t.file == number]
+    name = packed[number].name
+    of_file = [(stored_name(t.name, name), t.dtype, t.shape) for t in opened.header.tensors if t.file == number]
     if [(entry.name, entry.dtype, entry.shape) for entry in header.entries] != of_file:
         raise corrupt(where, f"the header of {shown(packed[number].name)} has other tensors than the store")
     return content

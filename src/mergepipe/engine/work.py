@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -102,10 +103,13 @@ class OutputPlan:
         return [tuple(next(tasks) for _ in shard.tensors) for shard in self.shards]
 
 
-def plan_output(tasks: Sequence[MergeTask], shard_bytes: int) -> OutputPlan:
-    """Lay out the output's shards."""
+def plan_output(
+    tasks: Sequence[MergeTask], shard_bytes: int, components: Mapping[str, str] = MappingProxyType({})
+) -> OutputPlan:
+    """Lay out the output's shards; `components` as in `plan_shards`."""
     by_name = {task.name: task for task in tasks}
-    shards = plan_shards([TensorSpec(task.name, task.dtype, task.shape) for task in tasks], shard_bytes)
+    specs = [TensorSpec(task.name, task.dtype, task.shape) for task in tasks]
+    shards = plan_shards(specs, shard_bytes, components=components)
     return OutputPlan(shards, tuple(by_name[spec.name] for shard in shards for spec in shard.tensors))
 
 

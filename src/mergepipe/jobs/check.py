@@ -27,7 +27,7 @@ def check_recipe(
     store = Stores()
     inputs = open_inputs(recipe_place, store, allow_dropped, strictness=strictness)
     recipe, resolution = inputs.recipe, inputs.resolution
-    output = plan_output(resolution.tasks, shard_bytes)
+    output = plan_output(resolution.tasks, shard_bytes, inputs.base.components)
     return CheckReport(
         recipe=str(recipe.path),
         operator=recipe.operator.name,

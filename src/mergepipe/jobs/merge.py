@@ -46,11 +46,10 @@ from mergepipe.snapshots.manifest import (
 )
 from mergepipe.snapshots.shards import (
     BLOCKS_NAME,
-    INDEX_NAME,
     DurableProgress,
     TensorDigest,
     file_digest_of,
-    index_json,
+    index_files,
     table_of,
 )
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target, staging_directory
@@ -182,7 +181,7 @@ class MergeRun:
         self._link = link
         self._started = started
         self._on_progress = on_progress
-        self._output = output = plan_output(inputs.resolution.tasks, settings.shard_bytes)
+        self._output = output = plan_output(inputs.resolution.tasks, settings.shard_bytes, inputs.base.components)
         self._seed = settings.seed if plan is None else plan.seed
         self._earlier_bytes = 0
         self._kept = kept_shares(inputs) if plan is None else ()
@@ -280,8 +279,7 @@ class MergeRun:
             sidecar_contents(planned, self._inputs, self._store, unfinished, self._plan), self._inputs
         )
         contents = dict(small_files)
-        if len(self._output.shards) > 1:
-            contents[INDEX_NAME] = index_json(self._output.shards)
+        contents |= index_files(self._output.shards)
         sidecars = tuple(Digested.of(name, content) for name, content in sorted(contents.items()))
         manifest = replace(unfinished, sidecars=sidecars)
         stored = with_changed_paths(manifest, partial(self._reference, out=staging.out))

@@ -228,11 +228,11 @@ class _RayRun:
 
     def _choose_shards(self, shard_bytes: int | None) -> None:
         """Lay out files of the size that was given or is in use already, else as many as suit the cluster."""
-        tasks = self._planned.inputs.resolution.tasks
+        inputs = self._planned.inputs
         sizes = shard_sizes(self._planned.output.total_bytes, self._n_slots) if shard_bytes is None else (shard_bytes,)
         used = job_at(self._out, self._planned.plan.digest)
         for size in sizes:
-            planned = replace(self._planned, output=plan_output(tasks, size))
+            planned = replace(self._planned, output=plan_output(inputs.resolution.tasks, size, inputs.base.components))
             if size == sizes[0] or planned.job(self._out) == used:
                 self._planned, self._shard_bytes = planned, size
         self._parts = parts_place(self._out, self._planned.job(self._out), Path())

@@ -22,13 +22,12 @@ from mergepipe.runs.stored_plan import plan_of
 from mergepipe.snapshots.layout import PlacedFile, SnapshotLayout, small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.shards import (
-    INDEX_NAME,
     BlockTable,
     ShardLayout,
     TensorSpec,
     block_digest,
     header_of,
-    index_json,
+    index_files,
 )
 from mergepipe.snapshots.staging import Staging, check_free_space
 from mergepipe.storage import owned
@@ -95,7 +94,7 @@ def _header_patches(examination: Examination) -> Iterator[_Patch]:
         if damage.kind not in ("header", "missing"):
             continue
         file = next(file for file in examination.layout.files if file.name == damage.file)
-        header = header_of(_specs(examination.manifest, file.name), {})
+        header = header_of(_specs(examination.manifest, file.name), {}, file.name)
         if len(header) != file.data_start or (
             examination.table and block_digest(header) != examination.table.headers[file.index]
         ):
@@ -135,7 +134,7 @@ def _small_files(store: Store, examination: Examination) -> dict[str, bytes]:
     bare = replace(manifest, sidecars=())
     plan = plan_of(manifest, f"{examination.path / MANIFEST_NAME}: plan")
     contents = sidecar_contents(plan_small_files(inputs, store), inputs, store, bare, plan)
-    contents[INDEX_NAME] = index_json(_shards(manifest))
+    contents |= index_files(_shards(manifest))
     impossible = [
         Problem("snapshot.unrepairable", str(examination.path / name), "cannot be made again from the inputs", _HINT)
         for name in wanted

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from mergepipe.checkpoints.directory import parse_config
+from mergepipe.checkpoints.directory import parse_config, stored_name
 from mergepipe.checkpoints.safetensors import read_header
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, DTypeKind
@@ -31,10 +31,9 @@ from mergepipe.snapshots.layout import (
     layout_of,
     read_table,
     scan_snapshot,
-    weight_map,
 )
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, OutputTensor
-from mergepipe.snapshots.shards import INDEX_NAME, BlockTable, root_of
+from mergepipe.snapshots.shards import BlockTable, index_map, index_name, root_of
 from mergepipe.storage.contract import Store, files_below
 from mergepipe.storage.file_version import Digested
 from mergepipe.storage.limits import CONFIG_BYTES, MANIFEST_BYTES
@@ -173,7 +172,7 @@ def _header_damages(
         yield _damage("header", file.name, 0, file.data_start, error.problems[0].message)
         return
     entries = sorted((entry.name, entry.dtype, entry.shape, entry.offset) for entry in header.entries if entry.nbytes)
-    wanted = sorted((t.name, t.dtype, t.shape, t.offset) for t in file.tensors if t.nbytes)
+    wanted = sorted((stored_name(t.name, file.name), t.dtype, t.shape, t.offset) for t in file.tensors if t.nbytes)
     if [(*row[:1], row[1].name, *row[2:]) for row in entries] != [(*row[:1], row[1].name, *row[2:]) for row in wanted]:
         yield _damage("header", file.name, 0, file.data_start, "its tensors are not the manifest's")
 
@@ -218,11 +217,12 @@ def _small_damages(store: Store, directory: Location, manifest: Manifest) -> Ite
         reason = _small_file_trouble(store, directory / record.name, record)
         if reason:
             yield _damage("small-file", record.name, 0, record.size_bytes, reason)
-    is_expected = not manifest.sidecars and len(manifest.files) > 1
-    if is_expected or store.stat(directory / INDEX_NAME) is not None:
-        reason = _index_trouble(store, directory / INDEX_NAME, manifest)
-        if reason:
-            yield _damage("index", INDEX_NAME, 0, 0, reason)
+    names = dict.fromkeys(index_name(file.name) for file in manifest.files)
+    for name in filter(None, names):
+        if not manifest.sidecars or store.stat(directory / name) is not None:
+            reason = _index_trouble(store, directory / name, manifest, name)
+            if reason:
+                yield _damage("index", name, 0, 0, reason)
 
 
 def _small_file_trouble(store: Store, path: Location, record: Digested) -> str:
@@ -233,7 +233,7 @@ def _small_file_trouble(store: Store, path: Location, record: Digested) -> str:
     return "" if digest == (record.size_bytes, record.blake3) else "is not what was written"
 
 
-def _index_trouble(store: Store, path: Location, manifest: Manifest) -> str:
+def _index_trouble(store: Store, path: Location, manifest: Manifest, name: str) -> str:
     try:
         content = json.loads(store.read_small(path, MANIFEST_BYTES))
     except MergePipeError as error:
@@ -241,7 +241,8 @@ def _index_trouble(store: Store, path: Location, manifest: Manifest) -> str:
     except (ValueError, RecursionError):
         return "is not JSON"
     recorded = content.get("weight_map") if isinstance(content, dict) else None
-    return "" if recorded == weight_map(manifest) else "does not say where the manifest's tensors are"
+    tensors = ((tensor.name, tensor.file) for tensor in manifest.tensors if index_name(tensor.file) == name)
+    return "" if recorded == index_map(tensors) else "does not say where the manifest's tensors are"
 
 
 def _strangers(store: Store, directory: Location, manifest: Manifest) -> Iterator[str]:

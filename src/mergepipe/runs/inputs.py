@@ -404,7 +404,8 @@ def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermed
     if is_staged and stage is not None:
         return Intermediate(inputs, open_checkpoint(store, Location.local(stage(inputs))), is_staged=True)
     base = inputs.base
-    return Intermediate(inputs, Checkpoint(base.path, base.root, tensors, (), base.sidecars), is_staged)
+    made = Checkpoint(base.path, base.root, tensors, (), base.sidecars, components=base.components)
+    return Intermediate(inputs, made, is_staged)
 
 
 def _merged(task: MergeTask, operator_name: str) -> MergedTensor:

@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 import yaml
 
 from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.directory import MODULES_NAME, PIPELINE_NAME
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TOKENIZER_NAMES
 from mergepipe.core.escaping import markdown_code, markdown_text, printable, yaml_scalar
 from mergepipe.core.units import format_bytes
@@ -318,8 +319,11 @@ def _fence(text: str) -> str:
 
 TAGS = ("merge", "mergepipe")
 _LIBRARY = "transformers"
-_SENTENCE_LIBRARY = "sentence-transformers"
-_MODULES_NAME = "modules.json"
+_LIBRARY_OF = {MODULES_NAME: "sentence-transformers", PIPELINE_NAME: "diffusers"}
+_LOADERS = {  # of those: what to import from where, and how it is called
+    "sentence-transformers": ("sentence_transformers", "SentenceTransformer", "SentenceTransformer(name)"),
+    "diffusers": ("diffusers", "DiffusionPipeline", "DiffusionPipeline.from_pretrained(name)"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,8 +360,8 @@ def origins_of(
     for (_, model, _), record in zip(leaves, manifest.inputs, strict=True):
         by_name |= hub_names(model, record.hub_id, store)
     base_card = cards[0]
-    has_modules = _MODULES_NAME in inputs.base.sidecars
-    library = base_card.library or (_SENTENCE_LIBRARY if has_modules else _LIBRARY)
+    listed = (library for name, library in _LIBRARY_OF.items() if name in inputs.base.sidecars)
+    library = base_card.library or next(listed, _LIBRARY)
     return Origins(
         base_models=tuple(dict.fromkeys(_base_models(manifest, cards))),
         names=tuple(shown),
@@ -381,8 +385,9 @@ def _last_names(parts: Sequence[str]) -> dict[str, str]:
 def _usage(library: str, files: Mapping[str, bytes]) -> tuple[str, ...]:
     """Return lines of Python that load the output; code of a model is not published, so none where it needs that."""
     name = 'name = "."  # this folder, or its id on the Hub'
-    if library == _SENTENCE_LIBRARY:
-        return "from sentence_transformers import SentenceTransformer", "", name, "model = SentenceTransformer(name)"
+    if library in _LOADERS:
+        module, imported, call = _LOADERS[library]
+        return f"from {module} import {imported}", "", name, f"model = {call}"
     config = parsed_config(files.get(CONFIG_NAME, b"")) or {}
     if library != _LIBRARY or not isinstance(config.get("model_type"), str) or "auto_map" in config:
         return ()

@@ -85,7 +85,7 @@ class PlannedOutput:
 def open_output(plan: Plan, shard_bytes: int, store: Store) -> PlannedOutput:
     """Open the inputs of a plan that is made in parts. No catalog is asked: every worker sees the same."""
     inputs = with_parameters(open_planned(plan, store, CatalogLink(None)), plan)
-    return PlannedOutput(plan, inputs, plan_output(inputs.resolution.tasks, shard_bytes))
+    return PlannedOutput(plan, inputs, plan_output(inputs.resolution.tasks, shard_bytes, inputs.base.components))
 
 
 class PartsWorker:

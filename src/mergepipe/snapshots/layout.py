@@ -182,11 +182,6 @@ def small_digest(content: bytes) -> str:
     return blake3(content).hexdigest(16)
 
 
-def weight_map(manifest: Manifest) -> Mapping[str, str]:
-    """Map each tensor to its file."""
-    return {tensor.name: tensor.file for tensor in manifest.tensors}
-
-
 READ_BYTES = 8 << 20
 FEWEST_READERS = 4
 _QUEUED_READS = 64

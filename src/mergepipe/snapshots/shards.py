@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import NoReturn, Protocol
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from mergepipe.checkpoints.directory import stored_name
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DType, element_count
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.ledger import Ledger
-from mergepipe.storage.output import OutputFile
+from mergepipe.storage.output import OutputFile, make_folders
 from mergepipe.storage.ranges import round_up
 
 BLOCKS_NAME = "mergepipe.blocks"
@@ -101,7 +103,9 @@ def block_table_of(raw: bytes, where: object, n_files: int, element_counts: Sequ
 
 
 DATA_ALIGNMENT_BYTES = 4096
-SINGLE_NAME = "model.safetensors"
+_SUFFIX = ".safetensors"
+SINGLE_NAME = f"model{_SUFFIX}"
+_SHARD_NAME = re.compile(rf"(.+)-\d{{5}}-of-\d{{5}}{re.escape(_SUFFIX)}", re.ASCII)
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -122,6 +126,7 @@ class TensorSpec:
 class ShardLayout:
     """One output file: its name, its tensors in file order, and its header (length prefix included).
 
+    A file in a folder holds the tensors of a component: their names begin with the folder, in the header they do not.
     Tensors stand by descending element size, so that each is aligned to its own elements without holes; the header is
     padded so that the data starts on a page.
     """
@@ -136,14 +141,36 @@ class ShardLayout:
 
 
 def plan_shards(
-    specs: Sequence[TensorSpec], shard_bytes: int, metadata: Mapping[str, str] | None = None
+    specs: Sequence[TensorSpec],
+    shard_bytes: int,
+    metadata: Mapping[str, str] | None = None,
+    components: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[ShardLayout, ...]:
     """Fill shards of at most `shard_bytes` of tensor data in the given order; a larger tensor gets a shard of its own.
 
-    `metadata` is added to that of every header.
+    `metadata` is added to that of every header. `components` are the folders that get weight files of their own, for
+    tensors whose names begin with them, and the stems of these files; they follow the files of the output's folder.
 
     Law: the tensors of all shards are exactly `specs`, each once.
     """
+    of_folder: dict[str, list[TensorSpec]] = {folder: [] for folder in ("", *components)}
+    for spec in specs:
+        of_folder[next((folder for folder in components if spec.name.startswith(f"{folder}/")), "")].append(spec)
+    shards = []
+    for folder, own in of_folder.items():
+        if own or not components:
+            stem = f"{folder}/{components[folder]}" if folder else SINGLE_NAME.removesuffix(_SUFFIX)
+            groups = _filled(own, shard_bytes)
+            for number, group in enumerate(groups, start=1):
+                of_all = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+                name = f"{stem}{of_all}{_SUFFIX}"
+                ordered = tuple(sorted(group, key=lambda spec: -spec.dtype.itemsize))
+                shards.append(ShardLayout(name, ordered, header_of(ordered, metadata or {}, name)))
+    return tuple(shards)
+
+
+def _filled(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
+    """Cut tensors into groups of at most `shard_bytes`, or of one."""
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in specs:
@@ -152,21 +179,15 @@ def plan_shards(
             filled = 0
         groups[-1].append(spec)
         filled += spec.nbytes
-    n = len(groups)
-    names = [SINGLE_NAME] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
-    shards = []
-    for name, group in zip(names, groups, strict=True):
-        ordered = tuple(sorted(group, key=lambda spec: -spec.dtype.itemsize))
-        shards.append(ShardLayout(name, ordered, header_of(ordered, metadata or {})))
-    return tuple(shards)
+    return groups
 
 
-def header_of(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """Length prefix and header of a file that holds `specs` in this order."""
+def header_of(specs: Sequence[TensorSpec], metadata: Mapping[str, str], file: str = SINGLE_NAME) -> bytes:
+    """Length prefix and header of `file`, which holds `specs` in this order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for spec in specs:
-        entries[spec.name] = {
+        entries[stored_name(spec.name, file)] = {
             "dtype": spec.dtype.name,
             "shape": list(spec.shape),
             "data_offsets": [offset, offset + spec.nbytes],
@@ -177,11 +198,30 @@ def header_of(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes
     return len(padded).to_bytes(8, "little") + padded
 
 
-def index_json(shards: Sequence[ShardLayout]) -> bytes:
-    """The Hugging Face index of a sharded checkpoint."""
-    weight_map = {spec.name: shard.name for shard in shards for spec in shard.tensors}
+def index_files(shards: Sequence[ShardLayout]) -> dict[str, bytes]:
+    """The Hugging Face indices of a checkpoint, by name: one of each folder that has several shards."""
+    sharded: dict[str, list[ShardLayout]] = {}
+    for shard in shards:
+        if index_name(shard.name):
+            sharded.setdefault(index_name(shard.name), []).append(shard)
+    return {name: _index_json(of_index) for name, of_index in sharded.items()}
+
+
+def index_name(file: str) -> str:
+    """The name of the index that lists a shard; empty for a file that is all of its folder's weights."""
+    match = _SHARD_NAME.fullmatch(file)
+    return f"{match[1]}{_SUFFIX}.index.json" if match else ""
+
+
+def index_map(tensors: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """What an index says: the file of each tensor, of (tensor, file), both without the folder of a component."""
+    return {stored_name(tensor, file): file.rpartition("/")[2] for tensor, file in sorted(tensors)}
+
+
+def _index_json(shards: Sequence[ShardLayout]) -> bytes:
     total = sum(spec.nbytes for shard in shards for spec in shard.tensors)
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    weight_map = index_map((spec.name, shard.name) for shard in shards for spec in shard.tensors)
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
 
 
@@ -311,6 +351,8 @@ class ShardWriter:
         if shard is None:
             return
         path = self._directory / shard.name
+        if "/" in shard.name and not self._position:
+            make_folders(path.parent)
         self._file = OutputFile(path, shard.file_bytes, self._ledger, self._position)
         if not self._position:
             self._file.append(shard.header)

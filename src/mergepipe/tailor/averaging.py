@@ -23,7 +23,7 @@ from mergepipe.recipes.output_tensors import shape_contradictions, with_dtype
 from mergepipe.recipes.references import text_with_relative_paths
 from mergepipe.snapshots.composite import AverageRecord, SelfCheck, Thoroughness
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, index_json, plan_shards
+from mergepipe.snapshots.shards import ShardLayout, TensorSpec, index_files, plan_shards
 from mergepipe.snapshots.staging import check_target
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import CONFIG_BYTES
@@ -257,8 +257,8 @@ class Averaging:
         shards = plan_shards(specs, _SHARD_BYTES)
         for shard in shards:
             yield FilePlan(shard.name, tuple(joined(self._shard(shard))))
-        if len(shards) > 1:
-            yield FilePlan(INDEX_NAME, (Literal(index_json(shards)),))
+        for name, content in index_files(shards).items():
+            yield FilePlan(name, (Literal(content),))
         dtypes = sorted({spec.dtype.recipe_name for spec in specs})
         yield FilePlan(CARD_NAME, (Literal(_model_card(self, dtypes)),))
         lender = self.request.config or self.newest.lender or self.newest.path

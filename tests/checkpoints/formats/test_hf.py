@@ -136,7 +136,7 @@ def test_open_checkpoint__lists_sidecars_sorted_and_no_code(tmp_path: Path) -> N
         ".gitattributes",
     ]
     for name in [*SIDECAR_NAMES, "qwen.tiktoken", *left_out]:
-        (tmp_path / name).write_text("{}")
+        (tmp_path / name).write_text("[]" if name == "modules.json" else "{}")
     templates = tmp_path / "additional_chat_templates"
     templates.mkdir()
     (templates / "tool_use.jinja").write_text("x")

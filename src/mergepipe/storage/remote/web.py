@@ -36,7 +36,7 @@ KNOWN_NAMES: Final = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
     "chat_template.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
-    "mergepipe.json", "mergepipe.blocks", "mergepipe.stats", "README.md", "LICENSE",
+    "modules.json", "model_index.json", "mergepipe.json", "mergepipe.blocks", "mergepipe.stats", "README.md", "LICENSE",
 )  # fmt: skip
 """What `list` asks for: weights, their index, settings, tokenizers, adapters, and the files of ours."""
 

@@ -1,0 +1,33 @@
+"""Models of sentence-transformers and diffusers are merged with all their components, and load in these libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import mergepipe
+from mergepipe.options import MergeOptions
+
+HERE = Path(__file__).parent
+PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", HERE.parents[1] / ".venv-train" / "bin" / "python"))
+
+
+def run(step: str, folder: Path) -> str:
+    command = [str(PYTHON), str(HERE / "save_and_load_components.py"), step, str(folder)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="`make test-frameworks` installs the libraries")
+def test_merge__of_models_with_components_loads_in_their_libraries(tmp_path: Path) -> None:
+    run("save", tmp_path)
+    for name in ("sentences", "pipeline"):
+        models = [{"model": str(tmp_path / f"{name}-{which}"), "parameters": {"weight": 1}} for which in (1, 2)]
+        recipe = tmp_path / f"{name}.yml"
+        recipe.write_text(json.dumps({"merge_method": "linear", "models": models}))
+        mergepipe.merge(recipe, tmp_path / name, options=MergeOptions(catalog=False))
+    assert all(float(difference) < 1e-7 for difference in run("load", tmp_path).split()[-2:])

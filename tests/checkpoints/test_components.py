@@ -1,0 +1,158 @@
+"""Tests of models whose weights lie in folders too: modules of sentence-transformers, components of a pipeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import mergepipe
+from mergepipe.errors import CorruptError, MismatchError
+from mergepipe.options import MergeOptions, RunOptions
+
+Weights = Mapping[str, Mapping[str, Sequence[float]]]
+NO_CATALOG = MergeOptions(catalog=False)
+MODULES = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]
+PIPELINE = {"_class_name": "Pipeline", "unet": ["diffusers", "UNet"], "text_encoder": ["transformers", "CLIPTextModel"],
+            "scheduler": ["diffusers", "Scheduler"], "safety_checker": [None, None]}  # fmt: skip
+
+
+def write_model(folder: Path, weights: Weights, small: Mapping[str, object]) -> Path:
+    """Write float32 tensors of one row by file, and small files."""
+    for name, tensors in weights.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        save_file({tensor: np.array([row], np.float32) for tensor, row in tensors.items()}, folder / name)
+    for name, content in small.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def sentence_model(folder: Path, body: float, dense: float) -> Path:
+    weights = {
+        "model.safetensors": {"encoder.layer.0.weight": [body, 1.0]},
+        "2_Dense/model.safetensors": {"linear.weight": [dense, 2.0], "linear.bias": [dense]},
+    }
+    small = {"config.json": {}, "modules.json": MODULES, "1_Pooling/config.json": {}, "2_Dense/config.json": {"in": 2}}
+    return write_model(folder, weights, small)
+
+
+def pipeline(folder: Path, unet: float, text: float) -> Path:
+    weights = {
+        "unet/diffusion_pytorch_model.safetensors": {"conv.weight": [unet, 3.0]},
+        "unet/diffusion_pytorch_model.fp16.safetensors": {"conv.weight": [0.0, 0.0]},
+        "text_encoder/model.safetensors": {"text_model.encoder.layers.0.weight": [text, 4.0]},
+    }
+    small = {"model_index.json": PIPELINE, "unet/config.json": {}, "text_encoder/config.json": {},
+             "scheduler/scheduler_config.json": {"beta": 1}}  # fmt: skip
+    return write_model(folder, weights, small)
+
+
+def recipe(folder: Path, *experts: Path, **more: object) -> Path:
+    path = folder / "recipe.yml"
+    models = [{"model": str(expert), "parameters": {"weight": 1.0}} for expert in experts]
+    path.write_text(json.dumps({"merge_method": "linear", "models": models, "dtype": "float32", **more}))
+    return path
+
+
+def rows(file: Path) -> dict[str, list[float]]:
+    return {name: tensor.ravel().tolist() for name, tensor in load_file(file).items()}
+
+
+def files_of(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_merge__weights_of_modules_are_merged_where_the_base_has_them(tmp_path: Path) -> None:
+    sentence_model(tmp_path / "base", 0.0, 0.0)
+    one, two = sentence_model(tmp_path / "one", 5.0, 11.0), sentence_model(tmp_path / "two", 7.0, 12.0)
+    report = mergepipe.merge(recipe(tmp_path, one, two), tmp_path / "out", options=NO_CATALOG)
+    assert report.merged_tensors == 3
+    assert rows(tmp_path / "out" / "model.safetensors") == {"encoder.layer.0.weight": [6.0, 1.0]}
+    dense = rows(tmp_path / "out" / "2_Dense" / "model.safetensors")
+    assert dense == {"linear.weight": [11.5, 2.0], "linear.bias": [11.5]}
+    assert {"2_Dense/config.json", "1_Pooling/config.json", "modules.json"} <= files_of(tmp_path / "out")
+    assert mergepipe.verify(tmp_path / "out", deep_fraction=1.0, options=RunOptions(catalog=False)).is_sound
+
+
+def test_merge__components_of_a_pipeline_keep_their_file_names(tmp_path: Path) -> None:
+    one, two = pipeline(tmp_path / "one", 1.0, 10.0), pipeline(tmp_path / "two", 3.0, 20.0)
+    out = tmp_path / "out"
+    mergepipe.merge(recipe(tmp_path, one, two), out, options=NO_CATALOG)
+    assert rows(out / "unet" / "diffusion_pytorch_model.safetensors") == {"conv.weight": [2.0, 3.0]}
+    text = rows(out / "text_encoder" / "model.safetensors")
+    assert text == {"text_model.encoder.layers.0.weight": [15.0, 4.0]}
+    assert json.loads((out / "scheduler" / "scheduler_config.json").read_text()) == {"beta": 1}
+    weights = {name for name in files_of(out) if name.endswith(".safetensors")}
+    assert weights == {"unet/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"}
+    assert json.loads((out / "model_index.json").read_text()) == PIPELINE
+
+
+def test_merge__shards_of_a_component_have_an_index_in_its_folder(tmp_path: Path) -> None:
+    one, two = sentence_model(tmp_path / "one", 5.0, 11.0), sentence_model(tmp_path / "two", 7.0, 12.0)
+    out = tmp_path / "out"
+    mergepipe.merge(recipe(tmp_path, one, two), out, options=MergeOptions(catalog=False, shard_bytes=8))
+    index = json.loads((out / "2_Dense" / "model.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == ["linear.bias", "linear.weight"]
+    assert all((out / "2_Dense" / file).exists() for file in index["weight_map"].values())
+    assert not (out / "model.safetensors.index.json").exists()
+    assert mergepipe.verify(out, options=RunOptions(catalog=False)).is_sound
+    mergepipe.merge(recipe(tmp_path, out, one), tmp_path / "again", options=NO_CATALOG)
+    assert rows(tmp_path / "again" / "2_Dense" / "model.safetensors")["linear.weight"] == [11.25, 2.0]
+
+
+def test_filter__names_a_component_by_its_folder(tmp_path: Path) -> None:
+    base, one = sentence_model(tmp_path / "base", 0.0, 0.0), sentence_model(tmp_path / "one", 4.0, 8.0)
+    weight = [{"filter": "2_Dense/", "value": 0.5}, {"value": 1.0}]
+    models = [{"model": str(one), "parameters": {"weight": weight}}]
+    path = tmp_path / "recipe.yml"
+    path.write_text(json.dumps({"merge_method": "task_arithmetic", "base_model": str(base), "models": models}))
+    mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
+    assert rows(tmp_path / "out" / "model.safetensors")["encoder.layer.0.weight"] == [4.0, 1.0]
+    assert rows(tmp_path / "out" / "2_Dense" / "model.safetensors")["linear.bias"] == [4.0]
+
+
+def test_repair__makes_a_component_again(tmp_path: Path) -> None:
+    one, two = sentence_model(tmp_path / "one", 5.0, 11.0), sentence_model(tmp_path / "two", 7.0, 12.0)
+    out = tmp_path / "out"
+    mergepipe.merge(recipe(tmp_path, one, two), out, options=NO_CATALOG)
+    before = (out / "2_Dense" / "model.safetensors").read_bytes()
+    (out / "2_Dense" / "model.safetensors").unlink()
+    assert not mergepipe.verify(out, options=RunOptions(catalog=False)).is_sound
+    mergepipe.repair(out, options=RunOptions(catalog=False))
+    assert (out / "2_Dense" / "model.safetensors").read_bytes() == before
+
+
+def test_pack__keeps_components(tmp_path: Path) -> None:
+    base, one = sentence_model(tmp_path / "base", 0.0, 0.0), sentence_model(tmp_path / "one", 4.0, 8.0)
+    mergepipe.pack(base, [one], tmp_path / "packed")
+    packed = recipe(tmp_path, base, tmp_path / "packed" / "one")
+    mergepipe.merge(packed, tmp_path / "out", options=NO_CATALOG)
+    assert rows(tmp_path / "out" / "2_Dense" / "model.safetensors")["linear.weight"] == [4.0, 2.0]
+    mergepipe.unpack(tmp_path / "packed" / "one", tmp_path / "again", base=base)
+    for name in ("model.safetensors", "2_Dense/model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (one / name).read_bytes()
+
+
+def test_merge__an_expert_without_a_component_is_refused(tmp_path: Path) -> None:
+    base, one = sentence_model(tmp_path / "base", 0.0, 0.0), sentence_model(tmp_path / "one", 4.0, 8.0)
+    (one / "2_Dense" / "model.safetensors").unlink()
+    with pytest.raises(MismatchError, match=r"2_Dense/linear\.weight"):
+        mergepipe.merge(recipe(tmp_path, base, one), tmp_path / "out", options=NO_CATALOG)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [('[{"path": "../other"}]', "the folder '../other' of a module cannot be used"), ("{", "is not JSON"),
+     ('{"path": 1}', "is not a list of modules")],
+)  # fmt: skip
+def test_open__refuses_a_list_of_modules_that_is_none(tmp_path: Path, modules: str, message: str) -> None:
+    base, one = sentence_model(tmp_path / "base", 0.0, 0.0), sentence_model(tmp_path / "one", 4.0, 8.0)
+    (one / "modules.json").write_text(modules)
+    with pytest.raises(CorruptError, match=message):
+        mergepipe.merge(recipe(tmp_path, base, one), tmp_path / "out", options=NO_CATALOG)
