@@ -95,9 +95,9 @@ def _trainer(out: Path, last: int, *, saves_itself: bool) -> Any:
 
 def _strategy(saving: Any, name: str, model: Any) -> Any:
     if name == "parity":
-        return saving.Parity()
+        return saving.Schedule("parity")
     if name == "filter":
-        return saving.Filter(edge_layers=2, every=5)
+        return saving.Schedule("filter", edge_layers=2, every=5)
     n_weights = sum(parameter.numel() for parameter in model.parameters())
     return saving.LatestChanged(budget_bytes=_BUDGET_BYTES_A_WEIGHT * n_weights)
 

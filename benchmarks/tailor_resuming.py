@@ -130,7 +130,7 @@ class Experiment:
         for step in (at, at - age):
             (run / f"checkpoint-{step}").symlink_to(self._checkpoint(step), target_is_directory=True)
         recipe = self._work / f"{strategy}.yml"
-        recipe.write_text(api.recipe_text(strategy, run, at=at, folder=self._work))
+        recipe.write_text(api.recipe(run, strategy=strategy, at=at, folder=self._work))
         out = self._work / f"{strategy}-composite" / f"checkpoint-{at}"
         out.parent.mkdir()
         report = api.compose(recipe, out)
@@ -160,7 +160,7 @@ class Experiment:
         at, run = self._setting.at, self._work / strategy
         self._train(run, at, strategy=strategy)
         recipe = run / "recipe.yml"
-        recipe.write_text(api.recipe_from_log(run / LOG_NAME, run, at=at, folder=run)[0])
+        recipe.write_text(api.recipe(run, from_log=run / LOG_NAME, at=at, folder=run))
         report = api.compose(recipe, run / f"checkpoint-{at}", state_from=run / f"partial-{at}", self_check="full")
         records = [record for record in read_journal(run).records if not record.is_full]
         fraction = mean(record.saved_bytes / record.full_bytes for record in records)

@@ -156,9 +156,9 @@ def _steering(base: Any, saved_at: Sequence[int], last: int) -> Any:
 
 def _strategy(saving: Any, name: str, model: Any) -> Any:
     if name == "parity":
-        return saving.Parity()
+        return saving.Schedule("parity")
     if name == "filter":
-        return saving.Filter(edge_layers=2, every=5)
+        return saving.Schedule("filter", edge_layers=2, every=5)
     n_elements = sum(parameter.numel() for parameter in model.parameters())
     return saving.LatestChanged(budget_bytes=int(_BUDGET_FRACTIONS[name.partition(", ")[2]] * 12 * n_elements))
 

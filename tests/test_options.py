@@ -59,7 +59,7 @@ TABLE: list[Row] = [
     ("pack", partial(mergepipe.pack, X, [X], X), "threads", THREADS),
     ("unpack", partial(mergepipe.unpack, X, X), "threads", THREADS),
     ("tailor", partial(tailor.compose, X, X), "memory_bytes", SIZES),
-    ("tailor", partial(tailor.recipe_text, "filter", X), "ends",
+    ("tailor", partial(tailor.recipe, X, strategy="filter"), "ends",
      [(v, "option.out-of-range") for v in (-1, -(10**5000))]),
 ]  # fmt: skip
 

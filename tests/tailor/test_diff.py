@@ -18,7 +18,6 @@ from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, Recip
 from mergepipe.storage.location import Location
 from mergepipe.tailor import api
 from mergepipe.tailor.composition import compose
-from mergepipe.tailor.recipe import Strategy
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_zero3, write_zero12
 
 
@@ -107,38 +106,38 @@ def run(tmp_path: Path) -> Path:
         ("latest", 3, "global_step3", None),
     ],
 )
-def test_recipe_text__composes_the_newest_checkpoints(
+def test_recipe__composes_the_newest_checkpoints(
     run: Path, strategy: str, at: int | None, default: str, units: list[str] | None
 ) -> None:
-    found = yaml.safe_load(api.recipe_text(strategy, run, at=at, folder=run))
+    found = yaml.safe_load(api.recipe(run, strategy=strategy, at=at, folder=run))
     assert (found["default"], [t["units"] for t in found.get("take", [])]) == (default, [units] if units else [])
 
 
-@pytest.mark.parametrize("strategy", list(Strategy))
-def test_recipe_text__is_a_recipe_that_composes(run: Path, tmp_path: Path, strategy: Strategy) -> None:
+@pytest.mark.parametrize("strategy", ["parity", "filter", "paper-parity", "paper-filter", "latest"])
+def test_recipe__is_a_recipe_that_composes(run: Path, tmp_path: Path, strategy: str) -> None:
     recipe = tmp_path / "recipe.yml"
-    recipe.write_text(api.recipe_text(strategy.value, run, folder=tmp_path))
+    recipe.write_text(api.recipe(run, strategy=strategy, folder=tmp_path))
     report = compose(Location.local(recipe), tmp_path / "out", FULL, lambda *_: None)
     assert report.plan.assignment.skeleton.step == 9
     old, new = (known_states(decoder_shapes(6), seed=step, step=step) for step in (7, 9))
     older = {
-        Strategy.PARITY: (".layers.0.", ".layers.2.", ".layers.4.", "embed"),
-        Strategy.FILTER: (".layers.3.", "embed", "lm_head"),
-        Strategy.PAPER_PARITY: (".layers.1.", ".layers.3.", ".layers.5.", "embed", "model.norm."),
-        Strategy.PAPER_FILTER: (".layers.3.", "embed", "lm_head"),
-        Strategy.LATEST: (),
+        "parity": (".layers.0.", ".layers.2.", ".layers.4.", "embed"),
+        "filter": (".layers.3.", "embed", "lm_head"),
+        "paper-parity": (".layers.1.", ".layers.3.", ".layers.5.", "embed", "model.norm."),
+        "paper-filter": (".layers.3.", "embed", "lm_head"),
+        "latest": (),
     }[strategy]
     taken = [name for name in old.shapes if any(part in name for part in older)]
     assert wrong_values(tmp_path / "out", Pair(tmp_path, old, new), taken) == []
 
 
-def test_recipe_text__says_when_there_are_too_few(run: Path, tmp_path: Path) -> None:
+def test_recipe__says_when_there_are_too_few(run: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
-        api.recipe_text("latest", run, at=2)
+        api.recipe(run, strategy="latest", at=2)
     with pytest.raises(NotFoundError):
-        api.recipe_text("latest", tmp_path / "nowhere")
+        api.recipe(tmp_path / "nowhere", strategy="latest")
     with pytest.raises(RecipeError, match="needs two checkpoints"):
-        api.recipe_text("parity", run, at=3)
+        api.recipe(run, strategy="parity", at=3)
 
 
 def test_compose__is_there_in_the_api(run: Path, tmp_path: Path) -> None:
@@ -155,7 +154,7 @@ def test_compose__is_there_in_the_api(run: Path, tmp_path: Path) -> None:
 
 def test_recipe__is_written_by_a_strategy_or_from_a_log(run: Path, tmp_path: Path) -> None:
     """As the command line does; what the user should know stands on top."""
-    assert tailor.recipe(run, strategy="latest", folder=tmp_path) == api.recipe_text("latest", run, folder=tmp_path)
+    assert tailor.recipe(run, strategy="latest", folder=tmp_path) == api.recipe(run, strategy="latest", folder=tmp_path)
     log = tmp_path / "flags.jsonl"
     log.write_text('{"step": 7, "flag": [0, 1, 2, 3, 4, 5, 6, 7, 8]}\n{"step"')
     text = tailor.recipe(run, from_log=log, at=9, folder=tmp_path)

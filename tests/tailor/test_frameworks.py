@@ -148,7 +148,7 @@ def test_trainer_order__is_that_of_transformers() -> None:
 def test_unknown_architecture__is_asked_from_transformers(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path;"
-        "from mergepipe.tailor.transformers_names import ask_transformers as ask;"
+        "from mergepipe.tailor.parameter_order import ask_transformers as ask;"
         "print(*map(len, ask(Path(sys.argv[1]), 'gpt_neox')))"
     )
     config = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "num_hidden_layers": 2,

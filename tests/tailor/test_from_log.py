@@ -13,9 +13,19 @@ from hypothesis import strategies as st
 from mergepipe.errors import NotFoundError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.log_recipe import compose_from_log, composition_from_log_file, unit_selectors
+from mergepipe.tailor.run_recipes import compose_from_log, composition_from_log_file
 from mergepipe.tailor.saving.save_log import SaveRecord, start_line
-from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, layer, model_units, parse_selector, select_parameters
+from mergepipe.tailor.selection import (
+    EMBED,
+    LM_HEAD,
+    NORM,
+    Unit,
+    layer,
+    model_units,
+    parse_selector,
+    select_parameters,
+    unit_selectors,
+)
 
 RUN = Location.parse("run")
 MODEL = (EMBED, *(layer(i) for i in range(4)), NORM, LM_HEAD)
@@ -74,13 +84,13 @@ def test_compose_from_log__looks_no_further_than_asked(at: int, steps: set[int])
 
 
 def test_to_yaml__is_the_short_recipe() -> None:
-    recipe = yaml.safe_load(compose_from_log(LOG, RUN, 20).to_yaml())
+    recipe = yaml.safe_load(compose_from_log(LOG, RUN, 20).to_yaml(Location.local(Path())))
     assert recipe == {
         "default": "run/checkpoint-10",
         "take": [{"from": "run/partial-20", "units": ["layers 0,2", "embed"]}],
         "state_from": "run/partial-20",
     }
-    assert yaml.safe_load(compose_from_log(LOG, RUN, 10).to_yaml()) == {
+    assert yaml.safe_load(compose_from_log(LOG, RUN, 10).to_yaml(Location.local(Path()))) == {
         "default": "run/checkpoint-10", "state_from": "run/checkpoint-10",
     }  # fmt: skip
 

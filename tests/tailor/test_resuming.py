@@ -139,7 +139,7 @@ def train_partially(kind: str, out: Path, *options: str) -> None:
 
 def compose_log(kind: str, run: Path, step: int, options: ComposeOptions = FULL) -> CompositionReport:
     """Compose what the log of partial saves says of step 4."""
-    text, _ = api.recipe_from_log(run / "partial-saves.jsonl", run, at=4, folder=run)
+    text = api.recipe(run, from_log=run / "partial-saves.jsonl", at=4, folder=run)
     (run / "recipe.yml").write_text(text)
     return compose(Location.local(run / "recipe.yml"), run / folder(kind, step), options, lambda *_: None)
 

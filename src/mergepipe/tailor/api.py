@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergepipe.errors import LimitError, RecipeError, did_you_mean
+from mergepipe.errors import LimitError, NotFoundError, RecipeError, did_you_mean
 from mergepipe.options import AverageOptions, ComposeOptions, ExportOptions
 from mergepipe.storage.location import Location
 
@@ -175,70 +175,43 @@ def recipe(
 
     What the user should know stands in comments on top.
 
-    Raises:
-        RecipeError: not exactly one of `strategy` and `from_log`; a log without `at`; an unknown strategy.
-        MergePipeError: as `recipe_text` and `recipe_from_log`.
-    """
-    from mergepipe.tailor.recipe import Strategy
-
-    if (strategy is None) == (from_log is None):
-        raise RecipeError.of("option.invalid", "--strategy", "give either --strategy or --from-log")
-    if strategy is not None:
-        strategies = [item.value for item in Strategy]
-        if strategy not in strategies:
-            raise RecipeError.of(
-                "option.invalid", "--strategy", f"'{strategy}' is not known", did_you_mean(strategy, strategies)
-            )
-        return recipe_text(strategy, run, at=at, ends=ends, folder=folder)
-    if from_log is None or at is None:
-        raise RecipeError.of("option.invalid", "--at", "--from-log needs the step to compose")
-    from mergepipe.core.escaping import printable
-
-    text, notes = recipe_from_log(from_log, run, at=at, folder=folder)
-    return "".join(f"# {printable(note)}\n" for note in notes) + text
-
-
-def recipe_text(
-    strategy: str, run: str | Path, *, at: int | None = None, ends: int = DEFAULT_ENDS, folder: str | Path = "."
-) -> str:
-    """Write the recipe of a strategy over a run's newest checkpoints.
-
     Args:
-        strategy: `parity`, `filter`, `paper-parity`, `paper-filter` or `latest`.
+        strategy: `parity`, `filter`, `paper-parity`, `paper-filter` or `latest`, over the newest full checkpoints.
+        from_log: a log of partial saves: each unit comes from its newest save at or before step `at`.
         at: the last step to look at; default, any.
         ends: layers at either end that the filters take from the newest checkpoint.
         folder: where the recipe will lie; its paths are relative to that.
-    """
-    from mergepipe.core.sizes import shown_number
-    from mergepipe.tailor.recipe import Strategy, find_checkpoints, strategy_recipe
 
+    Raises:
+        RecipeError: not exactly one of `strategy` and `from_log`; a log without `at`; an unknown strategy.
+        NotFoundError: the run has no checkpoint to take units from.
+    """
+    from mergepipe.core.escaping import printable
+    from mergepipe.core.sizes import shown_number
+    from mergepipe.tailor.run_recipes import STRATEGIES, composition_from_log_file, find_checkpoints, strategy_recipe
+
+    if (strategy is None) == (from_log is None):
+        raise RecipeError.of("option.invalid", "--strategy", "give either --strategy or --from-log")
     if ends < 0:
         raise LimitError.of(
             "option.out-of-range", "--ends", f"{shown_number(ends)} was given", "give a number of layers"
         )
-
-    checkpoints = find_checkpoints(_store(), absolute(run), at)
-    return strategy_recipe(Strategy(strategy), checkpoints, ends, Location.of(folder))
-
-
-def recipe_from_log(
-    log: str | Path, run: str | Path, *, at: int, folder: str | Path = "."
-) -> tuple[str, tuple[str, ...]]:
-    """Write the recipe that a log of partial saves implies: each unit from its newest save at or before step `at`.
-
-    Returns the recipe (paths relative to `folder`) and notes for the user.
-    """
-    from mergepipe.errors import NotFoundError
-    from mergepipe.tailor.log_recipe import composition_from_log_file
-    from mergepipe.tailor.recipe import find_checkpoints
-
-    store = _store()
+    store, place = _store(), absolute(run)
+    if strategy is not None:
+        if strategy not in STRATEGIES:
+            raise RecipeError.of(
+                "option.invalid", "--strategy", f"'{strategy}' is not known", did_you_mean(strategy, STRATEGIES)
+            )
+        return strategy_recipe(strategy, find_checkpoints(store, place, at), ends, absolute(folder))
+    if from_log is None or at is None:
+        raise RecipeError.of("option.invalid", "--at", "--from-log needs the step to compose")
     try:
-        units = tuple(find_checkpoints(store, absolute(run), at)[0].units.parameters)
+        units = tuple(find_checkpoints(store, place, at)[0].units.parameters)
     except NotFoundError:  # the log itself says what is missing
         units = None
-    composition = composition_from_log_file(store, absolute(log), absolute(run), at, units=units)
-    return composition.to_yaml(absolute(folder)), composition.notes
+    composition = composition_from_log_file(store, absolute(from_log), place, at, units=units)
+    notes = "".join(f"# {printable(note)}\n" for note in composition.notes)
+    return notes + composition.to_yaml(absolute(folder))
 
 
 def absolute(path: str | Path) -> Location:

@@ -11,10 +11,9 @@ from mergepipe.recipes.fields import Findings
 from mergepipe.recipes.tasks import LayerCount
 from mergepipe.snapshots.composite import StepPolicy, UnitSource, UnitStaleness
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, StoredState, TrainingCheckpoint
+from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, StoredState, TrainingCheckpoint, differences
 from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT
 from mergepipe.tailor.formats.pickle_node import PicklePath
-from mergepipe.tailor.inspect import differences
 from mergepipe.tailor.recipe import (
     CompositionRecipe,
     ExactName,
@@ -242,7 +241,9 @@ class _ParameterClaims:
                     self._findings.add(RecipeError, problem.code, problem.where, problem.message, problem.hint)
                 continue
             for name in names:
-                self._claim(name, _Claim(source, take.where, alias, _selector_text(choice)))
+                self._claim(
+                    name, _Claim(source, take.where, alias, choice.text if isinstance(choice, Selector) else "")
+                )
 
     def _stack(self, choice: StackedLayers, take: Take, source: int) -> None:
         for place, origin in enumerate(choice.origins, choice.start):
@@ -254,9 +255,19 @@ class _ParameterClaims:
 
     def _resolve(self, choice: Selector | ExactName | NumberedUnit, where: str) -> tuple[tuple[str, ...], str | None]:
         """Return the parameters that a choice selects, and the alias if it named one."""
+        units = self._units
         if isinstance(choice, NumberedUnit):
-            return _numbered(choice, self._units, where)
-        return _resolve(choice, self._units, where)
+            return _numbered(choice, units, where)
+        if isinstance(choice, Selector):
+            return select_parameters([choice], units, where), None
+        if choice.text in units.tied:
+            return (units.tied[choice.text],), choice.text
+        if choice.text not in units.names:
+            raise RecipeError.of(
+                "recipe.units", where, f"the model has no parameter {choice.text[:100]!r}",
+                did_you_mean(choice.text, (*units.names, *units.tied)),
+            )  # fmt: skip
+        return (choice.text,), None
 
     def _claim(self, name: str, claim: _Claim) -> None:
         first = self._claims.setdefault(name, claim)
@@ -290,28 +301,8 @@ class _ParameterClaims:
                     RecipeError, "recipe.incomplete", where, f"no checkpoint is named for {shown}",
                     "take them from one, or add 'default: PATH'",
                 )  # fmt: skip
-        claimed = {name: self._claims[name].source for name in self._units.names if name in self._claims}
-        by_default = {name: default for name in self._units.names if name not in claimed and default is not None}
-        return {
-            name: (claimed | by_default)[name] for name in self._units.names if name in claimed or name in by_default
-        }
-
-
-def _selector_text(choice: Selector | ExactName | NumberedUnit) -> str:
-    return "" if isinstance(choice, ExactName | NumberedUnit) else choice.text
-
-
-def _resolve(choice: Selector | ExactName, units: ModelUnits, where: str) -> tuple[tuple[str, ...], str | None]:
-    if isinstance(choice, ExactName):
-        if choice.text in units.tied:
-            return (units.tied[choice.text],), choice.text
-        if choice.text not in units.names:
-            raise RecipeError.of(
-                "recipe.units", where, f"the model has no parameter {choice.text[:100]!r}",
-                did_you_mean(choice.text, (*units.names, *units.tied)),
-            )  # fmt: skip
-        return (choice.text,), None
-    return select_parameters([choice], units, where), None
+        sources = ((name, self._claims[name].source if name in self._claims else default) for name in self._units.names)
+        return {name: source for name, source in sources if source is not None}
 
 
 def _numbered(choice: NumberedUnit, units: ModelUnits, where: str) -> tuple[tuple[str, ...], str | None]:

@@ -31,9 +31,26 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, choose_steps, state_to_copy
 from mergepipe.tailor.average_recipe import DEFAULT_ALPHA, AverageRequest, OptimizerState, normalised, scheme_weights
-from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Piece, StateReader, StoredState, TrainingCheckpoint
-from mergepipe.tailor.composition import CompositionReport, Job, OnProgress, publish
-from mergepipe.tailor.composition_plan import CompositionPlan, PatchCollector, plan_file, unpacked
+from mergepipe.tailor.checkpoint import (
+    EXPORT,
+    FP32,
+    WEIGHT,
+    Piece,
+    StateReader,
+    StoredState,
+    TrainingCheckpoint,
+    differences,
+)
+from mergepipe.tailor.composition import (
+    READERS,
+    CompositionReport,
+    Job,
+    OnProgress,
+    check_same_run,
+    compared_batches,
+    publish,
+)
+from mergepipe.tailor.composition_plan import CompositionPlan, PatchCollector, StateOverlay, plan_file, unpacked
 from mergepipe.tailor.copy_plan import (
     CopyRange,
     FilePlan,
@@ -46,10 +63,7 @@ from mergepipe.tailor.copy_plan import (
 from mergepipe.tailor.copy_writer import cast_bytes, values_of
 from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT, weight_state
 from mergepipe.tailor.formats.registry import open_training_checkpoint
-from mergepipe.tailor.inspect import check_same_run, differences
-from mergepipe.tailor.self_check import READERS, compared_batches
 from mergepipe.tailor.sources import list_skeleton, open_source_checkpoints
-from mergepipe.tailor.state_overlay import StateOverlay
 
 MOST_CHECKPOINTS = 128
 CARD_NAME = "README.md"

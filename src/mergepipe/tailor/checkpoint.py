@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -147,6 +147,63 @@ class TrainingCheckpoint:
     def kinds(self) -> tuple[str, ...]:
         """The kinds of state it holds, in order of first appearance."""
         return tuple(dict.fromkeys(kind for _, kind in self.states))
+
+
+# --- tell why parts of one checkpoint cannot stand in for parts of another ---
+
+
+_MAX_NAMED = 3
+
+
+def differences(first: TrainingCheckpoint, other: TrainingCheckpoint) -> Iterator[str]:
+    """Yield why parts of `other` cannot stand in for parts of `first`; nothing when they can."""
+    for what, a, b in (
+        ("format", first.format, other.format),
+        ("framework", first.framework.value, other.framework.value),
+        ("ZeRO stage", first.stage, other.stage),
+        ("world size", first.world_size, other.world_size),
+    ):
+        if a != b:
+            yield f"{_pair(first, other)}: {what} {a} and {b}"
+    yield from _parameter_differences(first, other)
+    yield from _state_differences(first, other)
+    if first.flat_groups != other.flat_groups and first.parameters == other.parameters:
+        yield f"{_pair(first, other)}: parameters are grouped or ordered differently in the flat buffers"
+    if first.units.tied != other.units.tied:
+        yield f"{_pair(first, other)}: different tied parameters"
+
+
+def _pair(first: TrainingCheckpoint, other: TrainingCheckpoint) -> str:
+    return f"{first.path} and {other.path}"
+
+
+def _parameter_differences(first: TrainingCheckpoint, other: TrainingCheckpoint) -> Iterator[str]:
+    for a, b in ((first, other), (other, first)):
+        absent = [name for name in a.parameters if name not in b.parameters]
+        if absent:
+            yield f"{b.path} lacks {_named(absent)}, which {a.path} has"
+    both = [name for name in first.parameters if name in other.parameters]
+    reshaped = [name for name in both if first.parameters[name] != other.parameters[name]]
+    if reshaped:
+        yield f"{_pair(first, other)}: different shapes of {_named(reshaped)}"
+
+
+def _state_differences(first: TrainingCheckpoint, other: TrainingCheckpoint) -> Iterator[str]:
+    kinds = set(first.kinds) ^ set(other.kinds)
+    if kinds:
+        yield f"{_pair(first, other)}: only one has {', '.join(sorted(kinds))}"
+    recast = [
+        f"{kind} of {name}"
+        for (name, kind), state in first.states.items()
+        if (name, kind) in other.states and other.states[(name, kind)].dtype != state.dtype
+    ]
+    if recast:
+        yield f"{_pair(first, other)}: different dtypes of {_named(recast)}"
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more
 
 
 # --- reads elements of stored states, across their pieces, whatever file they lie in ---

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 import mergepipe
 from mergepipe.checkpoints.directory import SIDECAR_NAMES
 from mergepipe.checkpoints.packed import UnpackedView
-from mergepipe.errors import ConflictError, NotFoundError
+from mergepipe.core.blocks import Span
+from mergepipe.core.strict_json import JsonValue
+from mergepipe.errors import ConflictError, CorruptError, MergePipeError, MismatchError, NotFoundError
 from mergepipe.options import ComposeOptions, TailorOptions
 from mergepipe.recipes.references import real_location, text_with_relative_paths
 from mergepipe.snapshots.composite import (
@@ -25,22 +30,21 @@ from mergepipe.snapshots.composite import (
 )
 from mergepipe.snapshots.manifest import MANIFEST_NAME, file_without_paths
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.file_version import Digested, FileId
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.limits import sidecar_limit
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
 from mergepipe.storage.stores import Stores
-from mergepipe.tailor.assignment import Assignment, assign
-from mergepipe.tailor.checkpoint import TrainingCheckpoint
-from mergepipe.tailor.composition_plan import CompositionPlan, plan_composition
+from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, StepChoice, assign
+from mergepipe.tailor.checkpoint import FP32, StateReader, StoredState, TrainingCheckpoint
+from mergepipe.tailor.composition_plan import CompositionPlan, plan_composition, unpacked
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal
-from mergepipe.tailor.copy_writer import Copier
-from mergepipe.tailor.formats.registry import open_training_checkpoint
-from mergepipe.tailor.inspect import check_same_run
+from mergepipe.tailor.copy_writer import Copier, cast_bytes, values_of
+from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME, read_config, read_json
+from mergepipe.tailor.formats.registry import format_named, open_training_checkpoint
 from mergepipe.tailor.recipe import CompositionRecipe, load_composition
-from mergepipe.tailor.self_check import check_composite
 from mergepipe.tailor.sources import open_source_checkpoint
 from mergepipe.tailor.universal_plan import plan_universal
 
@@ -284,3 +288,172 @@ def _owner(path: Location, needed_by: Location, assignment: Assignment) -> int:
         if around:
             return max(around)[1]
     return assignment.skeleton_index
+
+
+# --- tell whether checkpoints are of one run, by what the Trainer records beside them ---
+
+
+_SHOWN_KEYS = ("model_type", "architectures")
+
+
+def check_same_run(store: Store, checkpoints: Sequence[TrainingCheckpoint]) -> None:
+    """Compare architectures and training histories, where they are recorded."""
+    ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
+    histories = [(checkpoint.path, _history(store, checkpoint.path)) for checkpoint in ordered]
+    described = [(checkpoint.path, read_config(store, checkpoint.path)) for checkpoint in ordered]
+    for path, architecture in described:
+        _compare_architectures(*described[-1], path, architecture)
+    newest_path, newest = histories[-1]
+    for path, history in histories[:-1]:
+        other_step = next((step for step in sorted(history) if step in newest and history[step] != newest[step]), None)
+        if other_step is not None:
+            raise MismatchError.of(
+                "checkpoint.mismatch", path,
+                f"its log of step {other_step} is not that of {newest_path}: they are of two "
+                "runs, or of two branches of one", "take checkpoints that follow one another",
+            )  # fmt: skip
+
+
+def _compare_architectures(
+    newest: Location, wanted: dict[str, JsonValue], path: Location, architecture: dict[str, JsonValue]
+) -> None:
+    key = next((k for k in _SHOWN_KEYS if k in wanted and k in architecture and wanted[k] != architecture[k]), None)
+    if key is not None:
+        raise MismatchError.of(
+            "checkpoint.mismatch", path, f"{key} is {architecture[key]}, that of {newest} is {wanted[key]}"
+        )
+
+
+def _history(store: Store, folder: Location) -> dict[int, list[JsonValue]]:
+    """Losses that the Trainer has logged, by step."""
+    if not is_file(store, folder / TRAINER_STATE_NAME):
+        return {}
+    logged = read_json(store, folder / TRAINER_STATE_NAME).get("log_history")
+    losses: dict[int, list[JsonValue]] = {}
+    for entry in logged if isinstance(logged, list) else []:
+        match entry:
+            case {"step": int(step), "loss": int() | float() as loss}:
+                losses.setdefault(step, []).append(loss)
+    return losses
+
+
+# --- read a finished composite back and compare it with its sources before it is published ---
+
+
+_SAMPLE_ELEMENTS = 32
+_BLOCK_ELEMENTS = 1 << 20
+READERS = 8
+
+
+def check_composite(
+    store: Store,
+    made: TrainingCheckpoint,
+    assignment: Assignment,
+    steps: tuple[StepChoice, ...],
+    thoroughness: Thoroughness,
+    on_state: Callable[[], None],
+) -> SelfCheck:
+    """Compare every state of `made` with its source, every copy of a weight with its master, and the step counters."""
+    _check_structure(made, assignment, steps)
+    if thoroughness is Thoroughness.OFF:
+        return SelfCheck(thoroughness, 0, 0, 0)
+    n_elements = copies = 0
+    with StateReader(store) as reader, ThreadPoolExecutor(READERS, "mergepipe-tailor-check") as pool:
+        check = _Check(store, reader, made, assignment, thoroughness)
+        for compared, is_copy in pool.map(check.state, made.states.values()):
+            on_state()
+            n_elements += compared
+            copies += is_copy
+    return SelfCheck(thoroughness, len(made.states), n_elements, copies)
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """Compares single states, from any thread."""
+
+    store: Store
+    reader: StateReader
+    made: TrainingCheckpoint
+    assignment: Assignment
+    thoroughness: Thoroughness
+
+    def state(self, state: StoredState) -> tuple[int, bool]:
+        """Compare one state with its source and, if it is a copy of a weight, with the composite's own master.
+
+        Returns how many elements were compared, and whether there was a master.
+        """
+        owner = self.made.units.tied.get(state.parameter, state.parameter)
+        stored = self.assignment.find_state(state.parameter, state.kind)
+        if stored is None:
+            raise _failed(self.made, f"{state.kind} of {state.parameter} has no source")
+        target = unpacked(self.store, state)
+        compared = self._compare(unpacked(self.store, stored), target)
+        master = self.made.states.get((owner, FP32)) if state.kind in DERIVED_KINDS else None
+        if master is not None:
+            self._compare(unpacked(self.store, master), target)
+        return compared, master is not None
+
+    def _compare(self, stored: StoredState, target: StoredState) -> int:
+        """Compare `target` with `stored` cast to its dtype; return how many elements were compared."""
+        count = 0
+        for spans in compared_batches(target, self.thoroughness):
+            if not self._is_same(stored, target, spans):
+                span = next((span for span in spans if not self._is_same(stored, target, [span])), spans[0])
+                raise _failed(
+                    self.made, f"{target.kind} of {target.parameter} differs from {stored.kind} of its source in "
+                    f"elements [{span.start}, {span.stop})",
+                )  # fmt: skip
+            count += sum(span.n_elements for span in spans)
+        return count
+
+    def _is_same(self, stored: StoredState, target: StoredState, spans: Sequence[Span]) -> bool:
+        wanted = cast_bytes(self.reader.read(stored, *spans), stored.dtype, target.dtype, stored.parameter)
+        return _same(wanted, self.reader.read(target, *spans), target)
+
+
+def _failed(made: TrainingCheckpoint, message: str) -> MergePipeError:
+    return CorruptError.of(
+        "output.damaged", made.path.name, message, "nothing was published; check the sources, then report it"
+    )
+
+
+def _check_structure(made: TrainingCheckpoint, assignment: Assignment, steps: tuple[StepChoice, ...]) -> None:
+    if made.missing:
+        raise _failed(made, f"lacks {made.missing[0]}")
+    is_other_step = made.step != assignment.state.step and format_named(made.format).records_step
+    if is_other_step or dict(made.parameters) != dict(assignment.skeleton.parameters):
+        raise _failed(made, f"is at step {made.step} with {len(made.parameters)} parameters")
+    wanted = {name: choice.value for choice in steps for name in choice.counter.parameters}
+    written_steps = {name: step.value for step in made.steps for name in step.parameters}
+    wrong = [name for name, value in wanted.items() if written_steps.get(name) != value]
+    if wrong:
+        raise _failed(made, f"the step counter of {wrong[0]} is {written_steps.get(wrong[0])}, not {wanted[wrong[0]]}")
+
+
+def _same(a: NDArray[np.uint8], b: NDArray[np.uint8], state: StoredState) -> bool:
+    """Whether the bytes are equal except for the payload of NaNs."""
+    if np.array_equal(a, b):
+        return True
+    x, y = (values_of(stored, state.dtype, state.parameter).astype(np.float64) for stored in (a, b))
+    return bool(np.all((x == y) | (np.isnan(x) & np.isnan(y)))) and bool(np.isnan(x).any())
+
+
+def compared_batches(state: StoredState, thoroughness: Thoroughness) -> Iterator[Sequence[Span]]:
+    """Yield the elements of a state that are compared, in what is read at once: all samples, or a block."""
+    spans = list(_compared_spans(state, thoroughness))
+    if thoroughness is Thoroughness.FULL:
+        yield from ([span] for span in spans)
+    elif spans:
+        yield spans
+
+
+def _compared_spans(state: StoredState, thoroughness: Thoroughness) -> Iterator[Span]:
+    for piece in state.pieces:
+        start, stop = piece.span.start, piece.span.stop
+        if thoroughness is Thoroughness.FULL:
+            yield from (Span(at, min(at + _BLOCK_ELEMENTS, stop)) for at in range(start, stop, _BLOCK_ELEMENTS))
+            continue
+        head = min(start + _SAMPLE_ELEMENTS, stop)
+        yield Span(start, head)
+        if head < stop:
+            yield Span(max(head, stop - _SAMPLE_ELEMENTS), stop)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import MappingProxyType
 
-from mergepipe.checkpoints.torch_file import Window
+from mergepipe.checkpoints.directory import stat_regular
+from mergepipe.checkpoints.inert_values import PickledTensor, Record
+from mergepipe.checkpoints.torch_file import Window, read_torch_zip, walk_tensors
+from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import ByteRange, DType, Span
-from mergepipe.errors import CorruptError
+from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
+from mergepipe.recipes.output_tensors import states_layers, with_layers
 from mergepipe.snapshots.composite import UnitStaleness
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Store, is_file
+from mergepipe.storage.limits import CONFIG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import plan_edited, stale_checksums
-from mergepipe.tailor.assignment import Assignment, StepChoice, choose_steps, staleness_of
-from mergepipe.tailor.checkpoint import Packing, Piece, StoredState
+from mergepipe.tailor.assignment import Assignment, StepChoice, choose_steps, layer_count, staleness_of
+from mergepipe.tailor.checkpoint import Framework, Packing, Piece, StoredState
 from mergepipe.tailor.copy_plan import (
     FilePlan,
     Literal,
@@ -26,10 +33,21 @@ from mergepipe.tailor.copy_plan import (
     patch_states,
     patched_file,
 )
-from mergepipe.tailor.formats.dcp import unpack_piece
-from mergepipe.tailor.formats.pickle_node import PicklePath
+from mergepipe.tailor.formats.dcp import DCP_FORMAT, METADATA_NAME, merge_state, read_dcp_metadata, unpack_piece
+from mergepipe.tailor.formats.deepspeed import LATEST_NAME, ZERO_FORMAT, base_optimizer_path, list_zero_files
+from mergepipe.tailor.formats.hf_trainer import (
+    HF_FORMAT,
+    LOSS_SCALER_NAME,
+    OPTIMIZER_NAME,
+    SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
+    read_global_step,
+)
+from mergepipe.tailor.formats.partial import read_partial_manifest
+from mergepipe.tailor.formats.pickle_node import Node, PicklePath
+from mergepipe.tailor.formats.registry import format_named
 from mergepipe.tailor.sources import SkeletonFile, list_skeleton
-from mergepipe.tailor.state_overlay import StateOverlay, overlay_state
+from mergepipe.tailor.torch_writer import InertPickler
 
 _MEMBER = Location.parse("member")  # stands for a file or member whose content is being planned
 _STEP_FORMS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
@@ -151,3 +169,235 @@ def _check_apart(ordered: Sequence[Patch], file: SkeletonFile) -> None:
                 "checkpoint.damaged", file.path, f"two states share bytes [{following.offset}, {patch.stop})",
                 "save each state as a tensor of its own: .clone() it",
             )  # fmt: skip
+
+
+# --- take a run's state from a partial checkpoint: step, scheduler, random states, optimizer options ---
+
+
+_STATE_FILES = re.compile(r"trainer_state\.json|scheduler\.pt|scaler\.pt|rng_state(_\d{1,6})?\.pth", re.ASCII)
+_MODEL_FILE = re.compile(r".*mp_rank_\d+_model_states\.pt", re.ASCII)
+_GROUPS = "param_groups"
+_RATE = "lr"
+
+Edits = Mapping[PicklePath, object]
+
+
+@dataclass(frozen=True, slots=True)
+class StateOverlay:
+    """The changes that the state makes to the skeleton's files.
+
+    `files` are the skeleton's under their new names, with the state's in place of their namesakes. `edits` are new
+    values in the pickles of archives, by path; `contents` are small files that are new altogether, by name.
+    """
+
+    files: tuple[SkeletonFile, ...]
+    edits: Mapping[Location, Edits] = field(default_factory=lambda: MappingProxyType({}))
+    contents: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}))
+    tag: str | None = None
+
+    def edits_of(self, path: Location) -> Edits:
+        return self.edits.get(path, {})
+
+
+def overlay_state(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+    """Plan which small files and values the state replaces; `files` are the skeleton's."""
+    if assignment.state_index is None:
+        return _with_layers(store, assignment, StateOverlay(tuple(files)))
+    _check_state(store, assignment)
+    replaced = _with_state_files(store, assignment, files)
+    if assignment.skeleton.format not in _OVERLAYS:
+        raise UnsupportedError.of(
+            "checkpoint.unsupported", assignment.skeleton.path, f"is of format {assignment.skeleton.format}, which "
+            "takes no state from a partial checkpoint", "name a complete checkpoint in state_from",
+        )  # fmt: skip
+    return _with_layers(store, assignment, _OVERLAYS[assignment.skeleton.format](store, assignment, replaced))
+
+
+def _with_layers(store: Store, assignment: Assignment, overlay: StateOverlay) -> StateOverlay:
+    """Describe a restacked model's layers in the configuration, where the checkpoint holds one."""
+    config = next((file for file in overlay.files if file.name == CONFIG_NAME), None)
+    if assignment.layers is None or config is None:
+        return overlay
+    layers = layer_count(assignment.skeleton.units, assignment.layers)
+    raw = store.read_small(config.path, CONFIG_BYTES)
+    if not states_layers(raw, layers):
+        return overlay
+    content = with_layers(raw, layers, where=config.path)
+    return replace(overlay, contents=MappingProxyType({**overlay.contents, CONFIG_NAME: content}))
+
+
+def _check_state(store: Store, assignment: Assignment) -> None:
+    folder = assignment.state.path
+    if not assignment.state.has_state:
+        what = format_named(assignment.state.format).state_file
+        raise CorruptError.of(
+            "checkpoint.damaged", folder, f"holds no {what} to resume from", "name another checkpoint in state_from"
+        )
+    is_trainer = assignment.state.framework is Framework.TRANSFORMERS
+    if is_trainer and read_global_step(store, folder) != assignment.state.step:
+        raise CorruptError.of("checkpoint.damaged", folder, f"{TRAINER_STATE_NAME} is of another step")
+
+
+def _with_state_files(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> tuple[SkeletonFile, ...]:
+    folder = assignment.state.path
+    source_files = {f.name: f for f in _state_files(store, folder)}
+    lacking = [f.name for f in files if _STATE_FILES.fullmatch(f.name) and f.name not in source_files]
+    if lacking:
+        raise CorruptError.of("checkpoint.damaged", folder, f"holds no {lacking[0]}, which the skeleton has")
+    other_files = [f for f in files if f.name not in source_files]
+    return tuple(sorted([*other_files, *source_files.values()], key=lambda f: f.name))
+
+
+def _state_files(store: Store, folder: Location) -> Iterator[SkeletonFile]:
+    for entry in store.list(folder):
+        if _STATE_FILES.fullmatch(entry.name):
+            status = stat_regular(store, folder, entry.name)
+            if status is not None:
+                yield SkeletonFile(entry.name, folder / entry.name, status.size_bytes)
+
+
+def apply_edits(edits: Edits, root: Node) -> None:
+    """Apply edits to a value that is pickled again anyway."""
+    for path, value in edits.items():
+        root.at(path[:-1]).mapping()[path[-1]] = value
+
+
+# --- options of the optimizer
+
+
+def _options(store: Store, assignment: Assignment, root: Node, place: PicklePath) -> Edits:
+    """Put the state's options into the skeleton's parameter groups: learning rates drive the first resumed step."""
+    groups = root.at(place).get(_GROUPS)
+    new = read_partial_manifest(store, assignment.state.path).options
+    old = groups.elements()
+    rates = [option.get(_RATE) for option in new]
+    if len(new) != len(old) or not all(isinstance(rate, float) for rate in rates):
+        raise MismatchError.of(
+            "checkpoint.mismatch", assignment.state.path, f"has learning rates {rates}, not {len(old)}"
+        )
+    edits: dict[PicklePath, object] = {}
+    for number, (group, options) in enumerate(zip(old, new, strict=True)):
+        for key, value in options.items():
+            if key == "step":  # a counter, which has its own policy
+                continue
+            current = group.mapping().get(key)
+            if key in group.mapping() and not _is_same(current, value):
+                edits[*place, _GROUPS, number, key] = _like(group.get(key), value)
+    return edits
+
+
+def _is_same(current: object, value: object) -> bool:
+    return (list(current) if isinstance(current, tuple) else current) == value
+
+
+def _like(old: Node, value: object) -> object:
+    """Convert an option's new value to the form of the old one."""
+    if isinstance(old.value, PickledTensor):
+        raise UnsupportedError.of(
+            "checkpoint.unsupported", f"{old.file}: {old.path}", "is a tensor, not a plain number", "name a complete "
+            "checkpoint in state_from",
+        )  # fmt: skip
+    return tuple(value) if isinstance(value, list) else value
+
+
+# --- Hugging Face Trainer
+
+
+def _overlay_hf(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+    """Options in the optimizer file."""
+    path = assignment.skeleton.root / OPTIMIZER_NAME
+    root = Node(read_torch_zip(store, path).root, OPTIMIZER_NAME)
+    return StateOverlay(tuple(files), MappingProxyType({path: _options(store, assignment, root, ())}))
+
+
+# --- DeepSpeed
+
+
+def _overlay_zero(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+    """Step counters of the engine in every model file, options in every optimizer file, the tag's name."""
+    skeleton = assignment.skeleton
+    zero = list_zero_files(store, skeleton.root)
+    if zero is None:
+        raise AssertionError("the skeleton was read as ZeRO")
+    inside = base_optimizer_path(skeleton.stage)
+    edits: dict[Location, Edits] = {}
+    for path in zero.optimizer.values():
+        root = Node(read_torch_zip(store, path).root, path.name)
+        edits[path] = {**_options(store, assignment, root, inside), **_loss_scale(store, assignment, root)}
+    for file in files:
+        if file.path.parent == skeleton.root and _MODEL_FILE.fullmatch(file.path.name):
+            edits[file.path] = _engine_state(store, assignment, file.path)
+    tag = _new_tag(assignment)
+    if tag is None:
+        return StateOverlay(tuple(files), MappingProxyType(edits))
+    old = f"{skeleton.root.name}/"
+    renamed = (replace(f, name=f"{tag}/{f.name.removeprefix(old)}") if f.name.startswith(old) else f for f in files)
+    contents = MappingProxyType({LATEST_NAME: tag.encode()})
+    return StateOverlay(tuple(sorted(renamed, key=lambda f: f.name)), MappingProxyType(edits), contents, tag)
+
+
+def _engine_state(store: Store, assignment: Assignment, path: Location) -> Edits:
+    """Read the engine's own counters, and the scheduler where the engine keeps it."""
+    root = Node(read_torch_zip(store, path).root, path.name)
+    step = assignment.state.step
+    edits: dict[PicklePath, object] = {("global_steps",): step}
+    samples, old_step = root.find("global_samples"), root.get("global_steps").integer()
+    if samples is not None and old_step:
+        edits["global_samples",] = samples.integer() + (step - old_step) * samples.integer() // old_step
+    if root.find("lr_scheduler") is not None:
+        edits["lr_scheduler",] = _scheduler(store, assignment.state.path)
+    return edits
+
+
+def _loss_scale(store: Store, assignment: Assignment, root: Node) -> Edits:
+    """Put the state's loss scale into the scaler of an optimizer file (fp16); a static one stays."""
+    optimizer, folder = root.get("optimizer_state_dict"), assignment.state.path
+    dynamic, scaler = optimizer.find("dynamic_loss_scale"), optimizer.mapping().get("loss_scaler")
+    if dynamic is None or dynamic.value is not True or not isinstance(scaler, Record):
+        return {}
+    if not is_file(store, folder / LOSS_SCALER_NAME):
+        raise CorruptError.of("checkpoint.damaged", folder, f"holds no {LOSS_SCALER_NAME}, and the loss is scaled")
+    fields = Node(read_torch_zip(store, folder / LOSS_SCALER_NAME).root, LOSS_SCALER_NAME).mapping()
+    return {("optimizer_state_dict", "loss_scaler"): Record(scaler.kind, scaler.args, fields)}
+
+
+def _scheduler(store: Store, folder: Location) -> object:
+    path = folder / SCHEDULER_NAME
+    if not is_file(store, path):
+        raise CorruptError.of("checkpoint.damaged", folder, f"holds no {SCHEDULER_NAME}, and the engine has one")
+    root = read_torch_zip(store, path).root
+    if next(iter(walk_tensors(root)), None) is not None:
+        raise UnsupportedError.of("checkpoint.unsupported", path, "holds tensors, which are not put into the engine's")
+    return root
+
+
+def _new_tag(assignment: Assignment) -> str | None:
+    """The tag with the state's step, where the skeleton's is inside a save directory and tells its step."""
+    skeleton = assignment.skeleton
+    if skeleton.root == skeleton.path or skeleton.root.name != f"global_step{skeleton.step}":
+        return None
+    return f"global_step{assignment.state.step}"
+
+
+# --- torch DCP
+
+
+def _overlay_dcp(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+    """Point the metadata of everything that is no tensor of the model to the state's file, which goes along."""
+    skeleton, state = assignment.skeleton, assignment.state
+    metadata = read_dcp_metadata(store, skeleton.path)
+    moved = merge_state(metadata, skeleton.path, read_dcp_metadata(store, state.path), state.path)
+    added = []
+    for old, new in moved.items():
+        status = stat_regular(store, state.path, old)
+        if status is None:
+            raise CorruptError.of("checkpoint.damaged", state.path, f"holds no {old}, which {METADATA_NAME} names")
+        added.append(SkeletonFile(new, state.path / old, status.size_bytes))
+    contents = MappingProxyType({METADATA_NAME: InertPickler().dump(metadata)})
+    return StateOverlay(tuple(sorted([*files, *added], key=lambda f: f.name)), contents=contents)
+
+
+_OVERLAYS: Mapping[str, Callable[[Store, Assignment, Sequence[SkeletonFile]], StateOverlay]] = MappingProxyType({
+    HF_FORMAT: _overlay_hf, ZERO_FORMAT: _overlay_zero, DCP_FORMAT: _overlay_dcp,
+})  # fmt: skip
+"""Formats whose state may come from a partial checkpoint: `files` have its small files already."""

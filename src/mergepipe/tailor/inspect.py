@@ -2,71 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from mergepipe.core.blocks import element_count
 from mergepipe.core.strict_json import JsonValue
-from mergepipe.errors import MismatchError
-from mergepipe.storage.contract import Store, is_file
+from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import TrainingCheckpoint
-from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME, read_config, read_json
+from mergepipe.tailor.checkpoint import TrainingCheckpoint, differences
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.selection import Unit
-
-# --- tell whether checkpoints are of one run, by what the Trainer records beside them ---
-
-
-_SHOWN_KEYS = ("model_type", "architectures")
-
-
-def check_same_run(store: Store, checkpoints: Sequence[TrainingCheckpoint]) -> None:
-    """Compare architectures and training histories, where they are recorded."""
-    ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
-    histories = [(checkpoint.path, _history(store, checkpoint.path)) for checkpoint in ordered]
-    described = [(checkpoint.path, read_config(store, checkpoint.path)) for checkpoint in ordered]
-    for path, architecture in described:
-        _compare_architectures(*described[-1], path, architecture)
-    newest_path, newest = histories[-1]
-    for path, history in histories[:-1]:
-        other_step = next((step for step in sorted(history) if step in newest and history[step] != newest[step]), None)
-        if other_step is not None:
-            raise MismatchError.of(
-                "checkpoint.mismatch", path,
-                f"its log of step {other_step} is not that of {newest_path}: they are of two "
-                "runs, or of two branches of one", "take checkpoints that follow one another",
-            )  # fmt: skip
-
-
-def _compare_architectures(
-    newest: Location, wanted: dict[str, JsonValue], path: Location, architecture: dict[str, JsonValue]
-) -> None:
-    key = next((k for k in _SHOWN_KEYS if k in wanted and k in architecture and wanted[k] != architecture[k]), None)
-    if key is not None:
-        raise MismatchError.of(
-            "checkpoint.mismatch", path, f"{key} is {architecture[key]}, that of {newest} is {wanted[key]}"
-        )
-
-
-def _history(store: Store, folder: Location) -> dict[int, list[JsonValue]]:
-    """Losses that the Trainer has logged, by step."""
-    if not is_file(store, folder / TRAINER_STATE_NAME):
-        return {}
-    logged = read_json(store, folder / TRAINER_STATE_NAME).get("log_history")
-    losses: dict[int, list[JsonValue]] = {}
-    for entry in logged if isinstance(logged, list) else []:
-        match entry:
-            case {"step": int(step), "loss": int() | float() as loss}:
-                losses.setdefault(step, []).append(loss)
-    return losses
-
-
-# --- inspect training checkpoints: each one's units, bytes and steps, and whether several fit together ---
-
-
-_MAX_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,57 +77,6 @@ def report_on(checkpoints: Sequence[TrainingCheckpoint]) -> InspectReport:
     """Report on opened checkpoints; the first is what the others are compared with."""
     reasons = tuple(reason for other in checkpoints[1:] for reason in differences(checkpoints[0], other))
     return InspectReport(tuple(_report(c) for c in checkpoints), reasons)
-
-
-def differences(first: TrainingCheckpoint, other: TrainingCheckpoint) -> Iterator[str]:
-    """Yield why parts of `other` cannot stand in for parts of `first`; nothing when they can."""
-    for what, a, b in (
-        ("format", first.format, other.format),
-        ("framework", first.framework.value, other.framework.value),
-        ("ZeRO stage", first.stage, other.stage),
-        ("world size", first.world_size, other.world_size),
-    ):
-        if a != b:
-            yield f"{_pair(first, other)}: {what} {a} and {b}"
-    yield from _parameter_differences(first, other)
-    yield from _state_differences(first, other)
-    if first.flat_groups != other.flat_groups and first.parameters == other.parameters:
-        yield f"{_pair(first, other)}: parameters are grouped or ordered differently in the flat buffers"
-    if first.units.tied != other.units.tied:
-        yield f"{_pair(first, other)}: different tied parameters"
-
-
-def _pair(first: TrainingCheckpoint, other: TrainingCheckpoint) -> str:
-    return f"{first.path} and {other.path}"
-
-
-def _parameter_differences(first: TrainingCheckpoint, other: TrainingCheckpoint) -> Iterator[str]:
-    for a, b in ((first, other), (other, first)):
-        absent = [name for name in a.parameters if name not in b.parameters]
-        if absent:
-            yield f"{b.path} lacks {_named(absent)}, which {a.path} has"
-    both = [name for name in first.parameters if name in other.parameters]
-    reshaped = [name for name in both if first.parameters[name] != other.parameters[name]]
-    if reshaped:
-        yield f"{_pair(first, other)}: different shapes of {_named(reshaped)}"
-
-
-def _state_differences(first: TrainingCheckpoint, other: TrainingCheckpoint) -> Iterator[str]:
-    kinds = set(first.kinds) ^ set(other.kinds)
-    if kinds:
-        yield f"{_pair(first, other)}: only one has {', '.join(sorted(kinds))}"
-    recast = [
-        f"{kind} of {name}"
-        for (name, kind), state in first.states.items()
-        if (name, kind) in other.states and other.states[(name, kind)].dtype != state.dtype
-    ]
-    if recast:
-        yield f"{_pair(first, other)}: different dtypes of {_named(recast)}"
-
-
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more
 
 
 def _report(checkpoint: TrainingCheckpoint) -> CheckpointReport:

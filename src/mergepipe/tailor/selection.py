@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from fnmatch import fnmatchcase
+from itertools import groupby
 from types import MappingProxyType
-from typing import TypeAlias
 
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import MergePipeError, RecipeError, did_you_mean
@@ -157,86 +157,61 @@ _RANGE = re.compile(r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class OneUnit:
-    """`embed`, `norm` or `lm_head`."""
+class Selector:
+    """What a recipe writes for some units, as `text`; `matches` tells whether it means a parameter of a unit.
+
+    `layers` are the indices that are named one by one, which the model must have.
+    """
 
     text: str
-    unit: Unit
-
-
-@dataclass(frozen=True, slots=True)
-class EveryLayer:
-    """`layers all`, `layers even`, `layers odd`: layers whose index modulo `modulus` is `remainder`."""
-
-    text: str
-    modulus: int
-    remainder: int
-
-
-@dataclass(frozen=True, slots=True)
-class TheseLayers:
-    """`layers 3,7-9`: indices, both ends of a range included."""
-
-    text: str
-    indices: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OtherUnits:
-    """`other:GLOB`: units that are neither embedding, layer, norm nor head."""
-
-    text: str
-    pattern: str
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterNames:
-    """`name:GLOB`: parameters, across units."""
-
-    text: str
-    pattern: str
-
-
-Selector: TypeAlias = OneUnit | EveryLayer | TheseLayers | OtherUnits | ParameterNames
+    matches: Callable[[Unit, str], bool]
+    layers: tuple[int, ...] = ()
 
 
 def parse_selector(text: str, where: str = "units") -> Selector:
-    """Read one selector."""
+    """Read one selector.
+
+    `embed`, `norm`, `lm_head`; `layers all`, `layers even`, `layers odd`, `layers 3,7-9` with both ends of a range;
+    `other:GLOB`, units that are none of these; `name:GLOB`, parameters across units.
+
+    Raises:
+        RecipeError: `recipe.units`, it names no units.
+    """
     stripped = " ".join(text.split())
-    for prefix, kind in (("name:", ParameterNames), ("other:", OtherUnits)):
-        if stripped.startswith(prefix):
-            return _pattern(kind, stripped, stripped.removeprefix(prefix).strip(), where)
+    kind, colon, glob = stripped.partition(":")
+    if colon and kind in ("name", "other"):
+        pattern = glob.strip()
+        if not pattern:
+            raise RecipeError.of(
+                "recipe.units", where, f"{stripped!r} has no pattern", "write for example name:*.mlp.*"
+            )
+        if kind == "name":
+            return Selector(stripped, lambda _, name: fnmatchcase(name, pattern))
+        return Selector(stripped, lambda unit, _: unit.kind is UnitKind.OTHER and fnmatchcase(unit.name, pattern))
     if stripped in _PLAIN_UNITS:
-        return OneUnit(stripped, _PLAIN_UNITS[stripped])
+        return Selector(stripped, lambda unit, _: unit == _PLAIN_UNITS[stripped])
     word, _, rest = stripped.partition(" ")
     if word in ("layers", "layer") and rest:
         return _layers(stripped, rest, where)
     raise RecipeError.of("recipe.units", where, f"{text[:80]!r} names no unit", did_you_mean(stripped, _WORDS))
 
 
-def _pattern(
-    kind: Callable[[str, str], OtherUnits | ParameterNames], text: str, pattern: str, where: str
-) -> OtherUnits | ParameterNames:
-    if not pattern:
-        raise RecipeError.of("recipe.units", where, f"{text!r} has no pattern", "write for example name:*.mlp.*")
-    return kind(text, pattern)
-
-
-def _layers(text: str, rest: str, where: str) -> EveryLayer | TheseLayers:
+def _layers(text: str, rest: str, where: str) -> Selector:
     every = {"all": (1, 0), "even": (2, 0), "odd": (2, 1)}
     if rest in every:
-        return EveryLayer(text, *every[rest])
+        modulus, remainder = every[rest]
+        return Selector(text, lambda unit, _: unit.kind is UnitKind.LAYER and unit.index % modulus == remainder)
     if rest[0].isalpha():
         hint = did_you_mean(rest, tuple(every))
         raise RecipeError.of("recipe.units", where, f"{text[:80]!r}: {rest[:80]!r} names no layers", hint)
-    indices = [index for part in rest.split(",") for index in _index_range(part.strip(), text, where)]
+    indices = tuple(index for part in rest.split(",") for index in _index_range(part.strip(), text, where))
     repeated = [index for index, count in Counter(indices).items() if count > 1]
     if repeated:
         raise RecipeError.of(
             "recipe.units", where, f"{text[:80]!r} names layer {repeated[0]} twice",
             "name each layer once; to put a layer in several places write 'slices', as for mergekit's passthrough",
         )  # fmt: skip
-    return TheseLayers(text, tuple(indices))
+    return Selector(text, lambda unit, _: unit.kind is UnitKind.LAYER and unit.index in indices, indices)
 
 
 def _index_range(part: str, text: str, where: str) -> range:
@@ -265,46 +240,46 @@ def select_parameters(selectors: Iterable[Selector], units: ModelUnits, where: s
 
 
 def _matching_names(selector: Selector, units: ModelUnits, where: str) -> list[str]:
-    if isinstance(selector, ParameterNames):
-        return [name for name in units.names if fnmatchcase(name, selector.pattern)]
-    if isinstance(selector, TheseLayers):
-        _require_layers(selector, units, where)
-    return [name for unit, names in units.parameters.items() if _means(selector, unit) for name in names]
-
-
-def _means(selector: OneUnit | EveryLayer | TheseLayers | OtherUnits, unit: Unit) -> bool:
-    if isinstance(selector, OneUnit):
-        return unit == selector.unit
-    if isinstance(selector, OtherUnits):
-        return unit.kind is UnitKind.OTHER and fnmatchcase(unit.name, selector.pattern)
-    if unit.kind is not UnitKind.LAYER:
-        return False
-    if isinstance(selector, EveryLayer):
-        return unit.index % selector.modulus == selector.remainder
-    return unit.index in selector.indices
-
-
-def _require_layers(selector: TheseLayers, units: ModelUnits, where: str) -> None:
-    indices = {unit.index for unit in units.parameters if unit.kind is UnitKind.LAYER}
-    beyond = [index for index in selector.indices if index not in indices]
+    indices = [unit.index for unit in units.parameters if unit.kind is UnitKind.LAYER]
+    beyond = [index for index in selector.layers if index not in indices]
     if beyond:
+        shown_layers = ", ".join(map(str, beyond[:5])) + (", ..." if len(beyond) > 5 else "")
         raise RecipeError.of(
-            "recipe.units", where, f"{selector.text!r}: the model has no layer {_shown(beyond)}",
+            "recipe.units", where, f"{selector.text!r}: the model has no layer {shown_layers}",
             f"its layers are {min(indices)} to {max(indices)}" if indices else "it has no layers",
         )  # fmt: skip
+    return [n for unit, names in units.parameters.items() for n in names if selector.matches(unit, n)]
 
 
 def _empty_selection(selector: Selector, units: ModelUnits, where: str) -> MergePipeError:
     message = f"{selector.text!r} matches nothing in this model"
-    if isinstance(selector, OneUnit) and selector.unit == LM_HEAD and units.tied:
+    if selector.text == str(LM_HEAD) and units.tied:
         alias, owner = next(iter(units.tied.items()))
         hint = f"'{alias}' is tied to '{owner}': take {units.unit_of(owner)} instead"
-    elif isinstance(selector, ParameterNames):
-        hint = did_you_mean(selector.pattern, units.names)
+    elif selector.text.startswith("name:"):
+        hint = did_you_mean(selector.text.removeprefix("name:").strip(), units.names)
     else:
         hint = f"its units: {', '.join(map(str, units.parameters))}"
     return RecipeError.of("recipe.units", where, message, hint)
 
 
-def _shown(indices: Sequence[int]) -> str:
-    return ", ".join(map(str, indices[:5])) + (", ..." if len(indices) > 5 else "")
+def unit_selectors(units: Iterable[Unit]) -> tuple[str, ...]:
+    """Format units as recipe selectors: layers in one selector with ranges, the others one each.
+
+    Law: `parse_selector` of each, applied to a model with these units, selects exactly them.
+    """
+    ordered = sorted(units)
+    layers = [unit.index for unit in ordered if unit.kind is UnitKind.LAYER]
+    selectors = [f"layers {','.join(_ranges(layers))}"] if layers else []
+    for unit in ordered:
+        if unit.kind is UnitKind.OTHER:
+            selectors.append("other:" + "".join(f"[{c}]" if c in "*?[" else c for c in unit.name))
+        elif unit.kind is not UnitKind.LAYER:
+            selectors.append(str(unit))
+    return tuple(selectors)
+
+
+def _ranges(indices: Sequence[int]) -> Iterator[str]:
+    for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
+        layers = [index for _, index in run]
+        yield str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"

@@ -22,6 +22,9 @@ from mergepipe.tailor.checkpoint import FP32, WEIGHT
 from mergepipe.tailor.composition_plan import (
     CompositionPlan,
     PatchCollector,
+    StateOverlay,
+    apply_edits,
+    overlay_state,
     pack_step,
     plan_composition,
     plan_file,
@@ -39,7 +42,6 @@ from mergepipe.tailor.formats.universal import (
     UNIVERSAL_FORMAT,
 )
 from mergepipe.tailor.sources import list_skeleton
-from mergepipe.tailor.state_overlay import StateOverlay, apply_edits, overlay_state
 
 _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups")
 _STEM = "archive"

@@ -18,7 +18,7 @@ from mergepipe.tailor.saving import partial_run
 from mergepipe.tailor.saving.engine_view import EngineView, LocalShard, Ranks, SingleRank
 from mergepipe.tailor.saving.partial_run import BackgroundWriter, PartialJob, PartialRun
 from mergepipe.tailor.saving.save_log import SaveRecord, read_journal
-from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Parity
+from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Schedule
 from support.engine_views import known_view, on_ranks
 
 
@@ -42,7 +42,7 @@ def test_save__in_the_background_holds_the_values_of_its_step(tmp_path: Path, wo
     def act(ranks: Ranks) -> list[SaveRecord]:
         records = []
         with BackgroundWriter() as writer:
-            saves = PartialRun(tmp_path, Parity(), ranks, writer=writer)
+            saves = PartialRun(tmp_path, Schedule("parity"), ranks, writer=writer)
             for step in (4, 6):
                 now = [step]
                 history = saves.history(step)
@@ -72,7 +72,7 @@ def test_save__in_the_background_returns_at_once_and_the_next_waits_for_it(
 
     monkeypatch.setattr(partial_run, "_write_shard", blocked)
     with BackgroundWriter() as writer, ThreadPoolExecutor(1) as pool:
-        saves = PartialRun(tmp_path, Parity(), SingleRank(), writer=writer)
+        saves = PartialRun(tmp_path, Schedule("parity"), SingleRank(), writer=writer)
         saves.save(known_view(at_step(4)), 4, saves.history(4))
         following = pool.submit(saves.history, 6)
         assert [r.step for r in read_journal(tmp_path).records] == [2]
@@ -97,7 +97,7 @@ def test_save__that_fails_in_the_background_is_raised_by_the_next_on_every_rank(
 
     def act(ranks: Ranks) -> list[SaveRecord]:
         with BackgroundWriter() as writer:
-            saves = PartialRun(tmp_path, Parity(), ranks, writer=writer)
+            saves = PartialRun(tmp_path, Schedule("parity"), ranks, writer=writer)
             saves.save(known_view(at_step(4), ranks.rank, 2), 4, saves.history(4))
             with pytest.raises(StorageError, match="No space left on device"):
                 saves.history(6)

@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 
 from mergepipe.errors import LimitError, RecipeError
 from mergepipe.tailor.saving.unit_choice import (
-    Filter,
     LatestChanged,
-    PaperFilter,
-    PaperParity,
-    Parity,
+    Schedule,
     Situation,
     Strategy,
     choose_units,
@@ -31,26 +28,26 @@ def chosen(strategy: Strategy, n_partial: int, n_layers: int = 6) -> list[str]:
 
 
 def test_parity__takes_halves_in_turn() -> None:
-    assert chosen(Parity(), 0) == ["embed", "layer 0", "layer 2", "layer 4"]
-    assert chosen(Parity(), 1) == ["layer 1", "layer 3", "layer 5", "norm", "lm_head", "other:vision"]
-    assert chosen(Parity(), 2) == chosen(Parity(), 0)
+    assert chosen(Schedule("parity"), 0) == ["embed", "layer 0", "layer 2", "layer 4"]
+    assert chosen(Schedule("parity"), 1) == ["layer 1", "layer 3", "layer 5", "norm", "lm_head", "other:vision"]
+    assert chosen(Schedule("parity"), 2) == chosen(Schedule("parity"), 0)
 
 
 def test_filter__takes_the_edges_each_time() -> None:
-    saves = [set(chosen(Filter(edge_layers=1, every=3), n)) for n in range(6)]
+    saves = [set(chosen(Schedule("filter", edge_layers=1, every=3), n)) for n in range(6)]
     assert set.intersection(*saves) == {"layer 0", "layer 5"}
     assert saves[3:] == saves[:3]
     assert [len(save) for save in saves[:3]] == [5, 5, 4]  # 8 other units in 3 turns
 
 
 def test_paper_parity__takes_the_papers_halves() -> None:
-    assert chosen(PaperParity(), 0) == ["embed", "layer 1", "layer 3", "layer 5", "norm", "other:vision"]
-    assert chosen(PaperParity(), 1) == ["layer 0", "layer 2", "layer 4", "lm_head"]
+    assert chosen(Schedule("paper-parity"), 0) == ["embed", "layer 1", "layer 3", "layer 5", "norm", "other:vision"]
+    assert chosen(Schedule("paper-parity"), 1) == ["layer 0", "layer 2", "layer 4", "lm_head"]
 
 
 def test_paper_filter__takes_ends_each_time_and_half_of_the_rest_every_fifth() -> None:
     ends = {"layer 0", "layer 1", "layer 6", "layer 7"}
-    saves = [set(chosen(PaperFilter(), n, 8)) for n in range(10)]
+    saves = [set(chosen(Schedule("paper-filter"), n, 8)) for n in range(10)]
     assert [save - ends for save in saves[:4] + saves[5:9]] == [set()] * 8
     assert saves[4] - ends == {"embed", "layer 3", "layer 5", "lm_head"}
     assert saves[9] - ends == {"layer 2", "layer 4", "norm", "other:vision"}
@@ -58,12 +55,19 @@ def test_paper_filter__takes_ends_each_time_and_half_of_the_rest_every_fifth() -
 
 @pytest.mark.parametrize("n_layers", [0, 1, 2, 3])
 def test_filter__bears_more_edges_than_layers(n_layers: int) -> None:
-    assert set(chosen(Filter(edge_layers=2, every=5), 4, n_layers)) >= {f"layer {i}" for i in range(min(n_layers, 3))}
+    assert set(chosen(Schedule("filter", edge_layers=2, every=5), 4, n_layers)) >= {
+        f"layer {i}" for i in range(min(n_layers, 3))
+    }
 
 
 @given(st.integers(0, 12), st.integers(0, 5), st.integers(1, 6), st.integers(0, 20))
 def test_choose_units__covers_the_model_in_one_round(n_layers: int, edge: int, every: int, start: int) -> None:
-    cases = ((Parity(), 2), (Filter(edge, every), every), (PaperParity(), 2), (PaperFilter(edge, every), 2 * every))
+    cases = (
+        (Schedule("parity"), 2),
+        (Schedule("filter", edge, every), every),
+        (Schedule("paper-parity"), 2),
+        (Schedule("paper-filter", edge, every), 2 * every),
+    )
     for strategy, n_saves in cases:
         situation = [Situation(model(n_layers), start + i) for i in range(n_saves)]
         found = {unit for each in situation for unit in choose_units(strategy, each)}
@@ -73,7 +77,7 @@ def test_choose_units__covers_the_model_in_one_round(n_layers: int, edge: int, e
 @pytest.mark.parametrize(("edge", "every"), [(-1, 2), (1, 0)])
 def test_filter__refuses_numbers_that_mean_nothing(edge: int, every: int) -> None:
     with pytest.raises(RecipeError, match="edge_layers"):
-        Filter(edge, every)
+        Schedule("filter", edge, every)
 
 
 sizes = st.lists(st.tuples(st.floats(0, 10), st.integers(1, 50), st.integers(0, 9)), min_size=4, max_size=12)

@@ -15,13 +15,12 @@ import pytest
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.api import compose
-from mergepipe.tailor.checkpoint import WEIGHT, Framework, Packing, StoredState, TrainingCheckpoint
+from mergepipe.tailor.checkpoint import WEIGHT, Framework, Packing, StoredState, TrainingCheckpoint, differences
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, unpack_piece
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.formats.hf_trainer import HF_FORMAT
 from mergepipe.tailor.formats.registry import open_training_checkpoint
-from mergepipe.tailor.inspect import differences
-from mergepipe.tailor.log_recipe import composition_from_log_file
+from mergepipe.tailor.run_recipes import composition_from_log_file
 from mergepipe.tailor.saving.save_log import LOG_NAME, PAPER_LOG_NAME, read_journal
 from support.adam_steps import step_of
 

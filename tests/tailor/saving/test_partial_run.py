@@ -14,11 +14,11 @@ from mergepipe.errors import ConflictError, MergePipeError, RecipeError, Storage
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.formats.registry import open_training_checkpoint
-from mergepipe.tailor.log_recipe import composition_from_log_file
+from mergepipe.tailor.run_recipes import composition_from_log_file
 from mergepipe.tailor.saving.engine_view import EngineView, LocalShard, Ranks, SingleRank
 from mergepipe.tailor.saving.partial_run import PartialJob, PartialRun, no_extra_files, write_partial
 from mergepipe.tailor.saving.save_log import LOG_NAME, PAPER_LOG_NAME, SaveRecord, read_journal
-from mergepipe.tailor.saving.unit_choice import ChangeTracker, Filter, LatestChanged, Parity, Strategy
+from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Schedule, Strategy
 from mergepipe.tailor.selection import LM_HEAD, Unit, layer
 from support.engine_views import known_view, on_ranks
 from support.training_trees import KnownStates, decoder_shapes, known_states
@@ -31,7 +31,7 @@ def at_step(step: int) -> KnownStates:
 
 
 def save(run: Path, step: int, ranks: Ranks, strategy: Strategy | None = None) -> SaveRecord:
-    saves = PartialRun(run, strategy or Parity(), ranks)
+    saves = PartialRun(run, strategy or Schedule("parity"), ranks)
     return saves.save(known_view(at_step(step), ranks.rank, ranks.world_size), step, saves.history(step))
 
 
@@ -102,7 +102,7 @@ def test_save__a_rank_that_fails_makes_all_fail_and_nothing_visible(tmp_path: Pa
 
     def act(ranks: Ranks) -> SaveRecord:
         view = known_view(at_step(4), ranks.rank, 2)
-        saves = PartialRun(tmp_path, Parity(), ranks)
+        saves = PartialRun(tmp_path, Schedule("parity"), ranks)
         return saves.save(failing(view) if ranks.rank == bad_rank else view, 4, saves.history(4))
 
     results = on_ranks(2, act)
@@ -116,7 +116,7 @@ def test_save__a_rank_that_fails_makes_all_fail_and_nothing_visible(tmp_path: Pa
 def test_save__keeps_what_was_saved_before_training_went_back(tmp_path: Path) -> None:
     save_on(1, tmp_path, 2, 4, 6)
     first = stored(tmp_path / "partial-4")
-    PartialRun(tmp_path, Parity(), SingleRank()).start(2)
+    PartialRun(tmp_path, Schedule("parity"), SingleRank()).start(2)
     again = save_on(1, tmp_path, 4)[0]
     assert (again.folder, stored(tmp_path / "partial-4")) == ("partial-4-r1", first)
     assert [r.folder for r in read_journal(tmp_path).records] == ["full-2", "partial-4-r1"]
@@ -148,7 +148,7 @@ def test_write_partial__never_replaces(tmp_path: Path) -> None:
 
 def test_note_full__takes_the_frameworks_own_checkpoint_as_the_base(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2").mkdir()
-    saves = PartialRun(tmp_path, Filter(edge_layers=1, every=2), SingleRank())
+    saves = PartialRun(tmp_path, Schedule("filter", edge_layers=1, every=2), SingleRank())
     assert saves.history(4) == ()
     saves.note_full(known_view(at_step(2)), 2, "checkpoint-2")
     record = saves.save(known_view(at_step(4)), 4, saves.history(4))

@@ -41,10 +41,10 @@ EVERY, LAST = 2, 6
 def strategy(name: str) -> Any:
     train: Any = import_module("mergepipe.tailor.saving")
     return {
-        "parity": train.Parity(),
-        "filter": train.Filter(edge_layers=1, every=2),
+        "parity": train.Schedule("parity"),
+        "filter": train.Schedule("filter", edge_layers=1, every=2),
         "latest-changed": train.LatestChanged(budget_bytes=60_000),
-        "everything": train.Filter(edge_layers=3, every=1),
+        "everything": train.Schedule("filter", edge_layers=3, every=1),
     }[name]
 
 

@@ -29,9 +29,8 @@ from mergepipe.tailor.checkpoint import (
 )
 from mergepipe.tailor.formats.contract import NO_OPTIMIZER, refuse_foreign_states, step_of_name
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath, read_scalar
-from mergepipe.tailor.parameter_order import defined_order, trainer_order
+from mergepipe.tailor.parameter_order import ask_transformers, defined_order, trainer_order
 from mergepipe.tailor.selection import model_units
-from mergepipe.tailor.transformers_names import ask_transformers
 
 # --- read the files of every Hugging Face Trainer directory, whatever keeps its optimizer state ---
 

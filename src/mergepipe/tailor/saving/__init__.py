@@ -11,23 +11,17 @@ if TYPE_CHECKING:
     from mergepipe.tailor.saving.partial_run import BackgroundWriter
     from mergepipe.tailor.saving.unit_choice import (
         ChangeTracker,
-        Filter,
         LatestChanged,
-        PaperFilter,
-        PaperParity,
-        Parity,
+        Schedule,
         Strategy,
     )
 
 __all__ = [
     "BackgroundWriter",
     "ChangeTracker",
-    "Filter",
     "LatestChanged",
-    "PaperFilter",
-    "PaperParity",
-    "Parity",
     "PartialCheckpointCallback",
+    "Schedule",
     "Strategy",
     "restore_random_state",
     "save_partial",
@@ -36,12 +30,9 @@ __all__ = [
 _HOMES = {
     "BackgroundWriter": "partial_run",
     "ChangeTracker": "unit_choice",
-    "Filter": "unit_choice",
     "LatestChanged": "unit_choice",
-    "PaperFilter": "unit_choice",
-    "PaperParity": "unit_choice",
-    "Parity": "unit_choice",
     "PartialCheckpointCallback": "callback",
+    "Schedule": "unit_choice",
     "Strategy": "unit_choice",
     "restore_random_state": "frameworks",
     "save_partial": "callback",

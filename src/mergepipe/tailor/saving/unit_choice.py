@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeAlias
@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.errors import LimitError, RecipeError
+from mergepipe.errors import LimitError, RecipeError, did_you_mean
 from mergepipe.tailor.saving.engine_view import EngineView, LocalShard, Ranks
 from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind
 
@@ -76,61 +76,84 @@ def _place(shard: LocalShard) -> tuple[str, int]:
     return shard.parameter, shard.span.start
 
 
-# --- choose the units of a partial save: strategies as frozen values, one pure function ---
+# --- choose the units of a partial save: a table of schedules, and by how much units changed ---
 
 
-@dataclass(frozen=True, slots=True)
-class Parity:
+def _ends(units: tuple[Unit, ...], count: int) -> set[Unit]:
+    """The first and the last `count` layers."""
+    layers = [unit for unit in units if unit.kind is UnitKind.LAYER]
+    return set(layers[:count] + layers[max(0, len(layers) - count) :])
+
+
+def _parity_of(unit: Unit, units: tuple[Unit, ...]) -> int:
+    """Return the parity of the unit's layer number; final norm and head count as odd."""
+    if unit.kind is UnitKind.OTHER:
+        return units.index(unit) % 2
+    return unit.index % 2 if unit.kind is UnitKind.LAYER else int(unit in (NORM, LM_HEAD))
+
+
+def _parity(units: tuple[Unit, ...], turn: int, _edge_layers: int, _every: int) -> set[Unit]:
     """Half of the model each time: even layers and embeddings, then odd layers, final norm and head."""
-
-    def __str__(self) -> str:
-        return "parity"
+    return {unit for unit in units if _parity_of(unit, units) == turn % 2}
 
 
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """The first and the last `edge_layers` layers each time, every other unit each `every`-th time.
-
-    The others take turns, so that saves are of about the same size; none is older than `every` saves.
-    """
-
-    edge_layers: int
-    every: int
-
-    def __post_init__(self) -> None:
-        if self.edge_layers < 0 or self.every < 1:
-            raise RecipeError.of(
-                "option.invalid", "filter", f"edge_layers is {self.edge_layers}, every is {self.every}",
-                "edge_layers counts layers from 0, every counts saves from 1",
-            )  # fmt: skip
-
-    def __str__(self) -> str:
-        return "filter"
+def _filter(units: tuple[Unit, ...], turn: int, edge_layers: int, every: int) -> set[Unit]:
+    """The first and the last layers each time; every other unit each `every`-th time, in turns of about one size."""
+    always = _ends(units, edge_layers)
+    return always | set([unit for unit in units if unit not in always][turn % every :: every])
 
 
-@dataclass(frozen=True, slots=True)
-class PaperParity:
+def _paper_parity(units: tuple[Unit, ...], turn: int, _edge_layers: int, _every: int) -> set[Unit]:
     """Half of the model each time, as in LLMTailor: odd layers, embeddings and final norm, then even and head."""
+    odd = {u for u in units if u in (EMBED, NORM) or (u != LM_HEAD and _parity_of(u, units))}
+    return odd if turn % 2 == 0 else set(units) - odd
 
-    def __str__(self) -> str:
-        return "paper-parity"
+
+def _paper_filter(units: tuple[Unit, ...], turn: int, edge_layers: int, every: int) -> set[Unit]:
+    """The first and last layers each time and, every `every`-th time, one half of all else, the halves in turn.
+
+    LLMTailor's schedule is that of 2 layers and every fifth time; a unit is then up to ten saves old.
+    """
+    always = _ends(units, edge_layers)
+    others = [unit for unit in units if unit not in always]
+    return always | set(others[turn // every % 2 :: 2] if turn % every == every - 1 else ())
+
+
+SCHEDULES: Mapping[str, Callable[[tuple[Unit, ...], int, int, int], set[Unit]]] = MappingProxyType({
+    "parity": _parity, "filter": _filter, "paper-parity": _paper_parity, "paper-filter": _paper_filter,
+})  # fmt: skip
+"""What each schedule saves of some units at a turn, by `edge_layers` and `every`."""
 
 
 @dataclass(frozen=True, slots=True)
-class PaperFilter:
-    """The first and last two layers each time and, every fifth time, one half of all else: LLMTailor's schedule.
+class Schedule:
+    """A strategy by its name in `SCHEDULES`: which units are saved follows from the number of saves before.
 
-    The halves alternate, so that a unit is up to ten saves old.
+    `parity` and `paper-parity` save half of the model each time. `filter` saves the first and the last `edge_layers`
+    layers each time, every other unit each `every`-th time; `paper-filter` saves a half of all else then.
     """
 
+    name: str
     edge_layers: int = 2
     every: int = 5
 
     def __post_init__(self) -> None:
-        Filter(self.edge_layers, self.every)
+        if self.name not in SCHEDULES:
+            raise RecipeError.of(
+                "option.invalid", "schedule", f"'{self.name}' is not known", did_you_mean(self.name, list(SCHEDULES))
+            )
+        if self.edge_layers < 0 or self.every < 1:
+            raise RecipeError.of(
+                "option.invalid", self.name, f"edge_layers is {self.edge_layers}, every is {self.every}",
+                "edge_layers counts layers from 0, every counts saves from 1",
+            )  # fmt: skip
 
     def __str__(self) -> str:
-        return "paper-filter"
+        return self.name
+
+    def units(self, units: tuple[Unit, ...], turn: int) -> set[Unit]:
+        """Return the units of save number `turn`: what saving and recipes mean by the schedule's name."""
+        return SCHEDULES[self.name](units, turn, self.edge_layers, self.every)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +170,6 @@ class LatestChanged:
         return "latest-changed"
 
 
-Schedule: TypeAlias = Parity | Filter | PaperParity | PaperFilter
 Strategy: TypeAlias = Schedule | LatestChanged
 
 
@@ -169,44 +191,14 @@ class Situation:
 def choose_units(strategy: Strategy, situation: Situation) -> tuple[Unit, ...]:
     """Return the units to save, in the model's order.
 
-    Law: `Parity` and `PaperParity` have saved every unit after 2 saves, `Filter` after `every`, `PaperFilter` after
-    twice that; `LatestChanged` always saves what changed most, and never more bytes than its budget.
+    Law: the parities have saved every unit after 2 saves, `filter` after `every`, `paper-filter` after twice that;
+    `LatestChanged` always saves what changed most, and never more bytes than its budget.
     """
-    if isinstance(strategy, LatestChanged):
-        chosen = _most_changed(strategy, situation)
+    if isinstance(strategy, Schedule):
+        chosen = strategy.units(situation.units, situation.n_partial)
     else:
-        chosen = scheduled_units(strategy, situation.units, situation.n_partial)
+        chosen = _most_changed(strategy, situation)
     return tuple(unit for unit in situation.units if unit in chosen)
-
-
-def scheduled_units(schedule: Schedule, units: tuple[Unit, ...], turn: int) -> set[Unit]:
-    """Return the units of save number `turn`: what saving and recipes mean by the schedule's name."""
-    if isinstance(schedule, Parity):
-        return {unit for unit in units if _turn(unit, units) % 2 == turn % 2}
-    if isinstance(schedule, PaperParity):
-        odd_half = {u for u in units if u in (EMBED, NORM) or (u not in (LM_HEAD,) and _turn(u, units) % 2)}
-        return odd_half if turn % 2 == 0 else set(units) - odd_half
-    always = _ends(units, schedule.edge_layers)
-    others = [unit for unit in units if unit not in always]
-    if isinstance(schedule, Filter):
-        return always | set(others[turn % schedule.every :: schedule.every])
-    is_due = turn % schedule.every == schedule.every - 1
-    return always | set(others[turn // schedule.every % 2 :: 2] if is_due else ())
-
-
-def _ends(units: tuple[Unit, ...], count: int) -> set[Unit]:
-    """The first and the last `count` layers."""
-    layers = [unit for unit in units if unit.kind is UnitKind.LAYER]
-    return set(layers[:count] + layers[max(0, len(layers) - count) :])
-
-
-def _turn(unit: Unit, units: tuple[Unit, ...]) -> int:
-    """Return the unit's parity: that of its layer number; final norm and head count as odd."""
-    if unit.kind is UnitKind.LAYER:
-        return unit.index
-    if unit.kind is UnitKind.OTHER:
-        return units.index(unit)
-    return 1 if unit in (NORM, LM_HEAD) else 0
 
 
 def _most_changed(strategy: LatestChanged, situation: Situation) -> set[Unit]:

@@ -1,20 +1,24 @@
-"""Derive a composition from a log of partial saves: each unit from its newest save at or before a step."""
+"""Write recipes over the checkpoints of a run: by a strategy, or as a log of partial saves implies."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from mergepipe.core.escaping import yaml_document
-from mergepipe.errors import NotFoundError
-from mergepipe.storage.contract import FileKind, Store, is_file
+from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
+from mergepipe.storage.contract import FileKind, Store, is_file, is_folder
 from mergepipe.storage.limits import SAVE_LOG_BYTES
 from mergepipe.storage.location import Location
+from mergepipe.tailor.checkpoint import TrainingCheckpoint
+from mergepipe.tailor.formats.hf_trainer import step_of_name
 from mergepipe.tailor.formats.partial import MANIFEST_NAME
 from mergepipe.tailor.formats.registry import TRAINING_FORMATS
 from mergepipe.tailor.saving.save_log import SaveLog, SaveRecord, read_log
-from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
+from mergepipe.tailor.saving.unit_choice import SCHEDULES, Schedule
+from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer, unit_selectors
+from mergepipe.tailor.sources import open_source_checkpoint
 
 _PARTIAL_PREFIX = "partial-"
 _FULL_NAMES = ("checkpoint-{}", "full-{}", "global_step{}", "step-{}")
@@ -44,48 +48,89 @@ class LoggedComposition:
     sources: tuple[UnitSource, ...]
     notes: tuple[str, ...] = ()
 
-    def to_yaml(self, recipe_folder: Location | None = None) -> str:
-        """The recipe in its short form; sources in the order of their steps.
-
-        Paths are relative to `recipe_folder`, where the recipe will lie; None leaves them as they are.
-        """
-
-        def written(path: Location) -> str:
-            return str(path) if recipe_folder is None else path.relative_text(recipe_folder)
-
-        older_saves = sorted(
-            (s for s in self.sources if s.folder != self.default), key=lambda s: (s.step, str(s.folder))
-        )
-        take = [
-            {"from": written(folder), "units": list(unit_selectors(s.unit for s in of_folder))}
-            for folder, of_folder in groupby(older_saves, key=lambda s: s.folder)
-        ]
-        document: dict[str, object] = {"default": written(self.default)}
-        document |= {"take": take} if take else {}
-        document["state_from"] = written(self.state_from)
-        return yaml_document(document, width=120)
+    def to_yaml(self, recipe_folder: Location) -> str:
+        """The recipe in its short form; sources in the order of their steps, paths relative to `recipe_folder`."""
+        older = sorted((s for s in self.sources if s.folder != self.default), key=lambda s: (s.step, str(s.folder)))
+        taken = {
+            folder: unit_selectors(source.unit for source in of_folder)
+            for folder, of_folder in groupby(older, key=lambda s: s.folder)
+        }
+        return _short_recipe(self.default, taken, recipe_folder, self.state_from)
 
 
-def unit_selectors(units: Iterable[Unit]) -> tuple[str, ...]:
-    """Format units as recipe selectors: layers in one selector with ranges, the others one each.
+def _short_recipe(
+    default: Location, taken: Mapping[Location, Sequence[str]], folder: Location, state_from: Location | None = None
+) -> str:
+    """Write a recipe in its short form: units by the checkpoint they are taken from; paths are relative to `folder`."""
+    document: dict[str, object] = {"default": default.relative_text(folder)}
+    if taken:
+        document["take"] = [{"from": path.relative_text(folder), "units": list(units)} for path, units in taken.items()]
+    if state_from is not None:
+        document["state_from"] = state_from.relative_text(folder)
+    return yaml_document(document, width=120)
 
-    Law: `parse_selector` of each, applied to a model with these units, selects exactly them.
+
+# --- by a strategy, over full checkpoints ---
+
+
+LATEST = "latest"  # everything from the newest
+STRATEGIES = (*SCHEDULES, LATEST)
+
+
+def find_checkpoints(store: Store, run: Location, at: int | None) -> list[TrainingCheckpoint]:
+    """Open the newest two complete checkpoints of `run` saved at or before step `at` (any step if None), newest first.
+
+    Checkpoints are directories whose names end in their step, as `checkpoint-400` or `global_step400`; what cannot be
+    read as one (a save that was cut short) is passed over.
     """
-    ordered = sorted(units)
-    layers = [unit.index for unit in ordered if unit.kind is UnitKind.LAYER]
-    selectors = [f"layers {','.join(_ranges(layers))}"] if layers else []
-    for unit in ordered:
-        if unit.kind is UnitKind.OTHER:
-            selectors.append("other:" + "".join(f"[{c}]" if c in "*?[" else c for c in unit.name))
-        elif unit.kind is not UnitKind.LAYER:
-            selectors.append(str(unit))
-    return tuple(selectors)
+    numbered = []
+    for entry in store.list(run) if is_folder(store, run) else ():
+        step = step_of_name(entry.name)
+        if step is not None and entry.kind is FileKind.FOLDER and (at is None or step <= at):
+            numbered.append((step, run / entry.name))
+    checkpoints: list[TrainingCheckpoint] = []
+    for _, path in sorted(numbered, reverse=True):
+        try:
+            opened = open_source_checkpoint(store, path)
+        except MergePipeError:
+            continue
+        if not opened.missing and (at is None or opened.step <= at):
+            checkpoints.append(opened)
+        if len(checkpoints) == 2:
+            break
+    if not checkpoints:
+        before = f" at or before step {at}" if at is not None else ""
+        raise NotFoundError.of(
+            "save.not-found", run, f"holds no complete checkpoint{before}", "give the run's directory"
+        )
+    return checkpoints
 
 
-def _ranges(indices: Sequence[int]) -> Iterator[str]:
-    for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
-        layers = [index for _, index in run]
-        yield str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+def strategy_recipe(strategy: str, checkpoints: Sequence[TrainingCheckpoint], ends: int, folder: Location) -> str:
+    """Write the recipe (YAML, short form) of a strategy over the newest checkpoint and the one before it.
+
+    Two full checkpoints stand for the last two saves of the schedule of that name that differ: what the newest of
+    these would not have saved comes from the one before. `ends` is how many layers at either end the filters take
+    from the newest. Paths are relative to `folder`.
+
+    Raises:
+        RecipeError: it needs two checkpoints.
+    """
+    newest = checkpoints[0]
+    if strategy == LATEST:
+        return _short_recipe(newest.path, {}, folder)
+    if len(checkpoints) < 2:
+        raise RecipeError.of(
+            "option.invalid", strategy, f"needs two checkpoints, only {newest.path} is there", f"use {LATEST}"
+        )
+    units = tuple(newest.units.parameters)
+    schedule = Schedule(strategy, ends, 5 if strategy == "paper-filter" else 2)
+    saved = schedule.units(units, 2 * schedule.every - 1 if strategy == "paper-filter" else 1)
+    older = unit_selectors(unit for unit in units if unit not in saved)
+    return _short_recipe(newest.path, {checkpoints[1].path: older} if older else {}, folder)
+
+
+# --- from a log of partial saves ---
 
 
 def compose_from_log(
