@@ -12,7 +12,7 @@ from mergepipe.storage.contract import FileKind, Store, is_file, is_folder
 from mergepipe.storage.limits import SAVE_LOG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
-from mergepipe.tailor.formats.hf_trainer import step_of_name
+from mergepipe.tailor.formats.contract import step_of_name
 from mergepipe.tailor.formats.partial import MANIFEST_NAME
 from mergepipe.tailor.formats.registry import TRAINING_FORMATS
 from mergepipe.tailor.saving.save_log import SaveLog, SaveRecord, read_log
