@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.command_line import Runner, Workplace, make_workplace
 from support.goldens import Goldens
 from support.places import GOLDEN
 
@@ -114,6 +115,18 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def _nothing_durable_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Journal by bytes alone: on a busy machine a tiny merge may take a second, and what is durable is kept."""
     monkeypatch.setattr("mergepipe.snapshots.work_log.UNIT_SECONDS", math.inf)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Runner:
+    """Runs a command in this process."""
+    return Runner(capsys)
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Workplace:
+    """A family and a recipe in a folder of the test, for commands."""
+    return make_workplace(tmp_path)
 
 
 @pytest.fixture

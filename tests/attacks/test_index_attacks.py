@@ -289,17 +289,3 @@ def test_open_checkpoint__any_weight_map_opens_soundly_or_is_refused(root: Path,
     except MergePipeError:
         return
     assert {name: tensor.stored[0].file.name for name, tensor in tensors.items()} == weight_map
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_open_checkpoint__survives_byte_flips_in_the_index(root: Path, draws: st.DataObject) -> None:
-    text = bytearray(json.dumps({"weight_map": {"a": A, "b": B}}).encode())
-    for position in draws.draw(st.lists(st.integers(0, len(text) - 1), min_size=1, max_size=3)):
-        text[position] = draws.draw(st.integers(0, 255))
-    (root / INDEX).write_bytes(text)
-    try:
-        tensors = open_checkpoint(MetadataStore(), Location.local(root)).tensors
-    except MergePipeError:
-        return
-    assert {name: tensor.stored[0].file.name for name, tensor in tensors.items()} == json.loads(text)["weight_map"]

@@ -57,13 +57,6 @@ def test_catalog__processes_that_start_from_nothing_lose_no_row(tmp_path: Path) 
     expect_everything(tmp_path, _WORKERS)
 
 
-def test_catalog__threads_with_one_catalog_each_lose_no_row(tmp_path: Path) -> None:
-    prepare(tmp_path)
-    with ThreadPoolExecutor(_WORKERS) as pool:
-        list(pool.map(fill, [tmp_path] * _WORKERS, range(_WORKERS)))
-    expect_everything(tmp_path, _WORKERS)
-
-
 def test_catalog__threads_share_one_catalog(tmp_path: Path) -> None:
     with Catalog.open(tmp_path / "home") as catalog:
 

@@ -12,24 +12,19 @@ from typing import Any
 
 import jsonschema
 import pytest
-from command_line import Ran, Runner, Workplace, file_bytes, make_workplace
 
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.cli.printing import REPORT_FORMAT
 from mergepipe.options import SWEEP_BUDGETS, PlanOptions
 from mergepipe.planning.budget import OnOmit, Policy
 from mergepipe.planning.plan import parse_plan
+from support.command_line import Ran, Runner, Workplace, file_bytes, make_workplace
 
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
     return make_workplace(tmp_path)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(capsys)
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from command_line import Ran, Runner, Workplace, make_workplace
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.cli.printing import REPORT_FORMAT
+from support.command_line import Ran, Runner, Workplace, make_workplace
 
 NEEDING = [
     ("analyze", "family/base", "family/expert-1", "--quiet"),
@@ -34,11 +34,6 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     return make_workplace(tmp_path)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(capsys)
 
 
 @pytest.fixture

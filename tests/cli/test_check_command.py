@@ -6,20 +6,8 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-import pytest
-from command_line import Runner, Workplace, make_workplace
-
 from mergepipe.reports import CheckReport
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> Workplace:
-    return make_workplace(tmp_path)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(capsys)
+from support.command_line import Runner, Workplace
 
 
 def test_check__json_is_the_report(work: Workplace, run: Runner) -> None:

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import Ran, Runner, Workplace, make_workplace
+
+from support.command_line import Ran, Runner, Workplace, make_workplace
 
 LOSS = """
 import json, pathlib, sys
@@ -28,11 +29,6 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     work = make_workplace(tmp_path)
     (tmp_path / "loss of a model.py").write_text(LOSS)
     return work
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(capsys)
 
 
 PYTHON = f"'{sys.executable}'"

@@ -7,14 +7,9 @@ import shlex
 from typing import Any
 
 import pytest
-from command_line import Runner, finish, start_command
 
 from mergepipe.cli.app import build_command
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(capsys)
+from support.command_line import Runner, finish, start_command
 
 
 def every_command(command: Any, *path: str) -> list[tuple[tuple[str, ...], Any]]:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from command_line import Ran
 from safetensors.numpy import save_file
 
 from mergepipe import cli
@@ -24,6 +23,7 @@ from mergepipe.cli.render.pages import sweep_page
 from mergepipe.planning.plan import PLAN_FORMAT
 from mergepipe.reports import SweepPoint, SweepReport
 from mergepipe.storage.location import Location
+from support.command_line import Ran
 
 CLI = Path(cli.__file__).parent
 NASTY = "\u202ex\u2028y\x1b[31mz\nINJECTED|`<b>&\x85[bold]\u2066"

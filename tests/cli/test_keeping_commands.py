@@ -8,21 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
-from command_line import Runner, Workplace, make_workplace
 
 from mergepipe.snapshots import work_log as work_log
 from mergepipe.snapshots.staging import staging_directory
+from support.command_line import Runner, Workplace
 from support.faults import Fault, replaced, system_error
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> Workplace:
-    return make_workplace(tmp_path)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(capsys)
 
 
 def damage(path: Path) -> None:

@@ -8,21 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from command_line import Runner, Workplace, file_bytes, make_workplace
 
 from mergepipe import api, errors
 from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, default_memory_bytes
 from mergepipe.reports import MergeReport
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> Workplace:
-    return make_workplace(tmp_path)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(capsys)
+from support.command_line import Runner, Workplace, file_bytes
 
 
 def weights(out: Path) -> dict[str, bytes]:

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import Ran, Workplace, make_workplace
 
 from mergepipe.cli import main, mergekit_main
 from mergepipe.cli.mergekit import build_command, shard_bytes_of
 from mergepipe.errors import RecipeError
 from mergepipe.runs.small_files import MERGEKIT_CONFIG_NAME
+from support.command_line import Ran, Workplace
 
 FLAGS_OF_MERGEKIT = [
     "--allow-crimes", "--no-allow-crimes", "--unsafe-truncate-embeddings", "--no-unsafe-truncate-embeddings",
@@ -24,11 +24,6 @@ FLAGS_OF_MERGEKIT = [
     "--no-safe-serialization",
 ]  # fmt: skip
 """What `mergekit-yaml --help` of mergekit 0.1.5 lists."""
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> Workplace:
-    return make_workplace(tmp_path)
 
 
 @pytest.fixture

@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-from command_line import Runner, Workplace, file_bytes, make_workplace
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> Workplace:
-    return make_workplace(tmp_path)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(capsys)
+from support.command_line import Runner, Workplace, file_bytes
 
 
 def test_pack__says_sizes_and_unpack_gives_the_expert_back(work: Workplace, run: Runner) -> None:

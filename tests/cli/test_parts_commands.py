@@ -5,17 +5,10 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
-from command_line import SIGNAL_AT_EVENT, Runner, finish, make_workplace, start_python
-
+from support.command_line import SIGNAL_AT_EVENT, Runner, finish, make_workplace, start_python
 from support.disk_families import weights_digest
 
 SHARDS = ("--shard-size", "30kB")
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(capsys)
 
 
 def test_run__two_parts_make_the_full_merge(run: Runner, tmp_path: Path) -> None:

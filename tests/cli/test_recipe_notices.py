@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import Runner, Workplace, make_workplace
+
+from support.command_line import Runner, Workplace, make_workplace
 
 RECIPE = """\
 merge_method: ties
@@ -32,11 +33,6 @@ def work(tmp_path: Path) -> Workplace:
     work = make_workplace(tmp_path)
     work.recipe.write_text(RECIPE, encoding="utf-8")
     return work
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(capsys)
 
 
 def test_check__tells_notices_in_text_and_as_json(work: Workplace, run: Runner) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Workplace, make_workplace
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.cli import main
 from mergepipe.jobs import merge as merging
+from support.command_line import Workplace, make_workplace
 
 FULL = Path("/dev/full")
 MERGE = ("merge", "recipe.yml", "out", "--no-catalog")

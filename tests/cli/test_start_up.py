@@ -10,11 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from command_line import Runner, finish, make_workplace, start_command, start_python
-
 import mergepipe
 from mergepipe.cli.app import build_command
+from support.command_line import Runner, finish, make_workplace, start_command, start_python
 
 COMMANDS = (
     *([name] for name in ("merge", "check", "analyze", "plan", "run", "explain", "sweep", "ls", "show", "lineage")),
@@ -37,11 +35,6 @@ for command in json.loads(sys.argv[1]):
     exit_code = main(command)
     print(json.dumps([command, exit_code, [name for name in {HEAVY!r} if name in sys.modules]]), file=sys.stderr)
 """
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(capsys)
 
 
 def loaded_by(*arguments: object) -> set[str]:

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import SIGNAL_AT_EVENT, Ran, Workplace, file_bytes, finish, make_workplace, start_python
 
 import mergepipe
+from support.command_line import SIGNAL_AT_EVENT, Ran, Workplace, file_bytes, finish, make_workplace, start_python
 
 # Says that it is about to begin, and begins.
 SAY_AND_RUN = """

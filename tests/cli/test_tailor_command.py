@@ -5,15 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import Runner, finish, start_python
 from test_start_up import LOADED
 
+from support.command_line import Runner, finish, start_python
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_zero3
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(capsys)
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import Runner, Workplace, make_workplace
 
 import mergepipe
+from support.command_line import Runner, Workplace, make_workplace
 
 
 @pytest.fixture
@@ -15,11 +15,6 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
     return make_workplace(tmp_path)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(capsys)
 
 
 @pytest.mark.parametrize("flag", ["--cuda", "--lora-merge-cache", "--no-lazy-unpickle", "--random-seed", "-j"])

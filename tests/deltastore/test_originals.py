@@ -12,8 +12,7 @@ from packing_cases import PackFamily, make_family, tree
 
 import mergepipe
 from mergepipe.deltastore.checkpoint import read_store
-from mergepipe.deltastore.header import HEADER_FORMAT
-from mergepipe.errors import MergePipeError, OutputError
+from mergepipe.errors import OutputError
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -96,11 +95,3 @@ def test_pack__takes_files_of_any_time(family: PackFamily, time: int) -> None:
     assert file.version == version_of(path, path.stat())
     mergepipe.unpack(store, family.root / "back")
     assert tree(family.root / "back") == tree(family.experts[0])
-
-
-def test_pack__a_store_of_an_older_version_is_refused(family: PackFamily) -> None:
-    header = family.root / "stores" / family.experts[0].name / "mergepipe-store.json"
-    header.write_text(header.read_text().replace(HEADER_FORMAT.title, "mergepipe-delta-store/2"))
-    with pytest.raises(MergePipeError) as caught:
-        mergepipe.pack(family.base, family.experts[:1], family.root / "stores")
-    assert caught.value.code == "format.version"

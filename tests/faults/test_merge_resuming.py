@@ -113,16 +113,6 @@ def test_merge__reads_only_what_was_not_durable(job: CrashJob) -> None:
     assert report.expert_bytes - before < full.expert_bytes / 2
 
 
-def test_merge__by_request_begins_anew(job: CrashJob) -> None:
-    interrupt_late(job, KeyboardInterrupt())
-    report = mergepipe.merge(
-        job.root / "recipe.yml", job.out, options=MergeOptions(shard_bytes=30_000, home=job.home, resume=False)
-    )
-    assert not went_on(report.notices)
-    job.check_whole()
-    assert [path.name for path in job.out.parent.iterdir()] == ["out"]
-
-
 def change_input(job: CrashJob) -> None:
     os.utime(next((job.root / "family" / "expert-1").glob("*.safetensors")))
 
@@ -360,6 +350,7 @@ def test_merge__begun_anew_forgets_what_was_read(tmp_path: Path) -> None:
     report = job.run(resume=False)
     assert (went_on(report.notices), report.earlier_expert_bytes) == (False, 0)
     job.check_whole()
+    assert [path.name for path in job.out.parent.iterdir()] == ["out"]
 
 
 # --- faults while going on ---

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mergepipe.core.blocks import BF16, F16, F32
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, UnsupportedError, did_you_mean
@@ -491,62 +487,6 @@ def test_load_recipe__allows_a_negative_sum_of_weights(folder: Path) -> None:
 def test_load_recipe__checks_the_sum_with_global_weights(folder: Path) -> None:
     text = "models: [{model: a}, {model: b, parameters: {weight: -2}}]\nmerge_method: linear\nparameters: {weight: 2}\n"
     assert refusal(folder, text).code == "recipe.value"
-
-
-KEYS = st.sampled_from(
-    [
-        *("models", "model", "path", "lora", "parameters", "merge_method", "base_model", "dtype", "out_dtype"),
-        *("slices", "weight", "density", "t", "normalize", "x"),
-    ]
-)
-LEAVES = (
-    st.sampled_from([*operator_specs(), "a", "b", "base", "org/name", "a+b", "float16", "auto", "", "\n", "~", "1e-3"])
-    | st.none()
-    | st.booleans()
-    | st.floats()
-    | st.integers()
-    | st.text(max_size=5)
-)
-ANYTHING = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=15
-)
-RECIPE_LIKE = st.fixed_dictionaries(
-    {
-        "merge_method": st.sampled_from([*operator_specs(), "della"]) | ANYTHING,
-        "models": st.lists(
-            st.fixed_dictionaries(
-                {"model": st.sampled_from(["a", "b", "base", "link"]) | ANYTHING},
-                optional={"parameters": st.dictionaries(KEYS, LEAVES, max_size=3) | ANYTHING},
-            ),
-            max_size=3,
-        )
-        | ANYTHING,
-    },
-    optional={
-        "base_model": st.just("base") | ANYTHING,
-        "parameters": st.dictionaries(KEYS, LEAVES, max_size=3) | ANYTHING,
-        "dtype": ANYTHING,
-    },
-)
-
-
-def outcome(folder: Path, text: str) -> Recipe | MergePipeError:
-    try:
-        return load(folder, text)
-    except MergePipeError as error:
-        return error
-
-
-@settings(deadline=None)
-@given(ANYTHING | RECIPE_LIKE)
-def test_load_recipe__gives_a_sound_recipe_or_its_own_error(folder: Path, value: object) -> None:
-    found = outcome(folder, yaml.safe_dump(value, allow_unicode=True))
-    if isinstance(found, MergePipeError):
-        assert all(problem.code.startswith(("recipe.", "problems.")) for problem in found.problems)
-    else:
-        paths = [os.path.realpath(model.path.local_path) for model in (found.anchor(), *found.experts())]
-        assert len(set(paths)) == len(paths)
-        assert all(value == value for model in found.models for value in model.parameters.values())
 
 
 @pytest.mark.parametrize("name", ["./a", "link"])

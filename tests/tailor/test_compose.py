@@ -31,7 +31,6 @@ from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.errors import (
     ConflictError,
     CorruptError,
-    LimitError,
     MergePipeError,
     MismatchError,
     NotFoundError,
@@ -45,7 +44,6 @@ from mergepipe.options import ComposeOptions
 from mergepipe.snapshots.composite import StepPolicy
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage import owned
-from mergepipe.storage.file_version import version_of
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -181,27 +179,6 @@ def test_compose__counts_steps_as_its_policy_says(tmp_path: Path, kind: str) -> 
     assert policies == ({StepPolicy.NEWEST} if kind in SHARED_STEPS else {StepPolicy.EXACT})
 
 
-def test_compose__reports_how_old_each_unit_is(zero2: Pair) -> None:
-    report = zero2.compose(PARITY)
-    ages = {unit.unit: [source.age for source in unit.sources] for unit in report.plan.staleness}
-    assert ages == {"embed": [2], "layer 0": [2], "layer 1": [0], "layer 2": [2], "norm": [2], "lm_head": [0]}
-
-
-def test_compose__writes_a_manifest(zero2: Pair) -> None:
-    report = zero2.compose(PARITY)
-    manifest = json.loads((zero2.out / "mergepipe.json").read_text())
-    assert report.manifest is not None
-    assert (manifest["kind"], manifest["sid"]) == ("composite", report.manifest.sid)
-    assert [(i["role"], i["step"]) for i in manifest["inputs"]] == [("skeleton", 9), ("part", 7)]
-    for source in manifest["inputs"]:
-        paths = [zero2.out / source["path"] / each["name"] for each in source["files"]]
-        assert [each["version"] for each in source["files"]] == [version_of(path, path.stat()) for path in paths]
-    assert {f["name"]: f["size_bytes"] for f in manifest["files"]} == {
-        p.name: p.stat().st_size for p in zero2.out.iterdir() if p.name != "mergepipe.json"
-    }
-    assert manifest["recipe"] == PARITY
-
-
 def test_compose__is_deterministic(pair: Pair) -> None:
     first = pair.compose(PARITY)
     second = pair.compose(PARITY, replace(FULL, force=True, memory_bytes=16 << 20))
@@ -316,34 +293,6 @@ def test_compose__needs_one_complete_checkpoint(zero2: Pair) -> None:
     for name in ("old", "new"):
         (zero2.folder / name / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     assert refused(zero2, PARITY).code == "checkpoint.mismatch"
-
-
-def test_compose__refuses_what_an_incomplete_source_lacks(zero2: Pair) -> None:
-    (zero2.folder / "old" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
-    error = refused(zero2, PARITY)
-    assert error.code == "checkpoint.mismatch"
-    (problem,) = error.problems
-    assert "of model.embed_tokens.weight is saved in part only, and" in problem.message
-    assert "it lacks the optimizer file of rank 0" in problem.message
-
-
-def test_compose__refuses_an_output_that_is_in_the_way(zero2: Pair) -> None:
-    zero2.out.mkdir()
-    (zero2.out / "notes.txt").write_text("mine")
-    for options in (FULL, replace(FULL, force=True)):
-        with pytest.raises(OutputError):
-            zero2.compose(PARITY, options)
-    assert (zero2.out / "notes.txt").read_text() == "mine"
-
-
-def test_compose__refuses_an_output_inside_a_source(zero2: Pair) -> None:
-    with pytest.raises(OutputError, match="overlaps the input"):
-        compose(Location.local(zero2.recipe(PARITY)), zero2.folder / "new" / "out", FULL, lambda *_: None)
-
-
-def test_compose__refuses_too_little_memory(zero2: Pair) -> None:
-    with pytest.raises(LimitError):
-        zero2.compose(PARITY, replace(FULL, memory_bytes=1 << 20))
 
 
 def test_compose__executes_nothing(zero2: Pair) -> None:
