@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import mergepipe
 from mergepipe.errors import RecipeError
+from mergepipe.operators.base import ReductionRequest
 from mergepipe.operators.registry import operator_specs
 from mergepipe.storage.location import Location
 from mergepipe.tailor.formats.registry import TRAINING_FORMATS
@@ -66,6 +68,22 @@ def test_operator_families__are_imported_by_the_registry_alone() -> None:
     for family in families:
         importers = importers_of("mergepipe.operators", Path(family).stem)
         assert importers - families == {"operators/registry.py"}, family
+
+
+ON_RECORD = {"MagnitudeCut", "MagnitudeBand", "InnerProducts"}
+"""The tensor-wide quantities that statistics hold, so that plans and merges of analysed experts name them too."""
+
+
+@pytest.mark.parametrize("request_kind", get_args(ReductionRequest), ids=lambda kind: kind.__name__)
+def test_tensor_wide_quantity__is_known_to_operators_and_to_what_reduces_it(request_kind: type) -> None:
+    name = request_kind.__name__
+    users = {place for place, tree in trees_with(name) if any(is_name(node, name) for node in ast.walk(tree))}
+    others = {place for place in users if not place.startswith("operators/")}
+    assert others == {"engine/block_reductions.py"} or (name in ON_RECORD and "engine/block_reductions.py" in others)
+
+
+def is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
 @pytest.mark.parametrize("name", [training_format.name for training_format in TRAINING_FORMATS])

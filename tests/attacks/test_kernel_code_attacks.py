@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from mergepipe.kernels.compiled import sources_digest
-from mergepipe.kernels.listeners import listen_to_compilation
+from mergepipe.kernels.compiled import listen_to_compilation, sources_digest
 from support.source_code import import_file
 
 SOURCE = """
@@ -206,7 +205,7 @@ def test_code__written_by_many_processes_at_once_is_whole(place: Path) -> None:
 import sys
 sys.path.insert(0, {str(place)!r})
 import kept_kernels
-from mergepipe.kernels.listeners import listen_to_compilation
+from mergepipe.kernels.compiled import listen_to_compilation
 heard = []
 with listen_to_compilation(heard.append):
     print(kept_kernels.doubled(7), *heard)

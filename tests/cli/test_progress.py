@@ -20,7 +20,7 @@ from mergepipe.cli.progress import (
     choose_display,
     progress_bar,
 )
-from mergepipe.kernels.listeners import listen_to_compilation, mark_compilation
+from mergepipe.kernels.compiled import listen_to_compilation, mark_compilation
 from mergepipe.reports import Progress
 
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, BlockGrid, Span
 from mergepipe.engine import block_reductions, order_statistics
+from mergepipe.engine.analysis import FINE_SHARE, FineMagnitudes, TensorSummary
 from mergepipe.engine.block_reductions import InnerProductSums, MagnitudeCuts, ScoreRanks
 from mergepipe.engine.order_statistics import RankSearch
-from mergepipe.engine.tensor_summary import FINE_SHARE, FineMagnitudes, TensorSummary
 from mergepipe.operators.base import RawBlock
 from mergepipe.operators.statistics import rank_of_density
 from mergepipe.testing.in_memory import StoredTensor, run_reduction

@@ -16,9 +16,18 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import F32
 from mergepipe.errors import UnsupportedError
 from mergepipe.operators import custom
-from mergepipe.operators.base import BlockFunction, OperatorInput, Plain, RawBlock, Reduced, Scalar
+from mergepipe.operators.base import (
+    BlockFunction,
+    Influence,
+    OperatorInput,
+    Plain,
+    Products,
+    RawBlock,
+    Reduced,
+    Scalar,
+    unknown_influence,
+)
 from mergepipe.operators.custom import Given, load_entry_points, operator, parameter
-from mergepipe.operators.influence import Influence, Products, unknown_influence
 from mergepipe.operators.registry import operator_named, operator_specs, remove_operator
 from mergepipe.operators.spec import BaseRole, OperatorSpec
 from mergepipe.testing.contracts import check_operator

@@ -13,9 +13,8 @@ import pytest
 
 import mergepipe
 from mergepipe.errors import UnsupportedError
-from mergepipe.operators.base import Operator, OperatorInput, Plain, Reduced
+from mergepipe.operators.base import Influence, Operator, OperatorInput, Plain, Products, Reduced, unknown_influence
 from mergepipe.operators.elementwise import ElementwiseRule
-from mergepipe.operators.influence import Influence, Products, unknown_influence
 from mergepipe.operators.registry import add_operator, operator_named, operator_specs, remove_operator
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scope
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions

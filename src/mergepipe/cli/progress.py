@@ -122,7 +122,7 @@ def choose_display(*, silent: bool) -> Display:
 
 def compiling_text() -> str:
     """Return the line that explains the wait of the first run on a machine."""
-    from mergepipe.kernels.listeners import TYPICAL_SECONDS
+    from mergepipe.kernels.compiled import TYPICAL_SECONDS
 
     return f"compiling the inner loops once (about {TYPICAL_SECONDS:.0f} s)"
 
@@ -289,7 +289,7 @@ class NotebookDisplay(NoDisplay):
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[Progress], None]]:
     """Show progress in a notebook, on a terminal or as lines; give it to a call as `on_progress`."""
-    from mergepipe.kernels.listeners import listen_to_compilation
+    from mergepipe.kernels.compiled import listen_to_compilation
 
     with choose_display(silent=False) as display, listen_to_compilation(display.compile):
         yield display.update
@@ -298,7 +298,7 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
 @contextlib.contextmanager
 def progress_shown(session: Session, *, silent: bool) -> Iterator[Callable[[Progress], None]]:
     """Show progress while the context lasts; what it gives is called with each report, and is where a run can stop."""
-    from mergepipe.kernels.listeners import listen_to_compilation
+    from mergepipe.kernels.compiled import listen_to_compilation
 
     with choose_display(silent=silent) as display, listen_to_compilation(display.compile):
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import BlockGrid
+from mergepipe.core.blocks import DELTA_FLAG, GRAIN_ELEMENTS, ITEMSIZE_BY_KERNEL_CODE, BlockGrid
+from mergepipe.engine.block_reductions import join_products
 from mergepipe.engine.jobs import Job, TensorWork
+from mergepipe.engine.order_statistics import RankSearch, TieSearch
 from mergepipe.engine.pipeline import Pipeline, ReadSettings, are_dear
 from mergepipe.engine.segments import (
     HoldLimits,
@@ -20,9 +24,21 @@ from mergepipe.engine.segments import (
     plan_jobs,
     uncut_blocks,
 )
-from mergepipe.engine.tensor_summary import TensorSummary
 from mergepipe.engine.tensor_work import no_function
 from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, OnStatistics
+from mergepipe.operators.base import NOTHING_REDUCED, RawBlock, Reduced
+from mergepipe.operators.statistics import (
+    BLOCK_RECORD,
+    COMMON_DENSITIES,
+    HASH_BYTES,
+    INFINITE_BITS,
+    N_OCTAVES,
+    N_SKETCH,
+    TensorStatistics,
+    encode_octaves,
+    histogram_cuts,
+    rank_of_density,
+)
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.storage.contract import RangeFile, Store, abort_requests
 from mergepipe.storage.location import Location
@@ -81,3 +97,209 @@ class _NoSink:
 
     def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None:
         raise AssertionError("an analysis has no output")
+
+
+# --- the statistics of every expert's tensor, gathered while its blocks are read: the reduction behind ANALYZE ---
+
+
+FINE_SHARE = 8
+LARGEST, CHANGED, FINE = range(3)  # of `extremes_B3`
+
+
+_of_thread = threading.local()
+
+
+def _scratch(n_elements: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    """Return this thread's histogram, which its user clears, and its room for the fine magnitudes of a block."""
+    from mergepipe.kernels.reduce import COARSE_BINS
+
+    if not hasattr(_of_thread, "counts_B"):
+        _of_thread.counts_B = np.zeros(COARSE_BINS, np.int64)
+    if len(getattr(_of_thread, "fine_N", ())) <= n_elements:
+        _of_thread.fine_N = np.empty(n_elements + 1, np.uint32)
+    return _of_thread.counts_B, _of_thread.fine_N
+
+
+class FineMagnitudes:
+    """The magnitudes of one delta whose lower 16 bits are not zero: few, where models have 16-bit formats.
+
+    They are kept up to an eighth of the tensor, so that cuts need no second look at it. Safe to use from many threads.
+    Memory: half a byte an element.
+    """
+
+    def __init__(self, n_elements: int) -> None:
+        self._left = n_elements // FINE_SHARE
+        self._parts: list[NDArray[np.uint32]] = []
+        self._lock = threading.Lock()
+
+    def add(self, magnitudes: NDArray[np.uint32]) -> None:
+        """Add those of a block; they are copied."""
+        if len(magnitudes):
+            with self._lock:
+                self._left -= len(magnitudes)
+                if self._left < 0:
+                    self._parts.clear()
+                else:
+                    self._parts.append(magnitudes.copy())
+
+    def take_sorted(self) -> NDArray[np.uint32] | None:
+        """Return all that were added, rising, and keep none; None after the first call, and where they are too many."""
+        if self._left < 0:
+            return None
+        self._left = -1
+        magnitudes = np.concatenate(self._parts) if self._parts else np.empty(0, np.uint32)
+        self._parts.clear()
+        magnitudes.sort()
+        return magnitudes
+
+
+class BlockSummaries:
+    """The quantities of each block of one expert's tensor, as they are gathered; see `summarize_block`."""
+
+    def __init__(self, n_blocks: int) -> None:
+        self.extremes_B3 = np.zeros((n_blocks, 3), np.int64)
+        self.energies_BO = np.zeros((n_blocks, N_OCTAVES), np.float64)
+        self.sketch_BS = np.zeros((n_blocks, N_SKETCH), np.float32)
+        self.hash_B = np.zeros((n_blocks, HASH_BYTES), np.uint8)
+
+    def records(self, energy_B: NDArray[np.float64]) -> NDArray[np.void]:
+        """Round on the safe side: the norm up; an undefined delta counts as infinite."""
+        records_B = np.zeros(len(energy_B), BLOCK_RECORD)
+        norm_B = np.sqrt(energy_B)
+        is_finite_B = np.isfinite(norm_B)
+        is_usual_B = is_finite_B & (norm_B > 0)
+        rounded_B = norm_B.astype(np.float32)
+        records_B["norm"] = np.where(is_usual_B, np.nextafter(rounded_B, np.float32(np.inf)), rounded_B)
+        records_B["norm"][~is_finite_B] = np.inf
+        largest_B = np.minimum(self.extremes_B3[:, LARGEST], INFINITE_BITS)
+        records_B["largest"] = largest_B.astype(np.uint32).view(np.float32)
+        records_B["changed"] = self.extremes_B3[:, CHANGED]
+        records_B["octaves"][is_usual_B] = encode_octaves(self.energies_BO[is_usual_B])
+        scaled_BS = self.sketch_BS[is_usual_B] / norm_B[is_usual_B, np.newaxis]
+        records_B["sketch"][is_usual_B] = scaled_BS.astype(np.float16)
+        records_B["hash"] = self.hash_B
+        return records_B
+
+
+class TensorSummary:
+    """Gathers `TensorStatistics` per expert; a `Reduction`. Blocks must be shown whole, cut on the grid.
+
+    Where elements at some cut are tied, one more look decides. Memory: per expert 320 KiB, half a byte an element,
+    256 KiB per density while refining, what `TieSearch` takes, and the statistics.
+    """
+
+    def __init__(
+        self,
+        grid: BlockGrid,
+        n_experts: int,
+        densities: Sequence[float] = COMMON_DENSITIES,
+    ) -> None:
+        self._grid = grid
+        self._densities = tuple(sorted(densities))
+        ranks = {rank_of_density(density, grid.n_elements) for density in self._densities}
+        self._search_E = [RankSearch(ranks, grid.n_elements) for _ in range(n_experts)]
+        n_cells = -(-grid.n_elements // GRAIN_ELEMENTS)
+        self._base_C = np.zeros(n_cells, np.float64)
+        self._cells_EC2 = np.zeros((n_experts, n_cells, 2), np.float64)
+        self._summaries_E = [BlockSummaries(grid.n_blocks) for _ in range(n_experts)]
+        self._fine_E = [FineMagnitudes(grid.n_elements) for _ in range(n_experts)]
+        self._ties_E: list[TieSearch] = []
+
+    def survey(self, block: RawBlock) -> None:
+        """Ignore samples: what one pass cannot decide, a second one decides."""
+
+    def narrow(self) -> None:
+        """See `survey`."""
+
+    def accumulate(self, block: RawBlock) -> None:
+        from mergepipe.kernels.summary import sum_squares
+
+        first_cell = block.first_element // GRAIN_ELEMENTS
+        sum_squares(block.raw, block.base_offset, block.base_code, block.n_elements, self._base_C[first_cell:])
+        for index in range(block.first_element // self._grid.block_elements, self._grid.n_blocks):
+            span = self._grid.span(index)
+            if span.start >= block.first_element + block.n_elements:
+                break
+            for place, e in enumerate(block.present_E):
+                self._summarize(block, place, int(e), index)
+
+    def _summarize(self, block: RawBlock, place: int, e: int, index: int) -> None:
+        from mergepipe.kernels.summary import summarize_block
+
+        span = self._grid.span(index)
+        skip = span.start - block.first_element
+        code = int(block.codes_E[place])
+        offset = int(block.offsets_E[place]) + skip * ITEMSIZE_BY_KERNEL_CODE[code & ~DELTA_FLAG]
+        counts_B, fine_N = _scratch(span.n_elements)
+        summaries = self._summaries_E[e]
+        base_offset = block.base_offset + skip * ITEMSIZE_BY_KERNEL_CODE[block.base_code]
+        extremes_3 = summaries.extremes_B3[index]
+        summarize_block(
+            block.raw, base_offset, block.base_code, offset, code, span.n_elements,
+            counts_B, self._cells_EC2[e, span.start // GRAIN_ELEMENTS :], summaries.sketch_BS[index],
+            summaries.energies_BO[index], extremes_3, fine_N,
+        )  # fmt: skip
+        stored = block.raw[offset : offset + span.n_elements * ITEMSIZE_BY_KERNEL_CODE[code & ~DELTA_FLAG]]
+        summaries.hash_B[index] = np.frombuffer(blake3(stored.data).digest(HASH_BYTES), np.uint8)
+        self._search_E[e].move_counts(counts_B)
+        self._fine_E[e].add(fine_N[: extremes_3[FINE]])
+
+    def refine(self, block: RawBlock) -> None:
+        for place, e in enumerate(block.present_E):
+            if not self._ties_E:
+                self._search_E[int(e)].count_fine(block, place)
+            elif self._ties_E[int(e)].is_open:
+                self._ties_E[int(e)].count(block, place)
+
+    def finish(self) -> bool:
+        if self._ties_E:
+            decided = [ties.decide() for ties in self._ties_E]
+            return all(decided)
+        searches = zip(self._search_E, self._fine_E, strict=True)
+        decided = [search.decide(fine.take_sorted()) for search, fine in searches]
+        if not all(decided):
+            return False
+        self._ties_E = [TieSearch(search.places) for search in self._search_E]
+        return not any(ties.is_open for ties in self._ties_E)
+
+    def result(self) -> Reduced:
+        """Nothing is reduced for a merge: `statistics` are the result."""
+        return NOTHING_REDUCED
+
+    def statistics(self, e: int) -> TensorStatistics:
+        """Return the statistics of one expert, after `finish` returned True."""
+        n = self._grid.n_elements
+        cuts = [self._ties_E[e].cut(rank_of_density(density, n)) for density in self._densities]
+        densities_D, cuts_D3 = merged_cuts(
+            np.array(self._densities, np.float64), np.array(cuts, np.uint32), self._search_E[e].histogram(), n
+        )
+        return TensorStatistics(
+            self._grid,
+            self._summaries_E[e].records(self._block_energies(e)),
+            densities_D,
+            cuts_D3,
+            join_products(self._base_C, self._cells_EC2[e : e + 1])[0],
+        )
+
+    def _block_energies(self, e: int) -> NDArray[np.float64]:
+        """Return the energy of an expert's delta by block."""
+        energy_C = self._cells_EC2[e, :, 0]
+        width = self._grid.block_elements // GRAIN_ELEMENTS
+        n_whole = len(energy_C) // width
+        energies_B = np.empty(self._grid.n_blocks, np.float64)
+        energies_B[:n_whole] = energy_C[: n_whole * width].reshape(n_whole, width).sum(axis=1)
+        energies_B[n_whole:] = energy_C[n_whole * width :].sum()
+        return energies_B
+
+
+def merged_cuts(
+    densities_D: NDArray[np.float64], cuts_D3: NDArray[np.uint32], counts_B: NDArray[np.number], n_elements: int
+) -> tuple[NDArray[np.float64], NDArray[np.uint32]]:
+    """Merge exact cuts with those of a histogram, by rising share; of one rank the exact cut counts."""
+    shares_H, cuts_H3 = histogram_cuts(counts_B, n_elements)
+    ranks_D = np.floor(densities_D * n_elements)
+    is_known_H = (np.floor(shares_H * n_elements)[:, np.newaxis] == ranks_D).any(axis=1)
+    is_new_H = ~is_known_H & (shares_H < 1)
+    shares = np.concatenate([densities_D, shares_H[is_new_H]])
+    order = np.argsort(shares, kind="stable")
+    return shares[order], np.concatenate([cuts_D3, cuts_H3[is_new_H]])[order]

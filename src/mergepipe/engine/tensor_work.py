@@ -25,7 +25,6 @@ from mergepipe.operators.base import (
     RawBlock,
     Reduced,
     ReductionRequest,
-    ScoreCut,
 )
 from mergepipe.operators.statistics import NOTHING_KEPT, Cut, TensorStatistics, rank_of_density
 from mergepipe.planning.plan import ALL, PlannedTensor, Products
@@ -208,7 +207,7 @@ class Needs:
         n_elements, n_experts, request = self.inputs.n_elements, len(self.inputs.experts), self.known.lacking(request)
         if self.sampled_elements is None:
             return make_reduction(request, n_elements, n_experts)
-        request = _among(request, n_elements, self.sampled_elements)
+        request = request.among(self.sampled_elements, n_elements)
         return make_reduction(request, n_elements, n_experts, self.sampled_elements)
 
     def next(self, reduced: Reduced) -> tuple[Reduced, ReductionRequest | None]:
@@ -223,23 +222,6 @@ class Needs:
                 return reduced, request
             reduced = reduced.joined(answer)
         return reduced, None
-
-
-def _among(request: ReductionRequest, n_elements: int, n_sampled: int) -> ReductionRequest:
-    """Return a request with its ranks in proportion among `n_sampled` of the `n_elements`."""
-
-    def ranks(of_all: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(rank * n_sampled // n_elements for rank in of_all)
-
-    match request:
-        case MagnitudeCut(kept_E):
-            return MagnitudeCut(ranks(kept_E))
-        case MagnitudeBand(kept_E, dropped_E):
-            return MagnitudeBand(ranks(kept_E), ranks(dropped_E))
-        case ScoreCut(score, of_scores):
-            return ScoreCut(score, tuple(max(1, rank) for rank in ranks(of_scores)))
-        case _:
-            return request
 
 
 class StagedReduction:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import itemsize_of_code
-from mergepipe.operators.influence import Influence, Products
 from mergepipe.operators.spec import OperatorSpec
 from mergepipe.operators.statistics import Cut
 
@@ -86,28 +85,66 @@ class OperatorInput:
         return max(1, self.n_elements // max(1, self.shape[0]) if len(self.shape) > 1 else 1)
 
 
+class Request:
+    """Base of what an operator can want of a whole tensor. A new one is answered in `engine.block_reductions`."""
+
+    __slots__ = ()
+
+    def needs_rows(self, n_elements: int) -> bool:
+        """Whether rows or columns of the tensor have to be seen whole."""
+        return False
+
+    def among(self, n_sampled: int, n_elements: int) -> Self:
+        """Return the request of a sample, its ranks in proportion among `n_sampled` of the `n_elements`."""
+        return self
+
+
+def _in_proportion(ranks: tuple[int, ...], n_sampled: int, n_elements: int) -> tuple[int, ...]:
+    return tuple(rank * n_sampled // n_elements for rank in ranks)
+
+
+class RowRequest(Request):
+    """Base of what is wanted for each row of `row_elements`; the whole tensor may be one row."""
+
+    __slots__ = ()
+    row_elements: int
+
+    def needs_rows(self, n_elements: int) -> bool:
+        """Whether there is more than one row."""
+        return self.row_elements < n_elements
+
+
 @dataclass(frozen=True, slots=True)
-class MagnitudeCut:
+class MagnitudeCut(Request):
     """Wanted: per expert the cut that exactly `kept_E[e]` elements of the whole tensor reach, by |delta|."""
 
     kept_E: tuple[int, ...]
 
+    def among(self, n_sampled: int, n_elements: int) -> Self:
+        """See `Request`."""
+        return replace(self, kept_E=_in_proportion(self.kept_E, n_sampled, n_elements))
+
 
 @dataclass(frozen=True, slots=True)
-class MagnitudeBand:
+class MagnitudeBand(Request):
     """Wanted: as `MagnitudeCut`, and above it the cut that `dropped_E[e]` elements reach."""
 
     kept_E: tuple[int, ...]
     dropped_E: tuple[int, ...]
 
+    def among(self, n_sampled: int, n_elements: int) -> Self:
+        """See `Request`."""
+        kept_E, dropped_E = (_in_proportion(ranks, n_sampled, n_elements) for ranks in (self.kept_E, self.dropped_E))
+        return replace(self, kept_E=kept_E, dropped_E=dropped_E)
+
 
 @dataclass(frozen=True, slots=True)
-class InnerProducts:
+class InnerProducts(Request):
     """Wanted: <base, base>, <delta, delta> and <base, delta> over the whole tensor, in float64."""
 
 
 @dataclass(frozen=True, slots=True)
-class RowGram:
+class RowGram(RowRequest):
     """Wanted: inner products of the base and all deltas with one another, for each row of `row_elements`, in float64.
 
     The whole tensor may be one row.
@@ -117,7 +154,7 @@ class RowGram:
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnGram:
+class ColumnGram(Request):
     """A `RowGram` for each of `n_columns` columns: element `i` belongs to column `i % n_columns`.
 
     Cuts inside the tensor must fall on multiples of `cell_elements`, a multiple of `n_columns`.
@@ -125,6 +162,10 @@ class ColumnGram:
 
     n_columns: int
     cell_elements: int
+
+    def needs_rows(self, n_elements: int) -> bool:
+        """Columns always have to be."""
+        return True
 
 
 class Measure(Protocol):
@@ -141,7 +182,7 @@ class Measure(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RowSums:
+class RowSums(RowRequest):
     """Wanted: the measure's sums for each row of `row_elements`."""
 
     measure: Measure
@@ -169,7 +210,7 @@ class SurvivorMeasure(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SurvivorSums:
+class SurvivorSums(RowRequest):
     """Wanted: as `RowSums`, and the marks of what survives, where they are small enough to be kept."""
 
     measure: SurvivorMeasure
@@ -185,15 +226,20 @@ class Score(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreCut:
+class ScoreCut(Request):
     """Wanted: the scores that are the `ranks[i]`-th largest of the whole tensor."""
 
     score: Score
     ranks: tuple[int, ...]
 
+    def among(self, n_sampled: int, n_elements: int) -> Self:
+        """See `Request`."""
+        ranks = _in_proportion(self.ranks, n_sampled, n_elements)
+        return replace(self, ranks=tuple(max(1, rank) for rank in ranks))
+
 
 @dataclass(frozen=True, slots=True)
-class ScoreShare:
+class ScoreShare(Request):
     """Wanted: how many elements have a score other than zero, and the cut that exactly a `share` of these reach."""
 
     score: Score
@@ -201,7 +247,7 @@ class ScoreShare:
 
 
 @dataclass(frozen=True, slots=True)
-class SoftmaxDivergence:
+class SoftmaxDivergence(RowRequest):
     """Wanted: for each row of `row_elements` the divergence of the only expert's softmax from the base's."""
 
     row_elements: int
@@ -257,6 +303,53 @@ class Reduced:
 
 
 NOTHING_REDUCED = Reduced()
+
+
+# --- what a planner may know: the share of an expert's delta that an operator passes on ---
+
+
+Products = NDArray[np.float64]
+"""Per expert <base, base>, <delta, delta>, <base, delta> of one tensor; see `Reduced.products_E3`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Influence:
+    """The effect of one expert's delta on the result of one tensor.
+
+    Attributes:
+        coefficients_E: signed factor on what is left of the delta (float64 values of the float32 in force).
+        energy_factor_E: expected share of ||delta||^2 that random dropping and rescaling leaves; 1 without them.
+        trims: only elements at or above the tensor's magnitude cut take part.
+        renormalizes: the coefficients are divided by a sum of weights, which can be that of what was read only.
+        is_known: False where the operator says nothing: an expert's tensor is then read whole or not at all.
+    """
+
+    coefficients_E: NDArray[np.float64]
+    energy_factor_E: NDArray[np.float64]
+    trims: bool = False
+    renormalizes: bool = False
+    is_known: bool = True
+
+
+def equal_influence(n_experts: int) -> Influence:
+    """Every delta counts as much as its norm: for operators that omit blocks soundly but have no fixed coefficients."""
+    ones_E = np.ones(n_experts)
+    return Influence(ones_E, ones_E.copy())
+
+
+def equal_shares(n_experts: int) -> Influence:
+    """Every expert has the same share of the result."""
+    share_E = np.full(n_experts, 1.0 / max(1, n_experts))
+    return Influence(share_E, np.ones_like(share_E))
+
+
+def unknown_influence(n_experts: int) -> Influence:
+    """Return the influence of an operator that does not state the effect of a part of a delta: plan whole tensors."""
+    ones_E = np.ones(n_experts)
+    return Influence(ones_E, ones_E.copy(), is_known=False)
+
+
+# --- the operator ---
 
 
 class BlockFunction(Protocol):

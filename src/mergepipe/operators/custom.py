@@ -10,8 +10,17 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, ITEMSIZE_BY_KERNEL_CODE
 from mergepipe.errors import UnsupportedError
-from mergepipe.operators.base import NOTHING_REDUCED, OperatorInput, Plain, RawBlock, Reduced, Scalar
-from mergepipe.operators.influence import Influence, Products, equal_influence
+from mergepipe.operators.base import (
+    NOTHING_REDUCED,
+    Influence,
+    OperatorInput,
+    Plain,
+    Products,
+    RawBlock,
+    Reduced,
+    Scalar,
+    equal_influence,
+)
 from mergepipe.operators.registry import add_operator, has_operator, operator_specs
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scope
 
@@ -66,7 +75,7 @@ class CustomRule:
             self._merge(block, skip, min(CHUNK_ELEMENTS, block.n_elements - skip))
 
     def _merge(self, block: RawBlock, skip: int, n: int) -> None:
-        from mergepipe.kernels.arrays import decode_arrays, encode_array
+        from mergepipe.kernels.merge import decode_arrays, encode_array
 
         base_N, deltas_EN = np.empty(n, np.float32), np.zeros((self.n_experts, n), np.float32)
         decode_arrays(

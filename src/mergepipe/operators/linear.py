@@ -1,4 +1,4 @@
-"""Rules with fixed coefficients: linear, task_arithmetic."""
+"""Rules with fixed coefficients: linear, task_arithmetic, passthrough."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.operators.base import Operator, OperatorInput, Plain, Reduced
+from mergepipe.operators.base import Influence, Operator, OperatorInput, Plain, Products, Reduced
 from mergepipe.operators.elementwise import ElementwiseRule, Shares
-from mergepipe.operators.influence import Influence, Products
 from mergepipe.operators.spec import WEIGHT, BaseRole, OperatorSpec, ParameterSpec, Scope, delta_spec, normalize_flag
 
 SMALLEST_SUM = 1e-8
@@ -97,4 +96,28 @@ def _in_force(coefficients_E: NDArray[np.float64]) -> NDArray[np.float64]:
     return coefficients_E.astype(np.float32).astype(np.float64)
 
 
+@dataclass(frozen=True, slots=True)
+class Passthrough(Plain):
+    """The single model, times `scale`."""
+
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "passthrough",
+        "copy of one model",
+        "mergekit's documented parameters",
+        BaseRole.NONE,
+        (ParameterSpec("scale", Scope.MODEL, "factor on every tensor", default=1.0),),
+        min_experts=0,
+        max_experts=0,
+    )
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return Influence(np.empty(0), np.empty(0))
+
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        return ElementwiseRule(
+            coefficients_E=np.empty(0, np.float32), anchor_scale=float(inputs.anchor.get("scale", 1.0))
+        )
+
+
 OPERATORS: tuple[Operator, ...] = (Linear(), TaskArithmetic())
+COPIES: tuple[Operator, ...] = (Passthrough(),)

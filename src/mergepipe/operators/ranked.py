@@ -15,16 +15,17 @@ from mergepipe.operators.base import (
     NO_MARKS,
     NOTHING_REDUCED,
     BlockFunction,
+    Influence,
     Operator,
     OperatorInput,
     Plain,
+    Products,
     RawBlock,
     Reduced,
     ReductionRequest,
     SurvivorSums,
 )
 from mergepipe.operators.elementwise import ElementwiseRule, Keep
-from mergepipe.operators.influence import Influence, Products
 from mergepipe.operators.linear import fixed_coefficients
 from mergepipe.operators.sparse import (
     consensus_coefficients,

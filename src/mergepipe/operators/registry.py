@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mergepipe.errors import UnsupportedError
-from mergepipe.operators import linear, passthrough, ranked, selective, sparse, spherical
+from mergepipe.operators import linear, ranked, selective, sparse, spherical
 from mergepipe.operators.base import Operator
 from mergepipe.operators.spec import OperatorSpec
 
@@ -16,7 +16,7 @@ _FAMILIES: tuple[Iterable[Operator], ...] = (
     ranked.OPERATORS,
     spherical.OPERATORS,
     selective.OPERATORS,
-    passthrough.OPERATORS,
+    linear.COPIES,
 )
 _BUILT_IN: dict[str, Operator] = {operator.spec.name: operator for family in _FAMILIES for operator in family}
 _OPERATORS: dict[str, Operator] = dict(_BUILT_IN)

@@ -13,10 +13,12 @@ from mergepipe.operators.base import (
     NOTHING_REDUCED,
     BlockFunction,
     Importance,
+    Influence,
     Operator,
     OperatorInput,
     Overlaps,
     Plain,
+    Products,
     RawBlock,
     Reduced,
     ReductionRequest,
@@ -27,9 +29,10 @@ from mergepipe.operators.base import (
     SoftmaxDivergence,
     SurvivorSums,
     Variance,
+    equal_influence,
+    equal_shares,
 )
 from mergepipe.operators.elementwise import ElementwiseRule, Keep
-from mergepipe.operators.influence import Influence, Products, equal_influence, equal_shares
 from mergepipe.operators.ranked import RowRule
 from mergepipe.operators.spec import INT8_MASK, BaseRole, OperatorSpec, ParameterSpec, Scope
 from mergepipe.operators.statistics import NOTHING_KEPT_BITS, Cut

@@ -10,18 +10,19 @@ from numpy.typing import NDArray
 
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
+    Influence,
     KeptMagnitudes,
     MagnitudeBand,
     MagnitudeCut,
     Operator,
     OperatorInput,
     Plain,
+    Products,
     Reduced,
     ReductionRequest,
     RowSums,
 )
 from mergepipe.operators.elementwise import ElementwiseRule, Keep
-from mergepipe.operators.influence import Influence, Products
 from mergepipe.operators.linear import fixed_coefficients, nonzero_sum
 from mergepipe.operators.spec import DENSITY, OperatorSpec, ParameterSpec, Scope, delta_spec, rescale_to_magnitudes
 from mergepipe.operators.statistics import NOTHING_KEPT, rank_of_density

@@ -15,16 +15,18 @@ from mergepipe.operators.base import (
     NOTHING_REDUCED,
     BlockFunction,
     ColumnGram,
+    Influence,
     InnerProducts,
     Operator,
     OperatorInput,
     Plain,
+    Products,
     Reduced,
     ReductionRequest,
     RowGram,
+    equal_shares,
 )
 from mergepipe.operators.elementwise import ElementwiseRule
-from mergepipe.operators.influence import Influence, Products, equal_shares
 from mergepipe.operators.linear import nonzero_sum
 from mergepipe.operators.ranked import ColumnRule, RowRule
 from mergepipe.operators.spec import WEIGHT, BaseRole, OperatorSpec, ParameterSpec, Scope

@@ -11,19 +11,14 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.operators.base import (
-    ColumnGram,
+    Influence,
     InnerProducts,
     MagnitudeCut,
     Operator,
     OperatorInput,
     Reduced,
     ReductionRequest,
-    RowGram,
-    RowSums,
-    SoftmaxDivergence,
-    SurvivorSums,
 )
-from mergepipe.operators.influence import Influence
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import N_OCTAVES, NOTHING_KEPT, OCTAVE_SHARES, Cut, TensorStatistics
 from mergepipe.planning.levels import Ladders, build_ladders
@@ -139,18 +134,6 @@ def whole_tensor_reason(
         case _:
             return REASON_NOT_KEPT
     return None if operator.reduction(inputs, reduced) is None else REASON_NOT_KEPT
-
-
-def _needs_rows(operator: Operator, inputs: OperatorInput) -> bool:
-    match operator.reduction(inputs):
-        case ColumnGram():
-            return True
-        case RowGram(row_elements) | RowSums(_, row_elements) | SurvivorSums(_, row_elements):
-            return row_elements < inputs.n_elements
-        case SoftmaxDivergence(row_elements):
-            return row_elements < inputs.n_elements
-        case _:
-            return operator.granularity(inputs) > 1
 
 
 # --- every block with its cost and score ---
@@ -315,7 +298,10 @@ def _match_statistics(
 def _cuts_rows(operator: Operator, problem: PlanningProblem, task: MergeTask) -> bool:
     """Whether the rule needs whole rows or columns of a tensor, and blocks would cut them."""
     inputs = operator_input(task)
-    return inputs.n_elements > problem.block_elements and _needs_rows(operator, inputs)
+    if inputs.n_elements <= problem.block_elements:
+        return False
+    request = operator.reduction(inputs)
+    return operator.granularity(inputs) > 1 or (request is not None and request.needs_rows(inputs.n_elements))
 
 
 def _is_unit(columns: Columns, e: int, t: int) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe.kernels.listeners import listen_to_compilation, mark_compilation
+from mergepipe.kernels.compiled import listen_to_compilation, mark_compilation
 from support.source_code import import_file
 
 SOURCE = """
