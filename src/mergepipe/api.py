@@ -289,7 +289,7 @@ def run_part(
 
 
 def parts_status(plan: Plan | str | Path, out: str | Path, *, n_parts: int | None = None) -> PartsStatus:
-    """Tell how far an output is that `run_part` makes; with `n_parts` also which of so many parts are missing."""
+    """Return the progress of an output that `run_part` makes; with `n_parts` also the parts that are missing."""
     from mergepipe.jobs.parts import parts_status as status_of
 
     if n_parts is not None:
@@ -300,7 +300,7 @@ def parts_status(plan: Plan | str | Path, out: str | Path, *, n_parts: int | Non
 
 
 def explain(subject: Plan | str | Path, *, tensor: str | None = None, home: str | Path | None = None) -> Explanation:
-    """Tell which experts are where in a plan or a snapshot, and why; reads no tensor data.
+    """Explain which experts contribute to which blocks of a plan or a snapshot, and why; reads no tensor data.
 
     Args:
         subject: a plan, given or stored, or a snapshot: its directory, its sid, or first digits of it.

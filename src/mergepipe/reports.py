@@ -322,7 +322,7 @@ class PackedExpert:
 
     @property
     def share(self) -> float:
-        """The store's bytes beside those of the tensors."""
+        """The store's bytes as a share of the tensors' bytes."""
         return self.store_bytes / self.tensor_bytes if self.tensor_bytes else 1.0
 
 
@@ -533,7 +533,7 @@ class Explanation(Displayed):
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """One merge under a budget beside the full merge M.
+    """One merge under a budget, compared with the full merge M.
 
     `error` is `||M_A - M|| / ||M - M_0||`, `flattering_error` is `||M_A - M|| / ||M||`; None where the divisor is 0.
     `expert_bytes` is everything requested of expert files but headers; `seconds` includes planning. `levels` are blocks

@@ -81,7 +81,7 @@ def test_root__lists_all_commands_where_that_is_asked(run: Runner) -> None:
     titles = [line for line in sections.splitlines() if line.endswith(":")]
     assert titles == ["Budgets:", "Snapshots:", "Experts:", "Training:", "Maintenance:"]
     assert listed["merge"] == "Merge the models of RECIPE into OUT."
-    assert listed["check"] == "Say what a merge of RECIPE would do."
+    assert listed["check"] == "Check RECIPE, and print what its merge reads and writes."
     assert {command[0] for command in COMMANDS} <= listed.keys()
 
 

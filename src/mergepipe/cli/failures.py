@@ -63,12 +63,12 @@ def failure_of(error: BaseException, interrupted_exit_code: int) -> Failure:
 
 
 def _kept(error: BaseException) -> tuple[Problem, ...]:
-    """Return what stands although the command failed, as problems to be printed beside the error."""
+    """Return the outputs that were published although the command failed, as problems to print after the error."""
     return tuple(Problem("run.kept", "", note) for note in _notes(error))
 
 
 def _notes(error: BaseException) -> tuple[str, ...]:
-    """Return the notes that are printed beside the error itself."""
+    """Return the notes that are printed after the error."""
     return tuple(getattr(error, "__notes__", ()))
 
 

@@ -190,7 +190,7 @@ def merge_as_mergekit(
 ) -> None:
     """Merge as mergekit-yaml is called: the models of CONFIG into the directory OUT.
 
-    `mergekit_config.yml` is written beside the model. `mergepipe merge` has what mergekit has not: budgets.
+    Also writes `mergekit_config.yml` into OUT. For budgets, which mergekit has not, use `mergepipe merge`.
     """
     refused.check()
     refuse_swapped(config, out, RECIPE_ENDINGS)
@@ -208,12 +208,11 @@ def merge_as_mergekit(
     if not printing.quiet:
         _print_notices(noticed.notices())
     from mergepipe import api
-    from mergepipe.cli.render.merges import merge_table
 
     with tell_if_published(Location.of(out)), progress_shown(context.obj, silent=printing.quiet) as on_progress:
         report = api.merge(config, out, options=options, on_progress=on_progress)
     if verbose or printing.quiet:
-        print_report(report, merge_table, printing)
+        print_report(report, printing)
     else:
         _print_notices((*(notice for notice in report.recipe_notices if not notice.changes_result), *report.notices))
         print_warnings(report.recipe_notices)

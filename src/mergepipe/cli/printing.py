@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from mergepipe.cli.render import report_text
 from mergepipe.cli.render.terminal import coloured_report
 from mergepipe.core.escaping import json_line, printable, printable_lines
 from mergepipe.core.flags import Flag, option
 
 if TYPE_CHECKING:
     from mergepipe.core.notices import Notice
-
-Report = TypeVar("Report")
 
 REPORT_FORMAT = "mergepipe-report/1"
 """The first field of everything that `--json` prints but plans, which have a format of their own.
@@ -57,14 +56,14 @@ def print_text(text: str) -> None:
     print(coloured_report(printable_lines(text)))
 
 
-def print_report(report: Report, table: Callable[[Report], str], printing: PrintOptions) -> None:
-    """Tell what was found or done: as JSON, as `table` shows it, or, of a quiet command, the warnings alone."""
+def print_report(report: object, printing: PrintOptions) -> None:
+    """Print a report: as JSON, as a table, or, of a quiet command, its warnings alone."""
     if printing.as_json:
         print(report_json(report))
     elif isinstance(printing, ReportOptions) and printing.quiet:
         print_warnings(getattr(report, "recipe_notices", ()))
     else:
-        print_text(table(report))
+        print_text(report_text(report))
 
 
 def print_warnings(notices: Iterable[Notice]) -> None:

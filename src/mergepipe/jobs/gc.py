@@ -29,7 +29,7 @@ ABANDONED_SECONDS: Final = 7 * 24 * 3600.0
 
 
 def collect_garbage(home: Path, places: Sequence[Location], *, dry_run: bool) -> GcReport:
-    """Remove staging of dead runs in `places` and beside known snapshots, and rows of deleted snapshots.
+    """Remove staging of dead runs in `places` and next to known snapshots, and rows of deleted snapshots.
 
     Of buckets, what unfinished uploads left at and below the places is removed, snapshots never.
 
@@ -50,17 +50,17 @@ def collect_garbage(home: Path, places: Sequence[Location], *, dry_run: bool) ->
         roots.append(home / UPLOADS_NAME)
     if not (home / CATALOG_NAME).exists():
         folders = _folders((), roots)
-        garbage.extend(_left_beside(folders, living, dry_run=dry_run))
+        garbage.extend(_staging_left(folders, living, dry_run=dry_run))
         return GcReport(tuple(garbage), tuple(living), dry_run, tuple(notices))
     with Catalog.open(home) as catalog:
         folders = _folders(catalog.snapshots(), roots)
-        garbage.extend(_left_beside(folders, living, dry_run=dry_run))
+        garbage.extend(_staging_left(folders, living, dry_run=dry_run))
         garbage.extend(_snapshot_rows(catalog, dry_run=dry_run))
     return GcReport(tuple(garbage), tuple(living), dry_run, tuple(notices))
 
 
 def _folders(snapshots: Iterable[SnapshotRow], roots: Iterable[Path]) -> list[Path]:
-    """List the directories that may hold staging: beside every known snapshot, and in and below the roots."""
+    """List the directories that may hold staging: the parents of known snapshots, and the roots with all below them."""
     folders = {snapshot.path.parent for snapshot in snapshots if snapshot.path.parent.is_dir()}
     for root in roots:
         for folder, children, _ in os.walk(root):
@@ -69,7 +69,7 @@ def _folders(snapshots: Iterable[SnapshotRow], roots: Iterable[Path]) -> list[Pa
     return sorted(folders)
 
 
-def _left_beside(folders: Sequence[Path], living: list[str], *, dry_run: bool) -> Iterator[Garbage]:
+def _staging_left(folders: Sequence[Path], living: list[str], *, dry_run: bool) -> Iterator[Garbage]:
     yield from _staging(folders, living, dry_run=dry_run)
     yield from _parts(folders, dry_run=dry_run)
 

@@ -132,7 +132,7 @@ def run_plan(
 
 
 class IntermediateWriter:
-    """Writes intermediate merges that later documents need complete, beside the output; removes them on exit."""
+    """Writes intermediate merges that later documents need complete, next to the output; removes them on exit."""
 
     def __init__(self, out: Path, settings: MergeSettings, store: Store) -> None:
         self._staging = Staging(out.with_name(f"{out.name}.intermediates"), force=False)
@@ -356,7 +356,7 @@ class MergeRun:
         )
 
     def _recipe_facts(self) -> dict[str, str]:
-        """Return for the manifest what has no effect in the recipe, a line each, and what was stated beside it."""
+        """Return for the manifest the recipe's notices, one a line, and the base model ids that were stated."""
         notices = self._inputs.notices
         facts = {NOTICES_KEY: "\n".join(map(str, notices))} if notices else {}
         stated = self._settings.base_model_ids.of_merge

@@ -1,4 +1,4 @@
-"""Pack experts into delta stores beside their base, in one streaming pass, each published all or nothing."""
+"""Pack experts into delta stores in one streaming pass with their base; each store is published all or nothing."""
 
 from __future__ import annotations
 

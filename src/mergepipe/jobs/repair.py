@@ -152,19 +152,19 @@ def _shards(manifest: Manifest) -> tuple[ShardLayout, ...]:
 # --- writing it ---
 
 
-def _apply(directory: Path, layout: SnapshotLayout, patches: Sequence[_Patch], beside: Path) -> int:
+def _apply(directory: Path, layout: SnapshotLayout, patches: Sequence[_Patch], staging: Path) -> int:
     """Write the patches file by file, set every file's size, and make them durable."""
     written = 0
     for file in layout.files:
         file_patches = [patch for patch in patches if patch.file.name == file.name]
         path = directory / file.name
         if file_patches or not path.exists() or path.stat().st_size != file.size_bytes:
-            written += _patch_file(directory, file, file_patches, beside)
+            written += _patch_file(directory, file, file_patches, staging)
     sync_directory(directory)
     return written
 
 
-def _patch_file(directory: Path, file: PlacedFile, patches: Sequence[_Patch], beside: Path) -> int:
+def _patch_file(directory: Path, file: PlacedFile, patches: Sequence[_Patch], staging: Path) -> int:
     """Patch a file in place; replace a missing file, a link, or a file with another hard link."""
     path = directory / file.name
     try:
@@ -172,12 +172,12 @@ def _patch_file(directory: Path, file: PlacedFile, patches: Sequence[_Patch], be
         try:
             descriptor = owned.open_file(path)
         except FileNotFoundError:
-            return _replace_file(directory, file, patches, beside, None)
+            return _replace_file(directory, file, patches, staging, None)
         except OutputError as error:
             if error.code != "output.link" or not owned.is_there(path):
                 raise
             with _linked(path) as source:
-                return _replace_file(directory, file, patches, beside, source)
+                return _replace_file(directory, file, patches, staging, source)
         try:
             times = os.fstat(descriptor)
             written = _patch(descriptor, file, patches)
@@ -211,10 +211,10 @@ def _patch(descriptor: int, file: PlacedFile, patches: Sequence[_Patch]) -> int:
 
 
 def _replace_file(
-    directory: Path, file: PlacedFile, patches: Sequence[_Patch], beside: Path, source: int | None
+    directory: Path, file: PlacedFile, patches: Sequence[_Patch], staging: Path, source: int | None
 ) -> int:
-    """Write a new file in the folder `beside`, from the bytes of `source` and the patches, and move it into place."""
-    staged = beside / _STAGED_NAME
+    """Write a new file in the folder `staging`, from the bytes of `source` and the patches, and move it into place."""
+    staged = staging / _STAGED_NAME
     check_free_space(directory, file.size_bytes)
     copied = 0
     descriptor = owned.create_file(staged)
@@ -250,10 +250,10 @@ def _write_all(descriptor: int, content: bytes, offset: int) -> int:
     return done
 
 
-def _write_small(directory: Path, contents: Mapping[str, bytes], beside: Path) -> int:
+def _write_small(directory: Path, contents: Mapping[str, bytes], staging: Path) -> int:
     """Replace small files, each atomically; a link is replaced itself, not its target."""
     for name, content in contents.items():
-        path, staged = directory / name, beside / _STAGED_NAME
+        path, staged = directory / name, staging / _STAGED_NAME
         try:
             owned.check_folders(path.parent, directory)
             owned.make_folders(path.parent)
@@ -265,7 +265,7 @@ def _write_small(directory: Path, contents: Mapping[str, bytes], beside: Path) -
     return sum(map(len, contents.values()))
 
 
-def _mend_table(store: Store, path: Path, engine: EngineOptions, beside: Path) -> int:
+def _mend_table(store: Store, path: Path, engine: EngineOptions, staging: Path) -> int:
     """Rewrite a damaged table of block digests, after all blocks match the manifest's digests."""
     examination = examine(store, Location.local(path), engine.threads, None)
     record = examination.manifest.blocks
@@ -277,7 +277,7 @@ def _mend_table(store: Store, path: Path, engine: EngineOptions, beside: Path) -
     if small_digest(content) != record.blake3:
         message = "the table of block digests cannot be made again"
         raise CorruptError.of("snapshot.unrepairable", path / record.name, message, _HINT)
-    return _write_small(path, {record.name: content}, beside)
+    return _write_small(path, {record.name: content}, staging)
 
 
 def _check_mended(examination: Examination) -> None:

@@ -119,7 +119,7 @@ def test_charts__lines_go_by_rising_bytes_and_leave_out_what_is_unknown() -> Non
 @pytest.mark.parametrize("values", [(0.0, 0.0), (1e-9, 3e-9), (3.0, 7e6), (1.0, 1.0)])
 def test_draw_chart__everything_lies_inside_the_box_and_axes_begin_at_zero(values: tuple[float, float]) -> None:
     line = Line("a", "chosen", ((values[0], values[1]), (values[1], values[0])))
-    chart = draw_chart("t", "x", "y", [line, Line("empty", "beside", ())], "{:g}".format, "{:g}".format)
+    chart = draw_chart("t", "x", "y", [line, Line("empty", "random", ())], "{:g}".format, "{:g}".format)
     assert [drawn.name for drawn in chart.lines] == ["a"]
     for dot in chart.lines[0].dots:
         assert chart.x_ticks[0].at <= dot.x <= chart.x_ticks[-1].at

@@ -69,10 +69,10 @@ def plan(
     out: Annotated[str | None, Flag("Store the plan there, for `mergepipe run`.", short="-o", metavar="FILE")] = None,
     printing: PrintOptions,
 ) -> None:
-    """Decide what a merge of RECIPE reads under a budget.
+    """Plan what a merge of RECIPE reads under a budget.
 
-    Says what of each expert is read. What is known of the experts comes
-    from the catalog and from the indices of packed ones.
+    Prints the share of each expert that is read. Uses statistics of experts that were analyzed, and the
+    indices of packed experts.
     """
     from mergepipe import api
 
@@ -102,7 +102,7 @@ def explain(
     home: Annotated[str | None, HOME] = None,
     printing: PrintOptions,
 ) -> None:
-    """Say which experts are where in a snapshot or a plan, and why.
+    """Print which experts a snapshot or plan holds, and why.
 
     Reads no tensor data: a snapshot's mergepipe.json holds the answers.
     """
@@ -115,9 +115,7 @@ def explain(
         from mergepipe.cli.render.pages import explain_page
 
         write_page(Path(html), explain_page(explanation, datetime.now(UTC)))
-    from mergepipe.cli.render.budgets import explain_table
-
-    print_report(explanation, explain_table, printing)
+    print_report(explanation, printing)
 
 
 def analyze(
@@ -131,18 +129,17 @@ def analyze(
     options: AnalyzeOptions,
     printing: ReportOptions,
 ) -> None:
-    """Read each EXPERT once against BASE and keep what plans need.
+    """Read each EXPERT once, and store statistics for plans.
 
-    What is on record of the same contents is not read again. The report names a file for each expert: copied into the
-    home folder of another machine, it serves there.
+    An expert whose contents were analyzed before is not read again. The report names one file of statistics
+    for each expert; copy it into the home folder of another machine to use it there.
     """
     from mergepipe import api
-    from mergepipe.cli.render.merges import analyze_table
     from mergepipe.jobs.parts import experts_of_part
 
     with progress_shown(context.obj, silent=printing.silent) as on_progress:
         report = api.analyze(base, experts_of_part(experts, part), options=options, on_progress=on_progress)
-    print_report(report, analyze_table, printing)
+    print_report(report, printing)
 
 
 def sweep(
@@ -156,9 +153,9 @@ def sweep(
 ) -> None:
     """Measure bytes, time and losses of RECIPE at several budgets.
 
-    It is merged in full once, then under each budget; the merged models are not kept. What is lost is
-    the loss that --evaluate prints, or the distance from the full merge, with the policy `random`
-    beside the chosen one. Of samples the distance tells nothing, and is not measured.
+    RECIPE is merged in full once, then under each budget; the merged models are not kept. With --evaluate
+    the table has the loss that the command prints. Without, it has the distance from the full merge, for
+    the chosen policy and for `random`; the distance of a sample tells nothing and is not measured.
     """
     if html is not None:
         check_page(Path(html))
@@ -171,6 +168,4 @@ def sweep(
         from mergepipe.cli.render.pages import sweep_page
 
         write_page(Path(html), sweep_page(report, datetime.now(UTC)))
-    from mergepipe.cli.render.budgets import sweep_table
-
-    print_report(report, sweep_table, printing)
+    print_report(report, printing)

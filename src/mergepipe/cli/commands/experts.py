@@ -104,9 +104,7 @@ def pack(
     part_experts = experts_of_part(experts, part)
     with tell_what_is_published(), progress_shown(context.obj, silent=printing.silent) as on_progress:
         report = api.pack(bases, part_experts, out, options=options, on_progress=on_progress)
-    from mergepipe.cli.render.merges import pack_table
-
-    print_report(report, pack_table, printing)
+    print_report(report, printing)
 
 
 def unpack(
@@ -122,9 +120,7 @@ def unpack(
 
     with tell_if_published(Path(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
         report = api.unpack(store, out, options=options, on_progress=on_progress)
-    from mergepipe.cli.render.merges import unpack_line
-
-    print_report(report, unpack_line, printing)
+    print_report(report, printing)
 
 
 def apply_lora(
@@ -145,9 +141,7 @@ def apply_lora(
 
     with tell_if_published(Location.of(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
         report = api.apply_lora(base, adapters, out, options=options, on_progress=on_progress)
-    from mergepipe.cli.render.merges import merge_table
-
-    print_report(report, merge_table, printing)
+    print_report(report, printing)
 
 
 def merge_lora(
@@ -159,15 +153,13 @@ def merge_lora(
 ) -> None:
     """Merge each ADAPTER into one adapter.
 
-    No base is read. Says which share of the merged deltas the adapter keeps.
+    Reads no base. Prints the share of the merged deltas that the adapter keeps.
     """
     from mergepipe import api
 
     with tell_if_published(Path(out)):
         report = api.merge_lora(adapters, out, options=options)
-    from mergepipe.cli.render.merges import merged_adapter_table
-
-    print_report(report, merged_adapter_table, printing)
+    print_report(report, printing)
 
 
 def extract_lora(
@@ -181,12 +173,10 @@ def extract_lora(
 ) -> None:
     """Write the difference of MODEL from BASE as a LoRA adapter.
 
-    Says what the adapter leaves of the difference, and which tensors no LoRA holds.
+    Prints the share of the difference that the adapter lacks, and the tensors that no LoRA can hold.
     """
     from mergepipe import api
 
     with tell_if_published(Path(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
         report = api.extract_lora(base, model, out, options=options, on_progress=on_progress)
-    from mergepipe.cli.render.merges import extraction_table
-
-    print_report(report, extraction_table, printing)
+    print_report(report, printing)

@@ -43,9 +43,7 @@ def gc(
     from mergepipe import api
 
     report = api.gc(roots or (), dry_run=dry_run, home=home)
-    from mergepipe.cli.render.snapshots import gc_table
-
-    print_report(report, gc_table, printing)
+    print_report(report, printing)
 
 
 def rebuild(
@@ -64,16 +62,12 @@ def rebuild(
     from mergepipe import api
 
     report = api.rebuild_catalog(roots or (), home=home)
-    from mergepipe.cli.render.snapshots import rebuild_table
-
-    print_report(report, rebuild_table, printing)
+    print_report(report, printing)
 
 
 def stats(*, home: Annotated[str | None, HOME] = None, printing: PrintOptions) -> None:
-    """Say what the catalog holds and how large it is."""
+    """Print the contents and the size of the catalog."""
     from mergepipe import api
 
     report = api.catalog_stats(home=home)
-    from mergepipe.cli.render.snapshots import catalog_table
-
-    print_report(report, catalog_table, printing)
+    print_report(report, printing)

@@ -78,9 +78,7 @@ def merge(
             report = api.merge(recipe, target, options=options, on_progress=on_progress)
         else:
             report = api.run(plan, target, options=options, on_progress=on_progress)
-    from mergepipe.cli.render.merges import merge_table
-
-    print_report(report, merge_table, printing)
+    print_report(report, printing)
 
 
 def _checked_output(recipe: str, out: str | None, plan: str | None) -> str:
@@ -130,9 +128,9 @@ def check(
     ] = False,
     printing: PrintOptions,
 ) -> None:
-    """Say what a merge of RECIPE would do.
+    """Check RECIPE, and print what its merge reads and writes.
 
-    Reads no tensor data, and lists everything that is wrong at once.
+    Reads no tensor data. Lists all problems at once.
     """
     import shutil
     from pathlib import Path
@@ -177,7 +175,6 @@ def run(
         message = "finishes what others made, and a part is made: whoever makes the last one finishes"
         raise RecipeError.of("option.conflict", "--finish", message, "leave out --finish, or --part")
     from mergepipe import api
-    from mergepipe.cli.render.merges import merge_table, part_table
 
     with tell_if_published(Location.of(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
         if part is None and not finish:
@@ -188,9 +185,9 @@ def run(
             numbers = None if part is None else parse_part(part)
             made = api.run_part(plan, out, numbers, options=options, on_progress=on_progress)
     if part is None and not finish:
-        print_report(report, merge_table, printing)
+        print_report(report, printing)
     else:
-        print_report(made, part_table, printing)
+        print_report(made, printing)
 
 
 def status(
@@ -200,12 +197,11 @@ def status(
     parts: Annotated[int | None, Flag("Tell which of N parts are missing.", metavar="N")] = None,
     printing: PrintOptions,
 ) -> None:
-    """Tell how far an OUT that is made in parts is.
+    """Print the progress of an OUT that is made in parts.
 
-    Reads records beside OUT, no inputs.
+    Reads the records of the parts next to OUT, and no input.
     """
     refuse_swapped(plan, out, PLAN_ENDINGS)
     from mergepipe import api
-    from mergepipe.cli.render.merges import status_table
 
-    print_report(api.parts_status(plan, out, n_parts=parts), status_table, printing)
+    print_report(api.parts_status(plan, out, n_parts=parts), printing)

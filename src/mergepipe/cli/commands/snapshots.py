@@ -94,9 +94,7 @@ def show(snapshot: SnapshotName, *, home: Annotated[str | None, HOME] = None, pr
     from mergepipe import api
 
     report = api.show(snapshot, home=home)
-    from mergepipe.cli.render.snapshots import snapshot_table
-
-    print_report(report, snapshot_table, printing)
+    print_report(report, printing)
 
 
 def lineage(
@@ -140,9 +138,7 @@ def diff(
 
     with progress_shown(context.obj, silent=printing.silent) as on_progress:
         report = api.diff(a, b, reads_tensors=not fast, home=home, on_progress=on_progress)
-    from mergepipe.cli.render.snapshots import diff_table
-
-    print_report(report, diff_table, printing)
+    print_report(report, printing)
 
 
 def verify(
@@ -154,7 +150,7 @@ def verify(
 ) -> None:
     """Compare every byte of a snapshot or a pack with its record.
 
-    Names the damaged tensors and bytes. Exit code 0: it is sound; 4: it is damaged.
+    Names the damaged tensors and bytes. Exit code 0: sound; 4: damaged.
     """
     from mergepipe import api
 
@@ -179,16 +175,14 @@ def repair(
 ) -> None:
     """Repair a damaged snapshot from its inputs.
 
-    What is damaged is made again, compared with the manifest, and nothing else is written.
+    Makes damaged blocks and files again, compares them with the manifest, and writes nothing else.
     """
     from mergepipe import api
 
     with progress_shown(context.obj, silent=printing.silent) as on_progress:
         report = api.repair(snapshot, options=options, on_progress=on_progress)
     note_committed(report.path)
-    from mergepipe.cli.render.snapshots import repair_table
-
-    print_report(report, repair_table, printing)
+    print_report(report, printing)
 
 
 def replay(
@@ -202,15 +196,13 @@ def replay(
 ) -> None:
     """Make a snapshot again at OUT, from its manifest alone.
 
-    The same bytes, or nothing: then it says which input is gone or is not what it was.
+    Publishes the same bytes, or fails and names the input that is missing or has changed.
     """
     from mergepipe import api
 
     with tell_if_published(Location.of(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
         report = api.replay(snapshot, out, force=force, options=options, on_progress=on_progress)
-    from mergepipe.cli.render.merges import merge_table
-
-    print_report(report, merge_table, printing)
+    print_report(report, printing)
 
 
 def push(
@@ -238,6 +230,4 @@ def push(
     place = push_destination(destination)
     with tell_if_published(place), progress_shown(context.obj, silent=printing.silent) as on_progress:
         report = api.push(snapshot, destination, options=options, on_progress=on_progress)
-    from mergepipe.cli.render.snapshots import push_table
-
-    print_report(report, push_table, printing)
+    print_report(report, printing)

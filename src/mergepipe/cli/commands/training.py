@@ -49,7 +49,7 @@ def inspect(
     *,
     printing: PrintOptions,
 ) -> None:
-    """Say what training checkpoints hold, and whether parts of them fit together.
+    """Print the contents of training checkpoints, and whether parts of them fit together.
 
     Reads no tensor data.
     """
@@ -67,9 +67,9 @@ def check(
     export: Annotated[str | None, EXPORT] = None,
     printing: PrintOptions,
 ) -> None:
-    """Say what a composition would take from where, and how old each part is.
+    """Print the source and the age of each part of a composition.
 
-    Reads no tensor data, and lists everything that is wrong at once.
+    Reads no tensor data. Lists all problems at once.
     """
     from mergepipe.tailor import api
 

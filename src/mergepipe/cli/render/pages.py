@@ -259,7 +259,7 @@ def layer_charts(explanation: Explanation) -> tuple[Chart, ...]:
     return (draw_chart("Layers", "number of the layer", y_label, lines, "{:g}".format, format_percent),)
 
 
-_STYLES = ("chosen", "beside")
+_STYLES = ("chosen", "random")
 _LEVEL_STYLES = 6  # classes in the template
 
 
