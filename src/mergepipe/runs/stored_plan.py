@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem
+from mergepipe.core.records import RecordFormat
+from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, Problem, UnsupportedError
 from mergepipe.planning.plan import PLAN_FORMAT, Plan, PlannedModel
 from mergepipe.recipes.fields import LENIENT
 from mergepipe.recipes.recipe_files import reload_recipe
@@ -18,7 +19,6 @@ from mergepipe.recipes.references import reference_text
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_recipes, with_known_digests
 from mergepipe.snapshots.manifest import Manifest
-from mergepipe.snapshots.work_log import payload_of, sealed
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import PLAN_BYTES
@@ -26,7 +26,17 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import os_error
 
 STORED_PLAN_NAME = "plan"
-_KEY, _PLAN = "key", "plan"
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredPlan:
+    """A plan, and the key of the request that it answers."""
+
+    key: str
+    plan: Plan
+
+
+_FORMAT: Final = RecordFormat("mergepipe-stored-plan", 1, _StoredPlan, "run again")
 
 
 def plan_of(manifest: Manifest, where: str) -> Plan | None:
@@ -44,23 +54,22 @@ def plan_key(inputs: Inputs, request: str) -> str:
 
 def plan_record(plan: Plan, key: str) -> bytes:
     """Encode a plan with the request that it answers. Law: `plan_in_record(plan_record(plan, key), key, _) == plan`."""
-    return json.dumps({_KEY: key, _PLAN: PLAN_FORMAT.content(plan)}, ensure_ascii=False, allow_nan=False).encode()
+    return _FORMAT.to_json(_StoredPlan(key, plan))
 
 
 def plan_in_record(raw: bytes | None, key: str | None, where: Location) -> Plan | None:
     """Decode a plan; None if there is no record, it is damaged, or it answers another request than `key`, if given."""
-    with contextlib.suppress(MergePipeError, ValueError, LookupError, RecursionError):
-        content = json.loads(raw or b"")
-        if isinstance(content, dict) and key in (None, content.get(_KEY)):
-            return PLAN_FORMAT.of_content(content[_PLAN], where)
+    with contextlib.suppress(CorruptError, UnsupportedError):
+        stored = _FORMAT.parse(raw or b"", where)
+        return stored.plan if key in (None, stored.key) else None
     return None
 
 
 def store_plan(directory: Path, key: str, plan: Plan) -> None:
-    """Write the plan durably into the staging directory of its output, sealed: its digest covers no paths."""
+    """Write the plan durably into the staging directory of its output; the seal of the record covers paths too."""
     place = directory / STORED_PLAN_NAME
     try:
-        owned.replace_file(place, sealed(plan_record(plan, key)))
+        owned.replace_file(place, plan_record(plan, key))
     except OSError as error:
         raise os_error(error, place, "writing it") from error
 
@@ -69,7 +78,7 @@ def stored_plan(directory: Path, key: str) -> Plan | None:
     """Read the plan of an unfinished merge; None if there is none, it is damaged, or it answers another request."""
     place = directory / STORED_PLAN_NAME
     with contextlib.suppress(OSError, MergePipeError):
-        return plan_in_record(payload_of(owned.read_file(place, PLAN_BYTES)), key, Location.local(place))
+        return plan_in_record(owned.read_file(place, PLAN_BYTES), key, Location.local(place))
     return None
 
 

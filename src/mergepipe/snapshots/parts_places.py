@@ -38,6 +38,7 @@ from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
 if TYPE_CHECKING:
     from mergepipe.storage.remote.objects import ObjectFacts
 
+_REMOVALS: Final = 5  # another worker may write to the place, or remove it too, until it sees the output
 _BELOW_PARTS: Final = re.compile(rf"((?:.*/)?){re.escape(PARTS_MARK)}([0-9a-f]{{32}})/[^/]*")
 
 
@@ -173,12 +174,14 @@ class FolderParts(PartsPlace):
 
     def remove(self) -> None:
         finished = self._path.with_name(self._path.name + owned.FINISHED_SUFFIX)
-        with contextlib.suppress(OSError, MergePipeError):
-            if owned.is_there(finished):
+        for _ in range(_REMOVALS):
+            with contextlib.suppress(OSError, MergePipeError):
                 owned.remove_tree(finished, ignore_errors=True)
-            owned.rename(self._path, finished)
-        with contextlib.suppress(OSError, MergePipeError):
-            owned.remove_tree(finished, ignore_errors=True)
+                owned.rename(self._path, finished)
+            with contextlib.suppress(OSError, MergePipeError):
+                owned.remove_tree(finished, ignore_errors=True)
+            if not owned.is_there(self._path) and not owned.is_there(finished):
+                return
 
     @contextlib.contextmanager
     def _typed(self) -> Iterator[None]:
