@@ -28,7 +28,7 @@ CONTRACTS = {
     "tailor": "mergepipe.tailor.formats.registry",
 }
 """The contract of a room, by the folder of its tests."""
-LIMITS = {"test files with inner imports": 225, "inner imports": 970}
+LIMITS = {"test files with inner imports": 225, "inner imports": 935}
 """The most that there may be: lowered whenever they fall, never raised without a decision record."""
 SLACK = 0.1  # a figure that has fallen by more than this has its limit lowered
 

@@ -87,14 +87,6 @@ def test_merge__goes_on_when_locations_expire_and_branches_move(
     assert merged == merged_bytes(tmp_path / "folders", family)
 
 
-def test_merge__under_a_budget_is_sent_no_more_than_it_reports(hub: HubServer, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yml").write_text(RECIPE.format("org"))
-    report = api.merge(tmp_path / "recipe.yml", tmp_path / "out", budget="60%")
-    assert report.budget_bytes is not None
-    assert 0 < report.expert_bytes <= report.budget_bytes
-    assert 0 < hub.content_bytes <= report.expert_bytes + report.base_bytes + report.metadata_bytes
-
-
 def test_check__says_which_models_are_on_the_hub(hub: HubServer, tmp_path: Path) -> None:
     commit = hub.commit("org/code", hub.model_files("org/code"))
     (tmp_path / "recipe.yml").write_text(RECIPE.format("org"))

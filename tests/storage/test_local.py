@@ -180,22 +180,6 @@ def test_open__leaves_no_descriptor_when_it_fails(tmp_path: Path) -> None:
     assert open_descriptors() <= before
 
 
-def test_open__of_an_empty_file_works(tmp_path: Path) -> None:
-    path, _ = make_file(tmp_path, 0)
-    file = LocalStore().open(Location.local(path), direct=True)
-    assert read(file, 0, 0) == (0, b"")
-    file.close()
-    file.close()
-
-
-def test_read_metadata__reads_at_most_to_the_end(tmp_path: Path) -> None:
-    path, content = make_file(tmp_path, 100)
-    store = LocalStore()
-    assert store.read_metadata(Location.local(path), 90, 50) == content[90:]
-    assert store.read_metadata(Location.local(path), 200, 50) == b""
-    assert store.ledger.usage()[Purpose.METADATA] == 10
-
-
 def test_read_metadata__tells_of_a_file_that_shrinks(tmp_path: Path) -> None:
     path, _ = make_file(tmp_path, 100)
     before = open_descriptors()

@@ -15,11 +15,9 @@ from mergepipe.checkpoints.torch_file import SUFFIXES, WRAPPERS
 from mergepipe.errors import UnsupportedError
 from mergepipe.runs.inputs import open_model
 from mergepipe.storage.location import Location
-from support.fetching import fetched
 from support.places import DOCS
 from support.refusals import refuses
 from support.stores import MetadataStore
-from support.torch_bytes import View, torch_bytes
 
 W: NDArray[np.float32] = random(6, 8)
 FP8 = W.astype(ml_dtypes.float8_e4m3fn)
@@ -83,15 +81,6 @@ def test_open_model__plain_weights_may_use_such_names(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m", dict.fromkeys(names, W))
     (path / "config.json").write_text('{"quantization_config": {"quant_method": "left over"}}')
     assert opened(path).tensors.keys() == set(names)
-
-
-def test_open_model__a_pickle_is_as_good_as_safetensors(tmp_path: Path) -> None:
-    base = opened(write_model(tmp_path / "base", {"a": W, "b": W[0]}))
-    (tmp_path / "pt").mkdir()
-    views = {"a": View(W.ravel(), 0, W.shape), "b": View(W.ravel(), 0, (8,))}
-    (tmp_path / "pt" / "pytorch_model.bin").write_bytes(torch_bytes(views))
-    expert = opened(tmp_path / "pt", base)
-    assert {name: fetched(t).tolist() for name, t in expert.tensors.items()} == {"a": W.tolist(), "b": W[0].tolist()}
 
 
 def test_experts_doc__states_wrappers_and_suffixes() -> None:

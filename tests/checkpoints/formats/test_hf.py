@@ -187,13 +187,6 @@ def test_open_checkpoint__a_bare_file_must_be_of_a_known_format(tmp_path: Path, 
         open_checkpoint(MetadataStore(), Location.local(path))
 
 
-def test_open_checkpoint__names_what_an_empty_directory_holds(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(NotFoundError, match=r"found: 'config\.json'") as caught:
-        open_checkpoint(MetadataStore(), Location.local(tmp_path))
-    assert caught.value.code == "checkpoint.incomplete"
-
-
 @pytest.mark.parametrize(
     ("names", "chosen"),
     [
