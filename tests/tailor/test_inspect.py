@@ -40,10 +40,10 @@ def test_inspect_checkpoints__counts_bytes_per_unit_and_kind(run: Path) -> None:
     (report,) = inspect_checkpoints(MetadataStore(), [Location.local(run / "zero2")]).checkpoints
     layer = next(u for u in report.units if u.unit == "layer 1")
     n_elements = sum(KNOWN.arrays[n, "fp32"].size for n in SHAPES if ".layers.1." in n)
-    assert (layer.n_parameters, layer.n_elements) == (9, n_elements)
-    assert dict(layer.bytes_by_kind) == dict.fromkeys(("fp32", "exp_avg", "exp_avg_sq", "weight"), 4 * n_elements)
+    assert (layer.parameters, layer.elements) == (9, n_elements)
+    assert dict(layer.bytes) == dict.fromkeys(("fp32", "exp_avg", "exp_avg_sq", "weight"), 4 * n_elements)
     total = sum(4 * KNOWN.arrays[n, "fp32"].size for n in SHAPES) * 4
-    assert report.total_bytes == total
+    assert report.bytes == total
 
 
 def test_inspect_checkpoints__says_where_a_step_counter_is_shared(run: Path) -> None:
@@ -57,7 +57,7 @@ def test_inspect_checkpoints__says_where_a_step_counter_is_shared(run: Path) -> 
 
 def test_inspect_checkpoints__accepts_two_of_one_run(run: Path) -> None:
     report = inspect_checkpoints(MetadataStore(), [Location.local(run / "zero2"), Location.local(run / "zero2-later")])
-    assert (report.is_comparable, [c.step for c in report.checkpoints]) == (True, [7, 9])
+    assert (report.comparable, [c.step for c in report.checkpoints]) == (True, [7, 9])
 
 
 @pytest.mark.parametrize(

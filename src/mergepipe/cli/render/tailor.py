@@ -31,7 +31,7 @@ def inspect_table(report: InspectReport) -> str:
     """Each checkpoint, its units, and whether they fit together."""
     blocks = [_checkpoint(checkpoint) for checkpoint in report.checkpoints]
     if len(report.checkpoints) > 1:
-        verdict = "parts of these can be composed" if report.is_comparable else "parts of these cannot be composed:"
+        verdict = "parts of these can be composed" if report.comparable else "parts of these cannot be composed:"
         blocks.append("\n".join([verdict, *(f"  {printable(reason)}" for reason in report.reasons)]))
     return "\n\n".join(blocks)
 
@@ -39,21 +39,21 @@ def inspect_table(report: InspectReport) -> str:
 def _checkpoint(report: CheckpointReport) -> str:
     stage = f" stage {report.stage}" if report.stage is not None else ""
     head = [
-        printable(str(report.path)),
+        printable(report.path),
         f"  {report.format}{stage}, for {report.framework}, step {report.step}, {plural(report.world_size, 'rank')}, "
-        f"{format_bytes(report.total_bytes)}",
+        f"{format_bytes(report.bytes)}",
     ]
     head += [f"  {printable(alias)} is tied to {printable(owner)}" for alias, owner in report.tied.items()]
     head += [f"  missing: {printable(name)}" for name in report.missing[:10]]
-    kinds = list(dict.fromkeys(kind for unit in report.units for kind in unit.bytes_by_kind))
+    kinds = list(dict.fromkeys(kind for unit in report.units for kind in unit.bytes))
     rows = [["unit", "params", *kinds, "adam step"], *(_unit_row(unit, kinds) for unit in report.units)]
     return "\n".join([*head, *_aligned(rows)])
 
 
 def _unit_row(unit: UnitReport, kinds: Sequence[str]) -> list[str]:
     steps = ", ".join(f"{step:g}" for step in unit.adam_steps) + (" (shared)" if unit.shared_step else "")
-    sizes = [format_bytes(unit.bytes_by_kind.get(kind, 0)) for kind in kinds]
-    return [printable(unit.unit), str(unit.n_parameters), *sizes, steps or "-"]
+    sizes = [format_bytes(unit.bytes.get(kind, 0)) for kind in kinds]
+    return [printable(unit.unit), str(unit.parameters), *sizes, steps or "-"]
 
 
 def composition_table(report: CompositionReport) -> str:
