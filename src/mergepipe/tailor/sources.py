@@ -77,9 +77,12 @@ def open_source_checkpoints(store: Store, paths: Sequence[Location]) -> list[Tra
 
 
 def open_source_checkpoint(store: Store, path: Location) -> TrainingCheckpoint:
-    """Open a checkpoint; a partial one never counts as complete, since no framework can resume it."""
+    """Open a checkpoint, of a remote one its present version; a partial one never counts as complete.
+
+    No framework can resume a partial one.
+    """
     require_text_path(path)
-    opened = open_training_checkpoint(store, path)
+    opened = open_training_checkpoint(store, store.pin(path))
     if not opened.is_partial:
         return opened
     return replace(opened, missing=(*opened.missing, "the files of its framework: it is a partial checkpoint"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -20,6 +21,7 @@ from mergepipe.tailor.selection import model_units
 
 VERL_FORMAT = "verl-fsdp"
 CONFIG_FOLDER = "huggingface"
+_OPENED_AT_ONCE = 8
 _NAME = re.compile(r"(model|optim)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt", re.ASCII)
 
 
@@ -72,7 +74,8 @@ def _open(store: Store, folder: Location, kind: str) -> list[TorchArchive]:
     if gone is not None:
         message = f"there is no {gone.name}: the files of all {sizes[0]} ranks are needed"
         raise NotFoundError.of("checkpoint.incomplete", folder, message)
-    return [read_torch_zip(store, path) for path in paths]
+    with ThreadPoolExecutor(_OPENED_AT_ONCE, "mergepipe-tailor-open") as pool:  # each takes many small reads
+        return list(pool.map(lambda path: read_torch_zip(store, path), paths))
 
 
 def _value(archive: TorchArchive, name: str) -> object:
@@ -177,15 +180,17 @@ def _optimizer(
 
 
 def _step(store: Store, ranks: Sequence[TorchArchive], place: PicklePath, name: str) -> AdamStep:
-    """Read the counter of one parameter, which every rank keeps."""
-    cells, values = [], []
+    """Read the counter of one parameter, which every rank keeps; of the first one, those of all ranks are compared."""
+    cells: list[Piece] = []
+    values: list[float] = []
     for archive in ranks:
         node = Node(archive.root, archive.file.name).at(place)
         tensor = archive.locate(node.tensor(), node.path)
         if tensor.n_elements != 1:
             raise node.error(f"a step counter has shape {tensor.shape}")
         cells.append(Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, 1)))
-        values.append(read_scalar(store, tensor.file, tensor.offset, tensor.dtype))
+        if not values or place[1] == 0:
+            values.append(read_scalar(store, tensor.file, tensor.offset, tensor.dtype))
         if values[-1] != values[0]:
             raise node.error(f"is at optimizer step {values[-1]:g}, rank 0 at {values[0]:g}")
     return AdamStep(values[0], (name,), tensor.dtype, tuple(cells))

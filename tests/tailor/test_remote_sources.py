@@ -1,0 +1,106 @@
+"""Training checkpoints in buckets and on the Hub: read by ranges, as those of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from composing import FORMATS, hidden, tree
+from test_export import WRITERS
+
+from mergepipe import tailor
+from mergepipe.errors import MergePipeError
+from support.bucket_outputs import served_bucket
+from support.hub_server import hub_server
+from support.s3_server import S3Server
+from support.torch_bytes import torch_bytes
+from support.training_trees import decoder_shapes, known_states
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    with served_bucket(monkeypatch) as server:
+        yield server
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a folder, as keys below a place of another store."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def weights_of(folder: Path) -> dict[str, bytes]:
+    return {name: file for name, (file, *_) in tree(folder).items() if name.endswith(".safetensors")}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_export__of_a_bucket_is_that_of_a_folder(tmp_path: Path, bucket: S3Server, kind: str) -> None:
+    WRITERS[kind](tmp_path / "at-9", known_states(decoder_shapes(), step=9))
+    bucket.put("bucket", {f"{kind}/at-9/{name}": file for name, file in contents(tmp_path / "at-9").items()})
+    tailor.export(f"s3://bucket/{kind}/at-9", tmp_path / "out", dtype="bfloat16", self_check="full")
+    tailor.export(tmp_path / "at-9", tmp_path / "local", dtype="bfloat16")
+    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "local") != {}
+
+
+@pytest.mark.parametrize("optimizer", ["none", "average"])
+@pytest.mark.parametrize("kind", ["zero2", "dcp", "verl"])
+def test_average__of_a_bucket_is_that_of_folders(tmp_path: Path, bucket: S3Server, kind: str, optimizer: str) -> None:
+    for step in (7, 9):
+        FORMATS[kind](tmp_path / f"at-{step}", known_states(decoder_shapes(), seed=step, step=step))
+        files = contents(tmp_path / f"at-{step}").items()
+        bucket.put("bucket", {f"average-{kind}/at-{step}/{name}": file for name, file in files})
+    remote = [f"s3://bucket/average-{kind}/at-{step}" for step in (7, 9)]
+    tailor.average(remote, tmp_path / "out", weights="wma", optimizer=optimizer)
+    tailor.average([tmp_path / "at-7", tmp_path / "at-9"], tmp_path / "local", weights="wma", optimizer=optimizer)
+    made, wanted = (
+        {name: file for name, file in contents(tmp_path / out).items() if name not in ("mergepipe.json", "README.md")}
+        for out in ("out", "local")
+    )
+    assert made == wanted != {}
+
+
+def test_compose__takes_units_from_a_bucket(tmp_path: Path, bucket: S3Server) -> None:
+    for step in (7, 9):
+        FORMATS["zero3"](tmp_path / f"at-{step}", known_states(decoder_shapes(), seed=step, step=step))
+    bucket.put("bucket", {f"compose/at-7/{name}": file for name, file in contents(tmp_path / "at-7").items()})
+    for name, place in (("remote", "s3://bucket/compose/at-7"), ("local", "at-7")):
+        (tmp_path / f"{name}.yml").write_text(f"default: at-9\ntake: [{{from: '{place}', units: [layers even]}}]\n")
+        tailor.compose(tmp_path / f"{name}.yml", tmp_path / name)
+    made, wanted = (contents(tmp_path / name) for name in ("remote", "local"))
+    made.pop("mergepipe.json"), wanted.pop("mergepipe.json")
+    assert made == wanted
+
+
+def test_export__of_the_hub_records_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FORMATS["hf-zero2"](tmp_path / "at-9", known_states(decoder_shapes(), step=9))
+    with hub_server() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+        commit = server.commit("org/run", {f"checkpoint-9/{n}": f for n, f in contents(tmp_path / "at-9").items()})
+        report = tailor.export("hf://org/run/checkpoint-9", tmp_path / "out", config="hf://org/run/checkpoint-9")
+    tailor.export(tmp_path / "at-9", tmp_path / "local")
+    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "local") != {}
+    assert report.manifest is not None
+    assert [source.path for source in report.manifest.inputs] == [f"hf://org/run@{commit}/checkpoint-9"]
+
+
+def test_export__of_a_bucket_refuses_what_lacks_a_file(tmp_path: Path, bucket: S3Server) -> None:
+    FORMATS["verl"](tmp_path / "at-9", known_states(decoder_shapes(), step=9))
+    files = contents(tmp_path / "at-9")
+    del files["model_world_size_2_rank_1.pt"]
+    bucket.put("bucket", {f"lacking/{name}": file for name, file in files.items()})
+    with pytest.raises(MergePipeError, match=r"s3://bucket/lacking: there is no model_world_size_2_rank_1\.pt"):
+        tailor.export("s3://bucket/lacking", tmp_path / "out")
+    with pytest.raises(MergePipeError, match="s3://bucket/nowhere: there is no such directory or file"):
+        tailor.export("s3://bucket/nowhere", tmp_path / "out")
+    assert ((tmp_path / "out").exists(), hidden(tmp_path)) == (False, [])
+
+
+def test_export__reads_a_file_of_a_bucket(tmp_path: Path, bucket: S3Server) -> None:
+    known = known_states(decoder_shapes())
+    content = torch_bytes({"model": {name: known.arrays[name, "fp32"] for name in known.shapes}})
+    (tmp_path / "step-3.pt").write_bytes(content)
+    bucket.put("bucket", {"files/step-3.pt": content})
+    tailor.export("s3://bucket/files/step-3.pt", tmp_path / "out")
+    tailor.export(tmp_path / "step-3.pt", tmp_path / "local")
+    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "local") != {}
