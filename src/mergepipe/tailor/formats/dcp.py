@@ -294,7 +294,7 @@ def _classify(
     """Tell optimizer states, by (parameter, kind), from weights, by parameter, whatever the state dict calls them.
 
     Weights are found by the names the optimizer states give; what stands before them gives the prefix of all weights.
-    Trainers keep other tensors there too (torchtitan `train_state.step`), in mappings of their own.
+    Trainers keep other tensors there too (torchtitan its step, under `train_state`), in mappings of their own.
     """
     refuse_foreign_states(frozenset(key.rpartition(".")[2] for key in tensors if "state." in key), folder)
     states: dict[tuple[str, str], DcpTensor] = {}
