@@ -529,7 +529,7 @@ class ExtractLoraOptions(Options):
         rank: the largest rank of a matrix.
         energy: the share of each matrix's square sum that is kept, in (0, 1]; the ranks follow. One of the two is
             needed; with both, `rank` is the limit.
-        save_modules: store embeddings, output heads and norms that changed in full (`modules_to_save`).
+        save_modules: store embeddings, output heads, norms and biases that changed in full.
         base_model_id: the base on the Hub; known without for models of the Hub and its local cache.
     """
 
@@ -537,7 +537,7 @@ class ExtractLoraOptions(Options):
     energy: float | None = option(
         None, Flag("Keep this share of each matrix's square sum.", metavar="SHARE", check=share)
     )
-    save_modules: bool = option(False, Flag("Store embeddings, output heads and norms that changed in full."))
+    save_modules: bool = option(False, Flag("Store embeddings, output heads, norms and biases that changed in full."))
     base_model_id: str | None = option(None, Flag("The base on the Hub.", metavar="ID"))
 
     def __post_init__(self) -> None:

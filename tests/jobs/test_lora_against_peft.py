@@ -196,6 +196,53 @@ def test_lora_merge__is_loaded_by_peft_and_is_the_model_with_both(tmp_path: Path
     torch.testing.assert_close(logits(model), logits(loaded(tmp_path / "out")), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_extract_lora__biases_and_norms_reach_the_model_that_peft_loads(tmp_path: Path, name: str) -> None:
+    base = base_of(tmp_path, name)
+    model = loaded(base)
+    torch.manual_seed(2)
+    for key, parameter in model.named_parameters():
+        if key.endswith("bias") or "0.mlp" in key or "ln_1" in key:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "tuned")
+    report = mergepipe.extract_lora(base, tmp_path / "tuned", tmp_path / "lora", energy=1.0, save_modules=True)
+    assert (report.left, any(saved.endswith(".bias") for saved in report.saved_modules)) == ((), True)
+    adapted = peft.PeftModel.from_pretrained(loaded(base), tmp_path / "lora").eval()
+    torch.testing.assert_close(logits(adapted), logits(model), rtol=1e-4, atol=2e-5)
+    applied(base, tmp_path / "lora", tmp_path / "out")
+    torch.testing.assert_close(logits(loaded(tmp_path / "out")), logits(model), rtol=1e-4, atol=2e-5)
+
+
+# --- what servers make of an adapter that is written ---
+
+
+@pytest.mark.parametrize("method", ["cat", "svd", "extract"])
+def test_written_adapters__follow_the_conventions_of_vllm(tmp_path: Path, method: str) -> None:
+    """It knows one scale, `lora_alpha / r` or that of rsLoRA, and no patterns; names of modules and two factors."""
+    case = CASES["rank-pattern"]
+    base, out = base_of(tmp_path, case.model), tmp_path / "written"
+    trained(base, tmp_path / "a", case)
+    if method == "extract":
+        applied(base, tmp_path / "a", tmp_path / "tuned")
+        mergepipe.extract_lora(base, tmp_path / "tuned", out, energy=0.9)
+    else:
+        mergepipe.merge_lora([tmp_path / "a"], out, method=method, rank=3 if method == "svd" else None)
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["modules_to_save"], config["use_dora"], config["use_rslora"]) == (None, False, False)
+    leaves = {target.rpartition(".")[2] for target in config["target_modules"]}
+    factors = load_file(out / "adapter_model.safetensors")
+    modules = {name.removeprefix("base_model.model.").rsplit(".", 2)[0] for name in factors}
+    assert set(factors) == {f"base_model.model.{m}.{part}.weight" for m in modules for part in ("lora_A", "lora_B")}
+    assert {module.rpartition(".")[2] for module in modules} == leaves == set(case.targets)
+    weights, changed = load_file(base / "model.safetensors"), peft.PeftModel.from_pretrained(loaded(base), out)
+    merged = changed.merge_and_unload().state_dict()
+    for module in modules:
+        down, up = (factors[f"base_model.model.{module}.{part}.weight"] for part in ("lora_A", "lora_B"))
+        assert down.shape[0] <= config["r"]
+        served = weights[f"{module}.weight"] + config["lora_alpha"] / config["r"] * (up @ down)
+        np.testing.assert_allclose(served, merged[f"{module}.weight"].numpy(), rtol=1e-4, atol=1e-6)
+
+
 # --- shapes of bugs that were found in other tools, where deltas went missing and nobody was told ---
 
 

@@ -112,6 +112,7 @@ class _Extraction:
     extracted: list[ExtractedTensor] = field(default_factory=list)
     left: list[NotExtracted] = field(default_factory=list)
     saved: list[str] = field(default_factory=list)
+    biases: list[str] = field(default_factory=list)
     squared_norm: float = 0.0
     squared_error: float = 0.0
     _done_bytes: int = 0
@@ -126,7 +127,7 @@ class _Extraction:
                 yield AdapterTensor(down, (rank, columns))
                 yield AdapterTensor(up, (rows, rank))
             elif self._is_saved(name, tensor):
-                yield AdapterTensor(f"{PREFIX}{self._in_model(name)}", tensor.shape)
+                yield AdapterTensor(f"{PREFIX}{self._module(name)}.base_layer{_BIAS}", tensor.shape)
 
     def largest_bytes(self) -> int:
         """Return the bytes that a fixed rank needs at most; under an energy alone nobody knows them before."""
@@ -148,6 +149,10 @@ class _Extraction:
             elif changed is not None and tensor.dtype.kind is DTypeKind.FLOAT:
                 self._take(writer, name, tensor, changed)
             self._tick(tensor.nbytes + (0 if changed is None else changed.nbytes))
+        adapted = {tensor.module for tensor in self.extracted}
+        for name in self.biases:  # PEFT names those of adapted modules otherwise, and weights may come behind them
+            module = self._module(name)
+            self._append(writer, name, f"{module}.base_layer{_BIAS}" if module in adapted else f"{module}{_BIAS}")
         self.left.sort(key=lambda skipped: skipped.name)
 
     def config(self, hub_id: str | None) -> bytes:
@@ -165,6 +170,7 @@ class _Extraction:
             saved_modules=self.saved,
             transposed=any(self._is_transposed(tensor.name) for tensor in self.extracted),
             task_type="CAUSAL_LM" if is_causal else None,
+            more={"bias": "all"} if self.biases else None,
         )
 
     def report(self, out: Path, adapter_bytes: int, hub_id: str | None) -> ExtractLoraReport:
@@ -175,7 +181,7 @@ class _Extraction:
             out=out,
             base_model_id=hub_id,
             tensors=tuple(self.extracted),
-            saved_modules=tuple(self.saved),
+            saved_modules=(*self.saved, *map(self._in_model, self.biases)),
             left=tuple(self.left),
             relative_error=math.sqrt(self.squared_error / self.squared_norm) if self.squared_norm else 0.0,
             adapter_bytes=adapter_bytes,
@@ -209,7 +215,9 @@ class _Extraction:
         squared = sum(self._squared(tensor, changed, span) for span in _chunks(tensor.n_elements))
         self.squared_norm += squared
         if self._is_saved(name, tensor):
-            if squared and self._module(name) not in self.saved:
+            if squared and self._is_bias(name):
+                self.biases.append(name)
+            elif squared and self._module(name) not in self.saved:
                 self._save_module(writer, name)
             return
         if not squared:
@@ -220,20 +228,24 @@ class _Extraction:
     def _save_module(self, writer: AdapterWriter, name: str) -> None:
         """Write weight and bias of a module in full: PEFT keeps a copy of the whole module."""
         for part in (f"{_bare(name)}{_WEIGHT}", f"{_bare(name)}{_BIAS}"):
-            tensor = self.base.tensors.get(part)
-            if tensor is not None:
-                changed = self.model.tensors.get(part, tensor)
-                parts = [self._values(tensor, changed, span) for span in _chunks(tensor.n_elements)]
-                writer.append(f"{PREFIX}{self._in_model(part)}", np.concatenate(parts), tensor.shape)
+            if part in self.base.tensors:
+                self._append(writer, part, self._in_model(part))
         self.saved.append(self._module(name))
+
+    def _append(self, writer: AdapterWriter, name: str, written_name: str) -> None:
+        tensor = self.base.tensors[name]
+        changed = self.model.tensors.get(name, tensor)
+        parts = [self._values(tensor, changed, span) for span in _chunks(tensor.n_elements)]
+        writer.append(f"{PREFIX}{written_name}", np.concatenate(parts), tensor.shape)
 
     def _reason(self, name: str, tensor: Readable) -> str:
         if embedding_ending(name):
             return "an embedding or output head; --save-modules stores it in full"
         if self._is_norm(name):
             return "part of a norm; --save-modules stores it in full"
-        kind = "a bias" if name.endswith(_BIAS) else f"of shape {list(tensor.shape)}, no module's matrix"
-        return f"{kind}: LoRA does not change it"
+        if self._is_bias(name):
+            return "a bias; --save-modules stores it in full"
+        return f"of shape {list(tensor.shape)}, no module's matrix: LoRA does not change it"
 
     def _squared(self, tensor: Readable, changed: Readable, span: Span) -> float:
         delta = self._delta(tensor, changed, span).astype(np.float64)
@@ -267,7 +279,16 @@ class _Extraction:
 
     def _is_saved(self, name: str, tensor: Readable) -> bool:
         is_float = tensor.dtype.kind is DTypeKind.FLOAT
-        return self.options.save_modules and is_float and (_is_embedding(name) or self._is_norm(name))
+        return (
+            self.options.save_modules
+            and is_float
+            and (_is_embedding(name) or self._is_norm(name) or self._is_bias(name))
+        )
+
+    def _is_bias(self, name: str) -> bool:
+        """Whether a tensor is the bias of a linear layer."""
+        weight = self.base.tensors.get(f"{_bare(name)}{_WEIGHT}")
+        return name.endswith(_BIAS) and weight is not None and self._is_matrix(weight.name, weight)
 
     def _is_norm(self, name: str) -> bool:
         """Whether a tensor is the weight, or the bias, of a module whose weight is a vector."""
