@@ -24,6 +24,7 @@ from mergepipe.deltastore.codec.planes import (
     decode_planes,
     encode_planes,
     fold_differences,
+    unfold_differences,
 )
 from mergepipe.errors import CorruptError
 from mergepipe.testing.tensors import SPECIAL
@@ -159,9 +160,12 @@ def test_fold_differences__are_those_of_whole_numbers(seed: int, n: int, itemsiz
     rng = np.random.default_rng(seed)
     bits = 8 * itemsize
     base, expert = (rng.integers(0, 256, n * itemsize).astype(np.uint8).view(f"u{itemsize}") for _ in range(2))
-    folded = np.empty(n, f"u{itemsize}")
-    fold_differences(base, expert, bits, int(is_float), folded)
-    for own, other, found in zip(base.tolist(), expert.tolist(), folded.tolist(), strict=True):
+    folded, restored, signed_words = np.empty(n, f"i{itemsize}"), np.empty(n, f"i{itemsize}"), np.iinfo(f"i{itemsize}")
+    flip = signed_words.dtype.type(signed_words.max if is_float else 0)
+    fold_differences(base.view(folded.dtype), expert.view(folded.dtype), flip, folded)
+    unfold_differences(base.view(folded.dtype), folded.view(base.dtype), flip, restored)
+    assert (restored == expert.view(folded.dtype)).all()
+    for own, other, found in zip(base.tolist(), expert.tolist(), folded.view(base.dtype).tolist(), strict=True):
         places = [value ^ ((2**bits - 1) if value >> (bits - 1) else 1 << (bits - 1)) for value in (own, other)]
         difference = (places[1] - places[0] if is_float else other - own) % 2**bits
         signed = difference - 2**bits if difference >> (bits - 1) else difference

@@ -18,8 +18,8 @@ from mergepipe.deltastore.codec.arrays import ByteReader, concatenate_bytes, cor
 from mergepipe.kernels.compiled import Bytes, kernel
 
 RawBytes = NDArray[np.uint8]
-Words = NDArray[np.unsignedinteger]
-UNSIGNED: Final[dict[int, type[np.unsignedinteger]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+Words = NDArray[np.integer]
+_UNSIGNED: Final[dict[int, type[np.unsignedinteger]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 FORM_PLAIN, FORM_COMPRESSED, FORM_QUARTERS, FORM_SPARSE = range(4)
 _ESCAPE, _MOST_ESCAPES = 3, 1 / 8
@@ -35,36 +35,29 @@ _PARAMETERS: Final = zstandard.ZstdCompressionParameters(
 
 
 @kernel
-def fold_differences(base: Words, expert: Words, bits: int, is_float: int, folded: Words) -> None:
-    """Write differences modulo 2**bits in value order, zigzag-folded so that small magnitudes are small numbers.
+def fold_differences(base: Words, expert: Words, flip: np.integer, folded: Words) -> None:
+    """Write differences modulo their width in value order, zigzag-folded so that small magnitudes are small numbers.
 
-    With `is_float`, elements are the bit patterns of floats; from a base of zeros these become magnitudes above signs.
+    All are signed. `flip` is what puts negative elements in order: all bits but the sign of floats, 0 of integers; from
+    a base of zeros floats become magnitudes above signs. Only elements of arrays are compared with 0, and each loop
+    does so once: it is then vector code of their width.
     """
-    all_bits, sign = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - bits), np.uint64(1) << np.uint64(bits - 1)
-    shift, one = np.uint64(bits - 1), np.uint64(1)
-    positive_flip = sign if is_float else np.uint64(0)
-    negative_flip = all_bits if is_float else np.uint64(0)
     for i in range(len(folded)):
-        base_bits, expert_bits = np.uint64(base[i]), np.uint64(expert[i])
-        base_bits ^= negative_flip if base_bits >> shift else positive_flip
-        expert_bits ^= negative_flip if expert_bits >> shift else positive_flip
-        difference = (expert_bits - base_bits) & all_bits
-        folded[i] = (difference << one) ^ (all_bits if difference >> shift else np.uint64(0))
+        base_bits, expert_bits = base[i], expert[i]
+        folded[i] = (expert_bits ^ (flip if expert_bits < 0 else 0)) - (base_bits ^ (flip if base_bits < 0 else 0))
+    for i in range(len(folded)):
+        folded[i] = (folded[i] << 1) ^ (-1 if folded[i] < 0 else 0)
 
 
 @kernel
-def unfold_differences(base: Words, folded: Words, bits: int, is_float: int, expert: Words) -> None:
-    """Restore the expert's elements: the inverse of `fold_differences`."""
-    all_bits, sign = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - bits), np.uint64(1) << np.uint64(bits - 1)
-    shift, one = np.uint64(bits - 1), np.uint64(1)
-    positive_flip = sign if is_float else np.uint64(0)
-    negative_flip = all_bits if is_float else np.uint64(0)
+def unfold_differences(base: Words, folded: Words, flip: np.integer, expert: Words) -> None:
+    """Restore the expert's elements: the inverse of `fold_differences`; `folded` is unsigned, the others signed."""
     for i in range(len(expert)):
-        base_bits, folded_bits = np.uint64(base[i]), np.uint64(folded[i])
-        base_bits ^= negative_flip if base_bits >> shift else positive_flip
-        difference = (folded_bits >> one) ^ (all_bits if folded_bits & one else np.uint64(0))
-        expert_bits = (base_bits + difference) & all_bits
-        expert[i] = expert_bits ^ (positive_flip if expert_bits >> shift else negative_flip)
+        base_bits, folded_bits = base[i], np.int64(folded[i])
+        difference = ((folded_bits >> 1) & np.int64(0x7FFFFFFFFFFFFFFF)) ^ -(folded_bits & 1)
+        expert[i] = (base_bits ^ (flip if base_bits < 0 else 0)) + difference
+    for i in range(len(expert)):
+        expert[i] ^= flip if expert[i] < 0 else 0
 
 
 @kernel
@@ -85,9 +78,9 @@ def _insert_plane(plane: Bytes, byte: int, words: Words) -> None:
 
 def encode_planes(base: RawBytes | None, expert: RawBytes, dtype: DType) -> RawBytes:
     """Encode a block of any dtype relative to the same elements of its base, or to zeros."""
-    words, parts = expert.view(UNSIGNED[dtype.itemsize]), []
-    folded, plane = scratch("folded", len(words), UNSIGNED[dtype.itemsize]), scratch("plane", len(words), np.uint8)
-    fold_differences(_words_of(base, expert, dtype), words, 8 * dtype.itemsize, _is_float(dtype), folded)
+    words, parts = _words(expert, dtype), []
+    folded, plane = scratch("folded", len(words), words.dtype.type), scratch("plane", len(words), np.uint8)
+    fold_differences(_words_of(base, expert, dtype), words, _flip_of(dtype), folded)
     for byte in range(dtype.itemsize):
         _extract_plane(folded, byte, plane)
         parts.append(_packed_plane(plane))
@@ -96,22 +89,29 @@ def encode_planes(base: RawBytes | None, expert: RawBytes, dtype: DType) -> RawB
 
 def decode_planes(content: RawBytes, base: RawBytes | None, dtype: DType, where: str, out: RawBytes) -> None:
     """Decode the expert's bytes into `out`: the inverse of `encode_planes`."""
-    reader, expert = ByteReader(content, where), out.view(UNSIGNED[dtype.itemsize])
-    folded = scratch("folded", len(expert), UNSIGNED[dtype.itemsize])
-    folded[:] = 0
-    for byte in range(dtype.itemsize):
+    reader, expert = ByteReader(content, where), _words(out, dtype)
+    folded = scratch("folded", len(expert), _UNSIGNED[dtype.itemsize])
+    folded[:] = _unpacked_plane(reader, len(expert), where)
+    for byte in range(1, dtype.itemsize):
         _insert_plane(_unpacked_plane(reader, len(expert), where), byte, folded)
     reader.end()
-    unfold_differences(_words_of(base, out, dtype), folded, 8 * dtype.itemsize, _is_float(dtype), expert)
+    unfold_differences(_words_of(base, out, dtype), folded, _flip_of(dtype), expert)
+
+
+def _words(content: RawBytes, dtype: DType) -> Words:
+    """View elements as signed integers."""
+    return content.view(f"i{dtype.itemsize}")
 
 
 def _words_of(base: RawBytes | None, expert: RawBytes, dtype: DType) -> Words:
-    """View the base's elements as unsigned integers; zeros without a base."""
-    return (np.zeros(len(expert), np.uint8) if base is None else base).view(UNSIGNED[dtype.itemsize])
+    """View the base's elements as signed integers; zeros without a base."""
+    return _words(np.zeros(len(expert), np.uint8) if base is None else base, dtype)
 
 
-def _is_float(dtype: DType) -> int:
-    return int(dtype.kind is DTypeKind.FLOAT)
+def _flip_of(dtype: DType) -> np.integer:
+    """The `flip` of `fold_differences`."""
+    signed = np.iinfo(f"i{dtype.itemsize}")
+    return signed.dtype.type(signed.max if dtype.kind is DTypeKind.FLOAT else 0)
 
 
 @kernel
