@@ -598,7 +598,7 @@ class TailorOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ComposeOptions(TailorOptions):
-    """Options of `tailor.compose`.
+    """Options of `tailor.api.compose`.
 
     Args:
         state_from: the checkpoint that gives scheduler, random states and step; default, the newest that has them.
@@ -612,7 +612,7 @@ class ComposeOptions(TailorOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(TailorOptions):
-    """Options of `tailor.export`.
+    """Options of `tailor.api.export`.
 
     Args:
         dtype: of the weights; default, that of the stored weights, or float32 where only masters are stored.
@@ -629,7 +629,7 @@ class ExportOptions(TailorOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AverageOptions(ExportOptions):
-    """Options of `tailor.average`.
+    """Options of `tailor.api.average`.
 
     Args:
         weights: `sma`, `ema`, `wma`, `decay-linear`, `decay-cosine`, `decay-1-sqrt`, or one number a checkpoint.
