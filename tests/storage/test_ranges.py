@@ -27,7 +27,7 @@ from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile, LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import OutputFile
-from mergepipe.storage.ranges import fill_from_descriptor, read_descriptor_range, read_exact, request, request_bytes
+from mergepipe.storage.ranges import read_descriptor_range, read_exact, request, request_bytes
 from mergepipe.tailor.checkpoint import Piece, StateReader, StoredState
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan
 from mergepipe.tailor.copy_writer import FEWEST_BYTES, Copier
@@ -96,11 +96,6 @@ def test_read_descriptor_range__goes_on_after_short_reads(tmp_path: Path) -> Non
             assert read_descriptor_range(descriptor, path, 3, 50) == bytes(range(3, 53))
         with pytest.raises(CorruptError, match="gave 10 of the 11 bytes at byte 90"):
             read_descriptor_range(descriptor, path, 90, 11)
-        out = np.empty(11, np.uint8)
-        fill_from_descriptor(descriptor, path, 89, out)
-        assert out.tolist() == list(range(89, 100))
-        with pytest.raises(CorruptError, match="gave 10 of the 11 bytes at byte 90"):
-            fill_from_descriptor(descriptor, path, 90, out)
     finally:
         os.close(descriptor)
 

@@ -159,16 +159,6 @@ def read_descriptor_range(descriptor: int, path: Path, offset: int, nbytes: int)
     return content
 
 
-def fill_from_descriptor(descriptor: int, path: object, offset: int, out: NDArray[np.uint8]) -> None:
-    """Fill all of `out` (uint8) from `offset` of an open file of this machine, as `read_descriptor_range` reads."""
-    done = 0
-    while done < len(out):
-        count = read_at(descriptor, out.data[done:], offset + done)
-        if count == 0:
-            raise shrunk(path, offset, len(out), done)
-        done += count
-
-
 def shrunk(path: object, offset: int, needed_bytes: int, got_bytes: int) -> MergePipeError:
     """Make the error for a file that gave `got_bytes` of the `needed_bytes` at `offset`."""
     message = f"gave {got_bytes} of the {needed_bytes} bytes at byte {offset}: it ends before"

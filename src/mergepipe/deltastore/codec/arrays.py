@@ -86,14 +86,6 @@ class ByteReader:
         self._position += nbytes
         return part.copy().view(dtype)
 
-    def rest(self, dtype: type[T]) -> NDArray[T]:
-        """Read all that is left."""
-        left_bytes = len(self._content) - self._position
-        itemsize = np.dtype(dtype).itemsize
-        if left_bytes % itemsize:
-            raise corrupt(self._where, f"{left_bytes} bytes are left, not a multiple of {itemsize}")
-        return self.take(dtype, left_bytes // itemsize)
-
     def end(self) -> None:
         """Check that nothing is left."""
         if self._position != len(self._content):
