@@ -522,8 +522,9 @@ def _applied(path: Location, weights: Readable, change: Readable | None) -> Read
         return replace(with_rows(change, change, ()), model_dtype=weights.stored_dtype)
     if not isinstance(weights, TensorEntry) or weights.is_delta:
         raise UnsupportedError.of(
-            "adapter.unsupported", path, f"{shown(weights.name)} is not stored as weights, so no adapter applies to it"
-        )
+            "adapter.unsupported", path, f"{shown(weights.name)} is not stored as weights, so no adapter applies to it",
+            "write the base out by a passthrough recipe of it alone, and apply the adapter to that",
+        )  # fmt: skip
     return Adapted(weights, change)
 
 

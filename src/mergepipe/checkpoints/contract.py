@@ -309,6 +309,7 @@ class Checkpoint:
     content_id: str | None = None  # see `checkpoints.content_id`; None where it is unknown without reading tensors
     adapters: tuple[AdapterAccount, ...] = ()  # of an adapter, or of weights with adapters applied
     components: Mapping[str, str] = field(default_factory=dict)
+    quantisation: str = ""  # the scheme in which its weights are stored, where they are read as numbers
     is_untied: bool = False  # an adapter gave it an output head of its own, which its configuration does not know of
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -1,18 +1,28 @@
-"""Weights stored as codes and scales: told by their names and dtypes, and refused, never merged as numbers."""
+"""Weights stored as codes and scales, told by their names and dtypes: scaled FP8 is read as numbers, others refused."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from mergepipe.checkpoints.contract import Checkpoint, Readable
-from mergepipe.core.blocks import F8_E4M3, F8_E5M2, DTypeKind
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, Fetch, Readable, TensorEntry
+from mergepipe.checkpoints.open_files import decoded_into, read_span
+from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F32, DType, DTypeKind, Span
 from mergepipe.core.strict_json import parse_object, shown
-from mergepipe.errors import UnsupportedError
-from mergepipe.storage.contract import Store
+from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.limits import CONFIG_BYTES
+from mergepipe.storage.location import Location
 
 _CONFIG_NAME = "config.json"
+QUANTIZATION_KEY = "quantization_config"
 _HINT = "convert it to bfloat16 first, with the tool that made it"
 # The last parts of names that stand for codes by themselves.
 _CODES = (
@@ -26,6 +36,170 @@ _CODES = (
 # `X_scales` beside `X`.
 _SCALE = re.compile(r"(.+?)(\.weight)?[._](scale|scales|scale_inv|scale_2|zero_point)")
 _FP8 = (F8_E4M3, F8_E5M2)
+_SCALE_ENDINGS = (".weight_scale_inv", ".weight_scale")
+_ACTIVATION_SCALES = re.compile(r"(.+)\.(input_scale|output_scale|k_scale|v_scale)")
+_BLOCK = 128  # rows and columns of a block, unless the configuration says otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledFP8(ComputedTensor):
+    """A matrix of FP8 codes times scales: one for all, one for each row, or one for each block of rows and columns.
+
+    Read as float32: `float32(code) * float32(scale)`, which is what transformers and compressed-tensors compute before
+    they round. A span costs the pages of its codes and those of the scales, which are read once for a job and kept.
+    """
+
+    codes: TensorEntry
+    scales: TensorEntry
+    block: tuple[int, int]
+
+    @property
+    def name(self) -> str:
+        return self.codes.name
+
+    @property
+    def dtype(self) -> DType:
+        return F32
+
+    @property
+    def stored_dtype(self) -> DType:
+        """The dtype that such a model has where it is not quantised."""
+        return BF16
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    @property
+    def is_delta(self) -> bool:
+        return False
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        return self.codes, self.scales
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def cost_bytes(self, span: Span) -> int:
+        if not span.n_elements:
+            return 0
+        return self.codes.cost_bytes(span) + self.scales.cost_bytes(Span(0, self.scales.n_elements))
+
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
+        """Return a fetch of spans; keeps the scales, four bytes each."""
+        return _ScaledFetch(self, files)
+
+
+class _ScaledFetch:
+    """Reads codes, and multiplies them with the scales, which the first call reads."""
+
+    def __init__(self, tensor: ScaledFP8, files: Mapping[Location, RangeFile]) -> None:
+        self._tensor = tensor
+        self._files = files
+        self._lock = threading.Lock()
+        self._scales: NDArray[np.float32] | None = None
+
+    def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
+        tensor, values = self._tensor, out.view(np.float32)
+        scales = self._read_scales(purpose)
+        decoded_into(read_span(tensor.codes, span, self._files, purpose), tensor.codes.kernel_code, values)
+        (rows, columns), n_columns = tensor.block, tensor.shape[1]
+        for row, n_rows, start, stop in _stretches(span, n_columns, rows):
+            scale_N = np.repeat(scales[row // rows], columns)[start:stop]
+            at = row * n_columns + start - span.start
+            values[at : at + n_rows * len(scale_N)].reshape(n_rows, -1)[:] *= scale_N
+
+    def _read_scales(self, purpose: Purpose) -> NDArray[np.float32]:
+        with self._lock:
+            if self._scales is None:
+                entry, (rows, columns) = self._tensor.scales, self._tensor.block
+                raw = read_span(entry, Span(0, entry.n_elements), self._files, purpose)
+                scales = decoded_into(raw, entry.kernel_code, np.empty(entry.n_elements, np.float32))
+                self._scales = scales.reshape(-(-self._tensor.shape[0] // rows), -(-self._tensor.shape[1] // columns))
+            return self._scales
+
+
+def _stretches(span: Span, n_columns: int, rows: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cut a span into rows that share scales: the first row, their number, and the columns `[start, stop)` of each.
+
+    Only the first and the last row of a span may be cut.
+    """
+    at = span.start
+    while at < span.stop:
+        row, start = divmod(at, n_columns)
+        n_rows = 1 if start else max(1, min(rows - row % rows, (span.stop - at) // n_columns))
+        stop = min(n_columns, start + span.stop - at)
+        yield row, n_rows, start, stop
+        at += n_rows * (stop - start)
+
+
+def dequantised(store: Store, checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with scaled FP8 weights as numbers; one without codes as it is.
+
+    Raises:
+        UnsupportedError: `model.unsupported`, weights are codes of another scheme.
+        CorruptError: `checkpoint.damaged`, scales do not have the shape that their weight asks for.
+    """
+    scale_of = dict(_scales(checkpoint.tensors))
+    if scale_of:
+        rows, columns = _block_shape(store, checkpoint)
+        read = {
+            name: ScaledFP8(codes, scales, _block_of(checkpoint, codes, scales, (rows, columns)))
+            for name, (codes, scales) in scale_of.items()
+        }
+        gone = {scales.name for _, scales in scale_of.values()}
+        gone |= {name for name in checkpoint.tensors if _is_activation_scale(name, read)}
+        tensors = {name: read.get(name, tensor) for name, tensor in checkpoint.tensors.items() if name not in gone}
+        checkpoint = replace(checkpoint, tensors=MappingProxyType(tensors), quantisation="FP8 with scales")
+    refuse_quantised(store, checkpoint)
+    return checkpoint
+
+
+def _scales(tensors: Mapping[str, Readable]) -> Iterator[tuple[str, tuple[TensorEntry, TensorEntry]]]:
+    """Yield the FP8 matrices that have scales, by name, with these."""
+    for name, scales in tensors.items():
+        ending = next((ending for ending in _SCALE_ENDINGS if name.endswith(ending)), None)
+        codes = tensors.get(f"{name.removesuffix(ending)}.weight") if ending else None
+        if not isinstance(codes, TensorEntry) or not isinstance(scales, TensorEntry):
+            continue
+        if codes.dtype in _FP8 and len(codes.shape) == 2 and scales.dtype.kind is DTypeKind.FLOAT:
+            yield codes.name, (codes, scales)
+
+
+def _is_activation_scale(name: str, read: Mapping[str, ScaledFP8]) -> bool:
+    match = _ACTIVATION_SCALES.fullmatch(name)
+    if match is None:
+        return False
+    return f"{match[1]}.weight" in read or any(other.startswith(f"{match[1]}.") for other in read)
+
+
+def _block_shape(store: Store, checkpoint: Checkpoint) -> tuple[int, int]:
+    """The rows and columns of a block that the configuration states, or those that such models have."""
+    stated = _quantization_config(store, checkpoint).get("weight_block_size")
+    if isinstance(stated, list) and len(stated) == 2 and all(type(n) is int and n > 0 for n in stated):
+        return stated[0], stated[1]
+    return _BLOCK, _BLOCK
+
+
+def _block_of(
+    checkpoint: Checkpoint, codes: TensorEntry, scales: TensorEntry, block: tuple[int, int]
+) -> tuple[int, int]:
+    """How many rows and columns share a scale: all, one row, or a block."""
+    rows, columns = codes.shape
+    blocks = (-(-rows // block[0]), -(-columns // block[1]))
+    if scales.n_elements == 1:
+        return max(1, rows), max(1, columns)
+    if scales.shape in ((rows,), (rows, 1)):
+        return 1, max(1, columns)
+    if scales.shape == blocks:
+        return block
+    message = (
+        f"{shown(scales.name)} has the shape {list(scales.shape)}; for {shown(codes.name)} of {list(codes.shape)} it"
+        f" must be [1], [{rows}, 1] or {list(blocks)}, a scale for each block of {block[0]} x {block[1]}"
+    )
+    raise CorruptError.of("checkpoint.damaged", checkpoint.path, message, "download it again")
 
 
 def refuse_quantised(store: Store, checkpoint: Checkpoint) -> None:
@@ -66,12 +240,18 @@ def _is_code(tensor: Readable) -> bool:
 def _declared(store: Store, checkpoint: Checkpoint) -> str:
     """Return the quantisation that the configuration declares; empty where weights are plain."""
     coded = next((t for t in checkpoint.tensors.values() if _is_code(t) and len(t.shape) > 1), None)
-    if coded is None or _CONFIG_NAME not in checkpoint.sidecars:
-        return ""
-    path = checkpoint.root / _CONFIG_NAME
-    raw = store.read_small(path, CONFIG_BYTES)
-    config = parse_object(raw, where=path, code="checkpoint.damaged").get("quantization_config")
-    if not isinstance(config, dict):
+    config = {} if coded is None else _quantization_config(store, checkpoint)
+    if coded is None or not config:
         return ""
     method = shown(config.get("quant_method", "unnamed"))
     return f"config.json declares the quantisation {method}, and {shown(coded.name)} is {coded.dtype.name}"
+
+
+def _quantization_config(store: Store, checkpoint: Checkpoint) -> Mapping[str, object]:
+    """What the configuration says of a quantisation; empty where it says nothing."""
+    if _CONFIG_NAME not in checkpoint.sidecars:
+        return {}
+    path = checkpoint.root / _CONFIG_NAME
+    raw = store.read_small(path, CONFIG_BYTES)
+    config = parse_object(raw, where=path, code="checkpoint.damaged").get(QUANTIZATION_KEY)
+    return config if isinstance(config, dict) else {}

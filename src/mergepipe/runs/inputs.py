@@ -18,7 +18,7 @@ from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEnt
 from mergepipe.checkpoints.directory import ADAPTER_NAMES, is_adapter, list_names, open_checkpoint, require_text_path
 from mergepipe.checkpoints.embedding_rows import embedding_ending, unaligned_notices
 from mergepipe.checkpoints.packed import is_packed, open_packed_expert
-from mergepipe.checkpoints.quantised import refuse_quantised
+from mergepipe.checkpoints.quantised import dequantised
 from mergepipe.checkpoints.stacked_experts import in_layout_of
 from mergepipe.checkpoints.vocabulary import counted
 from mergepipe.core.blocks import DTypeKind
@@ -96,6 +96,11 @@ def open_model(
 def _open(store: Store, path: Location, base: Checkpoint | None, *, is_delta: bool = False) -> Checkpoint:
     """Open what lies at one path; `is_delta`: plain weights there are differences."""
     if is_packed(store, path):
+        if base is not None and base.quantisation:
+            message = (
+                f"is packed, and its base {base.path} is quantised ({base.quantisation}), so it is read as numbers"
+            )
+            raise UnsupportedError.of("model.unsupported", path, message, "unpack it, and name what comes out")
         packed = open_packed_expert(store, path, base)
         return packed if base is None else in_layout_of(base, packed)
     if is_folder(store, path):
@@ -105,8 +110,7 @@ def _open(store: Store, path: Location, base: Checkpoint | None, *, is_delta: bo
             return open_adapter(store, path, _required(base, path, "an adapter"))
     elif path.name in ADAPTER_NAMES:
         return open_adapter(store, path.parent, _required(base, path, "an adapter"))
-    opened = open_checkpoint(store, path)
-    refuse_quantised(store, opened)
+    opened = dequantised(store, open_checkpoint(store, path))
     if is_delta:
         _required(base, path, "a delta")
         opened = _as_delta(opened)
@@ -359,7 +363,14 @@ def _opened(
         notice_at("recipe.unclear", recipe.path.name, text, changes_result=True)
         for text in _vocabulary_notices(recipe, checkpoints, resolution, alignment, store)
     ]
-    notices = told_once(dict.fromkeys((*recipe.notices, *earlier, *resolution.notices, *of_tokens)))
+    coded = [
+        notice_at(
+            "recipe.unclear", f"'{model.text}' is quantised ({checkpoint.quantisation})",
+            "it is read as the numbers that its codes and scales stand for; the output is not quantised",
+        )
+        for model, checkpoint in zip(recipe.inputs(), checkpoints, strict=True) if checkpoint.quantisation
+    ]  # fmt: skip
+    notices = told_once(dict.fromkeys((*recipe.notices, *earlier, *resolution.notices, *of_tokens, *coded)))
     if strictness.strict:
         refuse_notices(notices)
     return Inputs(recipe, checkpoints, resolution, alignment, intermediates, notices)

@@ -16,6 +16,7 @@ from mergepipe.checkpoints.chat_templates import (
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, config_bytes, parse_config
 from mergepipe.checkpoints.embedding_rows import VOCAB_SIZE_KEY
+from mergepipe.checkpoints.quantised import QUANTIZATION_KEY
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, SETTINGS_NAME, TOKENIZER_NAMES
 from mergepipe.core.units import plural
 from mergepipe.errors import CorruptError
@@ -125,7 +126,16 @@ def _configuration(inputs: Inputs, config: bytes) -> bytes:
     config = config if dtype is None else with_dtype(config, dtype)
     for layers in inputs.resolution.layer_counts:
         config = with_layers(config, layers, where=inputs.base.root / CONFIG_NAME)
+    config = _unquantised(config) if inputs.base.quantisation else config
     return _untied(config) if inputs.base.is_untied else config
+
+
+def _unquantised(config: bytes) -> bytes:
+    """Say nothing of a quantisation: the output has numbers."""
+    content = parsed_config(config) or {}
+    for section in (content, *text_sections(content)):
+        section.pop(QUANTIZATION_KEY, None)
+    return config_bytes(content)
 
 
 def _untied(config: bytes) -> bytes:

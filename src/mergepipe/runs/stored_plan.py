@@ -36,7 +36,7 @@ class _StoredPlan:
     plan: Plan
 
 
-_FORMAT: Final = RecordFormat("mergepipe-stored-plan", 1, _StoredPlan, "run again")
+_FORMAT: Final = RecordFormat("mergepipe-staging", 2, _StoredPlan, "run again", variant="plan")
 
 
 def plan_of(manifest: Manifest, where: str) -> Plan | None:

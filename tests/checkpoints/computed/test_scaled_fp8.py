@@ -1,0 +1,121 @@
+"""Tests of weights stored as FP8 codes with scales: read as the numbers that they stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+from small_models import write_model
+
+import mergepipe
+from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.options import MergeOptions
+
+NO_CATALOG = MergeOptions(catalog=False)
+SHAPE = (200, 300)  # the last block of rows and of columns is cut
+CONFIG = {"model_type": "x", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+SCALES = {
+    "tensor": ("weight_scale", ()),
+    "one": ("weight_scale", (1,)),
+    "rows": ("weight_scale", (SHAPE[0], 1)),
+    "rows, flat": ("weight_scale", (SHAPE[0],)),
+    "blocks": ("weight_scale_inv", (2, 3)),
+}
+
+
+def codes(seed: int) -> NDArray[np.generic]:
+    values = np.random.default_rng(seed).normal(size=SHAPE) * 40
+    return values.astype(ml_dtypes.float8_e4m3fn)
+
+
+def scales(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).uniform(1e-3, 2e-3, shape).astype(np.float32)
+
+
+def numbers(code: NDArray[np.generic], scale: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The oracle: every scale spread over the elements that share it, one product in float32."""
+    if scale.ndim == 2 and scale.shape != (SHAPE[0], 1):
+        spread = np.repeat(np.repeat(scale, 128, axis=0), 128, axis=1)[: SHAPE[0], : SHAPE[1]]
+    else:
+        spread = scale.reshape(-1, 1)
+    return code.astype(np.float32) * spread
+
+
+def quantised_model(folder: Path, kind: str, seed: int = 0) -> Path:
+    name, shape = SCALES[kind]
+    tensors = {
+        "l.weight": codes(seed), f"l.{name}": scales(shape, seed + 1), "l.input_scale": np.float32(0.5).reshape(1),
+        "norm.weight": np.ones(300, ml_dtypes.bfloat16),
+    }  # fmt: skip
+    path = write_model(folder, tensors)
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+def recipe(folder: Path, method: str, *models: Path, **more: object) -> Path:
+    path = folder / "recipe.yml"
+    listed = [{"model": str(model), "parameters": {"weight": 1.0}} for model in models]
+    path.write_text(json.dumps({"merge_method": method, "models": listed, **more}))
+    return path
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_merge__of_scaled_fp8_has_the_products_of_codes_and_scales(tmp_path: Path, kind: str) -> None:
+    one, two = quantised_model(tmp_path / "one", kind), quantised_model(tmp_path / "two", kind, seed=10)
+    report = mergepipe.merge(
+        recipe(tmp_path, "linear", one, two, dtype="float32"), tmp_path / "out", options=NO_CATALOG
+    )
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert merged.keys() == {"l.weight", "norm.weight"}
+    shape = SCALES[kind][1]
+    first, second = numbers(codes(0), scales(shape, 1)), numbers(codes(10), scales(shape, 11))
+    np.testing.assert_allclose(merged["l.weight"], (first + second) / 2, rtol=1e-6, atol=1e-8)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert any("is quantised (FP8 with scales)" in str(notice) for notice in report.recipe_notices)
+
+
+def test_merge__writes_a_quantised_base_in_bf16_where_no_dtype_is_stated(tmp_path: Path) -> None:
+    base = quantised_model(tmp_path / "base", "blocks")
+    path = tmp_path / "recipe.yml"
+    path.write_text(json.dumps({"merge_method": "passthrough", "models": [{"model": str(base)}]}))
+    mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
+    written = load_file(tmp_path / "out" / "model.safetensors")["l.weight"]
+    expected = numbers(codes(0), scales((2, 3), 1)).astype(ml_dtypes.bfloat16)
+    assert written.dtype == ml_dtypes.bfloat16
+    assert written.tobytes() == expected.tobytes()
+
+
+def test_merge__of_a_quantised_expert_stays_within_its_budget(tmp_path: Path) -> None:
+    base, one = quantised_model(tmp_path / "base", "blocks"), quantised_model(tmp_path / "one", "blocks", seed=10)
+    path = recipe(tmp_path, "task_arithmetic", one, base_model=str(base), dtype="float32")
+    options = MergeOptions(catalog=False, block_elements=16384)
+    report = mergepipe.merge(path, tmp_path / "out", budget="60%", options=options)
+    assert report.planned_bytes is not None
+    assert 0 < report.expert_bytes <= report.planned_bytes
+    first, second = numbers(codes(0), scales((2, 3), 1)), numbers(codes(10), scales((2, 3), 11))
+    changed = load_file(tmp_path / "out" / "model.safetensors")["l.weight"] != first
+    assert 0 < changed.mean() < 1
+    full = mergepipe.merge(path, tmp_path / "full", budget="100%", options=options)
+    assert full.expert_bytes <= report.planned_bytes * 2
+    merged = load_file(tmp_path / "full" / "model.safetensors")["l.weight"]
+    np.testing.assert_allclose(merged, second, rtol=1e-5, atol=1e-7)
+
+
+def test_merge__refuses_a_packed_expert_of_a_quantised_base(tmp_path: Path) -> None:
+    base, one = quantised_model(tmp_path / "base", "blocks"), quantised_model(tmp_path / "one", "blocks", seed=10)
+    mergepipe.pack(base, [one], tmp_path / "packed")
+    path = recipe(tmp_path, "task_arithmetic", tmp_path / "packed" / "one", base_model=str(base))
+    with pytest.raises(UnsupportedError, match=r"is packed, but its base .* is quantised"):
+        mergepipe.check(path)
+
+
+def test_merge__refuses_scales_of_a_wrong_shape(tmp_path: Path) -> None:
+    tensors = {"l.weight": codes(0), "l.weight_scale_inv": scales((2, 2), 1)}
+    model = write_model(tmp_path / "m", tensors)
+    with pytest.raises(CorruptError, match=r"has the shape \[2, 2\]; .* it must be \[1\], \[200, 1\] or \[2, 3\]"):
+        mergepipe.check(recipe(tmp_path, "linear", model, model))
