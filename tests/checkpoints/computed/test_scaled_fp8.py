@@ -110,7 +110,7 @@ def test_merge__refuses_a_packed_expert_of_a_quantised_base(tmp_path: Path) -> N
     base, one = quantised_model(tmp_path / "base", "blocks"), quantised_model(tmp_path / "one", "blocks", seed=10)
     mergepipe.pack(base, [one], tmp_path / "packed")
     path = recipe(tmp_path, "task_arithmetic", tmp_path / "packed" / "one", base_model=str(base))
-    with pytest.raises(UnsupportedError, match=r"is packed, but its base .* is quantised"):
+    with pytest.raises(UnsupportedError, match=r"is packed, and its base .* is quantised"):
         mergepipe.check(path)
 
 
