@@ -364,7 +364,8 @@ def pack(
     Of several bases each expert is packed relative to the nearest one, found from samples: 0.1 % of its bytes, or
     128 KiB. A base that is hardly an expert's is a notice to `on_progress` before anything is written.
 
-    Memory: 100 MiB for reading, 16 MiB an expert, some 6 MiB a thread, whatever the size of the models.
+    Memory: 100 MiB for reading and as much for what is encoded, 8 MiB an expert, some 6 MiB a thread, whatever the size
+    of the models.
 
     Args:
         base: full weights, or several candidates; a packed expert, too. None packs the models on their own (exponents
