@@ -5,25 +5,29 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import mergepipe
 from mergepipe.options import PlanOptions
 from mergepipe.planning import planner
-from mergepipe.planning.selection import Order, descending_order
+from mergepipe.planning.candidates import Candidates, coefficients
+from mergepipe.planning.problem import PlanningProblem
+from mergepipe.planning.selection import ItemOrder, descending_order, make_items
+
+_LARGEST_NORM = float(np.finfo(np.float32).max)
 
 
-def _paper_order(items: Any, _problem: Any, data: Any, *_: object) -> Order:
+def _paper_order(_problem: PlanningProblem, candidates: Candidates, *_: object) -> ItemOrder:
     """Sort by falling score per byte of what is not sparsified, whatever the operator makes of it."""
-    coefficient_EB = np.abs(data.rules.coefficient_ET)[:, data.columns.tensor_B]
-    score_I = (data.known_statistics.usable_norm_EB * coefficient_EB).ravel()[items.flat_I]
-    return descending_order(score_I / np.maximum(items.cost_I, 1))
-
-
-def _whole_budget(budget_bytes: int, *_: object) -> int:
-    return budget_bytes
+    columns = candidates.columns
+    norm_EB = np.zeros_like(candidates.score_EB)
+    for (e, t), statistics in candidates.statistics.items():
+        norm_EB[e, columns.of_tensor(t)] = np.minimum(statistics.blocks_B["norm"], _LARGEST_NORM)
+    coefficient_EB = np.abs(coefficients(columns, candidates.rules))[:, columns.tensor_B]
+    items = make_items(candidates, in_steps=False)
+    score_I = (norm_EB * coefficient_EB).ravel()[items.flat_I]
+    return ItemOrder(candidates, items, descending_order(score_I / np.maximum(items.cost_I, 1)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,7 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--home", type=Path, required=True)
     chosen = parser.parse_args(arguments)
     setattr(planner, "_order", _paper_order)  # noqa: B010 - a process of its own, in which nothing else is planned
-    setattr(planner, "least_error_budget", _whole_budget)  # noqa: B010
     plan = mergepipe.plan(chosen.recipe, budget=chosen.budget, home=chosen.home, options=PlanOptions(select="norm"))
     chosen.plan.write_bytes(plan.to_json())
 
