@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -121,7 +122,7 @@ def test_repair__makes_a_component_again(tmp_path: Path) -> None:
     out = tmp_path / "out"
     mergepipe.merge(recipe(tmp_path, one, two), out, options=NO_CATALOG)
     before = (out / "2_Dense" / "model.safetensors").read_bytes()
-    (out / "2_Dense" / "model.safetensors").unlink()
+    shutil.rmtree(out / "2_Dense")
     assert not mergepipe.verify(out, options=RunOptions(catalog=False)).is_sound
     mergepipe.repair(out, options=RunOptions(catalog=False))
     assert (out / "2_Dense" / "model.safetensors").read_bytes() == before
@@ -155,4 +156,30 @@ def test_open__refuses_a_list_of_modules_that_is_none(tmp_path: Path, modules: s
     base, one = sentence_model(tmp_path / "base", 0.0, 0.0), sentence_model(tmp_path / "one", 4.0, 8.0)
     (one / "modules.json").write_text(modules)
     with pytest.raises(CorruptError, match=message):
+        mergepipe.merge(recipe(tmp_path, base, one), tmp_path / "out", options=NO_CATALOG)
+
+
+def test_open__finds_the_file_names_of_a_pipeline(tmp_path: Path) -> None:
+    """Variants alone are read, under the name that loaders look for; weights outside of the components are not."""
+    models = [pipeline(tmp_path / name, number, number) for name, number in (("one", 1.0), ("two", 3.0))]
+    for model in models:
+        (model / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+        save_file({"stray": np.zeros(2, np.float32)}, model / "flux.safetensors")
+    report = mergepipe.merge(recipe(tmp_path, *models), tmp_path / "out", options=NO_CATALOG)
+    assert report.merged_tensors == 2
+    assert rows(tmp_path / "out" / "unet" / "diffusion_pytorch_model.safetensors") == {"conv.weight": [0.0, 0.0]}
+
+
+def test_merge__a_component_within_a_component_has_a_file_of_its_own(tmp_path: Path) -> None:
+    weights = {"a/model.safetensors": {"w": [1.0]}, "a/b/model.safetensors": {"w": [2.0]}}
+    model = write_model(tmp_path / "m", weights, {"modules.json": [{"path": "a"}, {"path": "a/b"}]})
+    mergepipe.merge(recipe(tmp_path, model, model), tmp_path / "out", options=NO_CATALOG)
+    assert rows(tmp_path / "out" / "a" / "b" / "model.safetensors") == {"w": [2.0]}
+
+
+def test_open__refuses_a_component_that_is_a_link_to_elsewhere(tmp_path: Path) -> None:
+    base, one = sentence_model(tmp_path / "base", 0.0, 0.0), sentence_model(tmp_path / "one", 4.0, 8.0)
+    (one / "2_Dense").rename(tmp_path / "elsewhere")
+    (one / "2_Dense").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CorruptError, match="outside of the checkpoint"):
         mergepipe.merge(recipe(tmp_path, base, one), tmp_path / "out", options=NO_CATALOG)

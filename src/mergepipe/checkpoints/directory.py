@@ -285,7 +285,7 @@ SIDECAR_NAMES = frozenset({
 _SIDECAR_PATTERNS = ("*.tiktoken", "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*")
 MODULES_NAME = "modules.json"  # of sentence-transformers: a list of modules with their folders
 PIPELINE_NAME = "model_index.json"  # of diffusers: each component's folder, with its library and class
-_COMPONENT_SUFFIXES = (".json", ".txt", ".model")  # of small files in the folders of components
+_COMPONENT_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # of small files in the folders of components
 _MODEL_STEM, _PIPELINE_STEM = "model", "diffusion_pytorch_model"
 # Without variants (`diffusion_pytorch_model.fp16.safetensors`), which loaders read on request alone.
 _OF_PIPELINE = re.compile(rf"{_PIPELINE_STEM}(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?", re.ASCII)
@@ -350,9 +350,10 @@ def _open_directory(store: Store, path: Location) -> Checkpoint:
     names = list_names(store, path)
     folders = {folder: list_names(store, path / folder) for folder in _component_folders(store, path, names)}
     components = {folder: stem for folder, listed in folders.items() if (stem := _component_stem(listed))}
-    files = [] if components and not _has_weights(names) else _read_weights(store, path, names)
-    for folder, stem in components.items():
-        of_stem = filter(_OF_PIPELINE.fullmatch, folders[folder]) if stem == _PIPELINE_STEM else folders[folder]
+    at_root = not components or (PIPELINE_NAME not in names and _has_weights(names))
+    files = _read_weights(store, path, names) if at_root else []
+    for folder in components:
+        of_stem = list(filter(_OF_PIPELINE.fullmatch, folders[folder])) or folders[folder]
         files += [_in_component(file, folder) for file in _read_weights(store, path / folder, frozenset(of_stem))]
     sidecars = find_sidecars(store, path, names, folders)
     return replace(_checkpoint(path, path, files, sidecars), components=MappingProxyType(components))
@@ -388,6 +389,8 @@ def _component_folders(store: Store, root: Location, names: Collection[str]) -> 
         if not isinstance(folder, str) or not all(is_plain_name(part) for part in folder.split("/")):
             raise CorruptError.of("checkpoint.damaged", root, f"the folder {shown(folder)} of a module cannot be used")
         if is_folder(store, root / folder):
+            target = store.real_path(root / folder)
+            _check_contained(root / folder, target or root / folder, store.real_path(root) or root)
             folders.append(folder)
     return folders
 
@@ -413,7 +416,7 @@ def _component_stem(names: Collection[str]) -> str:
     """What the names of a component's weight files begin with; empty where it has no weights."""
     if not _has_weights(names):
         return ""
-    return _PIPELINE_STEM if any(map(_OF_PIPELINE.fullmatch, names)) else _MODEL_STEM
+    return _PIPELINE_STEM if any(name.startswith(_PIPELINE_STEM) for name in names) else _MODEL_STEM
 
 
 def stored_name(tensor: str, file: str) -> str:

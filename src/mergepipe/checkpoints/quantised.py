@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -37,7 +36,7 @@ _CODES = (
 _SCALE = re.compile(r"(.+?)(\.weight)?[._](scale|scales|scale_inv|scale_2|zero_point)")
 _FP8 = (F8_E4M3, F8_E5M2)
 _SCALE_ENDINGS = (".weight_scale_inv", ".weight_scale")
-_ACTIVATION_SCALES = re.compile(r"(.+)\.(input_scale|output_scale|k_scale|v_scale)")
+_ACTIVATION_SCALES = re.compile(r"(.+)\.(input_scale|output_scale|activation_scale|[kqv]_scale)")
 _BLOCK = 128  # rows and columns of a block, unless the configuration says otherwise
 
 
@@ -46,7 +45,7 @@ class ScaledFP8(ComputedTensor):
     """A matrix of FP8 codes times scales: one for all, one for each row, or one for each block of rows and columns.
 
     Read as float32: `float32(code) * float32(scale)`, which is what transformers and compressed-tensors compute before
-    they round. A span costs the pages of its codes and those of the scales, which are read once for a job and kept.
+    they round. A span costs the pages of its codes and those of the scales of its rows; nothing is kept.
     """
 
     codes: TensorEntry
@@ -85,40 +84,41 @@ class ScaledFP8(ComputedTensor):
     def cost_bytes(self, span: Span) -> int:
         if not span.n_elements:
             return 0
-        return self.codes.cost_bytes(span) + self.scales.cost_bytes(Span(0, self.scales.n_elements))
+        return self.codes.cost_bytes(span) + self.scales.cost_bytes(self.scales_of(span))
+
+    def scales_of(self, span: Span) -> Span:
+        """The scales of the rows that a span touches."""
+        (rows, columns), (_, n_columns) = self.block, self.shape
+        first, last = span.start // n_columns // rows, (span.stop - 1) // n_columns // rows
+        a_row = -(-n_columns // columns)
+        return Span(first * a_row, (last + 1) * a_row)
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
-        """Return a fetch of spans; keeps the scales, four bytes each."""
+        """Return a fetch of spans; keeps nothing."""
         return _ScaledFetch(self, files)
 
 
+@dataclass(frozen=True, slots=True)
 class _ScaledFetch:
-    """Reads codes, and multiplies them with the scales, which the first call reads."""
+    """Reads codes and their scales, and multiplies them."""
 
-    def __init__(self, tensor: ScaledFP8, files: Mapping[Location, RangeFile]) -> None:
-        self._tensor = tensor
-        self._files = files
-        self._lock = threading.Lock()
-        self._scales: NDArray[np.float32] | None = None
+    tensor: ScaledFP8
+    files: Mapping[Location, RangeFile]
 
     def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
-        tensor, values = self._tensor, out.view(np.float32)
-        scales = self._read_scales(purpose)
-        decoded_into(read_span(tensor.codes, span, self._files, purpose), tensor.codes.kernel_code, values)
-        (rows, columns), n_columns = tensor.block, tensor.shape[1]
+        tensor, values = self.tensor, out.view(np.float32)
+        if not span.n_elements:
+            return
+        (rows, columns), n_columns, kept = tensor.block, tensor.shape[1], tensor.scales_of(span)
+        raw = read_span(tensor.scales, kept, self.files, purpose)
+        scales = decoded_into(raw, tensor.scales.kernel_code, np.empty(kept.n_elements, np.float32))
+        scales = scales.reshape(-1, -(-n_columns // columns))
+        decoded_into(read_span(tensor.codes, span, self.files, purpose), tensor.codes.kernel_code, values)
+        first_row = span.start // n_columns // rows
         for row, n_rows, start, stop in _stretches(span, n_columns, rows):
-            scale_N = np.repeat(scales[row // rows], columns)[start:stop]
+            scale_N = np.repeat(scales[row // rows - first_row], columns)[start:stop]
             at = row * n_columns + start - span.start
             values[at : at + n_rows * len(scale_N)].reshape(n_rows, -1)[:] *= scale_N
-
-    def _read_scales(self, purpose: Purpose) -> NDArray[np.float32]:
-        with self._lock:
-            if self._scales is None:
-                entry, (rows, columns) = self._tensor.scales, self._tensor.block
-                raw = read_span(entry, Span(0, entry.n_elements), self._files, purpose)
-                scales = decoded_into(raw, entry.kernel_code, np.empty(entry.n_elements, np.float32))
-                self._scales = scales.reshape(-(-self._tensor.shape[0] // rows), -(-self._tensor.shape[1] // columns))
-            return self._scales
 
 
 def _stretches(span: Span, n_columns: int, rows: int) -> Iterator[tuple[int, int, int, int]]:
@@ -144,9 +144,9 @@ def dequantised(store: Store, checkpoint: Checkpoint) -> Checkpoint:
     """
     scale_of = dict(_scales(checkpoint.tensors))
     if scale_of:
-        rows, columns = _block_shape(store, checkpoint)
+        stated = _quantization_configs(store, checkpoint)
         read = {
-            name: ScaledFP8(codes, scales, _block_of(checkpoint, codes, scales, (rows, columns)))
+            name: ScaledFP8(codes, scales, _block_of(checkpoint, codes, scales, stated[_folder(checkpoint, name)]))
             for name, (codes, scales) in scale_of.items()
         }
         gone = {scales.name for _, scales in scale_of.values()}
@@ -175,19 +175,19 @@ def _is_activation_scale(name: str, read: Mapping[str, ScaledFP8]) -> bool:
     return f"{match[1]}.weight" in read or any(other.startswith(f"{match[1]}.") for other in read)
 
 
-def _block_shape(store: Store, checkpoint: Checkpoint) -> tuple[int, int]:
-    """The rows and columns of a block that the configuration states, or those that such models have."""
-    stated = _quantization_config(store, checkpoint).get("weight_block_size")
-    if isinstance(stated, list) and len(stated) == 2 and all(type(n) is int and n > 0 for n in stated):
-        return stated[0], stated[1]
+def _block_shape(stated: Mapping[str, object]) -> tuple[int, int]:
+    """The rows and columns of a block that a configuration states, or those that such models have."""
+    shape = stated.get("weight_block_size")
+    if isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape):
+        return shape[0], shape[1]
     return _BLOCK, _BLOCK
 
 
 def _block_of(
-    checkpoint: Checkpoint, codes: TensorEntry, scales: TensorEntry, block: tuple[int, int]
+    checkpoint: Checkpoint, codes: TensorEntry, scales: TensorEntry, stated: Mapping[str, object]
 ) -> tuple[int, int]:
     """How many rows and columns share a scale: all, one row, or a block."""
-    rows, columns = codes.shape
+    block, (rows, columns) = _block_shape(stated), codes.shape
     blocks = (-(-rows // block[0]), -(-columns // block[1]))
     if scales.n_elements == 1:
         return max(1, rows), max(1, columns)
@@ -239,19 +239,32 @@ def _is_code(tensor: Readable) -> bool:
 
 def _declared(store: Store, checkpoint: Checkpoint) -> str:
     """Return the quantisation that the configuration declares; empty where weights are plain."""
-    coded = next((t for t in checkpoint.tensors.values() if _is_code(t) and len(t.shape) > 1), None)
-    config = {} if coded is None else _quantization_config(store, checkpoint)
-    if coded is None or not config:
-        return ""
-    method = shown(config.get("quant_method", "unnamed"))
-    return f"config.json declares the quantisation {method}, and {shown(coded.name)} is {coded.dtype.name}"
+    coded = [tensor for tensor in checkpoint.tensors.values() if _is_code(tensor) and len(tensor.shape) > 1]
+    stated = _quantization_configs(store, checkpoint) if coded else {}
+    for tensor in coded:
+        folder = _folder(checkpoint, tensor.name)
+        if stated[folder]:
+            method = shown(stated[folder].get("quant_method", "unnamed"))
+            name = f"{folder}/{_CONFIG_NAME}" if folder else _CONFIG_NAME
+            return f"{name} declares the quantisation {method}, and {shown(tensor.name)} is {tensor.dtype.name}"
+    return ""
 
 
-def _quantization_config(store: Store, checkpoint: Checkpoint) -> Mapping[str, object]:
-    """What the configuration says of a quantisation; empty where it says nothing."""
-    if _CONFIG_NAME not in checkpoint.sidecars:
+def _folder(checkpoint: Checkpoint, name: str) -> str:
+    """The folder of the component that a tensor belongs to; empty for those of the checkpoint's own folder."""
+    return max((folder for folder in checkpoint.components if name.startswith(f"{folder}/")), key=len, default="")
+
+
+def _quantization_configs(store: Store, checkpoint: Checkpoint) -> dict[str, Mapping[str, object]]:
+    """What the configurations of a checkpoint and of its components say of a quantisation, by folder."""
+    return {folder: _quantization_config(store, checkpoint, folder) for folder in ("", *checkpoint.components)}
+
+
+def _quantization_config(store: Store, checkpoint: Checkpoint, folder: str) -> Mapping[str, object]:
+    """What one configuration says of a quantisation; empty where it says nothing."""
+    name = f"{folder}/{_CONFIG_NAME}" if folder else _CONFIG_NAME
+    if name not in checkpoint.sidecars:
         return {}
-    path = checkpoint.root / _CONFIG_NAME
-    raw = store.read_small(path, CONFIG_BYTES)
-    config = parse_object(raw, where=path, code="checkpoint.damaged").get(QUANTIZATION_KEY)
+    raw = store.read_small(checkpoint.root / name, CONFIG_BYTES)
+    config = parse_object(raw, where=checkpoint.root / name, code="checkpoint.damaged").get(QUANTIZATION_KEY)
     return config if isinstance(config, dict) else {}

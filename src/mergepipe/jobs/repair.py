@@ -160,7 +160,8 @@ def _apply(directory: Path, layout: SnapshotLayout, patches: Sequence[_Patch], s
         path = directory / file.name
         if file_patches or not path.exists() or path.stat().st_size != file.size_bytes:
             written += _patch_file(directory, file, file_patches, staging)
-    sync_directory(directory)
+    for folder in {(directory / file.name).parent for file in layout.files}:
+        sync_directory(folder)
     return written
 
 
@@ -168,6 +169,7 @@ def _patch_file(directory: Path, file: PlacedFile, patches: Sequence[_Patch], st
     """Patch a file in place; replace a missing file, a link, or a file with another hard link."""
     path = directory / file.name
     try:
+        owned.make_folders(path.parent)
         owned.check_folders(path.parent, directory)
         try:
             descriptor = owned.open_file(path)

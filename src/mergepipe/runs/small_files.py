@@ -62,6 +62,9 @@ def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
         contents = contents if template is None else with_chat_template(contents, template)
     if CONFIG_NAME in contents:
         contents[CONFIG_NAME] = _configuration(inputs, contents[CONFIG_NAME])
+    if inputs.base.quantisation:
+        configs = (name for name in contents if name.rpartition("/")[2] == CONFIG_NAME)
+        contents |= {name: _unquantised(contents[name]) for name in configs}
     return {name: file_without_paths(name, content) for name, content in contents.items()}
 
 
@@ -126,16 +129,14 @@ def _configuration(inputs: Inputs, config: bytes) -> bytes:
     config = config if dtype is None else with_dtype(config, dtype)
     for layers in inputs.resolution.layer_counts:
         config = with_layers(config, layers, where=inputs.base.root / CONFIG_NAME)
-    config = _unquantised(config) if inputs.base.quantisation else config
     return _untied(config) if inputs.base.is_untied else config
 
 
 def _unquantised(config: bytes) -> bytes:
     """Say nothing of a quantisation: the output has numbers."""
     content = parsed_config(config) or {}
-    for section in (content, *text_sections(content)):
-        section.pop(QUANTIZATION_KEY, None)
-    return config_bytes(content)
+    stated = [section.pop(QUANTIZATION_KEY, None) for section in (content, *text_sections(content))]
+    return config_bytes(content) if any(stated) else config
 
 
 def _untied(config: bytes) -> bytes:

@@ -105,7 +105,7 @@ def block_table_of(raw: bytes, where: object, n_files: int, element_counts: Sequ
 DATA_ALIGNMENT_BYTES = 4096
 _SUFFIX = ".safetensors"
 SINGLE_NAME = f"model{_SUFFIX}"
-_SHARD_NAME = re.compile(rf"(.+)-\d{{5}}-of-\d{{5}}{re.escape(_SUFFIX)}", re.ASCII)
+_SHARD_NAME = re.compile(rf"(.+)-\d{{5,}}-of-\d{{5,}}{re.escape(_SUFFIX)}", re.ASCII)
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -155,7 +155,8 @@ def plan_shards(
     """
     of_folder: dict[str, list[TensorSpec]] = {folder: [] for folder in ("", *components)}
     for spec in specs:
-        of_folder[next((folder for folder in components if spec.name.startswith(f"{folder}/")), "")].append(spec)
+        within = (folder for folder in components if spec.name.startswith(f"{folder}/"))
+        of_folder[max(within, key=len, default="")].append(spec)
     shards = []
     for folder, own in of_folder.items():
         if own or not components:

@@ -119,3 +119,38 @@ def test_merge__refuses_scales_of_a_wrong_shape(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m", tensors)
     with pytest.raises(CorruptError, match=r"has the shape \[2, 2\]; .* it must be \[1\], \[200, 1\] or \[2, 3\]"):
         mergepipe.check(recipe(tmp_path, "linear", model, model))
+
+
+def test_plan__charges_a_block_for_the_scales_of_its_rows(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    models = []
+    for name in ("base", "one"):
+        code = (rng.normal(size=(4096, 1024)) * 40).astype(ml_dtypes.float8_e4m3fn)
+        model = write_model(
+            tmp_path / name, {"l.weight": code, "l.weight_scale_inv": rng.random((256, 64), np.float32)}
+        )
+        config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
+        (model / "config.json").write_text(json.dumps(config))
+        models.append(model)
+    path = recipe(tmp_path, "task_arithmetic", models[1], base_model=str(models[0]))
+    report = mergepipe.merge(path, tmp_path / "out", budget="100%", options=NO_CATALOG)
+    stored = 4096 * 1024 + 4 * 256 * 64
+    assert report.planned_bytes is not None
+    assert stored <= report.expert_bytes <= report.planned_bytes < 1.6 * stored
+
+
+def test_merge__reads_the_configuration_of_a_quantised_component(tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}
+    for name in ("one", "two"):
+        unet = {"l.weight": codes(0), "l.weight_scale_inv": scales((4, 5), 1)}
+        write_model(tmp_path / name / "unet", unet)
+        (tmp_path / name / "unet" / "config.json").write_text(json.dumps(config))
+        (tmp_path / name / "model_index.json").write_text(json.dumps({"unet": ["diffusers", "UNet"]}))
+    path = recipe(tmp_path, "linear", tmp_path / "one", tmp_path / "two")
+    mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
+    assert json.loads((tmp_path / "out" / "unet" / "config.json").read_text()) == {}
+    for name in ("one", "two"):
+        write_model(tmp_path / name / "unet", {"l.weight": codes(0)})
+        (tmp_path / name / "unet" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=r"unet/config\.json declares the quantisation 'fp8'"):
+        mergepipe.check(path)

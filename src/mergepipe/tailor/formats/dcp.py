@@ -294,7 +294,8 @@ def _classify(
     """Tell optimizer states, by (parameter, kind), from weights, by parameter, whatever the state dict calls them.
 
     Weights are found by the names the optimizer states give; what stands before them gives the prefix of all weights.
-    Trainers keep other tensors there too (torchtitan its step, under `train_state`), in mappings of their own.
+    Without a prefix other things may stand beside them (torchtitan's step, under `train_state`): mappings of scalars
+    that have no optimizer state are none.
     """
     refuse_foreign_states(frozenset(key.rpartition(".")[2] for key in tensors if "state." in key), folder)
     states: dict[tuple[str, str], DcpTensor] = {}
@@ -305,14 +306,16 @@ def _classify(
     names = {name for name, _ in states}
     others = {key: tensor for key, tensor in tensors.items() if not _STATE_KEY.fullmatch(key)}
     prefix = _trained_prefix(names, others.keys(), folder) if names else _largest_container(others.values(), folder)
-    container = prefix.removesuffix(".")
-    is_told = any(tensor.container for tensor in others.values())
+    holding = {tensor.container for tensor in others.values() if element_count(tensor.shape) > 1}
     weights = {
         key.removeprefix(prefix): tensor
         for key, tensor in others.items()
-        if key.startswith(prefix) and (tensor.container == container or not is_told)
+        if key.startswith(prefix) and (prefix or key in names or not tensor.container or tensor.container in holding)
     }
     return states, weights
+
+
+_STATE_DICT_NAMES = ("model", "state_dict", "module")
 
 
 def _trained_prefix(names: AbstractSet[str], keys: AbstractSet[str], folder: Location) -> str:
@@ -328,13 +331,18 @@ def _trained_prefix(names: AbstractSet[str], keys: AbstractSet[str], folder: Loc
 
 
 def _largest_container(tensors: Iterable[DcpTensor], folder: Location) -> str:
-    """Find what stands before the names of weights that have no optimizer: the mapping that holds most elements."""
+    """Find what stands before the names of weights that have no optimizer.
+
+    It is the mapping that is called as state dicts are, else the one that holds most elements.
+    """
     sizes: dict[str, int] = {}
     for tensor in tensors:
-        sizes[tensor.container] = sizes.get(tensor.container, 0) + element_count(tensor.shape)
+        outermost = tensor.container.partition(".")[0]
+        sizes[outermost] = sizes.get(outermost, 0) + element_count(tensor.shape)
     if not sizes:
         raise UnsupportedError.of("checkpoint.unsupported", folder, "holds no tensors")
-    largest = max(sizes, key=lambda container: sizes[container])
+    named = (name for name in _STATE_DICT_NAMES if name in sizes)
+    largest = next(named, max(sizes, key=lambda container: sizes[container]))
     return f"{largest}." if largest else ""
 
 

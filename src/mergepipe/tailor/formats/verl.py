@@ -37,7 +37,8 @@ def read_verl(store: Store, folder: Location, home: Location) -> TrainingCheckpo
     places = {name: (state.pieces[0].file, state.pieces[0].offset) for name, state in weights.items() if state.pieces}
     owners = {place: name for name, place in reversed(places.items())}
     tied = {name: owners[place] for name, place in places.items() if owners[place] != name}
-    parameters = {n: s.shape for n, s in weights.items() if n not in tied and isinstance(_value(ranks[0], n), Record)}
+    cut = {name for name in weights if isinstance(_value(ranks[0], name), Record)} or weights.keys()
+    parameters = {name: state.shape for name, state in weights.items() if name in cut and name not in tied}
     states, steps = _optimizer(store, folder, ranks, parameters)
     named = step_of_name(home.name) or step_of_name(home.parent.name) or 0
     config = folder / CONFIG_FOLDER
@@ -146,7 +147,8 @@ def _optimizer(
 ) -> tuple[dict[tuple[str, str], StoredState], list[AdamStep]]:
     """Read the states and counters of an optimizer of FSDP2 with one group of parameters, in the model's order.
 
-    Nothing where there is none, or where its states belong to no parameter that is known: FSDP1, several groups.
+    Nothing where there is none, or where its states belong to no parameter that is known: FSDP1, several groups,
+    frozen parameters, another optimizer than Adam.
     """
     ranks = _open(store, folder, "optim")
     if not ranks:
@@ -156,12 +158,10 @@ def _optimizer(
         raise CorruptError.of("checkpoint.damaged", folder, message, "leave those of one run there")
     root = Node(ranks[0].root, ranks[0].file.name)
     first = root.get("state")
-    is_cut = all(isinstance(first.at((number, EXP_AVG)).value, Record) for number in range(len(first.mapping())))
-    if not is_cut or len(root.get("param_groups").elements()) > 1:
+    kept = {number: first.get(number).mapping() for number in first.mapping()}
+    is_cut = all(isinstance(state.get(EXP_AVG), Record) for state in kept.values())
+    if not is_cut or len(root.get("param_groups").elements()) > 1 or kept.keys() != set(range(len(shapes))):
         return {}, []
-    if len(first.mapping()) != len(shapes):
-        message = f"{len(first.mapping())} parameters have optimizer states, the model has {len(shapes)}"
-        raise MismatchError.of("checkpoint.mismatch", ranks[0].file, message)
     states: dict[tuple[str, str], StoredState] = {}
     steps = []
     for number, name in enumerate(shapes):
