@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from small_models import write_model
 
 import mergepipe
+from mergepipe import tailor
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.options import MergeOptions
 
@@ -154,3 +155,9 @@ def test_merge__reads_the_configuration_of_a_quantised_component(tmp_path: Path)
         (tmp_path / name / "unet" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedError, match=r"unet/config\.json declares the quantisation 'fp8'"):
         mergepipe.check(path)
+
+
+def test_average__refuses_codes(tmp_path: Path) -> None:
+    models = [quantised_model(tmp_path / name, "blocks") for name in ("one", "two")]
+    with pytest.raises(UnsupportedError, match="shows that the weights are quantised"):
+        tailor.average(models, tmp_path / "out")

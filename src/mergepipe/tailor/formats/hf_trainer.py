@@ -11,6 +11,7 @@ from typing import ClassVar
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
 from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, list_names, open_checkpoint
 from mergepipe.checkpoints.inert_values import PickledTensor
+from mergepipe.checkpoints.quantised import refuse_quantised
 from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DTYPES, Span
@@ -250,6 +251,7 @@ class WeightsFormat:
     def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
         """Open the weights; of tensors, nothing is read."""
         model = open_checkpoint(store, path)
+        refuse_quantised(store, model)
         if model.kind is not CheckpointKind.FULL:
             raise UnsupportedError.of(
                 "checkpoint.unsupported", path, "holds differences from a base, not weights", "name weights"

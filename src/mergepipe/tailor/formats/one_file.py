@@ -65,4 +65,4 @@ def _step(root: object, home: Location) -> int:
     """Return the step that the file or its name tells; 0 where neither does."""
     told = (root.get(key) for key in _STEPS) if isinstance(root, dict) else ()
     stem = home.name.rpartition(".")[0] or home.name
-    return next((step for step in told if isinstance(step, int) and step >= 0), step_of_name(stem) or 0)
+    return next((step for step in told if type(step) is int and step >= 0), step_of_name(stem) or 0)
