@@ -116,7 +116,7 @@ FIGURES = (
     Figure("files of src", lambda: len(source_texts()), 285, 180),
     Figure("folders of src", folders, 26, 20),
     Figure("classes", lambda: len(classes()), 780, 450),
-    Figure("dataclasses", lambda: sum(map(is_dataclass, classes())), 502, 300),
+    Figure("dataclasses", lambda: sum(map(is_dataclass, classes())), 503, 300),
     Figure("modules with one importer", modules_with_one_importer, 52, 30),
     Figure("modules of jobs.merge", lambda: met_by()["modules of jobs.merge"], 116, 130),
     Figure("source files that a merge enters", lambda: met_by()["merge"], 100, 80),
@@ -125,8 +125,8 @@ FIGURES = (
     Figure("functions with more than 6 parameters", long_signatures, 92, 50),
     Figure("options of all commands", option_rows, 142, 150),
     Figure("commands on the first help screen", commands_on_the_first_screen, 14, 14),
-    Figure("lines of tests", lambda: lines(ROOT / "tests"), 57_600, 42_000),
-    Figure("words of docs without the reference", lambda: words(*guide_pages()), 50_060, 40_000),
+    Figure("lines of tests", lambda: lines(ROOT / "tests"), 57_750, 42_000),
+    Figure("words of docs without the reference", lambda: words(*guide_pages()), 50_084, 40_000),
     Figure("words of the README", lambda: words(ROOT / "README.md"), 699, 700),
 )
 
