@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice
@@ -417,6 +417,11 @@ def _component_stem(names: Collection[str]) -> str:
     if not _has_weights(names):
         return ""
     return _PIPELINE_STEM if any(name.startswith(_PIPELINE_STEM) for name in names) else _MODEL_STEM
+
+
+def component_of(tensor: str, folders: Iterable[str]) -> str:
+    """The folder, of those of a checkpoint's components, that a tensor belongs to; empty for its own folder."""
+    return max((folder for folder in folders if tensor.startswith(f"{folder}/")), key=len, default="")
 
 
 def stored_name(tensor: str, file: str) -> str:

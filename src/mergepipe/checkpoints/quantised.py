@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, Fetch, Readable, TensorEntry
+from mergepipe.checkpoints.directory import component_of
 from mergepipe.checkpoints.open_files import decoded_into, read_span
 from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F32, DType, DTypeKind, Span
 from mergepipe.core.strict_json import parse_object, shown
@@ -144,9 +145,9 @@ def dequantised(store: Store, checkpoint: Checkpoint) -> Checkpoint:
     """
     scale_of = dict(_scales(checkpoint.tensors))
     if scale_of:
-        stated = _quantization_configs(store, checkpoint)
+        stated, folders = _quantization_configs(store, checkpoint), checkpoint.components
         read = {
-            name: ScaledFP8(codes, scales, _block_of(checkpoint, codes, scales, stated[_folder(checkpoint, name)]))
+            name: ScaledFP8(codes, scales, _block_of(checkpoint, codes, scales, stated[component_of(name, folders)]))
             for name, (codes, scales) in scale_of.items()
         }
         gone = {scales.name for _, scales in scale_of.values()}
@@ -242,17 +243,12 @@ def _declared(store: Store, checkpoint: Checkpoint) -> str:
     coded = [tensor for tensor in checkpoint.tensors.values() if _is_code(tensor) and len(tensor.shape) > 1]
     stated = _quantization_configs(store, checkpoint) if coded else {}
     for tensor in coded:
-        folder = _folder(checkpoint, tensor.name)
+        folder = component_of(tensor.name, checkpoint.components)
         if stated[folder]:
             method = shown(stated[folder].get("quant_method", "unnamed"))
             name = f"{folder}/{_CONFIG_NAME}" if folder else _CONFIG_NAME
             return f"{name} declares the quantisation {method}, and {shown(tensor.name)} is {tensor.dtype.name}"
     return ""
-
-
-def _folder(checkpoint: Checkpoint, name: str) -> str:
-    """The folder of the component that a tensor belongs to; empty for those of the checkpoint's own folder."""
-    return max((folder for folder in checkpoint.components if name.startswith(f"{folder}/")), key=len, default="")
 
 
 def _quantization_configs(store: Store, checkpoint: Checkpoint) -> dict[str, Mapping[str, object]]:

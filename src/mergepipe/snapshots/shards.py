@@ -17,7 +17,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.directory import stored_name
+from mergepipe.checkpoints.directory import component_of, stored_name
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DType, element_count
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.errors import CorruptError, UnsupportedError
@@ -155,8 +155,7 @@ def plan_shards(
     """
     of_folder: dict[str, list[TensorSpec]] = {folder: [] for folder in ("", *components)}
     for spec in specs:
-        within = (folder for folder in components if spec.name.startswith(f"{folder}/"))
-        of_folder[max(within, key=len, default="")].append(spec)
+        of_folder[component_of(spec.name, components)].append(spec)
     shards = []
     for folder, own in of_folder.items():
         if own or not components:
