@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mergepipe
-from mergepipe.errors import CorruptError, MismatchError
+from mergepipe.errors import CorruptError, MismatchError, OutputError
 from mergepipe.options import MergeOptions, RunOptions
 
 Weights = Mapping[str, Mapping[str, Sequence[float]]]
@@ -183,3 +183,16 @@ def test_open__refuses_a_component_that_is_a_link_to_elsewhere(tmp_path: Path) -
     (one / "2_Dense").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CorruptError, match="outside of the checkpoint"):
         mergepipe.merge(recipe(tmp_path, base, one), tmp_path / "out", options=NO_CATALOG)
+
+
+def test_repair__makes_no_folder_behind_a_link(tmp_path: Path) -> None:
+    weights = {"a/model.safetensors": {"w": [1.0]}, "a/b/model.safetensors": {"w": [2.0]}}
+    model = write_model(tmp_path / "m", weights, {"modules.json": [{"path": "a"}, {"path": "a/b"}]})
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    mergepipe.merge(recipe(tmp_path, model, model), out, options=NO_CATALOG)
+    shutil.rmtree(out / "a")
+    elsewhere.mkdir()
+    (out / "a").symlink_to(elsewhere)
+    with pytest.raises(OutputError, match="link"):
+        mergepipe.repair(out, options=RunOptions(catalog=False))
+    assert list(elsewhere.iterdir()) == []

@@ -169,8 +169,8 @@ def _patch_file(directory: Path, file: PlacedFile, patches: Sequence[_Patch], st
     """Patch a file in place; replace a missing file, a link, or a file with another hard link."""
     path = directory / file.name
     try:
-        owned.make_folders(path.parent)
         owned.check_folders(path.parent, directory)
+        owned.make_folders(path.parent)
         try:
             descriptor = owned.open_file(path)
         except FileNotFoundError:
