@@ -186,8 +186,8 @@ def test_open__refuses_a_component_that_is_a_link_to_elsewhere(tmp_path: Path) -
 
 
 def test_repair__makes_no_folder_behind_a_link(tmp_path: Path) -> None:
-    weights = {"a/model.safetensors": {"w": [1.0]}, "a/b/model.safetensors": {"w": [2.0]}}
-    model = write_model(tmp_path / "m", weights, {"modules.json": [{"path": "a"}, {"path": "a/b"}]})
+    weights = {"a/b/model.safetensors": {"w": [2.0]}}
+    model = write_model(tmp_path / "m", weights, {"modules.json": [{"path": "a/b"}]})
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
     mergepipe.merge(recipe(tmp_path, model, model), out, options=NO_CATALOG)
     shutil.rmtree(out / "a")
