@@ -535,7 +535,8 @@ class ExtractLoraOptions(Options):
 
     rank: int | None = option(None, LARGEST_RANK)
     energy: float | None = option(
-        None, Flag("Keep this share of each matrix's square sum.", metavar="SHARE", check=share)
+        None,
+        Flag("Keep this share of each matrix's square sum.", metavar="SHARE", read=_read_share, check=share),
     )
     save_modules: bool = option(False, Flag("Store embeddings, output heads, norms and biases that changed in full."))
     base_model_id: str | None = option(None, Flag("The base on the Hub.", metavar="ID"))

@@ -268,6 +268,8 @@ CASES: Mapping[str, tuple[str, ...]] = {
         "family/base family/expert-1 -o new",
         "family/base family/expert-1 -o new --rank 0",
         "family/base family/expert-1 -o new --energy 2",
+        "family/base family/expert-1 -o new --energy 95percent",
+        "family/base family/expert-1 -o new --energy 150%",
         "family/base family/base -o new --rank 4",
         "family/base odd/other-names -o new --rank 4",
         "family/base family/expert-1 -o family/base --rank 4",

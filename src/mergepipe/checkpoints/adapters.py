@@ -731,7 +731,7 @@ class _Opener:
         if len(indices) != rows.shape[0] or max(indices, default=-1) >= stored.shape[0] or stored.is_delta:
             message = f"{shown(rows.name)} has {rows.shape[0]} rows, for {len(indices)} tokens of {stored.shape[0]}"
             raise CorruptError.of("adapter.damaged", self._path, message)
-        tensors[name] = with_rows(stored, rows, indices)
+        tensors[name] = with_rows(stored, SavedTensor(name, rows), indices)
 
     def _add_experts(self, tensors: dict[str, Readable], targets: Mapping[str, str]) -> None:
         """Add matrices of experts that the base stores in the other layout."""

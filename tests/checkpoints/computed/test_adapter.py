@@ -121,15 +121,25 @@ def test_open_adapter__weights_stored_in_full_are_no_deltas(tmp_path: Path, base
     assert np.array_equal(change(adapter, f"{Q}.bias"), bias)
 
 
-@pytest.mark.parametrize("name", ["lm_head.weight", f"{Q}.lora_A.weight"])
+TOKENS = "model.embed_tokens.token_adapter.trainable_tokens_delta"
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("lm_head.weight", "lm_head.weight"),
+        (f"{Q}.lora_A.weight", f"{Q}.weight"),
+        (TOKENS, "model.embed_tokens.weight"),
+    ],
+)
 def test_open_adapter__values_that_are_no_numbers_are_refused_by_name(
-    tmp_path: Path, base: Checkpoint, name: str
+    tmp_path: Path, base: Checkpoint, name: str, changed: str
 ) -> None:
-    tensors = {**lora(Q, 12, 12), "lm_head.weight": random(30, 12)}
+    tensors = {**lora(Q, 12, 12), "lm_head.weight": random(30, 12), TOKENS: random(2, 12)}
     tensors[name].flat[3] = np.nan
-    adapter = opened(write_adapter(tmp_path / "a", tensors), base)
+    adapter = opened(write_adapter(tmp_path / "a", tensors, trainable_token_indices=[3, 7]), base)
     with pytest.raises(CorruptError, match=f"{re.escape(name)}' holds infinities or no numbers"):
-        fetched(adapter.tensors[name if name == "lm_head.weight" else f"{Q}.weight"])
+        fetched(adapter.tensors[changed])
 
 
 def test_open_adapter__shapes_tell_how_a_layer_is_stored(tmp_path: Path) -> None:
