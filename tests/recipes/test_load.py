@@ -214,11 +214,9 @@ BAD: list[tuple[str, ...]] = [
         "incomplete 1 models: the recipe has no models",
     ),
     (
-        "base_model: base\ngate_mode: hidden\nexperts: [{source_model: a}]\n",
-        (
-            "unsupported 1: a recipe that builds a mixture of experts (gate_mode, experts) is not supported yet; "
-            "mergekit-moe makes it, and MergePipe merges what comes out"
-        ),
+        "base_model: base\ngate_mode: hidden\nexperts: [{source_model: a}, {source_model: b, positive_prompts: [x]}]\n",
+        "incomplete 3 experts[0]: the expert has no positive_prompts, which its router is made from; write some, or "
+        "gate_mode: random",
     ),
     # keys
     (LINEAR + "dytpe: float32\n", "unknown-name 10 dytpe: unknown key 'dytpe'; did you mean 'dtype'?"),

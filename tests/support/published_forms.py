@@ -175,5 +175,5 @@ FORMS = (
     _refused("tokenizer-of-another", DELTAS + "merge_method: ties\ntokenizer_source: model:expert-1\n", "recipe.incomplete"),
     _refused("tab", LINEAR.replace("  parameters: {weight: 0.3}", "\tparameters: {weight: 0.3}"), "recipe.syntax"),
     _refused("text-for-number", LINEAR.replace("weight: 0.3", "weight: high"), "recipe.value"),
-    _refused("mixture", "base_model: base\ngate_mode: hidden\nexperts: [{source_model: expert-1}]\n", "recipe.unsupported"),
+    _refused("mixture", "base_model: base\ngate_mode: hidden\nexperts: [{source_model: expert-1}]\nexperts_per_token: 1\n", "recipe.incomplete"),
 )  # fmt: skip

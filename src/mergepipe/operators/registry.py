@@ -18,6 +18,8 @@ _FAMILIES: tuple[Iterable[Operator], ...] = (
     selective.OPERATORS,
     linear.COPIES,
 )
+COPY: Operator = linear.COPIES[0]
+"""The operator that changes nothing: what else makes tensors, such as a mixture of experts, is run by it."""
 _BUILT_IN: dict[str, Operator] = {operator.spec.name: operator for family in _FAMILIES for operator in family}
 _OPERATORS: dict[str, Operator] = dict(_BUILT_IN)
 

@@ -39,6 +39,9 @@ def weights_needed(recipe: Recipe) -> frozenset[ModelKey]:
 
 
 def _needed(recipe: Recipe) -> Iterator[ModelKey]:
+    if recipe.mixture is not None:
+        yield from (model.key for model in recipe.inputs())
+        return
     for models in (recipe.models, *(module.models for module in recipe.modules)):
         if models:
             yield anchor_of([model.key for model in models], base_key(recipe, recipe.base), is_slice=False)

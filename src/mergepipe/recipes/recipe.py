@@ -183,6 +183,26 @@ class TokenizerRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureExpert:
+    """The prompts that a router sends to an expert, and those that it does not."""
+
+    positive: tuple[str, ...] = ()
+    negative: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of experts built from dense models: `Recipe.models` are its experts, then its shared experts."""
+
+    gate_mode: str
+    experts: tuple[MixtureExpert, ...]
+    shared: tuple[MixtureExpert, ...] = ()
+    experts_per_token: int = 2
+    architecture: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """A validated recipe. References to the same files have equal keys, but for models that are listed again.
 
@@ -206,6 +226,7 @@ class Recipe:
     name: str | None = None
     keeps_dtypes: bool = False
     notices: tuple[Notice, ...] = ()
+    mixture: Mixture | None = None
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.models, self.slices, self.modules))) != 1:

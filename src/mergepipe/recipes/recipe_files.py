@@ -7,10 +7,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from mergepipe.checkpoints.routers import GATE_MODES, RANDOM_MODES
 from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME, DType
 from mergepipe.errors import NotFoundError, Problem, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.operators.custom import load_entry_points
-from mergepipe.operators.registry import has_operator, operator_named, operator_specs
+from mergepipe.operators.registry import COPY, has_operator, operator_named, operator_specs
 from mergepipe.operators.spec import OperatorSpec, Scope
 from mergepipe.recipes.entries import EntryContext, check_base, check_keys, read_models, read_modules, read_slices
 from mergepipe.recipes.fields import (
@@ -23,10 +24,11 @@ from mergepipe.recipes.fields import (
     Strictness,
     describe,
 )
-from mergepipe.recipes.recipe import ModelInput, OutputModule, OutputSlice, Recipe, Setting
+from mergepipe.recipes.recipe import Mixture, MixtureExpert, ModelInput, OutputModule, OutputSlice, Recipe, Setting
 from mergepipe.recipes.references import read_model
 from mergepipe.recipes.tokenizer_source import read_tokenizer
 from mergepipe.recipes.yaml_source import (
+    KeyPath,
     RecipeText,
     Value,
     YamlSource,
@@ -116,6 +118,8 @@ def _cycle(needs: Sequence[Sequence[int]]) -> list[int]:
 AUTO = "auto"
 TORCH = "torch."
 _MIXTURE_KEYS = ("gate_mode", "experts")
+_EXPERT_KEYS = ("source_model", "positive_prompts", "negative_prompts")
+_UNDONE_EXPERT_KEYS = ("noise_scale", "residual_scale")
 DTYPE_NAMES = (*DTYPES_BY_RECIPE_NAME, AUTO)
 
 
@@ -179,9 +183,7 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
         reader.refuse("recipe.value", (), message)
         return None
     if "merge_method" not in root and any(key in root for key in _MIXTURE_KEYS):
-        what = "a recipe that builds a mixture of experts (gate_mode, experts) is"
-        reader.unsupported((), what, "mergekit-moe makes it, and MergePipe merges what comes out")
-        return None
+        return _mixture_recipe(reader, root)
     _check_keys(reader, root)
     operator = _operator(reader, root)
     dtypes = _dtypes(reader, root)
@@ -201,6 +203,103 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
     tokenizer = read_tokenizer(reader, root, recipe.inputs(), has_base=base is not None)
     keeps_dtypes = AUTO in (root.get("out_dtype"), root.get("dtype"))
     return replace(recipe, tokenizer=tokenizer, chat_template=template, name=name, keeps_dtypes=keeps_dtypes)
+
+
+def _mixture_recipe(reader: DocumentReader, root: dict[str, Value]) -> Recipe | None:
+    """Read a recipe of mergekit-moe: dense models of which a mixture of experts is built."""
+    known = (
+        "base_model",
+        *_MIXTURE_KEYS,
+        "shared_experts",
+        "experts_per_token",
+        "architecture",
+        "dtype",
+        "seed",
+        "name",
+    )
+    reader.unknown_keys(root, known, ())
+    base = _base(reader, root)
+    if base is None and root.get("base_model") is None:
+        reader.refuse("recipe.incomplete", ("base_model",), "a mixture of experts needs base_model")
+    mode = "hidden" if root.get("gate_mode") is None else reader.text(root["gate_mode"], ("gate_mode",))
+    if mode is not None and mode not in GATE_MODES:
+        hint = did_you_mean(shortened(mode), list(GATE_MODES))
+        reader.refuse("recipe.unknown-name", ("gate_mode",), f"unknown gate mode '{shortened(mode)}'", hint)
+    experts = _mixture_experts(reader, root.get("experts"), ("experts",))
+    shared = _mixture_experts(reader, root["shared_experts"], ("shared_experts",)) if root.get("shared_experts") else ()
+    per_token, seed = (_whole(reader, root, *bounds) for bounds in (("experts_per_token", 2, 1), ("seed", 0, 0)))
+    if experts and len(experts) < per_token:
+        message = f"{len(experts)} experts, and {per_token} answer each token"
+        reader.refuse("recipe.value", ("experts",), message, "name more experts, or lower experts_per_token")
+    if experts and mode not in RANDOM_MODES:
+        _check_prompts(reader, [expert for _, expert in experts], [expert for _, expert in shared or ()])
+    architecture = reader.text(root["architecture"], ("architecture",)) if root.get("architecture") else None
+    name = None if root.get("name") is None else reader.text(root["name"], ("name",))
+    dtype = _dtype(reader, root, "dtype")
+    if base is None or mode is None or experts is None or shared is None:
+        return None
+    models = tuple(model for model, _ in (*experts, *shared))
+    mixture = Mixture(
+        mode, tuple(e for _, e in experts), tuple(e for _, e in shared), per_token, architecture, seed
+    )  # fmt: skip
+    source = reader.source
+    return Recipe(source.path, source.text, COPY.spec, base, models, {}, dtype, None, name=name, mixture=mixture)
+
+
+def _mixture_experts(
+    reader: DocumentReader, value: Value, at: KeyPath
+) -> tuple[tuple[ModelInput, MixtureExpert], ...] | None:
+    """Parse the experts of a mixture; None if there are none or one is invalid."""
+    if not isinstance(value, list) or not value:
+        reader.wrong_kind(value, at, "a list of experts", "write '- source_model: PATH'")
+        return None
+    read = []
+    for index, item in enumerate(value):
+        entry = reader.mapping(item, (*at, index)) or {}
+        reader.unknown_keys(entry, (*_EXPERT_KEYS, *_UNDONE_EXPERT_KEYS), (*at, index))
+        for key in _UNDONE_EXPERT_KEYS:
+            if entry.get(key) is not None:
+                reader.unsupported((*at, index, key), f"{key} is", "leave it out")
+        if entry.get("source_model") is None:
+            reader.refuse("recipe.incomplete", (*at, index, "source_model"), "the expert has no source_model")
+            continue
+        model = read_model(reader, entry["source_model"], (*at, index, "source_model"), {}, (*at, index))
+        prompts = [_prompts(reader, entry.get(key), (*at, index, key)) for key in _EXPERT_KEYS[1:]]
+        if model is not None:
+            read.append((model, MixtureExpert(*prompts)))
+    return tuple(read) if len(read) == len(value) else None
+
+
+def _prompts(reader: DocumentReader, value: Value, at: KeyPath) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        reader.wrong_kind(value, at, "a list of texts")
+        return ()
+    return tuple(map(str, value))
+
+
+def _check_prompts(reader: DocumentReader, experts: Sequence[MixtureExpert], shared: Sequence[MixtureExpert]) -> None:
+    """Report experts that a router made from prompts could not tell apart."""
+    for index, expert in enumerate(experts):
+        if not expert.positive:
+            message = "the expert has no positive_prompts, which its router is made from"
+            reader.refuse("recipe.incomplete", ("experts", index), message, "write some, or gate_mode: random")
+    if len(experts) > 1 and experts[0].positive and len(set(experts)) == 1:
+        message = "the prompts of all experts are the same, so that the router cannot tell them apart"
+        reader.refuse("recipe.value", ("experts",), message, "write prompts that each expert is for")
+    if len({bool(expert.positive) for expert in shared}) > 1:
+        reader.refuse("recipe.value", ("shared_experts",), "some have prompts and others have none")
+
+
+def _whole(reader: DocumentReader, root: dict[str, Value], key: str, default: int, least: int) -> int:
+    value = root.get(key)
+    if value is None:
+        return default
+    if type(value) is not int or not least <= value < 1 << 32:
+        reader.wrong_kind(value, (key,), f"a whole number from {least} on")
+        return default
+    return value
 
 
 def _check_keys(reader: DocumentReader, root: dict[str, Value]) -> None:

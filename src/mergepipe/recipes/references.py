@@ -218,7 +218,7 @@ def _why_missing(store: Store, path: Location, shown: str) -> str | None:
 
 
 _ABSOLUTE = re.compile(r"/|~/|file:///")
-_NO_PATHS = ("filter", "name")
+_NO_PATHS = ("filter", "name", "positive_prompts", "negative_prompts")
 """Keys whose values are patterns or names, whatever they look like."""
 _PLAIN = re.compile(r"[A-Za-z_.][A-Za-z0-9_.-]*/[A-Za-z0-9_./+-]*")
 """Texts that are strings in YAML without quotes."""

@@ -349,7 +349,12 @@ def _opened(
     if recipe.tokenizer is not None:
         alignment = align_vocabulary(recipe.tokenizer, checkpoints, store, has_base=recipe.base is not None)
     aligned = checkpoints if alignment is None else alignment.checkpoints
-    resolution = resolve(recipe, aligned, tuple(allow_dropped), strictness)
+    if recipe.mixture is None:
+        resolution = resolve(recipe, aligned, tuple(allow_dropped), strictness)
+    else:
+        from mergepipe.recipes.mixture import resolve_mixture  # most recipes build none
+
+        resolution = resolve_mixture(recipe, checkpoints, store)
     left_over = tuple(
         DroppedTensor(model.text, name, REASON_ALLOWED)
         for model, checkpoint in zip(models, checkpoints, strict=True)
@@ -410,7 +415,7 @@ def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermed
 
     operator = operator_named(inputs.recipe.operator.name)
     tensors = {task.name: _merged(task, operator.spec.name) for task in inputs.resolution.tasks}
-    lends_sidecars = inputs.alignment is None and inputs.resolution.n_layers is None
+    lends_sidecars = inputs.recipe.mixture is None and inputs.alignment is None and inputs.resolution.n_layers is None
     is_staged = not (lends_sidecars and all(can_fuse(t.task, operator, t.inputs) for t in tensors.values()))
     if is_staged and stage is not None:
         return Intermediate(inputs, open_checkpoint(store, Location.local(stage(inputs))), is_staged=True)
