@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import mergepipe
 from mergepipe.errors import MismatchError, RecipeError, UnsupportedError
+from mergepipe.jobs.merge_lora import common_bases, core_of
 from mergepipe.options import OutputOptions
 
 PREFIX = "base_model.model."
@@ -195,3 +196,28 @@ def test_merge_lora__refuses_what_has_no_sum(tmp_path: Path, name: str, error: t
     with pytest.raises(error, match=words):
         mergepipe.merge_lora(adapters, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+_KINDS = ("unrelated", "one twice", "cancelling", "of other lengths", "of zeros", "of more rank than rows")
+
+
+@pytest.mark.parametrize("case", _KINDS)
+def test_common_bases__are_orthonormal_and_hold_every_delta(case: str) -> None:
+    rng = np.random.default_rng(7)
+    pairs = [(rng.standard_normal((96, 8)), rng.standard_normal((8, 64))) for _ in range(4)]
+    up, down = pairs[0]
+    pairs = {
+        "unrelated": pairs,
+        "one twice": [*pairs, (up * 1.5, down)],
+        "cancelling": [*pairs, (-up, down)],
+        "of other lengths": [(up * 1e-9, down * 1e9), *pairs[1:], (up[:, :2] * 1e-5, down[:2])],
+        "of zeros": [(up * 0.0, down), (up * 0.0, down)],
+        "of more rank than rows": [(up[:16], down[:, :20]) for up, down in pairs],
+    }[case]
+    bases = common_bases(pairs)
+    for basis in bases:
+        np.testing.assert_allclose(basis.T @ basis, np.eye(basis.shape[1]), atol=1e-13)
+    for up, down in pairs:
+        size = np.linalg.norm(up) * np.linalg.norm(down)
+        applied = bases[0] @ core_of((up, down), bases) @ bases[1].T
+        np.testing.assert_allclose(applied, up @ down, atol=1e-12 * max(size, 1e-9))

@@ -339,9 +339,26 @@ def common_bases(pairs: Sequence[Pair]) -> Pair:
     Source: A. Panariello et al., "Accurate and efficient low-rank model merging in core space", arXiv 2509.17786: the
     singular vectors of the stacked factors. A rank that exceeds M or N is cut to it, which loses nothing.
     """
-    left = np.linalg.svd(np.hstack([up for up, _ in pairs]), full_matrices=False)[0]
-    right = np.linalg.svd(np.vstack([down for _, down in pairs]).T, full_matrices=False)[0]
-    return left, right
+    return _singular_vectors(np.hstack([up for up, _ in pairs])), _singular_vectors(np.vstack([d for _, d in pairs]).T)
+
+
+def _singular_vectors(columns_MK: Matrix) -> Matrix:
+    """Return the left singular vectors of a tall matrix, (M, U), largest first: small matrices alone are decomposed.
+
+    Eight adapters of 8B shapes are merged in a quarter of the time that SVDs of M x K take. The Gram matrix of the
+    columns, each scaled to length 1, gives vectors that span them, a second one sets right what rounding skewed, and an
+    SVD of K x K turns them. A combination of scaled columns that is shorter than 3e-7 is left out: columns in float32
+    do not tell it from rounding.
+    """
+    if columns_MK.shape[0] <= columns_MK.shape[1]:
+        return np.asarray(np.linalg.svd(columns_MK, full_matrices=False)[0])
+    lengths_K = np.linalg.norm(columns_MK, axis=0)
+    scaled_ML = columns_MK[:, lengths_K > 0] / lengths_K[lengths_K > 0]
+    squares, vectors = np.linalg.eigh(scaled_ML.T @ scaled_ML)
+    skewed_MU = scaled_ML @ (vectors / np.sqrt(np.maximum(squares, 1e-13)))[:, squares > 1e-13]
+    squares, vectors = np.linalg.eigh(skewed_MU.T @ skewed_MU)
+    basis_MU = skewed_MU @ ((vectors / np.sqrt(squares)) @ vectors.T)
+    return np.asarray(basis_MU @ np.linalg.svd(basis_MU.T @ columns_MK, full_matrices=False)[0])
 
 
 def core_of(pair: Pair, bases: Pair) -> Matrix:
