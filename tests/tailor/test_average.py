@@ -28,7 +28,7 @@ from mergepipe.tailor.average_recipe import SCHEMES, AverageRequest, OptimizerSt
 from mergepipe.tailor.averaging import AverageCheck, Averaging, _made_states, open_averaging
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Piece, StoredState
 from mergepipe.tailor.composition_plan import unpacked
-from mergepipe.tailor.copy_plan import AverageRange, ElementRange, FilePlan, average_states, joined
+from mergepipe.tailor.copy_plan import AverageRange, ElementRange, FilePlan, joined, patch_states
 from mergepipe.tailor.copy_writer import Copier
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from support.stores import MetadataStore
@@ -173,11 +173,11 @@ def test_average__casts_once_and_says_the_dtype(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, 40_000), max_size=3), min_size=2, max_size=5), st.integers(1, 30_000))
-def test_average_states__covers_every_element_once(cuts: list[list[int]], n_elements: int) -> None:
+def test_patch_states__covers_every_element_once(cuts: list[list[int]], n_elements: int) -> None:
     states = [_state(number, cut, n_elements) for number, cut in enumerate(cuts)]
     target = _state(99, [n_elements // 2], n_elements)
     covered = 0
-    for _, patch in average_states(states, (1.0,) * len(states), target):
+    for _, patch in patch_states(states, target, (1.0,) * len(states)):
         assert isinstance(patch.segment, AverageRange)
         assert all(part.offset % 4 == 0 for part in patch.segment.parts)
         covered += patch.segment.n_elements
@@ -259,7 +259,7 @@ def test_copier__averages_many_files_in_little_memory(tmp_path: Path) -> None:
     place = Piece(Location.local(tmp_path / "out"), 0, 2 * n_elements, Span(0, n_elements))
     target = StoredState("p", WEIGHT, BF16, (n_elements,), (place,))
     weights = scheme_weights("decay-cosine", 40)
-    plan = FilePlan("out", tuple(patch.segment for _, patch in average_states(states, weights, target)))
+    plan = FilePlan("out", tuple(patch.segment for _, patch in patch_states(states, target, weights)))
     Copier(LocalStore(), copy_writer.FEWEST_BYTES, lambda _: None).write(plan, tmp_path / "out")
     made = np.frombuffer((tmp_path / "out").read_bytes(), ml_dtypes.bfloat16).astype(np.float64)
     wanted = mean(values, weights)

@@ -22,9 +22,10 @@ from mergepipe.storage.ranges import PAGE_BYTES
 from mergepipe.tailor.archives import stale_checksums
 from mergepipe.tailor.checkpoint import Piece, StoredState
 from mergepipe.tailor.copy_plan import (
-    CastRange,
+    AverageRange,
     Checksum,
     CopyRange,
+    ElementRange,
     FilePlan,
     Literal,
     Patch,
@@ -34,7 +35,6 @@ from mergepipe.tailor.copy_plan import (
     joined,
     patch_states,
     patched_file,
-    source_bytes,
 )
 from mergepipe.tailor.copy_writer import FEWEST_BYTES, ChecksumRenewal, Copier, cast_bytes, values_of
 from support.faults import drop_from_page_cache
@@ -74,7 +74,7 @@ def test_patch_states__puts_every_element_in_its_place(data: st.DataObject, n_el
         files[piece.file.name][piece.offset : piece.offset + piece.nbytes] = content
     out = {name: bytearray(1000) for name in "ab"}
     patched = 0
-    for file, patch in patch_states(given_state, target):
+    for file, patch in patch_states([given_state], target):
         assert isinstance(patch.segment, CopyRange)
         source = patch.segment
         out[file.name][patch.offset : patch.stop] = files[source.file.name][
@@ -87,6 +87,10 @@ def test_patch_states__puts_every_element_in_its_place(data: st.DataObject, n_el
     assert patched == target.nbytes
 
 
+def cast_range(file: Path, offset: int, n_elements: int) -> AverageRange:
+    return AverageRange((ElementRange(Location.local(file), offset, F32),), (1.0,), n_elements, BF16)
+
+
 RANGES = st.builds(
     lambda file, offset, nbytes, own: CopyRange(Location.local(Path(file)), offset, nbytes, own),
     st.sampled_from("ab"), st.integers(0, 60_000), st.integers(0, 40_000), st.booleans(),
@@ -95,7 +99,7 @@ SEGMENTS = st.lists(
     RANGES
     | st.builds(Literal, st.binary(max_size=5000))
     | st.builds(
-        lambda at, n: CastRange(Location.local(Path("a")), 4 * at, n, F32, BF16),
+        lambda at, n: cast_range(Path("a"), 4 * at, n),
         st.integers(0, 250),
         st.integers(0, 9000),
     ),
@@ -106,8 +110,9 @@ SEGMENTS = st.lists(
 def content_of(segment: Segment, files: dict[str, bytes]) -> bytes:
     if isinstance(segment, CopyRange):
         return files[segment.file.name][segment.offset : segment.offset + segment.nbytes]
-    if isinstance(segment, CastRange):
-        raw = files[segment.file.name][segment.offset : segment.offset + source_bytes(segment)]
+    if isinstance(segment, AverageRange):
+        (part,) = segment.parts
+        raw = files[part.file.name][part.offset : part.offset + 4 * segment.n_elements]
         return np.frombuffer(raw, np.float32).astype(ml_dtypes.bfloat16).tobytes()
     assert isinstance(segment, Literal)
     return segment.content
@@ -208,7 +213,7 @@ def test_copier__writes_what_is_planned(tmp_path: Path, is_cold: bool, memory_by
     segments: list[Segment] = [
         CopyRange(Location.local(tmp_path / "b"), 3, 11_000_003, is_skeleton=True),
         *(CopyRange(Location.local(tmp_path / "a"), 5 * i, 5, is_skeleton=False) for i in range(0, 4000, 2)),
-        CastRange(Location.local(tmp_path / "a"), 4, 29_000, F32, BF16),
+        cast_range(tmp_path / "a", 4, 29_000),
         Literal(b"literal"),
         CopyRange(Location.local(tmp_path / "b"), 11_000_006, 8_999_995, is_skeleton=True),
     ]

@@ -56,7 +56,6 @@ from mergepipe.tailor.copy_plan import (
     FilePlan,
     Literal,
     Segment,
-    average_states,
     joined,
     patch_states,
 )
@@ -259,7 +258,7 @@ class Averaging:
         for (name, kind), target in self.newest.states.items():
             values = self.averaged(name, kind)
             if values:
-                patches.average(values, self.weights, target)
+                patches.state(values, target, self.weights)
         overlay = StateOverlay(list_skeleton(self.store, self.newest))
         return (plan_file(self.store, file, patches, overlay) for file in overlay.files)
 
@@ -311,9 +310,8 @@ class Averaging:
             target = _whole_state(spec)
             values = self._values(self.names[spec.name], WEIGHT)
             is_average = len(values) > 1 and spec.dtype.kind is DTypeKind.FLOAT
-            patches = average_states(values, self.weights, target) if is_average else patch_states(values[-1], target)
-            for _, patch in patches:
-                yield patch.segment
+            patches = patch_states(values, target, self.weights) if is_average else patch_states(values[-1:], target)
+            yield from (patch.segment for _, patch in patches)
 
 
 _WRAPPERS = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})

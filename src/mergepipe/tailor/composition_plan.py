@@ -24,15 +24,7 @@ from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import plan_edited, stale_checksums
 from mergepipe.tailor.assignment import Assignment, StepChoice, choose_steps, layer_count, staleness_of
 from mergepipe.tailor.checkpoint import Framework, Packing, Piece, StoredState
-from mergepipe.tailor.copy_plan import (
-    FilePlan,
-    Literal,
-    Patch,
-    Segment,
-    average_states,
-    patch_states,
-    patched_file,
-)
+from mergepipe.tailor.copy_plan import FilePlan, Literal, Patch, Segment, patch_states, patched_file
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, METADATA_NAME, merge_state, read_dcp_metadata, unpack_piece
 from mergepipe.tailor.formats.deepspeed import LATEST_NAME, ZERO_FORMAT, base_optimizer_path, list_zero_files
 from mergepipe.tailor.formats.hf_trainer import (
@@ -77,7 +69,7 @@ def plan_composition(store: Store, assignment: Assignment) -> CompositionPlan:
     patches = PatchCollector(store)
     for (name, kind), target in assignment.skeleton.states.items():
         if not assignment.keeps(name):
-            patches.state(assignment.state_of(name, kind), target)
+            patches.state([assignment.state_of(name, kind)], target)
     for choice in steps:
         patches.step(choice)
     overlay = overlay_state(store, assignment, list_skeleton(store, assignment.skeleton))
@@ -94,16 +86,11 @@ class PatchCollector:
         self.windows: dict[Location, dict[int, Window]] = defaultdict(dict)
         self.edits: dict[Location, dict[PicklePath, object]] = defaultdict(dict)
 
-    def state(self, source: StoredState, target: StoredState) -> None:
-        """Copy the values of `given` to the places of `target`."""
+    def state(self, sources: Sequence[StoredState], target: StoredState, weights: tuple[float, ...] = (1.0,)) -> None:
+        """Write the values of a state, or the average of several, to the places of `target`."""
         self._note_windows(target.pieces)
-        for file, patch in patch_states(unpacked(self._store, source), unpacked(self._store, target)):
-            self.by_file[file].append(patch)
-
-    def average(self, sources: Sequence[StoredState], weights: tuple[float, ...], target: StoredState) -> None:
-        """Write the average of raw states to the places of `target`."""
-        self._note_windows(target.pieces)
-        for file, patch in average_states(sources, weights, unpacked(self._store, target)):
+        raw = [unpacked(self._store, source) for source in sources]
+        for file, patch in patch_states(raw, unpacked(self._store, target), weights):
             self.by_file[file].append(patch)
 
     def step(self, choice: StepChoice) -> None:
@@ -142,7 +129,7 @@ def state_segments(store: Store, stored: StoredState, span: Span, dtype: DType) 
     """Yield the segments of the elements `span` of a source's state, in order, as values of `dtype`."""
     place = Piece(_MEMBER, 0, span.n_elements * dtype.itemsize, span)
     target = StoredState(stored.parameter, stored.kind, dtype, stored.shape, (place,) if span.n_elements else ())
-    for _, patch in patch_states(unpacked(store, stored), target):
+    for _, patch in patch_states([unpacked(store, stored)], target):
         yield patch.segment
 
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from mergepipe.core.blocks import DType
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES, round_up
-from mergepipe.tailor.checkpoint import Piece, StoredState
+from mergepipe.tailor.checkpoint import StoredState
 
 # --- the copy plan as values: every output file as ordered byte ranges of the sources. Pure ---
 
@@ -27,21 +27,6 @@ class CopyRange:
 
 
 @dataclass(frozen=True, slots=True)
-class CastRange:
-    """Elements stored as `stored` at `offset` of `file`, written as `wanted` (round to nearest even)."""
-
-    file: Location
-    offset: int
-    n_elements: int
-    stored: DType
-    wanted: DType
-
-    @property
-    def nbytes(self) -> int:
-        return self.n_elements * self.wanted.itemsize
-
-
-@dataclass(frozen=True, slots=True)
 class ElementRange:
     """Elements stored as `dtype` from `offset` of `file` on."""
 
@@ -52,7 +37,10 @@ class ElementRange:
 
 @dataclass(frozen=True, slots=True)
 class AverageRange:
-    """`n_elements` elements of several files, their average with `weights` (which sum to 1) written as `wanted`."""
+    """`n_elements` elements of some files, their average with `weights` (which sum to 1) written as `wanted`.
+
+    Of one file it is a cast: each element rounded to the nearest of `wanted`, ties to even.
+    """
 
     parts: tuple[ElementRange, ...]
     weights: tuple[float, ...]
@@ -89,7 +77,7 @@ class Checksum:
     places: tuple[int, ...]
 
 
-Segment: TypeAlias = CopyRange | CastRange | AverageRange | Literal
+Segment: TypeAlias = CopyRange | AverageRange | Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,47 +121,20 @@ class FilePlan:
 def _files_of(segment: Segment) -> tuple[Location, ...]:
     if isinstance(segment, AverageRange):
         return tuple(part.file for part in segment.parts)
-    return (segment.file,) if isinstance(segment, CopyRange | CastRange) else ()
+    return (segment.file,) if isinstance(segment, CopyRange) else ()
 
 
 def source_bytes(segment: Segment) -> int:
     """Return the bytes that a segment reads."""
     if isinstance(segment, AverageRange):
         return segment.n_elements * sum(part.dtype.itemsize for part in segment.parts)
-    if isinstance(segment, CastRange):
-        return segment.n_elements * segment.stored.itemsize
     return segment.nbytes if isinstance(segment, CopyRange) else 0
 
 
-def patch_states(source: StoredState, target: StoredState) -> Iterator[tuple[Location, Patch]]:
-    """Yield (file of the target, patch) that copy the values of `given` to the places of `target`.
-
-    Both must be raw. Law: every element that `target` has a place for is patched once, if `given` has no gaps.
-    """
-    index = 0
-    for place in target.pieces:
-        while index < len(source.pieces) and source.pieces[index].span.stop <= place.span.start:
-            index += 1
-        following = index
-        while following < len(source.pieces) and source.pieces[following].span.start < place.span.stop:
-            yield place.file, _patch(source, source.pieces[following], target, place)
-            following += 1
-
-
-def _patch(source: StoredState, piece: Piece, target: StoredState, place: Piece) -> Patch:
-    start = max(piece.span.start, place.span.start)
-    n_elements = min(piece.span.stop, place.span.stop) - start
-    source_at = piece.offset + (start - piece.span.start) * source.dtype.itemsize
-    target_at = place.offset + (start - place.span.start) * target.dtype.itemsize
-    if source.dtype == target.dtype:
-        return Patch(target_at, CopyRange(piece.file, source_at, n_elements * source.dtype.itemsize, is_skeleton=False))
-    return Patch(target_at, CastRange(piece.file, source_at, n_elements, source.dtype, target.dtype))
-
-
-def average_states(
-    sources: Sequence[StoredState], weights: tuple[float, ...], target: StoredState
+def patch_states(
+    sources: Sequence[StoredState], target: StoredState, weights: tuple[float, ...] = (1.0,)
 ) -> Iterator[tuple[Location, Patch]]:
-    """Yield (file of the target, patch) that write the average of `sources` to the places of `target`.
+    """Yield (file of the target, patch) that write the values of a source, or the average of several, to `target`.
 
     All must be raw and of one shape. Law: every element that `target` has a place for is patched once, if no source
     has gaps.
@@ -184,9 +145,17 @@ def average_states(
     for place in target.pieces:
         first, last = bisect_right(edges, place.span.start), bisect_left(edges, place.span.stop)
         for start, stop in pairwise((place.span.start, *edges[first:last], place.span.stop)):
-            parts = tuple(_element_range(source, start) for source in sources)
-            at = place.offset + (start - place.span.start) * target.dtype.itemsize
-            yield place.file, Patch(at, AverageRange(parts, weights, stop - start, target.dtype))
+            if start < stop:
+                at = place.offset + (start - place.span.start) * target.dtype.itemsize
+                parts = tuple(_element_range(source, start) for source in sources)
+                yield place.file, Patch(at, _values(parts, weights, stop - start, target.dtype))
+
+
+def _values(parts: tuple[ElementRange, ...], weights: tuple[float, ...], n_elements: int, wanted: DType) -> Segment:
+    """Make the segment of some elements: a copy where one source has them in the dtype that is wanted."""
+    if len(parts) > 1 or parts[0].dtype != wanted:
+        return AverageRange(parts, weights, n_elements, wanted)
+    return CopyRange(parts[0].file, parts[0].offset, n_elements * wanted.itemsize, is_skeleton=False)
 
 
 def _element_range(source: StoredState, element: int) -> ElementRange:
@@ -297,27 +266,23 @@ def cut_chunks(segments: Iterable[Segment], chunk_bytes: int) -> Iterator[Chunk]
 
 
 def _room(segment: Segment) -> int:
-    nbytes = source_bytes(segment)
     if isinstance(segment, AverageRange):
         return sum(average_rooms(segment)) + round_up(segment.nbytes, PAGE_BYTES)
-    if nbytes == 0:
-        return 0
-    start = segment.offset if isinstance(segment, CopyRange | CastRange) else 0
-    read = round_up(start + nbytes, PAGE_BYTES) - start // PAGE_BYTES * PAGE_BYTES
-    return read + (round_up(segment.nbytes, PAGE_BYTES) if isinstance(segment, CastRange) else 0)
+    return _whole_pages(segment.offset, segment.nbytes) if isinstance(segment, CopyRange) else 0
+
+
+def _whole_pages(offset: int, nbytes: int) -> int:
+    return round_up(offset + nbytes, PAGE_BYTES) - offset // PAGE_BYTES * PAGE_BYTES
 
 
 def average_rooms(segment: AverageRange) -> tuple[int, ...]:
     """Return the buffer bytes that reading each part needs, in whole pages."""
-    starts = ((part.offset, part.offset + segment.n_elements * part.dtype.itemsize) for part in segment.parts)
-    return tuple(round_up(stop, PAGE_BYTES) - start // PAGE_BYTES * PAGE_BYTES for start, stop in starts)
+    return tuple(_whole_pages(part.offset, segment.n_elements * part.dtype.itemsize) for part in segment.parts)
 
 
 def _cut(segment: Segment, chunk_bytes: int) -> Iterator[Segment]:
     if isinstance(segment, CopyRange):
         yield from _cut_copy(segment, chunk_bytes)
-    elif isinstance(segment, CastRange):
-        yield from _cut_cast(segment, chunk_bytes)
     elif isinstance(segment, AverageRange):
         yield from _cut_average(segment, chunk_bytes)
     else:
@@ -333,13 +298,6 @@ def _cut_copy(segment: CopyRange, chunk_bytes: int) -> Iterator[CopyRange]:
         end = stop if end >= stop else end // PAGE_BYTES * PAGE_BYTES
         yield replace(segment, offset=position, nbytes=end - position)
         position = end
-
-
-def _cut_cast(segment: CastRange, chunk_bytes: int) -> Iterator[CastRange]:
-    step = max(1, chunk_bytes // 2 // max(segment.stored.itemsize, segment.wanted.itemsize) - PAGE_BYTES)
-    for start in range(0, segment.n_elements, step):
-        offset = segment.offset + start * segment.stored.itemsize
-        yield replace(segment, offset=offset, n_elements=min(step, segment.n_elements - start))
 
 
 def _cut_average(segment: AverageRange, chunk_bytes: int) -> Iterator[AverageRange]:

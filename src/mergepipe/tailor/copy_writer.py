@@ -32,7 +32,6 @@ from mergepipe.storage.output import CHUNK_BYTES, OutputFile
 from mergepipe.storage.ranges import PAGE_BYTES, BufferPool, read_exact
 from mergepipe.tailor.copy_plan import (
     AverageRange,
-    CastRange,
     Checksum,
     Chunk,
     CopyRange,
@@ -139,7 +138,6 @@ class Copier:
 
     def write_all(self, jobs: Sequence[tuple[FilePlan, Path]]) -> tuple[Digested, ...]:
         """Write the file that each plan describes at its path, durably; the next is read while one is written."""
-        targets = [_Target(plan, path, self._store.ledger) for plan, path in jobs]
         written: list[Digested] = []
         with (
             _Sources(self._store, [plan for plan, _ in jobs]) as sources,
@@ -148,12 +146,11 @@ class Copier:
         ):
             chunk_bytes = _chunk_bytes([plan for plan, _ in jobs], self._room_bytes)
             pool = BufferPool(buffer_bytes_for(chunk_bytes), min(self._room_bytes, _POOL_BYTES))
-            flow = _Flow(pool, readers, writer, sources, targets)
-            steps = _steps([plan for plan, _ in jobs], chunk_bytes)
-            for index, steps_of_file in groupby(flow.run(steps), key=lambda pair: pair[0].index):
+            flow = _Flow(pool, readers, writer, sources, _Outputs(jobs, self._store.ledger))
+            for index, steps in groupby(flow.run(_steps(jobs, chunk_bytes)), key=lambda pair: pair[0].index):
                 plan = jobs[index][0]
                 renewal = ChecksumRenewal(plan.checksums)
-                for _, views in steps_of_file:
+                for _, views in steps:
                     renewal.pass_through(views)
                     self._on_advance(sum(view.size for view in views))
                 written.append(Digested(plan.name, plan.size_bytes, renewal.digest()))
@@ -183,8 +180,8 @@ class _Step:
     is_last: bool
 
 
-def _steps(plans: Iterable[FilePlan], chunk_bytes: int) -> Iterator[_Step]:
-    for index, plan in enumerate(plans):
+def _steps(jobs: Iterable[tuple[FilePlan, Path]], chunk_bytes: int) -> Iterator[_Step]:
+    for index, (plan, _) in enumerate(jobs):
         chunks = cut_chunks(plan.segments, chunk_bytes)
         current = next(chunks, Chunk(()))
         for following in chunks:
@@ -225,29 +222,32 @@ class _Sources:
                 self._open.pop(path).close()
 
 
-class _Target:
-    """One output file: created with its first bytes, durable and closed after its last. Used from one thread."""
+class _Outputs:
+    """The output files in their order: each is made with its first bytes, durable and closed after its last.
 
-    def __init__(self, plan: FilePlan, path: Path, ledger: Ledger) -> None:
-        self._size_bytes = plan.size_bytes
-        self._path = path
+    Used from one thread.
+    """
+
+    def __init__(self, jobs: Sequence[tuple[FilePlan, Path]], ledger: Ledger) -> None:
+        self._jobs = jobs
         self._ledger = ledger
-        self._output: OutputFile | None = None
+        self._open: OutputFile | None = None
 
-    def append(self, views: Iterable[Bytes], *, is_last: bool) -> None:
-        if self._output is None:
-            self._output = OutputFile(self._path, self._size_bytes, self._ledger)
+    def append(self, step: _Step, views: Iterable[Bytes]) -> None:
+        if self._open is None:
+            plan, path = self._jobs[step.index]
+            self._open = OutputFile(path, plan.size_bytes, self._ledger)
         for view in views:
-            self._output.append(view)
-        if is_last:
-            self._output.close()
-            self._output = None  # and its buffer with it
+            self._open.append(view)
+        if step.is_last:
+            self._open.close()
+            self._open = None  # and its buffer with it
 
     def abandon(self) -> None:
-        """Close the file if open; it stays incomplete."""
-        if self._output is not None:
-            self._output.__exit__(None, None, None)
-            self._output = None
+        """Close the file that is open; it stays incomplete."""
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
 
 
 class _Flow:
@@ -259,13 +259,13 @@ class _Flow:
         readers: ThreadPoolExecutor,
         writer: ThreadPoolExecutor,
         sources: _Sources,
-        targets: Sequence[_Target],
+        outputs: _Outputs,
     ) -> None:
         self._pool = pool
         self._readers = readers
         self._writer = writer
         self._sources = sources
-        self._targets = targets
+        self._outputs = outputs
         self._reads: deque[tuple[_Step, Future[list[Bytes]], Bytes]] = deque()
         self._writes: deque[tuple[Future[None], Bytes]] = deque()
         self._upcoming: _Step | None = None
@@ -279,8 +279,7 @@ class _Flow:
                 step, reading, buffer = self._reads.popleft()
                 views = reading.result()
                 yield step, views
-                append = self._targets[step.index].append
-                self._writes.append((self._writer.submit(append, views, is_last=step.is_last), buffer))
+                self._writes.append((self._writer.submit(self._outputs.append, step, views), buffer))
                 if step.is_last:
                     self._sources.close_after(step.index)
                 self._collect(at_most=self._pool.limit // 2)
@@ -307,18 +306,11 @@ class _Flow:
 
     def _settle(self) -> None:
         """After a failure, wait for pending reads and writes, so that no thread uses a buffer any more."""
-        for _, reading, buffer in self._reads:
-            if not reading.cancel():
-                reading.exception()
-            self._pool.give_back(buffer)
-        for writing, buffer in self._writes:
-            if not writing.cancel():
-                writing.exception()
-            self._pool.give_back(buffer)
-        self._reads.clear()
-        self._writes.clear()
-        for target in self._targets:
-            target.abandon()
+        pending: list[Future[Any]] = [reading for _, reading, _ in self._reads]
+        for waiting in (*pending, *(writing for writing, _ in self._writes)):
+            if not waiting.cancel():
+                waiting.exception()
+        self._outputs.abandon()
 
 
 def _fill(chunk: Chunk, buffer: Bytes, files: Mapping[Location, RangeFile]) -> list[Bytes]:
@@ -333,17 +325,21 @@ def _part(part: Part, room: Bytes, files: Mapping[Location, RangeFile]) -> Bytes
     if isinstance(segment, CopyRange):
         stop = segment.offset + segment.nbytes
         return read_exact(files[segment.file], segment.offset, stop, _purpose(segment), room)
-    if isinstance(segment, CastRange):
-        stop = segment.offset + segment.n_elements * segment.stored.itemsize
-        raw = read_exact(files[segment.file], segment.offset, stop, Purpose.EXPERT, room)
-        return cast_bytes(raw, segment.stored, segment.wanted, segment.file, in_place=True)
     if isinstance(segment, AverageRange):
         return _average(segment, room, files)
     return np.frombuffer(bytearray(segment.content), np.uint8)
 
 
 def _average(segment: AverageRange, room: Bytes, files: Mapping[Location, RangeFile]) -> Bytes:
-    """Read every part and average them with the merge engine's linear operator, behind them in the room."""
+    """Read every part and average them with the merge engine's linear operator, behind them in the room.
+
+    One part alone is cast, in its place where the result is no wider.
+    """
+    if len(segment.parts) == 1:
+        (part,) = segment.parts
+        stop = part.offset + segment.n_elements * part.dtype.itemsize
+        raw = read_exact(files[part.file], part.offset, stop, Purpose.EXPERT, room)
+        return cast_bytes(raw, part.dtype, segment.wanted, part.file, in_place=True)
     offsets, start = [], 0
     for part, nbytes in zip(segment.parts, average_rooms(segment), strict=True):
         stop = part.offset + segment.n_elements * part.dtype.itemsize

@@ -85,7 +85,7 @@ class _Export:
         skeleton = self.assignment.skeleton
         for (name, kind), target in skeleton.states.items():
             if kind in DERIVED_KINDS and not self.assignment.keeps(name):
-                patches.state(self.assignment.state_of(name, kind), target)
+                patches.state([self.assignment.state_of(name, kind)], target)
         for file in self.overlay.files:
             if file.path not in self.zero.optimizer.values() and file.name != LATEST_NAME:
                 yield plan_file(self.store, file, patches, self.overlay)
