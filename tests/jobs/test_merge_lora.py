@@ -218,6 +218,6 @@ def test_common_bases__are_orthonormal_and_hold_every_delta(case: str) -> None:
     for basis in bases:
         np.testing.assert_allclose(basis.T @ basis, np.eye(basis.shape[1]), atol=1e-13)
     for up, down in pairs:
-        size = np.linalg.norm(up) * np.linalg.norm(down)
+        size = float(np.linalg.norm(up) * np.linalg.norm(down))
         applied = bases[0] @ core_of((up, down), bases) @ bases[1].T
         np.testing.assert_allclose(applied, up @ down, atol=1e-12 * max(size, 1e-9))
