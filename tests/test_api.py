@@ -86,8 +86,11 @@ EXPORTED = [
     "lineage",
     "list_snapshots",
     "load_file",
+    "load_model",
     "merge",
+    "merge_into",
     "merge_lora",
+    "merged_tensors",
     "operator",
     "pack",
     "parts_status",
@@ -119,6 +122,9 @@ CALLS: dict[str, tuple[str, str, Any]] = {
     "sweep": ("recipe budgets", "options on_progress", SweepOptions),
     "pack": ("base experts out", "options on_progress", PackOptions),
     "load_file": ("path", "base framework threads", None),
+    "merged_tensors": ("recipe", "framework only options", MergeOptions),
+    "load_model": ("recipe", "torch_dtype device_map options", MergeOptions),
+    "merge_into": ("model recipe", "only changed_from options", MergeOptions),
     "apply_lora": ("base adapters out", "options on_progress", ApplyLoraOptions),
     "merge_lora": ("adapters out", "options", MergeLoraOptions),
     "extract_lora": ("base model out", "options on_progress", ExtractLoraOptions),
@@ -179,7 +185,7 @@ def test_package__every_report_of_a_call_is_exported() -> None:
     public = [call for call in calls if not call.__name__.startswith("_")]
     assert {call.__name__ for call in public} == CALLS.keys()
     returned = {word for call in public for word in re.findall(r"[A-Z]\w+", inspect.signature(call).return_annotation)}
-    assert returned - set(EXPORTED) == {"None"}
+    assert returned - set(EXPORTED) == {"None", "Any", "Iterator"}
 
 
 def test_help__shows_the_example_and_every_name() -> None:

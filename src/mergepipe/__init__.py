@@ -22,6 +22,8 @@ Packing experts
     apply_lora, merge_lora, extract_lora
 Reading models
     load_file, LoadedTensors
+Merges that are not written
+    merged_tensors, load_model, merge_into
 Looking after snapshots
     list_snapshots, show, lineage, diff, verify, repair, replay, push, gc
 The catalog
@@ -51,8 +53,11 @@ if TYPE_CHECKING:
         lineage,
         list_snapshots,
         load_file,
+        load_model,
         merge,
+        merge_into,
         merge_lora,
+        merged_tensors,
         pack,
         parts_status,
         plan,
@@ -166,8 +171,11 @@ __all__ = [
     "lineage",
     "list_snapshots",
     "load_file",
+    "load_model",
     "merge",
+    "merge_into",
     "merge_lora",
+    "merged_tensors",
     "operator",
     "pack",
     "parts_status",

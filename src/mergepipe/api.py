@@ -4,6 +4,7 @@ Making models: `check`, `merge`.
 Under a budget: `analyze`, `plan`, `store_plan`, `run`, `explain`, `sweep`.
 On many machines: `run_part`, `parts_status`.
 Packing experts: `pack`, `unpack`. Adapters: `apply_lora`, `merge_lora`, `extract_lora`. Reading models: `load_file`.
+Merges that are not written: `merged_tensors`, `load_model`, `merge_into`.
 Looking after snapshots: `list_snapshots`, `show`, `lineage`, `diff`, `verify`, `repair`, `replay`,
 `push`, `gc`.
 The catalog: `catalog_stats`, `rebuild_catalog`.
@@ -18,7 +19,7 @@ Jobs are imported when they are called, so that importing this module costs noth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -446,6 +447,103 @@ def load_file(
     from mergepipe.jobs.load import load_tensors
 
     return load_tensors(Location.of(path), base=_location(base), framework=framework, threads=n_threads)
+
+
+def merged_tensors(
+    recipe: str | Path | Mapping[str, object],
+    *,
+    framework: str = "numpy",
+    only: Collection[str] | None = None,
+    options: OutputOptions | None = None,
+    **fields: Any,
+) -> Iterator[tuple[str, Any]]:
+    """Yield what `merge` would write, `(name, tensor)` in the order of its files, bit for bit; nothing is written.
+
+    The inputs are opened and the budget is planned when it is called, tensors are made while they are taken. Memory:
+    that of a merge (`memory`), and three tensors. `load_weights` of vLLM and SGLang takes such an iterator, with
+    `framework="torch"`.
+
+    Args:
+        recipe: see `check`.
+        framework: see `load_file`.
+        only: names of the tensors that are wanted; default, all.
+        options: as of `merge`, by keywords too: `budget="10%"`, `seed=7`.
+
+    Raises:
+        MergePipeError: as `merge`; of what is found while tensors are made, from the iterator.
+    """
+    from mergepipe.jobs.load import tensors_of
+    from mergepipe.jobs.merged_tensors import OpenedMerge
+
+    tensors_of(framework)
+    merge = OpenedMerge(_recipe(recipe), MergeOptions.of(options, fields))
+
+    def made() -> Iterator[tuple[str, Any]]:
+        with merge:
+            yield from merge.tensors(framework, only)
+
+    return made()
+
+
+def load_model(
+    recipe: str | Path | Mapping[str, object],
+    *,
+    torch_dtype: Any = None,
+    device_map: Any = None,
+    options: OutputOptions | None = None,
+    **fields: Any,
+) -> Any:
+    """Return a model of transformers with the merged tensors, as `from_pretrained` of a written merge would.
+
+    Args:
+        recipe: see `check`.
+        torch_dtype: the parameters' dtype; default, the merge's.
+        device_map: as of `from_pretrained`; default, the processor.
+        options: as of `merge`, by keywords too.
+
+    Raises:
+        UnsupportedError: `extra.missing` without torch and transformers; `model.unsupported`, an architecture that
+            transformers does not have. Code of a model is not run.
+        MergePipeError: as `merge`.
+    """
+    from mergepipe.jobs.merged_tensors import OpenedMerge
+    from mergepipe.jobs.merged_tensors import load_model as load
+
+    with OpenedMerge(_recipe(recipe), MergeOptions.of(options, fields)) as merge:
+        return load(merge, torch_dtype, device_map)
+
+
+def merge_into(
+    model: Any,
+    recipe: str | Path | Mapping[str, object],
+    *,
+    only: Collection[str] | None = None,
+    changed_from: str | Path | Mapping[str, object] | None = None,
+    options: OutputOptions | None = None,
+    **fields: Any,
+) -> int:
+    """Write merged tensors into the parameters of a torch module that have the same names; return how many.
+
+    Args:
+        recipe: see `check`.
+        only: names of the tensors to write; default, all.
+        changed_from: the recipe that the model holds: only tensors that `recipe` makes otherwise are written.
+        options: as of `merge`, by keywords too; the same for both recipes.
+
+    Raises:
+        MismatchError: a parameter is missing, or has another shape.
+        MergePipeError: as `merge`. Tensors that were written until then stay.
+    """
+    made = MergeOptions.of(options, fields)
+    from mergepipe.jobs.merged_tensors import OpenedMerge, changed_names
+    from mergepipe.jobs.merged_tensors import merge_into as write
+
+    with OpenedMerge(_recipe(recipe), made) as merge:
+        if changed_from is not None:
+            with OpenedMerge(_recipe(changed_from), made) as before:
+                changed = changed_names(before, merge)
+            only = changed if only is None else changed & set(only)
+        return write(model, merge, only)
 
 
 # --- adapters ---

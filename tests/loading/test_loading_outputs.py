@@ -165,6 +165,24 @@ def test_merge__transformers_loads_the_output_and_computes_the_same(
     assert (found - expected).norm() <= 0.02 * merging_changed
 
 
+@pytest.mark.parametrize("operator", ["linear", "ties"])
+def test_load_model__is_what_transformers_loads_of_the_written_merge(
+    saved: Saved, operator: str, tmp_path: Path
+) -> None:
+    recipe = saved.recipe(operator)
+    mergepipe.merge(recipe, tmp_path / "out")
+    model = mergepipe.load_model(recipe)
+    written = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(model) is type(written)
+    assert (model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()) is saved.tied
+    wanted = written.state_dict()
+    assert model.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+    assert model.generation_config.to_dict() == written.generation_config.to_dict()
+    assert torch.equal(logits(model), logits(written))
+    assert mergepipe.load_model(recipe, torch_dtype=torch.float32).dtype == torch.float32
+
+
 def test_merge__tied_embeddings_are_stored_once_and_stay_tied(saved: Saved, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

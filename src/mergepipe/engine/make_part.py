@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -34,7 +35,8 @@ from mergepipe.engine.work import SILENT, EngineOptions, MergeWork, Observer, Ou
 from mergepipe.planning.levels import sufficient_levels
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.snapshots.shards import DurableProgress, ShardWriter
-from mergepipe.storage.contract import Store, abort_requests
+from mergepipe.storage.contract import RangeFile, Store, abort_requests
+from mergepipe.storage.location import Location
 from mergepipe.storage.output import CHUNK_BYTES
 from mergepipe.storage.ranges import BufferPool
 
@@ -69,26 +71,54 @@ def make_part(
         open_pinned(store, work.files) as files,
         ShardWriter(directory, part_output.shards, store.ledger, progress) as writer,
     ):
-        shapes = plan_jobs(tasks, layout.sizes, layout.runs_of, layout.cut_of, starts)
-        pool = BufferPool(layout.sizes.total_bytes, layout.pool_bytes)
-        pipeline = Pipeline(
-            tasks, files, pool, layout.sizes.raw_bytes, _ShardSink(writer, tasks), options.threads,
+        _run(
+            work, tasks, starts, layout, files, store, options, _ShardSink(writer, tasks), directory,
             lambda: observer.on_progress(writer.progress),
-            ReadSettings.of(files, store, pool.limit),
-            lambda: abort_requests(store),
-            directory,
         )  # fmt: skip
-        is_sparing = work.access is None and not are_dear(files, store)
-        limits = (
-            HoldLimits.sparing(pool.limit, layout.sizes, work.output.tasks) if is_sparing else HoldLimits.of(pool.limit)
-        )
-        pipeline.run(_jobs(work, tasks, shapes, limits))
         writer.finish()
     digests = iter(writer.digests)
     return PartResult(
         {shard: tuple(next(digests) for _ in by_shard[shard]) for shard in part.shards},
         store.ledger.usage() - before,
     )
+
+
+def pass_tensors(work: MergeWork, sink: SegmentSink, scratch: Path, store: Store, options: EngineOptions) -> None:
+    """Make all tensors of a merge, and pass them to `sink` in output order, from a thread of the engine's.
+
+    Memory and disk: as `make_part`, what it spills goes to `scratch`. An error of the sink ends it.
+    """
+    layout = _layout(work, options.memory_bytes)
+    with open_pinned(store, work.files) as files:
+        _run(work, work.output.tasks, frozenset(), layout, files, store, options, sink, scratch, lambda: None)
+
+
+def _run(
+    work: MergeWork,
+    tasks: Sequence[MergeTask],
+    starts: AbstractSet[int],
+    layout: _Layout,
+    files: Mapping[Location, RangeFile],
+    store: Store,
+    options: EngineOptions,
+    sink: SegmentSink,
+    scratch: Path,
+    on_tick: Callable[[], None],
+) -> None:
+    """Run the pipeline over `tasks`; no job goes on from one of the `starts` to another."""
+    shapes = plan_jobs(tasks, layout.sizes, layout.runs_of, layout.cut_of, starts)
+    pool = BufferPool(layout.sizes.total_bytes, layout.pool_bytes)
+    pipeline = Pipeline(
+        tasks, files, pool, layout.sizes.raw_bytes, sink, options.threads, on_tick,
+        ReadSettings.of(files, store, pool.limit),
+        lambda: abort_requests(store),
+        scratch,
+    )  # fmt: skip
+    is_sparing = work.access is None and not are_dear(files, store)
+    limits = (
+        HoldLimits.sparing(pool.limit, layout.sizes, work.output.tasks) if is_sparing else HoldLimits.of(pool.limit)
+    )
+    pipeline.run(_jobs(work, tasks, shapes, limits))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, files_of
+from mergepipe.checkpoints.contract import Checkpoint, TensorEntry, files_of
 from mergepipe.checkpoints.open_files import decoded, open_files, read_span
 from mergepipe.checkpoints.packed import is_packed
 from mergepipe.core.blocks import BlockGrid, DType, DTypeKind, Span
@@ -32,6 +32,17 @@ _NUMPY_TYPES: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+class Shaped(Protocol):
+    """What is known of a tensor before its elements."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> DType: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
 class LoadedTensors(Mapping[str, Any]):
     """The tensors of one model by name, in the order of its files; each is read when it is asked for, and not kept.
 
@@ -44,11 +55,7 @@ class LoadedTensors(Mapping[str, Any]):
         self._tensors = checkpoints[0].tensors
         self._store = store
         self._threads = threads
-        self._as_tensor: Callable[[NDArray[np.uint8], Readable], Any] = _as_array
-        if framework == "torch":
-            from mergepipe.tailor.saving.frameworks import tensor_of_bytes
-
-            self._as_tensor = lambda raw, tensor: tensor_of_bytes(raw, tensor.dtype, tensor.shape)
+        self._as_tensor = tensors_of(framework)
 
     def __getitem__(self, name: str) -> Any:
         """Read one tensor.
@@ -98,10 +105,7 @@ class LoadedTensors(Mapping[str, Any]):
 
 def load_tensors(path: Location, *, base: Location | None, framework: str, threads: int) -> LoadedTensors:
     """Open a model for reading by name; see `api.load_file`."""
-    if framework not in FRAMEWORKS:
-        raise RecipeError.of(
-            "option.invalid", "framework", f"{framework!r} was given", f"give one of {', '.join(FRAMEWORKS)}"
-        )
+    tensors_of(framework)  # refuses what is none before anything is opened
     store = Stores()
     if is_packed(store, path):
         opened, checkpoint, bases = open_packed(store, path, base)
@@ -112,7 +116,19 @@ def load_tensors(path: Location, *, base: Location | None, framework: str, threa
     return LoadedTensors((open_path(store, path),), store, framework, threads)
 
 
-def _as_array(raw: NDArray[np.uint8], tensor: Readable) -> NDArray[Any]:
+def tensors_of(framework: str) -> Callable[[NDArray[np.uint8], Shaped], Any]:
+    """Return what makes tensors of a framework over their bytes. Raises RecipeError for another framework."""
+    if framework not in FRAMEWORKS:
+        hint = f"give one of {', '.join(FRAMEWORKS)}"
+        raise RecipeError.of("option.invalid", "framework", f"{framework!r} was given", hint)
+    if framework == "numpy":
+        return _as_array
+    from mergepipe.tailor.saving.frameworks import tensor_of_bytes
+
+    return lambda raw, tensor: tensor_of_bytes(raw, tensor.dtype, tensor.shape)
+
+
+def _as_array(raw: NDArray[np.uint8], tensor: Shaped) -> NDArray[Any]:
     """View bytes as an array; what numpy has no dtype for as float32, which holds every value of it exactly."""
     dtype: DType = tensor.dtype
     if dtype.name in _NUMPY_TYPES:
