@@ -33,7 +33,9 @@ from mergepipe.runs.settings import merge_settings
 from mergepipe.runs.small_files import planned_sidecars
 from mergepipe.runs.work import merge_work
 from mergepipe.storage.contract import Store
+from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location
+from mergepipe.storage.output import write_durably
 from mergepipe.storage.ranges import aligned_buffer
 from mergepipe.storage.stores import Stores
 
@@ -122,17 +124,17 @@ def load_model(merge: OpenedMerge, torch_dtype: Any, device_map: Any) -> Any:
     transformers = _transformers()
     for name, content in merge.small_files().items():
         if "/" not in name and name.endswith(".json"):
-            (merge.folder / name).write_bytes(content)
+            write_durably(merge.folder / name, content, Ledger())
     try:
         config = transformers.AutoConfig.from_pretrained(merge.folder, trust_remote_code=False, local_files_only=True)
         architecture = (config.architectures or [""])[0]
         kind = getattr(transformers, architecture)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise _refusal(f"transformers knows no such model: {error}") from error
-    given: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
+    placing: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     tensors = dict(merge.tensors("torch"))
     try:
-        model = kind.from_pretrained(None, config=config, state_dict=tensors, dtype=torch_dtype or "auto", **given)
+        model = kind.from_pretrained(None, config=config, state_dict=tensors, dtype=torch_dtype or "auto", **placing)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise _refusal(f"transformers cannot load it: {error}") from error
     if model.can_generate() and (merge.folder / "generation_config.json").exists():
@@ -148,13 +150,13 @@ def merge_into(model: Any, merge: OpenedMerge, only: Collection[str] | None) -> 
     missing = sorted(set(names) - own.keys())
     if missing:
         message = f"has no parameter {shown(missing[0])} ({len(missing)} of {len(names)} are missing)"
-        raise MismatchError.of("merge.tensor.missing", "model", message, "load the model by `load_model`")
+        raise MismatchError.of("model.mismatch", "model", message, "load the model by `load_model`")
     n_written = 0
     with torch.no_grad():
         for name, tensor in merge.tensors("torch", only):
             if own[name].shape != tensor.shape:
                 message = f"{name} has the shape {list(own[name].shape)}, the merged tensor {list(tensor.shape)}"
-                raise MismatchError.of("merge.tensor.mismatch", "model", message, "load the model by `load_model`")
+                raise MismatchError.of("model.mismatch", "model", message, "load the model by `load_model`")
             own[name].copy_(tensor)
             n_written += 1
     return n_written
