@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import mergepipe
-from mergepipe.cli.page_files import check_page
+from mergepipe.cli.commands.budgets import check_page
 from mergepipe.errors import MergePipeError, OutputError
 from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
 from mergepipe.storage import output, owned

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from mergepipe.cli.page_files import check_page, write_page
 from mergepipe.cli.printing import PrintOptions, ReportOptions, print_report, print_text
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import EXPERT_PART, RecipePath, add_command
@@ -169,3 +168,24 @@ def sweep(
 
         write_page(Path(html), sweep_page(report, datetime.now(UTC)))
     print_report(report, printing)
+
+
+def check_page(path: Path) -> None:
+    """Refuse a page that could not be written, before anything is done."""
+    from mergepipe.errors import NotFoundError, OutputError
+
+    if not path.absolute().parent.is_dir():
+        raise NotFoundError.of("storage.not-found", path.parent, "no such directory", "make it, or choose another")
+    if path.is_symlink():
+        message = "is a link, and nothing is written through links"
+        raise OutputError.of("output.link", path, message, "name the file itself")
+    if path.exists() and (not path.is_file() or path.suffix not in (".html", ".htm")):
+        raise OutputError.of("output.not-ours", path, "exists, and is not an HTML file", "choose another name")
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page in one step: what is there is replaced, or stays as it is."""
+    from mergepipe.storage.ledger import Ledger
+    from mergepipe.storage.output import replace_durably
+
+    replace_durably(path, page.encode(), Ledger())
