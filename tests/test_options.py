@@ -15,7 +15,7 @@ import pytest
 
 import mergepipe
 from mergepipe import options
-from mergepipe.cli.failures import failure_of
+from mergepipe.cli.guard import failure_of
 from mergepipe.errors import LimitError, MergePipeError, RecipeError
 from mergepipe.kernels import address_space
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, RunOptions

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from mergepipe import errors
-from mergepipe.cli.failures import failure_of
+from mergepipe.cli.guard import failure_of
 from mergepipe.errors import MergePipeError, Problem
 
 CLASSES = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, MergePipeError)]
