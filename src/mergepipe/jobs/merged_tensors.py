@@ -122,7 +122,8 @@ def changed_names(before: OpenedMerge, after: OpenedMerge) -> frozenset[str]:
 def load_model(merge: OpenedMerge, torch_dtype: Any, device_map: Any) -> Any:
     """Return the model of the merged configuration with the merged tensors; see `api.load_model`."""
     transformers = _transformers()
-    for name, content in merge.small_files().items():
+    small_files = merge.small_files()
+    for name, content in small_files.items():
         if "/" not in name and name.endswith(".json"):
             write_durably(merge.folder / name, content, Ledger())
     try:
@@ -137,7 +138,7 @@ def load_model(merge: OpenedMerge, torch_dtype: Any, device_map: Any) -> Any:
         model = kind.from_pretrained(None, config=config, state_dict=tensors, dtype=torch_dtype or "auto", **placing)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise _refusal(f"transformers cannot load it: {error}") from error
-    if model.can_generate() and (merge.folder / "generation_config.json").exists():
+    if model.can_generate() and "generation_config.json" in small_files:
         model.generation_config = transformers.GenerationConfig.from_pretrained(merge.folder)
     return model
 
