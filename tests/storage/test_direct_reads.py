@@ -33,7 +33,6 @@ ALLOWED = {
     "deltastore/pack/builder.py": ("is_dir", OWN),
     "deltastore/writer.py": ("regular.read_head stat", OWN),
     "jobs/gc.py": ("exists glob is_dir is_file is_symlink os.walk rglob stat", OWN),
-    "jobs/merged_tensors.py": ("exists", "a temporary folder of our own"),
     "jobs/push.py": ("exists", "whether a name is a folder of this machine, or a model of the Hub"),
     "jobs/repair.py": (
         "exists is_symlink open os.fstat os.open os.pread resolve stat",
