@@ -24,10 +24,10 @@ from mergepipe.errors import (
     RecipeError,
     StorageError,
 )
-from mergepipe.jobs.push import _recipe_without_paths
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
 from mergepipe.storage.remote import objects
+from mergepipe.tailor.composition import _recipe_without_paths
 from support.bucket_outputs import files_below, objects_below, served_bucket, watch_buckets
 from support.families import FamilyShape, write_family
 from support.fault_server import Answer, Request

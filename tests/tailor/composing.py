@@ -94,7 +94,7 @@ class Pair:
         return path
 
     def compose(self, text: str, options: ComposeOptions = FULL) -> CompositionReport:
-        return compose(Location.local(self.recipe(text)), self.out, options, lambda *_: None)
+        return compose(Location.local(self.recipe(text)), Location.local(self.out), options, lambda *_: None)
 
 
 def make_pair(folder: Path, write: Write, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Pair:

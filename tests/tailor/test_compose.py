@@ -463,7 +463,7 @@ def test_compose__stops_when_the_caller_does(zero2: Pair) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compose(Location.local(zero2.recipe(PARITY)), zero2.out, FULL, stop)
+        compose(Location.local(zero2.recipe(PARITY)), Location.local(zero2.out), FULL, stop)
     assert (zero2.out.exists(), hidden(zero2.folder), worker_threads(2)) == (False, [], [])
 
 

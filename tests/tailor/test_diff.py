@@ -117,7 +117,7 @@ def test_recipe__composes_the_newest_checkpoints(
 def test_recipe__is_a_recipe_that_composes(run: Path, tmp_path: Path, strategy: str) -> None:
     recipe = tmp_path / "recipe.yml"
     recipe.write_text(api.recipe(run, strategy=strategy, folder=tmp_path))
-    report = compose(Location.local(recipe), tmp_path / "out", FULL, lambda *_: None)
+    report = compose(Location.local(recipe), Location.local(tmp_path / "out"), FULL, lambda *_: None)
     assert report.plan.assignment.skeleton.step == 9
     old, new = (known_states(decoder_shapes(6), seed=step, step=step) for step in (7, 9))
     older = {

@@ -1,4 +1,4 @@
-"""Training checkpoints in buckets and on the Hub: read by ranges, as those of this machine."""
+"""Training checkpoints in buckets and on the Hub: read by ranges as those of this machine, and outputs in buckets."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 from composing import FORMATS, hidden, tree
 from test_export import WRITERS
 
+import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import MergePipeError
-from support.bucket_outputs import served_bucket
+from support.bucket_outputs import Killed, objects_below, served_bucket, watch_buckets
 from support.hub_server import hub_server
 from support.s3_server import S3Server
 from support.torch_bytes import torch_bytes
@@ -104,3 +105,55 @@ def test_export__reads_a_file_of_a_bucket(tmp_path: Path, bucket: S3Server) -> N
     tailor.export("s3://bucket/files/step-3.pt", tmp_path / "out")
     tailor.export(tmp_path / "step-3.pt", tmp_path / "local")
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "local") != {}
+
+
+@pytest.mark.usefixtures("bucket")
+@pytest.mark.parametrize("optimizer", ["none", "last"])
+def test_average__to_a_bucket_is_a_pushed_one(tmp_path: Path, optimizer: str) -> None:
+    for step in (7, 9):
+        FORMATS["hf-zero2"](tmp_path / f"at-{step}", known_states(decoder_shapes(), seed=step, step=step))
+    sources = [tmp_path / "at-7", tmp_path / "at-9"]
+    out = f"s3://bucket/made-{optimizer}"
+    report = tailor.average(sources, out, optimizer=optimizer)
+    tailor.average(sources, tmp_path / "local", optimizer=optimizer)
+    pushed = mergepipe.push(tmp_path / "local", f"s3://bucket/pushed-{optimizer}")
+    made, wanted = (objects_below(place) for place in (out, str(pushed.destination)))
+    assert (str(report.out), report.manifest and report.manifest.sid) == (out, pushed.sid)
+    assert made.pop("mergepipe.json") != wanted.pop("mergepipe.json")  # times differ
+    assert made == wanted != {}
+    assert mergepipe.verify(out).damages == ()
+    assert hidden(tmp_path) == []
+    with pytest.raises(MergePipeError, match="in a bucket is never replaced"):
+        tailor.average(sources, out, optimizer=optimizer, force=True)
+    with pytest.raises(MergePipeError, match="holds a snapshot already"):
+        tailor.average(sources, out, optimizer=optimizer)
+
+
+@pytest.mark.usefixtures("bucket")
+def test_export__to_a_bucket_is_continued_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FORMATS["hf-zero2"](tmp_path / "at-9", known_states(decoder_shapes(), step=9))
+    out = "s3://bucket/killed"
+    with monkeypatch.context() as patch:
+        requests = watch_buckets(patch)
+        requests.fails_at = 4  # the marker, the probe and one file are there
+        with pytest.raises(Killed):
+            tailor.export(tmp_path / "at-9", out)
+    assert ".mergepipe-upload.json" in objects_below(out)
+    tailor.export(tmp_path / "at-9", out)
+    assert mergepipe.verify(out).damages == ()
+    assert ".mergepipe-upload.json" not in objects_below(out)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("s3://bucket/at-9/model", "overlaps the input"),
+        ("hf://org/model", "takes no outputs"),
+        ("s3://nowhere/model", "nowhere"),
+    ],
+)
+def test_export__refuses_places_of_buckets(tmp_path: Path, bucket: S3Server, out: str, message: str) -> None:
+    FORMATS["hf-zero2"](tmp_path / "at-9", known_states(decoder_shapes(), step=9))
+    bucket.put("bucket", {f"at-9/{name}": file for name, file in contents(tmp_path / "at-9").items()})
+    with pytest.raises(MergePipeError, match=message):
+        tailor.export("s3://bucket/at-9", out)

@@ -86,7 +86,7 @@ def resume(kind: str, out: Path, *steps: int, ranks: int = 2, is_universal: bool
 def compose_as(kind: str, out: Path, step: int, text: str, options: ComposeOptions = FULL) -> None:
     recipe = out / f"recipe-{step}.yml"
     recipe.write_text(text)
-    compose(Location.local(recipe), out / folder(kind, step), options, lambda *_: None)
+    compose(Location.local(recipe), Location.local(out / folder(kind, step)), options, lambda *_: None)
 
 
 def mixed(kind: str) -> str:
@@ -141,7 +141,9 @@ def compose_log(kind: str, run: Path, step: int, options: ComposeOptions = FULL)
     """Compose what the log of partial saves says of step 4."""
     text = api.recipe(run, from_log=run / "partial-saves.jsonl", at=4, folder=run)
     (run / "recipe.yml").write_text(text)
-    return compose(Location.local(run / "recipe.yml"), run / folder(kind, step), options, lambda *_: None)
+    return compose(
+        Location.local(run / "recipe.yml"), Location.local(run / folder(kind, step)), options, lambda *_: None
+    )
 
 
 @needs_frameworks

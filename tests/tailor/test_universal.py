@@ -37,7 +37,7 @@ def write_universal(kind: str) -> Callable[[Path, KnownStates], None]:
         FORMATS[kind](native, known)
         recipe = folder.with_name("export.yml")
         recipe.write_text(f"default: {native.name}\n")
-        compose(Location.local(recipe), folder, UNIVERSAL, lambda *_: None)
+        compose(Location.local(recipe), Location.local(folder), UNIVERSAL, lambda *_: None)
 
     return write
 

@@ -5,21 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import mergepipe
 from mergepipe.checkpoints.model_names import resolve_model_name
 from mergepipe.checkpoints.packed import is_packed
-from mergepipe.core.escaping import yaml_document
 from mergepipe.core.outcome import note_committed
-from mergepipe.core.strict_json import JsonValue
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.header import HEADER_NAME, is_own_name
 from mergepipe.deltastore.pack.builder import published_store
 from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, StorageError
-from mergepipe.jobs.verify_composite import damage_of
 from mergepipe.options import PushOptions
-from mergepipe.recipes.yaml_source import parse_yaml
 from mergepipe.reports import Progress, ProgressCallback, PushReport
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.composite import is_composite, read_composite
@@ -34,14 +30,12 @@ from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, Outpu
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import Store, files_below
 from mergepipe.storage.file_version import Digested
-from mergepipe.storage.limits import TRAINER_JSON_BYTES
 from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.hub_commit import HubRepository
 from mergepipe.storage.stores import Stores
 
 _LAST_NAMES = ("config.json", INDEX_NAME)
-_COMPARED_BYTES = 16 << 20
 _WEIGHTS = (".safetensors", ".bin", INDEX_NAME)
 
 
@@ -115,43 +109,11 @@ def _read_pack(store: Store, path: Path) -> _Push:
 
 
 def _read_composite(store: Store, path: Path) -> _Push:
-    """Read the record of an average or a composite, look for its large files, and compare all others with it."""
-    folder = Location.local(path)
-    record = read_composite(store, folder)
-    for file in record.files:
-        size_bytes = store.size_bytes(folder / file.name)
-        is_other = file.size_bytes > _COMPARED_BYTES or damage_of(store, folder, file) is None
-        if size_bytes != file.size_bytes or not is_other:
-            raise CorruptError.of("snapshot.damaged", folder / file.name, "is not what was written", "make it again")
-    files = sorted(record.files, key=lambda file: (file.name in _LAST_NAMES, file.name))
-    objects = {file.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for file in files}
-    for name in filter(lambda name: name.endswith(".json"), objects):
-        raw = store.read_small(folder / name, TRAINER_JSON_BYTES)
-        if (cleaned := file_without_paths(name, raw)) != raw:
-            objects[name] = ObjectContent(cleaned, len(cleaned), small_digest(cleaned))
-    written = tuple(
-        Digested(file.name, objects[file.name].size_bytes, objects[file.name].digest) for file in record.files
-    )
-    copy = replace(record.without_paths(None), recipe=_recipe_without_paths(record.recipe), files=written)
+    from mergepipe.tailor.composition import published_composite
+
+    copy, output = published_composite(store, path)
     title = "Composite" if copy.average is None else "Average"
-    message = f"{title} of checkpoints (mergepipe {copy.version})"
-    return _Push(OutputContent(MANIFEST_NAME, copy.to_json(), objects), copy.sid, message)
-
-
-def _recipe_without_paths(text: str) -> str:
-    """Return a recipe in which paths keep their last names only."""
-    recipe = parse_yaml(Location.parse("recipe"), text).root
-    return yaml_document(_with_last_names(recipe), width=120)
-
-
-def _with_last_names(value: JsonValue, key: str = "") -> JsonValue:
-    """Return a recipe's value in which of every path the last name is left; revisions are none."""
-    if isinstance(value, dict):
-        return {name: _with_last_names(item, name) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_with_last_names(item, key) for item in value]
-    is_path = isinstance(value, str) and "/" in value and "://" not in value and key != "revision"
-    return f"../{PurePosixPath(str(value)).name}" if is_path else value
+    return _Push(output, copy.sid, f"{title} of checkpoints (mergepipe {copy.version})")
 
 
 def _read_snapshot(store: Store, path: Path) -> _Push:

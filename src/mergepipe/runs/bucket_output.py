@@ -18,14 +18,13 @@ from typing import Final
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.engine.work import OutputPlan
-from mergepipe.errors import OutputError, RecipeError
 from mergepipe.runs.progress import MergeProgress
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.object_upload import JobUpload, ObjectUpload, check_apart
 from mergepipe.snapshots.shards import INDEX_NAME, TensorDigest, file_digest_of
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage import owned
-from mergepipe.storage.location import OBJECT_SCHEMES, Location
+from mergepipe.storage.location import Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.objects import open_writer
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
@@ -130,14 +129,3 @@ class BucketOutput:
         del nbytes
         if self._stop.is_set():
             raise RequestFailed(Failure(FailureKind.UNUSABLE, "the run has ended"))
-
-
-def check_destination(destination: Location, *, force: bool = False) -> None:
-    """Refuse a place that is none for an output, and to replace what is there."""
-    if destination.scheme not in OBJECT_SCHEMES:
-        hint = "merge into a folder, then `mergepipe push` it" if destination.scheme == "hf" else "name a bucket"
-        raise OutputError.of("output.place", destination, f"{destination.scheme}:// takes no outputs of merges", hint)
-    if force:
-        message = f"a snapshot in a bucket is never replaced ({destination}): who reads it would get parts of two"
-        hint = "merge into another prefix, and delete the old one when nobody reads it"
-        raise RecipeError.of("option.conflict", "--force", message, hint)

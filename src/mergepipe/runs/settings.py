@@ -98,8 +98,7 @@ def output_place(
         raise OutputError.of("output.place", location, message, f"write {location.parent / location.stem}")
     if location.is_local:
         return location.without_detours().local_path, settings
-    from mergepipe.runs.bucket_output import check_destination
-    from mergepipe.snapshots.object_upload import staging_place
+    from mergepipe.snapshots.object_upload import check_destination, staging_place
 
     check_destination(location, force=settings.force)
     return staging_place(location, home_of(home)), replace(settings, destination=location)

@@ -19,11 +19,19 @@ from mergepipe.checkpoints.directory import STORE_HEADER_NAME
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.outcome import note_committed
 from mergepipe.core.records import RecordFormat
-from mergepipe.errors import ConflictError, CorruptError, MergePipeError, OutputError, StorageError, UnsupportedError
+from mergepipe.errors import (
+    ConflictError,
+    CorruptError,
+    MergePipeError,
+    OutputError,
+    RecipeError,
+    StorageError,
+    UnsupportedError,
+)
 from mergepipe.snapshots.layout import small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.limits import OWNER_BYTES
-from mergepipe.storage.location import Location
+from mergepipe.storage.location import OBJECT_SCHEMES, Location
 from mergepipe.storage.owned import PARTS_MARK
 from mergepipe.storage.owner import SILENCE_SECONDS as STAGING_SILENCE_SECONDS
 from mergepipe.storage.owner import Owner, is_alive, this_process
@@ -322,6 +330,17 @@ def check_apart(destination: Location, inputs: Iterable[Location]) -> None:
         if destination.is_relative_to(source) or source.is_relative_to(destination):
             message, hint = f"overlaps the input {source}", "choose a prefix apart from every input"
             raise OutputError.of("output.place", destination, message, hint)
+
+
+def check_destination(destination: Location, *, force: bool = False) -> None:
+    """Refuse a place that is none for an output, and to replace what is there."""
+    if destination.scheme not in OBJECT_SCHEMES:
+        hint = "make it in a folder, then `mergepipe push` it" if destination.scheme == "hf" else "name a bucket"
+        raise OutputError.of("output.place", destination, f"{destination.scheme}:// takes no outputs", hint)
+    if force:
+        message = f"a snapshot in a bucket is never replaced ({destination}): who reads it would get parts of two"
+        hint = "choose another prefix, and delete the old one when nobody reads it"
+        raise RecipeError.of("option.conflict", "--force", message, hint)
 
 
 def no_conditions(location: Location) -> MergePipeError:

@@ -79,8 +79,8 @@ def compose(
     if request is not None:
         from mergepipe.tailor.averaging import average as run_average
 
-        return run_average(request, Path(out), made, on_progress or (lambda *_: None))
-    return run(Location.of(recipe), Path(out), made, on_progress or (lambda *_: None))
+        return run_average(request, Location.of(out), made, on_progress or (lambda *_: None))
+    return run(Location.of(recipe), Location.of(out), made, on_progress or (lambda *_: None))
 
 
 def average(
@@ -110,7 +110,7 @@ def average(
         made.alpha, OptimizerState(made.optimizer), out_dtype(made.dtype, "--dtype"),
         None if made.config is None else absolute(made.config),
     )  # fmt: skip
-    return run(request, Path(out), made, on_progress or (lambda *_: None))
+    return run(request, Location.of(out), made, on_progress or (lambda *_: None))
 
 
 def export(

@@ -24,7 +24,6 @@ from mergepipe.recipes.references import text_with_relative_paths
 from mergepipe.snapshots.composite import AverageRecord, SelfCheck, Thoroughness
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.shards import ShardLayout, TensorSpec, index_files, plan_shards
-from mergepipe.snapshots.staging import check_target
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import CONFIG_BYTES
 from mergepipe.storage.location import Location
@@ -46,6 +45,7 @@ from mergepipe.tailor.composition import (
     CompositionReport,
     Job,
     OnProgress,
+    check_out,
     check_same_run,
     compared_batches,
     publish,
@@ -70,21 +70,24 @@ _SHARD_BYTES = 5_000_000_000
 _MEMBER = Location.parse("member")
 
 
-def average(request: AverageRequest, out: Path, options: TailorOptions, on_progress: OnProgress) -> CompositionReport:
+def average(
+    request: AverageRequest, out: Location, options: TailorOptions, on_progress: OnProgress
+) -> CompositionReport:
     """Average and publish; see `tailor.api.average` and, of one checkpoint, `tailor.api.export`."""
     started = time.perf_counter()
     store = UnpackedView(Stores())
     averaging = open_averaging(store, request)
-    check_target(out, [source.path for source in averaging.sources], force=options.force)
+    check_out(out, [source.path for source in averaging.sources], options)
     plan = averaging.plan()
     with AverageCheck(averaging, Thoroughness(options.self_check)) as check:
         if not store.has_packed:  # whose blocks are decoded for the average itself, in its order
             check.read_ahead()
 
         def compare(directory: Path, advance: Callable[[], None]) -> SelfCheck:
-            return check.compare(Location.local(directory), Location.local(out), advance)
+            return check.compare(Location.local(directory), out, advance)
 
-        recipe = text_with_relative_paths(request.to_yaml(), out.absolute())
+        text = request.to_yaml()
+        recipe = text_with_relative_paths(text, out.absolute().local_path) if out.is_local else text
         job = Job(recipe, plan, out, compare, averaging.record)
         return publish(store, job, options, on_progress, started)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -16,10 +17,12 @@ import mergepipe
 from mergepipe.checkpoints.directory import SIDECAR_NAMES
 from mergepipe.checkpoints.packed import UnpackedView
 from mergepipe.core.blocks import Span
+from mergepipe.core.escaping import yaml_document
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, MismatchError, NotFoundError
-from mergepipe.options import ComposeOptions, TailorOptions
+from mergepipe.options import ComposeOptions, TailorOptions, home_of
 from mergepipe.recipes.references import real_location, text_with_relative_paths
+from mergepipe.recipes.yaml_source import parse_yaml
 from mergepipe.snapshots.composite import (
     AverageRecord,
     ComposedCheckpoint,
@@ -27,15 +30,27 @@ from mergepipe.snapshots.composite import (
     CompositeManifest,
     SelfCheck,
     Thoroughness,
+    read_composite,
 )
+from mergepipe.snapshots.layout import file_digest, small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME, file_without_paths
+from mergepipe.snapshots.object_upload import (
+    ObjectContent,
+    ObjectUpload,
+    OutputContent,
+    check_apart,
+    check_destination,
+    staging_place,
+)
+from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.file_version import Digested, FileId
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.limits import sidecar_limit
+from mergepipe.storage.limits import TRAINER_JSON_BYTES, sidecar_limit
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
+from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, StepChoice, assign
 from mergepipe.tailor.checkpoint import FP32, StateReader, StoredState, TrainingCheckpoint
@@ -50,6 +65,8 @@ from mergepipe.tailor.universal_plan import plan_universal
 
 OnProgress = Callable[[str, int, int], None]
 _MARGIN_BYTES = 16 << 20
+_COMPARED_BYTES = 16 << 20
+_LAST_NAMES = ("config.json", INDEX_NAME)
 _HEAD_BYTES = 4096
 _TAIL_BYTES = 64 << 10
 
@@ -60,7 +77,7 @@ class CompositionReport:
 
     plan: CompositionPlan
     manifest: CompositeManifest | None
-    out: Path | None
+    out: Path | Location | None
     seconds: float
     average: AverageRecord | None = None
 
@@ -108,16 +125,16 @@ def check_recipe(path: Location, options: ComposeOptions) -> CompositionReport:
     return CompositionReport(plan_recipe(store, opened, options), None, None, time.perf_counter() - started)
 
 
-def compose(path: Location, out: Path, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
+def compose(path: Location, out: Location, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
     """Compose and publish; see `tailor.api.compose`."""
     started = time.perf_counter()
     store = UnpackedView(Stores())
     opened = open_recipe(store, path, _state_place(options))
-    check_target(out, [source.path for source in opened.sources.values()], force=options.force)
+    check_out(out, opened.sources, options)
     plan = plan_recipe(store, opened, options)
 
     def check(directory: Path, advance: Callable[[], None]) -> SelfCheck:
-        made = open_training_checkpoint(store, Location.local(directory), Location.local(out))
+        made = open_training_checkpoint(store, Location.local(directory), out)
         return check_composite(store, made, plan.assignment, plan.steps, Thoroughness(options.self_check), advance)
 
     recipe, folder = opened.recipe.text, opened.recipe.path.parent
@@ -125,27 +142,52 @@ def compose(path: Location, out: Path, options: ComposeOptions, on_progress: OnP
     return publish(store, Job(text, plan, out, check), options, on_progress, started)
 
 
+def check_out(out: Location, inputs: Iterable[Location], options: TailorOptions) -> None:
+    """Refuse a place that is none for an output, or where something is; of a bucket, without a request."""
+    if out.is_local:
+        check_target(out.local_path, inputs, force=options.force)
+        return
+    check_destination(out, force=options.force)
+    check_apart(out, inputs)
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A directory to write; `check` compares it, when it is finished, with its sources, and calls back now and then."""
+    """What is written at `out`; `check` compares it, when it is finished, with its sources, and calls back often."""
 
     recipe: str
     plan: CompositionPlan
-    out: Path
+    out: Location
     check: Callable[[Path, Callable[[], None]], SelfCheck]
     average: AverageRecord | None = None
+
+    @property
+    def staged(self) -> Path:
+        """The output of this machine beside which it grows."""
+        return self.out.local_path if self.out.is_local else staging_place(self.out, home_of(None))
 
 
 def publish(
     store: UnpackedView, job: Job, options: TailorOptions, on_progress: OnProgress, started: float
 ) -> CompositionReport:
-    """Write the planned files, compare them with their sources and publish them, complete or not at all."""
-    check_free_space(job.out, job.plan.output_bytes + _MARGIN_BYTES)
+    """Write the planned files, compare them with their sources and publish them, complete or not at all.
+
+    An output for a bucket is uploaded from its staging directory, which then goes: the same command sends again only
+    what the bucket lacks.
+    """
+    check_free_space(job.staged, job.plan.output_bytes + _MARGIN_BYTES)
     run = _Run(store, job, options, on_progress, started)
-    with Staging(job.out, force=options.force) as staging:
+    with ExitStack() as stack:
+        upload = None if job.out.is_local else stack.enter_context(ObjectUpload(BucketFolder(job.out)))
+        staging = stack.enter_context(Staging(job.staged, force=options.force))
         manifest = run.fill(staging.path)
-        staging.publish()
-    return CompositionReport(job.plan, manifest, job.out, time.perf_counter() - started, job.average)
+        if upload is None:
+            staging.publish()
+        else:
+            manifest, output = published_composite(store, staging.path)
+            upload.send_all(output, lambda _: on_progress("upload", upload.sent_bytes, output.total_bytes))
+    out = job.staged if job.out.is_local else job.out
+    return CompositionReport(job.plan, manifest, out, time.perf_counter() - started, job.average)
 
 
 class _Run:
@@ -173,7 +215,7 @@ class _Run:
         checked = self._job.check(directory, lambda: self._on_progress("check", self._done, self._plan.output_bytes))
         self._check_unchanged(inputs)
         manifest = self._manifest(inputs, written, checked)
-        stored = manifest.without_paths(self._job.out)
+        stored = manifest.without_paths(self._job.staged)
         write_durably(directory / MANIFEST_NAME, stored.to_json(), self._store.ledger)
         return manifest
 
@@ -243,6 +285,49 @@ class _Run:
             run={"seconds": round(time.perf_counter() - self._started, 3)},
             average=self._job.average,
         )
+
+
+def published_composite(store: Store, path: Path) -> tuple[CompositeManifest, OutputContent]:
+    """Return a finished composite as others get it: without paths of this machine.
+
+    Small files are compared with its record, of large ones the size.
+    """
+    folder = Location.local(path)
+    record = read_composite(store, folder)
+    for file in record.files:
+        place, size_bytes = folder / file.name, store.size_bytes(folder / file.name)
+        is_same = size_bytes == file.size_bytes
+        if is_same and size_bytes <= _COMPARED_BYTES:
+            is_same = file_digest(store, place, size_bytes) == (size_bytes, file.blake3)
+        if not is_same:
+            raise CorruptError.of("snapshot.damaged", place, "is not what was written", "make it again")
+    files = sorted(record.files, key=lambda file: (file.name in _LAST_NAMES, file.name))
+    objects = {file.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for file in files}
+    for name in filter(lambda name: name.endswith(".json"), objects):
+        raw = store.read_small(folder / name, TRAINER_JSON_BYTES)
+        if (cleaned := file_without_paths(name, raw)) != raw:
+            objects[name] = ObjectContent(cleaned, len(cleaned), small_digest(cleaned))
+    written = tuple(
+        Digested(file.name, objects[file.name].size_bytes, objects[file.name].digest) for file in record.files
+    )
+    copy = replace(record.without_paths(None), recipe=_recipe_without_paths(record.recipe), files=written)
+    return copy, OutputContent(MANIFEST_NAME, copy.to_json(), objects)
+
+
+def _recipe_without_paths(text: str) -> str:
+    """Return a recipe in which paths keep their last names only."""
+    recipe = parse_yaml(Location.parse("recipe"), text).root
+    return yaml_document(_with_last_names(recipe), width=120)
+
+
+def _with_last_names(value: JsonValue, key: str = "") -> JsonValue:
+    """Return a recipe's value in which of every path the last name is left; revisions are none."""
+    if isinstance(value, dict):
+        return {name: _with_last_names(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_last_names(item, key) for item in value]
+    is_path = isinstance(value, str) and "/" in value and "://" not in value and key != "revision"
+    return f"../{PurePosixPath(str(value)).name}" if is_path else value
 
 
 def _identify(store: Store, base: Location, path: Location) -> FileId:

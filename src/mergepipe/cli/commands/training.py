@@ -12,7 +12,7 @@ import typer
 
 from mergepipe.cli.commands.merging import RECIPE_ENDINGS, refuse_swapped
 from mergepipe.cli.printing import DEBUG, PrintOptions, ReportOptions, report_json
-from mergepipe.cli.registration import RecipePath, SectionedGroup, add_command
+from mergepipe.cli.registration import OUT_HELP, OutPath, RecipePath, SectionedGroup, add_command
 from mergepipe.core.escaping import printable_lines
 from mergepipe.core.flags import Flag
 from mergepipe.options import EXPORT, STATE_FROM, STRATEGIES, AverageOptions, ComposeOptions, ExportOptions
@@ -27,7 +27,7 @@ Checkpoints: TypeAlias = Annotated[
 Checkpoint: TypeAlias = Annotated[
     str, typer.Argument(metavar="CKPT", help="A training checkpoint: a directory, or a file.")
 ]
-OutOption: TypeAlias = Annotated[str, Flag("The directory to create.", short="-o", metavar="OUT")]
+OutOption: TypeAlias = Annotated[str, Flag(OUT_HELP, short="-o", metavar="OUT")]
 
 
 def register(app: typer.Typer) -> None:
@@ -82,12 +82,12 @@ def check(
 def compose(
     context: typer.Context,
     recipe: RecipePath,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The directory to create.")],
+    out: OutPath,
     *,
     options: ComposeOptions,
     printing: ReportOptions,
 ) -> None:
-    """Compose a training checkpoint as RECIPE says into the directory OUT.
+    """Compose a training checkpoint as RECIPE says into OUT.
 
     OUT appears when it is complete and has been compared with its sources, or not at all.
     """
