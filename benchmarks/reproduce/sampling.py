@@ -50,25 +50,26 @@ class _Form:
 
 
 _MERGES = {
-    "ties": _Merge("TIES 0.2 of four", OPERATORS["ties"]),
-    "linear": _Merge("linear of four", OPERATORS["linear"]),
-    "task": _Merge("task arithmetic of four, weights 0.3", OPERATORS["task_arithmetic"]),
-    "dare_ties": _Merge("DARE-TIES of four, weights 0.3", OPERATORS["dare_ties"]),
-    "one": _Merge("one expert, weight 1", Operator("task_arithmetic", {"weight": 1.0}), 1),
-    "sum": _Merge("sum of four, weights 1", Operator("task_arithmetic", {"weight": 1.0})),
+    "ties": _Merge("TIES", OPERATORS["ties"]),
+    "linear": _Merge("linear", OPERATORS["linear"]),
+    "task": _Merge("task arithmetic", OPERATORS["task_arithmetic"]),
+    "dare_ties": _Merge("DARE-TIES", OPERATORS["dare_ties"]),
+    "one": _Merge("one expert", Operator("task_arithmetic", {"weight": 1.0}), 1),
+    "sum": _Merge("sum", Operator("task_arithmetic", {"weight": 1.0})),
 }
 _FORMS = {
-    "sample-32": _Form("sample, units of 32 Ki", "sample", 2 * BLOCK_ELEMENTS, is_analyzed=False),
-    "norm": _Form("blocks by norm, of 16 Ki", "norm", BLOCK_ELEMENTS, is_analyzed=True),
-    "random": _Form("blocks at random, of 16 Ki", "random", BLOCK_ELEMENTS, is_analyzed=True),
-    "sample-16": _Form("sample, units of 16 Ki", "sample", BLOCK_ELEMENTS, is_analyzed=False),
-    "sample-64": _Form("sample, units of 64 Ki", "sample", 4 * BLOCK_ELEMENTS, is_analyzed=False),
-    "by-norm-16": _Form("sample, units of 16 Ki, by norms on record", "sample", BLOCK_ELEMENTS, is_analyzed=True),
-    "packed-norm": _Form("packed, levels by norm", "norm", BLOCK_ELEMENTS, is_analyzed=False, is_packed=True),
-    "packed-sample": _Form("packed, sample", "sample", BLOCK_ELEMENTS, is_analyzed=False, is_packed=True),
-    "sample-256": _Form("sample, units of 256 Ki", "sample", 16 * BLOCK_ELEMENTS, is_analyzed=False),
+    "sample-32": _Form("sample, 32 Ki", "sample", 2 * BLOCK_ELEMENTS, is_analyzed=False),
+    "norm": _Form("blocks by norm", "norm", BLOCK_ELEMENTS, is_analyzed=True),
+    "random": _Form("blocks at random", "random", BLOCK_ELEMENTS, is_analyzed=True),
+    "sample-16": _Form("sample, 16 Ki", "sample", BLOCK_ELEMENTS, is_analyzed=False),
+    "sample-64": _Form("sample, 64 Ki", "sample", 4 * BLOCK_ELEMENTS, is_analyzed=False),
+    "by-norm-16": _Form("sample, 16 Ki, norms on record", "sample", BLOCK_ELEMENTS, is_analyzed=True),
+    "packed-norm": _Form("levels by norm", "norm", BLOCK_ELEMENTS, is_analyzed=False, is_packed=True),
+    "packed-sample": _Form("sample", "sample", BLOCK_ELEMENTS, is_analyzed=False, is_packed=True),
+    "sample-256": _Form("sample, 256 Ki", "sample", 16 * BLOCK_ELEMENTS, is_analyzed=False),
 }
 _DEFAULT, _BY_NORM = "sample-32", "by-norm-16"
+_PACKED_SHARE = 7.9  # % of the raw bytes that the packed experts of `trained` take
 _OTHER_UNITS = ("sample-16", "sample-64", "sample-256")  # in the tables of the first share that is told
 _TOLD_MERGES = ("ties", "linear", "dare_ties")
 
@@ -157,14 +158,13 @@ def _kinds(results: Results) -> list[str]:
 
 
 def _page(results: Results) -> Page:
-    body: list[str | Table | Figure] = [_summary(results), _about(results), _how_to_read()]
+    body: list[str | Table | Figure] = [_summary(results), _about(results), _family_table(results), _how_to_read()]
     for kind in _kinds(results):
         label = _KINDS[kind]
-        body += [f"## {label[0].upper()}{label[1:]}", _family_table(results, kind)]
-        for share in sorted(_SHARES):
-            table = _table(results, kind, share)
-            body += [f"Gain kept at {share} % of the bytes:", table] if table.rows else []
-        body.append(_figure(results, kind))
+        body += [f"## {label[0].upper()}{label[1:]}", _table(results, kind, is_packed=False), _figure(results, kind)]
+        packed = _table(results, kind, is_packed=True)
+        told = f"Packed experts take {_PACKED_SHARE} % of their raw bytes here: a larger budget reads all of them."
+        body += [told, packed] if packed.rows else []
     return Page("Samples of blocks", _meaning(results), tuple(body))
 
 
@@ -214,50 +214,54 @@ def _about(results: Results) -> str:
         f" {schedule['steps'] * schedule['batch'] * schedule['window_tokens']} tokens"
         for kind, schedule in schedules.items()
     )
-    seeds = " and ".join(f"{len(_seeds(results, kind))} of {_KINDS[kind]}" for kind in schedules)
     return (
         "The models are those of [fine-tunes of a public language model](trained.md): SmolLM2-135M-Instruct and four"
         f" fine-tunes of it on one domain each ({trainings}). A sample (`--select sample`) draws"
         " positions in the tensors, reads these of all experts, merges them exactly, and divides what that changes by"
-        " the probability of the draw; all else stays as the base. Units are what is drawn, in elements of two bytes."
-        " Budgets of packed experts are shares of the bytes that they have unpacked."
-        " Nothing was known of the experts, but where norms are on record; blocks by norm and at random were planned"
-        " from `analyze`. Of still longer fine-tunes, other rates and larger models nothing follows"
-        f" from here. Seeds: {seeds}; every merge is one draw."
+        " the probability of the draw; all else stays as the base. Samples know of the experts at most their norms;"
+        " blocks by norm and at random were planned from `analyze`. Every merge is one draw. Of still longer"
+        " fine-tunes, other rates and larger models nothing follows from here."
     )
 
 
 def _how_to_read() -> str:
     return (
-        "*Gain kept*: of the mean loss over 24 held-out windows of the four domains, the share of the full merge's gain"
-        " over the base; 100 % is the full merge, and a merge that goes further the same way has more. ±: half of the"
-        " 95 % interval over windows of the paired difference, in points; in brackets that over seeds, where there are"
-        " three."
+        "*Gain kept*, in %: of the mean loss over 24 held-out windows of the four domains, the share of the full"
+        " merge's gain over the base; 100 is the full merge, and a merge that goes further the same way has more. ±:"
+        " half of the 95 % interval over windows of the paired difference, in points. TIES has density 0.2; task"
+        " arithmetic and DARE-TIES weights of 0.3, *one expert* and *sum* of 1. *Ki*: the elements of a unit that is"
+        " drawn; blocks have 16 Ki."
     )
 
 
-def _family_table(results: Results, kind: str) -> Table:
+def _family_table(results: Results) -> Table:
+    """One row for each kind: the least and the most over its experts and seeds."""
+    base = results["base"]["losses"]
     rows = []
-    for seed in _seeds(results, kind):
-        if (entry := results.entries.get(f"{kind}/{seed}/family")) is not None:
-            norms = ", ".join(f"{delta['relative_norm']:.4f}" for delta in entry["deltas"])
-            base = results["base"]["losses"]
-            own = [pair for losses in entry["own_losses"] for pair in losses.items()]
-            gained = ", ".join(f"{mean(base[name]) - mean(values):.3f}" for name, values in own)
-            rows.append((str(seed), norms, gained))
-    return Table(("seed", "relative delta norms", "nats each gains on its domain"), tuple(rows))
+    for kind in _kinds(results):
+        keys = (f"{kind}/{seed}/family" for seed in _seeds(results, kind))
+        entries = [results[key] for key in keys if key in results]
+        if entries:
+            norms = [delta["relative_norm"] for entry in entries for delta in entry["deltas"]]
+            own = [pair for entry in entries for losses in entry["own_losses"] for pair in losses.items()]
+            gained = [mean(base[name]) - mean(values) for name, values in own]
+            ranges = (f"{min(norms):.4f} to {max(norms):.4f}", f"{min(gained):.3f} to {max(gained):.3f}")
+            rows.append((_KINDS[kind], str(len(entries)), *ranges))
+    return Table(("kind", "seeds", "relative delta norm", "nats each gains on its domain"), tuple(rows))
 
 
-def _table(results: Results, kind: str, share: int) -> Table:
+def _table(results: Results, kind: str, *, is_packed: bool) -> Table:
+    """What each merge keeps, by share of the bytes and what is read: of raw experts, or of packed ones."""
     rows = []
-    forms = {
-        form: described for form, described in _FORMS.items() if share == _TOLD_SHARES[0] or form not in _OTHER_UNITS
-    }
-    for form, described in forms.items():
-        kept = [_kept(results, kind, merge, form, share) for merge in _MERGES]
-        if any(value is not None for value in kept):
-            rows.append((described.label, *("" if value is None else str(value) for value in kept)))
-    return Table(("what is read", *(merge.label for merge in _MERGES.values())), tuple(rows))
+    for share in sorted(_SHARES):
+        for form, described in _FORMS.items():
+            is_told = share < _PACKED_SHARE if is_packed else share == _TOLD_SHARES[0] or form not in _OTHER_UNITS
+            if described.is_packed == is_packed and is_told:
+                kept = [_kept(results, kind, merge, form, share) for merge in _MERGES]
+                if any(value is not None for value in kept):
+                    cells = ("" if value is None else str(value) for value in kept)
+                    rows.append((f"{share} %", described.label, *cells))
+    return Table(("bytes", "what is read", *(merge.label for merge in _MERGES.values())), tuple(rows))
 
 
 def _figure(results: Results, kind: str) -> Figure:

