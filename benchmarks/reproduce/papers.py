@@ -92,7 +92,7 @@ def _fidelity(results: Results) -> str:
     text = (
         "TIES, theirs on Qwen3-0.6B with K = 20 (budgets relative to a run that touches 0.247 of the blocks), ours at"
         f" size `{results.size['name']}` with K = {k}, relative to the merge in full. *Touched* of theirs is 0.247"
-        " without a budget, the share of blocks that ours *reads* is 1 there: these columns do not compare. *Error*: the"
+        " without a budget, the share of blocks that ours *reads* is 1 there: they do not compare. *Error*: the"
         " distance over what the full merge changes."
     )
     header = (
