@@ -116,13 +116,17 @@ class KeptShare:
 
 @dataclass(frozen=True, slots=True)
 class AppliedAdapter:
-    """What became of an adapter's modules; `left_over` are names that its base lacks, which were allowed to be."""
+    """What became of an adapter's modules; `left_over` are names that its base lacks, which were allowed to be.
+
+    `trained_on` is the model that its configuration names, which may be a quantised form of the base; empty without.
+    """
 
     model: str
     adapted_modules: int
     applied_modules: int
     saved_modules: int
     left_over: tuple[str, ...] = ()
+    trained_on: str = ""
 
 
 @dataclass(frozen=True, slots=True)

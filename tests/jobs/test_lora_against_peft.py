@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import mergepipe
 from mergepipe.errors import MismatchError
-from mergepipe.options import OutputOptions
+from mergepipe.options import MergeOptions, OutputOptions
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
 torch: Any = pytest.importorskip("torch")
@@ -152,6 +152,19 @@ def test_lora_apply__equals_peft(tmp_path: Path, name: str) -> None:
             torch.testing.assert_close(
                 values, merged[key], rtol=1e-5, atol=2e-6, msg=lambda text, k=key: f"{k}: {text}"
             )
+
+
+def test_lora_apply__takes_a_base_whose_layers_are_repeated_as_in_training(tmp_path: Path) -> None:
+    base = base_of(tmp_path, "llama")
+    adapted = trained(base, tmp_path / "adapter", Case("llama", {"layer_replication": [[0, 2], [1, 2]]}))
+    slices = [{"sources": [{"model": str(base), "layer_range": ends}]} for ends in ([0, 2], [1, 2])]
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(json.dumps({"merge_method": "passthrough", "slices": slices}))
+    mergepipe.merge(recipe, tmp_path / "repeated", options=MergeOptions(catalog=False))
+    applied(tmp_path / "repeated", tmp_path / "adapter", tmp_path / "out")
+    torch.testing.assert_close(logits(loaded(tmp_path / "out")), logits(adapted), rtol=1e-4, atol=2e-5)
+    with pytest.raises(MismatchError, match=r"slices of layer_range \[0, 2\], \[1, 2\] by passthrough"):
+        applied(base, tmp_path / "adapter", tmp_path / "more")
 
 
 def test_lora_apply__weighs_adapters_as_float64_does(tmp_path: Path) -> None:

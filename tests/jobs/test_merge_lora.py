@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import mergepipe
-from mergepipe.errors import MismatchError, RecipeError, UnsupportedError
+from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError
 from mergepipe.jobs.merge_lora import common_bases, core_of
 from mergepipe.options import OutputOptions
 
@@ -120,6 +120,121 @@ def test_merge_lora__cat_is_the_sum_of_the_deltas(tmp_path: Path, names: tuple[s
     mergepipe.merge_lora([first, second], tmp_path / "merged", weights=weights)
     expected = applied(base, tmp_path / "x", first, second, weights=weights)
     assert_close(expected, applied(base, tmp_path / "y", tmp_path / "merged"))
+
+
+def in_mlx_form(adapter: Path, out: Path) -> Path:
+    """The adapter as mlx-lm writes it: factors transposed, one scale, its own names."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    names = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitude_vector": "m",
+             "lora_embedding_A": "lora_a", "lora_embedding_B": "lora_b"}  # fmt: skip
+    tensors = {}
+    for name, values in load_file(adapter / "adapter_model.safetensors").items():
+        part = next(part for part in names if name.endswith(part))
+        module = name.removeprefix(PREFIX).removesuffix(f".{part}")
+        tensors[f"{module}.{names[part]}"] = np.ascontiguousarray(values.T)
+    out.mkdir()
+    save_file(tensors, out / "adapters.safetensors")
+    save_file(tensors, out / "0000100_adapters.safetensors")  # an earlier one, as training leaves it
+    parameters = {"rank": config["r"], "scale": config["lora_alpha"] / config["r"], "dropout": 0.0}
+    kind = "dora" if config.get("use_dora") else "lora"
+    own = {"fine_tune_type": kind, "lora_parameters": parameters, "model": "org/base"}
+    (out / "adapter_config.json").write_text(json.dumps(own))
+    return out
+
+
+@pytest.mark.parametrize("name", ["plain", "dora"])
+def test_lora_apply__takes_an_adapter_of_mlx_as_that_of_peft(tmp_path: Path, name: str) -> None:
+    adapter = write_adapter(tmp_path / "a", 0, OPTIONS[name])
+    mlx, base = in_mlx_form(adapter, tmp_path / "mlx"), write_base(tmp_path / "base")
+    assert_close(applied(base, tmp_path / "one", adapter), applied(base, tmp_path / "two", mlx))
+
+
+def test_merge_lora__merges_adapters_of_mlx_with_those_of_peft(tmp_path: Path) -> None:
+    first, second = (write_adapter(tmp_path / name, seed, {}) for seed, name in enumerate("ab"))
+    mlx = in_mlx_form(second, tmp_path / "mlx")
+    for name, other in (("peft", second), ("both", mlx)):
+        mergepipe.merge_lora([first, other], tmp_path / name, weights=(0.5, 2.0))
+    made = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("peft", "both")]
+    assert_close(*made)
+
+
+KOHYA = {
+    "lora_unet_mid_block_attentions_0_to_q": ((5, 6), (9, 5)),
+    "lora_te_text_model_encoder_layers_0_mlp_fc1": ((2, 6), (7, 2)),
+    "lora_unet_conv_in": ((3, 4, 3, 3), (8, 3, 1, 1)),
+}
+
+
+def write_kohya(path: Path, seed: int, *, alpha: float | None = 2.0, more: dict[str, Any] | None = None) -> Path:
+    rng = np.random.default_rng(seed)
+    tensors = dict(more or {})
+    for module, shapes in KOHYA.items():
+        for part, shape in zip(("lora_down.weight", "lora_up.weight"), shapes, strict=True):
+            tensors[f"{module}.{part}"] = rng.standard_normal(shape).astype(np.float16)
+        if alpha is not None:
+            tensors[f"{module}.alpha"] = np.array(alpha, np.float16)
+    save_file(tensors, path)
+    return path
+
+
+def kohya_deltas(path: Path) -> dict[str, NDArray[np.float64]]:
+    """The oracle: alpha over rank, times up and down as matrices; without alpha the rank."""
+    tensors = {name: values.astype(np.float64) for name, values in load_file(path).items()}
+    deltas = {}
+    for module in {name.partition(".")[0] for name in tensors}:
+        down, up = (tensors[f"{module}.lora_{part}.weight"] for part in ("down", "up"))
+        scale = tensors.get(f"{module}.alpha", np.float64(len(down))) / len(down)
+        deltas[module] = scale * up.reshape(up.shape[:2]) @ down.reshape(len(down), -1)
+    return deltas
+
+
+@pytest.mark.parametrize("method", ["cat", "svd", "linear"])
+def test_merge_lora__keeps_the_names_of_kohya(tmp_path: Path, method: str) -> None:
+    first, second = write_kohya(tmp_path / "a.safetensors", 0), write_kohya(tmp_path / "b.safetensors", 1, alpha=None)
+    rank = 20 if method == "svd" else None
+    mergepipe.merge_lora([first, second], tmp_path / "out", method=method, weights=(0.25, 0.75), rank=rank)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["out.safetensors"]
+    written = load_file(tmp_path / "out" / "out.safetensors")
+    assert written["lora_unet_conv_in.lora_down.weight"].shape[1:] == (4, 3, 3)
+    assert written["lora_unet_conv_in.lora_up.weight"].shape[2:] == (1, 1)
+    one, two, made = (kohya_deltas(path) for path in (first, second, tmp_path / "out" / "out.safetensors"))
+    assert made.keys() == one.keys()
+    for module, delta in made.items():
+        np.testing.assert_allclose(delta, 0.25 * one[module] + 0.75 * two[module], rtol=1e-4, atol=1e-4)
+
+
+def test_merge_lora__refuses_what_kohyas_names_do_not_say(tmp_path: Path) -> None:
+    plain, peft = write_kohya(tmp_path / "a.safetensors", 0), write_adapter(tmp_path / "peft", 0, {})
+    odd = write_kohya(tmp_path / "b.safetensors", 0, more={"lora_unet_conv_in.dora_scale": np.ones(8, np.float32)})
+    infinite = write_kohya(tmp_path / "c.safetensors", 0, alpha=np.inf)
+    for adapters, words in (
+        ([plain, peft], "its names are Kohya's, and those of another adapter are not"),
+        ([plain, odd], "'lora_unet_conv_in.dora_scale' is no factor of a LoRA in Kohya's names"),
+        ([plain, infinite], "alpha' is inf"),
+    ):
+        with pytest.raises(MergePipeError, match=words):
+            mergepipe.merge_lora(adapters, tmp_path / "out")
+    with pytest.raises(UnsupportedError, match="do not say which tensors of the base it changes"):
+        applied(write_base(tmp_path / "base"), tmp_path / "out", plain)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fine_tune_type": "full"}, "fine_tune_type is 'full', only 'lora' and 'dora' are read"),
+        ({"lora_parameters": {"rank": 3, "scale": 2.0}}, "the configured rank is 3"),
+        ({"lora_parameters": {"rank": "3"}}, "the rank 'rank' must be > 0, found '3'"),
+    ],
+)
+def test_lora_apply__refuses_a_configuration_of_mlx_that_does_not_fit(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    mlx = in_mlx_form(write_adapter(tmp_path / "a", 0, {}), tmp_path / "mlx")
+    path = mlx / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(MergePipeError, match=words):
+        applied(write_base(tmp_path / "base"), tmp_path / "out", mlx)
 
 
 def test_merge_lora__svd_at_full_rank_is_cat(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import ComputedTensor, Fetch, TensorEntry
+from mergepipe.checkpoints.contract import ComputedTensor, Fetch, Readable, TensorEntry
 from mergepipe.checkpoints.open_files import decoded, read_matrix, read_span, whole_cost_bytes
 from mergepipe.core.blocks import F32, DType, DTypeKind, Span
 from mergepipe.errors import CorruptError
@@ -50,7 +50,26 @@ class PairProducts:
         return (self.first, self.second)
 
 
-Factor: TypeAlias = TensorEntry | PairProducts
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """A stored matrix as a factor the other way round, as MLX stores them."""
+
+    entry: TensorEntry
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape[::-1]
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        return (self.entry,)
+
+
+Factor: TypeAlias = TensorEntry | PairProducts | Transposed
 _KEPT = 4  # of two modules, where a layer ends and the next begins
 
 
@@ -191,6 +210,8 @@ class _SharedFactors(_Factors):
 
 def read_finite(factor: Factor, files: Mapping[Location, RangeFile], purpose: Purpose) -> NDArray[np.float32]:
     """Read all of an adapter's tensor in float32, in its shape; refuses infinities and what is no number."""
+    if isinstance(factor, Transposed):
+        return read_finite(factor.entry, files, purpose).T
     if isinstance(factor, PairProducts):
         first, second = (read_finite(entry, files, purpose) for entry in factor.stored)
         pairs = first[:, None] * second[None] if factor.by_rows else first[:, :, None] * second[:, None]
@@ -357,7 +378,7 @@ class Adapted(ComputedTensor):
     summed in float64.
     """
 
-    weights: TensorEntry
+    weights: Readable
     delta: LowRankDelta | StackedDelta
     magnitude: TensorEntry | None = None
     dtype: DType = F32  # over the property of all tensors
@@ -372,7 +393,7 @@ class Adapted(ComputedTensor):
 
     @property
     def stored_dtype(self) -> DType:
-        return self.weights.dtype
+        return self.weights.stored_dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -384,7 +405,7 @@ class Adapted(ComputedTensor):
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
-        return (self.weights, *self.delta.stored, *([] if self.magnitude is None else [self.magnitude]))
+        return (*self.weights.stored, *self.delta.stored, *([] if self.magnitude is None else [self.magnitude]))
 
     @property
     def nbytes(self) -> int:
@@ -426,6 +447,7 @@ class _AdaptedFetch:
         self._tensor = tensor
         self._files = files
         self._delta = tensor.delta.opened(files)
+        self._computed = None if isinstance(tensor.weights, TensorEntry) else tensor.weights.opened(files)
         self._lock = threading.Lock()
         self._magnitude: NDArray[np.float32] | None = None
         self._column_scales: NDArray[np.float32] | None = None
@@ -451,9 +473,14 @@ class _AdaptedFetch:
 
     def _add(self, span: Span, out: NDArray[np.uint8], dtype: DType, purpose: Purpose) -> None:
         weights = self._tensor.weights
-        file, start = self._files[weights.file], weights.offset + span.start * weights.dtype.itemsize
-        stop = start + span.n_elements * weights.dtype.itemsize
-        raw = read_exact(file, start, stop, purpose, _room.of(request_bytes(file, start, stop)))
+        nbytes = span.n_elements * weights.dtype.itemsize
+        if self._computed is not None:
+            raw = _room.of(nbytes)[:nbytes]
+            self._computed(span, raw, purpose)
+        elif isinstance(weights, TensorEntry):
+            file, start = self._files[weights.file], weights.offset + span.start * weights.dtype.itemsize
+            room = _room.of(request_bytes(file, start, start + nbytes))
+            raw = read_exact(file, start, start + nbytes, purpose, room)
         self._delta.add(span, raw, weights.dtype, out, dtype, purpose)
 
     def _scales(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:

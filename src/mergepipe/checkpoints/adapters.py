@@ -1,4 +1,4 @@
-"""PEFT LoRA and LoHa adapters: their configuration, and their deltas against a base as a checkpoint."""
+"""LoRA and LoHa adapters of PEFT, those of MLX, and Kohya's: their configuration, and their deltas against a base."""
 
 from __future__ import annotations
 
@@ -11,19 +11,30 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TypeVar
 
+import numpy as np
 from blake3 import blake3
 
-from mergepipe.checkpoints.adapted_tensors import Adapted, Factor, LowRankDelta, PairProducts, SavedTensor, StackedDelta
+from mergepipe.checkpoints.adapted_tensors import (
+    Adapted,
+    Factor,
+    LowRankDelta,
+    PairProducts,
+    SavedTensor,
+    StackedDelta,
+    Transposed,
+)
 from mergepipe.checkpoints.contract import (
     AdapterAccount,
     Checkpoint,
     CheckpointKind,
+    LeveledTensor,
     Readable,
     TensorEntry,
 )
 from mergepipe.checkpoints.directory import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAMES,
+    SAFETENSORS_SUFFIXES,
     list_names,
     parse_config,
     read_weight_file,
@@ -31,12 +42,13 @@ from mergepipe.checkpoints.directory import (
 )
 from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
 from mergepipe.checkpoints.gathered_rows import with_rows
+from mergepipe.checkpoints.open_files import decoded
 from mergepipe.checkpoints.stacked_experts import Piece, fused_name, pieces_of
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.strict_json import JsonValue, parse_object, shown
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError, did_you_mean
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Store, is_folder
 from mergepipe.storage.file_version import FileId
 from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES, CONFIG_BYTES
 from mergepipe.storage.location import Location
@@ -50,21 +62,21 @@ BASE_LAYER = ".base_layer"
 MERGE_HINT = "merge it into its base with peft first, and use the result as an expert"
 _MAX_PATTERN = 256
 _MAX_NAME = 512
+_MOST_LAYERS = 100_000
 # Literals, classes, groups, repeats of one character: no look-around, no repeated group.
 _PATTERN = re.compile(r"(?:[\w.^$|\-]|\\[.dw\-]|\[[\w\-]+\]|\(|\)(?![*+?{])|[*+](?![*+?]))+", re.ASCII)
 _MAX_REPEATS = 2
 # Configured for training only, or already in the stored tensors: without effect on what is merged.
 _HARMLESS = frozenset({
-    "alpha", "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config",
-    "ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights",
-    "init_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_bias",
+    "alpha", "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
+    "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "init_weights",
+    "layer_replication", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_bias",
     "lora_dropout", "megatron_core", "module_dropout", "modules_to_save", "peft_type", "peft_version",
     "qalora_group_size", "r", "rank_dropout", "rank_pattern", "revision", "runtime_config", "target_modules",
     "target_parameters", "task_type", "trainable_token_indices", "use_dora", "use_effective_conv2d", "use_rslora",
 })  # fmt: skip
 _VARIANTS = {
     "use_qalora": "QA-LoRA, which pools its inputs",
-    "layer_replication": "replicated layers",
     "alora_invocation_tokens": "aLoRA, which acts on some tokens only",
     "use_bdlora": "BD-LoRA, with block-diagonal factors",
     "arrow_config": "Arrow, which routes by its inputs",
@@ -97,11 +109,18 @@ class AdapterConfig:
     keeps_tied: bool = False  # ensure_weight_tying: embedding and head were trained as one
     is_dora: bool = False
     is_loha: bool = False
+    is_mlx: bool = False  # factors are stored transposed, under names of their own
+    is_kohya: bool = False  # module names are flattened, ranks and alphas are those of the tensors
+    base: str = ""  # the model that it was trained on, as the configuration names it
+    layers: tuple[tuple[int, int], ...] = ()  # layer_replication: the ranges of layers that the model was made of
 
     def rank_of(self, module: str) -> int:
         """The rank of one module's factors; LoHa multiplies two products of the configured one."""
-        rank = _pattern_value(self.ranks, module, self.rank)
+        rank = self._value(self.ranks, module, self.rank)
         return rank**2 if self.is_loha else rank
+
+    def _value(self, stated: Mapping[str, T], module: str, default: T) -> T:
+        return stated[module] if self.is_kohya else _pattern_value(stated, module, default)
 
     def parameters_of(self, module: str) -> list[str]:
         """List the bare parameters that factors under the name of a module may be of, as the base names them."""
@@ -111,13 +130,15 @@ class AdapterConfig:
 
     def scale_of(self, module: str) -> float:
         """Return the factor of one module's product: alpha / r, or alpha / sqrt(r) for rsLoRA."""
-        rank = _pattern_value(self.ranks, module, self.rank)
-        return _pattern_value(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+        rank = self._value(self.ranks, module, self.rank)
+        return self._value(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
 
 def read_adapter_config(store: Store, path: Location) -> AdapterConfig:
     """Read `adapter_config.json`."""
     config = parse_object(store.read_small(path, ADAPTER_CONFIG_BYTES), where=path, code="adapter.damaged")
+    if "peft_type" not in config and "lora_parameters" in config:
+        return _mlx_config(config, path)
     alpha = _check_kind(config, path)
     rank = _rank(config.get("r", 8), "r", path)
     ranks = {key: _rank(value, key, path) for key, value in _patterns(config, "rank_pattern", path)}
@@ -134,6 +155,29 @@ def read_adapter_config(store: Store, path: Location) -> AdapterConfig:
         _flag(config, "ensure_weight_tying", path),
         _flag(config, "use_dora", path),
         config["peft_type"] == "LOHA",
+        base=str(config.get("base_model_name_or_path") or ""),
+        layers=_layers(config.get("layer_replication") or [], path),
+    )
+
+
+def _mlx_config(config: Mapping[str, JsonValue], path: Location) -> AdapterConfig:
+    """Read the configuration that mlx-lm writes: one rank and one scale; releases of 2024 also have an alpha."""
+    kind, stated = config.get("fine_tune_type", "lora"), config["lora_parameters"]
+    if kind not in ("lora", "dora") or not isinstance(stated, dict):
+        message = f"fine_tune_type is {shown(kind)}, only 'lora' and 'dora' are read, with lora_parameters"
+        raise UnsupportedError.of("adapter.unsupported", path, message)
+    rank, scale = _rank(stated.get("rank", 8), "rank", path), _alpha(stated.get("scale", 20.0), "scale", path)
+    alpha = _alpha(stated["alpha"], "alpha", path) if "alpha" in stated else rank
+    return AdapterConfig(
+        rank,
+        scale * alpha,
+        {},
+        {},
+        False,
+        False,
+        is_dora=kind == "dora",
+        is_mlx=True,
+        base=str(config.get("model") or ""),
     )
 
 
@@ -163,6 +207,15 @@ def _texts(value: JsonValue, key: str, path: Location) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise CorruptError.of("adapter.damaged", path, f"'{key}' must be a list of names, found {shown(value)}")
     return [str(text) for text in value]
+
+
+def _layers(value: JsonValue, path: Location) -> tuple[tuple[int, int], ...]:
+    ranges = value if isinstance(value, list) else [value]
+    pairs = [(pair[0], pair[1]) for pair in ranges if isinstance(pair, list) and len(pair) == 2]
+    if len(pairs) != len(ranges) or not all(type(n) is int and 0 <= n <= _MOST_LAYERS for pair in pairs for n in pair):
+        message = f"'layer_replication' must be a list of ranges of layers, found {shown(value)}"
+        raise CorruptError.of("adapter.damaged", path, message)
+    return tuple((int(start), int(stop)) for start, stop in pairs if isinstance(start, int) and isinstance(stop, int))
 
 
 def _tokens(value: JsonValue, path: Location) -> Mapping[str, tuple[int, ...]]:
@@ -325,7 +378,11 @@ _PART = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B"
     r"|hada_w[12]_[ab]|lora_magnitude_vector(?:\.weight)?|token_adapter\.trainable_tokens_delta)"
 )
+_MLX_PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
+_KOHYA_PART = re.compile(r"(?P<module>[^.]+)\.(?P<part>lora_down\.weight|lora_up\.weight|alpha)")
 _ROLES = {
+    "lora_down.weight": "down", "lora_up.weight": "up",
+    "lora_a": "down", "lora_b": "up", "m": "magnitude",
     "lora_A.weight": "down", "lora_embedding_A": "down", "lora_B.weight": "up", "lora_embedding_B": "up",
     "hada_w1_b": "down", "hada_w1_a": "up", "hada_w2_b": "down_2", "hada_w2_a": "up_2",
     "lora_B.bias": "bias", "lora_magnitude_vector": "magnitude", "lora_magnitude_vector.weight": "magnitude",
@@ -343,6 +400,7 @@ class AdaptedModule:
     bias: TensorEntry | None = None
     magnitude: TensorEntry | None = None
     is_embedding: bool = False
+    kernel: tuple[int, ...] = ()  # of a convolution: the shape of a row of `down` as it is stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,13 +425,66 @@ class StoredAdapter:
 
 
 def read_adapter(store: Store, path: Location) -> StoredAdapter:
-    """Read the headers and the configuration of the adapter in the directory `path`; no tensor byte."""
+    """Read the headers and the configuration of the adapter in the directory `path`; no tensor byte.
+
+    A file is one in the names of Kohya's scripts, which keeps its configuration in scalars beside the factors.
+    """
+    if not is_folder(store, path) and path.suffix in SAFETENSORS_SUFFIXES and path.name not in ADAPTER_NAMES:
+        return _read_kohya(store, path)
     config, fingerprint = _read_config(store, path)
     name = next((candidate for candidate in ADAPTER_NAMES if candidate in list_names(store, path)), None)
     if name is None:
         raise NotFoundError.of("checkpoint.incomplete", path, f"holds neither {' nor '.join(ADAPTER_NAMES)}")
     file = read_weight_file(store, path, name, stat_present(store, path, name))
     return _sorted_out(path, config, file.entries, (file.fingerprint, fingerprint))
+
+
+def _read_kohya(store: Store, path: Location) -> StoredAdapter:
+    file = read_weight_file(store, path.parent, path.name, stat_present(store, path.parent, path.name))
+    parts: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    kernels: dict[str, tuple[int, ...]] = {}
+    for entry in file.entries:
+        match = _KOHYA_PART.fullmatch(entry.name)
+        if match is None:
+            message = f"{shown(entry.name)} is no factor of a LoRA in Kohya's names (lora_down, lora_up, alpha)"
+            hint = "give the folder of an adapter of PEFT or MLX, or the file of a plain LoRA"
+            raise UnsupportedError.of("adapter.unsupported", path, message, hint)
+        if match["part"] == "alpha":
+            parts[match["module"]]["alpha"] = entry
+            continue
+        if match["part"].startswith("lora_down"):
+            kernels[match["module"]] = entry.shape[1:]
+        flat = replace(entry, shape=(entry.shape[0], math.prod(entry.shape[1:]))) if _is_kernel(entry) else entry
+        _check_part(path, flat, match["part"])
+        parts[match["module"]][_ROLES[match["part"]]] = flat
+    alphas = {module: _kohya_alpha(store, path, stored) for module, stored in parts.items()}
+    modules = {
+        module: replace(_paired(path, stored, is_embedding=False, is_mlx=False), kernel=kernels[module])
+        for module, stored in parts.items()
+    }
+    ranks = {module: adapted.down.shape[0] for module, adapted in modules.items()}
+    config = AdapterConfig(1, 1.0, ranks, alphas, False, False, is_kohya=True)
+    return StoredAdapter(path, config, modules, {}, {}, {}, (file.fingerprint,))
+
+
+def _is_kernel(entry: TensorEntry) -> bool:
+    """Whether a factor is that of a convolution: `down` with a kernel, `up` with one of 1 x 1."""
+    return len(entry.shape) == 4 and (entry.name.endswith("lora_down.weight") or entry.shape[2:] == (1, 1))
+
+
+def _kohya_alpha(store: Store, path: Location, stored: Mapping[str, TensorEntry]) -> float:
+    """Read the scalar of one module; its rank where there is none, as the scripts that read these files take it."""
+    entry = stored.get("alpha")
+    if entry is None:
+        return float(stored["down"].shape[0]) if "down" in stored else 1.0
+    if entry.n_elements != 1 or entry.dtype.kind is not DTypeKind.FLOAT:
+        message = f"{shown(entry.name)} is {entry.dtype.name} {list(entry.shape)}, and must be one number"
+        raise CorruptError.of("adapter.damaged", path, message)
+    raw = np.frombuffer(store.read_metadata(path, entry.offset, entry.nbytes), np.uint8)
+    value = float(decoded(raw, entry.dtype.kernel_code)[0])
+    if not math.isfinite(value):
+        raise CorruptError.of("tensor.not-finite", path, f"{shown(entry.name)} is {value}")
+    return value
 
 
 def _read_config(store: Store, path: Location) -> tuple[AdapterConfig, FileId]:
@@ -397,7 +508,7 @@ def _sorted_out(
     embeddings = set()
     for entry in entries:
         name = _NAMED.sub("", _WRAPPERS.sub("", entry.name)).removeprefix(PREFIX)
-        match = _PART.fullmatch(name)
+        match = (_MLX_PART if config.is_mlx else _PART).fullmatch(name)
         if match is None and (variant := _VARIANT.search(name)) is not None:
             message = f"{shown(entry.name)}: '{variant[0]}' is not read"
             raise UnsupportedError.of("adapter.unsupported", path, message, MERGE_HINT)
@@ -410,15 +521,20 @@ def _sorted_out(
             tokens[match["module"]] = entry
         else:
             parts[match["module"]][_ROLES[match["part"]]] = entry
-            embeddings |= {match["module"]} if "embedding" in match["part"] else set()
-    modules = {module: _paired(path, stored, is_embedding=module in embeddings) for module, stored in parts.items()}
+            is_embedding = embedding_ending(f"{match['module']}.weight") and not is_head(f"{match['module']}.weight")
+            if is_embedding if config.is_mlx else "embedding" in match["part"]:
+                embeddings.add(match["module"])
+    modules = {
+        module: _paired(path, stored, is_embedding=module in embeddings, is_mlx=config.is_mlx)
+        for module, stored in parts.items()
+    }
     stray = [name for name in copies if name.removesuffix(".weight") not in modules]
     full |= {name: copies.pop(name) for name in stray}
     return StoredAdapter(path, config, modules, full, copies, tokens, files)
 
 
 def _check_part(path: Location, entry: TensorEntry, part: str) -> None:
-    is_vector = part.startswith("lora_magnitude") or part.endswith("bias")
+    is_vector = _ROLES.get(part) in ("magnitude", "bias")
     if len(entry.shape) != (1 if is_vector else 2):
         message = f"{shown(entry.name)} has shape {list(entry.shape)}: only factors with two dimensions are read"
         raise UnsupportedError.of("adapter.unsupported", path, message, MERGE_HINT)
@@ -426,22 +542,20 @@ def _check_part(path: Location, entry: TensorEntry, part: str) -> None:
         raise UnsupportedError.of("adapter.unsupported", path, f"{shown(entry.name)} is {entry.dtype.name}")
 
 
-def _paired(path: Location, stored: Mapping[str, TensorEntry], *, is_embedding: bool) -> AdaptedModule:
+def _paired(path: Location, stored: Mapping[str, TensorEntry], *, is_embedding: bool, is_mlx: bool) -> AdaptedModule:
     """Pair the factors of a module: two, or the four of LoHa, as two."""
     pairs = [(f"down{index}", f"up{index}") for index in (("", "_2") if stored.keys() & {"down_2", "up_2"} else ("",))]
     for pair in pairs:
         if not stored.keys() >= {*pair}:
             stored_name = next(iter(stored.values())).name
             raise CorruptError.of("adapter.damaged", path, f"{shown(stored_name)} has no counterpart, A or B")
-        down, up = (stored[role] for role in pair)
+        down, up = (Transposed(stored[role]) if is_mlx else stored[role] for role in pair)
         if down.shape[0] != up.shape[1]:
             shapes = f"{list(down.shape)} and {list(up.shape)}"
             message = f"{shown(down.name)} and {shown(up.name)} have {shapes}: no product"
             raise CorruptError.of("adapter.damaged", path, message)
     if len(pairs) == 1:
-        return AdaptedModule(
-            stored["down"], stored["up"], stored.get("bias"), stored.get("magnitude"), is_embedding
-        )  # fmt: skip
+        return AdaptedModule(down, up, stored.get("bias"), stored.get("magnitude"), is_embedding)
     down, down_2, up, up_2 = (stored[role] for role in ("down", "down_2", "up", "up_2"))
     if (up.shape[0], down.shape[1]) != (up_2.shape[0], down_2.shape[1]):
         raise CorruptError.of("adapter.damaged", path, f"the two products of {shown(up.name)} differ in shape")
@@ -459,12 +573,15 @@ def open_adapter(store: Store, path: Location, base: Checkpoint, allow_unapplied
     `allow_unapplied` has it. No tensor byte is read.
     """
     adapter = read_adapter(store, path)
+    if adapter.config.is_kohya:
+        message = "its names are Kohya's, which do not say which tensors of the base it changes"
+        raise UnsupportedError.of("adapter.unsupported", path, message, "merge such adapters by `mergepipe lora merge`")
     opener = _Opener(adapter, base, allow_unapplied)
     tensors = opener.tensors()
     lost = {name.rpartition(".")[0] for name in opener.left_over}
     adapted = {*adapter.modules, *adapter.tokens}
     n_saved = len([module for module in adapter.saved_modules if module not in adapted | lost])
-    account = AdapterAccount(len(adapted), len(adapted - lost), n_saved, tuple(opener.left_over))
+    account = AdapterAccount(len(adapted), len(adapted - lost), n_saved, tuple(opener.left_over), adapter.config.base)
     return Checkpoint(
         path, path, MappingProxyType(tensors), adapter.files, (), CheckpointKind.ADAPTER, adapters=(account,)
     )
@@ -520,12 +637,17 @@ def _applied(path: Location, weights: Readable, change: Readable | None) -> Read
         return weights if change is None else change
     if not isinstance(change, LowRankDelta | StackedDelta):  # stored in full in another dtype than the model
         return replace(with_rows(change, change, ()), model_dtype=weights.stored_dtype)
-    if not isinstance(weights, TensorEntry) or weights.is_delta:
+    if not _takes_deltas(weights):
         raise UnsupportedError.of(
-            "adapter.unsupported", path, f"{shown(weights.name)} is not stored as weights, so no adapter applies to it",
-            "write the base out by a passthrough recipe of it alone, and apply the adapter to that",
+            "adapter.unsupported", path, f"{shown(weights.name)} is packed, so no adapter applies to it",
+            "unpack it, and apply the adapter to that",
         )  # fmt: skip
     return Adapted(weights, change)
+
+
+def _takes_deltas(weights: Readable) -> bool:
+    """Whether a delta can be added to a tensor: it has weights, which no other bytes are needed for."""
+    return not weights.is_delta and not isinstance(weights, LeveledTensor)
 
 
 class _Opener:
@@ -547,6 +669,7 @@ class _Opener:
         wanted = [*plain, *(f"{module}.bias" for module, parts in adapter.modules.items() if parts.bias)]
         wanted += [*adapter.full, *(f"{module}.weight" for module in adapter.tokens)]
         wanted = list(dict.fromkeys(wanted))
+        self._check_layers()
         self._check_heads([*plain, *(f"{module}.weight" for module in adapter.tokens)])
         optional = [name for name in wanted if self._is_allowed(name)]
         names = base_names(wanted, self._base.tensors, self._path, optional)
@@ -623,6 +746,18 @@ class _Opener:
         made = _Opener._made(parts)
         n_experts = shape[0] if len(shape) == 3 else 1
         return parts.down.shape[0] == rank * n_experts and shape[-2:] in (made, made[::-1])
+
+    def _check_layers(self) -> None:
+        """Refuse a base that does not have the repeated layers that the adapter was trained on."""
+        ranges = self._config.layers
+        last = sum(stop - start for start, stop in ranges) - 1
+        if ranges and not any(f".{last}." in name for name in self._base.tensors):
+            slices = ", ".join(f"[{start}, {stop}]" for start, stop in ranges)
+            raise MismatchError.of(
+                "adapter.mismatch", self._path,
+                f"it was trained on repeated layers (layer_replication), and the base has no layer {last}",
+                f"merge the base with slices of layer_range {slices} by passthrough, and apply the adapter to that",
+            )  # fmt: skip
 
     def _check_heads(self, changed: Sequence[str]) -> None:
         """Refuse an output head where the base has none because its weights are tied."""
@@ -711,10 +846,10 @@ class _Opener:
             stored = self._base.tensors[name]
         if stored is None:
             tensors[name] = delta
-        elif isinstance(stored, TensorEntry) and not stored.is_delta:
+        elif _takes_deltas(stored):
             tensors[name] = Adapted(stored, delta, parts.magnitude)
         else:
-            message = f"{shown(name)} is not stored as weights, so no DoRA applies to it"
+            message = f"{shown(name)} is packed, so no DoRA applies to it"
             raise UnsupportedError.of("adapter.unsupported", self._path, message)
 
     def _add_bias(self, tensors: dict[str, Readable], name: str, module: str, bias: TensorEntry) -> None:

@@ -280,13 +280,14 @@ def files_of(sources: Iterable[Tensor]) -> set[Location]:
 class AdapterAccount:
     """What became of an adapter: the modules that it adapts, those of them applied, those replaced by stored ones.
 
-    `left_over` are the names of what its base lacks.
+    `left_over` are the names of what its base lacks; `trained_on` is the base that its configuration names.
     """
 
     n_modules: int
     n_applied: int
     n_saved: int
     left_over: tuple[str, ...] = ()
+    trained_on: str = ""
 
 
 @dataclass(frozen=True, slots=True)

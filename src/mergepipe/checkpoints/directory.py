@@ -141,7 +141,7 @@ def config_bytes(content: Json) -> bytes:
 
 SAFETENSORS_SUFFIXES = (".safetensors",)
 ADAPTER_CONFIG_NAME = "adapter_config.json"
-ADAPTER_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_NAMES = ("adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors")
 STORE_HEADER_NAME = "mergepipe-store.json"
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.[a-z]+$", re.ASCII)
 _INDEX_ENDING = ".index.json"
@@ -151,7 +151,7 @@ _GGUF_ADVICE = "name the safetensors model that it was converted from"
 # What training leaves beside the weights, in files of the same kind.
 _NOT_WEIGHTS = (
     "training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng_state*", "*optim_states.pt", "adapter_model.*",
-    "*.distcp",
+    "adapters.safetensors", "*_adapters.safetensors", "*.distcp",
 )  # fmt: skip
 
 

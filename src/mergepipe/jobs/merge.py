@@ -420,7 +420,14 @@ class MergeRun:
             left_out=manifest.left_out,
             kept=self._kept,
             adapters=tuple(
-                AppliedAdapter(model.text, account.n_modules, account.n_applied, account.n_saved, account.left_over)
+                AppliedAdapter(
+                    model.text,
+                    account.n_modules,
+                    account.n_applied,
+                    account.n_saved,
+                    account.left_over,
+                    account.trained_on,
+                )
                 for _, model, checkpoint in self._inputs.leaves()
                 for account in checkpoint.adapters
             ),

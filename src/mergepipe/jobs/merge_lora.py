@@ -68,13 +68,15 @@ def merge_lora_adapters(adapters: Sequence[str], out: Path, options: MergeLoraOp
     entries = [entry for adapter in opened for entry in _entries(adapter)]
     with open_files(store, {entry.file for entry in entries}) as files, Staging(out, force=False) as staging:
         merge = _AdapterMerge(tuple(adapters), opened, options, files, store.ledger)
-        path = staging.path / WEIGHTS_NAME
+        is_kohya = opened[0].config.is_kohya
+        path = staging.path / (f"{out.name}.safetensors" if is_kohya else WEIGHTS_NAME)
         with AdapterWriter(path, merge.possible(), store.ledger) as writer:
             merge.write(writer)
             adapter_bytes = writer.finish()
-        config_path = locations[0] / ADAPTER_CONFIG_NAME
-        first = parse_config(store.read_small(config_path, ADAPTER_CONFIG_BYTES), config_path)
-        write_durably(staging.path / ADAPTER_CONFIG_NAME, merge.config(first), store.ledger)
+        if not is_kohya:
+            config_path = locations[0] / ADAPTER_CONFIG_NAME
+            first = parse_config(store.read_small(config_path, ADAPTER_CONFIG_BYTES), config_path)
+            write_durably(staging.path / ADAPTER_CONFIG_NAME, merge.config(first), store.ledger)
         staging.publish()
     return MergeLoraReport(
         adapters=tuple(adapters),
@@ -119,6 +121,12 @@ class _AdapterMerge:
         return self.options.method not in (CONCATENATION, TRUNCATION)
 
     def __post_init__(self) -> None:
+        kinds = [adapter.config.is_kohya for adapter in self.adapters]
+        if len({*kinds}) > 1:
+            message = (
+                "its names are Kohya's, and those of another adapter are not: which modules are the same is not told"
+            )
+            raise UnsupportedError.of("adapter.unsupported", self.names[kinds.index(True)], message)
         for index, adapter in enumerate(self.adapters):
             for module, parts in adapter.modules.items():
                 self._modules[module].append(index)
@@ -139,12 +147,13 @@ class _AdapterMerge:
     def _check_module(self, index: int, module: str, parts: AdaptedModule) -> None:
         first = self.adapters[self._modules[module][0]].modules[module]
         n_experts = self._expert_count(index, module, parts)
-        made = (parts.up.shape[0], parts.down.shape[1], n_experts, parts.is_embedding)
+        made = (parts.up.shape[0], parts.down.shape[1], n_experts, parts.is_embedding, parts.kernel)
         needed = (
             first.up.shape[0],
             first.down.shape[1],
             self._experts.setdefault(module, n_experts),
             first.is_embedding,
+            first.kernel,
         )
         if made != needed:
             message = f"the factors of {shown(module)} make {list(made[:3])}, those before {list(needed[:3])}"
@@ -171,9 +180,10 @@ class _AdapterMerge:
         for module, owners in self._modules.items():
             parts = self.adapters[owners[0]].modules[module]
             stacked = sum(self.adapters[owner].modules[module].down.shape[0] for owner in owners)
-            down, up = factor_names(module, is_embedding=parts.is_embedding)
-            yield AdapterTensor(down, (stacked, parts.down.shape[1]))
-            yield AdapterTensor(up, (parts.up.shape[0], stacked))
+            down, up = self._factor_names(module, parts)
+            yield AdapterTensor(down, (stacked, *(parts.kernel or parts.down.shape[1:])))
+            yield AdapterTensor(up, (parts.up.shape[0], stacked, 1, 1))
+            yield AdapterTensor(f"{module}.alpha", (1,))
             yield AdapterTensor(f"{PREFIX}{module}.lora_B.bias", parts.up.shape[:1])
             yield AdapterTensor(f"{PREFIX}{module}.lora_magnitude_vector", parts.up.shape[:1])
         for name, entry in self._whole().items():
@@ -212,10 +222,15 @@ class _AdapterMerge:
         parts = self.adapters[owners[0]].modules[module]
         rank = merged[0][0].shape[1]
         up_MRE = np.stack([up for up, _ in merged], axis=2)
-        down, up = factor_names(module, is_embedding=parts.is_embedding)
+        down, up = self._factor_names(module, parts)
         down_values, up_values = np.vstack([down for _, down in merged]), up_MRE.reshape(len(up_MRE), -1)
-        writer.append(down, down_values.astype(np.float32), down_values.shape)
-        writer.append(up, up_values.astype(np.float32), up_values.shape)
+        is_convolution = len(parts.kernel) > 1
+        writer.append(
+            down, down_values.astype(np.float32), (len(down_values), *(parts.kernel or down_values.shape[1:]))
+        )
+        writer.append(up, up_values.astype(np.float32), (*up_values.shape, *((1, 1) if is_convolution else ())))
+        if self.adapters[owners[0]].config.is_kohya:
+            writer.append(f"{module}.alpha", np.array([rank], np.float32), ())
         if any(self.adapters[owner].modules[module].bias for owner in owners):
             bias = self._bias(module)
             writer.append(f"{PREFIX}{module}.lora_B.bias", bias, bias.shape)
@@ -224,6 +239,12 @@ class _AdapterMerge:
             writer.append(f"{PREFIX}{module}.lora_magnitude_vector", magnitude, magnitude.shape)
         self.merged.append(MergedModule(module, rank, _share_kept(lost, square)))
         self.square, self.lost_square = self.square + square, self.lost_square + lost
+
+    @staticmethod
+    def _factor_names(module: str, parts: AdaptedModule) -> tuple[str, str]:
+        if parts.kernel:
+            return f"{module}.lora_down.weight", f"{module}.lora_up.weight"
+        return factor_names(module, is_embedding=parts.is_embedding)
 
     def config(self, first: Json) -> bytes:
         """Write the configuration: that of a plain LoRA in which alpha equals the rank, module by module."""
@@ -246,7 +267,7 @@ class _AdapterMerge:
         if any(name.endswith(".bias") for name in self.full):
             more["bias"] = "lora_only"
         return adapter_config(
-            base_model=_text(first.get("base_model_name_or_path")),
+            base_model=_text(first.get("base_model_name_or_path", first.get("model"))),
             revision=_text(first.get("revision")),
             ranks=ranks,
             modules=(),

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
-from small_models import write_model
+from small_models import write_adapter, write_model
 
 import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import CorruptError, UnsupportedError
-from mergepipe.options import MergeOptions
+from mergepipe.options import MergeOptions, OutputOptions
 
 NO_CATALOG = MergeOptions(catalog=False)
 SHAPE = (200, 300)  # the last block of rows and of columns is cut
@@ -161,3 +161,22 @@ def test_average__refuses_codes(tmp_path: Path) -> None:
     models = [quantised_model(tmp_path / name, "blocks") for name in ("one", "two")]
     with pytest.raises(UnsupportedError, match="shows that the weights are quantised"):
         tailor.average(models, tmp_path / "out")
+
+
+@pytest.mark.parametrize("is_dora", [False, True])
+def test_lora_apply__adds_to_the_numbers_of_a_quantised_base(tmp_path: Path, *, is_dora: bool) -> None:
+    base, rng = quantised_model(tmp_path / "base", "blocks"), np.random.default_rng(1)
+    rows, columns = codes(0).shape
+    down, up = (rng.standard_normal(shape).astype(np.float32) for shape in ((4, columns), (rows, 4)))
+    magnitude = 1 + rng.random(rows, np.float32)
+    tensors = {"l.lora_A.weight": down, "l.lora_B.weight": up}
+    more: dict[str, NDArray[np.float32]] = {"l.lora_magnitude_vector": magnitude} if is_dora else {}
+    adapter = write_adapter(tmp_path / "adapter", {**tensors, **more}, use_dora=is_dora)
+    report = mergepipe.apply_lora(base, [adapter], tmp_path / "out", options=OutputOptions(catalog=False))
+    expected = numbers(codes(0), scales((2, 3), 1)).astype(np.float64) + 2 * (up.astype(np.float64) @ down)
+    if is_dora:
+        expected *= (magnitude / np.linalg.norm(expected, axis=1))[:, None]
+    written = load_file(tmp_path / "out" / "model.safetensors")["l.weight"]
+    assert written.dtype == ml_dtypes.bfloat16
+    np.testing.assert_allclose(written.astype(np.float64), expected, rtol=1 / 256, atol=1e-6)
+    assert any("is quantised (FP8 with scales)" in str(notice) for notice in report.recipe_notices)

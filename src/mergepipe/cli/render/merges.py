@@ -72,7 +72,8 @@ def _applied_text(adapter: AppliedAdapter, *, several: bool) -> str:
         f"{len(adapter.left_over)} left over"
     )
     left = f": {shorten_names(adapter.left_over)}" if adapter.left_over else ""
-    return f"{adapter.model}: {text}{left}" if several else f"{text}{left}"
+    base = f"; trained on {printable(adapter.trained_on)}" if adapter.trained_on else ""
+    return f"{adapter.model}: {text}{left}{base}" if several else f"{text}{left}{base}"
 
 
 def _traffic_facts(traffic: Traffic) -> list[Fact]:
