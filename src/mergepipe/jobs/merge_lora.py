@@ -182,8 +182,10 @@ class _AdapterMerge:
             stacked = sum(self.adapters[owner].modules[module].down.shape[0] for owner in owners)
             down, up = self._factor_names(module, parts)
             yield AdapterTensor(down, (stacked, *(parts.kernel or parts.down.shape[1:])))
-            yield AdapterTensor(up, (parts.up.shape[0], stacked, 1, 1))
-            yield AdapterTensor(f"{module}.alpha", (1,))
+            yield AdapterTensor(up, (parts.up.shape[0], stacked, *_ones(parts)))
+            if parts.kernel:
+                yield AdapterTensor(f"{module}.alpha", ())
+                continue
             yield AdapterTensor(f"{PREFIX}{module}.lora_B.bias", parts.up.shape[:1])
             yield AdapterTensor(f"{PREFIX}{module}.lora_magnitude_vector", parts.up.shape[:1])
         for name, entry in self._whole().items():
@@ -224,12 +226,11 @@ class _AdapterMerge:
         up_MRE = np.stack([up for up, _ in merged], axis=2)
         down, up = self._factor_names(module, parts)
         down_values, up_values = np.vstack([down for _, down in merged]), up_MRE.reshape(len(up_MRE), -1)
-        is_convolution = len(parts.kernel) > 1
         writer.append(
             down, down_values.astype(np.float32), (len(down_values), *(parts.kernel or down_values.shape[1:]))
         )
-        writer.append(up, up_values.astype(np.float32), (*up_values.shape, *((1, 1) if is_convolution else ())))
-        if self.adapters[owners[0]].config.is_kohya:
+        writer.append(up, up_values.astype(np.float32), (*up_values.shape, *_ones(parts)))
+        if parts.kernel:
             writer.append(f"{module}.alpha", np.array([rank], np.float32), ())
         if any(self.adapters[owner].modules[module].bias for owner in owners):
             bias = self._bias(module)
@@ -352,6 +353,11 @@ class _AdapterMerge:
                 for key, core in tensors.items():
                     writer.append(key, core.astype(np.float32), core.shape)
                 writer.finish()
+
+
+def _ones(parts: AdaptedModule) -> tuple[int, ...]:
+    """Return the kernel of the `up` of a convolution."""
+    return (1, 1) if len(parts.kernel) > 1 else ()
 
 
 def common_bases(pairs: Sequence[Pair]) -> Pair:

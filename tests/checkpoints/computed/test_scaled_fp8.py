@@ -168,7 +168,7 @@ def test_lora_apply__adds_to_the_numbers_of_a_quantised_base(tmp_path: Path, *, 
     base, rng = quantised_model(tmp_path / "base", "blocks"), np.random.default_rng(1)
     rows, columns = codes(0).shape
     down, up = (rng.standard_normal(shape).astype(np.float32) for shape in ((4, columns), (rows, 4)))
-    magnitude = 1 + rng.random(rows, np.float32)
+    magnitude = np.linspace(1, 2, rows, dtype=np.float32)
     tensors = {"l.lora_A.weight": down, "l.lora_B.weight": up}
     more: dict[str, NDArray[np.float32]] = {"l.lora_magnitude_vector": magnitude} if is_dora else {}
     adapter = write_adapter(tmp_path / "adapter", {**tensors, **more}, use_dora=is_dora)
