@@ -587,6 +587,8 @@ def merge_lora(
     `cat` is exact: the factors stand side by side, and ranks add up. `svd` is the best approximation of the same sum of
     a rank. Any operator of recipes (`linear`, `ties`, `dare_ties`, ...) merges the cores of the deltas in bases that
     all adapters share, which loses nothing of a delta, and what comes out is cut to `rank`, if there is one.
+    In place of the adapters stands a recipe (`.yml`) of such an operator, with `output: adapter`: its filters and
+    gradients hold for the modules of the adapters.
 
     Raises:
         RecipeError: options that do not fit together.

@@ -158,6 +158,36 @@ def test_merge_lora__merges_adapters_of_mlx_with_those_of_peft(tmp_path: Path) -
     assert_close(*made)
 
 
+def test_merge_lora__a_recipe_weighs_by_filter_and_by_layer(tmp_path: Path) -> None:
+    first, second = (write_adapter(tmp_path / name, seed, {}) for seed, name in enumerate("ab"))
+    weight = [{"filter": "q_proj", "value": [0.5, 1.5]}, {"value": 2.0}]
+    models = [{"model": "a", "parameters": {"weight": weight}}, {"model": str(second), "parameters": {"weight": 1}}]
+    recipe = tmp_path / "recipe.yml"
+    content = {"output": "adapter", "merge_method": "task_arithmetic", "models": models}
+    recipe.write_text(json.dumps(content))
+    report = mergepipe.merge_lora([recipe], tmp_path / "out", rank=8)
+    assert (report.method, len(report.adapters)) == ("task_arithmetic", 2)
+    base = write_base(tmp_path / "base")
+    merged, start = applied(base, tmp_path / "merged", tmp_path / "out"), load_file(base / "model.safetensors")
+    deltas = [
+        {name: values - start[name] for name, values in applied(base, tmp_path / f"{k}", adapter).items()}
+        for k, adapter in enumerate((first, second))
+    ]
+    for name, values in merged.items():
+        share = (0.5 if "layers.0" in name else 1.5) if "q_proj" in name else 2.0
+        expected = start[name] + share * deltas[0][name] + deltas[1][name]
+        np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4, err_msg=name)
+    for changes, words in (
+        ({"output": None}, "the recipe makes a model, not an adapter"),
+        ({"base_model": "x"}, "base_model: has no meaning for an adapter"),
+        ({"models": [{"parameters": {}}]}, "`model` names no adapter"),
+        ({"merge_method": "tiess"}, "did you mean"),
+    ):
+        recipe.write_text(json.dumps({**content, **changes}))
+        with pytest.raises(RecipeError, match=words):
+            mergepipe.merge_lora([recipe], tmp_path / "more")
+
+
 KOHYA = {
     "lora_unet_mid_block_attentions_0_to_q": ((5, 6), (9, 5)),
     "lora_te_text_model_encoder_layers_0_mlp_fc1": ((2, 6), (7, 2)),

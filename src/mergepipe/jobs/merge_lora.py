@@ -27,7 +27,7 @@ from mergepipe.jobs.merge import run_merge
 from mergepipe.operators.registry import operator_named, operator_specs
 from mergepipe.operators.spec import BaseRole
 from mergepipe.options import MergeLoraOptions, MergeOptions
-from mergepipe.recipes.yaml_source import recipe_text
+from mergepipe.recipes.yaml_source import read_yaml, recipe_text
 from mergepipe.reports import MergedModule, MergeLoraReport
 from mergepipe.runs.lora.adapter_files import (
     PREFIX,
@@ -48,6 +48,8 @@ from mergepipe.storage.output import make_folders, write_durably
 from mergepipe.storage.stores import Stores
 
 CONCATENATION, TRUNCATION = "cat", "svd"
+_RECIPE_SUFFIXES = (".yml", ".yaml")
+_RECIPE_KEYS = ("output", "merge_method", "models", "parameters")
 Matrix = NDArray[np.float64]
 Pair = tuple[Matrix, Matrix]
 """Factors of one delta: (M, R) with all scales in it, and (R, N)."""
@@ -59,15 +61,17 @@ def merge_lora_adapters(adapters: Sequence[str], out: Path, options: MergeLoraOp
     Memory: one module's factors, in float64; of operators also the small cores of all modules.
     """
     started = time.perf_counter()
+    store, recipe = Stores(), None
+    if len(adapters) == 1 and Path(adapters[0]).suffix in _RECIPE_SUFFIXES:
+        adapters, recipe, options = _read_recipe(store, Path(adapters[0]), options)
     options = replace(options, weights=options.weights or (1.0,) * len(adapters))
     _check_options(options, len(adapters))
-    store = Stores()
     locations = located_adapters(store, adapters)
     opened = [read_adapter(store, location) for location in locations]
     check_target(out, locations, force=None)
     entries = [entry for adapter in opened for entry in _entries(adapter)]
     with open_files(store, {entry.file for entry in entries}) as files, Staging(out, force=False) as staging:
-        merge = _AdapterMerge(tuple(adapters), opened, options, files, store.ledger)
+        merge = _AdapterMerge(tuple(adapters), opened, options, files, store.ledger, recipe)
         is_kohya = opened[0].config.is_kohya
         path = staging.path / (f"{out.name}.safetensors" if is_kohya else WEIGHTS_NAME)
         with AdapterWriter(path, merge.possible(), store.ledger) as writer:
@@ -91,6 +95,35 @@ def merge_lora_adapters(adapters: Sequence[str], out: Path, options: MergeLoraOp
     )
 
 
+def _read_recipe(store: Stores, path: Path, options: MergeLoraOptions) -> tuple[list[str], Json, MergeLoraOptions]:
+    """Return the adapters of a recipe with `output: adapter`, that recipe of their cores, and the options in force."""
+    source = read_yaml(Location.local(path).absolute(), store)
+    root = source.root if isinstance(source.root, dict) else {}
+    for key in root:
+        if key not in _RECIPE_KEYS:
+            message = f"has no meaning for an adapter: {', '.join(_RECIPE_KEYS)} have"
+            raise RecipeError.of("recipe.unknown-name", source.where(key), message)
+    if root.get("output") != "adapter":
+        message = "the recipe makes a model, not an adapter"
+        raise RecipeError.of("recipe.value", source.where("output"), message, "say `output: adapter`, or merge it")
+    models, method = root.get("models"), root.get("merge_method")
+    if not isinstance(models, list) or not isinstance(method, str):
+        raise RecipeError.of("recipe.incomplete", source.where(), "`merge_method` and a list of `models` are needed")
+    if (options.method, options.weights, options.density) != (CONCATENATION, (), None):
+        message = "--method, --weight and --density are those of the recipe"
+        raise RecipeError.of("option.conflict", "--method", message, "leave them out")
+    adapters = []
+    for index, entry in enumerate(models):
+        text = entry.get("model") if isinstance(entry, dict) else None
+        if not isinstance(text, str):
+            raise RecipeError.of("recipe.incomplete", source.where("models", index), "`model` names no adapter")
+        beside = path.parent / text
+        adapters.append(str(beside) if store.stat(Location.local(beside).absolute()) is not None else text)
+    cores = [{**entry, "model": f"adapter-{k}"} for k, entry in enumerate(models) if isinstance(entry, dict)]
+    content = {key: value for key, value in root.items() if key != "output"}
+    return adapters, {**content, "models": cores}, replace(options, method=method)
+
+
 def _entries(adapter: StoredAdapter) -> Iterator[TensorEntry]:
     for parts in adapter.modules.values():
         yield from (*parts.down.stored, *parts.up.stored)
@@ -108,6 +141,7 @@ class _AdapterMerge:
     options: MergeLoraOptions
     files: Mapping[Location, RangeFile]
     ledger: Ledger
+    recipe: Json | None = None  # of an operator; without one, the operator and the weights of the options
     merged: list[MergedModule] = field(default_factory=list)
     square: float = 0.0
     lost_square: float = 0.0
@@ -233,6 +267,11 @@ class _AdapterMerge:
         if parts.kernel:
             writer.append(f"{module}.alpha", np.array([rank], np.float32), ())
         if any(self.adapters[owner].modules[module].bias for owner in owners):
+            if self.recipe is not None:
+                message = f"{shown(module)} has a trained bias (lora_bias), which a recipe of cores does not merge"
+                raise UnsupportedError.of(
+                    "adapter.unsupported", self.names[owners[0]], message, "give --weight instead"
+                )
             bias = self._bias(module)
             writer.append(f"{PREFIX}{module}.lora_B.bias", bias, bias.shape)
         if parts.magnitude is not None:
@@ -321,12 +360,7 @@ class _AdapterMerge:
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
             self._write_cores(root)
-            density = {} if self.options.density is None else {"density": self.options.density}
-            models = [
-                {"model": f"adapter-{index}", "parameters": {"weight": weight, **density}}
-                for index, weight in enumerate(self.options.weights)
-            ]
-            recipe: dict[str, object] = {"merge_method": self.options.method, "models": models, "dtype": "float32"}
+            recipe: Json = {**(self.recipe or self._stated_recipe()), "dtype": "float32"}
             if operator_named(self.options.method).spec.base_role is not BaseRole.NONE:
                 recipe["base_model"] = "zeros"
             settings = merge_settings(MergeOptions(catalog=False, seed=self.options.seed, card=False))
@@ -334,6 +368,12 @@ class _AdapterMerge:
             run_merge(text, out, settings, started=time.perf_counter(), on_progress=None)
             tensors = load_tensors(Location.local(out), base=None, framework="numpy", threads=1)
             return {name: np.asarray(tensors[name], np.float64) for name in tensors}
+
+    def _stated_recipe(self) -> Json:
+        density = {} if self.options.density is None else {"density": self.options.density}
+        weights = enumerate(self.options.weights)
+        models = [{"model": f"adapter-{k}", "parameters": {"weight": weight, **density}} for k, weight in weights]
+        return {"merge_method": self.options.method, "models": models}
 
     def _write_cores(self, root: Path) -> None:
         """Write the models of cores, and the base of zeros: one matrix for each module and expert."""

@@ -304,6 +304,10 @@ def _whole(reader: DocumentReader, root: dict[str, Value], key: str, default: in
 
 def _check_keys(reader: DocumentReader, root: dict[str, Value]) -> None:
     check_keys(reader, root, (), RECIPE_KEYS)
+    if root.get("output") == "adapter":
+        reader.refuse(
+            "recipe.value", ("output",), "the recipe makes an adapter", "`mergepipe lora merge RECIPE -o OUT`"
+        )
     content = [key for key in CONTENT_KEYS if root.get(key)]
     if len(content) > 1:
         message = f"is there together with '{content[0]}'"

@@ -145,7 +145,10 @@ def apply_lora(
 
 
 def merge_lora(
-    adapters: Annotated[list[str], typer.Argument(metavar="ADAPTER...", help="LoRA adapters of one base.")],
+    adapters: Annotated[
+        list[str],
+        typer.Argument(metavar="ADAPTER...", help="LoRA adapters of one base, or a recipe with `output: adapter`."),
+    ],
     *,
     out: Annotated[str, Flag("The directory to create.", short="-o", metavar="DIR")],
     options: MergeLoraOptions,
