@@ -67,6 +67,19 @@ def write_pair(root: Path) -> tuple[Path, Path]:
     return root / "base", root / "model"
 
 
+def test_extract_lora__an_embedding_with_added_tokens_is_saved_in_full(tmp_path: Path) -> None:
+    base, model = write_pair(tmp_path)
+    tensors = load_file(model / "model.safetensors")
+    tensors[EMBED] = np.concatenate([tensors[EMBED], np.full((8, 16), 0.25, np.float32)])
+    save_file(tensors, model / "model.safetensors")
+    report = mergepipe.extract_lora(base, model, tmp_path / "lora", rank=2, save_modules=True)
+    assert sorted(report.saved_modules) == ["model.embed_tokens", "model.norm"]
+    mergepipe.apply_lora(base, [tmp_path / "lora"], tmp_path / "out", catalog=False)
+    made = load_file(tmp_path / "out" / "model.safetensors")
+    for name, values in tensors.items():
+        np.testing.assert_allclose(made[name], values, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 def test_extract_lora__the_adapter_makes_the_model_again(tmp_path: Path) -> None:
     base, model = write_pair(tmp_path)
     report = mergepipe.extract_lora(base, model, tmp_path / "lora", rank=2, save_modules=True, base_model_id="org/base")

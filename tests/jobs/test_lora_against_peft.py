@@ -154,6 +154,30 @@ def test_lora_apply__equals_peft(tmp_path: Path, name: str) -> None:
             )
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_lora_apply__takes_an_embedding_that_was_resized_in_training(tmp_path: Path, name: str) -> None:
+    base, adapter = base_of(tmp_path, name), tmp_path / "adapter"
+    model = loaded(base)
+    model.resize_token_embeddings(72)
+    saved = ["embed_tokens", *(["lm_head"] if name == "llama" else [])]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    adapted.save_pretrained(adapter)  # with copies of the embedding under the names that PEFT has inside
+    (adapter / "tokenizer_config.json").write_text('{"added": true}')
+    applied(base, adapter, tmp_path / "out")
+    mine = loaded(tmp_path / "out")
+    assert mine.config.vocab_size == 72
+    torch.testing.assert_close(logits(mine), logits(adapted.eval()), rtol=1e-4, atol=2e-5)
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text()) == {"added": True}
+    path = adapter / "adapter_model.safetensors"
+    save_file({key: values for key, values in load_file(path).items() if "lm_head" not in key}, path)
+    if name == "llama":
+        with pytest.raises(MismatchError, match=r"rows than the base: 'lm_head\.weight' has 64"):
+            applied(base, adapter, tmp_path / "more")
+
+
 def test_lora_apply__takes_a_base_whose_layers_are_repeated_as_in_training(tmp_path: Path) -> None:
     base = base_of(tmp_path, "llama")
     adapted = trained(base, tmp_path / "adapter", Case("llama", {"layer_replication": [[0, 2], [1, 2]]}))

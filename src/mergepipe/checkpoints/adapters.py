@@ -508,6 +508,9 @@ def _sorted_out(
     embeddings = set()
     for entry in entries:
         name = _NAMED.sub("", _WRAPPERS.sub("", entry.name)).removeprefix(PREFIX)
+        if ".original_module." in name:  # what PEFT keeps of the base beside a module that it saves in full
+            continue
+        name = name.replace(".modules_to_save.", ".")
         match = (_MLX_PART if config.is_mlx else _PART).fullmatch(name)
         if match is None and (variant := _VARIANT.search(name)) is not None:
             message = f"{shown(entry.name)}: '{variant[0]}' is not read"
@@ -627,7 +630,16 @@ def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
     absolute = (replace(file, name=str((adapter.root / file.name).absolute())) for file in adapter.files)
     files = (*weights.files, *absolute)
     accounts = (*weights.adapters, *adapter.adapters)
-    return replace(weights, tensors=MappingProxyType(tensors), files=files, content_id=None, adapters=accounts)
+    resized = [name for name, tensor in tensors.items() if tensor.shape != weights.tensors[name].shape]
+    rows = {name: tensors[name].shape[0] for name in tensors if embedding_ending(name)} if resized else {}
+    if len({*rows.values()}) > 1:
+        told = ", ".join(f"{shown(name)} has {n_rows}" for name, n_rows in rows.items())
+        message = f"it stores {shown(resized[0])} with another number of rows than the base: {told}"
+        raise MismatchError.of("adapter.mismatch", adapter.path, message, "save embedding and head with the adapter")
+    return replace(
+        weights, tensors=MappingProxyType(tensors), files=files, content_id=None, adapters=accounts,
+        resized_by=adapter.path if resized else weights.resized_by,
+    )  # fmt: skip
 
 
 def _applied(path: Location, weights: Readable, change: Readable | None) -> Readable:
@@ -674,6 +686,12 @@ class _Opener:
         optional = [name for name in wanted if self._is_allowed(name)]
         names = base_names(wanted, self._base.tensors, self._path, optional)
         self.left_over += [name for name in wanted if name not in names]
+        for name, entry in adapter.full.items():
+            needed = self._base.tensors[names[name]].shape if name in names else entry.shape
+            is_resized = embedding_ending(name) and entry.shape[1:] == needed[1:]
+            if entry.shape != needed and not is_resized:
+                message = f"it stores {shown(name)} of shape {list(entry.shape)}, the base has {list(needed)}"
+                raise MismatchError.of("adapter.mismatch", self._path, message, "is it an adapter of this base?")
         tensors: dict[str, Readable] = {
             names[name]: replace(entry, name=names[name]) for name, entry in adapter.full.items() if name in names
         }

@@ -127,7 +127,8 @@ class _Extraction:
                 yield AdapterTensor(down, (rank, columns))
                 yield AdapterTensor(up, (rows, rank))
             elif self._is_saved(name, tensor):
-                yield AdapterTensor(f"{PREFIX}{self._module(name)}.base_layer{_BIAS}", tensor.shape)
+                shape = self.model.tensors.get(name, tensor).shape
+                yield AdapterTensor(f"{PREFIX}{self._module(name)}.base_layer{_BIAS}", shape)
 
     def largest_bytes(self) -> int:
         """Return the bytes that a fixed rank needs at most; under an energy alone nobody knows them before."""
@@ -143,6 +144,8 @@ class _Extraction:
             changed = self.model.tensors.get(name)
             if changed is None and self.model.kind.value == "full":
                 self.left.append(NotExtracted(name, "the model has no such tensor", None))
+            elif changed is not None and changed.shape != tensor.shape and self._is_resized(name, tensor, changed):
+                self._save_module(writer, name)
             elif changed is not None and changed.shape != tensor.shape:
                 reason = f"has shape {list(changed.shape)}, in the base {list(tensor.shape)}"
                 self.left.append(NotExtracted(name, reason, None))
@@ -235,8 +238,8 @@ class _Extraction:
     def _append(self, writer: AdapterWriter, name: str, written_name: str) -> None:
         tensor = self.base.tensors[name]
         changed = self.model.tensors.get(name, tensor)
-        parts = [self._values(tensor, changed, span) for span in _chunks(tensor.n_elements)]
-        writer.append(f"{PREFIX}{written_name}", np.concatenate(parts), tensor.shape)
+        parts = [self._values(tensor, changed, span) for span in _chunks(changed.n_elements)]
+        writer.append(f"{PREFIX}{written_name}", np.concatenate(parts), changed.shape)
 
     def _reason(self, name: str, tensor: Readable) -> str:
         if embedding_ending(name):
@@ -284,6 +287,10 @@ class _Extraction:
             and is_float
             and (_is_embedding(name) or self._is_norm(name) or self._is_bias(name))
         )
+
+    def _is_resized(self, name: str, tensor: Readable, changed: Readable) -> bool:
+        """Whether an embedding that is saved has other tokens than the base's."""
+        return self._is_saved(name, tensor) and _is_embedding(name) and changed.shape[1:] == tensor.shape[1:]
 
     def _is_bias(self, name: str) -> bool:
         """Whether a tensor is the bias of a linear layer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,8 @@ from mergepipe.checkpoints.chat_templates import (
     chosen_template,
 )
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, config_bytes, parse_config
-from mergepipe.checkpoints.embedding_rows import VOCAB_SIZE_KEY
+from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, config_bytes, find_sidecars, list_names, parse_config
+from mergepipe.checkpoints.embedding_rows import VOCAB_SIZE_KEY, embedding_ending
 from mergepipe.checkpoints.quantised import QUANTIZATION_KEY
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, SETTINGS_NAME, TOKENIZER_NAMES
 from mergepipe.core.units import plural
@@ -60,6 +60,8 @@ def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
     if recipe.chat_template is not None:
         template = chosen_template(recipe.chat_template, models, store, where=recipe.path)
         contents = contents if template is None else with_chat_template(contents, template)
+    if inputs.base.resized_by is not None:
+        contents = _resized(contents, inputs.base, inputs.base.resized_by, store)
     if CONFIG_NAME in contents:
         contents[CONFIG_NAME] = _configuration(inputs, contents[CONFIG_NAME])
     if inputs.base.quantisation:
@@ -151,6 +153,16 @@ def _untied(config: bytes) -> bytes:
     for section in (content, *(section for section in text_sections(content) if _TIED_KEY in section)):
         section[_TIED_KEY] = False
     return config_bytes(content)
+
+
+def _resized(contents: dict[str, bytes], model: Checkpoint, adapter: Location, store: Store) -> dict[str, bytes]:
+    """State the rows that an adapter gave the embedding, and take the tokenizer that was saved with it."""
+    names = find_sidecars(store, adapter, list_names(store, adapter))
+    own = read_sidecars(replace(model, root=adapter, sidecars=tuple(filter(_is_tokenizers, names))), store)
+    kept = contents if not own else {name: content for name, content in contents.items() if not _is_tokenizers(name)}
+    n_rows = next(tensor.shape[0] for name, tensor in model.tensors.items() if embedding_ending(name))
+    config = {CONFIG_NAME: with_vocab_size(kept[CONFIG_NAME], n_rows)} if CONFIG_NAME in kept else {}
+    return {**kept, **own, **config}
 
 
 def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:

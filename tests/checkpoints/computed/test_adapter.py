@@ -228,6 +228,7 @@ def test_open_adapter__refuses_by_name_what_is_no_plain_lora(
         (lora("model.layers.7.self_attn.q_proj", 12, 12), MismatchError, "has no counterpart in the base"),
         ({**lora(Q, 12, 12), "score.weight": random(2, 12)}, MismatchError, "'score.weight' has no counterpart"),
         ({f"{Q}.lora_A.weight": np.ones((4, 12), np.int32)}, UnsupportedError, "is I32"),
+        ({**lora(Q, 12, 12), f"{UP}.weight": random(7, 12)}, MismatchError, "of shape [7, 12], the base has [20, 12]"),
     ],
 )
 def test_open_adapter__refuses_tensors_that_do_not_fit(
