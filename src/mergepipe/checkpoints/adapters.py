@@ -605,7 +605,10 @@ def with_own_head(store: Store, weights: Checkpoint, adapter: Location) -> Check
     if not heads and (not is_embedding_alone or stored.config.keeps_tied or not _is_tied(store, weights)):
         return weights
     embedding = weights.tensors[embeddings[0]]
-    if not isinstance(embedding, TensorEntry):
+    is_resized = any(
+        embedding_ending(name) and stored.full[name].shape[0] != embedding.shape[0] for name in stored.full
+    )
+    if not isinstance(embedding, TensorEntry) or (is_resized and not heads):
         return weights
     head = heads[0] if heads else "lm_head.weight"
     tensors = {**weights.tensors, head: replace(embedding, name=head)}
