@@ -14,7 +14,7 @@ Every call checks its arguments, does one job and returns a report, an immutable
 Merging
     check, merge, operator (merge rules of your own)
 Planning under a budget
-    analyze, plan, store_plan, run, explain, sweep
+    analyze, plan, store_plan, run, explain, sweep, search
 Merging on many machines
     run_part, parts_status
 Packing experts
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         replay,
         run,
         run_part,
+        search,
         show,
         store_plan,
         sweep,
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
         PlanOptions,
         PushOptions,
         RunOptions,
+        SearchOptions,
         SweepOptions,
         UnpackOptions,
         VerifyOptions,
@@ -110,6 +112,7 @@ if TYPE_CHECKING:
         Progress,
         PushReport,
         RepairReport,
+        SearchReport,
         SnapshotDiff,
         SnapshotReport,
         SweepReport,
@@ -150,6 +153,8 @@ __all__ = [
     "RebuildReport",
     "RepairReport",
     "RunOptions",
+    "SearchOptions",
+    "SearchReport",
     "SnapshotDiff",
     "SnapshotReport",
     "SweepOptions",
@@ -187,6 +192,7 @@ __all__ = [
     "replay",
     "run",
     "run_part",
+    "search",
     "show",
     "store_plan",
     "sweep",

@@ -1,7 +1,7 @@
 """The public calls: each makes the value of its options, runs one job, and returns a report.
 
 Making models: `check`, `merge`.
-Under a budget: `analyze`, `plan`, `store_plan`, `run`, `explain`, `sweep`.
+Under a budget: `analyze`, `plan`, `store_plan`, `run`, `explain`, `sweep`, `search`.
 On many machines: `run_part`, `parts_status`.
 Packing experts: `pack`, `unpack`. Adapters: `apply_lora`, `merge_lora`, `extract_lora`. Reading models: `load_file`.
 Merges that are not written: `merged_tensors`, `load_model`, `merge_into`.
@@ -19,7 +19,7 @@ Jobs are imported when they are called, so that importing this module costs noth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ from mergepipe.options import (
     PlanOptions,
     PushOptions,
     RunOptions,
+    SearchOptions,
     SweepOptions,
     UnpackOptions,
     VerifyOptions,
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
         ProgressCallback,
         PushReport,
         RepairReport,
+        SearchReport,
         SnapshotDiff,
         SnapshotReport,
         SweepReport,
@@ -340,6 +342,35 @@ def sweep(
     from mergepipe.jobs.sweep import run_sweep
 
     return run_sweep(_recipe(recipe), budgets, made, on_progress)
+
+
+def search(
+    recipe: str | Path | Mapping[str, object],
+    out: str | Path,
+    evaluate: Callable[[Path], float] | str | None = None,
+    *,
+    options: SearchOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+    **fields: Any,
+) -> SearchReport:
+    """Search the values of a recipe that are written `{search: [low, high]}` or `{search: [a, b, c]}`.
+
+    Each trial is a merge, evaluated by the function, which gets its folder and returns a loss, or by the command (see
+    `SearchOptions`). A trial whose merge or evaluation fails is marked, and the search goes on. The study lies beside
+    the output, in a file of its name and `.study`; the best merge is published as `out`.
+
+    Raises:
+        RecipeError: nothing is to be searched, or options that do not fit together.
+        OutputError: there is a study of an earlier search, or of another recipe.
+        LimitError: every trial fails.
+        UnsupportedError: optuna is not installed.
+    """
+    if isinstance(evaluate, str):
+        evaluate, fields = None, {**fields, "evaluate": evaluate}
+    made = SearchOptions.of(options, fields)
+    from mergepipe.jobs.search import run_search
+
+    return run_search(_recipe(recipe), Path(out), evaluate, made, on_progress)
 
 
 # --- packing experts ---

@@ -113,7 +113,7 @@ BUDGET = Flag(
 )
 EVALUATE = Flag(
     "Run this command on each merge, without a shell; the last number that it prints is the loss. {} stands for the "
-    "merge's folder, which comes last without.",
+    "merge's folder, which comes last without. loss:FILE is the mean loss on a text.",
     metavar="CMD",
 )
 SHARD_SIZE = Flag("Largest output file, e.g. 5GB.", name="--shard-size", metavar="SIZE", default="5GB")
@@ -430,6 +430,34 @@ class SweepOptions(MachineOptions, PlanOptions):
         None, Flag("Where two outputs fit at a time.", metavar="DIR", default="for temporary files")
     )
     evaluate: str | None = option(None, EVALUATE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(SweepOptions):
+    """Options of `search`: those of `SweepOptions` for each merge, and how values are tried.
+
+    Args:
+        trials: how many there are to be in the end, those of an earlier search included.
+        trial_timeout: seconds that one evaluation may take.
+        rungs: budgets under which each trial is merged in turn; the worse half is given up after each.
+        objectives: names in the JSON object that the evaluation prints last, `NAME` or `NAME:max`; default, its last
+            number.
+        sampler: `tpe`, `cmaes` or `random`.
+        resume: go on with the study beside the output, also one that another machine works on.
+    """
+
+    trials: int = option(50, Flag("How many merges to try.", metavar="N", check=positive))
+    trial_timeout: float | None = option(None, Flag("Give an evaluation up after so long.", metavar="SECONDS"))
+    rungs: tuple[str, ...] = option(
+        (), Flag("Merge each trial under this budget first; the worse half goes no further. Repeat.", name="--rung",
+                 metavar="BUDGET")
+    )  # fmt: skip
+    objectives: tuple[str, ...] = option(
+        (), Flag("A name in the JSON object that CMD prints last, NAME or NAME:max. Repeat.", name="--objective",
+                 metavar="NAME")
+    )  # fmt: skip
+    sampler: str = option("tpe", Flag("How values are proposed.", metavar="NAME", choices=("tpe", "cmaes", "random")))
+    resume: bool = option(False, Flag("Go on with the study beside the output."))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -582,6 +582,45 @@ class SweepReport(Displayed):
     full_loss: float | None = None  # of the full merge
 
 
+# --- searches ---
+
+
+@dataclass(frozen=True, slots=True)
+class SearchTrial:
+    """One trial of a search: values by their place in the recipe, and what the evaluation gave, rung by rung.
+
+    `state` is complete, pruned (given up after a rung), fail or running. `losses` are those of the last rung, one for
+    each objective. `expert_bytes` were read of experts for all rungs.
+    """
+
+    number: int
+    state: str
+    values: dict[str, float | str | bool | None]
+    losses: tuple[float, ...]
+    rungs: tuple[float, ...]
+    expert_bytes: int
+    seconds: float
+    failure: str = ""
+    is_best: bool = False  # of several objectives: no other trial is better in all
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SearchReport(Displayed):
+    """The trials of a search, and the snapshot of the best one's values."""
+
+    out: Path
+    study: Path
+    sid: str
+    objectives: tuple[str, ...]
+    best: int
+    trials: tuple[SearchTrial, ...]
+
+    @property
+    def best_trial(self) -> SearchTrial:
+        """The trial whose merge was published."""
+        return next(trial for trial in self.trials if trial.number == self.best)
+
+
 # --- snapshots ---
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import mergepipe
 from mergepipe.errors import NotFoundError, RecipeError, UnsupportedError
+from mergepipe.jobs.evaluate import parse_evaluation
 from mergepipe.jobs.text_importance import write_text_importance
 from mergepipe.options import PlanOptions
 from mergepipe.storage.location import Location
@@ -56,6 +57,25 @@ def test_text__sums_gradient_times_delta_of_each_tensor(family: Path) -> None:
         expected = sum(float((parameter.grad * delta.detach()).abs().sum()) for delta in deltas)
         assert totals[name] == pytest.approx(expected, rel=1e-3, abs=1e-9)
     assert set(totals) >= {name for name, _ in models["base"].named_parameters()}
+
+
+def test_text_loss__is_the_mean_over_predicted_tokens(family: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(family / "base", dtype=torch.float32)
+    tokens = transformers.AutoTokenizer.from_pretrained(family / "base")(TEXT * 9, return_tensors="pt").input_ids
+    windows = [tokens[:, start : start + 512] for start in range(0, tokens.shape[1], 512)]
+    assert len(windows) > 1
+    assert windows[-1].shape[1] > 1
+    with torch.no_grad():
+        losses = [
+            torch.nn.functional.cross_entropy(model(window).logits[0, :-1], window[0, 1:], reduction="sum")
+            for window in windows
+        ]
+    expected = float(sum(losses)) / sum(window.shape[1] - 1 for window in windows)
+    (family / "long.txt").write_text(TEXT * 9)
+    evaluation = parse_evaluation(f"loss:{family / 'long.txt'}")
+    assert evaluation.loss_of(family / "base") == pytest.approx(expected, rel=1e-5)
 
 
 def test_text__analyze_writes_a_file_that_is_an_importance(family: Path) -> None:

@@ -50,6 +50,7 @@ SESSION = (
     "explain ties.plan.json",
     "explain budgeted --tensor model.layers.0.mlp.*",
     f"sweep linear.yml --budgets 25%,100% {BLOCKS} {ENGINE} --work .",
+    f"search search.yml -o best --evaluate ./one --trials 2 --sampler random {BLOCKS} {ENGINE} --work .",
     "ls",
     "show out",
     "show budgeted",
@@ -141,6 +142,8 @@ def test_reports__are_what_was_recorded(tmp_path: Path, monkeypatch: pytest.Monk
         server.make_bucket("reports")
         set_environment(monkeypatch, server.url)
         (tmp_path / "packed.yml").write_text(recipe_text(*RECIPES["ties.yml"], folder="packed"))
+        (tmp_path / "one").write_text("#!/bin/sh\necho 1.25\n")
+        (tmp_path / "one").chmod(0o755)
         texts = session_texts(tmp_path, server.url)
     assert set(texts) == set(command_names())
     goldens.check("reports", texts)

@@ -68,6 +68,9 @@ def workplace(root: Path) -> Iterator[Path]:
     write_family(root / "family", SHAPE, 2)
     for name, parts in RECIPES.items():
         (root / name).write_text(recipe_text(*parts))
+    models = "[{model: family/expert-1, parameters: {weight: {search: [1, 2, 3]}}}]"
+    searched = f"merge_method: task_arithmetic\nbase_model: family/base\nmodels: {models}\n"
+    (root / "search.yml").write_text(searched)
     for step in (7, 9):
         known = known_states(decoder_shapes(), seed=step, step=step)
         write_zero3(root / f"global_step{step}", known, decay_groups(known.shapes), 2)

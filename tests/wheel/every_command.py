@@ -46,6 +46,7 @@ run plan.json planned
 status plan.json planned
 explain planned
 sweep recipe.yml --budgets 25%,100% --html sweep.html
+search search.yml -o best --evaluate true
 pack family/base family/expert-1 -o packed
 unpack packed/expert-1 -o unpacked
 pack family/expert-2 --base family/base -o packed
@@ -78,7 +79,10 @@ mergepipe-yaml recipe.yml by-other-flags --allow-crimes
 """.strip()
 
 
-REFUSED = {"mergepipe push merged s3://bucket/merged": 6}  # the exit code without the extra that it needs
+REFUSED = {  # the exit code without the extra that each needs
+    "mergepipe push merged s3://bucket/merged": 6,
+    "mergepipe search search.yml -o best --evaluate true": 6,
+}
 
 
 def all_commands() -> set[str]:
@@ -100,6 +104,7 @@ def write_inputs(root: Path) -> None:
     """Write a small model family, a recipe, and two ZeRO-2 checkpoints with tied embeddings."""
     write_family(root / "family", TINY, 2)
     (root / "recipe.yml").write_text(RECIPE)
+    (root / "search.yml").write_text(RECIPE.replace("0.6", "{search: [0.0, 1.0]}"))
     (root / "composition.yml").write_text(COMPOSITION)
     shapes = decoder_shapes(tied=True)
     for number, step in enumerate((3, 7)):

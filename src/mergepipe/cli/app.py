@@ -28,7 +28,7 @@ They import nothing but typer and the standard library until a command runs.
 """
 _RARE_COMMANDS = {
     "merging": ("status",),
-    "budgets": ("sweep",),
+    "budgets": ("sweep", "search"),
     "snapshots": ("show", "lineage", "diff", "repair", "replay"),
     "maintenance": ("catalog",),
 }

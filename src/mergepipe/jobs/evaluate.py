@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,14 +26,16 @@ from mergepipe.reports import MergeReport, ProgressCallback, TriedBudget
 from mergepipe.runs.progress import Resume
 from mergepipe.runs.settings import MergeSettings
 from mergepipe.snapshots.manifest import Manifest
+from mergepipe.storage.contract import is_file
 from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
 
 TARGET_BUDGETS = ("5%", "10%", "25%", "50%", "100%")
 """The budgets of a merge with a target loss, in turn."""
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)(?![\w.])", re.IGNORECASE
 )
-_FOLDER = "{}"
+_FOLDER, _TEXT_LOSS = "{}", "loss:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +44,74 @@ class Evaluation:
 
     words: tuple[str, ...]
 
-    def loss_of(self, folder: Path) -> float:
-        """Run the command on a snapshot, without a shell and without input; what it writes to stderr is not touched."""
-        words = [word.replace(_FOLDER, str(folder)) for word in self.words]
-        try:
-            ran = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
-        except OSError as error:
-            raise self._failure(f"cannot be run: {error.strerror}") from error
-        numbers = _NUMBER.findall(ran.stdout.decode(errors="replace"))
-        if ran.returncode:
-            raise self._failure(f"failed with exit code {ran.returncode}")
+    def loss_of(self, folder: Path, timeout: float | None = None) -> float:
+        """Run the command on a snapshot; see `_printed`."""
+        numbers = _NUMBER.findall(self._printed(folder, timeout))
         if not numbers or not math.isfinite(float(numbers[-1])):
             printed = f"the last number that it printed is {numbers[-1]}" if numbers else "it printed no number"
             raise self._failure(f"{printed}; a finite loss is needed")
         return float(numbers[-1])
+
+    def values_of(
+        self, folder: Path, objectives: Sequence[Objective], timeout: float | None = None
+    ) -> tuple[float, ...]:
+        """Run the command on a snapshot; the last line that it prints is a JSON object with the objectives."""
+        lines = self._printed(folder, timeout).strip().splitlines()
+        try:
+            printed = json.loads(lines[-1]) if lines else None
+        except ValueError:
+            printed = None
+        if not isinstance(printed, dict):
+            raise self._failure("its last line is no JSON object, which --objective needs")
+        for objective in objectives:
+            value = printed.get(objective.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise self._failure(f"the object that it printed has no finite number '{objective.name}'")
+        return tuple(float(printed[objective.name]) for objective in objectives)
+
+    def _printed(self, folder: Path, timeout: float | None) -> str:
+        """Run without a shell and without input, at most `timeout` seconds; what goes to stderr is not touched."""
+        words = [word.replace(_FOLDER, str(folder)) for word in self.words]
+        try:
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=timeout is not None
+            )
+        except OSError as error:
+            raise self._failure(f"cannot be run: {error.strerror}") from error
+        with process:
+            try:
+                printed, _ = process.communicate(timeout=timeout)
+            except BaseException as error:
+                self._end(process, is_group=timeout is not None)
+                if isinstance(error, subprocess.TimeoutExpired):
+                    raise self._failure(f"took more than {timeout:g} s") from None
+                raise
+        if process.returncode:
+            raise self._failure(f"failed with exit code {process.returncode}")
+        return printed.decode(errors="replace")
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes], *, is_group: bool) -> None:
+        """End the command, with the processes that it began where they are its own group."""
+        if is_group:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
 
     def _failure(self, message: str) -> Exception:
         return RecipeError.of("evaluate.failed", shlex.join(self.words), message, "try it on a merge that you have")
 
 
 def parse_evaluation(command: str) -> Evaluation:
-    """Split a command as a shell would, without its variables and patterns; without `{}` the folder comes last."""
+    """Split a command as a shell would, without its variables and patterns; without `{}` the folder comes last.
+
+    `loss:FILE` is the mean loss of a causal model on a text.
+    """
+    if command.startswith(_TEXT_LOSS):
+        text = Path(command.removeprefix(_TEXT_LOSS)).absolute()
+        if not is_file(Stores(), Location.local(text)):
+            raise RecipeError.of("evaluate.failed", "--evaluate", f"there is no text {text}", "name a file of text")
+        return Evaluation((sys.executable, "-m", "mergepipe.jobs.text_importance", _FOLDER, str(text)))
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -65,6 +120,31 @@ def parse_evaluation(command: str) -> Evaluation:
         message = f"there is no program '{words[0]}'" if words else "the command is empty"
         raise RecipeError.of("evaluate.failed", "--evaluate", message, "give a command such as 'python loss.py {}'")
     return Evaluation(tuple(words if any(_FOLDER in word for word in words) else (*words, _FOLDER)))
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A number that an evaluation prints by name, and whether the most of it is wanted, not the least."""
+
+    name: str
+    is_most: bool = False
+
+    @property
+    def direction(self) -> str:
+        """The direction, as optuna names it."""
+        return "maximize" if self.is_most else "minimize"
+
+    def __str__(self) -> str:
+        return f"{self.name}:max" if self.is_most else self.name
+
+
+def parse_objective(text: str) -> Objective:
+    """Read `NAME`, of which the least is wanted, or `NAME:max`."""
+    name, _, wanted = text.partition(":")
+    if not name or wanted not in ("", "min", "max"):
+        message = f"'{text}' is neither NAME nor NAME:max"
+        raise RecipeError.of("option.invalid", "--objective", message, "such as --objective accuracy:max")
+    return Objective(name, wanted == "max")
 
 
 class _TooLossyError(Exception):

@@ -1,9 +1,14 @@
-"""Measure which tensors matter to a text: sums of absolute gradient times delta, by transformers, on this machine."""
+"""What a text says of a model, by transformers on this machine: its loss, and which tensors matter to it.
+
+Run as a module it prints the loss of a folder on a file: `--evaluate loss:FILE` does that.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from math import fsum
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +54,30 @@ def write_text_importance(base: Path, experts: Sequence[Location], text: Locatio
     replace_durably(out, canonical_json(totals) + b"\n", Ledger())
 
 
+def text_loss(folder: Path, text: str) -> float:
+    """Return the mean loss of a causal model, in nats for each token that it predicts, in float32.
+
+    The text is cut into windows of `WINDOW_TOKENS` tokens, each of which is predicted from its own beginning on.
+
+    Raises:
+        UnsupportedError: as `write_text_importance`.
+    """
+    torch, model, windows = _model_and_windows(folder, text)
+    with torch.no_grad():
+        losses = [float(model(input_ids=window, labels=window).loss) * (window.shape[1] - 1) for window in windows]
+    return fsum(losses) / sum(int(window.shape[1]) - 1 for window in windows)
+
+
 def _gradients(base: Path, text: str) -> Mapping[str, Any]:
     """Return the gradient of the mean loss by parameter, in float32."""
+    _, model, windows = _model_and_windows(base, text, MOST_WINDOWS)
+    for window in windows:
+        (model(input_ids=window, labels=window).loss / len(windows)).backward()
+    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _model_and_windows(base: Path, text: str, most_windows: int | None = None) -> tuple[Any, Any, list[Any]]:
+    """Load a model in float32, and cut a text into windows of its tokens."""
     try:
         torch: Any = import_module("torch")
         transformers: Any = import_module("transformers")
@@ -63,14 +90,19 @@ def _gradients(base: Path, text: str) -> Mapping[str, Any]:
         model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **local)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise _refusal(base, f"transformers cannot load it: {error}") from error
-    tokens = tokenizer(text, return_tensors="pt").input_ids[:, : WINDOW_TOKENS * MOST_WINDOWS]
-    windows = [window for window in tokens.split(WINDOW_TOKENS, dim=1) if window.shape[1] > 1]
+    tokens = tokenizer(text, return_tensors="pt").input_ids
+    windows = [window for window in tokens.split(WINDOW_TOKENS, dim=1) if window.shape[1] > 1][:most_windows]
     if not windows:
         raise _refusal(base, "the text has fewer than two tokens for a loss")
-    for window in windows:
-        (model(input_ids=window, labels=window).loss / len(windows)).backward()
-    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    return torch, model, windows
 
 
 def _refusal(base: Path, message: str) -> MergePipeError:
     return UnsupportedError.of("importance.text", base, message, "name a folder of a causal language model")
+
+
+if __name__ == "__main__":
+    try:
+        print(text_loss(Path(sys.argv[1]), Path(sys.argv[2]).read_bytes().decode("utf-8", "replace")))
+    except MergePipeError as error:
+        sys.exit(f"error: {error}")

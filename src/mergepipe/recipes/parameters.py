@@ -153,7 +153,8 @@ def _case(
 ) -> Case | None:
     reader.unknown_keys(entry, CASE_KEYS, key_path)
     if "value" not in entry:
-        reader.refuse("recipe.incomplete", (*key_path, "value"), "the entry has no value", "write 'value: ...'")
+        hint = "`mergepipe search` tries its values" if "search" in entry else "write 'value: ...'"
+        reader.refuse("recipe.incomplete", (*key_path, "value"), "the entry has no value", hint)
         return None
     wanted = "" if entry.get("filter") is None else reader.text(entry["filter"], (*key_path, "filter"))
     value, at = entry["value"], (*key_path, "value")

@@ -1,4 +1,4 @@
-"""Commands that plan what is read under a budget: `plan`, `explain`, `analyze`, `sweep`."""
+"""Commands that plan what is read under a budget: `plan`, `explain`, `analyze`, `sweep`, `search`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from mergepipe.cli.registration import EXPERT_PART, RecipePath, add_command
 from mergepipe.core.escaping import json_line
 from mergepipe.core.flags import Flag
 from mergepipe.core.outcome import note_committed
-from mergepipe.options import BUDGET, BUDGET_PANEL, HOME, SWEEP_BUDGETS, AnalyzeOptions, PlanOptions, SweepOptions
+from mergepipe.options import (
+    BUDGET,
+    BUDGET_PANEL,
+    HOME,
+    SWEEP_BUDGETS,
+    AnalyzeOptions,
+    PlanOptions,
+    SearchOptions,
+    SweepOptions,
+)
 
 SECTION = "Budgets"
 
@@ -50,6 +59,14 @@ def register(app: typer.Typer) -> None:
         "mergepipe sweep recipe.yml --html sweep.html",
         "mergepipe sweep recipe.yml --budgets 5%,10%,20%",
         "mergepipe sweep recipe.yml --budgets 0,10% --evaluate 'python loss.py {}'",
+        section=SECTION,
+    )
+    add_command(
+        app,
+        search,
+        "mergepipe search recipe.yml --out best/ --evaluate 'python loss.py {}' --trials 100",
+        "mergepipe search recipe.yml --out best/ --evaluate 'python loss.py {}' --rung 5% --rung 25% --rung 100%",
+        "mergepipe search recipe.yml --out best/ --evaluate 'python score.py {}' --objective accuracy:max --resume",
         section=SECTION,
     )
 
@@ -167,6 +184,27 @@ def sweep(
         from mergepipe.cli.render.pages import sweep_page
 
         write_page(Path(html), sweep_page(report, datetime.now(UTC)))
+    print_report(report, printing)
+
+
+def search(
+    context: typer.Context,
+    recipe: RecipePath,
+    *,
+    out: Annotated[str, Flag("The directory to create for the best merge.", short="-o", metavar="DIR")],
+    options: SearchOptions,
+    printing: ReportOptions,
+) -> None:
+    """Try values of RECIPE, and publish the best merge.
+
+    A value is searched where RECIPE has {search: [low, high]}, with log: true if wanted, or
+    {search: [a, b, c]}. optuna proposes values. --evaluate tells what a merge is worth. The study lies in
+    OUT.study; a search that was stopped goes on with --resume.
+    """
+    from mergepipe import api
+
+    with progress_shown(context.obj, silent=printing.silent) as on_progress:
+        report = api.search(recipe, out, options=options, on_progress=on_progress)
     print_report(report, printing)
 
 

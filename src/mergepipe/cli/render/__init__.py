@@ -20,6 +20,7 @@ _TABLES = {
     "RepairReport": "snapshots.repair_table",
     "SnapshotDiff": "snapshots.diff_table",
     "SnapshotReport": "snapshots.snapshot_table",
+    "SearchReport": "budgets.search_table",
     "SweepReport": "budgets.sweep_table",
     "UnpackReport": "merges.unpack_line",
 }

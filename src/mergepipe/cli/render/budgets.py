@@ -1,9 +1,9 @@
-"""Plans, verdicts, explanations and sweeps as text tables for people."""
+"""Plans, verdicts, explanations, sweeps and searches as text tables for people."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -14,8 +14,10 @@ from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_percent, format_seconds
 from mergepipe.planning.budget import Policy
 from mergepipe.planning.plan import Plan
-from mergepipe.reports import BudgetVerdict, ExpertShare, Explanation, LayerShare, Sampling, SweepReport
+from mergepipe.reports import BudgetVerdict, ExpertShare, Explanation, LayerShare, Sampling, SearchReport, SweepReport
 from mergepipe.runs.budget.verdict import WHOLE, analysis_advice, blocks_by_level, verdict_of
+
+_MOST_TRIALS = 10  # that a search lists
 
 
 def verdict_sentence(verdict: BudgetVerdict) -> str:
@@ -321,3 +323,31 @@ def sweep_table(report: SweepReport) -> str:
         for point in report.points
     ]
     return f"{facts_text(facts)}\n\n{columns_text(head, rows, left=2)}"
+
+
+def search_table(report: SearchReport) -> str:
+    """The values that were published, and the trials, best first."""
+    best, counts = report.best_trial, Counter(trial.state for trial in report.trials)
+    facts = [
+        *((name, str(value)) for name, value in best.values.items()),
+        *(zip(report.objectives, map(loss_text, best.losses), strict=True)),
+        ("trials", ", ".join(f"{count} {state}" for state, count in counts.items())),
+        ("experts read", format_bytes(sum(trial.expert_bytes for trial in report.trials))),
+        *(("failed", f"trial {trial.number}: {trial.failure}") for trial in report.trials if trial.failure),
+        ("study", str(report.study)),
+        ("output", str(report.out)),
+    ]
+    complete = [trial for trial in report.trials if trial.losses]
+    sign = -1 if report.objectives[0].endswith(":max") else 1
+    complete.sort(key=lambda trial: (not trial.is_best, sign * trial.losses[0]))
+    rows = [
+        [str(trial.number), *map(loss_text, trial.losses), *(_value_text(trial.values[name]) for name in best.values),
+         format_seconds(trial.seconds)]
+        for trial in complete[:_MOST_TRIALS]
+    ]  # fmt: skip
+    head = ["trial", *report.objectives, *best.values, "time"]
+    return f"{facts_text(facts)}\n\n{columns_text(head, rows)}"
+
+
+def _value_text(value: float | str | bool | None) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,325 @@
+"""Search the numbers of a recipe: optuna proposes them, merges are made and evaluated, the best one is published."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mergepipe.core.outcome import private_outputs
+from mergepipe.core.strict_json import shown
+from mergepipe.errors import LimitError, MergePipeError, NotFoundError, OutputError, RecipeError, UnsupportedError
+from mergepipe.jobs.evaluate import Evaluation, parse_evaluation, parse_objective
+from mergepipe.jobs.merge import run_budgeted, run_merge
+from mergepipe.jobs.plan import plan_request
+from mergepipe.options import OutputOptions, SearchOptions
+from mergepipe.recipes.yaml_source import KeyPath, RecipeText, Value, YamlSource, key_path_text, parse_yaml, read_yaml
+from mergepipe.recipes.yaml_source import recipe_text as written_recipe
+from mergepipe.reports import MergeReport, Progress, ProgressCallback, SearchReport, SearchTrial
+from mergepipe.runs.settings import run_settings
+from mergepipe.snapshots.staging import check_target
+from mergepipe.storage import owned
+from mergepipe.storage.location import Location
+from mergepipe.storage.output import make_folders
+from mergepipe.storage.stores import Stores
+
+SEARCH_KEY, LOG_KEY = "search", "log"
+_STUDY_NAME, _RECIPE_KEY = "mergepipe", "recipe"
+_MOST_FAILED = 5  # where that many trials fail from the first on, a search ends
+Evaluate = Callable[[Path], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """A value of a recipe that is searched: between two numbers, or one of several values."""
+
+    key_path: KeyPath
+    choices: tuple[Any, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    is_log: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the parameter in the study: its place in the recipe."""
+        return key_path_text(self.key_path)
+
+    def proposed(self, trial: Any) -> Any:
+        """Return the value that a trial of optuna tries."""
+        if self.choices:
+            return trial.suggest_categorical(self.name, self.choices)
+        return trial.suggest_float(self.name, self.low, self.high, log=self.is_log)
+
+
+def searched_values(source: YamlSource) -> list[Searched]:
+    """List the values `{search: [low, high]}` and `{search: [a, b, c]}` of a recipe.
+
+    Raises:
+        RecipeError: there are none, or one of them is neither a range nor a list of values.
+    """
+    values = list(_searched(source, source.root, ()))
+    if not values:
+        message = "nothing in the recipe is to be searched"
+        hint = "write `weight: {search: [0.0, 1.0]}` in the place of a number"
+        raise RecipeError.of("recipe.incomplete", source.where(), message, hint)
+    return values
+
+
+def _searched(source: YamlSource, value: Value, at: KeyPath) -> Iterator[Searched]:
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _searched(source, item, (*at, index))
+    elif isinstance(value, dict) and SEARCH_KEY in value:
+        yield _one(source, value, at)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _searched(source, item, (*at, key))
+
+
+def _one(source: YamlSource, stated: Mapping[str, Value], at: KeyPath) -> Searched:
+    options, is_log = stated[SEARCH_KEY], stated.get(LOG_KEY, False)
+    where, further = source.where(*at), [key for key in stated if key not in (SEARCH_KEY, LOG_KEY)]
+    if further or not isinstance(is_log, bool):
+        message = f"'{further[0]}' means nothing here" if further else f"'log' must be true or false, found {is_log}"
+        raise RecipeError.of("recipe.value", where, message, "write {search: [low, high], log: true}")
+    if not isinstance(options, list) or len(options) < 2 or any(isinstance(option, list | dict) for option in options):
+        message = f"a search is over [low, high] or a list of values, found {shown(options)}"
+        raise RecipeError.of("recipe.value", where, message)
+    numbers = [float(option) for option in options if isinstance(option, int | float) and not isinstance(option, bool)]
+    if len(options) > 2 or len(numbers) < 2:
+        if is_log:
+            raise RecipeError.of("recipe.value", where, "'log' is for two numbers, and this is a list of values")
+        return Searched(at, tuple(options))
+    low, high = numbers
+    if not low < high or (is_log and low <= 0):
+        needed = "0 < low < high" if is_log else "low < high"
+        raise RecipeError.of("recipe.value", where, f"[{low:g}, {high:g}] is no range: {needed} is needed")
+    return Searched(at, low=low, high=high, is_log=is_log)
+
+
+def with_values(root: Value, values: Mapping[KeyPath, Any]) -> dict[str, object]:
+    """Return a recipe with values in the places of what is searched."""
+    content: Any = json.loads(json.dumps(root))
+    for at, value in values.items():
+        holder = reduce(lambda inner, key: inner[key], at[:-1], content)
+        holder[at[-1]] = value
+    return dict(content)
+
+
+def run_search(
+    recipe: Location | RecipeText,
+    out: Path,
+    evaluate: Evaluate | None,
+    options: SearchOptions,
+    on_progress: ProgressCallback | None,
+) -> SearchReport:
+    """Try values, and publish the best merge; see `api.search`."""
+    work = None if options.work is None else Path(options.work)
+    if work is not None and not work.is_dir():
+        raise NotFoundError.of("storage.not-found", work, "no such directory", "make it, or give another with --work")
+    search = _Search(recipe, out, evaluate, options, on_progress)
+    with tempfile.TemporaryDirectory(prefix="mergepipe-search-", dir=work) as directory:
+        search.try_values(Path(directory) / "trial")
+    return search.publish()
+
+
+class _Search:
+    """One search: its study on the disk, and the merges that it makes one at a time."""
+
+    def __init__(
+        self,
+        recipe: Location | RecipeText,
+        out: Path,
+        evaluate: Evaluate | None,
+        options: SearchOptions,
+        on_progress: ProgressCallback | None,
+    ) -> None:
+        self._store = Stores()
+        if isinstance(recipe, RecipeText):
+            self._source, self._folder = parse_yaml(recipe.path, recipe.text), recipe.folder
+        else:
+            self._source, self._folder = read_yaml(recipe.absolute(), self._store), recipe.absolute().parent
+        self._searched = searched_values(self._source)
+        self._out, self._options, self._on_progress = out, options, on_progress
+        self._rungs = tuple(options.rungs)
+        self._requests = {rung: plan_request(rung, options) for rung in self._rungs}
+        self._settings = replace(
+            run_settings(options.common(OutputOptions, catalog=False, resume=None), options.seed),
+            allow_dropped=options.allow_dropped, strictness=plan_request("100%", options).strictness,
+        )  # fmt: skip
+        self._objectives = tuple(map(parse_objective, options.objectives))
+        self._evaluate, self._command = evaluate, self._parsed_command(evaluate)
+        if len(self._objectives) > 1 and self._rungs:
+            message = "rungs compare trials by one number, and several objectives are given"
+            raise RecipeError.of("option.conflict", "--rungs", message, "leave one of the two out")
+        check_target(out, (), force=None)
+        self._study_path = out.absolute().with_name(f"{out.name}.study")
+        self._study = self._opened_study()
+
+    def _parsed_command(self, evaluate: Evaluate | None) -> Evaluation | None:
+        if (evaluate is None) == (self._options.evaluate is None):
+            message = "a command or a function has to evaluate merges, and one of them alone"
+            raise RecipeError.of("option.missing", "--evaluate", message, "give --evaluate 'python loss.py {}'")
+        if evaluate is not None and self._objectives:
+            message = "a function returns one number"
+            raise RecipeError.of("option.conflict", "--objective", message, "leave it out")
+        return None if self._options.evaluate is None else parse_evaluation(self._options.evaluate)
+
+    def _opened_study(self) -> Any:
+        """Begin a study, or go on with the one on the disk."""
+        try:
+            optuna: Any = import_module("optuna")
+        except ImportError as error:
+            message = f"needs {error.name}, which is not installed"
+            raise UnsupportedError.of("extra.missing", "search", message, "install mergepipe[search]") from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        exists = self._store.stat(Location.local(self._study_path)) is not None
+        if exists and not self._options.resume:
+            message, hint = "there is a study of an earlier search", "give --resume to go on with it, or move it"
+            raise OutputError.of("output.exists", self._study_path, message, hint)
+        make_folders(self._study_path.parent)
+        journal = optuna.storages.journal
+        samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
+        if self._options.sampler == "cmaes":
+            samplers["cmaes"] = optuna.samplers.CmaEsSampler
+        study = optuna.create_study(
+            study_name=_STUDY_NAME,
+            storage=optuna.storages.JournalStorage(journal.JournalFileBackend(str(self._study_path))),
+            sampler=samplers[self._options.sampler](seed=self._options.seed),
+            pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
+            directions=[objective.direction for objective in self._objectives] or ["minimize"],
+            load_if_exists=exists,
+        )
+        stated = study.user_attrs.get(_RECIPE_KEY)
+        if stated not in (None, self._source.text):
+            message = "is the study of another recipe, or of this one before it was changed"
+            raise OutputError.of("output.exists", self._study_path, message, "search under another name")
+        study.set_user_attr(_RECIPE_KEY, self._source.text)
+        return study
+
+    def _report(self, progress: Progress) -> None:
+        if self._on_progress is not None:
+            phase = f"trial {min(self._n_finished() + 1, self._options.trials)} of {self._options.trials}"
+            self._on_progress(replace(progress, phase=phase))
+
+    # --- trials ---
+
+    def try_values(self, folder: Path) -> None:
+        """Make trials until there are as many as were asked for; every one is on the disk when it ends."""
+        while self._n_finished() < self._options.trials:
+            self._try_one(folder)
+
+    def _n_finished(self) -> int:
+        return sum(trial.state.is_finished() for trial in self._study.get_trials(deepcopy=False))
+
+    def _try_one(self, folder: Path) -> None:
+        states = import_module("optuna").trial.TrialState
+        trial = self._study.ask()
+        started, state, failure = time.perf_counter(), states.COMPLETE, ""
+        losses: tuple[float, ...] = ()
+        try:
+            values = {searched.key_path: searched.proposed(trial) for searched in self._searched}
+            losses = self._losses(trial, values, folder)
+            state = states.COMPLETE if losses else states.PRUNED
+        except MergePipeError as error:
+            state, failure = states.FAIL, str(error)
+        except Exception as error:  # of the user's function: the search goes on, and tells it
+            state, failure = states.FAIL, f"{type(error).__name__}: {error}"
+        except BaseException:
+            self._study.tell(trial, state=states.FAIL)
+            raise
+        finally:
+            owned.remove_tree(folder, ignore_errors=True)
+        trial.set_user_attr("seconds", time.perf_counter() - started)
+        trial.set_user_attr("failure", failure)
+        self._study.tell(trial, losses if losses else None, state=state)
+        finished = [one for one in self._study.get_trials(deepcopy=False) if one.state.is_finished()]
+        if len(finished) == _MOST_FAILED and all(one.state == states.FAIL for one in finished):
+            message = f"the first {_MOST_FAILED} trials failed; the last: {failure}"
+            raise LimitError.of("evaluate.failed", self._study_path, message)
+
+    def _losses(self, trial: Any, values: Mapping[KeyPath, Any], folder: Path) -> tuple[float, ...]:
+        """Merge and evaluate under one budget after the other; empty where a trial is given up on the way."""
+        losses: tuple[float, ...] = ()
+        nbytes, at_rungs = 0, []
+        for step, rung in enumerate(self._rungs or (None,)):
+            with private_outputs():
+                report = self._merged(values, rung, folder)
+            nbytes += report.expert_bytes + report.analysis_bytes
+            losses = self._evaluated(folder)
+            owned.remove_tree(folder, ignore_errors=True)
+            at_rungs.append(losses[0])
+            trial.set_user_attr("expert_bytes", nbytes)
+            trial.set_user_attr("rungs", at_rungs)
+            if rung is not None and rung != self._rungs[-1]:
+                trial.report(losses[0], step + 1)
+                if trial.should_prune():
+                    return ()
+        return losses
+
+    def _merged(self, values: Mapping[KeyPath, Any], rung: str | None, out: Path) -> MergeReport:
+        recipe, started = written_recipe(with_values(self._source.root, values), self._folder), time.perf_counter()
+        if rung is None:
+            return run_merge(recipe, out, self._settings, started=started, on_progress=self._report)
+        request = self._requests[rung]
+        return run_budgeted(recipe, out, request, self._settings, started=started, on_progress=self._report)
+
+    def _evaluated(self, folder: Path) -> tuple[float, ...]:
+        if self._evaluate is not None:
+            return (float(self._evaluate(folder)),)
+        assert self._command is not None
+        timeout = self._options.trial_timeout
+        if not self._objectives:
+            return (self._command.loss_of(folder, timeout),)
+        return self._command.values_of(folder, self._objectives, timeout)
+
+    # --- the best ---
+
+    def publish(self) -> SearchReport:
+        """Merge the best values again into the output, and tell all trials."""
+        best = self._best()
+        values = {searched.key_path: best.params[searched.name] for searched in self._searched}
+        self._settings = replace(
+            run_settings(self._options.common(OutputOptions, resume=None), self._options.seed),
+            allow_dropped=self._options.allow_dropped, strictness=self._settings.strictness,
+        )  # fmt: skip
+        merged = self._merged(values, self._rungs[-1] if self._rungs else None, self._out)
+        trials = self._study.get_trials(deepcopy=False)
+        front = {trial.number for trial in self._study.best_trials} if len(self._objectives) > 1 else {best.number}
+        return SearchReport(
+            out=self._out,
+            study=self._study_path,
+            sid=merged.sid,
+            objectives=tuple(str(objective) for objective in self._objectives) or ("loss",),
+            best=best.number,
+            trials=tuple(_told(trial, is_best=trial.number in front) for trial in trials),
+        )
+
+    def _best(self) -> Any:
+        states = import_module("optuna").trial.TrialState
+        complete = [trial for trial in self._study.get_trials(deepcopy=False) if trial.state == states.COMPLETE]
+        if not complete:
+            message = "no trial came to an end, and nothing was published"
+            raise LimitError.of("evaluate.failed", self._study_path, message)
+        is_most = bool(self._objectives) and self._objectives[0].is_most
+        return (max if is_most else min)(complete, key=lambda trial: trial.values[0])
+
+
+def _told(trial: Any, *, is_best: bool) -> SearchTrial:
+    return SearchTrial(
+        number=trial.number,
+        state=trial.state.name.lower(),
+        values=dict(trial.params),
+        losses=tuple(trial.values or ()),
+        rungs=tuple(trial.user_attrs.get("rungs", ())),
+        expert_bytes=trial.user_attrs.get("expert_bytes", 0),
+        seconds=trial.user_attrs.get("seconds", 0.0),
+        failure=trial.user_attrs.get("failure", ""),
+        is_best=is_best,
+    )

@@ -1,0 +1,193 @@
+"""Searches: what is searched in a recipe, trials that fail, rungs, several objectives, and studies that go on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import mergepipe
+from mergepipe.errors import LimitError, OutputError, RecipeError
+from support.families import TINY, write_family
+
+pytest.importorskip("optuna")
+
+LINEAR = {"search": [0.0, 1.0]}
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Path:
+    write_family(tmp_path, TINY, 2)
+    return tmp_path
+
+
+def write_recipe(folder: Path, first: object = LINEAR, second: object = 0.5, **more: object) -> Path:
+    models = [
+        {"model": f"expert-{number}", "parameters": {"weight": weight}}
+        for number, weight in enumerate((first, second), start=1)
+    ]
+    recipe = {"merge_method": "task_arithmetic", "base_model": "base", "models": models, "dtype": "float32", **more}
+    path = folder / "recipe.yml"
+    path.write_text(json.dumps(recipe))
+    return path
+
+
+class Distance:
+    """The evaluation: how far a merge is from one with known weights."""
+
+    def __init__(self, folder: Path, first: float) -> None:
+        mergepipe.merge(write_recipe(folder, first), folder / "target", catalog=False)
+        self.target = load_file(folder / "target" / "model.safetensors")
+        self.calls = 0
+
+    def __call__(self, folder: Path) -> float:
+        self.calls += 1
+        made = load_file(folder / "model.safetensors")
+        return float(sum(np.square(made[name] - values).sum() for name, values in self.target.items()) ** 0.5)
+
+
+def command(folder: Path, code: str) -> str:
+    path = folder / "evaluate.py"
+    path.write_text(f"import json, pathlib, sys, time\nfolder = pathlib.Path(sys.argv[1])\n{code}\n")
+    return f"{sys.executable} {path}"
+
+
+def test_search__finds_the_weight_and_publishes_its_merge(family: Path) -> None:
+    distance = Distance(family, 0.7)
+    recipe = write_recipe(family)
+    report = mergepipe.search(recipe, family / "best", distance, trials=25)
+    best = report.best_trial.values["models[0].parameters.weight"]
+    assert isinstance(best, float)
+    assert abs(best - 0.7) < 0.1
+    assert (distance.calls, len(report.trials)) == (25, 25)
+    assert report.best_trial.losses[0] == min(trial.losses[0] for trial in report.trials)
+    mergepipe.merge(write_recipe(family, best), family / "again", catalog=False)
+    made = (family / "best" / "model.safetensors").read_bytes()
+    assert made == (family / "again" / "model.safetensors").read_bytes()
+    assert sorted(path.name for path in family.iterdir() if "mergepipe" in path.name) == []
+
+
+def test_search__goes_on_with_its_study(family: Path) -> None:
+    distance, recipe = Distance(family, 0.2), write_recipe(family)
+    mergepipe.search(recipe, family / "first" / "best", distance, trials=3)
+    study = family / "first" / "best.study"
+    (family / "second").mkdir()
+    study.rename(family / "second" / "best.study")
+    with pytest.raises(OutputError, match="study of an earlier search; give resume=True"):
+        mergepipe.search(recipe, family / "second" / "best", distance, trials=5)
+    report = mergepipe.search(recipe, family / "second" / "best", distance, trials=5, resume=True)
+    assert (distance.calls, len(report.trials)) == (5, 5)
+    other = write_recipe(family, {"search": [0.0, 2.0]})
+    (family / "third").mkdir()
+    (family / "second" / "best.study").rename(family / "third" / "best.study")
+    with pytest.raises(OutputError, match="study of another recipe"):
+        mergepipe.search(other, family / "third" / "best", distance, trials=6, resume=True)
+
+
+def test_search__chooses_among_values_and_on_a_logarithm(family: Path) -> None:
+    recipe = write_recipe(
+        family, {"search": [1e-3, 1.0], "log": True}, merge_method={"search": ["task_arithmetic", "ties", "linear"]}
+    )
+    report = mergepipe.search(recipe, family / "best", lambda folder: len(folder.name), trials=8, sampler="random")
+    tried = [trial.values for trial in report.trials]
+    assert {values["merge_method"] for values in tried} <= {"task_arithmetic", "ties", "linear"}
+    assert len({values["merge_method"] for values in tried}) > 1
+    weights = [values["models[0].parameters.weight"] for values in tried]
+    assert all(isinstance(weight, float) and 1e-3 <= weight <= 1.0 for weight in weights)
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        (0.5, "nothing in the recipe is to be searched"),
+        ({"search": 0.5}, r"a search is over \[low, high\] or a list of values, found 0.5"),
+        ({"search": [1.0, 0.0]}, r"\[1, 0\] is no range: low < high is needed"),
+        ({"search": [0.0, 1.0], "log": True}, "0 < low < high is needed"),
+        ({"search": [0.0, 1.0], "step": 2}, "'step' means nothing here"),
+        ({"search": ["a", "b"], "log": True}, "'log' is for two numbers"),
+    ],
+)
+def test_search__refuses_what_is_no_range(family: Path, first: object, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        mergepipe.search(write_recipe(family, first), family / "best", len, trials=1)  # type: ignore[arg-type]
+    assert not (family / "best.study").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "a command or a function has to evaluate merges"),
+        ({"objectives": ("accuracy:most",), "evaluate": "cat"}, "'accuracy:most' is neither NAME nor NAME:max"),
+        ({"objectives": ("a", "b"), "rungs": ("10%",)}, "rungs compare trials by one number"),
+    ],
+)
+def test_search__refuses_options_that_do_not_fit(family: Path, options: dict[str, Any], words: str) -> None:
+    text = command(family, "print(1)")
+    made: dict[str, Any] = {"options": mergepipe.SearchOptions(**{"evaluate": text, **options})} if options else {}
+    with pytest.raises(RecipeError, match=words):
+        mergepipe.search(write_recipe(family), family / "best", **made)
+
+
+def test_search__marks_a_trial_that_fails_and_goes_on(family: Path) -> None:
+    code = """
+weight = json.loads((folder / "mergepipe.json").read_text())
+count = pathlib.Path(__file__).with_name("count")
+number = int(count.read_text()) if count.exists() else 0
+count.write_text(str(number + 1))
+if number == 0: sys.exit(3)
+if number == 1: print("no loss")
+elif number == 2: time.sleep(60)
+elif number == 3: print("loss nan")
+else: print("loss", number)
+"""
+    evaluate = command(family, code)
+    report = mergepipe.search(write_recipe(family), family / "best", evaluate=evaluate, trials=6, trial_timeout=2.0)
+    failures = [trial.failure for trial in report.trials]
+    for failure, words in zip(failures, ("exit code 3", "printed no number", "more than 2 s", "is nan"), strict=False):
+        assert words in failure
+    assert (failures[4:], report.best) == (["", ""], 4)
+    with pytest.raises(LimitError, match=r"the first 5 trials failed; the last: .*exit code 1"):
+        mergepipe.search(write_recipe(family), family / "none", evaluate=command(family, "sys.exit(1)"), trials=9)
+    assert not (family / "none").exists()
+
+
+def test_search__several_objectives_have_a_front(family: Path) -> None:
+    code = """
+size = int.from_bytes((folder / "model.safetensors").read_bytes()[-4:], "little") % 97
+print(json.dumps({"loss": size, "score": size % 10}))
+"""
+    report = mergepipe.search(
+        write_recipe(family),
+        family / "best",
+        evaluate=command(family, code),
+        trials=6,
+        objectives=("loss", "score:max"),
+    )
+    assert report.objectives == ("loss", "score:max")
+    front = {trial.number: trial.losses for trial in report.trials if trial.is_best}
+    assert report.best in front
+    for trial in report.trials:
+        loss, score = trial.losses
+        is_beaten = any(a <= loss and b >= score and (a, b) != (loss, score) for a, b in front.values())
+        assert (trial.number in front) != is_beaten
+    with pytest.raises(LimitError, match="no JSON object, which --objective needs"):
+        mergepipe.search(
+            write_recipe(family), family / "none", evaluate=command(family, "print(1)"), trials=5, objectives=("loss",)
+        )
+
+
+def test_search__gives_up_the_worse_half_after_a_rung(family: Path) -> None:
+    distance, recipe = Distance(family, 0.6), write_recipe(family)
+    report = mergepipe.search(recipe, family / "best", distance, trials=12, rungs=("60%", "100%"))
+    states = [trial.state for trial in report.trials]
+    assert states.count("pruned") >= 2
+    assert all(len(trial.rungs) == (2 if trial.state == "complete" else 1) for trial in report.trials)
+    full = next(trial for trial in report.trials if trial.state == "complete")
+    early = next(trial for trial in report.trials if trial.state == "pruned")
+    assert 0 < early.expert_bytes < full.expert_bytes
+    assert report.best_trial.state == "complete"
