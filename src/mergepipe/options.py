@@ -433,10 +433,11 @@ class SweepOptions(MachineOptions, PlanOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchOptions(SweepOptions):
-    """Options of `search`: those of `SweepOptions` for each merge, and how values are tried.
+class SearchOptions(MachineOptions):
+    """Options of `search`: how values are tried, and how merges are evaluated. Trials lie where temporary files go.
 
     Args:
+        evaluate: as of `sweep`.
         trials: how many there are to be in the end, those of an earlier search included.
         trial_timeout: seconds that one evaluation may take.
         rungs: budgets under which each trial is merged in turn; the worse half is given up after each.
@@ -446,6 +447,7 @@ class SearchOptions(SweepOptions):
         resume: go on with the study beside the output, also one that another machine works on.
     """
 
+    evaluate: str | None = option(None, EVALUATE)
     trials: int = option(50, Flag("How many merges to try.", metavar="N", check=positive))
     trial_timeout: float | None = option(None, Flag("Give an evaluation up after so long.", metavar="SECONDS"))
     rungs: tuple[str, ...] = option(

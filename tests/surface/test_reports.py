@@ -50,7 +50,7 @@ SESSION = (
     "explain ties.plan.json",
     "explain budgeted --tensor model.layers.0.mlp.*",
     f"sweep linear.yml --budgets 25%,100% {BLOCKS} {ENGINE} --work .",
-    f"search search.yml -o best --evaluate ./one --trials 2 --sampler random {BLOCKS} {ENGINE} --work .",
+    f"search search.yml -o best --evaluate ./one --trials 2 --sampler random {ENGINE}",
     "ls",
     "show out",
     "show budgeted",

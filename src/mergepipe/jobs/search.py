@@ -14,11 +14,11 @@ from typing import Any
 
 from mergepipe.core.outcome import private_outputs
 from mergepipe.core.strict_json import shown
-from mergepipe.errors import LimitError, MergePipeError, NotFoundError, OutputError, RecipeError, UnsupportedError
+from mergepipe.errors import LimitError, MergePipeError, OutputError, RecipeError, UnsupportedError
 from mergepipe.jobs.evaluate import Evaluation, parse_evaluation, parse_objective
 from mergepipe.jobs.merge import run_budgeted, run_merge
 from mergepipe.jobs.plan import plan_request
-from mergepipe.options import OutputOptions, SearchOptions
+from mergepipe.options import OutputOptions, PlanOptions, SearchOptions
 from mergepipe.recipes.yaml_source import KeyPath, RecipeText, Value, YamlSource, key_path_text, parse_yaml, read_yaml
 from mergepipe.recipes.yaml_source import recipe_text as written_recipe
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SearchReport, SearchTrial
@@ -30,6 +30,7 @@ from mergepipe.storage.output import make_folders
 from mergepipe.storage.stores import Stores
 
 SEARCH_KEY, LOG_KEY = "search", "log"
+_SEED = 0  # of what is proposed, and of operators that draw
 _STUDY_NAME, _RECIPE_KEY = "mergepipe", "recipe"
 _MOST_FAILED = 5  # where that many trials fail from the first on, a search ends
 Evaluate = Callable[[Path], float]
@@ -120,11 +121,8 @@ def run_search(
     on_progress: ProgressCallback | None,
 ) -> SearchReport:
     """Try values, and publish the best merge; see `api.search`."""
-    work = None if options.work is None else Path(options.work)
-    if work is not None and not work.is_dir():
-        raise NotFoundError.of("storage.not-found", work, "no such directory", "make it, or give another with --work")
     search = _Search(recipe, out, evaluate, options, on_progress)
-    with tempfile.TemporaryDirectory(prefix="mergepipe-search-", dir=work) as directory:
+    with tempfile.TemporaryDirectory(prefix="mergepipe-search-") as directory:
         search.try_values(Path(directory) / "trial")
     return search.publish()
 
@@ -148,11 +146,8 @@ class _Search:
         self._searched = searched_values(self._source)
         self._out, self._options, self._on_progress = out, options, on_progress
         self._rungs = tuple(options.rungs)
-        self._requests = {rung: plan_request(rung, options) for rung in self._rungs}
-        self._settings = replace(
-            run_settings(options.common(OutputOptions, catalog=False, resume=None), options.seed),
-            allow_dropped=options.allow_dropped, strictness=plan_request("100%", options).strictness,
-        )  # fmt: skip
+        self._requests = {rung: plan_request(rung, options.common(PlanOptions)) for rung in self._rungs}
+        self._settings = run_settings(options.common(OutputOptions, catalog=False, resume=None), _SEED)
         self._objectives = tuple(map(parse_objective, options.objectives))
         self._evaluate, self._command = evaluate, self._parsed_command(evaluate)
         if len(self._objectives) > 1 and self._rungs:
@@ -191,7 +186,7 @@ class _Search:
         study = optuna.create_study(
             study_name=_STUDY_NAME,
             storage=optuna.storages.JournalStorage(journal.JournalFileBackend(str(self._study_path))),
-            sampler=samplers[self._options.sampler](seed=self._options.seed),
+            sampler=samplers[self._options.sampler](seed=_SEED),
             pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
             directions=[objective.direction for objective in self._objectives] or ["minimize"],
             load_if_exists=exists,
@@ -285,10 +280,7 @@ class _Search:
         """Merge the best values again into the output, and tell all trials."""
         best = self._best()
         values = {searched.key_path: best.params[searched.name] for searched in self._searched}
-        self._settings = replace(
-            run_settings(self._options.common(OutputOptions, resume=None), self._options.seed),
-            allow_dropped=self._options.allow_dropped, strictness=self._settings.strictness,
-        )  # fmt: skip
+        self._settings = run_settings(self._options.common(OutputOptions, resume=None), _SEED)
         merged = self._merged(values, self._rungs[-1] if self._rungs else None, self._out)
         trials = self._study.get_trials(deepcopy=False)
         front = {trial.number for trial in self._study.best_trials} if len(self._objectives) > 1 else {best.number}
