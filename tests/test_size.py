@@ -112,7 +112,7 @@ class Figure:
 
 
 FIGURES = (
-    Figure("lines of src", lambda: lines(PACKAGE), 68_426, 50_000),
+    Figure("lines of src", lambda: lines(PACKAGE), 68_460, 50_000),
     Figure("files of src", lambda: len(source_texts()), 287, 180),
     Figure("folders of src", folders, 26, 20),
     Figure("classes", lambda: len(classes()), 798, 450),
@@ -125,7 +125,7 @@ FIGURES = (
     Figure("functions with more than 6 parameters", long_signatures, 93, 50),
     Figure("options of all commands", option_rows, 150, 150),
     Figure("commands on the first help screen", commands_on_the_first_screen, 14, 14),
-    Figure("lines of tests", lambda: lines(ROOT / "tests"), 58_513, 42_000),
+    Figure("lines of tests", lambda: lines(ROOT / "tests"), 58_560, 42_000),
     Figure("words of docs without the reference", lambda: words(*guide_pages()), 47_217, 40_000),
     Figure("words of the README", lambda: words(ROOT / "README.md"), 699, 700),
 )

@@ -175,7 +175,7 @@ print(json.dumps({"loss": size, "score": size % 10}))
         loss, score = trial.losses
         is_beaten = any(a <= loss and b >= score and (a, b) != (loss, score) for a, b in front.values())
         assert (trial.number in front) != is_beaten
-    with pytest.raises(LimitError, match="no JSON object, which --objective needs"):
+    with pytest.raises(LimitError, match="no JSON object, which objectives needs"):
         mergepipe.search(
             write_recipe(family), family / "none", evaluate=command(family, "print(1)"), trials=5, objectives=("loss",)
         )

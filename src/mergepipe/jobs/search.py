@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -106,7 +106,7 @@ def _one(source: YamlSource, stated: Mapping[str, Value], at: KeyPath) -> Search
 
 def with_values(root: Value, values: Mapping[KeyPath, Any]) -> dict[str, object]:
     """Return a recipe with values in the places of what is searched."""
-    content: Any = json.loads(json.dumps(root))
+    content: Any = copy.deepcopy(root)
     for at, value in values.items():
         holder = reduce(lambda inner, key: inner[key], at[:-1], content)
         holder[at[-1]] = value
@@ -152,7 +152,7 @@ class _Search:
         self._evaluate, self._command = evaluate, self._parsed_command(evaluate)
         if len(self._objectives) > 1 and self._rungs:
             message = "rungs compare trials by one number, and several objectives are given"
-            raise RecipeError.of("option.conflict", "--rungs", message, "leave one of the two out")
+            raise RecipeError.of("option.conflict", "--rung", message, "leave one of the two out")
         check_target(out, (), force=None)
         self._study_path = out.absolute().with_name(f"{out.name}.study")
         self._study = self._opened_study()
