@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reproduce.family_recipes import PAPER_OPERATORS, inputs_of, write_recipe
+from benchmarks.reproduce.family_recipes import PAPER_OPERATORS, SYNTHETIC_TEXT, inputs_of, write_recipe
 from benchmarks.reproduce.pages import Page, Table, gb
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Entry, Results
@@ -56,7 +56,7 @@ def _page(results: Results) -> Page:
         "kernel written GB", "s", "CPU s", "x floor",
     )  # fmt: skip
     rows = tuple(_row(results, key, entry) for key, entry in results.entries.items())
-    return Page("Memory of a merge in full", meaning, (Table(header, rows), _note()))
+    return Page("Memory of a merge in full", meaning, (SYNTHETIC_TEXT, Table(header, rows), _note()))
 
 
 def _note() -> str:

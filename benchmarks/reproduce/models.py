@@ -130,10 +130,10 @@ class _Family:
 def _page(results: Results) -> Page:
     shapes = list(dict.fromkeys(key.split("/")[0] for key in results.entries))
     told = [_ToldModel(results, shape) for shape in shapes]
-    body: list[str | Table | Figure] = []
+    body: list[str | Table | Figure] = [SYNTHETIC_TEXT]
     for model in told:
         body += [f"## {model.shape}", model.text(), model.budget_table(), "In full:", model.full_table()]
-    body += [SYNTHETIC_TEXT, BUDGET_TEXT, _error_figure(told)]
+    body += [BUDGET_TEXT, _error_figure(told)]
     packed = any(model.is_packed for model in told)
     meaning = (
         "**Larger models behave like small ones: what is read is what the budget says, and time goes with the bytes"

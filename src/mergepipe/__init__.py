@@ -230,7 +230,7 @@ def __getattr__(name: str) -> object:
         return import_module(f"mergepipe.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'mergepipe' has no attribute {name!r}")
-    from mergepipe.core.platforms import check_platform
+    from mergepipe.errors import check_platform
 
     check_platform()
     home = _OTHER_HOMES.get(name, "reports" if name in _REPORTS else "options" if name.endswith("Options") else "api")

@@ -24,7 +24,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from mergepipe.core.sizes import positive
+from mergepipe.core.units import positive
 from mergepipe.errors import RecipeError
 from mergepipe.options import (
     APPLY_MEMORY_BYTES,
@@ -118,9 +118,10 @@ def merge(
 ) -> MergeReport:
     """Merge as the recipe says and publish the result at `out`, complete or not at all.
 
-    `out` is a folder, or a prefix of a bucket (`s3://bucket/prefix`, `gs://`, `az://`), which must hold nothing yet.
-    Without a `budget` all experts are read in full. With one, a plan is made and run. With a `target_loss` budgets are
-    tried until it is met; `tried` of the report tells what each read and gave.
+    `out` is a folder, a prefix of a bucket (`s3://bucket/prefix`, `gs://`, `az://`), which must hold nothing yet, or a
+    repository of the Hub (`hf://org/name`). Without a `budget` all experts are read in full. With one, a plan is made
+    and run. With a `target_loss` budgets are tried until it is met; `tried` of the report tells what each read and
+    gave.
 
     Args:
         recipe: see `check`.

@@ -19,6 +19,7 @@ message has the particulars, and may improve.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -223,3 +224,10 @@ def did_you_mean(name: str, candidates: Sequence[str]) -> str:
         return f"did you mean '{near[0]}'?"
     known = sorted(set(candidates))
     return f"known: {', '.join(known[:12])}" + (", ..." if len(known) > 12 else "")
+
+
+def check_platform() -> None:
+    """Refuse a system that is not POSIX."""
+    if os.name != "posix":
+        message = f"mergepipe runs on Linux, and this system is '{os.name}'"
+        raise UnsupportedError.of("platform.unsupported", "", message, "on Windows, run it inside WSL")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergepipe.core.flags import Flag, Options, option
-from mergepipe.core.sizes import positive, share, shown_number
+from mergepipe.core.units import positive, share, shown_number
 from mergepipe.errors import LimitError, MergePipeError, RecipeError, UnsupportedError
 from mergepipe.planning.budget import OnOmit, Policy
 from mergepipe.storage.contract import CONNECTIONS, MAX_CONNECTIONS, RemoteSettings

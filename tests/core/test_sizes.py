@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.core.sizes import LEAST_BARE_BYTES, MAX_SIZE_BYTES, parse_size
+from mergepipe.core.units import LEAST_BARE_BYTES, MAX_SIZE_BYTES, parse_size
 from mergepipe.errors import RecipeError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import HEADER_NAME
 from support.safetensors_bytes import file_bytes

@@ -13,7 +13,7 @@ import pytest
 from packing_cases import SHAPES, PackFamily, halves, tree, write_model
 
 import mergepipe
-from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.checkpoint import MOST_DEPTH, next_base
 from mergepipe.deltastore.header import HEADER_NAME
 from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundError, RecipeError, UnsupportedError

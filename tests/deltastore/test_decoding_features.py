@@ -19,7 +19,6 @@ from symbol_coding import decode_table, scaled
 
 from mergepipe.checkpoints.contract import BaseBytes
 from mergepipe.core.blocks import BF16
-from mergepipe.deltastore.band_sample import choose_bands
 from mergepipe.deltastore.codec.arrays import KEPT_BYTES, scratch
 from mergepipe.deltastore.codec.block import (
     BAND_PIECES,
@@ -71,6 +70,7 @@ from mergepipe.deltastore.codec.vector_symbols import (
     fill_starts,
     has_vector_decoder,
 )
+from mergepipe.deltastore.pack.encode_pass import choose_bands
 from mergepipe.errors import CorruptError
 from support.rounding import decode, encode
 

@@ -20,7 +20,7 @@ from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, ComputedTensor
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import BF16, F32, Span
-from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.checkpoint import open_store, read_header
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Level, Piece
 from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, INDEX_NAME, OWN_NAMES, PIECE_NAMES

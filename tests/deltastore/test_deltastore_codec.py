@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from symbol_coding import decode_table, scaled
 
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
-from mergepipe.deltastore.band_sample import choose_bands
 from mergepipe.deltastore.codec.block import (
     BlockContext,
     EncodedBlock,
@@ -32,6 +31,7 @@ from mergepipe.deltastore.codec.rans import (
     encode_symbols,
     padded_length,
 )
+from mergepipe.deltastore.pack.encode_pass import choose_bands
 from mergepipe.errors import CorruptError
 from mergepipe.testing.tensors import SPECIAL
 from support.rounding import decode, encode

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 import mergepipe
 from mergepipe.core.blocks import BF16, F16, F32, DType
-from mergepipe.deltastore.band_sample import choose_bands
 from mergepipe.deltastore.codec.block import (
     BlockContext,
     EncodedBlock,
@@ -26,6 +25,7 @@ from mergepipe.deltastore.codec.block import (
 )
 from mergepipe.deltastore.codec.element_codes import Bands
 from mergepipe.deltastore.codec.levels import PIECES_OF, RECORDED_LEVELS, Codec, Level
+from mergepipe.deltastore.pack.encode_pass import choose_bands
 from mergepipe.testing.tensors import SPECIAL
 from support.rounding import decode, encode
 from support.safetensors_bytes import file_bytes

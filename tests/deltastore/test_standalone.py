@@ -16,8 +16,7 @@ from packing_cases import N_WIDE, halves, make_family, tree, write_model
 import mergepipe
 from mergepipe.cli import main
 from mergepipe.core.blocks import BF16, DTYPES, F16, DType
-from mergepipe.core.canonical_json import digest_of
-from mergepipe.deltastore.band_sample import bands_of, sample_of
+from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.codec import block as block_module
 from mergepipe.deltastore.codec.block import (
     BlockContext,
@@ -30,6 +29,7 @@ from mergepipe.deltastore.codec.block import (
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece
 from mergepipe.deltastore.codec.planes import encode_planes
 from mergepipe.deltastore.header import HEADER_NAME
+from mergepipe.deltastore.pack.encode_pass import bands_of, sample_of
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError
 from support.rounding import encode
 

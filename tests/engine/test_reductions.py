@@ -17,7 +17,7 @@ from mergepipe.engine.block_reductions import InnerProductSums, MagnitudeCuts, S
 from mergepipe.engine.order_statistics import RankSearch
 from mergepipe.operators.base import RawBlock
 from mergepipe.operators.statistics import rank_of_density
-from mergepipe.testing.in_memory import StoredTensor, run_reduction
+from mergepipe.testing.contracts import StoredTensor, run_reduction
 from mergepipe.testing.tensors import Family, make_family
 from support.oracle import order_of_ranks, reaching
 from support.strategies import FLOATS, families

@@ -345,6 +345,33 @@ def test_lora_apply__takes_the_layout_of_narrow_experts_from_the_factors(tmp_pat
     torch.testing.assert_close(logits(loaded(tmp_path / "out")), logits(adapted), rtol=1e-4, atol=2e-5)
 
 
+def test_lora_apply__adds_to_the_numbers_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    """The adapter was trained on the numbers that transformers makes of the codes, as float32."""
+    mxfp4, stored = (pytest.importorskip(name) for name in ("transformers.integrations.mxfp4", "safetensors.torch"))
+    config = transformers.GptOssConfig(
+        **{**COMMON, "hidden_size": 64}, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    plain, coded = tmp_path / "plain", tmp_path / "coded"
+    torch.manual_seed(0)
+    transformers.GptOssForCausalLM(config).save_pretrained(plain)
+    tensors = stored.load_file(plain / "model.safetensors")
+    codes: dict[str, Any] = {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors[name].shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(119, 123, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        codes |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        tensors[name] = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    shutil.copytree(plain, coded)
+    stored.save_file(tensors, plain / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in codes}
+    stored.save_file(kept | codes, coded / "model.safetensors")
+    adapted = trained(plain, tmp_path / "adapter", CASES["gpt-oss"])
+    applied(coded, tmp_path / "adapter", tmp_path / "out", dtype="float32")
+    torch.testing.assert_close(logits(loaded(tmp_path / "out")), logits(adapted), rtol=1e-4, atol=2e-5)
+
+
 def test_lora_apply__folds_adapters_of_single_experts_into_fused_ones(tmp_path: Path) -> None:
     """unsloth-zoo 885: adapters of single experts did not match the fused tensor, and were skipped."""
     base = base_of(tmp_path, "qwen3-moe")

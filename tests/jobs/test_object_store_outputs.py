@@ -443,7 +443,7 @@ def test_merge__never_writes_among_objects_of_others(bench: Bench, out: str) -> 
         bench.merge(out)
 
 
-@pytest.mark.parametrize("place", ["hf://org/name", "https://host/folder"])
+@pytest.mark.parametrize("place", ["http://host/folder", "https://host/folder"])
 def test_merge__into_a_store_that_takes_no_outputs_is_refused(bench: Bench, place: str) -> None:
     with refuses(MergePipeError, "output.place"):
         bench.merge(place)

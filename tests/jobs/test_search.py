@@ -57,6 +57,18 @@ def command(folder: Path, code: str) -> str:
     return f"{sys.executable} {path}"
 
 
+def test_search__that_is_interrupted_says_how_it_goes_on(family: Path) -> None:
+    def interrupted(_: Path) -> float:
+        raise KeyboardInterrupt
+
+    recipe = write_recipe(family)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        mergepipe.search(recipe, family / "best", interrupted)
+    assert [note for note in caught.value.__notes__ if "best.study, and --resume goes on" in note]
+    report = mergepipe.search(recipe, family / "best", lambda _: 1.0, trials=2, resume=True)
+    assert [trial.state for trial in report.trials] == ["fail", "complete"]
+
+
 def test_search__finds_the_weight_and_publishes_its_merge(family: Path) -> None:
     distance = Distance(family, 0.7)
     recipe = write_recipe(family)

@@ -19,7 +19,7 @@ from mergepipe.operators.ranked import survival_of
 from mergepipe.operators.registry import operator_named, operator_specs
 from mergepipe.operators.selective import magnitude_cuts
 from mergepipe.operators.spec import BaseRole, Scope
-from mergepipe.testing.in_memory import StoredTensor
+from mergepipe.testing.contracts import StoredTensor
 from mergepipe.testing.tensors import Family
 from support.merge_in_memory import apply_operator
 from support.model_oracle import MERGES, ModelCase, fused_importance
@@ -72,6 +72,8 @@ RULES = (
     Rule("multislerp", {"normalize_weights": False}, has_base=False),
     Rule("karcher"),
     Rule("karcher", {"max_iter": 2.0}, has_base=False),
+    Rule("geometric_median"),
+    Rule("geometric_median", {"max_iter": 3.0}, has_base=False),
     Rule("model_stock"),
     Rule("model_stock", {"filter_wise": True}),
     Rule("sce"),
@@ -79,6 +81,8 @@ RULES = (
     Rule("sce", {"select_topk": 0.0}),
     Rule("ram", {"epsilon": 1e-3}),
     Rule("ramplus_tl", {"epsilon": 1e-3, "r": 0.7, "alpha": 0.9}),
+    Rule("magmax"),
+    Rule("magmax", {"lambda": 0.4}),
     Rule("nearswap", {"t": 1e-3}),
     Rule("arcee_fusion"),
     Rule("breadcrumbs"),
@@ -317,3 +321,11 @@ def test_magnitude_cuts__are_the_smallest_that_reach_the_cut(cut: float, weights
         with np.errstate(all="ignore"):
             assert smallest * weight >= np.float32(cut)
             assert bits == 0 or np.uint32(bits - 1).view(np.float32) * weight < np.float32(cut)
+
+
+def test_geometric_median__stays_with_the_majority() -> None:
+    """Of three models of which two agree it is what they agree on, however far away the third one is."""
+    alike, far = np.array([0.5, -1.0], np.float32), np.array([100.0, 300.0], np.float32)
+    family = Family(F32, (F32, F32, F32), np.zeros(2, np.float32), (alike, alike, far))
+    found_N = merged(Rule("geometric_median", {"tol": 1e-8}), (2,), StoredTensor(family, F32))
+    np.testing.assert_allclose(found_N, alike, atol=1e-3)

@@ -252,11 +252,27 @@ def test_resolve__pairs_a_text_model_with_the_text_part_of_a_model_that_sees() -
 
 def test_resolve__names_modules_where_a_text_model_meets_one_that_sees() -> None:
     base = {**llama(2, prefix="model.language_model."), **{f"model.visual.blocks.{i}.w": (3,) for i in range(2)}}
-    (found,) = problems(TIES, checkpoint(base), checkpoint(llama(2)))
+    recipe = merging("ties", model("a", weight=1.0), model("b", weight=1.0), base=BASE)
+    (found,) = problems(recipe, checkpoint(base), checkpoint(llama(2)), checkpoint(base))
     assert "'./a' lacks these 2 tensors of the base './base'" in found
     assert "it has no vision tensors: list the models under `modules:` for 'text' alone" in found
+    (found,) = problems(TIES, checkpoint({**base, "model.visual.norm.w": (3,)}), checkpoint(base))
+    assert "model.visual.norm.w" in found
     other = {name: shape for name, shape in llama(2).items() if "mlp" not in name}
     assert all("modules:" not in line for line in problems(TIES, checkpoint(llama(2)), checkpoint(other)))
+
+
+def test_resolve__keeps_the_eyes_of_the_base_where_all_experts_are_text_models() -> None:
+    base = {**llama(2, prefix="model.language_model."), **{f"model.visual.blocks.{i}.w": (3,) for i in range(2)}}
+    recipe = merging("ties", model("a", weight=1.0), model("b", weight=1.0), base=BASE)
+    result = resolve(recipe, [checkpoint(base), checkpoint(llama(2)), checkpoint(llama(2))])
+    actions = {task.name: task.action for task in result.tasks}
+    assert {name for name, action in actions.items() if action is Action.COPY} == set(
+        filter(lambda n: "visual" in n, base)
+    )
+    notices = [str(notice) for notice in result.notices]
+    assert [n for n in notices if "has no vision tensors: those of './base' are kept" in n] == notices
+    assert len(notices) == 2
 
 
 def test_resolve__does_not_pair_names_by_guessing() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import mergepipe
-from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.strict_json import digest_of
 from mergepipe.options import MergeOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME, MANIFEST_VERSION
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.strict_json import digest_of
 from mergepipe.operators.statistics import BLOCK_RECORD
 from support.torch_bytes import Member, zip_bytes
 

@@ -17,7 +17,6 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import BF16, F16, F32, DType, Span
-from mergepipe.deltastore.band_sample import choose_bands
 from mergepipe.deltastore.checkpoint import open_store
 from mergepipe.deltastore.codec.block import (
     MANTISSA_BITS,
@@ -34,6 +33,7 @@ from mergepipe.deltastore.codec.block import (
 from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, Codec, Level, Piece
 from mergepipe.deltastore.header import HEADER_NAME, INDEX_NAME, PIECE_NAMES
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex, index_digest
+from mergepipe.deltastore.pack.encode_pass import choose_bands
 from mergepipe.deltastore.tensor import PackedTensor, StandaloneTensor
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.ledger import Purpose

@@ -142,7 +142,7 @@ def _log_target(folder: Path) -> Target:
     with closing(WorkLog(folder, "k" * 32)) as log:
         log.append({"kind": "read", "expert_bytes": 5000}, is_durable=False)
         log.append({"kind": "unit", "tensors": [["a", blocks], ["b", blocks]], "usage": usage}, is_durable=True)
-        log.append({"kind": "sent", "shard": "model.safetensors", "blake3": "0" * 32}, is_durable=True)
+        log.append({"kind": "sent", "shard": "model.safetensors", "digest": "0" * 32}, is_durable=True)
         log.append({"kind": "stop", "usage": usage}, is_durable=True)
     payloads = seals.log_payloads((folder / LOG_NAME).read_bytes())
     shape = Shape((payloads,), seals.seal_log, seals.lines_of, (b'"begin"', b'"unit"', b'"expert"', b"null"))

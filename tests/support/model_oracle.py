@@ -97,6 +97,20 @@ def karcher(case: ModelCase) -> Numbers:
     return np.asarray((mean * lengths.mean()).reshape(base.shape))
 
 
+def geometric_median(case: ModelCase) -> Numbers:
+    """The point with the smallest weighted sum of distances, by steps on the vectors themselves."""
+    vectors = case.models.reshape(len(case.models), -1)
+    weights, tolerance = np.array([float(p["weight"]) for p in case.each]), float(case.shared["tol"])
+    floor = tolerance * max(float(np.linalg.norm(a - b)) for a in vectors for b in vectors)
+    shares = weights / weights.sum()
+    for _ in range(int(case.shared["max_iter"]) if floor else 0):
+        pulls = weights / np.maximum(floor, np.linalg.norm(vectors - shares @ vectors, axis=1))
+        before, shares = shares, pulls / pulls.sum()
+        if np.abs(shares - before).max() <= tolerance:
+            break
+    return np.asarray((shares @ vectors).reshape(case.base.shape))
+
+
 def model_stock(case: ModelCase) -> Numbers:
     """From the base towards the mean of the models, as far as the angle between their differences allows."""
     base, models, shared = case.base, case.models, case.shared
@@ -145,6 +159,13 @@ def ramplus(case: ModelCase) -> Numbers:
         scales.append(1 + float(shared.get("r", 0.0)) * min(ratio, float(shared.get("alpha", 0.0))))
     factors = np.where(count_N == 1, np.array(scales)[:, None], 1 / np.maximum(1, count_N))
     return np.asarray(base + (np.where(changes, deltas, 0.0) * factors).sum(axis=0).reshape(base.shape))
+
+
+def magmax(case: ModelCase) -> Numbers:
+    """The change of largest magnitude of each element, the first of equal ones."""
+    deltas = case.models - case.base
+    largest = np.take_along_axis(deltas, np.abs(deltas).argmax(axis=0)[None], axis=0)[0]
+    return np.asarray(case.base + float(case.shared["lambda"]) * largest)
 
 
 def nearswap(case: ModelCase) -> Numbers:
@@ -240,10 +261,12 @@ MERGES: dict[str, Merge] = {
     "nuslerp": nuslerp,
     "multislerp": multislerp,
     "karcher": karcher,
+    "geometric_median": geometric_median,
     "model_stock": model_stock,
     "sce": sce,
     "ram": ramplus,
     "ramplus_tl": ramplus,
+    "magmax": magmax,
     "nearswap": nearswap,
     "arcee_fusion": arcee_fusion,
     "breadcrumbs": breadcrumbs,

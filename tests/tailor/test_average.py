@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import mergepipe
 from mergepipe import tailor
 from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.packed import UnpackedView
 from mergepipe.core.blocks import BF16, F32, Span
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.snapshots.composite import Thoroughness
@@ -200,7 +201,7 @@ def test_average__reads_a_flat_group_at_once(tmp_path: Path) -> None:
     """Parameters that follow one another in every checkpoint are one range; the last rank has padding between them."""
     paths, _ = run_of(tmp_path, "zero3")
     request = AverageRequest(tuple(map(Location.local, paths)), optimizer=OptimizerState.AVERAGE)
-    averaging = open_averaging(LocalStore(), request)
+    averaging = open_averaging(UnpackedView(LocalStore()), request)
     counts = [sum(isinstance(s, AverageRange) for s in plan.segments) for plan in averaging.plan().files]
     n_flat_states = 3 * len(averaging.newest.flat_groups)
     assert min(n for n in counts if n) == n_flat_states < len(averaging.newest.states) // 4
@@ -213,7 +214,9 @@ def test_self_check__finds_the_same_with_samples_read_ahead(
 ) -> None:
     paths, _ = run_of(tmp_path, kind)
     tailor.average(paths, tmp_path / "out", optimizer=optimizer.value, self_check="off")
-    averaging = open_averaging(LocalStore(), AverageRequest(tuple(map(Location.local, paths)), optimizer=optimizer))
+    averaging = open_averaging(
+        UnpackedView(LocalStore()), AverageRequest(tuple(map(Location.local, paths)), optimizer=optimizer)
+    )
     out = Location.local(tmp_path / "out")
     with AverageCheck(averaging, Thoroughness.SAMPLED) as ahead, AverageCheck(averaging, Thoroughness.SAMPLED) as late:
         ahead.read_ahead()

@@ -16,8 +16,8 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Packing, StoredState, TrainingCheckpoint
 from mergepipe.tailor.formats.dcp import unpack_piece
+from mergepipe.tailor.formats.hf_trainer import ORDERS, defined_order, trainer_order
 from mergepipe.tailor.formats.registry import open_training_checkpoint
-from mergepipe.tailor.parameter_order import ORDERS, defined_order, trainer_order
 from support.adam_steps import step_of
 
 pytestmark = pytest.mark.slow
@@ -148,7 +148,7 @@ def test_trainer_order__is_that_of_transformers() -> None:
 def test_unknown_architecture__is_asked_from_transformers(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path;"
-        "from mergepipe.tailor.parameter_order import ask_transformers as ask;"
+        "from mergepipe.tailor.formats.hf_trainer import ask_transformers as ask;"
         "print(*map(len, ask(Path(sys.argv[1]), 'gpt_neox')))"
     )
     config = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "num_hidden_layers": 2,

@@ -148,7 +148,7 @@ def test_export__to_a_bucket_is_continued_after_a_kill(tmp_path: Path, monkeypat
     ("out", "message"),
     [
         ("s3://bucket/at-9/model", "overlaps the input"),
-        ("hf://org/model", "takes no outputs"),
+        ("https://host/model", "takes no outputs"),
         ("s3://nowhere/model", "nowhere"),
     ],
 )

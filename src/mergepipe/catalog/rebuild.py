@@ -7,7 +7,6 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 from mergepipe.catalog.catalog import Catalog
@@ -105,7 +104,7 @@ def _adopt_all(catalog: Catalog, paths: Iterable[Path], unreadable: list[Problem
     adopted = _Adopted()
     for path in dict.fromkeys(Path(os.path.realpath(path)) for path in paths):
         try:
-            adopted.recorded[str(path)] = catalog.adopt_snapshot(path, created=_time_of(path / MANIFEST_NAME))
+            adopted.recorded[str(path)] = catalog.adopt_snapshot(path, created=modified_at(path / MANIFEST_NAME))
         except NotFoundError:
             adopted.missing.append(path)
         except MergePipeError as error:
@@ -129,8 +128,3 @@ def _still_missing(catalog: Catalog, recorded: dict[str, SnapshotRow], missing: 
             catalog.forget(snapshot)
             lost = [path for path in lost if path != snapshot.path]
     return tuple(lost)
-
-
-def _time_of(manifest: Path) -> datetime:
-    """The time the manifest was modified, which approximates when a snapshot without a record was made."""
-    return modified_at(manifest)  # an inaccessible file fails when it is read

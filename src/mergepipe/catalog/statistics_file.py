@@ -17,8 +17,8 @@ from mergepipe.catalog.home import statistics_folder
 from mergepipe.checkpoints.content_id import content_digest, digest_of_files, is_outside
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.core.canonical_json import canonical_json
 from mergepipe.core.records import RecordFormat, Size, Within
+from mergepipe.core.strict_json import canonical_json
 from mergepipe.errors import CorruptError, LimitError, MergePipeError
 from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
 from mergepipe.storage.file_version import FileId

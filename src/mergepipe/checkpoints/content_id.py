@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, LeveledTensor, Readable, TensorEntry
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.core.blocks import Span
-from mergepipe.core.canonical_json import canonical_json, digest_of
+from mergepipe.core.strict_json import canonical_json, digest_of
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.file_version import FileId
 from mergepipe.storage.ledger import Purpose

@@ -283,7 +283,9 @@ class _OpenedRows:
             if origin >= 0:
                 self._fill(origin, chosen, out, purpose)
             elif origin == ZERO:
-                self._fill_zeros(chosen, out)
+                itemsize = self._tensor.dtype.itemsize
+                for _, n, first in chosen:
+                    out[first * itemsize : (first + n) * itemsize] = 0
             else:
                 self._fill_mean(chosen, self._mean(origin, purpose), out)
 
@@ -333,11 +335,6 @@ class _OpenedRows:
         needed = min(request.stop, entry.offset + entry.nbytes) - request.start
         ranges.request(file, request.start, buffer[: request.n_elements], needed, purpose)
         return buffer
-
-    def _fill_zeros(self, runs: _Runs, out: NDArray[np.uint8]) -> None:
-        itemsize = self._tensor.dtype.itemsize
-        for _, n, first in runs:
-            out[first * itemsize : (first + n) * itemsize] = 0
 
     def _fill_mean(self, runs: _Runs, mean_W: NDArray[np.float32], out: NDArray[np.uint8]) -> None:
         for element, n, first in runs:

@@ -1,25 +1,35 @@
-"""Weights stored as codes and scales, told by their names and dtypes: scaled FP8 is read as numbers, others refused."""
+"""Weights stored as codes and scales, told by their names, dtypes and shapes: read as numbers, or refused by name."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, Fetch, Readable, TensorEntry
+from mergepipe.checkpoints.codes import (
+    BitsAndBytes4,
+    BitsAndBytes8,
+    CodedTensor,
+    PackedFP4,
+    PackedIntegers,
+    PackedTransposed,
+    ScaledFP8,
+    StackedMXFP4,
+)
+from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
 from mergepipe.checkpoints.directory import component_of
-from mergepipe.checkpoints.open_files import decoded_into, read_span
-from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F32, DType, DTypeKind, Span
+from mergepipe.checkpoints.open_files import open_files, read_span
+from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, DType, DTypeKind, Span
 from mergepipe.core.strict_json import parse_object, shown
 from mergepipe.errors import CorruptError, UnsupportedError
-from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.limits import CONFIG_BYTES
-from mergepipe.storage.location import Location
 
 _CONFIG_NAME = "config.json"
 QUANTIZATION_KEY = "quantization_config"
@@ -36,140 +46,223 @@ _CODES = (
 # `X_scales` beside `X`.
 _SCALE = re.compile(r"(.+?)(\.weight)?[._](scale|scales|scale_inv|scale_2|zero_point)")
 _FP8 = (F8_E4M3, F8_E5M2)
-_SCALE_ENDINGS = (".weight_scale_inv", ".weight_scale")
-_ACTIVATION_SCALES = re.compile(r"(.+)\.(input_scale|output_scale|activation_scale|[kqv]_scale)")
+_ACTIVATION_SCALES = re.compile(r"(.+)\.(input_scale|input_global_scale|output_scale|activation_scale|[kqv]_scale)")
+_MOST_STATE_BYTES = 1 << 16  # of the description of one weight of bitsandbytes
 _BLOCK = 128  # rows and columns of a block, unless the configuration says otherwise
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledFP8(ComputedTensor):
-    """A matrix of FP8 codes times scales: one for all, one for each row, or one for each block of rows and columns.
-
-    Read as float32: `float32(code) * float32(scale)`, which is what transformers and compressed-tensors compute before
-    they round. A span costs the pages of its codes and those of the scales of its rows; nothing is kept.
-    """
-
-    codes: TensorEntry
-    scales: TensorEntry
-    block: tuple[int, int]
-
-    @property
-    def name(self) -> str:
-        return self.codes.name
-
-    @property
-    def dtype(self) -> DType:
-        return F32
-
-    @property
-    def stored_dtype(self) -> DType:
-        """The dtype that such a model has where it is not quantised."""
-        return BF16
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.codes.shape
-
-    @property
-    def is_delta(self) -> bool:
-        return False
-
-    @property
-    def stored(self) -> tuple[TensorEntry, ...]:
-        return self.codes, self.scales
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
-
-    def cost_bytes(self, span: Span) -> int:
-        if not span.n_elements:
-            return 0
-        return self.codes.cost_bytes(span) + self.scales.cost_bytes(self.scales_of(span))
-
-    def scales_of(self, span: Span) -> Span:
-        """The scales of the rows that a span touches."""
-        (rows, columns), (_, n_columns) = self.block, self.shape
-        first, last = span.start // n_columns // rows, (span.stop - 1) // n_columns // rows
-        a_row = -(-n_columns // columns)
-        return Span(first * a_row, (last + 1) * a_row)
-
-    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
-        """Return a fetch of spans; keeps nothing."""
-        return _ScaledFetch(self, files)
-
-
-@dataclass(frozen=True, slots=True)
-class _ScaledFetch:
-    """Reads codes and their scales, and multiplies them."""
-
-    tensor: ScaledFP8
-    files: Mapping[Location, RangeFile]
-
-    def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
-        tensor, values = self.tensor, out.view(np.float32)
-        if not span.n_elements:
-            return
-        (rows, columns), n_columns, kept = tensor.block, tensor.shape[1], tensor.scales_of(span)
-        raw = read_span(tensor.scales, kept, self.files, purpose)
-        scales = decoded_into(raw, tensor.scales.kernel_code, np.empty(kept.n_elements, np.float32))
-        scales = scales.reshape(-1, -(-n_columns // columns))
-        decoded_into(read_span(tensor.codes, span, self.files, purpose), tensor.codes.kernel_code, values)
-        first_row = span.start // n_columns // rows
-        for row, n_rows, start, stop in _stretches(span, n_columns, rows):
-            scale_N = np.repeat(scales[row // rows - first_row], columns)[start:stop]
-            at = row * n_columns + start - span.start
-            values[at : at + n_rows * len(scale_N)].reshape(n_rows, -1)[:] *= scale_N
-
-
-def _stretches(span: Span, n_columns: int, rows: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut a span into rows that share scales: the first row, their number, and the columns `[start, stop)` of each.
-
-    Only the first and the last row of a span may be cut.
-    """
-    at = span.start
-    while at < span.stop:
-        row, start = divmod(at, n_columns)
-        n_rows = 1 if start else max(1, min(rows - row % rows, (span.stop - at) // n_columns))
-        stop = min(n_columns, start + span.stop - at)
-        yield row, n_rows, start, stop
-        at += n_rows * (stop - start)
-
-
 def dequantised(store: Store, checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with scaled FP8 weights as numbers; one without codes as it is.
+    """Return the checkpoint with weights of known schemes as numbers; one without codes as it is.
 
     Raises:
         UnsupportedError: `model.unsupported`, weights are codes of another scheme.
         CorruptError: `checkpoint.damaged`, scales do not have the shape that their weight asks for.
     """
-    scale_of = dict(_scales(checkpoint.tensors))
-    if scale_of:
-        stated, folders = _quantization_configs(store, checkpoint), checkpoint.components
-        read = {
-            name: ScaledFP8(codes, scales, _block_of(checkpoint, codes, scales, stated[component_of(name, folders)]))
-            for name, (codes, scales) in scale_of.items()
-        }
-        gone = {scales.name for _, scales in scale_of.values()}
-        gone |= {name for name in checkpoint.tensors if _is_activation_scale(name, read)}
-        tensors = {name: read.get(name, tensor) for name, tensor in checkpoint.tensors.items() if name not in gone}
-        checkpoint = replace(checkpoint, tensors=MappingProxyType(tensors), quantisation="FP8 with scales")
+    finder = _Finder(store, checkpoint)
+    for name, tensor in checkpoint.tensors.items():
+        if isinstance(tensor, TensorEntry):
+            finder.look_at(name)
+    if finder.made:
+        made = finder.made
+        gone = finder.used | {name for name in checkpoint.tensors if _is_activation_scale(name, finder.names)}
+        kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name in made or name not in gone}
+        tensors = {(made.get(name) or tensor).name: made.get(name, tensor) for name, tensor in kept.items()}
+        quantisation = ", ".join(sorted(finder.schemes))
+        checkpoint = replace(checkpoint, tensors=MappingProxyType(tensors), quantisation=quantisation)
     refuse_quantised(store, checkpoint)
     return checkpoint
 
 
-def _scales(tensors: Mapping[str, Readable]) -> Iterator[tuple[str, tuple[TensorEntry, TensorEntry]]]:
-    """Yield the FP8 matrices that have scales, by name, with these."""
-    for name, scales in tensors.items():
-        ending = next((ending for ending in _SCALE_ENDINGS if name.endswith(ending)), None)
-        codes = tensors.get(f"{name.removesuffix(ending)}.weight") if ending else None
-        if not isinstance(codes, TensorEntry) or not isinstance(scales, TensorEntry):
-            continue
-        if codes.dtype in _FP8 and len(codes.shape) == 2 and scales.dtype.kind is DTypeKind.FLOAT:
-            yield codes.name, (codes, scales)
+class _Finder:
+    """Goes through the names of a checkpoint, and puts the stored tensors of each coded weight together."""
+
+    def __init__(self, store: Store, checkpoint: Checkpoint) -> None:
+        self._store, self._checkpoint = store, checkpoint
+        self.made: dict[str, CodedTensor] = {}  # by the name of the codes
+        self.names: set[str] = set()  # of the weights
+        self.used: set[str] = set()
+        self.schemes: set[str] = set()
+        self._stated: dict[str, Mapping[str, object]] | None = None
+
+    def look_at(self, name: str) -> None:
+        """Make a weight if a name is that of its codes."""
+        stem, _, ending = name.rpartition(".")
+        if ending == "weight_packed":
+            self._compressed(stem)
+        elif ending == "qweight":
+            self._transposed(stem)
+        elif ending == "SCB":
+            self._bits_and_bytes_8(stem)
+        elif ending.startswith("bitsandbytes__") and stem.endswith(".weight.quant_state"):
+            self._bits_and_bytes_4(stem.removesuffix(".quant_state"), name)
+        elif name.endswith("_blocks"):
+            self._stacked(name.removesuffix("_blocks"))
+        elif ending in ("weight_scale", "weight_scale_inv"):
+            self._fp8(stem, name)
+
+    def _entries(self, *names: str) -> tuple[TensorEntry, ...]:
+        """Return stored tensors; none unless all are there."""
+        tensors = [self._checkpoint.tensors.get(name) for name in names]
+        entries = tuple(tensor for tensor in tensors if isinstance(tensor, TensorEntry))
+        return entries if len(entries) == len(names) else ()
+
+    def _add(
+        self, scheme: str, tensor: CodedTensor, also: Iterable[str] = (), wanted: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Add a weight whose stored tensors after the codes must have the `wanted` shapes; `also` say nothing more."""
+        codes = tensor.stored[0]
+        for part, shape in zip(tensor.stored[1:], wanted, strict=False):
+            if tuple(shape) != part.shape and math.prod(shape) != part.n_elements:
+                message = (
+                    f"{shown(part.name)} has the shape {list(part.shape)}; for {shown(codes.name)} of"
+                    f" {list(codes.shape)} it must be {list(shape)}"
+                )
+                raise CorruptError.of("checkpoint.damaged", self._checkpoint.path, message, "download it again")
+        self.made[codes.name] = tensor
+        self.names.add(tensor.name)
+        self.used |= {*(part.name for part in tensor.stored), *also}
+        self.schemes.add(scheme)
+
+    def _config(self, name: str) -> Mapping[str, object]:
+        if self._stated is None:
+            self._stated = _quantization_configs(self._store, self._checkpoint)
+        return self._stated[component_of(name, self._checkpoint.components)]
+
+    def _fp8(self, stem: str, name: str) -> None:
+        parts = self._entries(f"{stem}.weight", name)
+        if not parts or parts[0].dtype not in _FP8 or len(parts[0].shape) != 2:
+            return
+        codes, scales = parts
+        if scales.dtype.kind is DTypeKind.FLOAT:
+            block = _block_of(self._checkpoint, codes, scales, self._config(codes.name))
+            scheme = ScaledFP8(max(1, codes.shape[1]), block, codes.kernel_code, scales.kernel_code)
+            self._add("FP8 with scales", CodedTensor(codes.name, codes.shape, parts, scheme))
+
+    def _compressed(self, stem: str) -> None:
+        parts = self._entries(f"{stem}.weight_packed", f"{stem}.weight_scale")
+        if not parts or len(parts[0].shape) != 2 or len(parts[1].shape) != 2 or self._entries(f"{stem}.weight_g_idx"):
+            return
+        (codes, scales), name, also = parts, f"{stem}.weight", [f"{stem}.weight_shape"]
+        rows, groups = codes.shape[0], scales.shape[1]
+        if codes.dtype.name == "U8":
+            columns = 2 * codes.shape[1]
+            is_nvfp4 = scales.dtype == F8_E4M3
+            parts += self._entries(f"{stem}.weight_global_scale") if is_nvfp4 else ()
+            if len(parts) != 2 + is_nvfp4 or not (is_nvfp4 or scales.dtype.name == "U8"):
+                return
+            wanted, of_all = [rows, columns // (16 if is_nvfp4 else 32)], [[1]] * is_nvfp4
+            tensor = CodedTensor(name, (rows, columns), parts, PackedFP4(columns, wanted[1]))
+            self._add("NVFP4" if is_nvfp4 else "MXFP4", tensor, also, [wanted, *of_all])
+        elif codes.dtype.name == "I32" and groups:
+            n_bits = self._bits_of(name, stem, codes)
+            columns = codes.shape[1] * 32 // n_bits if n_bits else 0
+            if not columns or columns % groups:
+                return
+            parts += self._entries(f"{stem}.weight_zero_point")
+            scheme = PackedIntegers(columns, n_bits, groups, scales.kernel_code)
+            of_zeros = [-(-rows * n_bits // 32), groups]
+            tensor = CodedTensor(name, (rows, columns), parts, scheme, _of_16_bits(scales))
+            self._add(f"packed integers of {n_bits} bits", tensor, also, [[rows, groups], of_zeros])
+
+    def _bits_of(self, name: str, stem: str, codes: TensorEntry) -> int:
+        """The bits of a code, by the shape that is stored with it; 0 where it is no whole number of 4 or 8."""
+        stored = self._entries(f"{stem}.weight_shape")
+        if not stored or stored[0].shape != (2,) or stored[0].dtype.name not in ("I64", "I32"):
+            return 0
+        shape = self._read(stored[0]).view(np.int64 if stored[0].dtype.itemsize == 8 else np.int32).tolist()
+        bits = [n for n in (4, 8) if shape == [codes.shape[0], codes.shape[1] * 32 // n]]
+        return bits[0] if bits else 0
+
+    def _read(self, entry: TensorEntry) -> NDArray[np.uint8]:
+        with open_files(self._store, [entry.file], [self._checkpoint]) as files:
+            return read_span(entry, Span(0, entry.n_elements), files, Purpose.METADATA).copy()
+
+    def _stacked(self, name: str) -> None:
+        parts = self._entries(f"{name}_blocks", f"{name}_scales")
+        if not parts or len(parts[0].shape) != 4 or any(part.dtype.name != "U8" for part in parts):
+            return
+        experts, outputs, groups, n_bytes = parts[0].shape
+        if n_bytes == 16:
+            tensor = CodedTensor(
+                name, (experts, groups * 32, outputs), parts, StackedMXFP4(max(1, outputs), groups * 32)
+            )
+            self._add("MXFP4", tensor, wanted=[[experts, outputs, groups]])
+
+    def _bits_and_bytes_4(self, name: str, state_name: str) -> None:
+        plain = self._entries(name, f"{name}.absmax", f"{name}.quant_map")
+        (state,) = self._entries(state_name)
+        if not plain or state.dtype.name != "U8" or state.nbytes > _MOST_STATE_BYTES or plain[0].dtype.name != "U8":
+            return
+        stated = parse_object(self._read(state).tobytes(), where=state_name, code="checkpoint.damaged")
+        block, nested = _counts([stated.get("blocksize"), stated.get("nested_blocksize", 0)]) or (0, 0)
+        shape, offset = _counts(stated.get("shape")), stated.get("nested_offset", 0.0)
+        parts = plain + self._entries(f"{name}.nested_absmax", f"{name}.nested_quant_map")
+        dtypes = [part.dtype.name for part in parts[1:]]
+        is_known = dtypes == (["U8", "F32", "F32", "F32"] if nested else ["F32", "F32"])
+        if not is_known or not block or math.prod(shape) % block or not isinstance(offset, int | float):
+            return
+        rows = math.prod(shape) // block
+        if 2 * plain[0].nbytes != math.prod(shape):
+            message = f"states the shape {list(shape)}, and {shown(name)} has {2 * plain[0].nbytes} codes"
+            where = f"{self._checkpoint.path}: {shown(state_name)}"
+            raise CorruptError.of("checkpoint.damaged", where, message, "download it again")
+        scheme = BitsAndBytes4(block, nested, float(offset))
+        dtype = F16 if stated.get("dtype") == "float16" else BF16
+        wanted = [[rows], [16], *([[-(-rows // nested)], [256]] if nested else [])]
+        tensor = CodedTensor(name, shape, parts, scheme, dtype)
+        self._add(f"bitsandbytes {state_name.rpartition('__')[2].upper()}", tensor, [state_name], wanted)
+
+    def _bits_and_bytes_8(self, stem: str) -> None:
+        parts = self._entries(f"{stem}.weight", f"{stem}.SCB")
+        if not parts or len(parts[0].shape) != 2 or [part.dtype.name for part in parts] != ["I8", "F32"]:
+            return
+        tensor = CodedTensor(parts[0].name, parts[0].shape, parts, BitsAndBytes8(max(1, parts[0].shape[1])), F16)
+        self._add("bitsandbytes int8", tensor, [f"{stem}.weight_format"], [[parts[0].shape[0]]])
+
+    def _transposed(self, stem: str) -> None:
+        parts = self._entries(f"{stem}.qweight", f"{stem}.qzeros", f"{stem}.scales")
+        if not parts or any(len(part.shape) != 2 for part in parts) or parts[0].dtype.name != "I32":
+            return
+        codes, zeros, scales = parts
+        stated, n_outputs, groups = self._config(codes.name), scales.shape[1], scales.shape[0]
+        is_awq = codes.shape[1] != n_outputs
+        n_bits = 4 if is_awq else stated.get("bits", 4)
+        if type(n_bits) is not int or n_bits not in (2, 4, 8) or scales.dtype.kind is not DTypeKind.FLOAT:
+            return
+        per = 32 // n_bits
+        columns = codes.shape[0] * (1 if is_awq else per)
+        groups_of_inputs = self._entries(f"{stem}.g_idx")
+        if not groups or zeros.dtype != codes.dtype or (is_awq and columns % groups):
+            return
+        if not is_awq:
+            if not groups_of_inputs or groups_of_inputs[0].dtype != codes.dtype:
+                return
+            group_C = self._read(groups_of_inputs[0]).view(np.int32)
+            if len(group_C) != columns or group_C.min() < 0 or group_C.max() >= groups:
+                message = f"{shown(groups_of_inputs[0].name)} names no group of {groups} for each of {columns} inputs"
+                raise CorruptError.of("checkpoint.damaged", self._checkpoint.path, message, "download it again")
+            parts += groups_of_inputs
+        if is_awq and codes.shape[1] * per != n_outputs:
+            message = f"{shown(scales.name)} has {n_outputs} outputs, and {shown(codes.name)} {codes.shape[1] * per}"
+            raise CorruptError.of("checkpoint.damaged", self._checkpoint.path, message, "download it again")
+        more = 0 if is_awq or stated.get("checkpoint_format") == "gptq_v2" else 1
+        scheme = PackedTransposed(columns, n_bits, n_outputs, more, scales.kernel_code)
+        tensor = CodedTensor(f"{stem}.weight", (n_outputs, columns), parts, scheme, _of_16_bits(scales))
+        wanted = [[groups, -(-n_outputs // per)], [groups, n_outputs], [columns]]
+        self._add(f"{'AWQ' if is_awq else 'GPTQ'} of {n_bits} bits", tensor, wanted=wanted)
 
 
-def _is_activation_scale(name: str, read: Mapping[str, ScaledFP8]) -> bool:
+def _counts(stated: object) -> tuple[int, ...]:
+    """Return whole numbers that are not negative; none if anything else is among them."""
+    numbers = stated if isinstance(stated, list) else []
+    return tuple(numbers) if all(type(number) is int and number >= 0 for number in numbers) else ()
+
+
+def _of_16_bits(scales: TensorEntry) -> DType:
+    return scales.dtype if scales.dtype in (BF16, F16) else BF16
+
+
+def _is_activation_scale(name: str, read: Collection[str]) -> bool:
     match = _ACTIVATION_SCALES.fullmatch(name)
     if match is None:
         return False

@@ -27,7 +27,6 @@ from mergepipe.storage.output import write_durably
 
 RANDOM_MODES: Final = ("random", "uniform_random")
 CHEAP_MODE: Final = "cheap_embed"
-HIDDEN_MODES: Final = ("hidden", "hidden_avg", "hidden_last")
 GATE_MODES: Final = ("hidden", CHEAP_MODE, *RANDOM_MODES, "hidden_avg", "hidden_last")
 _SMALLEST_NORM: Final = 1e-8
 

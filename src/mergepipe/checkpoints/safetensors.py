@@ -54,7 +54,11 @@ def parse_header(content: bytes, path: Location, size_bytes: int, granularity: i
     members = object_members(content[PREFIX_BYTES:], where=path, code="checkpoint.damaged", nested=METADATA_KEY)
     for outer, name, record in members:
         if outer:
-            metadata[name] = _metadata_text(name, record, path)
+            if not isinstance(record, str):
+                raise CorruptError.of(
+                    "checkpoint.damaged", path, f"{METADATA_KEY} {shown(name)} must be a string, found {shown(record)}"
+                )
+            metadata[name] = record
         elif name == METADATA_KEY:
             message = f"{METADATA_KEY} must be an object of strings, found {shown(record)}"
             raise CorruptError.of("checkpoint.damaged", path, message)
@@ -104,14 +108,6 @@ def _origin_hint(prefix: bytes) -> str:
     if prefix.startswith(b"PK\x03\x04"):
         return "this looks like a PyTorch file: convert it to safetensors"
     return "is it a safetensors file, copied or downloaded to the end?"
-
-
-def _metadata_text(key: str, value: JsonValue, path: Location) -> str:
-    if not isinstance(value, str):
-        raise CorruptError.of(
-            "checkpoint.damaged", path, f"{METADATA_KEY} {shown(key)} must be a string, found {shown(value)}"
-        )
-    return value
 
 
 def _entry(path: Location, name: str, record: JsonValue, data_start: int, granularity: int) -> TensorEntry:

@@ -14,8 +14,7 @@ from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.inert_pickle import DEFAULT_LIMITS, load_inert
 from mergepipe.checkpoints.inert_values import PickledTensor, Record
 from mergepipe.core.blocks import DType, element_count
-from mergepipe.core.canonical_json import canonical_json
-from mergepipe.core.strict_json import shown
+from mergepipe.core.strict_json import canonical_json, shown
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import ZIP_DIRECTORY_BYTES

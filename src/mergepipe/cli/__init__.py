@@ -8,8 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mergepipe.core.platforms import check_platform
-from mergepipe.errors import UnsupportedError
+from mergepipe.errors import UnsupportedError, check_platform
 
 
 def mergekit_main(argv: Sequence[str] | None = None) -> int:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mergepipe.cli.completion import SHELLS, choices, completion_script
-from mergepipe.cli.registration import WIDEST_HELP, SectionedGroup, show_all
+from mergepipe.cli.registration import SHELLS, WIDEST_HELP, SectionedGroup, choices, completion_script, show_all
 
 if TYPE_CHECKING:
     from typer.core import TyperGroup

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
 from mergepipe.cli.interrupts import Interrupts
-from mergepipe.cli.render.terminal import coloured_failure
+from mergepipe.cli.render.layout import coloured_failure
 from mergepipe.core.escaping import printable, printable_lines
 from mergepipe.core.outcome import Place, committed_places, published_error
 from mergepipe.errors import (
@@ -97,7 +97,7 @@ def _run(arguments: Sequence[str], interrupts: Interrupts, program: str) -> int:
     command: TyperCommand | TyperGroup
     if program == "mergepipe":
         from mergepipe.cli.app import build_command
-        from mergepipe.cli.completion import asks_for_completions, complete
+        from mergepipe.cli.registration import asks_for_completions, complete
 
         if asks_for_completions():
             return complete(build_command())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from mergepipe.cli.render import report_text
-from mergepipe.cli.render.terminal import coloured_report
+from mergepipe.cli.render.layout import coloured_report
 from mergepipe.core.escaping import json_line, printable, printable_lines
 from mergepipe.core.flags import Flag, option
 
@@ -71,6 +71,36 @@ def print_warnings(notices: Iterable[Notice]) -> None:
     if sys.stderr is not None:
         for notice in (notice for notice in notices if notice.changes_result):
             print(f"{notice.kind}: {printable(str(notice))} [{notice.code}]", file=sys.stderr)
+
+
+_TABLES = {
+    "AnalyzeReport": "merges.analyze_table",
+    "CatalogStats": "snapshots.catalog_table",
+    "Explanation": "budgets.explain_table",
+    "ExtractLoraReport": "merges.extraction_table",
+    "GcReport": "snapshots.gc_table",
+    "MergeLoraReport": "merges.merged_adapter_table",
+    "MergeReport": "merges.merge_table",
+    "PackReport": "merges.pack_table",
+    "PartReport": "merges.part_table",
+    "PartsStatus": "merges.status_table",
+    "PushReport": "snapshots.push_table",
+    "RebuildReport": "snapshots.rebuild_table",
+    "RepairReport": "snapshots.repair_table",
+    "SnapshotDiff": "snapshots.diff_table",
+    "SnapshotReport": "snapshots.snapshot_table",
+    "SearchReport": "budgets.search_table",
+    "SweepReport": "budgets.sweep_table",
+    "UnpackReport": "merges.unpack_line",
+}
+"""The function that shows a report, by the class of the report; its module is loaded for the first report."""
+
+
+def report_text(report: object) -> str:
+    """Return a report as text for people."""
+    module, _, function = _TABLES[type(report).__name__].partition(".")
+    text: str = getattr(import_module(f"mergepipe.cli.render.{module}"), function)(report)
+    return text
 
 
 def report_json(report: object, **more: object) -> str:

@@ -1,8 +1,9 @@
-"""Add commands to the command line: options in groups, help with sections and examples."""
+"""Add commands to the command line: options in groups, help with sections and examples, completion in shells."""
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import wraps
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args, get_origi
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mergepipe.cli.completion import choices
 from mergepipe.cli.printing import PRINT_PANEL
 from mergepipe.core.flags import Flag, Option, declared_options
+from mergepipe.errors import RecipeError, did_you_mean
 from mergepipe.options import BUDGET_PANEL, MACHINE_PANEL, PARTS_PANEL, PUBLISHING_PANEL, RARE_PANEL, WORK_PANEL
 
 if TYPE_CHECKING:
@@ -268,3 +269,42 @@ class SectionedGroup(TyperGroup):
                 with formatter.section(title):
                     formatter.write_dl(rows)
         write_names(formatter, rare, "Commands")
+
+
+# --- completion of commands, options and their choices in shells ---
+
+PROGRAM = "mergepipe"
+VARIABLE = "_MERGEPIPE_COMPLETE"
+SHELLS = ("bash", "zsh", "fish")
+
+
+def completion_script(shell: str) -> str:
+    """Return the script that a shell evaluates to complete the program's arguments."""
+    if shell not in SHELLS:
+        raise RecipeError.of("option.invalid", "--completion", f"'{shell}' was given", did_you_mean(shell, SHELLS))
+    from typer._completion_shared import get_completion_script
+
+    return get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell)
+
+
+def choices(*names: str) -> Callable[[str], list[str]]:
+    """Return what completes the value of an option that takes one of `names`."""
+
+    def begin_with(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return begin_with
+
+
+def asks_for_completions() -> bool:
+    """Whether a shell's completion script runs this program."""
+    return bool(os.environ.get(VARIABLE))
+
+
+def complete(command: TyperGroup) -> int:
+    """Print the completions that a shell's completion script asks for; return the exit code."""
+    from typer._completion_classes import completion_init
+    from typer.completion import shell_complete
+
+    completion_init()
+    return shell_complete(command, {}, PROGRAM, VARIABLE, os.environ[VARIABLE])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from inspect import get_annotations
 from typing import Any, Self, TypeVar
 
-from mergepipe.core.sizes import one_of, positive
+from mergepipe.core.units import one_of, positive
 from mergepipe.errors import did_you_mean
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class Option:
         if self.flag.read is not None:
             return self.flag.read(text, self.name)
         if self.field.endswith("_bytes"):
-            from mergepipe.core.sizes import parse_size
+            from mergepipe.core.units import parse_size
 
             return parse_size(text, self.name)
         return text

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Protocol
 
-from mergepipe.errors import MergePipeError, Problem, PublishedError
+from mergepipe.errors import InterruptedRunError, MergePipeError, Problem, PublishedError
 
 
 class Place(Protocol):
@@ -63,6 +63,37 @@ def published_but(out: Place) -> Iterator[None]:
             if out.absolute() not in committed:
                 raise
             raise published_error(out, error) from error
+
+
+@contextlib.contextmanager
+def tell_if_published(out: Place) -> Iterator[None]:
+    """Let an error or an interruption say so if the output had been published by then."""
+    with committed_places() as committed:
+        try:
+            with published_but(out):
+                yield
+        except KeyboardInterrupt as error:
+            if out.absolute() not in committed:
+                raise
+            raise InterruptedRunError.of("run.interrupted", out, "was complete by then, and is published") from error
+
+
+@contextlib.contextmanager
+def tell_what_is_published() -> Iterator[None]:
+    """Let an error of a command with several outputs name those that were published by then."""
+    with committed_places() as committed:
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if not committed:
+                raise
+            places = ", ".join(map(str, committed))
+            raise InterruptedRunError.of("run.interrupted", places, "complete by then, and published") from error
+        except Exception as error:
+            for place in committed:
+                error.add_note(f"{place} is complete and published")
+            committed.clear()  # told; the command as a whole is not done
+            raise
 
 
 def published_error(out: Place, error: BaseException) -> MergePipeError:

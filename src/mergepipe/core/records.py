@@ -29,8 +29,7 @@ from typing import (
     get_type_hints,
 )
 
-from mergepipe.core.canonical_json import digest_of
-from mergepipe.core.strict_json import JsonValue, parse_object, shown
+from mergepipe.core.strict_json import JsonValue, digest_of, parse_object, shown
 from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
 
 T = TypeVar("T")
@@ -221,7 +220,9 @@ def _codec_of(kind: Any) -> _Codec:
     if issubclass(kind, Enum):
         return _enum(kind)
     if issubclass(kind, tuple):  # a named one
-        return _named_tuple(kind)
+        hints = get_type_hints(kind, include_extras=True)
+        codec = _array_codec(tuple(hints[name] for name in kind._fields))
+        return codec._replace(decode=lambda value: kind(*codec.decode(value)))
     raise TypeError(f"{kind} is no type of a record")
 
 
@@ -338,12 +339,6 @@ def _array_codec(arguments: tuple[Any, ...]) -> _Codec:
         lambda values: [codec.encode(value) for codec, value in zip(codecs, values, strict=True)],
         lambda value: _read_items(value, readers),
     )
-
-
-def _named_tuple(kind: Any) -> _Codec:
-    hints = get_type_hints(kind, include_extras=True)
-    codec = _array_codec(tuple(hints[name] for name in kind._fields))
-    return codec._replace(decode=lambda value: kind(*codec.decode(value)))
 
 
 def _enum(kind: type[Enum]) -> _Codec:

@@ -19,8 +19,7 @@ from mergepipe.checkpoints.directory import stored_name
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
 from mergepipe.checkpoints.safetensors import parse_header
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.core.canonical_json import digest_of
-from mergepipe.core.strict_json import shown
+from mergepipe.core.strict_json import digest_of, shown
 from mergepipe.deltastore.checkpoint import ChainedTensor, OpenedStore, open_packed
 from mergepipe.deltastore.codec.arrays import corrupt
 from mergepipe.deltastore.codec.block import RawBytes

@@ -91,7 +91,12 @@ class RayCluster:
 
     def __init__(self, address: str | None) -> None:
         self._address = address
-        self._ray: Any = _imported_ray()
+        try:
+            import ray
+        except ImportError as error:
+            message = "Ray is not installed"
+            raise UnsupportedError.of("extra.missing", "--executor ray", message, "install mergepipe[ray]") from error
+        self._ray: Any = ray
         self._is_ours = False
         self._preparing: list[Any] = []
         self._is_lost = False
@@ -269,12 +274,3 @@ def _kept_handler(number: signal.Signals) -> Iterator[None]:
     finally:
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(number, handler)
-
-
-def _imported_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        message = "Ray is not installed"
-        raise UnsupportedError.of("extra.missing", "--executor ray", message, "install mergepipe[ray]") from error
-    return ray

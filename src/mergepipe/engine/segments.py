@@ -316,7 +316,7 @@ def uncut_blocks(cut_of: CutOf, tasks: Sequence[MergeTask], memory_bytes: int) -
     def coarse(task: MergeTask) -> int:
         return math.lcm(cut_of(task), *(source.cut_elements for source in (task.base, *task.experts)))
 
-    return coarse if fits_memory(tasks, memory_bytes, coarse) else cut_of
+    return coarse if memory_bytes >= FEWEST_BUFFERS * sum(_smallest_buffer(tasks, coarse)) else cut_of
 
 
 def choose_buffer_sizes(
@@ -373,11 +373,6 @@ class HoldLimits:
 def _whole_bytes(task: MergeTask) -> int:
     """Estimate the buffer bytes of a whole tensor, as if experts had the base's dtype."""
     return task.base.n_elements * (task.base.dtype.itemsize * (len(task.experts) + 1) + task.dtype.itemsize)
-
-
-def fits_memory(tasks: Sequence[MergeTask], memory_bytes: int, cut_of: CutOf) -> bool:
-    """Whether `choose_buffer_sizes` finds a size."""
-    return memory_bytes >= FEWEST_BUFFERS * sum(_smallest_buffer(tasks, cut_of))
 
 
 def _smallest_buffer(tasks: Sequence[MergeTask], cut_of: CutOf) -> tuple[int, int]:
@@ -492,13 +487,10 @@ class _Packer:
         if self.has_room((replace(run, span=Span(start, run.span.stop)),)):
             return run.span.stop
         cut = self._cut_of(self._tasks[run.task_index])
-        cuts = self._cuts_that_fit(run, cut)
-        return min(run.span.stop, (start // cut + cuts) * cut) if cuts else start
-
-    def _cuts_that_fit(self, run: Run, cut: int) -> int:
         task = self._tasks[run.task_index]
         fixed = _run_bytes(task, run, 0)
         raw_each = _run_bytes(task, run, cut) - fixed
         out_each = cut * task.dtype.itemsize
         raw_room = (self._sizes.raw_bytes - self._raw - fixed) // raw_each
-        return max(0, min(raw_room, (self._sizes.out_bytes - self._out) // out_each))
+        cuts = max(0, min(raw_room, (self._sizes.out_bytes - self._out) // out_each))
+        return min(run.span.stop, (start // cut + cuts) * cut) if cuts else start

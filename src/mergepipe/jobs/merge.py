@@ -63,8 +63,8 @@ from mergepipe.storage.stores import Stores
 
 if TYPE_CHECKING:
     from mergepipe.jobs.plan import PlanRequest
-    from mergepipe.runs.bucket_output import BucketOutput
     from mergepipe.runs.parts import MadeParts
+    from mergepipe.runs.remote_output import RemoteOutput
 
 SIDECAR_MARGIN_BYTES = 16 << 20
 
@@ -198,8 +198,8 @@ class MergeRun:
         """
         settings, plan, output, link = self._settings, self._plan, self._output, self._link
         check_target(out, [checkpoint.path for checkpoint in self._inputs.checkpoints], force=settings.force)
-        bucket = self._bucket_output(is_made=made is not None)
-        weight_bytes = output.total_bytes if bucket is None else bucket.staged_bytes
+        remote = self._remote_output(is_made=made is not None)
+        weight_bytes = output.total_bytes if remote is None else remote.staged_bytes
         small_files = plan_small_files(self._inputs, self._store, settings.small_files)
         sidecar_bytes = sum(map(len, small_files.contents.values())) + SIDECAR_MARGIN_BYTES
         check_free_space(out, sidecar_bytes + (0 if made else weight_bytes))
@@ -211,13 +211,13 @@ class MergeRun:
             run_key(self._inputs, plan, output, self._seed), output, plan, self._store.ledger, settings.resume,
             is_strict=settings.strictness.strict,
         )  # fmt: skip
-        is_sent = None if bucket is None else bucket.has
+        is_sent = None if remote is None else remote.has
         can_continue = partial(progress.can_continue, is_sent=is_sent)
         with published_but(settings.destination or out):
             with (
                 Staging(out, force=settings.force, can_continue=can_continue) as staging,
                 progress.recorded(staging),
-                contextlib.nullcontext() if bucket is None else bucket.claimed(staging, progress),
+                contextlib.nullcontext() if remote is None else remote.claimed(staging, progress),
             ):
                 link.notices.extend(progress.notices)
                 if plan is not None and settings.plan_key and not staging.is_continued:
@@ -225,26 +225,27 @@ class MergeRun:
                 if progress.done:
                     self._earlier_bytes = self._store.ledger.total_bytes()
                     self._tick("merge", (f"resuming at {progress.durable_share:.0%}",))
-                digests, content_ids = self._make_tensors(staging.path, bucket or progress, made)
+                digests, content_ids = self._make_tensors(staging.path, remote or progress, made)
                 manifest = self._write_small_files(staging, small_files, digests, content_ids, progress)
                 link.notices.extend(progress.excess_notices())
                 if before_publish is not None:
                     before_publish(manifest, staging.path)
-                if bucket is None:
+                if remote is None:
                     staging.publish()
                 else:
-                    bucket.publish(manifest)
-            if bucket is None:
+                    remote.publish(manifest)
+            if remote is None:
                 link.use(lambda catalog: catalog.record_snapshot(manifest, out.absolute(), created=datetime.now(UTC)))
             return self._report(settings.destination or out, manifest, progress)
 
-    def _bucket_output(self, *, is_made: bool) -> BucketOutput | None:
-        """Return what publishes in a bucket, if the output goes to one."""
-        if self._settings.destination is None:
+    def _remote_output(self, *, is_made: bool) -> RemoteOutput | None:
+        """Return what publishes in a bucket or on the Hub, if the output goes there."""
+        destination, force = self._settings.destination, self._settings.force
+        if destination is None:
             return None
-        from mergepipe.runs.bucket_output import BucketOutput
+        from mergepipe.runs.remote_output import RemoteOutput
 
-        return BucketOutput(self._settings.destination, self._output, self._inputs.checkpoints, is_made=is_made)
+        return RemoteOutput(destination, self._output, self._inputs.checkpoints, is_made=is_made, force=force)
 
     def _make_tensors(
         self, directory: Path, durable: DurableProgress, made: MadeParts | None

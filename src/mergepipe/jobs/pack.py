@@ -14,7 +14,7 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
 from mergepipe.core.blocks import BlockGrid, element_count
-from mergepipe.core.sizes import positive
+from mergepipe.core.units import positive
 from mergepipe.deltastore.checkpoint import MOST_DEPTH, OpenedStore, next_base, read_store
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec
 from mergepipe.deltastore.header import PackedEntry

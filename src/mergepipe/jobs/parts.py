@@ -26,7 +26,7 @@ from mergepipe.snapshots.parts_places import job_at, parts_place
 from mergepipe.snapshots.staging import check_free_space, check_target
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose, Usage
-from mergepipe.storage.location import Location
+from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.owner import is_alive
 from mergepipe.storage.stores import Stores
 
@@ -146,11 +146,14 @@ class _PartRun:
             if self._choice.publishes:
                 self._finish_if_complete(planned, parts)
             is_published = self._merge is not None or self.is_published()
-            return self._report_shards(names, made, done_shards, is_published=is_published)
+            report = self._report_shards(names, made, done_shards, is_published=is_published)
         except (ConflictError, OutputError) as error:  # others may finish it at any moment, also before the report
-            if error.code in ("parts.gone", *_PUBLISHED_ELSEWHERE) and self.is_published():
-                return self._report_shards(names, made, done_shards, is_published=True)
-            raise
+            if error.code not in ("parts.gone", *_PUBLISHED_ELSEWHERE) or not self.is_published():
+                raise
+            report = self._report_shards(names, made, done_shards, is_published=True)
+        if report.is_published and report.merge is None:
+            parts.remove()  # what this run wrote after who finished it had removed it
+        return report
 
     def _part(self, planned: PlannedOutput) -> Part:
         if self._choice.number is None:
@@ -245,8 +248,11 @@ def check_output(out: Path | Location, inputs: Inputs, *, force: bool) -> None:
     paths = [checkpoint.path for checkpoint in inputs.checkpoints]
     if isinstance(out, Path):
         check_target(out, paths, force=force)
-    else:
-        check_apart(out, paths)
+        return
+    if out.scheme == HUB_SCHEME:
+        hint = "make it in a folder or a bucket, then `mergepipe push` it"
+        raise OutputError.of("output.place", out, "takes no output that is made in parts", hint)
+    check_apart(out, paths)
 
 
 def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> PartsStatus:

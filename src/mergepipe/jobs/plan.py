@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
-from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import LimitError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import PlanOptions
@@ -134,7 +134,13 @@ def make_plan(store: Store, inputs: Inputs, request: PlanRequest, link: CatalogL
     else:
         plan = _sampled_or_by_norm(store, inputs, request, facts)
     if request.strictness.strict:
-        _refuse_starved(plan)
+        problems = [
+            Problem("budget.too-small", fallback.where, f"{fallback.decision}: {fallback.reason}", "raise --budget")
+            for fallback in plan.fallbacks
+            if fallback.decision == NOTHING_READ
+        ]
+        if problems:
+            raise LimitError(*problems)
     plan = replace(plan, vocabulary=vocabulary_of(inputs), recipe_notices=inputs.notices)
     if request.everything:
         plan = _of_everything(plan, inputs.resolution.tasks)
@@ -231,17 +237,6 @@ def _read_whole(tensor: PlannedTensor, block_elements: int) -> PlannedTensor:
     n_blocks = -(-tensor.n_elements // block_elements)
     reads = read_alike(Access(((0, n_blocks),) if n_blocks else ()), len(tensor.models))
     return replace(tensor, reads=reads, read_of=(), cuts=(), products=())
-
-
-def _refuse_starved(plan: Plan) -> None:
-    """Refuse a plan that reads nothing of an expert, whatever the reason."""
-    problems = [
-        Problem("budget.too-small", fallback.where, f"{fallback.decision}: {fallback.reason}", "raise --budget")
-        for fallback in plan.fallbacks
-        if fallback.decision == NOTHING_READ
-    ]
-    if problems:
-        raise LimitError(*problems)
 
 
 def _are_packed(inputs: Inputs) -> bool:

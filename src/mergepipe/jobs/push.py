@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mergepipe
-from mergepipe.checkpoints.model_names import resolve_model_name
 from mergepipe.checkpoints.packed import is_packed
-from mergepipe.core.outcome import note_committed
 from mergepipe.deltastore.checkpoint import read_store
-from mergepipe.deltastore.header import HEADER_NAME, is_own_name
+from mergepipe.deltastore.header import is_own_name
 from mergepipe.deltastore.pack.builder import published_store
-from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, StorageError
+from mergepipe.errors import CorruptError, OutputError
 from mergepipe.options import PushOptions
+from mergepipe.recipes.references import resolve_model_name
 from mergepipe.reports import Progress, ProgressCallback, PushReport
 from mergepipe.runs.snapshots import read_manifest_value
-from mergepipe.snapshots.composite import is_composite, read_composite
+from mergepipe.snapshots.composite import is_composite
+from mergepipe.snapshots.hub_upload import HubUpload
 from mergepipe.snapshots.layout import read_small_file, small_digest
 from mergepipe.snapshots.manifest import (
     MANIFEST_NAME,
@@ -36,7 +35,6 @@ from mergepipe.storage.remote.hub_commit import HubRepository
 from mergepipe.storage.stores import Stores
 
 _LAST_NAMES = ("config.json", INDEX_NAME)
-_WEIGHTS = (".safetensors", ".bin", INDEX_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,30 +74,18 @@ def push_snapshot(
         if on_progress is not None:
             on_progress(Progress("push", done, output.total_bytes))
 
-    if destination.scheme == HUB_SCHEME:
-        sent = _push_to_hub(output, destination, options, options.message or push.message, advance)
-    else:
-        with ObjectUpload(BucketFolder(destination), output.record_name) as upload:
-            upload.send_all(output, advance)
-        sent = _Sent(kept_bytes=upload.kept_bytes)
+    with _open_upload(destination, push, options) as upload:
+        output.send_by(upload, advance)
     return PushReport(
         snapshot=path,
         destination=destination,
         sid=push.sid,
         files=len(output.objects) + 1,
         total_bytes=output.total_bytes,
-        kept_bytes=sent.kept_bytes,
-        commit=sent.commit,
+        kept_bytes=upload.kept_bytes,
+        commit=upload.commit_id if isinstance(upload, HubUpload) else "",
         seconds=time.perf_counter() - started,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """The bytes that were there already (of a bucket), and the commit (of the Hub)."""
-
-    kept_bytes: int = 0
-    commit: str = ""
 
 
 def _read_pack(store: Store, path: Path) -> _Push:
@@ -141,53 +127,17 @@ def _read_snapshot(store: Store, path: Path) -> _Push:
     return _Push(output, copy.sid, f"Merge by {copy.operator} (mergepipe {copy.version})")
 
 
-def _push_to_hub(
-    output: OutputContent, destination: Location, options: PushOptions, message: str, advance: Callable[[int], None]
-) -> _Sent:
-    repository = HubRepository(destination)
+def _open_upload(destination: Location, push: _Push, options: PushOptions) -> ObjectUpload | HubUpload:
+    name = push.output.record_name
+    if destination.scheme != HUB_SCHEME:
+        return ObjectUpload(BucketFolder(destination), name)
     if options.create:
-        repository.create(is_private=options.private)
-    parent = repository.head()
-    files = {name: content.source for name, content in output.objects.items()} | {output.record_name: output.record}
-    sizes = output.sizes_bytes
-    replaced = _replaced_names(destination.with_revision(parent))
-    deleted = sorted(replaced - files.keys())
-    try:
-        commit = repository.commit(files, deleted, parent, message, lambda name: advance(sizes.get(name, 0)))
-    except (ConflictError, StorageError):
-        commit = repository.head()
-        if commit == parent or not _holds(destination.with_revision(commit), output):
-            raise
-    note_committed(destination)
-    return _Sent(commit=commit)
+        HubRepository(destination).create(is_private=options.private)
+    message = options.message or push.message
+    return HubUpload(destination, name, force=True, message=message, packed_names=_packed_names)
 
 
-def _holds(place: Location, output: OutputContent) -> bool:
-    """Whether a commit holds our record: then it is ours, whose answer was lost."""
-    try:
-        return Stores().read_small(place / output.record_name, len(output.record)) == output.record
-    except NotFoundError:
-        return False
-
-
-def _replaced_names(place: Location) -> set[str]:
-    """The files of the snapshot, average or packed expert that a repository holds by now, which are replaced."""
-    store = Stores()
-    try:
-        names = set(files_below(store, place))
-    except NotFoundError:  # no such folder in the repository
-        return set()
-    listed: set[str] = set()
-    if MANIFEST_NAME in names and is_composite(store, place):
-        listed = {MANIFEST_NAME, *(file.name for file in read_composite(store, place).files)}
-    elif MANIFEST_NAME in names:
-        earlier = read_manifest_value(store, place)
-        listed = {file.name for file in earlier.files} | {record.name for record in earlier.sidecars}
-        listed |= {earlier.blocks.name, MANIFEST_NAME}
-    if HEADER_NAME in names:
-        listed |= {file.name for file in read_store(store, place).header.kept} | set(filter(is_own_name, names))
-    weights = sorted(name for name in names - listed if "/" not in name and name.endswith(_WEIGHTS))
-    if weights:
-        message = f"holds weights that are no output of mergepipe: {weights[0]}"
-        raise OutputError.of("output.not-ours", place, message, "push to another repository, folder or branch")
-    return listed & names
+def _packed_names(store: Store, place: Location) -> set[str]:
+    """The files of a packed expert."""
+    kept = {file.name for file in read_store(store, place).header.kept}
+    return kept | set(filter(is_own_name, files_below(store, place)))

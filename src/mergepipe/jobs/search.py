@@ -226,8 +226,9 @@ class _Search:
             state, failure = states.FAIL, str(error)
         except Exception as error:  # of the user's function: the search goes on, and tells it
             state, failure = states.FAIL, f"{type(error).__name__}: {error}"
-        except BaseException:
+        except BaseException as error:
             self._study.tell(trial, state=states.FAIL)
+            error.add_note(f"the trials before are kept in {self._study_path}, and --resume goes on with them")
             raise
         finally:
             owned.remove_tree(folder, ignore_errors=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mergepipe.core.canonical_json import canonical_json
+from mergepipe.core.strict_json import canonical_json
 from mergepipe.errors import MergePipeError, UnsupportedError
 from mergepipe.jobs.load import load_tensors
 from mergepipe.storage.ledger import Ledger

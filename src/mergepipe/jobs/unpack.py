@@ -56,7 +56,9 @@ def unpack_store(
     inputs = open_files(store, files_of(checkpoint.tensors.values()), (*bases, checkpoint))
     with inputs as files, Staging(out, force=False) as staging:
         _write_weights(reader, files, staging.path, store, progress)
-        _write_kept(opened, staging.path, store)
+        for file in opened.header.kept:
+            parts = _kept_parts(opened, file.name, file.size_bytes, file.blake3, store)
+            write_kept(store, staging.path / file.name, parts, file.size_bytes, "writing it")
         check_unchanged(store, (*bases, checkpoint))
         staging.publish()
     return UnpackReport(root, bases[0].path if bases else None, out, tensor_bytes, time.perf_counter() - started)
@@ -244,12 +246,6 @@ def _write_weights(
 
             reader.read(files, [entry for entry in header.tensors if entry.file == number], take)
             output.close()
-
-
-def _write_kept(opened: OpenedStore, directory: Path, store: Store) -> None:
-    for file in opened.header.kept:
-        parts = _kept_parts(opened, file.name, file.size_bytes, file.blake3, store)
-        write_kept(store, directory / file.name, parts, file.size_bytes, "writing it")
 
 
 def _kept_parts(opened: OpenedStore, name: str, size_bytes: int, blake3_hex: str, store: Store) -> Iterator[bytes]:

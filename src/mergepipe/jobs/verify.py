@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -16,12 +17,11 @@ from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, DTypeKind
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError, UnsupportedError
 from mergepipe.jobs.rebuild import rebuild_tensors, sampled_tensors
-from mergepipe.jobs.verify_composite import verify_composite
 from mergepipe.recipes.output_tensors import shape_contradictions
 from mergepipe.recipes.yaml_source import shortened
 from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
 from mergepipe.runs.snapshots import read_manifest_value, with_inputs_found
-from mergepipe.snapshots.composite import is_composite
+from mergepipe.snapshots.composite import is_composite, read_composite
 from mergepipe.snapshots.layout import (
     PlacedFile,
     PlacedTensor,
@@ -117,7 +117,7 @@ def examine(store: Store, directory: Location, threads: int, on_progress: Progre
         if on_progress is not None:
             on_progress(Progress("verify", done[0], total))
 
-    if table is not None and not _is_consistent(table, layout):
+    if table is not None and not all(root_of(table.tensors[tensor.index]) == tensor.root for tensor in layout.tensors):
         damages.append(_damage("blocks-file", "", 0, 0, "its digests are not those of the manifest's tensors"))
         table = None
     scan = scan_snapshot(store, directory, layout, threads, advance)
@@ -132,10 +132,6 @@ def examine(store: Store, directory: Location, threads: int, on_progress: Progre
 
 def _damage(kind: str, file: str, start: int, stop: int, message: str, tensor: str = "") -> Damage:
     return Damage(kind, file, tensor, start, stop, message)
-
-
-def _is_consistent(table: BlockTable, layout: SnapshotLayout) -> bool:
-    return all(root_of(table.tensors[tensor.index]) == tensor.root for tensor in layout.tensors)
 
 
 # --- weight files ---
@@ -297,3 +293,47 @@ def _contradictions(config: Mapping[str, object], tensors: Sequence[OutputTensor
     if stated is not None and merged and stated not in names:
         yield f"says {shortened(str(stated))}, the tensors are {', '.join(sorted(names))}"
     yield from shape_contradictions(config, {tensor.name: tensor.shape for tensor in tensors})
+
+
+# --- composites of tailor: every written file, by its digest ---
+
+
+def verify_composite(
+    store: Store, path: Location, threads: int, *, started: float, on_progress: ProgressCallback | None
+) -> VerifyReport:
+    """Read every file of a composite and compare it with the manifest."""
+    record = read_composite(store, path)
+    files = record.files
+    damages: list[Damage] = []
+    done, total = 0, sum(file.size_bytes for file in files)
+    with ThreadPoolExecutor(max(2, threads), "mergepipe-verify") as pool:
+        for file, damage in zip(files, pool.map(lambda recorded: damage_of(store, path, recorded), files), strict=True):
+            done += file.size_bytes
+            damages.extend([damage] if damage is not None else [])
+            if on_progress is not None:
+                on_progress(Progress("verify", done, total))
+    return VerifyReport(
+        path=path.local_path if path.is_local else path,
+        sid=record.sid,
+        files=len(files),
+        tensors=0,
+        blocks=len(files),
+        read_bytes=done,
+        seconds=time.perf_counter() - started,
+        damages=tuple(damages),
+        notices=(),
+    )
+
+
+def damage_of(store: Store, directory: Location, file: Digested) -> Damage | None:
+    """Compare a file of a composite with its recorded size and digest; return the damage, None if both agree."""
+    try:
+        size, digest = file_digest(store, directory / file.name, file.size_bytes)
+    except MergePipeError as error:
+        return Damage("missing", file.name, "", 0, file.size_bytes, error.problems[0].message)
+    if size != file.size_bytes:
+        first, last = sorted((size, file.size_bytes))
+        return Damage("size", file.name, "", first, last, f"has {size} bytes, {file.size_bytes} were written")
+    if digest != file.blake3:
+        return Damage("small-file", file.name, "", 0, file.size_bytes, "is not what was written")
+    return None

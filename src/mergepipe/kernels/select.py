@@ -347,3 +347,40 @@ def merge_overlapping(
             total[i] = frame_FN[0, i] if changes[i] == zero else merged
         encode_tile(total, m, out, out_offset + start * itemsize_of(out_code), out_code)
         start += m
+
+
+@kernel
+def merge_largest(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    offsets_E: Counts,
+    codes_E: Counts,
+    scale: np.float32,
+    out: Bytes,
+    out_offset: int,
+    out_code: int,
+    n: int,
+) -> None:
+    """Write `M_0 + scale` times the delta of largest magnitude, the first of equal ones; NaN counts as the largest."""
+    n_present = offsets_E.shape[0]
+    frame_FN = np.empty((n_present + 1, _TILE), np.float32)
+    model = np.empty(_TILE, np.float32)
+    largest = np.empty(_TILE, np.float32)
+    zero = np.float32(0.0)
+    start = 0
+    while start < n:
+        m = min(_TILE, n - start)
+        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
+        for i in range(m):
+            largest[i] = zero
+        for e in range(n_present):
+            delta = frame_FN[e + 1]
+            for i in range(m):
+                smaller = abs(delta[i]) <= abs(largest[i]) or largest[i] != largest[i]
+                largest[i] = largest[i] if smaller else delta[i]
+        for i in range(m):
+            merged = frame_FN[0, i] + scale * largest[i]
+            largest[i] = frame_FN[0, i] if largest[i] == zero else merged
+        encode_tile(largest, m, out, out_offset + start * itemsize_of(out_code), out_code)
+        start += m

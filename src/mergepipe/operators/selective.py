@@ -1,4 +1,4 @@
-"""Rules that select elements by looking at all deltas, or at the whole tensor: sce, ram, nearswap, arcee_fusion."""
+"""Rules that select elements by all deltas, or by the whole tensor: sce, ram, magmax, nearswap, arcee_fusion."""
 
 from __future__ import annotations
 
@@ -190,6 +190,45 @@ class RamPlus(Plain):
 
 
 @dataclass(frozen=True, slots=True)
+class LargestRule:
+    """The block function of magmax; see `kernels.select.merge_largest`."""
+
+    scale: float
+    copies_base: bool = False
+
+    def __call__(self, block: RawBlock) -> None:
+        """Merge one block into `block.out`."""
+        from mergepipe.kernels.select import merge_largest
+
+        merge_largest(
+            block.raw, block.base_offset, block.base_code, block.offsets_E, block.codes_E, np.float32(self.scale),
+            block.out, block.out_offset, block.out_code, block.n_elements,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MagMax(Plain):
+    """`M_0 + lambda delta_j`, `j = argmax_i |delta_i|` element by element, the first of equal ones.
+
+    Source: Marczak et al. 2024 (arXiv 2407.06322). The paper trains its models one after another; here they are any.
+    """
+
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "magmax",
+        "the largest change of each element",
+        "Marczak et al. 2024, arXiv 2407.06322",
+        BaseRole.REQUIRED,
+        (ParameterSpec("lambda", Scope.GLOBAL, "factor of the merged delta", default=1.0),),
+    )
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return equal_influence(len(inputs.experts))
+
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> LargestRule:
+        return LargestRule(float(inputs.globals["lambda"]))
+
+
+@dataclass(frozen=True, slots=True)
 class NearSwap(Plain):
     """`M_0 + clip(t / |delta|, 0, 1) delta`: each element moves by at most `t`. A |delta| below 1e-6 counts as that.
 
@@ -272,4 +311,4 @@ def magnitude_cuts(cut: np.float32, weight_R: NDArray[np.float32]) -> NDArray[np
     return np.where(low_R > INFINITY_BITS, np.uint32(NOTHING_KEPT_BITS), low_R)
 
 
-OPERATORS: tuple[Operator, ...] = (Sce(), Ram(), RamPlus(), NearSwap(), ArceeFusion())
+OPERATORS: tuple[Operator, ...] = (Sce(), Ram(), RamPlus(), MagMax(), NearSwap(), ArceeFusion())

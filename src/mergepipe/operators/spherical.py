@@ -1,4 +1,4 @@
-"""Interpolation on spheres: slerp, nuslerp, multislerp, karcher, and model_stock's angles."""
+"""Rules by inner products: slerp, nuslerp, multislerp, karcher, model_stock's angles, and the geometric median."""
 
 from __future__ import annotations
 
@@ -461,4 +461,60 @@ def stock_shares(gram_GPP: Gram) -> Coefficients:
     return np.where(is_singular_G, 0.0, count * cosine_G / np.where(is_singular_G, 1.0, denominator_G))
 
 
-OPERATORS: tuple[Operator, ...] = (Slerp(), NuSlerp(), MultiSlerp(), Karcher(), ModelStock())
+# --- the point whose distances to the models sum to the least ---
+
+
+@dataclass(frozen=True, slots=True)
+class GeometricMedian(Plain):
+    """`argmin_x Σ w_i ||x - M_i||`, the tensor being one vector: an average whose weights fall with the distance to it.
+
+    Source: Weiszfeld 1937, smoothed as in Pillutla et al. 2022 (arXiv 1912.13445, Algorithm 2). A shift of all models
+    shifts the median, so that it is taken of the deltas; the base is not one of the models. Deviation: distances are
+    bounded below by a share `tol` (at least 1e-7) of the largest one between two models, not by a number.
+    """
+
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "geometric_median",
+        "point with the smallest sum of distances to the models",
+        "Weiszfeld 1937; Pillutla et al. 2022, arXiv 1912.13445",
+        BaseRole.ORIGIN,
+        (
+            ParameterSpec("weight", Scope.MODEL, "factor of the distance to this model", default=1.0, low=0.0),
+            ParameterSpec("max_iter", Scope.GLOBAL, "most steps of the search", default=1000.0, low=0.0, is_whole=True),
+            ParameterSpec("tol", Scope.GLOBAL, "a smaller change of the shares ends it", default=1e-6, low=0.0),
+        ),
+    )
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return weight_shares(inputs)
+
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        return whole_gram(inputs, reduced)
+
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        frame = frame_of(inputs, reduced, is_origin=True)
+        n_origins = 1 if inputs.anchor else 0  # a model that is the anchor has no delta
+        gram_PP = np.pad(frame.gram_GPP[0], (n_origins, 0))
+        steps, tolerance = int(inputs.globals["max_iter"]), float(inputs.globals["tol"])
+        shares_P = median_shares(np.array(participant_weights(inputs)), gram_PP, steps, tolerance)
+        return frame.whole(shares_P[n_origins:])
+
+
+def median_shares(weights_P: Coefficients, gram_PP: Gram, steps: int, tolerance: float) -> Coefficients:
+    """The shares of vectors with these inner products in their geometric median; they sum to one."""
+    if not np.isfinite(gram_PP).all():
+        return np.full(len(weights_P), math.nan)
+    squares_P = np.diagonal(gram_PP)
+    largest_square = float((squares_P[:, None] + squares_P - 2.0 * gram_PP).max())
+    shares_P = weights_P / nonzero_sum(weights_P)
+    smallest = max(tolerance, SMALLEST_LENGTH) * math.sqrt(max(0.0, largest_square))
+    for _ in range(steps if smallest > 0.0 else 0):
+        distances_P = np.sqrt(np.maximum(0.0, shares_P @ gram_PP @ shares_P - 2.0 * gram_PP @ shares_P + squares_P))
+        pulls_P = weights_P / np.maximum(smallest, distances_P)
+        before_P, shares_P = shares_P, pulls_P / nonzero_sum(pulls_P)
+        if np.abs(shares_P - before_P).max() <= tolerance:
+            break
+    return shares_P
+
+
+OPERATORS: tuple[Operator, ...] = (Slerp(), NuSlerp(), MultiSlerp(), Karcher(), ModelStock(), GeometricMedian())

@@ -9,10 +9,10 @@ from operator import le, lt
 from pathlib import Path
 from typing import Annotated, Final, TypeAlias
 
-from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.notebooks import Displayed
 from mergepipe.core.notices import Notice
 from mergepipe.core.records import AsText, RecordFormat, Seed, Size, encode
+from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import OutputError
 from mergepipe.operators.statistics import Cut
 from mergepipe.recipes.tasks import TensorParameters

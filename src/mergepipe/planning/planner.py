@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.canonical_json import canonical_json
 from mergepipe.core.records import encode
+from mergepipe.core.strict_json import canonical_json
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.planning.budget import AdjustPolicy, BudgetRequest, OnOmit, PlanningChoices, Policy
 from mergepipe.planning.candidates import Candidates, find_candidates

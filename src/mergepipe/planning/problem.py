@@ -18,7 +18,7 @@ from mergepipe.checkpoints.contract import (
     range_cost_bytes,
 )
 from mergepipe.core.blocks import Span
-from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import UnsupportedError
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.statistics import TensorStatistics
@@ -192,16 +192,13 @@ def read_costs(columns: Columns, known_pairs: Collection[tuple[int, int]] = ()) 
         cost_EB[e] = np.where(stored_T[tensor_B], costs_B, 0)
         for t, source in enumerate(sources):
             if source is not None and not isinstance(source, TensorEntry) and (e, t) not in known_pairs:
-                _computed_costs(cost_EB[e, columns.of_tensor(t)], columns, t, source)
+                cost_B = cost_EB[e, columns.of_tensor(t)]
+                inside = columns.of_tensor(t)
+                spans = zip(columns.element_B[inside].tolist(), columns.n_B[inside].tolist(), strict=True)
+                for b, (first, n) in enumerate(spans):
+                    if b == 0 or not source.is_unit:
+                        cost_B[b] = source.cost_bytes(Span(first, first + n))
     return cost_EB
-
-
-def _computed_costs(cost_B: NDArray[np.int64], columns: Columns, t: int, source: ComputedTensor) -> None:
-    inside = columns.of_tensor(t)
-    spans = zip(columns.element_B[inside].tolist(), columns.n_B[inside].tolist(), strict=True)
-    for b, (first, n) in enumerate(spans):
-        if b == 0 or not source.is_unit:
-            cost_B[b] = source.cost_bytes(Span(first, first + n))
 
 
 def operator_input(task: MergeTask) -> OperatorInput:

@@ -184,19 +184,16 @@ class _Builder:
         for name, tensor in base.tensors.items():
             match = _MLP.fullmatch(name)
             if match is None:
-                self._check_known(name)
+                is_bias = name.endswith(".bias") and not (self.architecture.has_biases and _BIAS.fullmatch(name))
+                if is_bias or ".mlp." in name:
+                    message = f"'{self._inputs[0].text}' has this tensor, {self.architecture.name} has none like it"
+                    raise MismatchError.of("model.mismatch", name, message, "build the mixture of models without it")
                 self._used[0].add(name)
                 yield self._task(name, tensor)
                 if self.architecture.gates_shared and name.endswith(_BIASED):
                     yield from self._zero_bias(name.removesuffix("weight") + "bias", tensor)
             elif match["role"] == _ROLES[-1]:
                 yield from self._layer(int(match["layer"]))
-
-    def _check_known(self, name: str) -> None:
-        is_bias = name.endswith(".bias") and not (self.architecture.has_biases and _BIAS.fullmatch(name))
-        if is_bias or ".mlp." in name:
-            message = f"'{self._inputs[0].text}' has this tensor, {self.architecture.name} has none like it"
-            raise MismatchError.of("model.mismatch", name, message, "build the mixture of models without it")
 
     def _zero_bias(self, name: str, weight: Readable) -> Iterator[MergeTask]:
         """Qwen MoE adds to queries, keys and values what Llama does not: zeros."""

@@ -47,14 +47,10 @@ def _needed(recipe: Recipe) -> Iterator[ModelKey]:
             yield anchor_of([model.key for model in models], base_key(recipe, recipe.base), is_slice=False)
     for pieces in (recipe.slices, *(module.slices for module in recipe.modules)):
         for piece in pieces:
-            yield from _needed_in(recipe, piece)
-
-
-def _needed_in(recipe: Recipe, piece: OutputSlice) -> Iterator[ModelKey]:
-    starts = {source.model.key: source.start for source in piece.sources}
-    anchor = anchor_of(list(starts), base_key(recipe, piece.base or recipe.base), is_slice=True)
-    yield anchor
-    yield from (key for key, start in starts.items() if start != starts[anchor])
+            starts = {source.model.key: source.start for source in piece.sources}
+            anchor = anchor_of(list(starts), base_key(recipe, piece.base or recipe.base), is_slice=True)
+            yield anchor
+            yield from (key for key, start in starts.items() if start != starts[anchor])
 
 
 # --- find a model's layers from its tensor names, for any architecture ---
@@ -294,15 +290,12 @@ class OutputListing:
         listed = next((member for member in members if member.model == anchor), None)
         is_origin = role is BaseRole.REQUIRED or (role is BaseRole.ORIGIN and key is not None)
         experts = tuple(member for member in members if member.model != anchor)
-        self._check_is_full(anchor)
-        return Group(listed or Member(anchor, {}), experts, shared, not is_origin, listed is not None)
-
-    def _check_is_full(self, index: int) -> None:
-        model = self._models[index]
+        model = self._models[anchor]
         if model.kind is not CheckpointKind.FULL:
             message = f"'{model.input.text}' holds differences from a base, but weights are needed here"
             hint = "name its base as base_model too, and a method that takes one"
             self._findings.add(UnsupportedError, "model.unsupported", model.input.where, message, hint)
+        return Group(listed or Member(anchor, {}), experts, shared, not is_origin, listed is not None)
 
     def _check_layer_counts(self, group: Group) -> None:
         anchor = self._models[group.anchor.model]

@@ -111,6 +111,8 @@ _INPUT_EMBEDDING = re.compile(
     r"(^|\.)(embed_tokens|wte|word_embeddings?|tok_embeddings|token_embeddings?|embed_in|shared)\.weight$"
 )
 
+_KEPT_PARTS = ("vision", "audio", "projector")
+"""What a model that sees or hears has beside the text model that it was built around."""
 _MAX_CANDIDATES = 500
 _NUMBER = re.compile(r"\d+")
 
@@ -125,6 +127,8 @@ class Pairing:
         self._candidates: dict[int, dict[tuple[str, ...], list[str]]] = {}
         self._missing: dict[tuple[int, int], list[str]] = defaultdict(list)
         self._short: dict[int, tuple[int, int]] = {}  # models with fewer embedding rows: theirs, the base's
+        self._parts: dict[int, set[str]] = {}  # of models that were asked for theirs
+        self._kept: set[tuple[int, str, int]] = set()  # models without a part that is the base's then, and that base
         self._related: set[int] = set()  # models that have a tensor of the name that is wanted
 
     def base(self, model: int, name: str) -> Readable | None:
@@ -135,6 +139,24 @@ class Pairing:
             self._refuse_dtype(self._models[model].input.text, name, entry, "")
             return None
         return entry
+
+    def keeps(self, experts: Sequence[int], name: str, base_model: int) -> bool:
+        """Whether a base tensor is kept: it sees, hears or joins, and all experts are whole models without such parts.
+
+        Their tensors have the base's names by then, or are missed one by one.
+        """
+        part = part_of(name)
+        if part not in _KEPT_PARTS or not experts or any(part in self._parts_of(expert) for expert in experts):
+            return False
+        if any(self._models[expert].kind is not CheckpointKind.FULL for expert in experts):
+            return False
+        self._kept |= {(expert, part, base_model) for expert in experts}
+        return True
+
+    def _parts_of(self, model: int) -> set[str]:
+        if model not in self._parts:
+            self._parts[model] = set(map(part_of, self._models[model].tensors))
+        return self._parts[model]
 
     def partner(self, model: int, name: str, base: Readable, base_model: int) -> Source | None:
         """Return the tensor of a model that is merged with `base`; None if a problem was reported."""
@@ -189,6 +211,13 @@ class Pairing:
             meaning = "mergekit refuses such models; `tokenizer_source` in the recipe matches rows by token"
             self._findings.add_notice("recipe.unclear", model.where, message, meaning, changes_result=True)
 
+    def note_kept_parts(self) -> None:
+        """Report models that lack whole parts of the base, which are kept."""
+        for index, part, base in sorted(self._kept):
+            model = self._models[index].input
+            message = f"'{model.text}' has no {part} tensors: those of '{self._models[base].input.text}' are kept"
+            self._findings.add_notice("recipe.unclear", model.where, message)
+
     def note_missing(self) -> set[int]:
         """Report tensors without a partner; return the models that share no tensor with their base."""
         unrelated: set[int] = set()
@@ -214,7 +243,7 @@ class Pairing:
 
     def _hint_for_missing(self, model: int, base: int, name: str) -> str:
         """Say how to merge the other parts, where a model has no tensor of the part that the missing one is of."""
-        parts = {part_of(other) for other in self._models[model].tensors}
+        parts = self._parts_of(model)
         if part_of(name) in parts:
             return self._did_you_mean(model, name)
         shared = " and ".join(f"'{part}'" for part in sorted(parts))

@@ -24,7 +24,7 @@ from mergepipe.recipes.fields import (
     Strictness,
     describe,
 )
-from mergepipe.recipes.recipe import Mixture, MixtureExpert, ModelInput, OutputModule, OutputSlice, Recipe, Setting
+from mergepipe.recipes.recipe import Mixture, MixtureExpert, ModelInput, OutputModule, OutputSlice, Recipe
 from mergepipe.recipes.references import read_model
 from mergepipe.recipes.tokenizer_source import read_tokenizer
 from mergepipe.recipes.yaml_source import (
@@ -186,9 +186,12 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
         return _mixture_recipe(reader, root)
     _check_keys(reader, root)
     operator = _operator(reader, root)
-    dtypes = _dtypes(reader, root)
+    dtype, out_dtype = _dtype(reader, root, "dtype"), _dtype(reader, root, "out_dtype")
+    dtypes = (
+        (None, None) if root.get("out_dtype") == AUTO else (dtype, out_dtype)
+    )  # `auto`: of each tensor as in the base
     base = _base(reader, root)
-    shared = _shared_parameters(reader, root, operator)
+    shared = EntryContext(reader, operator, None, ()).parameters(root, (), Scope.GLOBAL)
     if operator is not None:
         check_base(reader, operator, is_given=root.get("base_model") is not None or _has_slice_bases(root))
     content = _content(EntryContext(reader, operator, base, (shared,)), root)
@@ -338,12 +341,6 @@ def _operator(reader: DocumentReader, root: dict[str, Value]) -> OperatorSpec | 
     return None
 
 
-def _dtypes(reader: DocumentReader, root: dict[str, Value]) -> tuple[DType | None, DType | None]:
-    """`dtype` and `out_dtype`. `auto` keeps each tensor's dtype as it is in the base, whatever `dtype` says."""
-    dtype, out_dtype = _dtype(reader, root, "dtype"), _dtype(reader, root, "out_dtype")
-    return (None, None) if root.get("out_dtype") == AUTO else (dtype, out_dtype)
-
-
 def _dtype(reader: DocumentReader, root: dict[str, Value], key: str) -> DType | None:
     if root.get(key) in (None, "", AUTO):
         return None
@@ -359,12 +356,6 @@ def _base(reader: DocumentReader, root: dict[str, Value]) -> ModelInput | None:
     if root.get("base_model") is None:
         return None
     return read_model(reader, root["base_model"], ("base_model",), {}, ("base_model",))
-
-
-def _shared_parameters(
-    reader: DocumentReader, root: dict[str, Value], operator: OperatorSpec | None
-) -> dict[str, Setting]:
-    return EntryContext(reader, operator, None, ()).parameters(root, (), Scope.GLOBAL)
 
 
 def _content(

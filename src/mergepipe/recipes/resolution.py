@@ -34,6 +34,7 @@ from mergepipe.recipes.tasks import (
 REASON_EXACT = "integer or boolean buffer"
 REASON_COMPUTED = "buffer that a model computes itself"
 REASON_COPIED = "copied from the base"
+REASON_NO_PART = "kept: no expert has this part of the base"
 REASON_NO_MODULE = "in no module of the recipe"
 REASON_ALLOWED = "not in the base, allowed to be dropped"
 REASON_LAYER = "in a layer that no slice takes"
@@ -96,16 +97,13 @@ class TensorAccount:
                 else:
                     unexpected.append(stored)
             if index not in unrelated:
-                self._note_unexpected(model, unexpected, findings)
-
-    def _note_unexpected(self, model: OpenModel, names: Sequence[str], findings: Findings) -> None:
-        base = self._models[0].input.text
-        for pattern, group in group_by_pattern(names).items():
-            message = f"'{model.input.text}' has {count_text(group)}, the base '{base}' has not"
-            hint = f"to leave {'it' if len(group) == 1 else 'them'} out: --allow-dropped '{pattern}'"
-            if is_head(pattern):
-                hint += _KEEP_HEAD.format(pattern)
-            findings.add(MismatchError, "model.unexpected-tensor", pattern, message, hint)
+                base = self._models[0].input.text
+                for pattern, group in group_by_pattern(unexpected).items():
+                    message = f"'{model.input.text}' has {count_text(group)}, the base '{base}' has not"
+                    hint = f"to leave {'it' if len(group) == 1 else 'them'} out: --allow-dropped '{pattern}'"
+                    if is_head(pattern):
+                        hint += _KEEP_HEAD.format(pattern)
+                    findings.add(MismatchError, "model.unexpected-tensor", pattern, message, hint)
 
     def _reason(self, index: int, name: str) -> str | None:
         """Return why a tensor is expected to be unused; empty if it is not."""
@@ -156,6 +154,7 @@ def resolve(
     tasks = tuple(task for output in outputs if (task := resolver.task(output)) is not None)
     unrelated = resolver.pairing.note_missing()
     resolver.pairing.note_short_vocabularies()
+    resolver.pairing.note_kept_parts()
     _report_idle_filters(recipe, outputs, findings)
     _report_mixed_dtypes(recipe, tasks, findings)
     account = TensorAccount(recipe, models, outputs, resolver.pairing.used, tuple(allow_dropped))
@@ -185,6 +184,9 @@ class _Resolver:
         if base is None:
             return None
         reason = _why_copied(output, base)
+        experts_of_group = [] if output.group is None else [member.model for member in output.group.experts]
+        if not reason and self.pairing.keeps(experts_of_group, anchor, output.model):
+            reason = REASON_NO_PART
         if reason or output.group is None:
             return MergeTask(
                 output.name, Action.COPY, base.shape, base.dtype, base, (), _NOTHING, reason, output.model

@@ -31,8 +31,7 @@ from mergepipe.checkpoints.vocabulary import (
     read_vocabulary,
 )
 from mergepipe.core.blocks import DTypeKind
-from mergepipe.core.canonical_json import canonical_json
-from mergepipe.core.strict_json import shown
+from mergepipe.core.strict_json import canonical_json, shown
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.recipes.recipe import EmbeddingSource, TokenEmbedding, TokenizerRequest, TokenizerSource
 from mergepipe.storage.contract import Store

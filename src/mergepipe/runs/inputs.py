@@ -105,7 +105,11 @@ def _open(store: Store, path: Location, base: Checkpoint | None, *, is_delta: bo
         return packed if base is None else in_layout_of(base, packed)
     if is_folder(store, path):
         names = list_names(store, path)
-        _refuse_composite(store, path, names)
+        if MANIFEST_NAME in names and is_composite(store, path) and not read_composite(store, path).is_model:
+            raise UnsupportedError.of(
+                "model.unsupported", path, "is a composite, a training checkpoint made by `mergepipe tailor`",
+                "merge the weights that are saved after training is resumed from it",
+            )  # fmt: skip
         if is_adapter(names):
             return open_adapter(store, path, _required(base, path, "an adapter"))
     elif path.name in ADAPTER_NAMES:
@@ -140,14 +144,6 @@ def _required(base: Checkpoint | None, path: Location, what: str) -> Checkpoint:
             "name its base here, and it as an expert",
         )  # fmt: skip
     return base
-
-
-def _refuse_composite(store: Store, path: Location, names: frozenset[str]) -> None:
-    if MANIFEST_NAME in names and is_composite(store, path) and not read_composite(store, path).is_model:
-        raise UnsupportedError.of(
-            "model.unsupported", path, "is a composite, a training checkpoint made by `mergepipe tailor`",
-            "merge the weights that are saved after training is resumed from it",
-        )  # fmt: skip
 
 
 def _is_same(store: Store, path: Location, base: Checkpoint) -> bool:

@@ -241,7 +241,13 @@ def body_lines(manifest: Manifest, origins: Origins, verdict: BudgetVerdict | No
         yield ""
         yield from (f"- {markdown_code(name)}: {markdown_text(license_)}" for name, license_ in origins.licenses)
         yield ""
-    yield from _usage_lines(origins.usage)
+    if origins.usage:
+        yield "## Use"
+        yield ""
+        yield "```python"
+        yield from origins.usage
+        yield "```"
+        yield ""
     if manifest.plan is not None:
         planned, full = (_size(manifest.plan[key]) for key in ("planned_bytes", "full_cost_bytes"))
         yield f"Made under a budget: plan `{manifest.plan_digest}` reads {planned} of the"
@@ -263,16 +269,6 @@ def _input_lines(manifest: Manifest, origins: Origins) -> Iterator[str]:
     for record, name, revision in zip(manifest.inputs, origins.names, origins.revisions, strict=True):
         last = f" {markdown_code(revision) if revision else ''} |" if has_revisions else ""
         yield f"| {record.role} | {markdown_code(name)} |{last}"
-
-
-def _usage_lines(usage: Sequence[str]) -> Iterator[str]:
-    if usage:
-        yield "## Use"
-        yield ""
-        yield "```python"
-        yield from usage
-        yield "```"
-        yield ""
 
 
 def _size(nbytes: object) -> str:
@@ -306,15 +302,10 @@ def _recipe_lines(manifest: Manifest, recipe: str) -> Iterator[str]:
         yield ""
         yield from (f"- {markdown_text(notice)}" for notice in str(manifest.run["recipe_notices"]).splitlines())
         yield ""
-    fence = _fence(recipe)
+    fence = "`" * max(3, 1 + max(map(len, _BACKTICKS.findall(recipe)), default=0))
     yield f"{fence}yaml"
     yield from recipe.expandtabs().splitlines()
     yield fence
-
-
-def _fence(text: str) -> str:
-    """Return a fence longer than every run of backticks in `text`."""
-    return "`" * max(3, 1 + max(map(len, _BACKTICKS.findall(text)), default=0))
 
 
 TAGS = ("merge", "mergepipe")

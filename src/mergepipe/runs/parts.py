@@ -12,8 +12,8 @@ from typing import Final
 
 import mergepipe
 from mergepipe.checkpoints.contract import LeveledTensor
-from mergepipe.core.canonical_json import canonical_json, digest_of
 from mergepipe.core.records import Size, decode, encode
+from mergepipe.core.strict_json import canonical_json, digest_of
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.tensor_work import operator_input
 from mergepipe.engine.work import (
@@ -160,7 +160,7 @@ class PartsWorker:
             side = inputs.checkpoints[model].encoded
             if side is not None and not side.is_read:
                 self._adopt_index(model, cost_bytes, read_missing=read_missing)
-        if not needs_content_ids(inputs, self._planned.plan):
+        if not _unidentified(inputs, self._planned.plan):
             return inputs
         share = _sample_cost(inputs, self._planned.plan)
         raw = self._shared(CONTENT_IDS, _IDS_NAME, share, lambda: self._content_ids(inputs), read_missing=read_missing)
@@ -256,11 +256,6 @@ def _index_costs(inputs: Inputs, plan: Plan) -> dict[int, int]:
 
 def _index_name(model: int) -> str:
     return f"index-{model}"
-
-
-def needs_content_ids(inputs: Inputs, plan: Plan) -> bool:
-    """Whether samples of an expert are read to key randomness."""
-    return bool(_unidentified(inputs, plan))
 
 
 def _unidentified(inputs: Inputs, plan: Plan) -> list[int]:

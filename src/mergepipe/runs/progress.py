@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.strict_json import digest_of
 from mergepipe.core.units import plural
 from mergepipe.engine.work import OutputPlan
 from mergepipe.errors import LimitError, NotFoundError, StorageError
@@ -118,7 +118,7 @@ class MergeProgress:
     def can_continue(self, directory: Path, is_sent: Callable[[str, str], bool] | None = None) -> bool:
         """Decide whether to resume the run in a staging directory; if so, prepare its files.
 
-        `is_sent` tells whether a shard of some digest is in the bucket that it was sent to. What earlier runs of this
+        `is_sent` tells whether a shard of some digest is where it was sent to. What earlier runs of this
         merge read is charged to the ledger, whether their work is resumed or not.
         """
         logged = None if self._resume is Resume.NEVER else read_work_log(directory)
@@ -189,7 +189,7 @@ class MergeProgress:
     def _unsent(self, state: MergeState, is_sent: Callable[[str, str], bool] | None) -> str:
         """Return which shard that was sent to a bucket is not there, as a reason; empty if all are."""
         missing = [name for name, digest in state.sent.items() if is_sent is None or not is_sent(name, digest)]
-        return f"{missing[0]} is not in the bucket any more" if missing else ""
+        return f"{missing[0]} is not where it was uploaded any more" if missing else ""
 
     def _check_budget(self, directory: Path, earlier_bytes: int, n_durable: int) -> None:
         """Refuse, if the merge is strict, what all runs together would read beyond the budget."""
@@ -271,9 +271,9 @@ class MergeProgress:
         return self._directory
 
     def note_sent(self, shard: str, digest: str) -> None:
-        """Record that a finished shard lies in a bucket."""
+        """Record that a finished shard lies elsewhere, where it is found by `digest`."""
         self.sent[shard] = digest
-        self._append({"kind": "sent", "shard": shard, "blake3": digest}, is_durable=True)
+        self._append({"kind": "sent", "shard": shard, "digest": digest}, is_durable=True)
 
     def note_attempt(self, attempt: int) -> None:
         """Record as which attempt at a part this run goes on."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.records import RecordFormat
+from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, Problem, UnsupportedError
 from mergepipe.planning.plan import PLAN_FORMAT, Plan, PlannedModel
 from mergepipe.recipes.fields import LENIENT

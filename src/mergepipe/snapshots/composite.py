@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from mergepipe.checkpoints.directory import is_contained
-from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.records import RecordFormat, Size, decode, encode
-from mergepipe.core.strict_json import shown
+from mergepipe.core.strict_json import digest_of, shown
 from mergepipe.errors import MergePipeError
 from mergepipe.snapshots.manifest import MANIFEST_FORMAT_NAME, MANIFEST_NAME, MANIFEST_VERSION, record_without_paths
 from mergepipe.storage.contract import Store
@@ -84,11 +83,15 @@ class CompositeInput:
 
 @dataclass(frozen=True, slots=True)
 class AverageRecord:
-    """How checkpoints were averaged: the scheme's name, each one's weight, and what became of the optimizer's state."""
+    """How checkpoints were averaged: the scheme's name, each one's weight and step, and the optimizer's state.
+
+    Records of earlier versions have no `steps`.
+    """
 
     scheme: str
     weights: tuple[float, ...]
     optimizer: str
+    steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

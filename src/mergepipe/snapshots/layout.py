@@ -28,7 +28,7 @@ from mergepipe.core.blocks import (
     DType,
     element_count,
 )
-from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import CorruptError, NotFoundError, StorageError
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, OutputTensor
 from mergepipe.snapshots.shards import BLOCKS_NAME, BlockTable, block_digest, block_table_of

@@ -15,10 +15,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.notices import DroppedTensor
 from mergepipe.core.records import RecordFormat, Seed, Size, encode
-from mergepipe.core.strict_json import JsonValue
+from mergepipe.core.strict_json import JsonValue, digest_of
 from mergepipe.storage.file_version import Digested, FileId
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.location import Location

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from mergepipe.checkpoints.directory import STORE_HEADER_NAME
-from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.outcome import note_committed
 from mergepipe.core.records import RecordFormat
+from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import (
     ConflictError,
     CorruptError,
@@ -31,7 +31,7 @@ from mergepipe.errors import (
 from mergepipe.snapshots.layout import small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.limits import OWNER_BYTES
-from mergepipe.storage.location import OBJECT_SCHEMES, Location
+from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, Location
 from mergepipe.storage.owned import PARTS_MARK
 from mergepipe.storage.owner import SILENCE_SECONDS as STAGING_SILENCE_SECONDS
 from mergepipe.storage.owner import Owner, is_alive, this_process
@@ -98,6 +98,21 @@ class OutputContent:
     def total_bytes(self) -> int:
         return sum(self.sizes_bytes.values())
 
+    def send_by(self, upload: Upload, advance: Callable[[int], None] = lambda _: None) -> None:
+        """Publish it, calling `advance` with the bytes of each object; raises as the methods of the upload."""
+        for name, content in self.objects.items():
+            upload.send(name, content.source, content.digest)
+            advance(content.size_bytes)
+        upload.commit(self.record, self.sizes_bytes)
+
+
+class Upload(Protocol):
+    """An output on its way to a bucket (`ObjectUpload`) or to the Hub (`HubUpload`)."""
+
+    def send(self, name: str, content: bytes | Path, digest: str) -> str: ...
+
+    def commit(self, record: bytes, sizes: Mapping[str, int]) -> None: ...
+
 
 class ObjectUpload:
     """One upload to a prefix, complete with the object `record_name`. A context manager: left without `commit`, nothing
@@ -145,33 +160,27 @@ class ObjectUpload:
         if self._folder.look(self._record_name) is not None:
             raise self._exists()
 
-    def has(self, name: str, digest: str) -> bool:
+    def has(self, name: str, digest: str, size_bytes: int) -> bool:
         """Whether an object of this digest is there."""
         facts = self._folder.look(name)
-        return facts is not None and facts.digest == digest
+        return facts is not None and (facts.digest, facts.size_bytes) == (digest, size_bytes)
 
-    def send(self, name: str, content: bytes | Path, digest: str) -> None:
-        """Write an object, unless it is there already."""
+    def send(self, name: str, content: bytes | Path, digest: str) -> str:
+        """Write an object, unless it is there already; return the digest by which `has` finds it."""
         is_small = isinstance(content, bytes)
         nbytes = len(content) if isinstance(content, bytes) else content.stat().st_size
         if is_small and self._folder.create(name, content, digest):
             self.sent_bytes += nbytes
-            return
+            return digest
         facts = self._folder.look(name)
         if facts is not None and (facts.digest, facts.size_bytes) == (digest, nbytes):
             self.kept_bytes += nbytes
-            return
+            return digest
         if facts is not None or not self._folder.create(name, content, digest):
             self._check_ours()
             self._folder.overwrite(name, content, digest)
         self.sent_bytes += nbytes
-
-    def send_all(self, output: OutputContent, advance: Callable[[int], None] = lambda _: None) -> None:
-        """Publish a finished output, calling `advance` with the bytes of each object; raises as `send` and `commit`."""
-        for name, content in output.objects.items():
-            self.send(name, content.source, content.digest)
-            advance(content.size_bytes)
-        self.commit(output.record, output.sizes_bytes)
+        return digest
 
     def commit(self, record: bytes, sizes: Mapping[str, int]) -> None:
         """Make the output visible by its record: `sizes` are those of all its other objects."""
@@ -333,9 +342,11 @@ def check_apart(destination: Location, inputs: Iterable[Location]) -> None:
 
 
 def check_destination(destination: Location, *, force: bool = False) -> None:
-    """Refuse a place that is none for an output, and to replace what is there."""
+    """Refuse a place that is none for an output, and to replace what is in a bucket."""
+    if destination.scheme == HUB_SCHEME:
+        return
     if destination.scheme not in OBJECT_SCHEMES:
-        hint = "make it in a folder, then `mergepipe push` it" if destination.scheme == "hf" else "name a bucket"
+        hint = "name a bucket, or hf://org/name"
         raise OutputError.of("output.place", destination, f"{destination.scheme}:// takes no outputs", hint)
     if force:
         message = f"a snapshot in a bucket is never replaced ({destination}): who reads it would get parts of two"

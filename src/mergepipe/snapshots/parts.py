@@ -23,8 +23,8 @@ from operator import add
 from pathlib import Path
 from typing import Final, TypeVar
 
-from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.records import RecordFormat, Size
+from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import ConflictError, CorruptError, LimitError, MergePipeError
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME, Staging
@@ -178,6 +178,10 @@ class PartsPlace(ABC):
     def exists(self) -> bool:
         """Whether the place is there."""
 
+    def _check_there(self) -> None:
+        if not self.exists:
+            raise gone(self.path)
+
     @abstractmethod
     def begin(self, raw_job: bytes) -> None:
         """Make the place with the record of the job, unless it is there."""
@@ -281,8 +285,7 @@ class PartsPlace(ABC):
                 self.take_back(shard, state.digests, directory / CONTENT_NAME)
             return can_continue(directory)
 
-        if not self.exists:
-            raise gone(self.path)
+        self._check_there()
         place = self._work.with_name(f"{self._work.name}-{shard:05d}")
         with contextlib.ExitStack() as stack:
             try:

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
-from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import ConflictError, MergePipeError, OutputError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import MARKER_NAME, is_uploading, no_conditions, written_names
@@ -98,6 +98,10 @@ class FolderParts(PartsPlace):
 
     @property
     def exists(self) -> bool:
+        """Whether the place is there; a folder without a job was made again as the parent of a work folder."""
+        return self._is_same_folder() and owned.is_there(self._path / JOB_NAME)
+
+    def _is_same_folder(self) -> bool:
         identity = _identity_of(self._path)
         return identity is not None and self._identity in (None, identity)
 
@@ -106,11 +110,13 @@ class FolderParts(PartsPlace):
             owned.make_folders(self._path.parent)
             owned.make_private_folder(self._path)
             self._identity = _identity_of(self._path)
-        self.write_new(JOB_NAME, raw_job)
+        self._create(JOB_NAME, raw_job)
 
     def write_new(self, name: str, raw: bytes) -> bool:
-        if not self.exists:  # or it was made again, as the parent of a work folder or by another worker
-            raise gone(self._path)
+        self._check_there()
+        return self._create(name, raw)
+
+    def _create(self, name: str, raw: bytes) -> bool:
         with self._typed():
             try:
                 owned.create_whole(self._path / name, raw)
@@ -119,6 +125,7 @@ class FolderParts(PartsPlace):
             return True
 
     def write_over(self, name: str, raw: bytes) -> None:
+        self._check_there()
         with self._typed():
             owned.replace_file(self._path / name, raw)
 
@@ -189,7 +196,7 @@ class FolderParts(PartsPlace):
         try:
             yield
         except OSError as error:
-            if not self.exists:
+            if not self._is_same_folder():
                 raise gone(self._path) from error
             raise os_error(error, self._path, "recording a part") from error
 
@@ -289,10 +296,6 @@ class BucketParts(PartsPlace):
             return False
         self._check_kept(folder, name)
         return True
-
-    def _check_there(self) -> None:
-        if not self.exists:
-            raise gone(self.path)
 
     def _check_kept(self, folder: BucketFolder, name: str) -> None:
         """Delete what was written just now if the job ended meanwhile."""

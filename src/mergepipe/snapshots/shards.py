@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.directory import component_of, stored_name
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DType, element_count
-from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.output import OutputFile, make_folders
@@ -332,6 +332,7 @@ class ShardWriter:
         self._specs.popleft()
         if not self._specs and self._file is not None:
             self._close_file(self._file)
+            self._note_if_due()  # before the next file takes space
             self._next_shard()
 
     def _close_file(self, file: OutputFile) -> None:

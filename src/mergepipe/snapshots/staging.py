@@ -9,7 +9,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -344,7 +344,9 @@ class Staging:
         else:  # an interrupt may have come between making and locking it; another's is not empty, or tried again
             with contextlib.suppress(OSError, MergePipeError):
                 owned.remove_folder(self._directory)
-        _remove_empty(self._made_parents)
+        for directory in reversed(self._made_parents):
+            with contextlib.suppress(OSError, MergePipeError):  # somebody else uses it by now, or it was never made
+                owned.remove_folder(directory)
         self._made_parents.clear()
         self._process = 0
 
@@ -487,9 +489,3 @@ def _make_parents(parent: Path, made: list[Path]) -> None:
             continue
         except OSError as error:
             raise os_error(error, missing[0], "creating it") from error
-
-
-def _remove_empty(directories: Sequence[Path]) -> None:
-    for directory in reversed(directories):
-        with contextlib.suppress(OSError, MergePipeError):  # somebody else uses it by now, or it was never made
-            owned.remove_folder(directory)

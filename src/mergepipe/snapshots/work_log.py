@@ -18,8 +18,8 @@ from typing import Annotated, Final
 
 from blake3 import blake3
 
-from mergepipe.core.canonical_json import canonical_json
 from mergepipe.core.records import AsText, RefusedError, Size, decode
+from mergepipe.core.strict_json import canonical_json
 from mergepipe.errors import MergePipeError, StorageError
 from mergepipe.snapshots.shards import TensorDigest, packed_digests, root_of, unpacked_digests
 from mergepipe.snapshots.staging import CONTENT_NAME
@@ -119,7 +119,11 @@ class WorkLog:
                     self._open()
                 self._write(record)
             if is_durable:
-                self._sync()
+                owned.sync_file(self._descriptor)
+                if not self._has_durable_name:
+                    sync_directory(self._directory)
+                    sync_directory(self._directory.parent)
+                    self._has_durable_name = True
         except OSError as error:
             raise os_error(error, self._directory / LOG_NAME, _DOING) from error
 
@@ -167,13 +171,6 @@ class WorkLog:
         line = sealed(canonical_json(record), self._check)
         self._check = seal_of(line)
         owned.write_all(self._descriptor, line + b"\n")
-
-    def _sync(self) -> None:
-        owned.sync_file(self._descriptor)
-        if not self._has_durable_name:
-            sync_directory(self._directory)
-            sync_directory(self._directory.parent)
-            self._has_durable_name = True
 
 
 def read_work_log(directory: Path) -> LoggedWork | None:
@@ -237,7 +234,8 @@ def content_identity(directory: Path) -> tuple[int, int] | None:
 class MergeState:
     """What the log of an interrupted merge tells: its durable tensors, what it used, and what it may have read.
 
-    `sent` are the digests of shards that lie in a bucket, by name. `attempt` is the last one that made it as a part.
+    `sent` are the digests of shards that lie in a bucket or on the Hub, by name. `attempt` is the last one that made
+    it as a part.
     """
 
     digests: tuple[TensorDigest, ...] = ()
@@ -261,7 +259,7 @@ def merge_state(logged: LoggedWork) -> MergeState | None:
                     state = replace(state, usage=usage, expert_bytes=expert_bytes)
                 case {"kind": "read", "expert_bytes": int(expert_bytes)}:
                     state = replace(state, expert_bytes=expert_bytes)
-                case {"kind": "sent", "shard": str(shard), "blake3": str(digest)}:
+                case {"kind": "sent", "shard": str(shard), "digest": str(digest)}:
                     state = replace(state, sent={**state.sent, shard: digest})
                 case {"kind": "stop", "usage": uses}:
                     usage = decode(FileUses, uses)

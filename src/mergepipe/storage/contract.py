@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
-from mergepipe.core.sizes import positive
+from mergepipe.core.units import positive
 from mergepipe.errors import StorageError
 from mergepipe.storage.ledger import Ledger, Purpose, Usage
 from mergepipe.storage.location import Location

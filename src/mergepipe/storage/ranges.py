@@ -26,6 +26,7 @@ from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 
 PAGE_BYTES = 4096
+_LEAST_HUGE_BYTES = 4 << 20  # from here on pages of 2 MiB are asked for: they are made in a fifth of the time
 
 
 def round_up(value: int, step: int) -> int:
@@ -83,9 +84,13 @@ def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
 
 def _anonymous_mapping(nbytes: int) -> mmap.mmap:
     """Map memory of this process alone where the system knows it: shared pages cost twice as much to make."""
-    if hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return mmap.mmap(-1, nbytes)
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= _LEAST_HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
 
 
 def peak_memory_bytes() -> int:

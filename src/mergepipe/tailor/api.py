@@ -187,7 +187,7 @@ def recipe(
         NotFoundError: the run has no checkpoint to take units from.
     """
     from mergepipe.core.escaping import printable
-    from mergepipe.core.sizes import shown_number
+    from mergepipe.core.units import shown_number
     from mergepipe.tailor.run_recipes import STRATEGIES, composition_from_log_file, find_checkpoints, strategy_recipe
 
     if (strategy is None) == (from_log is None):

@@ -60,9 +60,10 @@ from mergepipe.tailor.copy_plan import (
     patch_states,
 )
 from mergepipe.tailor.copy_writer import cast_bytes, values_of
-from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT, weight_state
+from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT, read_config, weight_state
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.sources import list_skeleton, open_source_checkpoints
+from mergepipe.tailor.titan_names import TensorNames, hugging_face_names, with_rotated_halves
 
 MOST_CHECKPOINTS = 128
 CARD_NAME = "README.md"
@@ -78,7 +79,14 @@ def average(
     store = UnpackedView(Stores())
     averaging = open_averaging(store, request)
     check_out(out, [source.path for source in averaging.sources], options)
-    plan = averaging.plan()
+    return publish_average(averaging, request.to_yaml(), out, options, on_progress, started)
+
+
+def publish_average(
+    averaging: Averaging, text: str, out: Location, options: TailorOptions, on_progress: OnProgress, started: float
+) -> CompositionReport:
+    """Write an average, compare it with its sources and publish it with the recipe `text`."""
+    store, plan = averaging.store, averaging.plan()
     with AverageCheck(averaging, Thoroughness(options.self_check)) as check:
         if not store.has_packed:  # whose blocks are decoded for the average itself, in its order
             check.read_ahead()
@@ -86,10 +94,8 @@ def average(
         def compare(directory: Path, advance: Callable[[], None]) -> SelfCheck:
             return check.compare(Location.local(directory), out, advance)
 
-        text = request.to_yaml()
         recipe = text_with_relative_paths(text, out.absolute().local_path) if out.is_local else text
-        job = Job(recipe, plan, out, compare, averaging.record)
-        return publish(store, job, options, on_progress, started)
+        return publish(store, Job(recipe, plan, out, compare, averaging.record), options, on_progress, started)
 
 
 def check_average(request: AverageRequest) -> CompositionReport:
@@ -100,7 +106,7 @@ def check_average(request: AverageRequest) -> CompositionReport:
     return CompositionReport(plan, None, None, time.perf_counter() - started, averaging.record)
 
 
-def open_averaging(store: Store, request: AverageRequest) -> Averaging:
+def open_averaging(store: UnpackedView, request: AverageRequest) -> Averaging:
     """Open the checkpoints, oldest first, and give each its weight; reads no tensor data."""
     count = len(request.checkpoints)
     if count < (1 if request.is_model else 2):
@@ -130,10 +136,11 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
         scheme = normalised([request.weights[index] for index in order], "--weights")
     newest = sources[-1]
     averaging = Averaging(
-        store, request, sources, scheme, names_without_wrappers([*newest.parameters, *newest.untrained])
-    )
+        store, request, sources, scheme, model_names(store, newest, request.config),
+        request.weights if isinstance(request.weights, str) else "given",
+    )  # fmt: skip
     for source in sources:
-        _check_whole(averaging, source)
+        check_whole(averaging, source)
     return averaging
 
 
@@ -147,7 +154,7 @@ def _check_options(request: AverageRequest) -> None:
             raise RecipeError.of("option.conflict", option, message, "leave it out, or give optimizer 'none'")
 
 
-def _check_whole(averaging: Averaging, source: TrainingCheckpoint) -> None:
+def check_whole(averaging: Averaging, source: TrainingCheckpoint) -> None:
     """Refuse a checkpoint that lacks something needed: of a model, all weights; to resume from, everything."""
     if not averaging.request.is_model:
         if source.missing:
@@ -182,17 +189,27 @@ def _check_fit(sources: Sequence[TrainingCheckpoint]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
-    """Opened checkpoints of one run, oldest first, their weights, and the stored name of each of a model's tensors."""
+    """Opened checkpoints of one run, oldest first, their weights, and the names of a model's tensors.
 
-    store: Store
+    Of a running average, which is the first source, `folded` are the steps in the result with their weights there.
+    """
+
+    store: UnpackedView
     request: AverageRequest
     sources: tuple[TrainingCheckpoint, ...]
     weights: tuple[float, ...]
-    names: Mapping[str, str]
+    tensor_names: TensorNames
+    scheme: str = "given"
+    folded: tuple[tuple[int, float], ...] = ()
 
     @property
     def newest(self) -> TrainingCheckpoint:
         return self.sources[-1]
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The stored name of each of a model's tensors."""
+        return self.tensor_names.stored
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -202,8 +219,13 @@ class Averaging:
 
     @property
     def record(self) -> AverageRecord:
-        scheme = self.request.weights if isinstance(self.request.weights, str) else "given"
-        return AverageRecord(scheme, self.weights, self.request.optimizer.value)
+        steps, weights = zip(*self.weighed_steps, strict=True)
+        return AverageRecord(self.scheme, weights, self.request.optimizer.value, steps)
+
+    @property
+    def weighed_steps(self) -> tuple[tuple[int, float], ...]:
+        """Every step in the average with its weight, oldest first."""
+        return self.folded or tuple((source.step, w) for source, w in zip(self.sources, self.weights, strict=True))
 
     @property
     def assignment(self) -> Assignment:
@@ -242,8 +264,15 @@ class Averaging:
 
     def _values(self, name: str, kind: str) -> tuple[StoredState, ...]:
         """Return a state of every checkpoint, outside of archives."""
-        values = (self.stored_value(source, name, kind) for source in self.sources)
-        return tuple(unpacked(self.store, state) for state in values if state is not None)
+        values = ((source, self.stored_value(source, name, kind)) for source in self.sources)
+        return tuple(self._laid_out(source, name, value) for source, value in values if value is not None)
+
+    def _laid_out(self, source: TrainingCheckpoint, name: str, value: StoredState) -> StoredState:
+        """Return a state outside of archives and, of a model, with its rows in the order of transformers."""
+        raw, head_size = unpacked(self.store, value), self.tensor_names.head_sizes.get(name)
+        if head_size is None or not self.request.is_model or source.format == WEIGHTS_FORMAT:
+            return raw
+        return with_rotated_halves(raw, head_size)
 
     def stored_value(self, source: TrainingCheckpoint, name: str, kind: str) -> StoredState | None:
         """Return the state of a checkpoint that counts for a state of the result: of weights, the masters."""
@@ -317,6 +346,12 @@ class Averaging:
             yield from (patch.segment for _, patch in patches)
 
 
+def model_names(store: Store, newest: TrainingCheckpoint, config: Location | None) -> TensorNames:
+    """Name a model's tensors as transformers does, where the stored names and the configuration say how."""
+    names = names_without_wrappers([*newest.parameters, *newest.untrained])
+    return hugging_face_names(names, read_config(store, config or newest.lender or newest.path))
+
+
 _WRAPPERS = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _ROOTS = ("model.", "transformer.", "lm_head.")
 
@@ -339,20 +374,20 @@ def _model_card(averaging: Averaging, dtypes: Sequence[str]) -> bytes:
     """Write the card of a model: no path of this machine is in it."""
     newest = averaging.newest
     has_masters = any(kind == FP32 for _, kind in newest.states)
-    steps = ", ".join(str(source.step) for source in averaging.sources)
+    weighed = averaging.weighed_steps
+    steps = ", ".join(str(step) for step, _ in weighed)
     title = f"# Weights of step {steps} of a training run"
-    if len(averaging.sources) > 1:
-        title = f"# Average of {len(averaging.sources)} checkpoints of a training run"
+    if len(weighed) > 1:
+        title = f"# Average of {len(weighed)} checkpoints of a training run"
     lines = ["---", "library_name: transformers", "tags:", "- mergepipe", "---", title, ""]
     lines += [
         f"Made by MergePipe {mergepipe.__version__} from the {'float32 masters' if has_masters else 'weights'} of step "
         f"{steps} ({newest.format}), written as {', '.join(dtypes)}.",
         "",
     ]
-    if len(averaging.sources) > 1:
+    if len(weighed) > 1:
         lines += ["| step | weight |", "|---|---|"]
-        weighed = zip(averaging.sources, averaging.weights, strict=True)
-        lines += [*(f"| {source.step} | {weight:.6g} |" for source, weight in weighed), ""]
+        lines += [*(f"| {step} | {weight:.6g} |" for step, weight in weighed), ""]
     lines += [f"Every input and digest is listed in `{MANIFEST_NAME}`."]
     return "".join(f"{line}\n" for line in lines).encode()
 

@@ -32,11 +32,11 @@ from mergepipe.snapshots.composite import (
     Thoroughness,
     read_composite,
 )
+from mergepipe.snapshots.hub_upload import open_upload
 from mergepipe.snapshots.layout import file_digest, small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME, file_without_paths
 from mergepipe.snapshots.object_upload import (
     ObjectContent,
-    ObjectUpload,
     OutputContent,
     check_apart,
     check_destination,
@@ -50,7 +50,6 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.limits import TRAINER_JSON_BYTES, sidecar_limit
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
-from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, StepChoice, assign
 from mergepipe.tailor.checkpoint import FP32, StateReader, StoredState, TrainingCheckpoint
@@ -178,14 +177,16 @@ def publish(
     check_free_space(job.staged, job.plan.output_bytes + _MARGIN_BYTES)
     run = _Run(store, job, options, on_progress, started)
     with ExitStack() as stack:
-        upload = None if job.out.is_local else stack.enter_context(ObjectUpload(BucketFolder(job.out)))
+        upload = None if job.out.is_local else open_upload(job.out, force=options.force)
+        if upload is not None:
+            stack.enter_context(upload)
         staging = stack.enter_context(Staging(job.staged, force=options.force))
         manifest = run.fill(staging.path)
         if upload is None:
             staging.publish()
         else:
             manifest, output = published_composite(store, staging.path)
-            upload.send_all(output, lambda _: on_progress("upload", upload.sent_bytes, output.total_bytes))
+            output.send_by(upload, lambda _: on_progress("upload", upload.sent_bytes, output.total_bytes))
     out = job.staged if job.out.is_local else job.out
     return CompositionReport(job.plan, manifest, out, time.perf_counter() - started, job.average)
 

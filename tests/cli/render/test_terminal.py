@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.cli.render.layout import columns_text, facts_text
-from mergepipe.cli.render.terminal import coloured_failure, coloured_report, shows_colours
+from mergepipe.cli.render.layout import coloured_failure, coloured_report, columns_text, facts_text, shows_colours
 
 WORDS = st.text("abcdefgh/.-", min_size=1, max_size=60)
 

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from mergepipe.cli.outcomes import tell_if_published, tell_what_is_published
 from mergepipe.cli.printing import ReportOptions, print_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import EXPERT_PART, OUT_HELP, SectionedGroup, Without, add_command
 from mergepipe.core.flags import Flag
+from mergepipe.core.outcome import tell_if_published, tell_what_is_published
 from mergepipe.errors import RecipeError
 from mergepipe.options import ApplyLoraOptions, ExtractLoraOptions, MergeLoraOptions, PackOptions, UnpackOptions
 from mergepipe.storage.location import Location

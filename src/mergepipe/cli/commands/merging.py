@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from mergepipe.cli.outcomes import tell_if_published
 from mergepipe.cli.printing import PrintOptions, ReportOptions, print_report, print_text, report_json
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import OUT_HELP, OutPath, RecipePath, add_command
 from mergepipe.core.flags import Flag, declared_options
+from mergepipe.core.outcome import tell_if_published
 from mergepipe.errors import RecipeError
 from mergepipe.options import PARTS_PANEL, CheckOptions, MergeOptions, OutputOptions, PlanOptions, RecipeOptions
 from mergepipe.storage.location import Location

@@ -7,13 +7,12 @@ from typing import Annotated
 
 import typer
 
-from mergepipe.cli.outcomes import tell_if_published
 from mergepipe.cli.printing import PrintOptions, ReportOptions, print_report, print_text, report_json
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import OutPath, SnapshotName, Without, add_command
 from mergepipe.core.escaping import printable_lines
 from mergepipe.core.flags import Flag
-from mergepipe.core.outcome import note_committed
+from mergepipe.core.outcome import note_committed, tell_if_published
 from mergepipe.errors import RecipeError
 from mergepipe.options import FORCE, HOME, PushOptions, RunOptions, VerifyOptions
 from mergepipe.storage.location import Location

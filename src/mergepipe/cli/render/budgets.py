@@ -8,8 +8,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from mergepipe.cli.render.layout import Fact, columns_text, facts_text, listed, notice_facts, number_text, share_text
-from mergepipe.cli.render.terminal import available_columns
+from mergepipe.cli.render.layout import (
+    Fact,
+    available_columns,
+    columns_text,
+    facts_text,
+    listed,
+    notice_facts,
+    number_text,
+    share_text,
+)
 from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_percent, format_seconds
 from mergepipe.planning.budget import Policy
@@ -228,14 +236,10 @@ def _choices(label: str, choices: Iterable[_Choice]) -> list[Fact]:
     """One line for all that differ in names and numbers only."""
     groups: dict[tuple[str, str], list[_Choice]] = defaultdict(list)
     for choice in choices:
-        groups[_NUMBER.sub("#", _before_name(choice.decision)), _NUMBER.sub("#", choice.reason)].append(choice)
+        groups[_NUMBER.sub("#", choice.decision.partition(" '")[0]), _NUMBER.sub("#", choice.reason)].append(choice)
     lines = [(label, _group_text(group)) for group in list(groups.values())[:MAX_GROUPS]]
     n_more = sum(len(group) for group in list(groups.values())[MAX_GROUPS:])
     return [*lines, (label, f"and {n_more} more: see the plan")] if n_more else lines
-
-
-def _before_name(text: str) -> str:
-    return text.partition(" '")[0]
 
 
 def _group_text(group: Sequence[_Choice]) -> str:
@@ -251,8 +255,8 @@ def _bytes_or_dash(nbytes: int | None) -> str:
     return "-" if nbytes is None else format_bytes(nbytes)
 
 
-def _shortened(text: str, most: int = MAX_RUN_CHARACTERS) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_RUN_CHARACTERS else f"{text[: MAX_RUN_CHARACTERS - 3]}..."
 
 
 def verdict_text(report: SweepReport) -> str:

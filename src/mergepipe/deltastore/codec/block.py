@@ -264,20 +264,16 @@ def decode_band_blocks(
         decoded_values,
         decoded_deltas,
     )
-    _check_faults(cursors_BPF, where)
-    if decoded_values is not values:
-        values[:] = decoded_values
-    if decoded_deltas is not deltas:
-        deltas[:] = decoded_deltas
-
-
-def _check_faults(cursors_BPF: Counts, where: Callable[[int], str]) -> None:
     faults_BP = cursors_BPF[:, :, FAULT]
     if faults_BP.any():
         block, piece = np.argwhere(faults_BP)[0].tolist()
         cursor = cursors_BPF[block, piece]
         message = MESSAGES[Fault(int(cursor[FAULT]))]
         raise corrupt(where(block), message.format(found=int(cursor[FOUND]), needed=int(cursor[NEEDED])))
+    if decoded_values is not values:
+        values[:] = decoded_values
+    if decoded_deltas is not deltas:
+        deltas[:] = decoded_deltas
 
 
 def _one_block(pieces: Pieces, level: Level, base: Bits16, where: str) -> BandBlocks:

@@ -21,7 +21,7 @@ from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, fi
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.checkpoints.stacked_experts import pieces_of
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.core.canonical_json import digest_of
+from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.checkpoint import OpenedStore, read_store
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
 from mergepipe.deltastore.codec.element_codes import Bands
@@ -414,7 +414,7 @@ class StoreBuilder:
         if self._upload is None:
             self._staging.publish()
         else:
-            self._upload.send_all(portable_store(self._store, self.read()))
+            portable_store(self._store, self.read()).send_by(self._upload)
 
     def _header(self, kept_files: tuple[KeptFile, ...], content_id: str) -> StoreHeader:
         job = self.job

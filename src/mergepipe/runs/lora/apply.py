@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mergepipe.checkpoints.adapters import read_adapter
-from mergepipe.checkpoints.model_names import resolve_model_name
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError
+from mergepipe.recipes.references import resolve_model_name
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores

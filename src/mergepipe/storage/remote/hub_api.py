@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, Final, NoReturn
 from urllib.parse import parse_qs, quote, urlsplit
 
-from mergepipe.core.canonical_json import parse_digestible
+from mergepipe.core.strict_json import parse_digestible
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, StorageError, UnsupportedError
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import Address, Exchange, HttpClient, Pin, bare_etag

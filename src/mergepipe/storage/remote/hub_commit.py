@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError
+from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, OutputError, StorageError
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.hub_api import HubSettings, hub_package, hub_settings
 
@@ -39,6 +39,7 @@ class HubRepository:
         self.branch = location.revision or "main"
         self._package = hub_package()
         self._api: Any = self._package.HfApi(endpoint=settings.endpoint, token=settings.token)
+        self._large: dict[str, Any] = {}  # what the next commit adds of files that are there already, by name
 
     def create(self, *, is_private: bool) -> None:
         """Create the repository, unless it is there."""
@@ -50,40 +51,60 @@ class HubRepository:
         with self._errors():
             return str(self._api.model_info(self.location.root, revision=self.branch).sha)
 
-    def commit(
-        self,
-        files: Mapping[str, bytes | Path],
-        deleted: Sequence[str],
-        parent: str,
-        message: str,
-        on_file: Callable[[str], None] = lambda _: None,
-    ) -> str:
-        """Upload what the Hub lacks of the files, then commit all of them after `parent`; return the commit.
+    def check_writable(self) -> None:
+        """Ask how a small file would be stored, which only who may write is told."""
+        self._upload(self._package.CommitOperationAdd(self._path("README.md"), b"-"))
 
-        `on_file` is called with the name of each file that is there. Until the commit nothing is visible.
+    def upload(self, name: str, path: Path) -> str:
+        """Upload a file that the next commit adds, unless the Hub has it; return its SHA-256.
+
+        The file may go then: what the Hub keeps among small files, which come with the commit, is held in memory.
         """
-        folder = self.location.key
-        named = {name: f"{folder}/{name}" if folder else name for name in (*files, *deleted)}
+        addition = self._large[name] = self._package.CommitOperationAdd(self._path(name), str(path))
+        self._upload(addition)
+        if addition._should_ignore:
+            message, hint = f"its .gitignore leaves {name} out of a commit", "remove that line on the Hub"
+            raise OutputError.of("output.place", self.location, message, hint)
+        digest = str(addition.upload_info.sha256.hex())
+        if addition.path_or_fileobj != b"":  # the package has let go of large files
+            addition.path_or_fileobj = path.read_bytes()
+        return digest
+
+    def holds(self, name: str, sha256: str, size_bytes: int) -> bool:
+        """Whether the Hub has a large file that an earlier process uploaded; if so, the next commit adds it."""
+        addition = self._package.CommitOperationAdd(self._path(name), b"")
+        lfs = self._package.lfs
+        addition.upload_info = lfs.UploadInfo(size=size_bytes, sample=b"", sha256=bytes.fromhex(sha256))
+        with self._errors():
+            wanted, refused = lfs.post_lfs_batch_info(
+                [addition.upload_info], self._api.token, "model", self.location.root, endpoint=self._endpoint
+            )[:2]
+        if refused or any(answer.get("actions") for answer in wanted):
+            return False
+        addition._upload_mode, addition._is_uploaded = "lfs", True
+        self._large[name] = addition
+        return True
+
+    def commit(self, files: Mapping[str, bytes], deleted: Sequence[str], parent: str, message: str) -> str:
+        """Commit small files and what was uploaded after `parent`; return the commit. Before, nothing is visible."""
         add, delete = self._package.CommitOperationAdd, self._package.CommitOperationDelete
-        additions = {
-            name: add(named[name], str(content) if isinstance(content, Path) else content)
-            for name, content in files.items()
-        }
+        operations = [
+            *self._large.values(),
+            *(add(self._path(name), content) for name, content in files.items()),
+            *(delete(self._path(name)) for name in deleted),
+        ]
         with self._errors(), _no_bars(self._package):
-            for name, addition in additions.items():
-                if isinstance(files[name], Path):
-                    self._api.preupload_lfs_files(
-                        self.location.root, [addition], revision=self.branch, free_memory=False
-                    )
-                on_file(name)
             made = self._api.create_commit(
-                self.location.root,
-                [*additions.values(), *(delete(named[name]) for name in deleted)],
-                commit_message=message,
-                revision=self.branch,
-                parent_commit=parent,
+                self.location.root, operations, commit_message=message, revision=self.branch, parent_commit=parent
             )
         return str(made.oid)
+
+    def _path(self, name: str) -> str:
+        return (self.location / name).key
+
+    def _upload(self, addition: Any) -> None:
+        with self._errors(), _no_bars(self._package):
+            self._api.preupload_lfs_files(self.location.root, [addition], revision=self.branch)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -105,25 +126,23 @@ class HubRepository:
             return NotFoundError.of("model.not-found", self.location, message, hint)
         if name in ("RepositoryNotFoundError", "GatedRepoError") or status == 404:
             message = f"the Hub knows no model '{model}' that this token may see ({status})"
-            hint = "check the name and `hf auth login`; --create makes a new repository"
+            hint = f"check the name and `hf auth login`, or create it: `hf repos create {model} --private`"
             return NotFoundError.of("model.not-found", self.location, message, hint)
         if status in _MOVED:
             message = f"its branch '{self.branch}' has moved meanwhile ({status}): nothing was committed"
-            return ConflictError.of("output.changed", self.location, message, "see what is there, then push again")
+            return ConflictError.of("output.changed", self.location, message, "see what is there, then run again")
         if status in (401, 403):
             hint = f"use a token that may write: {_LOG_IN}"
             message = f"the Hub does not let this token write ({status})"
             return StorageError.of("storage.credentials", self.location, message, hint)
         message = f"{self._host_of(error)} answers {status}"
-        return StorageError.of(
-            "storage.unavailable", self.location, message, "push again later: what is uploaded stays"
-        )
+        return StorageError.of("storage.unavailable", self.location, message, "run again later: what is uploaded stays")
 
     def _unreachable(self, error: Exception) -> MergePipeError:
         if isinstance(error, MergePipeError):
             return error
         message = f"could not be written: {self._host_of(error)}: {_cause_of(error)}"
-        hint = "check the network, then push again: what is uploaded stays"
+        hint = "check the network, then run again: what is uploaded stays"
         return StorageError.of("storage.unreachable", self.location, message, hint)
 
     def _host_of(self, error: Exception) -> str:

@@ -452,7 +452,7 @@ def _open_s3(bucket: str, connections: _Connections) -> ObjectClient:
     anonymous = obstore.store.S3Store(bucket, **settings, skip_signature=True)
     unsigned = {"access_key_id": "none", "secret_access_key": "none"}
     sign = signer(obstore.store.S3Store(bucket, **(settings | unsigned)))
-    return ObjectClient(anonymous, lambda key: _without_query(sign(key)))
+    return ObjectClient(anonymous, lambda key: urlunsplit(urlsplit(sign(key))._replace(query="")))
 
 
 _AWS_CREDENTIALS: Final = (
@@ -546,7 +546,3 @@ def _succeeds(sign: Callable[[str], str]) -> bool:
     except Exception:  # of classes that only obstore knows
         return False
     return True
-
-
-def _without_query(url: str) -> str:
-    return urlunsplit(urlsplit(url)._replace(query=""))

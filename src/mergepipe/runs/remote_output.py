@@ -1,4 +1,4 @@
-"""Publish a merge as objects of a bucket.
+"""Publish a merge in a bucket or on the Hub.
 
 The output grows in a staging directory of this machine, as one for a folder does; each shard is uploaded when its last
 tensor is durable, while the next is made, and then its space is given back: what is left of it is its size, by which
@@ -19,35 +19,43 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.engine.work import OutputPlan
 from mergepipe.runs.progress import MergeProgress
+from mergepipe.snapshots.hub_upload import HubUpload
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.object_upload import JobUpload, ObjectUpload, check_apart
 from mergepipe.snapshots.shards import INDEX_NAME, TensorDigest, file_digest_of
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage import owned
-from mergepipe.storage.location import Location
+from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.objects import open_writer
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 
-SHARDS_ON_DISK: Final = 3
-"""The shard that is made, the one that is uploaded, and one that waits for that."""
+SHARDS_ON_DISK: Final = 2
+"""The shard that is made, and the one that is uploaded or waits for that."""
 _LAST_NAMES: Final = (CONFIG_NAME, INDEX_NAME)  # what loaders look for first
 
 
-class BucketOutput:
-    """One output in a bucket: shards are uploaded while the next are made, then small files, then the manifest.
+class RemoteOutput:
+    """One output elsewhere: a shard is uploaded while the next is made, then small files, then the manifest.
 
     It is the `DurableProgress` of its own run: a `MergeProgress` whose finished shards are uploaded by one thread.
     Shards that were made in parts (`is_made`) lie there already.
     """
 
-    def __init__(self, location: Location, output: OutputPlan, inputs: Sequence[Checkpoint], *, is_made: bool) -> None:
-        """Refuse a place in or around one of the `inputs`; makes no request."""
+    def __init__(
+        self, location: Location, output: OutputPlan, inputs: Sequence[Checkpoint], *, is_made: bool, force: bool
+    ) -> None:
+        """Refuse a place in or around one of the `inputs`; makes no request. `force` replaces an output of the Hub."""
         check_apart(location, [checkpoint.root for checkpoint in inputs])
         self._stop = threading.Event()
-        folder = BucketFolder(location, open_writer(location, self._check_stop))
-        self._upload = JobUpload(folder) if is_made else ObjectUpload(folder)
+        self._upload: HubUpload | ObjectUpload
+        if location.scheme == HUB_SCHEME:
+            self._upload = HubUpload(location, force=force)
+        else:
+            folder = BucketFolder(location, open_writer(location, self._check_stop))
+            self._upload = JobUpload(folder) if is_made else ObjectUpload(folder)
         self._shards = output.shards
+        self._sizes = {shard.name: shard.file_bytes for shard in output.shards}
         self._ends = list(accumulate(len(shard.tensors) for shard in output.shards))
         self._roots: dict[str, str] = {}
         self._n_queued = 0
@@ -59,8 +67,8 @@ class BucketOutput:
         return sum(sorted((shard.file_bytes for shard in self._shards), reverse=True)[:SHARDS_ON_DISK])
 
     def has(self, shard: str, digest: str) -> bool:
-        """Whether a shard of this digest is in the bucket."""
-        return self._upload.has(shard, digest)
+        """Whether a shard that was sent with this digest is there."""
+        return shard in self._sizes and self._upload.has(shard, digest, self._sizes[shard])
 
     @contextlib.contextmanager
     def claimed(self, staging: Staging, progress: MergeProgress) -> Iterator[None]:
@@ -106,7 +114,7 @@ class BucketOutput:
     def _add(self, digests: Sequence[TensorDigest]) -> None:
         self._roots.update((digest.name, digest.root) for digest in digests)
         while self._n_queued < len(self._shards) and self._ends[self._n_queued] <= len(self._roots):
-            self._wait(SHARDS_ON_DISK - 2)
+            self._wait(SHARDS_ON_DISK - 2)  # the next is not begun before that: see `ShardWriter`
             self._pending.append(self._pool.submit(self._send, self._n_queued))
             self._n_queued += 1
 
@@ -121,8 +129,7 @@ class BucketOutput:
         if shard.name in self._progress.sent:
             return
         path, digest = self._staging.path / shard.name, file_digest_of(shard, self._roots)
-        self._upload.send(shard.name, path, digest)
-        self._progress.note_sent(shard.name, digest)
+        self._progress.note_sent(shard.name, self._upload.send(shard.name, path, digest))
         owned.replace_by_hole(path)
 
     def _check_stop(self, nbytes: int) -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.model_names import ModelName, resolve_model_name
 from mergepipe.errors import RecipeError
+from mergepipe.recipes.references import ModelName, resolve_model_name
 from mergepipe.storage.location import Location
 from support.refusals import refuses
 

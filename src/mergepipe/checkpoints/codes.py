@@ -1,0 +1,349 @@
+"""Weights stored as codes: each scheme's rule from stored tensors to numbers, and the tensor that is read by it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.contract import ComputedTensor, Fetch, TensorEntry
+from mergepipe.checkpoints.open_files import decoded, read_span, whole_cost_bytes
+from mergepipe.core.blocks import BF16, F8_E4M3, F32, DType, Span
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How stored tensors make a weight: `rows` of `columns` elements each, in the weight's order.
+
+    What a scheme multiplies, it multiplies in float32 in the order of the library that wrote it, which rounds the
+    product to 16 bits afterwards: a weight that is written in these has the library's bits.
+    """
+
+    columns: int
+
+    @property
+    def is_unit(self) -> bool:
+        """Whether rows lie across all of the stored bytes, so that these are read at once and kept."""
+        return False
+
+    def spans(self, rows: Span) -> tuple[Span, ...]:
+        """The elements that some rows need of each stored tensor, those at the end that it may lack among them.
+
+        Nobody asks it of a unit.
+        """
+        raise NotImplementedError
+
+    def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        """Work out some rows (n, columns) from the bytes of their `spans`, or of a unit from all bytes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class CodedTensor(ComputedTensor):
+    """A weight that is stored as codes and what they are scaled with, read as float32.
+
+    A span costs the pages of whole rows of its codes and scales, and nothing is kept; a unit costs all of its bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stored: tuple[TensorEntry, ...]
+    scheme: Scheme
+    stored_dtype: DType = BF16  # that such a model has where it is not quantised
+
+    @property
+    def dtype(self) -> DType:
+        return F32
+
+    @property
+    def is_delta(self) -> bool:
+        return False
+
+    @property
+    def is_unit(self) -> bool:
+        return self.scheme.is_unit
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.stored)
+
+    def cost_bytes(self, span: Span) -> int:
+        if self.is_unit or not span.n_elements:
+            return whole_cost_bytes(self.stored) if self.is_unit else 0
+        return sum(part.cost_bytes(of_part) for part, of_part in self.parts_of(self.rows_of(span)))
+
+    def rows_of(self, span: Span) -> Span:
+        """The rows that a span touches."""
+        return Span(span.start // self.scheme.columns, -(-span.stop // self.scheme.columns))
+
+    def parts_of(self, rows: Span) -> tuple[tuple[TensorEntry, Span], ...]:
+        """The stored tensors, each with what rows need of it."""
+        return tuple(zip(self.stored, self.scheme.spans(rows), strict=False))
+
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
+        """Return a fetch of spans; keeps the stored bytes of a unit from its first call on."""
+        return _CodedFetch(self, files)
+
+
+class _CodedFetch:
+    """Reads what the rows of a span need, and works them out."""
+
+    def __init__(self, tensor: CodedTensor, files: Mapping[Location, RangeFile]) -> None:
+        self._tensor, self._files = tensor, files
+        self._unit: list[NDArray[np.uint8]] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
+        if not span.n_elements:
+            return
+        rows = self._tensor.rows_of(span)
+        values = self._tensor.scheme.decode(rows, self._raw(rows, purpose)).reshape(-1)
+        first = span.start - rows.start * self._tensor.scheme.columns
+        out.view(np.float32)[:] = values[first : first + span.n_elements]
+
+    def _raw(self, rows: Span, purpose: Purpose) -> list[NDArray[np.uint8]]:
+        if not self._tensor.is_unit:
+            parts = self._tensor.parts_of(rows)
+            return [read_span(part, of_part, self._files, purpose) for part, of_part in parts]
+        with self._lock:
+            if not self._unit:
+                self._unit = [
+                    read_span(part, Span(0, part.n_elements), self._files, purpose) for part in self._tensor.stored
+                ]
+        return self._unit
+
+
+def _times(values_RC: NDArray[np.float32], scales_RG: NDArray[np.float32], width: int) -> NDArray[np.float32]:
+    """Multiply each stretch of `width` columns of a row in place with its scale; the last one may be cut."""
+    n_rows, whole = len(values_RC), values_RC.shape[1] // width
+    stretches = values_RC[:, : whole * width].reshape(n_rows, whole, width)  # a view: the last axis is split
+    np.multiply(stretches, scales_RG[:, :whole, None], out=stretches)
+    values_RC[:, whole * width :] *= scales_RG[:, whole:]
+    return values_RC
+
+
+def _whole(rows: Span, columns: int, per: int = 1) -> Span:
+    """The stored elements of rows of `columns` elements each, `per` of them in one."""
+    return Span(rows.start * columns // per, rows.stop * columns // per)
+
+
+def _nibbles(raw: NDArray[np.uint8], values: NDArray[np.float32], *, high_first: bool = False) -> NDArray[np.float32]:
+    """Replace both halves of every byte by one of 16 values."""
+    low, high = np.tile(values, 16), np.repeat(values, 16)
+    pairs = np.stack((high, low) if high_first else (low, high), axis=1)
+    return np.ascontiguousarray(pairs[raw].reshape(*raw.shape[:-1], -1))
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledFP8(Scheme):
+    """FP8 codes times scales: one for all, one for each row, or one for each block of rows and columns.
+
+    `float32(code) * float32(scale)`: transformers and compressed-tensors. Stored: codes, scales.
+    """
+
+    block: tuple[int, int]
+    code_kernel: int
+    scale_kernel: int
+
+    @property
+    def _groups(self) -> int:
+        return -(-self.columns // self.block[1])
+
+    def spans(self, rows: Span) -> tuple[Span, ...]:
+        of_scales = Span(rows.start // self.block[0], -(-rows.stop // self.block[0]))
+        return _whole(rows, self.columns), _whole(of_scales, self._groups)
+
+    def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        values = decoded(raw[0], self.code_kernel).reshape(-1, self.columns)
+        scales = decoded(raw[1], self.scale_kernel).reshape(-1, self._groups)
+        of_row = np.arange(rows.start, rows.stop) // self.block[0] - rows.start // self.block[0]
+        return _times(values, scales[of_row], self.block[1])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIntegers(Scheme):
+    """Integers of 4 or 8 bits in words of 32, times a scale for each group of columns of a row.
+
+    `(code - zero) * scale`: `pack-quantized` of compressed-tensors. Stored: codes, scales, and zeros where they are
+    not the middle of all codes; zeros are packed along the rows.
+    """
+
+    n_bits: int
+    groups: int
+    scale_kernel: int
+
+    def spans(self, rows: Span) -> tuple[Span, ...]:
+        per = 32 // self.n_bits
+        words = Span(rows.start // per, -(-rows.stop // per))
+        return _whole(rows, self.columns, per), _whole(rows, self.groups), _whole(words, self.groups)
+
+    def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        middle, per = 1 << (self.n_bits - 1), 32 // self.n_bits
+        if self.n_bits == 4:
+            values = _nibbles(raw[0], np.arange(16, dtype=np.float32) - middle).reshape(-1, self.columns)
+        else:
+            values = raw[0].astype(np.float32).reshape(-1, self.columns) - middle
+        scales = decoded(raw[1], self.scale_kernel).reshape(-1, self.groups)
+        if len(raw) > 2:
+            zeros_WG = _unpacked(raw[2].view(np.uint32).reshape(-1, self.groups), self.n_bits)
+            zeros_RG = zeros_WG.reshape(-1, self.groups)[rows.start % per :][: rows.n_elements].astype(np.float32)
+            width = self.columns // self.groups
+            values.reshape(rows.n_elements, self.groups, width)[:] -= (zeros_RG - middle)[:, :, None]
+        return _times(values, scales, self.columns // self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFP4(Scheme):
+    """Numbers of 4 bits (E2M1), two in a byte, times a scale for each group of columns of a row.
+
+    NVFP4: FP8 scales, divided by one for all. MXFP4: scales that are powers of two. Stored: codes, scales, and for
+    NVFP4 the one for all.
+    """
+
+    groups: int
+
+    def spans(self, rows: Span) -> tuple[Span, ...]:
+        return _whole(rows, self.columns, 2), _whole(rows, self.groups), Span(0, 1)
+
+    def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        values = _nibbles(raw[0], _E2M1).reshape(-1, self.columns)
+        scales = _powers_of_two(raw[1])
+        if len(raw) > 2:
+            scales = decoded(raw[1], F8_E4M3.kernel_code) / np.float32(raw[2].view(np.float32)[0])
+        return _times(values, scales.reshape(-1, self.groups), self.columns // self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedMXFP4(Scheme):
+    """MXFP4 of the fused experts of gpt-oss: stored expert, output, input; read expert, input, output.
+
+    `n_inputs` rows an expert. Stored: codes (experts, outputs, groups, 16), scales (experts, outputs, groups).
+    """
+
+    n_inputs: int
+
+    @property
+    def is_unit(self) -> bool:
+        return True
+
+    def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        codes = raw[0].reshape(-1, self.columns, self.n_inputs // 2)
+        scales = raw[1].reshape(-1, self.columns, self.n_inputs // 32)
+        out = np.empty((rows.n_elements, self.columns), np.float32)
+        at = rows.start
+        while at < rows.stop:
+            expert, first = divmod(at, self.n_inputs)
+            last = min(self.n_inputs, first + rows.stop - at)
+            start, stop = first // 32, -(-last // 32)
+            values = _nibbles(codes[expert, :, start * 16 : stop * 16], _E2M1)
+            _times(values, _powers_of_two(scales[expert, :, start:stop]), 32)
+            done = at - rows.start
+            out[done : done + last - first] = values[:, first - start * 32 : last - start * 32].T
+            at += last - first
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class BitsAndBytes4(Scheme):
+    """NF4 or FP4 of bitsandbytes: a table of 16 values, times the largest magnitude of each stretch of `columns`.
+
+    Stored: codes, magnitudes, table; where the magnitudes are codes too, theirs for each `nested` of them, and their
+    table of 256 values.
+    """
+
+    nested: int
+    offset: float
+
+    def spans(self, rows: Span) -> tuple[Span, ...]:
+        plain = _whole(rows, self.columns, 2), rows, Span(0, 16)
+        if not self.nested:
+            return plain
+        return *plain, Span(rows.start // self.nested, -(-rows.stop // self.nested)), Span(0, 256)
+
+    def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        table = raw[2].view(np.float32)
+        values = _nibbles(raw[0], table, high_first=True).reshape(-1, self.columns)
+        if self.nested:
+            outer, codes = raw[3].view(np.float32), raw[4].view(np.float32)
+            of_row = np.arange(rows.start, rows.stop) // self.nested - rows.start // self.nested
+            largest = codes[raw[1]] * outer[of_row] + np.float32(self.offset)
+        else:
+            largest = raw[1].view(np.float32)
+        return _times(values, largest[:, None], self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class BitsAndBytes8(Scheme):
+    """int8 of bitsandbytes: a code times its row's largest magnitude, over 127. Stored: codes, magnitudes."""
+
+    def spans(self, rows: Span) -> tuple[Span, ...]:
+        return _whole(rows, self.columns), rows
+
+    def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        values = raw[0].view(np.int8).astype(np.float32).reshape(-1, self.columns)
+        return _times(values, raw[1].view(np.float32)[:, None], self.columns) * np.float32(7.874015718698502e-3)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTransposed(Scheme):
+    """GPTQ and AWQ: integers of a weight stored (inputs, outputs) in words, `(code - zero) * scale` of a group.
+
+    GPTQ packs along the inputs, its zeros are one less than they say (`more` is 1) unless its format is `gptq_v2`, and
+    each input names its group. AWQ packs along the outputs, in the order `_AWQ_ORDER`. Stored: codes, zeros, scales,
+    and for GPTQ the groups of the inputs.
+    """
+
+    n_bits: int
+    n_outputs: int
+    more: int
+    scale_kernel: int
+
+    @property
+    def is_unit(self) -> bool:
+        return True
+
+    def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        per, is_gptq = 32 // self.n_bits, len(raw) > 3
+        scales_GR = decoded(raw[2], self.scale_kernel).reshape(-1, self.n_outputs)[:, rows.start : rows.stop]
+        first = rows.start // per * per
+        words = slice(rows.start // per, -(-rows.stop // per))
+        wanted = slice(rows.start - first, rows.stop - first)
+        zeros_GW = raw[1].view(np.uint32).reshape(len(scales_GR), -1)[:, words]
+        codes = raw[0].view(np.uint32)
+        if is_gptq:
+            codes_WR = codes.reshape(-1, self.n_outputs)[:, rows.start : rows.stop]
+            codes_CR = _unpacked(codes_WR, self.n_bits).reshape(self.columns, -1)
+            zeros_GR = _in_rows(zeros_GW, self.n_bits)[:, wanted]
+            group_C = raw[3].view(np.int32)
+        else:
+            codes_CR = _in_rows(codes.reshape(self.columns, -1)[:, words], 4, _AWQ_ORDER)[:, wanted]
+            zeros_GR = _in_rows(zeros_GW, 4, _AWQ_ORDER)[:, wanted]
+            group_C = np.arange(self.columns, dtype=np.int32) // (self.columns // len(scales_GR))
+        zeros = zeros_GR.astype(np.float32) + self.more
+        return np.ascontiguousarray(((codes_CR.astype(np.float32) - zeros[group_C]) * scales_GR[group_C]).T)
+
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def _powers_of_two(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
+    return np.asarray(np.ldexp(np.float32(1), exponents.astype(np.int32) - 127), np.float32)
+
+
+def _unpacked(words_WG: NDArray[np.uint32], n_bits: int) -> NDArray[np.uint32]:
+    """Cut words (W, G) into codes (W, codes a word, G), the low bits first."""
+    shifts = np.arange(0, 32, n_bits, dtype=np.uint32)[None, :, None]
+    return (words_WG[:, None, :] >> shifts) & np.uint32((1 << n_bits) - 1)
+
+
+def _in_rows(words_RW: NDArray[np.uint32], n_bits: int, order: Sequence[int] = ()) -> NDArray[np.uint32]:
+    """Cut the words of rows (R, W) into codes (R, W * codes a word), the low bits first, or in an order."""
+    codes_RPW = _unpacked(words_RW, n_bits)[:, list(order)] if order else _unpacked(words_RW, n_bits)
+    return codes_RPW.transpose(0, 2, 1).reshape(len(words_RW), -1)

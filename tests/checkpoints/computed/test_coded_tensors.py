@@ -1,0 +1,254 @@
+"""Weights of codes of every scheme: their numbers, budgets of stored bytes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+from small_models import write_adapter, write_model
+
+import mergepipe
+from mergepipe.errors import CorruptError
+from mergepipe.options import MergeOptions
+
+Tensors = dict[str, NDArray[Any]]
+NO_CATALOG = MergeOptions(catalog=False, block_elements=16384)
+ROWS, COLUMNS, GROUP = 96, 256, 64
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # the output whose code lies at each nibble of a word
+
+
+def uniform(seed: int, *shape: int) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).uniform(1e-3, 2e-3, shape).astype(np.float32)
+
+
+def codes_of(seed: int, most: int, *shape: int) -> NDArray[np.uint32]:
+    return np.random.default_rng(seed).integers(0, most, shape, dtype=np.uint32)
+
+
+def in_words(codes: NDArray[np.uint32], n_bits: int, axis: int) -> NDArray[np.int32]:
+    """Put the codes along an axis into words of 32 bits, the first in the low bits."""
+    per = 32 // n_bits
+    moved = np.moveaxis(codes, axis, -1)
+    moved = moved.reshape(*moved.shape[:-1], -1, per)
+    words = sum(moved[..., k].astype(np.uint64) << np.uint64(n_bits * k) for k in range(per))
+    return np.ascontiguousarray(np.moveaxis(np.asarray(words).astype(np.uint32), -1, axis)).view(np.int32)
+
+
+def spread(scales: NDArray[Any], width: int) -> NDArray[np.float64]:
+    return np.repeat(scales.astype(np.float64), width, axis=1)
+
+
+def packed(seed: int, n_bits: int, *, has_zeros: bool) -> tuple[Tensors, NDArray[np.float64]]:
+    most, groups = 1 << n_bits, COLUMNS // GROUP
+    codes, scales = codes_of(seed, most, ROWS, COLUMNS), uniform(seed, ROWS, groups).astype(ml_dtypes.bfloat16)
+    tensors = {
+        "l.weight_packed": in_words(codes, n_bits, 1), "l.weight_scale": scales,
+        "l.weight_shape": np.array([ROWS, COLUMNS], np.int64),
+    }  # fmt: skip
+    zeros: NDArray[Any] = np.full((ROWS, groups), most // 2, np.uint32)
+    if has_zeros:
+        zeros = codes_of(seed + 1, most, ROWS, groups)
+        tensors["l.weight_zero_point"] = in_words(zeros, n_bits, 0)
+    return tensors, (codes - spread(zeros, GROUP)) * spread(scales, GROUP)
+
+
+def nvfp4(seed: int) -> tuple[Tensors, NDArray[np.float64]]:
+    codes = codes_of(seed, 16, ROWS, COLUMNS)
+    scales = (uniform(seed, ROWS, COLUMNS // 16) * 1e5).astype(ml_dtypes.float8_e4m3fn)
+    pairs = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+    divisor = np.array([1 << 17], np.float32)
+    tensors: Tensors = {"l.weight_packed": pairs, "l.weight_scale": scales, "l.weight_global_scale": divisor}
+    return tensors, E2M1[codes] * spread(scales, 16) / float(divisor[0])
+
+
+def mxfp4(seed: int) -> tuple[Tensors, NDArray[np.float64]]:
+    codes = codes_of(seed, 16, ROWS, COLUMNS)
+    scales = codes_of(seed + 1, 16, ROWS, COLUMNS // 32).astype(np.uint8) + 110
+    pairs = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+    return {"l.weight_packed": pairs, "l.weight_scale": scales}, E2M1[codes] * 2.0 ** (spread(scales, 32) - 127)
+
+
+def gptq(seed: int, n_bits: int = 4) -> tuple[Tensors, NDArray[np.float64]]:
+    most, groups = 1 << n_bits, COLUMNS // GROUP
+    codes, zeros = codes_of(seed, most, COLUMNS, ROWS), codes_of(seed + 1, most - 1, groups, ROWS)
+    scales = uniform(seed, groups, ROWS).astype(np.float16)
+    order = np.random.default_rng(seed).permutation(np.arange(COLUMNS) // GROUP).astype(np.int32)
+    tensors: Tensors = {
+        "l.qweight": in_words(codes, n_bits, 0), "l.qzeros": in_words(zeros, n_bits, 1), "l.scales": scales,
+        "l.g_idx": order,
+    }  # fmt: skip
+    return tensors, ((codes - (zeros + 1.0)[order]) * scales.astype(np.float64)[order]).T
+
+
+def awq(seed: int) -> tuple[Tensors, NDArray[np.float64]]:
+    groups = COLUMNS // GROUP
+    codes, zeros = codes_of(seed, 16, COLUMNS, ROWS), codes_of(seed + 1, 16, groups, ROWS)
+    scales = uniform(seed, groups, ROWS).astype(np.float16)
+    ordered = [one.reshape(len(one), -1, 8)[..., AWQ_PLACES].reshape(one.shape) for one in (codes, zeros)]
+    tensors: Tensors = {
+        "l.qweight": in_words(ordered[0], 4, 1), "l.qzeros": in_words(ordered[1], 4, 1), "l.scales": scales,
+    }  # fmt: skip
+    group = np.arange(COLUMNS) // GROUP
+    return tensors, ((codes - zeros.astype(np.float64)[group]) * scales.astype(np.float64)[group]).T
+
+
+def bnb8(seed: int) -> tuple[Tensors, NDArray[np.float64]]:
+    codes, largest = codes_of(seed, 255, ROWS, COLUMNS).astype(np.int64) - 127, uniform(seed, ROWS)
+    tensors: Tensors = {"l.weight": codes.astype(np.int8), "l.SCB": largest, "l.weight_format": np.zeros((), np.uint8)}
+    return tensors, codes * largest.astype(np.float64)[:, None] / 127
+
+
+def bnb4(seed: int, kind: str = "nf4", *, is_nested: bool = False) -> tuple[Tensors, NDArray[np.float64]]:
+    codes, table = codes_of(seed, 16, ROWS * COLUMNS), np.linspace(-1, 1, 16).astype(np.float32)
+    n = ROWS * COLUMNS // 64
+    state: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": [ROWS, COLUMNS]}
+    tensors: Tensors = {
+        "l.weight": (codes[::2] << 4 | codes[1::2]).astype(np.uint8)[:, None],
+        "l.weight.absmax": uniform(seed, n), "l.weight.quant_map": table,
+    }  # fmt: skip
+    largest: NDArray[Any] = tensors["l.weight.absmax"].astype(np.float64)
+    if is_nested:
+        inner, outer = codes_of(seed + 1, 256, n).astype(np.uint8), uniform(seed, -(-n // 256))
+        values = np.linspace(-1, 1, 256).astype(np.float32)
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.0015}
+        more: Tensors = {"absmax": inner, "nested_absmax": outer, "nested_quant_map": values}
+        tensors |= {f"l.weight.{name}": tensor for name, tensor in more.items()}
+        largest = values[inner].astype(np.float64) * np.repeat(outer.astype(np.float64), 256)[:n] + 0.0015
+    described = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    tensors[f"l.weight.quant_state.bitsandbytes__{kind}"] = described
+    return tensors, (table.astype(np.float64)[codes].reshape(-1, 64) * largest[:, None]).reshape(ROWS, COLUMNS)
+
+
+SCHEMES: Mapping[str, Callable[[int], tuple[Tensors, NDArray[np.float64]]]] = {
+    "packed integers of 4 bits": lambda seed: packed(seed, 4, has_zeros=False),
+    "packed integers of 4 bits, zeros": lambda seed: packed(seed, 4, has_zeros=True),
+    "packed integers of 8 bits": lambda seed: packed(seed, 8, has_zeros=True),
+    "NVFP4": nvfp4,
+    "MXFP4": mxfp4,
+    "GPTQ of 4 bits": gptq,
+    "GPTQ of 8 bits": lambda seed: gptq(seed, 8),
+    "AWQ of 4 bits": awq,
+    "bitsandbytes int8": bnb8,
+    "bitsandbytes NF4": bnb4,
+    "bitsandbytes FP4": lambda seed: bnb4(seed, "fp4", is_nested=True),
+}
+
+
+def model(folder: Path, tensors: Tensors, method: str = "gptq", **more: Any) -> Path:
+    path = write_model(folder, tensors | {"norm.weight": np.ones(COLUMNS, ml_dtypes.bfloat16)})
+    config = {"model_type": "x", "quantization_config": {"quant_method": method, "bits": 4} | more}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def recipe(folder: Path, method: str, *models: Path, **more: object) -> Path:
+    listed = [{"model": str(model), "parameters": {"weight": 1.0}} for model in models]
+    path = folder / "recipe.yml"
+    path.write_text(json.dumps({"merge_method": method, "models": listed, **more}))
+    return path
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_merge__of_codes_has_their_numbers(tmp_path: Path, scheme: str) -> None:
+    parts = [SCHEMES[scheme](seed) for seed in (0, 10)]
+    bits: dict[str, Any] = {"bits": 8} if "8 bits" in scheme else {}
+    models = [model(tmp_path / str(k), tensors, **bits) for k, (tensors, _) in enumerate(parts)]
+    path = recipe(tmp_path, "linear", *models, dtype="float32")
+    report = mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert merged.keys() == {"l.weight", "norm.weight"}
+    np.testing.assert_allclose(merged["l.weight"], (parts[0][1] + parts[1][1]) / 2, rtol=2e-6, atol=1e-9)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    named = scheme.partition(",")[0]
+    assert any(f"is quantised ({named})" in str(notice) for notice in report.recipe_notices)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_merge__of_codes_reads_stored_bytes_within_its_budget(tmp_path: Path, scheme: str) -> None:
+    bits: dict[str, Any] = {"bits": 8} if "8 bits" in scheme else {}
+    parts = [SCHEMES[scheme](seed) for seed in (0, 10)]
+    base, one = (model(tmp_path / str(k), tensors, **bits) for k, (tensors, _) in enumerate(parts))
+    path = recipe(tmp_path, "task_arithmetic", one, base_model=str(base), dtype="float32")
+    report = mergepipe.merge(path, tmp_path / "out", budget="100%", options=NO_CATALOG)
+    stored = sum(tensor.nbytes for name, tensor in parts[1][0].items())
+    assert report.planned_bytes is not None
+    assert report.expert_bytes <= report.planned_bytes
+    assert report.expert_bytes < stored + (64 << 10)
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    np.testing.assert_allclose(merged["l.weight"], parts[1][1], rtol=1e-4, atol=1e-6)
+
+
+def test_merge__of_gptq_v2_takes_zeros_as_they_are(tmp_path: Path) -> None:
+    tensors, numbers = gptq(0)
+    path = recipe(tmp_path, "passthrough", model(tmp_path / "m", tensors, checkpoint_format="gptq_v2"), dtype="float32")
+    mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
+    scale = tensors["l.scales"].astype(np.float64)[tensors["l.g_idx"]].T
+    merged = load_file(tmp_path / "out" / "model.safetensors")["l.weight"]
+    np.testing.assert_allclose(merged, numbers + scale, rtol=2e-6, atol=1e-9)
+
+
+def gpt_oss(seed: int, experts: int = 3, outputs: int = 48, groups: int = 4) -> Tensors:
+    blocks = codes_of(seed, 256, experts, outputs, groups, 16).astype(np.uint8)
+    scales = (codes_of(seed + 1, 8, experts, outputs, groups) + 118).astype(np.uint8)
+    return {"e.gate_up_proj_blocks": blocks, "e.gate_up_proj_scales": scales}
+
+
+def test_merge__of_gpt_oss_has_the_bits_of_transformers(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    mxfp4_of = pytest.importorskip("transformers.integrations.mxfp4")
+    tensors = gpt_oss(0)
+    path = recipe(tmp_path, "passthrough", model(tmp_path / "m", tensors, "mxfp4"))
+    mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
+    merged = load_file(tmp_path / "out" / "model.safetensors")["e.gate_up_proj"]
+    theirs = mxfp4_of.convert_moe_packed_tensors(*(torch.from_numpy(tensor) for tensor in tensors.values()))
+    assert merged.shape == tuple(theirs.shape)
+    assert merged.dtype == ml_dtypes.bfloat16
+    assert merged.tobytes() == theirs.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_merge__of_gpt_oss_stays_within_its_budget(tmp_path: Path) -> None:
+    base, one = (model(tmp_path / str(seed), gpt_oss(seed, outputs=256), "mxfp4") for seed in (0, 10))
+    path = recipe(tmp_path, "task_arithmetic", one, base_model=str(base))
+    report = mergepipe.merge(path, tmp_path / "out", budget="100%", options=NO_CATALOG)
+    stored = sum(tensor.nbytes for tensor in gpt_oss(10, outputs=256).values())
+    assert report.planned_bytes is not None
+    assert report.expert_bytes <= report.planned_bytes < stored + (32 << 10)
+
+
+@pytest.mark.parametrize("scheme", ["bitsandbytes NF4", "MXFP4"])
+def test_lora_apply__adds_to_the_numbers_of_codes(tmp_path: Path, scheme: str) -> None:
+    tensors, numbers = SCHEMES[scheme](0)
+    rng = np.random.default_rng(1)
+    down, up = (rng.standard_normal(shape).astype(np.float32) * 1e-2 for shape in ((4, COLUMNS), (ROWS, 4)))
+    adapter = write_adapter(tmp_path / "adapter", {"l.lora_A.weight": down, "l.lora_B.weight": up})
+    mergepipe.apply_lora(model(tmp_path / "base", tensors), [adapter], tmp_path / "out", catalog=False)
+    written = load_file(tmp_path / "out" / "model.safetensors")["l.weight"]
+    assert written.dtype == ml_dtypes.bfloat16
+    expected = numbers + 2 * (up.astype(np.float64) @ down)
+    np.testing.assert_allclose(written.astype(np.float64), expected, rtol=1 / 256, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "tensor", "message"),
+    [
+        ("AWQ of 4 bits", "l.qzeros", np.zeros((4, 3), np.int32), r"qzeros' has the shape \[4, 3\]; .* \[4, 12\]"),
+        ("GPTQ of 4 bits", "l.g_idx", np.full(COLUMNS, 9, np.int32), "names no group of 4 for each of 256 inputs"),
+        ("NVFP4", "l.weight_scale", np.ones((96, 8), ml_dtypes.float8_e4m3fn), r"\[96, 8\]; .* must be \[96, 16\]"),
+        ("bitsandbytes NF4", "l.weight.absmax", np.ones(7, np.float32), r"\[7\]; .* must be \[384\]"),
+        ("bitsandbytes int8", "l.SCB", np.ones(7, np.float32), r"\[7\]; .* must be \[96\]"),
+    ],
+)
+def test_check__refuses_scales_of_a_wrong_shape(
+    tmp_path: Path, scheme: str, name: str, tensor: NDArray[Any], message: str
+) -> None:
+    path = model(tmp_path / "m", SCHEMES[scheme](0)[0] | {name: tensor})
+    with pytest.raises(CorruptError, match=message):
+        mergepipe.check(recipe(tmp_path, "linear", path, path))

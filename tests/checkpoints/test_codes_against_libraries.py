@@ -1,0 +1,35 @@
+"""Weights of codes have the bits that bitsandbytes and compressed-tensors read of what they write."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401 - names bfloat16 to numpy
+import pytest
+from safetensors.numpy import load_file
+
+import mergepipe
+
+HERE = Path(__file__).parent
+PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", HERE.parents[1] / ".venv-train" / "bin" / "python"))
+NAMES = ("nf4", "nf4-nested", "fp4", "fp4-nested", "bnb8", "int4", "int4-zeros", "int8", "nvfp4", "mxfp4")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="`make test-frameworks` installs the libraries")
+def test_merge__of_codes_has_the_bits_of_their_libraries(tmp_path: Path) -> None:
+    subprocess.run([str(PYTHON), str(HERE / "write_codes.py"), str(tmp_path)], check=True, timeout=600)
+    for name in NAMES:
+        theirs = load_file(tmp_path / f"{name}.safetensors")["l.weight"]
+        recipe = tmp_path / f"{name}.yml"
+        dtype = str(theirs.dtype)
+        stated = {"merge_method": "passthrough", "dtype": dtype, "models": [{"model": str(tmp_path / name)}]}
+        recipe.write_text(json.dumps(stated))
+        mergepipe.merge(recipe, tmp_path / f"{name}-out", catalog=False)
+        merged = load_file(tmp_path / f"{name}-out" / "model.safetensors")
+        assert merged.keys() == {"l.weight"}, name
+        assert merged["l.weight"].dtype == theirs.dtype, name
+        assert merged["l.weight"].tobytes() == theirs.tobytes(), name
