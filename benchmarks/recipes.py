@@ -104,6 +104,8 @@ def method_cases(family: FamilyPaths) -> list[Case]:
         _method(family, "multislerp", {"weight": weight}),
         _method(family, "karcher"),
         _method(family, "model_stock"),
+        _method(family, "geometric_median"),
+        _method(family, "magmax"),
         _method(family, "sce", parameters={"select_topk": 0.3}),
         _method(family, "ram"),
         _method(family, "ramplus_tl"),
