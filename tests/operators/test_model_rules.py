@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import BF16, F32, GRAIN_ELEMENTS, DType
 from mergepipe.errors import RecipeError, UnsupportedError
 from mergepipe.operators.base import NOTHING_REDUCED, OperatorInput, Scalar
-from mergepipe.operators.ranked import survival_of
 from mergepipe.operators.registry import operator_named, operator_specs
 from mergepipe.operators.selective import magnitude_cuts
+from mergepipe.operators.sparse import survival_of
 from mergepipe.operators.spec import BaseRole, Scope
 from mergepipe.testing.contracts import StoredTensor
 from mergepipe.testing.tensors import Family

@@ -26,8 +26,6 @@ from mergepipe.operators.base import (
     ScoreCut,
     ScoreShare,
     SoftmaxDivergence,
-    SurvivorMeasure,
-    SurvivorSums,
 )
 from mergepipe.operators.statistics import Cut
 
@@ -81,8 +79,6 @@ def make_reduction(
             return ColumnGrams(n_elements, n_experts, n_columns, cell_elements)
         case RowSums(measure, row_elements):
             return MeasureSums(measure, n_elements, row_elements)
-        case SurvivorSums(measure, row_elements):
-            return MarkedSums(measure, n_elements, row_elements)
         case ScoreCut(score, ranks):
             return ScoreRanks(score, n_ranked, ranks)
         case ScoreShare(score, share):
@@ -255,30 +251,13 @@ def _both_triangles(upper_GFF: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 class MeasureSums(OnePass):
-    """Sums of a measure by row, the same however the tensor is cut. Memory: 8 bytes for each sum of an atom."""
+    """Sums of a measure by row, the same however the tensor is cut, and the marks of what survives it, if it makes any.
 
-    def __init__(self, measure: Measure, n_elements: int, row_elements: int) -> None:
-        from mergepipe.kernels.products import count_atoms
-
-        self._measure, self._n_elements, self._row_elements = measure, n_elements, row_elements
-        self._sums_AK = np.zeros((count_atoms(n_elements, row_elements), measure.n_sums), np.float64)
-
-    def accumulate(self, block: RawBlock) -> None:
-        self._measure(block, self._row_elements, self._sums_AK)
-
-    def result(self) -> Reduced:
-        from mergepipe.kernels.products import join_atoms
-
-        return Reduced(sums=(join_atoms(self._sums_AK, self._n_elements, self._row_elements),))
-
-
-class MarkedSums(OnePass):
-    """Sums of a measure by row, and the marks of what survives it.
-
-    Memory: as `MeasureSums`, and the marks: a bit for each element and row of marks, 128 MiB at most, else none.
+    Memory: 8 bytes for each sum of an atom; of the marks a bit for each element and row of them, 128 MiB at most, else
+    none.
     """
 
-    def __init__(self, measure: SurvivorMeasure, n_elements: int, row_elements: int) -> None:
+    def __init__(self, measure: Measure, n_elements: int, row_elements: int) -> None:
         from mergepipe.kernels.merge import MARK_BYTES, MARK_ELEMENTS
         from mergepipe.kernels.products import count_atoms
 

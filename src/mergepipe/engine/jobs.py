@@ -230,7 +230,8 @@ def merge_piece(work: TensorWork, piece: Piece, buffer: NDArray[np.uint8]) -> No
     """Merge or copy one piece inside its filled buffer, after `TensorWork.conclude`."""
     task = work.task
     function = work.function
-    if function is None or (function.copies_base and task.dtype == task.base.dtype):
+    copies = isinstance(function, ElementwiseRule) and function.copies_base and task.dtype == task.base.dtype
+    if function is None or copies:
         nbytes = piece.run.span.n_elements * task.dtype.itemsize
         source = buffer[piece.base_offset : piece.base_offset + nbytes]
         buffer[piece.out_offset : piece.out_offset + nbytes] = source

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import itemsize_of_code
 from mergepipe.operators.spec import OperatorSpec
-from mergepipe.operators.statistics import Cut
-
-# --- the operator contract: what an operator needs of a whole tensor, and the function it applies to each block ---
-
 
 Scalar = float | bool
+
+
+Extent = tuple[NDArray[np.uint8], int, int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,31 @@ class RawBlock:
     out: NDArray[np.uint8]
     out_offset: int
     out_code: int
+
+    @property
+    def sources(self) -> tuple[NDArray[np.uint8], int, int, NDArray[np.int64], NDArray[np.int64]]:
+        """The places of base and experts, as kernels take them."""
+        return self.raw, self.base_offset, self.base_code, self.offsets_E, self.codes_E
+
+    @property
+    def output(self) -> tuple[NDArray[np.uint8], int, int, int]:
+        """The place of the result and the number of elements, as kernels take them."""
+        return self.out, self.out_offset, self.out_code, self.n_elements
+
+    @property
+    def extent(self) -> Extent:
+        """The sources, which experts they are, and which elements of the tensor, as kernels take them."""
+        present_E, first = self.present_E, self.first_element
+        return (
+            self.raw,
+            self.base_offset,
+            self.base_code,
+            present_E,
+            self.offsets_E,
+            self.codes_E,
+            first,
+            self.n_elements,
+        )
 
     def part(self, skip: int, n_elements: int) -> RawBlock:
         """Return `n_elements` elements from `skip` on."""
@@ -169,28 +193,10 @@ class ColumnGram(Request):
 
 
 class Measure(Protocol):
-    """Sums of functions of an element, its base and its deltas."""
+    """Sums of functions of an element, its base and its deltas.
 
-    @property
-    def n_sums(self) -> int:
-        """Return the number of sums."""
-        ...
-
-    def __call__(self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64]) -> None:
-        """Add the block's sums to those of its atoms (see `kernels.products`); nothing else of `sums_AK` is touched."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class RowSums(RowRequest):
-    """Wanted: the measure's sums for each row of `row_elements`."""
-
-    measure: Measure
-    row_elements: int
-
-
-class SurvivorMeasure(Protocol):
-    """A `Measure` that marks the elements of each expert that survive it, so that they need not be chosen again."""
+    One that selects elements marks those that survive it, so that they need not be chosen again.
+    """
 
     @property
     def n_sums(self) -> int:
@@ -205,15 +211,18 @@ class SurvivorMeasure(Protocol):
     def __call__(
         self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
     ) -> None:
-        """Add the block's sums as `Measure` does, and set its marks; without any rows of them, none."""
+        """Add the block's sums to those of its atoms (see `kernels.products`); nothing else of `sums_AK` is touched.
+
+        Its marks are set, if there are any rows of them.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class SurvivorSums(RowRequest):
-    """Wanted: as `RowSums`, and the marks of what survives, where they are small enough to be kept."""
+class RowSums(RowRequest):
+    """Wanted: the measure's sums for each row of `row_elements`, and its marks where they are small enough to keep."""
 
-    measure: SurvivorMeasure
+    measure: Measure
     row_elements: int
 
 
@@ -260,7 +269,6 @@ ReductionRequest = (
     | RowGram
     | ColumnGram
     | RowSums
-    | SurvivorSums
     | ScoreCut
     | ScoreShare
     | SoftmaxDivergence
@@ -275,10 +283,10 @@ class Reduced:
     that of `upper_cuts_E3`.
     `products_E3` (float64): per expert <base, base>, <delta, delta>, <base, delta>.
     `gram_GFF` (float64): per row or column the inner products of base (0) and deltas (from 1 on).
-    `sums`: answers to `RowSums`, `SurvivorSums` and `SoftmaxDivergence`, each rows by sums (float64), and the count of
+    `sums`: answers to `RowSums` and `SoftmaxDivergence`, each rows by sums (float64), and the count of
     `ScoreShare`, in the order of the requests.
     `score_cuts_R3` (uint32): the answer to the last `ScoreShare`, or `ScoreCut`, where only bits are meant.
-    `marks_MB` (uint8): the marks of the last `SurvivorSums`, unless they are too large.
+    `marks_MB` (uint8): the marks of the last measure that made some, unless they are too large.
     """
 
     cuts_E3: NDArray[np.uint32] | None = None
@@ -291,15 +299,9 @@ class Reduced:
 
     def joined(self, later: Reduced) -> Reduced:
         """Both together: what `later` knows stands in the place of what was known before, sums are added at the end."""
-        return Reduced(
-            self.cuts_E3 if later.cuts_E3 is None else later.cuts_E3,
-            self.products_E3 if later.products_E3 is None else later.products_E3,
-            self.upper_cuts_E3 if later.upper_cuts_E3 is None else later.upper_cuts_E3,
-            self.gram_GFF if later.gram_GFF is None else later.gram_GFF,
-            (*self.sums, *later.sums),
-            self.score_cuts_R3 if later.score_cuts_R3 is None else later.score_cuts_R3,
-            self.marks_MB if later.marks_MB is None else later.marks_MB,
-        )
+        names = (field.name for field in fields(later) if field.name != "sums")
+        known: dict[str, Any] = {name: value for name in names if (value := getattr(later, name)) is not None}
+        return replace(self, sums=(*self.sums, *later.sums), **known)
 
 
 NOTHING_REDUCED = Reduced()
@@ -337,12 +339,6 @@ def equal_influence(n_experts: int) -> Influence:
     return Influence(ones_E, ones_E.copy())
 
 
-def equal_shares(n_experts: int) -> Influence:
-    """Every expert has the same share of the result."""
-    share_E = np.full(n_experts, 1.0 / max(1, n_experts))
-    return Influence(share_E, np.ones_like(share_E))
-
-
 def unknown_influence(n_experts: int) -> Influence:
     """Return the influence of an operator that does not state the effect of a part of a delta: plan whole tensors."""
     ones_E = np.ones(n_experts)
@@ -352,15 +348,8 @@ def unknown_influence(n_experts: int) -> Influence:
 # --- the operator ---
 
 
-class BlockFunction(Protocol):
-    """The elementwise part of an operator, ready to be applied to any block of one tensor, from any thread."""
-
-    @property
-    def copies_base(self) -> bool:
-        """Whether the result is the base's value, so that bytes may be copied where the dtype stays."""
-        ...
-
-    def __call__(self, block: RawBlock) -> None: ...
+BlockFunction = Callable[[RawBlock], None]
+"""The elementwise part of an operator: merges any block of one tensor into `block.out`, from any thread."""
 
 
 class Operator(Protocol):
@@ -409,110 +398,11 @@ class Plain:
         return None
 
 
-# --- sums and scores that rules need of a whole tensor, as values that call the kernels ---
+class AllAlike(Plain):
+    """A rule that omits blocks soundly but has no fixed coefficients: every delta counts as much as its norm."""
 
+    __slots__ = ()
 
-NO_MARKS = np.empty(0, np.uint8)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KeptMagnitudes:
-    """Per expert the sum of |delta| (even places), and of what lies between two cuts (odd places)."""
-
-    cuts_E3: NDArray[np.uint32]
-    upper_cuts_E3: NDArray[np.uint32]
-
-    @property
-    def n_sums(self) -> int:
-        return 2 * len(self.cuts_E3)
-
-    def __call__(self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64]) -> None:
-        from mergepipe.kernels.products import common_multiple
-        from mergepipe.kernels.select import add_kept_magnitudes
-
-        add_kept_magnitudes(
-            block.raw, block.base_offset, block.base_code, block.present_E, block.offsets_E, block.codes_E,
-            block.first_element, block.n_elements, self.cuts_E3, self.upper_cuts_E3, row_elements,
-            common_multiple(row_elements), sums_AK,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Variance:
-    """A score: the population variance of an element's deltas."""
-
-    n_experts: int
-
-    def __call__(self, block: RawBlock, skip: int, scores_N: NDArray[np.float32]) -> None:
-        from mergepipe.kernels.select import variance_scores
-
-        variance_scores(
-            block.raw, block.base_offset, block.base_code, block.offsets_E, block.codes_E, skip, self.n_experts,
-            scores_N,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class SelectedEnergies:
-    """Per expert the sum of delta^2 over the elements whose variance reaches a cut, which are marked."""
-
-    n_experts: int
-    cut: Cut
-
-    @property
-    def n_sums(self) -> int:
-        return self.n_experts
-
-    @property
-    def mark_rows(self) -> int:
-        return int(self.cut.bits > 0)
-
-    def __call__(
-        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
-    ) -> None:
-        from mergepipe.kernels.products import common_multiple
-        from mergepipe.kernels.select import add_selected_energies
-
-        add_selected_energies(
-            block.raw, block.base_offset, block.base_code, block.present_E, block.offsets_E, block.codes_E,
-            block.first_element, block.n_elements, self.n_experts, np.array(self.cut, np.uint32), row_elements,
-            common_multiple(row_elements), sums_AK, marks_MB[0] if len(marks_MB) else NO_MARKS,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Overlaps:
-    """Per expert how many elements it changes by more than `epsilon` with others (even places) and alone (odd)."""
-
-    n_experts: int
-    epsilon: float
-
-    @property
-    def n_sums(self) -> int:
-        return 2 * self.n_experts
-
-    def __call__(self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64]) -> None:
-        from mergepipe.kernels.products import common_multiple
-        from mergepipe.kernels.select import add_overlaps
-
-        add_overlaps(
-            block.raw, block.base_offset, block.base_code, block.present_E, block.offsets_E, block.codes_E,
-            block.first_element, block.n_elements, np.float32(self.epsilon), row_elements,
-            common_multiple(row_elements), sums_AK,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Importance:
-    """A score: |delta| times the weight of its row (float32, not negative)."""
-
-    row_elements: int
-    weight_R: NDArray[np.float32]
-
-    def __call__(self, block: RawBlock, skip: int, scores_N: NDArray[np.float32]) -> None:
-        from mergepipe.kernels.select import importance_scores
-
-        importance_scores(
-            block.raw, block.base_offset, block.base_code, block.offsets_E, block.codes_E, block.first_element, skip,
-            self.row_elements, self.weight_R, scores_N,
-        )  # fmt: skip
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        """Return the same for all experts."""
+        return equal_influence(len(inputs.experts))

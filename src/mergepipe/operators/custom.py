@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,14 +12,11 @@ from mergepipe.core.blocks import DELTA_FLAG, ITEMSIZE_BY_KERNEL_CODE
 from mergepipe.errors import UnsupportedError
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
-    Influence,
+    AllAlike,
     OperatorInput,
-    Plain,
-    Products,
     RawBlock,
     Reduced,
     Scalar,
-    equal_influence,
 )
 from mergepipe.operators.registry import add_operator, has_operator, operator_specs
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scope
@@ -39,15 +36,11 @@ of a model.
 
 
 @dataclass(frozen=True, slots=True)
-class CustomOperator(Plain):
+class CustomOperator(AllAlike):
     """The operator of a user's function. The function must work element by element: blocks are cut anywhere."""
 
     spec: OperatorSpec
     function: MergeFunction
-
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        """Blocks may be omitted, as the function sees one element at a time; how far each delta goes is not known."""
-        return equal_influence(len(inputs.experts))
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> CustomRule:
         named = [p.name for p in self.spec.parameters if p.scope is Scope.MODEL and not p.ignored]
@@ -67,7 +60,6 @@ class CustomRule:
     function: MergeFunction
     parameters: Given
     n_experts: int
-    copies_base: bool = False
 
     def __call__(self, block: RawBlock) -> None:
         """Merge one block into `block.out`."""
@@ -141,5 +133,4 @@ def load_entry_points() -> tuple[str, ...]:
 def parameter(name: str, help: str, *, default: float | bool | None = None, per_model: bool = False) -> ParameterSpec:
     """One parameter of a user's operator: a flag if the default is one; required if there is no default."""
     scope = Scope.MODEL if per_model else Scope.GLOBAL
-    spec = ParameterSpec(name, scope, help, default=default, is_flag=isinstance(default, bool))
-    return spec if default is not None else replace(spec, required=True)
+    return ParameterSpec(name, scope, help, default=default, required=default is None)

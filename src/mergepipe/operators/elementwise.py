@@ -1,18 +1,16 @@
-"""The block function shared by every rule that the one compiled loop can express."""
+"""The block functions that several rules share: elementwise ones, and those with numbers for each row or column."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.operators.base import RawBlock
+from mergepipe.operators.base import BlockFunction, RawBlock
 from mergepipe.operators.statistics import Cut
 
-T = TypeVar("T", bound=np.generic)
 _NO_MARKS = np.empty((0, 0), np.uint8)
 _KEEP_ALL_3 = np.array(Cut(0), np.uint32)
 _NO_CUTS = np.empty((0, 3), np.uint32)
@@ -113,18 +111,14 @@ class ElementwiseRule:
         if self.share_of is not None:
             coefficients_E = self.share_of.among(chosen, block.counted_E)
         merge_block(
-            block.raw,
-            block.base_offset,
-            block.base_code,
-            block.offsets_E,
-            block.codes_E,
+            *block.sources,
             coefficients_E,
             coefficients_E if self.votes_E is None else self.votes_E[chosen],
             int(self._keep_in(block.first_element)),
             np.tile(_KEEP_ALL_3, (len(chosen), 1)) if self.cuts_E3 is None else self.cuts_E3[chosen],
-            _pick(self.upper_cuts_E3, chosen, _NO_CUTS),
-            _pick(self.stream_keys_E, chosen, _NO_WORDS),
-            _pick(self.limits_E, chosen, _NO_WORDS),
+            _NO_CUTS if self.upper_cuts_E3 is None else self.upper_cuts_E3[chosen],
+            _NO_WORDS if self.stream_keys_E is None else self.stream_keys_E[chosen],
+            _NO_WORDS if self.limits_E is None else self.limits_E[chosen],
             np.ones(len(chosen), np.float32) if self.scales_E is None else self.scales_E[chosen],
             _NO_MARKS if self.marks_MB is None else self.marks_MB,
             chosen if self.marks_MB is None else np.minimum(chosen, len(self.marks_MB) - 1),
@@ -135,12 +129,37 @@ class ElementwiseRule:
             np.float32(self.least_divisor),
             np.float32(scale),
             np.float32(self.delta_scale),
-            block.out,
-            block.out_offset,
-            block.out_code,
-            block.n_elements,
+            *block.output,
         )
 
 
-def _pick(values: NDArray[T] | None, chosen: NDArray[np.int64], nothing: NDArray[T]) -> NDArray[T]:
-    return nothing if values is None else values[chosen]
+def row_rule(
+    row_elements: int,
+    coefficients_ER: NDArray[np.float32],
+    anchor_scale_R: NDArray[np.float32],
+    lower_bits_ER: NDArray[np.uint32] | None = None,
+) -> BlockFunction:
+    """`anchor_scale_R M_0 + sum_e coefficients_ER delta_e` of elements whose magnitude reaches `lower_bits_ER`."""
+
+    def merge(block: RawBlock) -> None:
+        from mergepipe.kernels.merge import merge_rows
+
+        chosen = block.present_E
+        all_ER = np.zeros((len(chosen), len(anchor_scale_R)), np.uint32)
+        lower_ER = all_ER if lower_bits_ER is None else lower_bits_ER[chosen]
+        shares_ER, first = coefficients_ER[chosen], block.first_element
+        merge_rows(*block.sources, shares_ER, anchor_scale_R, lower_ER, row_elements, first, *block.output)
+
+    return merge
+
+
+def column_rule(coefficients_EP: NDArray[np.float32], anchor_scale_P: NDArray[np.float32]) -> BlockFunction:
+    """`anchor_scale_P M_0 + sum_e coefficients_EP delta_e`; element `i` belongs to column `i % P`."""
+
+    def merge(block: RawBlock) -> None:
+        from mergepipe.kernels.merge import merge_columns
+
+        coefficients = coefficients_EP[block.present_E]
+        merge_columns(*block.sources, coefficients, anchor_scale_P, block.first_element, *block.output)
+
+    return merge

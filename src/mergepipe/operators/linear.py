@@ -10,17 +10,9 @@ from numpy.typing import NDArray
 
 from mergepipe.operators.base import Influence, Operator, OperatorInput, Plain, Products, Reduced
 from mergepipe.operators.elementwise import ElementwiseRule, Shares
-from mergepipe.operators.spec import WEIGHT, BaseRole, OperatorSpec, ParameterSpec, Scope, delta_spec, normalize_flag
+from mergepipe.operators.spec import WEIGHT, BaseRole, OperatorSpec, ParameterSpec, Scope, normalize_flag
 
 SMALLEST_SUM = 1e-8
-_NO_RESCALE = ParameterSpec(
-    "rescale",
-    Scope.GLOBAL,
-    "nothing is trimmed, so that nothing is rescaled",
-    default=False,
-    is_flag=True,
-    ignored=True,
-)
 
 
 def nonzero_sum(weights_E: NDArray[np.float64]) -> float:
@@ -46,11 +38,8 @@ class Linear(Plain):
     )
 
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        weights_E = inputs.weights_E()
-        anchor = float(inputs.anchor["weight"])
-        ones_E, normalizes = np.ones_like(weights_E), bool(inputs.globals["normalize"])
-        total = (anchor + float(weights_E.sum())) if normalizes else 1.0
-        return Influence(_in_force(weights_E / (total or 1.0)), ones_E, renormalizes=normalizes)
+        coefficients_E = self.block_function(inputs, Reduced()).coefficients_E.astype(np.float64)
+        return Influence(coefficients_E, np.ones_like(coefficients_E), renormalizes=bool(inputs.globals["normalize"]))
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         weights_E = inputs.weights_E()
@@ -60,40 +49,6 @@ class Linear(Plain):
             shares = Shares(weights_E, float(inputs.anchor["weight"])) if inputs.renormalize else None
             return ElementwiseRule(coefficients_E, share_of=shares)
         return ElementwiseRule(coefficients_E=weights_E.astype(np.float32), anchor_scale=total)
-
-
-@dataclass(frozen=True, slots=True)
-class TaskArithmetic(Plain):
-    """`M_0 + lambda sum_i w_i delta_i`, divided by the sum of weights on request.
-
-    Source: Ilharco et al. 2022 (arXiv 2212.04089).
-    """
-
-    spec: ClassVar[OperatorSpec] = delta_spec(
-        "task_arithmetic",
-        "sum of task vectors",
-        "Ilharco et al. 2022, arXiv 2212.04089",
-        normalize=False,
-        rescale=_NO_RESCALE,
-    )
-
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        coefficients_E = fixed_coefficients(inputs).astype(np.float64)
-        return Influence(coefficients_E, np.ones_like(coefficients_E))
-
-    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        return ElementwiseRule(coefficients_E=fixed_coefficients(inputs))
-
-
-def fixed_coefficients(inputs: OperatorInput) -> NDArray[np.float32]:
-    """`lambda w_i`, divided by `sum w` when `normalize` is set; worked out in float64, rounded once."""
-    weights_E = inputs.weights_E()
-    divisor = nonzero_sum(weights_E) if inputs.globals["normalize"] else 1.0
-    return (weights_E * (float(inputs.globals["lambda"]) / divisor)).astype(np.float32)
-
-
-def _in_force(coefficients_E: NDArray[np.float64]) -> NDArray[np.float64]:
-    return coefficients_E.astype(np.float32).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +69,8 @@ class Passthrough(Plain):
         return Influence(np.empty(0), np.empty(0))
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        return ElementwiseRule(
-            coefficients_E=np.empty(0, np.float32), anchor_scale=float(inputs.anchor.get("scale", 1.0))
-        )
+        return ElementwiseRule(np.empty(0, np.float32), anchor_scale=float(inputs.anchor.get("scale", 1.0)))
 
 
-OPERATORS: tuple[Operator, ...] = (Linear(), TaskArithmetic())
+OPERATORS: tuple[Operator, ...] = (Linear(),)
 COPIES: tuple[Operator, ...] = (Passthrough(),)

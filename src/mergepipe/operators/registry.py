@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mergepipe.errors import UnsupportedError
-from mergepipe.operators import linear, ranked, selective, sparse, spherical
+from mergepipe.operators import linear, selective, sparse, spherical
 from mergepipe.operators.base import Operator
 from mergepipe.operators.spec import OperatorSpec
 
 _FAMILIES: tuple[Iterable[Operator], ...] = (
     linear.OPERATORS,
     sparse.OPERATORS,
-    ranked.OPERATORS,
     spherical.OPERATORS,
     selective.OPERATORS,
     linear.COPIES,

@@ -11,30 +11,20 @@ from numpy.typing import NDArray
 
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
+    AllAlike,
     BlockFunction,
-    Importance,
-    Influence,
     Operator,
     OperatorInput,
-    Overlaps,
-    Plain,
-    Products,
     RawBlock,
     Reduced,
     ReductionRequest,
     RowSums,
     ScoreCut,
     ScoreShare,
-    SelectedEnergies,
     SoftmaxDivergence,
-    SurvivorSums,
-    Variance,
-    equal_influence,
-    equal_shares,
 )
-from mergepipe.operators.elementwise import ElementwiseRule, Keep
-from mergepipe.operators.ranked import RowRule
-from mergepipe.operators.spec import INT8_MASK, BaseRole, OperatorSpec, ParameterSpec, Scope
+from mergepipe.operators.elementwise import ElementwiseRule, Keep, row_rule
+from mergepipe.operators.spec import INT8_MASK, BaseRole, OperatorSpec, ParameterSpec, Scope, shared
 from mergepipe.operators.statistics import NOTHING_KEPT_BITS, Cut
 
 SMALLEST_ENERGY = 1e-6
@@ -42,11 +32,84 @@ SMALLEST_DIVISOR = 1e-6
 INFINITY_BITS = 0x7F800000
 _QUARTERS = (0.25, 0.5, 0.75)
 _RAM = "arXiv 2601.13572"
+_NO_MARKS = np.empty(0, np.uint8)
 _CHANGED = ParameterSpec("epsilon", Scope.GLOBAL, "a larger |delta| counts as a change", default=1e-5, low=0.0)
 
 
+# --- sums and scores that these rules need of a whole tensor ---
+
+
 @dataclass(frozen=True, slots=True)
-class Sce(Plain):
+class Variance:
+    """A score: the population variance of an element's deltas."""
+
+    n_experts: int
+
+    def __call__(self, block: RawBlock, skip: int, scores_N: NDArray[np.float32]) -> None:
+        from mergepipe.kernels.select import variance_scores
+
+        variance_scores(*block.sources, skip, self.n_experts, scores_N)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedEnergies:
+    """Per expert the sum of delta^2 over the elements whose variance reaches a cut, which are marked."""
+
+    n_sums: int
+    cut: Cut
+
+    @property
+    def mark_rows(self) -> int:
+        return int(self.cut.bits > 0)
+
+    def __call__(
+        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
+    ) -> None:
+        from mergepipe.kernels.products import common_multiple
+        from mergepipe.kernels.select import add_selected_energies
+
+        cut_3, marks = np.array(self.cut, np.uint32), marks_MB[0] if len(marks_MB) else _NO_MARKS
+        atoms = row_elements, common_multiple(row_elements)
+        add_selected_energies(*block.extent, self.n_sums, cut_3, *atoms, sums_AK, marks)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlaps:
+    """Per expert how many elements it changes by more than `epsilon` with others (even places) and alone (odd)."""
+
+    n_sums: int
+    epsilon: float
+    mark_rows: int = 0
+
+    def __call__(
+        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
+    ) -> None:
+        from mergepipe.kernels.products import common_multiple
+        from mergepipe.kernels.select import add_overlaps
+
+        atoms = row_elements, common_multiple(row_elements)
+        add_overlaps(*block.extent, np.float32(self.epsilon), *atoms, sums_AK)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Importance:
+    """A score: |delta| times the weight of its row (float32, not negative)."""
+
+    row_elements: int
+    weight_R: NDArray[np.float32]
+
+    def __call__(self, block: RawBlock, skip: int, scores_N: NDArray[np.float32]) -> None:
+        from mergepipe.kernels.select import importance_scores
+
+        place = block.first_element, skip, self.row_elements
+        importance_scores(*block.sources, *place, self.weight_R, scores_N)
+
+
+# --- the rules ---
+
+
+@dataclass(frozen=True, slots=True)
+class Sce(AllAlike):
     """Select the elements of highest variance, weigh each delta by its energy there, and merge the majority's signs.
 
     Source: Wan et al. 2024 (arXiv 2408.07990), section 3.3. Exactly `floor(select_topk * v)` of the `v` elements with
@@ -72,9 +135,6 @@ class Sce(Plain):
         ),
     )
 
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        return equal_shares(len(inputs.experts))
-
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         n_experts, whole = len(inputs.experts), max(1, inputs.n_elements)
         selects = float(inputs.globals["select_topk"]) < 1.0
@@ -83,7 +143,7 @@ class Sce(Plain):
         if selects and self._kept(inputs, reduced) == 0:
             return None
         if len(reduced.sums) < 1 + selects:
-            return SurvivorSums(SelectedEnergies(n_experts, _variance_cut(reduced)), whole)
+            return RowSums(SelectedEnergies(n_experts, _variance_cut(reduced)), whole)
         return None
 
     @staticmethod
@@ -118,26 +178,19 @@ def energy_weights(energies_E: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.full(len(energies_E), 1.0 / len(energies_E)) if abs(total) < SMALLEST_ENERGY else energies_E / total
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OverlapRule:
+def overlap_rule(epsilon: float, own_scales_E: NDArray[np.float32]) -> BlockFunction:
     """The block function of ram and ramplus_tl; see `kernels.select.merge_overlapping`."""
 
-    epsilon: float
-    own_scales_E: NDArray[np.float32]
-    copies_base: bool = False
-
-    def __call__(self, block: RawBlock) -> None:
-        """Merge one block into `block.out`."""
+    def merge(block: RawBlock) -> None:
         from mergepipe.kernels.select import merge_overlapping
 
-        merge_overlapping(
-            block.raw, block.base_offset, block.base_code, block.offsets_E, block.codes_E, np.float32(self.epsilon),
-            self.own_scales_E[block.present_E], block.out, block.out_offset, block.out_code, block.n_elements,
-        )  # fmt: skip
+        merge_overlapping(*block.sources, np.float32(epsilon), own_scales_E[block.present_E], *block.output)
+
+    return merge
 
 
 @dataclass(frozen=True, slots=True)
-class Ram(Plain):
+class Ram(AllAlike):
     """Add what one expert changes, and the mean of what several change.
 
     Source: arXiv 2601.13572. A change is a |delta| above `epsilon`; smaller deltas are dropped.
@@ -147,15 +200,12 @@ class Ram(Plain):
         "ram", "average what several change, keep what one changes", _RAM, BaseRole.REQUIRED, (_CHANGED,)
     )
 
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        return equal_influence(len(inputs.experts))
-
-    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> OverlapRule:
-        return OverlapRule(float(inputs.globals["epsilon"]), np.ones(len(inputs.experts), np.float32))
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        return overlap_rule(float(inputs.globals["epsilon"]), np.ones(len(inputs.experts), np.float32))
 
 
 @dataclass(frozen=True, slots=True)
-class RamPlus(Plain):
+class RamPlus(AllAlike):
     """Merge like ram, scaling what one expert changes by `1 + r clip(shared / own, 0, alpha)`, counts by tensor.
 
     Source: arXiv 2601.13572.
@@ -167,47 +217,27 @@ class RamPlus(Plain):
         _RAM,
         BaseRole.REQUIRED,
         (
-            ParameterSpec("r", Scope.GLOBAL, "strength of the amplification", default=0.1),
+            shared("r", "strength of the amplification", 0.1),
             ParameterSpec("alpha", Scope.GLOBAL, "largest ratio of shared to own changes", default=0.2, low=0.0),
             _CHANGED,
         ),
     )
 
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        return equal_influence(len(inputs.experts))
-
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
-        overlaps = Overlaps(len(inputs.experts), float(inputs.globals["epsilon"]))
+        overlaps = Overlaps(2 * len(inputs.experts), float(inputs.globals["epsilon"]))
         return None if reduced.sums else RowSums(overlaps, max(1, inputs.n_elements))
 
-    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> OverlapRule:
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
         epsilon = float(inputs.globals["epsilon"])
         counts_E2 = reduced.sums[0].reshape(-1, 2) if reduced.sums else np.zeros((len(inputs.experts), 2))
         own_E = np.maximum(counts_E2[:, 1], epsilon)
         ratio_E = np.divide(counts_E2[:, 0], own_E, out=np.zeros(len(own_E)), where=own_E > 0)
         scales_E = 1.0 + float(inputs.globals["r"]) * np.clip(ratio_E, 0.0, float(inputs.globals["alpha"]))
-        return OverlapRule(epsilon, scales_E.astype(np.float32))
+        return overlap_rule(epsilon, scales_E.astype(np.float32))
 
 
 @dataclass(frozen=True, slots=True)
-class LargestRule:
-    """The block function of magmax; see `kernels.select.merge_largest`."""
-
-    scale: float
-    copies_base: bool = False
-
-    def __call__(self, block: RawBlock) -> None:
-        """Merge one block into `block.out`."""
-        from mergepipe.kernels.select import merge_largest
-
-        merge_largest(
-            block.raw, block.base_offset, block.base_code, block.offsets_E, block.codes_E, np.float32(self.scale),
-            block.out, block.out_offset, block.out_code, block.n_elements,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class MagMax(Plain):
+class MagMax(AllAlike):
     """`M_0 + lambda delta_j`, `j = argmax_i |delta_i|` element by element, the first of equal ones.
 
     Source: Marczak et al. 2024 (arXiv 2407.06322). The paper trains its models one after another; here they are any.
@@ -218,18 +248,22 @@ class MagMax(Plain):
         "the largest change of each element",
         "Marczak et al. 2024, arXiv 2407.06322",
         BaseRole.REQUIRED,
-        (ParameterSpec("lambda", Scope.GLOBAL, "factor of the merged delta", default=1.0),),
+        (shared("lambda", "factor of the merged delta", 1.0),),
     )
 
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        return equal_influence(len(inputs.experts))
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        scale = np.float32(inputs.globals["lambda"])
 
-    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> LargestRule:
-        return LargestRule(float(inputs.globals["lambda"]))
+        def merge(block: RawBlock) -> None:
+            from mergepipe.kernels.select import merge_largest
+
+            merge_largest(*block.sources, scale, *block.output)
+
+        return merge
 
 
 @dataclass(frozen=True, slots=True)
-class NearSwap(Plain):
+class NearSwap(AllAlike):
     """`M_0 + clip(t / |delta|, 0, 1) delta`: each element moves by at most `t`. A |delta| below 1e-6 counts as that.
 
     Source: alchemonaut, QuartetAnemoi-70B-t0.0001.
@@ -240,12 +274,9 @@ class NearSwap(Plain):
         "towards the other model where it is near",
         "alchemonaut, QuartetAnemoi-70B-t0.0001",
         BaseRole.REQUIRED,
-        (ParameterSpec("t", Scope.GLOBAL, "largest step of an element", required=True),),
+        (shared("t", "largest step of an element", None),),
         max_experts=1,
     )
-
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        return equal_influence(len(inputs.experts))
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         n_experts = len(inputs.experts)
@@ -254,7 +285,7 @@ class NearSwap(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class ArceeFusion(Plain):
+class ArceeFusion(AllAlike):
     """The deltas whose importance reaches `median + 1.5 (upper - lower quartile)` of the tensor.
 
     Importance is |delta| times the divergence of the softmax of the model's row from that of the base's.
@@ -270,9 +301,6 @@ class ArceeFusion(Plain):
         (),
         max_experts=1,
     )
-
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        return equal_influence(len(inputs.experts))
 
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         if not reduced.sums:
@@ -291,7 +319,7 @@ class ArceeFusion(Plain):
             cut = np.float32(median + np.float32(1.5) * (upper - lower))
         divergence_R = _divergence_R(reduced)
         ones_R = np.ones(len(divergence_R), np.float32)
-        return RowRule(inputs.row_elements, ones_R[None], ones_R, magnitude_cuts(cut, divergence_R)[None])
+        return row_rule(inputs.row_elements, ones_R[None], ones_R, magnitude_cuts(cut, divergence_R)[None])
 
 
 def _divergence_R(reduced: Reduced) -> NDArray[np.float32]:

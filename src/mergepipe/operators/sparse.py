@@ -1,70 +1,110 @@
-"""Rules that sparsify each delta before combining: ties, dare_linear, dare_ties, breadcrumbs, breadcrumbs_ties."""
+"""Rules that keep some elements of each delta, all but in task_arithmetic, and sum them or merge them as TIES does.
+
+What is kept (by magnitude, in a band, at random, at random by rank) and how it is combined are independent:
+ties, dare, breadcrumbs and della come from the one list of `Sparse` at the end.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.blocks import DELTA_FLAG, F32, itemsize_of_code
+from mergepipe.errors import RecipeError
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
+    BlockFunction,
     Influence,
-    KeptMagnitudes,
     MagnitudeBand,
     MagnitudeCut,
     Operator,
     OperatorInput,
     Plain,
     Products,
+    RawBlock,
     Reduced,
     ReductionRequest,
     RowSums,
 )
 from mergepipe.operators.elementwise import ElementwiseRule, Keep
-from mergepipe.operators.linear import fixed_coefficients, nonzero_sum
-from mergepipe.operators.spec import DENSITY, OperatorSpec, ParameterSpec, Scope, delta_spec, rescale_to_magnitudes
+from mergepipe.operators.linear import nonzero_sum
+from mergepipe.operators.spec import (
+    DENSITY,
+    OperatorSpec,
+    ParameterSpec,
+    Scope,
+    delta_spec,
+    rescale_to_magnitudes,
+    shared,
+)
 from mergepipe.operators.statistics import NOTHING_KEPT, rank_of_density
 
 SMALLEST_SUM = 1e-7  # of magnitudes, to be divided by
-_YADAV, _YU = "Yadav et al. 2023, arXiv 2306.01708", "Yu et al. 2023, arXiv 2311.03099"
-_DAVARI = "Davari and Belilovsky 2023, arXiv 2312.06795"
-_RESCALE_BY_DENSITY = ParameterSpec(
-    "rescale", Scope.GLOBAL, "multiply surviving elements by 1/density", default=True, is_flag=True
-)
-_GAMMA = ParameterSpec(
-    "gamma", Scope.MODEL, "share of the delta's largest elements that is dropped", default=0.01, low=0.0, high=1.0
-)
+SCRATCH_ELEMENTS = 1 << 18
+_NO_MARKS = np.empty(0, np.uint8)
 
 
-def densities_E(inputs: OperatorInput) -> NDArray[np.float64]:
-    """The experts' densities."""
-    return np.array([float(p["density"]) for p in inputs.experts], np.float64)
+# --- combine what is kept of the deltas ---
 
 
 @dataclass(frozen=True, slots=True)
-class Ties(Plain):
-    """Trim to the top `density` share by magnitude, elect the sign of `sum_i w_i delta_i`, merge what agrees.
+class Sparse(Plain):
+    """`M_0 + lambda sum_i w_i delta_i` of what is kept of each delta: all, here.
 
-    Source: Yadav et al. 2023 (arXiv 2306.01708), Algorithm 1. Exactly `floor(density * n)` elements are kept: of equal
-    magnitudes those with the smallest hashes of their index. A zero vote counts as positive. `rescale` multiplies what
-    is kept so that the sum of magnitudes stays, as mergekit does.
+    With `elects`, as TIES merges: the sign of `sum_i w_i delta_i` is elected, a zero counting as positive, and `lambda`
+    times the sum, or with `normalize` the weighted mean, of what agrees with it is added.
+    Sources: Ilharco et al. 2022 (arXiv 2212.04089); Yadav et al. 2023 (arXiv 2306.01708), Algorithm 1.
     """
 
-    spec: ClassVar[OperatorSpec] = delta_spec(
-        "ties",
-        "trim, elect sign, disjoint merge",
-        _YADAV,
-        DENSITY,
-        normalize=True,
-        rescale=rescale_to_magnitudes(False),
-    )
+    spec: OperatorSpec
+    elects: bool = False
+    trims: ClassVar[bool] = False
 
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        """Trimming is exact; of the consensus only the weights are kept, not which elements agree."""
-        coefficients_E = consensus_coefficients(inputs)
-        return Influence(coefficients_E, np.ones_like(coefficients_E), trims=True)
+        """Signs that are elected are not worked out: of an election only the weights are stated."""
+        weights_E = inputs.weights_E()
+        if not self.elects:
+            coefficients_E = self._combination(inputs).coefficients_E.astype(np.float64)
+        else:
+            divisor = nonzero_sum(np.abs(weights_E)) if inputs.globals["normalize"] else 1.0
+            coefficients_E = weights_E * (float(inputs.globals["lambda"]) / divisor)
+        return Influence(coefficients_E, self._kept_energy(inputs), trims=self.trims)
+
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        return self._combination(inputs)
+
+    def _combination(self, inputs: OperatorInput) -> ElementwiseRule:
+        """Return the rule that keeps everything. Coefficients are worked out in float64 and rounded once."""
+        weights_E, scale = inputs.weights_E(), float(inputs.globals["lambda"])
+        if self.elects:
+            normalizes = bool(inputs.globals["normalize"])
+            return ElementwiseRule(
+                weights_E.astype(np.float32), consensus=True, normalize=normalizes, delta_scale=scale
+            )
+        divisor = nonzero_sum(weights_E) if inputs.globals["normalize"] else 1.0
+        return ElementwiseRule((weights_E * (scale / divisor)).astype(np.float32))
+
+    def _kept_energy(self, inputs: OperatorInput) -> NDArray[np.float64]:
+        """Return the expected share of `||delta||^2` that dropping at random and rescaling leaves."""
+        return np.ones(len(inputs.experts))
+
+
+# --- keep by magnitude ---
+
+
+class Largest(Sparse):
+    """Keep the `density` share of largest magnitude.
+
+    Exactly `floor(density * n)` elements are kept: of equal magnitudes those with the smallest hashes of their index.
+    `rescale` multiplies what is kept so that the sum of magnitudes stays, as mergekit does.
+    """
+
+    __slots__ = ()
+    trims = True
 
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         kept_E = tuple(rank_of_density(float(p["density"]), inputs.n_elements) for p in inputs.experts)
@@ -72,17 +112,17 @@ class Ties(Plain):
             return None
         return MagnitudeCut(kept_E) if reduced.cuts_E3 is None else _sums_to_rescale(inputs, reduced)
 
-    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        return consensus_rule(
-            inputs,
-            keep=Keep.LARGE,
-            cuts_E3=reduced.cuts_E3,
-            scales_E=scales_of_sums(inputs, reduced),
-        )
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        scales_E = scales_of_sums(inputs, reduced)
+        return replace(self._combination(inputs), keep=Keep.LARGE, cuts_E3=reduced.cuts_E3, scales_E=scales_E)
 
 
-class _Band(Plain):
-    """The common part of both rules of breadcrumbs: the cuts above and below what is kept."""
+class Band(Sparse):
+    """Drop the `gamma` share of largest elements, keep the next `density` share.
+
+    Source: Davari and Belilovsky 2023 (arXiv 2312.06795), section 3. Exactly as many elements are dropped and kept as
+    the shares say; equal magnitudes are ordered as in TIES.
+    """
 
     __slots__ = ()
 
@@ -94,6 +134,15 @@ class _Band(Plain):
             return MagnitudeBand(tuple(n_kept for n_kept, _ in ranks), tuple(n_dropped for _, n_dropped in ranks))
         return _sums_to_rescale(inputs, reduced)
 
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        return replace(
+            self._combination(inputs),
+            keep=Keep.ALL if reduced.upper_cuts_E3 is None else Keep.BAND,
+            cuts_E3=reduced.cuts_E3,
+            upper_cuts_E3=reduced.upper_cuts_E3,
+            scales_E=scales_of_sums(inputs, reduced),
+        )
+
 
 def band_ranks(n_elements: int, density: float, gamma: float) -> tuple[int, int]:
     """Ranks by magnitude of the last element kept and of the last one dropped above; `gamma` gives way to `density`."""
@@ -104,67 +153,6 @@ def band_ranks(n_elements: int, density: float, gamma: float) -> tuple[int, int]
     return dropped + target, dropped
 
 
-@dataclass(frozen=True, slots=True)
-class Breadcrumbs(_Band):
-    """Drop the `gamma` share of largest elements, keep the next `density` share, then `M_0 + lambda sum_i w_i delta_i`.
-
-    Source: Davari and Belilovsky 2023 (arXiv 2312.06795), section 3. Exactly as many elements are dropped and kept as
-    the shares say; equal magnitudes are ordered as in TIES.
-    """
-
-    spec: ClassVar[OperatorSpec] = delta_spec(
-        "breadcrumbs",
-        "drop the largest and the smallest, then sum",
-        _DAVARI,
-        DENSITY,
-        _GAMMA,
-        normalize=False,
-        rescale=rescale_to_magnitudes(False),
-    )
-
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        """Return an unknown influence: the band's share of a block does not follow from its octaves."""
-        coefficients_E = fixed_coefficients(inputs).astype(np.float64)
-        return Influence(coefficients_E, np.ones_like(coefficients_E))
-
-    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        return ElementwiseRule(
-            fixed_coefficients(inputs),
-            keep=Keep.ALL if reduced.upper_cuts_E3 is None else Keep.BAND,
-            cuts_E3=reduced.cuts_E3,
-            upper_cuts_E3=reduced.upper_cuts_E3,
-            scales_E=scales_of_sums(inputs, reduced),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class BreadcrumbsTies(_Band):
-    """Drop as breadcrumbs, elect signs and merge as TIES."""
-
-    spec: ClassVar[OperatorSpec] = delta_spec(
-        "breadcrumbs_ties",
-        "drop the largest and the smallest, elect sign, disjoint merge",
-        f"{_DAVARI}; {_YADAV}",
-        DENSITY,
-        _GAMMA,
-        normalize=False,
-        rescale=rescale_to_magnitudes(False),
-    )
-
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        coefficients_E = consensus_coefficients(inputs)
-        return Influence(coefficients_E, np.ones_like(coefficients_E))
-
-    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        return consensus_rule(
-            inputs,
-            keep=Keep.ALL if reduced.upper_cuts_E3 is None else Keep.BAND,
-            cuts_E3=reduced.cuts_E3,
-            upper_cuts_E3=reduced.upper_cuts_E3,
-            scales_E=scales_of_sums(inputs, reduced),
-        )
-
-
 def _sums_to_rescale(inputs: OperatorInput, reduced: Reduced) -> ReductionRequest | None:
     """Sums of magnitudes before and after trimming, where they are wanted and not known."""
     if not inputs.globals["rescale"] or reduced.sums or reduced.cuts_E3 is None:
@@ -173,6 +161,28 @@ def _sums_to_rescale(inputs: OperatorInput, reduced: Reduced) -> ReductionReques
     if upper_E3 is None:
         upper_E3 = np.array([NOTHING_KEPT] * len(inputs.experts), np.uint32)
     return RowSums(KeptMagnitudes(reduced.cuts_E3, upper_E3), max(1, inputs.n_elements))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptMagnitudes:
+    """Per expert the sum of |delta| (even places), and of what lies between two cuts (odd places)."""
+
+    cuts_E3: NDArray[np.uint32]
+    upper_cuts_E3: NDArray[np.uint32]
+    mark_rows: int = 0
+
+    @property
+    def n_sums(self) -> int:
+        return 2 * len(self.cuts_E3)
+
+    def __call__(
+        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
+    ) -> None:
+        from mergepipe.kernels.products import common_multiple
+        from mergepipe.kernels.select import add_kept_magnitudes
+
+        cuts, atoms = (self.cuts_E3, self.upper_cuts_E3), (row_elements, common_multiple(row_elements))
+        add_kept_magnitudes(*block.extent, *cuts, *atoms, sums_AK)
 
 
 @np.errstate(all="ignore")
@@ -186,108 +196,37 @@ def scales_of_sums(inputs: OperatorInput, reduced: Reduced) -> NDArray[np.float3
     return ratio_E.astype(np.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class DareLinear(Plain):
-    """Drop each element with probability `1 - density`, rescale the survivors, then `M_0 + lambda sum_i w_i delta_i`.
+# --- keep at random ---
+
+
+class Drawn(Sparse):
+    """Drop each element with probability `1 - density`; `rescale` multiplies the survivors by `1/density`.
 
     Source: Yu et al. 2023 (arXiv 2311.03099), Eq. 2-4.
     """
 
-    spec: ClassVar[OperatorSpec] = delta_spec(
-        "dare_linear", "drop and rescale, then sum", _YU, DENSITY, normalize=False, rescale=_RESCALE_BY_DENSITY
-    )
+    __slots__ = ()
     is_random = True
 
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        return Influence(fixed_coefficients(inputs).astype(np.float64), dropped_energy(inputs))
-
-    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        limits_E, scales_E = _drop_and_rescale(inputs)
-        return ElementwiseRule(
-            coefficients_E=fixed_coefficients(inputs),
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        density_E = _densities_E(inputs)
+        scales_E = _inverse(density_E) if inputs.globals["rescale"] else np.ones_like(density_E)
+        return replace(
+            self._combination(inputs),
             keep=Keep.RANDOM,
             stream_keys_E=np.array(inputs.stream_keys, np.uint64),
-            limits_E=limits_E,
-            scales_E=scales_E,
+            limits_E=np.rint(density_E * 2.0**32).astype(np.uint64),
+            scales_E=scales_E.astype(np.float32),
         )
 
-
-@dataclass(frozen=True, slots=True)
-class DareTies(Plain):
-    """Drop and rescale as DARE, then elect signs and merge as TIES.
-
-    Source: Yu et al. 2023 (arXiv 2311.03099) with the consensus of Yadav et al. 2023 (arXiv 2306.01708).
-    """
-
-    spec: ClassVar[OperatorSpec] = delta_spec(
-        "dare_ties",
-        "drop and rescale, elect sign, disjoint merge",
-        f"{_YU}; {_YADAV}",
-        DENSITY,
-        normalize=False,
-        rescale=_RESCALE_BY_DENSITY,
-    )
-    is_random = True
-
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        return Influence(consensus_coefficients(inputs), dropped_energy(inputs))
-
-    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        limits_E, scales_E = _drop_and_rescale(inputs)
-        return consensus_rule(
-            inputs,
-            keep=Keep.RANDOM,
-            stream_keys_E=np.array(inputs.stream_keys, np.uint64),
-            limits_E=limits_E,
-            scales_E=scales_E,
-        )
+    def _kept_energy(self, inputs: OperatorInput) -> NDArray[np.float64]:
+        """`density * (1 / density)^2` when rescaled, else `density`."""
+        density_E = _densities_E(inputs)
+        return _inverse(density_E) if inputs.globals["rescale"] else density_E
 
 
-def _drop_and_rescale(inputs: OperatorInput) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-    density_E = densities_E(inputs)
-    limits_E = np.rint(density_E * 2.0**32).astype(np.uint64)
-    scales_E = _inverse(density_E) if inputs.globals["rescale"] else np.ones_like(density_E)
-    return limits_E, scales_E.astype(np.float32)
-
-
-def consensus_rule(
-    inputs: OperatorInput,
-    *,
-    keep: Keep,
-    cuts_E3: NDArray[np.uint32] | None = None,
-    upper_cuts_E3: NDArray[np.uint32] | None = None,
-    stream_keys_E: NDArray[np.uint64] | None = None,
-    limits_E: NDArray[np.uint64] | None = None,
-    scales_E: NDArray[np.float32] | None = None,
-    marks_MB: NDArray[np.uint8] | None = None,
-) -> ElementwiseRule:
-    """Combine what is kept as TIES does: elect the sign of the weighted sum, merge what agrees."""
-    return ElementwiseRule(
-        coefficients_E=inputs.weights_E().astype(np.float32),
-        keep=keep,
-        cuts_E3=cuts_E3,
-        upper_cuts_E3=upper_cuts_E3,
-        stream_keys_E=stream_keys_E,
-        limits_E=limits_E,
-        scales_E=scales_E,
-        marks_MB=marks_MB,
-        consensus=True,
-        normalize=bool(inputs.globals["normalize"]),
-        delta_scale=float(inputs.globals["lambda"]),
-    )
-
-
-def consensus_coefficients(inputs: OperatorInput) -> NDArray[np.float64]:
-    """The experts' weights as far as they are known before signs are elected."""
-    weights_E = inputs.weights_E()
-    divisor = nonzero_sum(np.abs(weights_E)) if inputs.globals["normalize"] else 1.0
-    return weights_E * (float(inputs.globals["lambda"]) / divisor)
-
-
-def dropped_energy(inputs: OperatorInput) -> NDArray[np.float64]:
-    """`E ||scale * kept||^2 / ||delta||^2`: `density * (1 / density)^2` when rescaled, else `density`."""
-    density_E = densities_E(inputs)
-    return _inverse(density_E) if inputs.globals["rescale"] else density_E
+def _densities_E(inputs: OperatorInput) -> NDArray[np.float64]:
+    return np.array([float(p["density"]) for p in inputs.experts], np.float64)
 
 
 def _inverse(density_E: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -296,4 +235,220 @@ def _inverse(density_E: NDArray[np.float64]) -> NDArray[np.float64]:
     return inverse_E
 
 
-OPERATORS: tuple[Operator, ...] = (Ties(), DareLinear(), DareTies(), Breadcrumbs(), BreadcrumbsTies())
+class Ranked(Drawn):
+    """Drop at random by rank in the row; `rescale` multiplies the survivors so that the sum of magnitudes stays.
+
+    Source: Deep et al. 2024 (arXiv 2406.11617), sections 3.1 to 3.3. Ranks are those of the tensor's last dimension.
+    Deviation: rescaled by the ratio of sums of magnitudes, as mergekit does, and not by each element's probability.
+    The influence stated is DARE's, though large elements are kept more often.
+    """
+
+    __slots__ = ()
+
+    def granularity(self, inputs: OperatorInput) -> int:
+        return inputs.row_elements if bool((_densities_E(inputs) < 1.0).any()) else 1
+
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        for parameters in inputs.experts:
+            if conflict := spread_conflict(parameters):
+                raise RecipeError.of("recipe.value", "epsilon", conflict, "choose a smaller epsilon")
+        if not inputs.globals["rescale"] or reduced.sums or bool((_densities_E(inputs) >= 1.0).all()):
+            return None
+        return RowSums(SurvivingMagnitudes(survival_of(inputs)), inputs.row_elements)
+
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        """Drop by rank, where marks do not say what survives."""
+        keep = Keep.LARGE if reduced.marks_MB is None else Keep.MARKED
+        scales_E = scales_of_sums(inputs, reduced)
+        rule = replace(self._combination(inputs), keep=keep, scales_E=scales_E, marks_MB=reduced.marks_MB)
+        return RankedRule(survival_of(inputs), rule) if rule.marks_MB is None else rule
+
+
+def spread_conflict(model: Mapping[str, float | bool]) -> str:
+    """Whether elements of one model survive with probabilities outside of (0, 1); all do at density 1, none at 0."""
+    if not {"density", "epsilon"} <= model.keys():
+        return ""
+    density, epsilon = float(model["density"]), float(model["epsilon"])
+    low, high = density - epsilon, density + epsilon
+    if density in (0.0, 1.0) or (low > 0.0 and high < 1.0):
+        return ""
+    return f"density {density:g} with epsilon {epsilon:g} gives probabilities from {low:g} to {high:g}, outside (0, 1)"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Survival:
+    """Survival by rank: per expert the probability of a row's smallest element, and the surplus of its largest."""
+
+    row_elements: int
+    stream_keys_E: NDArray[np.uint64]
+    lowest_E: NDArray[np.float64]
+    spread_E: NDArray[np.float64]
+
+    def drop(self, block: RawBlock, place: int, values_N: NDArray[np.float32]) -> None:
+        """Write the delta of the expert at `place` of those present, cleared of what does not survive."""
+        from mergepipe.kernels.ranked import decode_deltas, drop_ranked
+
+        source = int(block.offsets_E[place]), int(block.codes_E[place])
+        decode_deltas(block.raw, block.base_offset, block.base_code, *source, block.n_elements, values_N)
+        e = int(block.present_E[place])
+        lowest, spread = float(self.lowest_E[e]), float(self.spread_E[e])
+        if lowest + spread <= 0.0:
+            values_N.fill(0.0)
+        elif lowest < 1.0:
+            drop_ranked(values_N, block.first_element, self.row_elements, self.stream_keys_E[e], lowest, spread)
+
+    def check_rows(self, block: RawBlock) -> None:
+        """Refuse a block that cuts a row in which something is dropped."""
+        if block.first_element % self.row_elements and bool((self.lowest_E < 1.0).any()):
+            raise ValueError(f"a block starts at element {block.first_element}, inside a row of {self.row_elements}")
+
+    def parts(self, block: RawBlock) -> Iterator[RawBlock]:
+        """The block in pieces, of whole rows where anything is dropped, about `SCRATCH_ELEMENTS` long."""
+        self.check_rows(block)
+        step = self.row_elements * max(1, SCRATCH_ELEMENTS // self.row_elements)
+        for skip in range(0, block.n_elements, step):
+            yield block.part(skip, min(step, block.n_elements - skip))
+
+
+def survival_of(inputs: OperatorInput) -> Survival:
+    """Return the survival under the parameters in force; at density 1 all elements survive, at 0 none."""
+    density_E = _densities_E(inputs)
+    epsilon_E = np.where((density_E > 0.0) & (density_E < 1.0), [float(p["epsilon"]) for p in inputs.experts], 0.0)
+    keys_E = np.array(inputs.stream_keys, np.uint64)
+    return Survival(inputs.row_elements, keys_E, density_E - epsilon_E, 2.0 * epsilon_E)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankedRule:
+    """Drops, writes what is left as deltas beside the base, and merges those. Memory: 4 bytes an expert and element."""
+
+    survival: Survival
+    rule: ElementwiseRule
+
+    def __call__(self, block: RawBlock) -> None:
+        """Merge one block into `block.out`."""
+        for part in self.survival.parts(block):
+            self._merge(part)
+
+    def _merge(self, part: RawBlock) -> None:
+        n, n_present = part.n_elements, len(part.present_E)
+        base_bytes = -(-n * itemsize_of_code(part.base_code) // F32.itemsize) * F32.itemsize
+        scratch = np.empty(base_bytes + n_present * n * F32.itemsize, np.uint8)
+        stored = part.raw[part.base_offset : part.base_offset + n * itemsize_of_code(part.base_code)]
+        scratch[: len(stored)] = stored
+        deltas_EN = scratch[base_bytes:].view(np.float32).reshape(n_present, n)
+        for place in range(n_present):
+            self.survival.drop(part, place, deltas_EN[place])
+        self.rule(
+            replace(
+                part,
+                raw=scratch,
+                base_offset=0,
+                offsets_E=base_bytes + np.arange(n_present, dtype=np.int64) * n * F32.itemsize,
+                codes_E=np.full(n_present, F32.kernel_code | DELTA_FLAG, np.int64),
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SurvivingMagnitudes:
+    """A measure of survivors: per expert the sum of |delta| (even places), and of what survives (odd places)."""
+
+    survival: Survival
+
+    @property
+    def n_sums(self) -> int:
+        return 2 * len(self.survival.lowest_E)
+
+    @property
+    def mark_rows(self) -> int:
+        from mergepipe.kernels.merge import MARK_ELEMENTS
+
+        return 0 if self.survival.row_elements % MARK_ELEMENTS else len(self.survival.lowest_E)
+
+    def __call__(
+        self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
+    ) -> None:
+        from mergepipe.kernels.products import common_multiple
+        from mergepipe.kernels.ranked import add_survivors
+
+        self.survival.check_rows(block)
+        survival = self.survival
+        for place, e in enumerate(block.present_E):
+            add_survivors(
+                block.raw, block.base_offset, block.base_code, int(block.offsets_E[place]),
+                int(block.codes_E[place]), block.first_element, block.n_elements, row_elements,
+                common_multiple(row_elements), survival.stream_keys_E[e], float(survival.lowest_E[e]),
+                float(survival.spread_E[e]), sums_AK[:, 2 * e : 2 * e + 2], marks_MB[e] if len(marks_MB) else _NO_MARKS,
+            )  # fmt: skip
+
+
+# --- the rules ---
+
+
+_YADAV, _YU = "Yadav et al. 2023, arXiv 2306.01708", "Yu et al. 2023, arXiv 2311.03099"
+_DAVARI = "Davari and Belilovsky 2023, arXiv 2312.06795"
+_DEEP = "Deep et al. 2024, arXiv 2406.11617"
+_GAMMA = ParameterSpec(
+    "gamma", Scope.MODEL, "share of the delta's largest elements that is dropped", default=0.01, low=0.0, high=1.0
+)
+_SPREAD = ParameterSpec(
+    "epsilon",
+    Scope.MODEL,
+    "the smallest element of a row survives with density - epsilon, the largest with density + epsilon",
+    default=0.15,
+    low=0.0,
+    high=0.5,
+)
+_NOT_RESCALED = shared("rescale", "nothing is trimmed, so that nothing is rescaled", False, ignored=True)
+_RESCALED, _AS_IT_IS = rescale_to_magnitudes(True), rescale_to_magnitudes(False)
+_BY_DENSITY = shared("rescale", "multiply surviving elements by 1/density", True)
+
+OPERATORS: tuple[Operator, ...] = (
+    Sparse(
+        delta_spec(
+            "task_arithmetic", "sum of task vectors", "Ilharco et al. 2022, arXiv 2212.04089",
+            normalize=False, rescale=_NOT_RESCALED,
+        )
+    ),
+    Largest(
+        delta_spec("ties", "trim, elect sign, disjoint merge", _YADAV, DENSITY, normalize=True, rescale=_AS_IT_IS),
+        elects=True,
+    ),
+    Drawn(
+        delta_spec("dare_linear", "drop and rescale, then sum", _YU, DENSITY, normalize=False, rescale=_BY_DENSITY)
+    ),
+    Drawn(
+        delta_spec(
+            "dare_ties", "drop and rescale, elect sign, disjoint merge", f"{_YU}; {_YADAV}", DENSITY,
+            normalize=False, rescale=_BY_DENSITY,
+        ),
+        elects=True,
+    ),
+    Band(
+        delta_spec(
+            "breadcrumbs", "drop the largest and the smallest, then sum", _DAVARI, DENSITY, _GAMMA,
+            normalize=False, rescale=_AS_IT_IS,
+        )
+    ),
+    Band(
+        delta_spec(
+            "breadcrumbs_ties", "drop the largest and the smallest, elect sign, disjoint merge", f"{_DAVARI}; {_YADAV}",
+            DENSITY, _GAMMA, normalize=False, rescale=_AS_IT_IS,
+        ),
+        elects=True,
+    ),
+    Ranked(
+        delta_spec(
+            "della", "drop by rank in the row, elect sign, disjoint merge", _DEEP, DENSITY, _SPREAD,
+            normalize=True, rescale=_RESCALED, conflict=spread_conflict,
+        ),
+        elects=True,
+    ),
+    Ranked(
+        delta_spec(
+            "della_linear", "drop by rank in the row, then sum", _DEEP, DENSITY, _SPREAD,
+            normalize=False, rescale=_RESCALED, conflict=spread_conflict,
+        )
+    ),
+)  # fmt: skip

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-# --- declare an operator before any tensor is read: its parameters and the models it takes ---
-
 
 class Scope(StrEnum):
     """The levels of a recipe that take a parameter. A model parameter may stand globally, as every model's default."""
@@ -28,14 +26,13 @@ class BaseRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One parameter: `bool` if `is_flag`, else a number between `low` and `high`, inclusive unless open."""
+    """One parameter: a flag if its default is one, else a number from `low` to `high`, inclusive unless open."""
 
     name: str
     scope: Scope
     help: str
     default: float | bool | None = None
     required: bool = False
-    is_flag: bool = False
     low: float = -inf
     high: float = inf
     low_open: bool = False
@@ -43,6 +40,11 @@ class ParameterSpec:
     ignored: bool = False  # accepted for mergekit's sake, changes nothing
     is_whole: bool = False  # only whole numbers
     only_default: bool = False  # known to mergekit; other values than the default are not supported yet
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether it is true or false."""
+        return isinstance(self.default, bool)
 
     def range_text(self) -> str:
         """The allowed interval, for error messages and docs: `(0, 1]`."""
@@ -84,30 +86,27 @@ class OperatorSpec:
 # --- parameters that several families of operators have in common ---
 
 
+def shared(name: str, help: str, default: float | bool | None, *, ignored: bool = False) -> ParameterSpec:
+    """Declare a parameter of the whole merge; without a default it is required."""
+    return ParameterSpec(name, Scope.GLOBAL, help, default, required=default is None, ignored=ignored)
+
+
 WEIGHT = ParameterSpec("weight", Scope.MODEL, "coefficient of this model", required=True)
 DENSITY = ParameterSpec(
     "density", Scope.MODEL, "share of the delta's elements that is kept", default=1.0, low=0.0, high=1.0, clamps=True
 )
-INT8_MASK = ParameterSpec(
-    "int8_mask",
-    Scope.GLOBAL,
-    "in mergekit masks are stored in 8 bits, to save memory",
-    default=False,
-    is_flag=True,
-    ignored=True,
-)
-_LAMBDA = ParameterSpec("lambda", Scope.GLOBAL, "scale of the merged delta", default=1.0)
+INT8_MASK = shared("int8_mask", "in mergekit masks are stored in 8 bits, to save memory", False, ignored=True)
+_LAMBDA = shared("lambda", "scale of the merged delta", 1.0)
 
 
 def normalize_flag(default: bool) -> ParameterSpec:
     """The flag that divides by the sum of weights."""
-    return ParameterSpec("normalize", Scope.GLOBAL, "divide by the sum of weights", default=default, is_flag=True)
+    return shared("normalize", "divide by the sum of weights", default)
 
 
 def rescale_to_magnitudes(default: bool) -> ParameterSpec:
     """The flag that keeps the sum of magnitudes when elements are dropped."""
-    text = "multiply what is kept so that the sum of magnitudes stays"
-    return ParameterSpec("rescale", Scope.GLOBAL, text, default=default, is_flag=True)
+    return shared("rescale", "multiply what is kept so that the sum of magnitudes stays", default)
 
 
 def delta_spec(
@@ -120,7 +119,5 @@ def delta_spec(
     conflict: Callable[[Mapping[str, float | bool]], str] | None = None,
 ) -> OperatorSpec:
     """The spec of a rule that weighs and adds deltas: `special` parameters, and those that all such rules share."""
-    shared = (normalize_flag(normalize), rescale, _LAMBDA, INT8_MASK)
-    return OperatorSpec(
-        name, title, source, BaseRole.REQUIRED, (WEIGHT, *special, *shared), min_experts=0, conflict=conflict
-    )
+    parameters = (WEIGHT, *special, normalize_flag(normalize), rescale, _LAMBDA, INT8_MASK)
+    return OperatorSpec(name, title, source, BaseRole.REQUIRED, parameters, min_experts=0, conflict=conflict)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from mergepipe.errors import UnsupportedError
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
+    AllAlike,
     BlockFunction,
     ColumnGram,
     Influence,
@@ -24,12 +25,10 @@ from mergepipe.operators.base import (
     Reduced,
     ReductionRequest,
     RowGram,
-    equal_shares,
 )
-from mergepipe.operators.elementwise import ElementwiseRule
+from mergepipe.operators.elementwise import ElementwiseRule, column_rule, row_rule
 from mergepipe.operators.linear import nonzero_sum
-from mergepipe.operators.ranked import ColumnRule, RowRule
-from mergepipe.operators.spec import WEIGHT, BaseRole, OperatorSpec, ParameterSpec, Scope
+from mergepipe.operators.spec import WEIGHT, BaseRole, OperatorSpec, ParameterSpec, Scope, shared
 
 # --- rules that are fixed coefficients once the inner products of the models are known ---
 # the linear algebra they share
@@ -66,11 +65,11 @@ class Frame:
 
     def by_row(self, coefficients_GP: Coefficients, row_elements: int) -> BlockFunction:
         """The rule with coefficients by row."""
-        return RowRule(row_elements, *self.scales(coefficients_GP))
+        return row_rule(row_elements, *self.scales(coefficients_GP))
 
     def by_column(self, coefficients_GP: Coefficients) -> BlockFunction:
         """The rule with coefficients by column."""
-        return ColumnRule(*self.scales(coefficients_GP))
+        return column_rule(*self.scales(coefficients_GP))
 
 
 @np.errstate(all="ignore")
@@ -120,7 +119,7 @@ class Slerp(Plain):
         "spherical interpolation of two models",
         "Shoemake 1985; mergekit's documented parameters",
         BaseRole.REQUIRED,
-        (ParameterSpec("t", Scope.GLOBAL, "0 is the base, 1 the other model", required=True),),
+        (shared("t", "0 is the base, 1 the other model", None),),
         max_experts=1,
     )
 
@@ -186,8 +185,20 @@ def whole_gram(inputs: OperatorInput, reduced: Reduced) -> ReductionRequest | No
     return InnerProducts() if len(inputs.experts) == 1 else RowGram(max(1, inputs.n_elements))
 
 
+class _Weighted(Plain):
+    """A rule whose influence is that of weights over their sum, as if all models lay along one line."""
+
+    __slots__ = ()
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        parts = ((inputs.anchor,) if inputs.anchor else ()) + inputs.experts
+        weights_P = np.array([float(p.get("weight", 1.0)) for p in parts])
+        share_E = weights_P[len(parts) - len(inputs.experts) :] / nonzero_sum(weights_P)
+        return Influence(share_E, np.ones_like(share_E))
+
+
 @dataclass(frozen=True, slots=True)
-class NuSlerp(Plain):
+class NuSlerp(_Weighted):
     """Slerp of two models, or of two deltas added to the base: of whole tensors, of rows, or of columns.
 
     Source: Shoemake 1985; thresholds as mergekit documents them. The models' lengths are not normalised, and a sine
@@ -201,23 +212,12 @@ class NuSlerp(Plain):
         BaseRole.ORIGIN,
         (
             WEIGHT,
-            ParameterSpec(
-                "nuslerp_row_wise",
-                Scope.GLOBAL,
-                "with flatten off: along the first dimension, not the last",
-                default=False,
-                is_flag=True,
-            ),
-            ParameterSpec(
-                "nuslerp_flatten", Scope.GLOBAL, "the whole tensor is one vector", default=True, is_flag=True
-            ),
+            shared("nuslerp_row_wise", "with flatten off: along the first dimension, not the last", False),
+            shared("nuslerp_flatten", "the whole tensor is one vector", True),
         ),
         min_experts=2,
         max_experts=2,
     )
-
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        return weight_shares(inputs)
 
     def granularity(self, inputs: OperatorInput) -> int:
         return _cell_elements(inputs) if _by_column(inputs) else 1
@@ -249,14 +249,6 @@ def _cell_elements(inputs: OperatorInput) -> int:
     return inputs.n_columns * max(1, IDEAL_CELL_ELEMENTS // inputs.n_columns)
 
 
-def weight_shares(inputs: OperatorInput) -> Influence:
-    """Weights over their sum, as if all models lay along one line."""
-    parts = ((inputs.anchor,) if inputs.anchor else ()) + inputs.experts
-    weights_P = np.array([float(p.get("weight", 1.0)) for p in parts])
-    share_E = weights_P[len(parts) - len(inputs.experts) :] / nonzero_sum(weights_P)
-    return Influence(share_E, np.ones_like(share_E))
-
-
 def participant_weights(inputs: OperatorInput) -> list[float]:
     """The weights of the models that are combined, the anchor's first if it takes part."""
     return [float(p["weight"]) for p in ((inputs.anchor,) if inputs.anchor else ()) + inputs.experts]
@@ -274,7 +266,7 @@ def great_circle_shares(t: float, gram_G22: Gram) -> Coefficients:
 
 
 @dataclass(frozen=True, slots=True)
-class MultiSlerp(Plain):
+class MultiSlerp(_Weighted):
     """Barycentric interpolation: directions averaged in the tangent space at their weighted mean.
 
     Source: Goddard, "Multi-SLERP"; thresholds as mergekit documents them.
@@ -287,15 +279,10 @@ class MultiSlerp(Plain):
         BaseRole.ORIGIN,
         (
             WEIGHT,
-            ParameterSpec(
-                "normalize_weights", Scope.GLOBAL, "divide the weights by their sum", default=True, is_flag=True
-            ),
+            shared("normalize_weights", "divide the weights by their sum", True),
             ParameterSpec("eps", Scope.GLOBAL, "smallest length that is told from zero", default=1e-8, low=0.0),
         ),
     )
-
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        return weight_shares(inputs)
 
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         return None if len(participant_weights(inputs)) == 1 else whole_gram(inputs, reduced)
@@ -341,7 +328,7 @@ def _length(coefficients_P: Coefficients, gram_PP: Gram) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Karcher(Plain):
+class Karcher(_Weighted):
     """The Karcher (Fréchet) mean of the models' directions, times the mean of their lengths; all models alike.
 
     Source: arXiv 2603.04972; steps and thresholds as mergekit documents them.
@@ -360,9 +347,6 @@ class Karcher(Plain):
         ),
         min_experts=0,
     )
-
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        return weight_shares(inputs)
 
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         return whole_gram(inputs, reduced) if inputs.experts else None
@@ -414,7 +398,7 @@ def _tangent(mean_P: Coefficients, units_VP: Coefficients, gram_PP: Gram, tolera
 
 
 @dataclass(frozen=True, slots=True)
-class ModelStock(Plain):
+class ModelStock(AllAlike):
     """`t mean(M_i) + (1 - t) M_0`, `t = k cos / (1 + (k - 1) cos)`, with the mean cosine between the deltas.
 
     Source: Jang et al. 2024 (arXiv 2403.19522), Eq. 5; where its denominator vanishes the base is kept.
@@ -425,12 +409,9 @@ class ModelStock(Plain):
         "average of the models, drawn to the base by the angle between their deltas",
         "Jang et al. 2024, arXiv 2403.19522",
         BaseRole.REQUIRED,
-        (ParameterSpec("filter_wise", Scope.GLOBAL, "angles row by row", default=False, is_flag=True),),
+        (shared("filter_wise", "angles row by row", False),),
         min_experts=2,
     )
-
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        return equal_shares(len(inputs.experts))
 
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         if reduced.gram_GFF is not None:
@@ -465,7 +446,7 @@ def stock_shares(gram_GPP: Gram) -> Coefficients:
 
 
 @dataclass(frozen=True, slots=True)
-class GeometricMedian(Plain):
+class GeometricMedian(_Weighted):
     """`argmin_x Σ w_i ||x - M_i||`, the tensor being one vector: an average whose weights fall with the distance to it.
 
     Source: Weiszfeld 1937, smoothed as in Pillutla et al. 2022 (arXiv 1912.13445, Algorithm 2). A shift of all models
@@ -484,9 +465,6 @@ class GeometricMedian(Plain):
             ParameterSpec("tol", Scope.GLOBAL, "a smaller change of the shares ends it", default=1e-6, low=0.0),
         ),
     )
-
-    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        return weight_shares(inputs)
 
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         return whole_gram(inputs, reduced)
