@@ -726,12 +726,11 @@ class Garbage:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class GcReport(Displayed):
-    """Garbage that was collected, staging that was kept because its process lives, and what could not be looked for."""
+    """Garbage that was collected, and staging that was kept because its process lives."""
 
     garbage: tuple[Garbage, ...]
     living: tuple[str, ...]
     is_dry_run: bool
-    notices: tuple[str, ...] = ()
 
     @property
     def freed_bytes(self) -> int:

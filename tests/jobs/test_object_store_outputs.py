@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -23,7 +19,6 @@ from mergepipe.snapshots.manifest import MANIFEST_NAME, parse_manifest
 from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
-from mergepipe.storage.remote.multipart import MultipartUpload, MultipartUploads
 from mergepipe.storage.remote.objects import BucketWriter
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 from support.bucket_outputs import (
@@ -355,73 +350,6 @@ def test_gc__believes_no_marker_that_was_changed(out: str, bench: Bench) -> None
     folder.create(MARKER_NAME, marker.replace(b'"mergepipe.json"', b'"mergepipe.jsom"'))
     mergepipe.gc([out], home=bench.folder / "home")
     assert {MANIFEST_NAME, "config.json"} <= objects_below(out).keys()
-
-
-KILLED_WITHIN_AN_OBJECT = """
-import os, signal, sys
-from pathlib import Path
-from mergepipe.snapshots.object_upload import ObjectUpload
-from mergepipe.storage.location import Location
-from mergepipe.storage.remote import objects
-from mergepipe.storage.remote.bucket_folder import BucketFolder
-
-objects._PART_BYTES, objects._PARTS_AT_ONCE = 5 << 20, 1
-parts = iter(range(4))
-kill = lambda _: None if next(parts, None) is not None else os.kill(os.getpid(), signal.SIGKILL)
-location = Location.parse(sys.argv[1])
-with ObjectUpload(BucketFolder(location, objects.open_writer(location, kill))) as upload:
-    upload.send("model.safetensors", b"of an earlier run", "other digest")
-    upload.send("model.safetensors", Path(sys.argv[2]), "digest")
-"""
-
-
-def test_gc__gives_up_the_pieces_of_an_object_whose_upload_was_killed(
-    out: str, bench: Bench, server: S3Server, tmp_path: Path
-) -> None:
-    prefix = f"{Location.parse(out).key}/"
-    with (tmp_path / "shard").open("wb") as shard:
-        shard.truncate(40 << 20)
-    killed = subprocess.run([sys.executable, "-c", KILLED_WITHIN_AN_OBJECT, out, tmp_path / "shard"], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert server.unfinished("bucket", prefix) == ["model.safetensors"]
-    for key in ("notes.bin", "below/model.safetensors"):
-        server.begin_upload("bucket", f"{prefix}{key}", b"theirs")
-    dry = mergepipe.gc([out], dry_run=True, home=bench.folder / "home")
-    pieces = [garbage for garbage in dry.garbage if garbage.kind == "pieces"]
-    assert [(item.what, item.is_removed) for item in pieces] == [(f"{out}/model.safetensors", False)]
-    assert pieces[0].nbytes >= 5 << 20
-    assert len(server.unfinished("bucket", prefix)) == 3
-    report = mergepipe.gc([out], home=bench.folder / "home")
-    assert [(item.kind, item.is_removed) for item in report.garbage] == [("pieces", True), ("upload", True)]
-    assert report.freed_bytes == dry.freed_bytes
-    assert server.unfinished("bucket", prefix) == ["below/model.safetensors", "notes.bin"]
-    assert objects_below(out) == {}
-
-
-def test_gc__gives_up_what_was_begun_before_a_published_object_only(
-    out: str, bench: Bench, server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefix = f"{Location.parse(out).key}/"
-    server.begin_upload("bucket", f"{prefix}model.safetensors", b"of a run that was killed, then resumed")
-    server.begin_upload("bucket", f"{prefix}other.safetensors", b"theirs")
-    with ObjectUpload(BucketFolder(Location.parse(out))) as upload:
-        upload.send("model.safetensors", b"weights", "digest")
-        living = mergepipe.gc([out], home=bench.folder / "home")
-        assert [item.kind for item in living.garbage] == []
-        upload.commit(b"manifest", {"model.safetensors": 7})
-    later = MultipartUpload(f"{prefix}model.safetensors", "theirs, to take its place", datetime.now(UTC))
-    with monkeypatch.context() as patch:
-        patch.setattr(MultipartUploads, "list_all", lambda _: [later])
-        assert mergepipe.gc([out], home=bench.folder / "home").garbage == ()
-    report = mergepipe.gc([out], home=bench.folder / "home")
-    assert [(item.kind, item.what) for item in report.garbage] == [("pieces", f"{out}/model.safetensors")]
-    assert server.unfinished("bucket", prefix) == ["other.safetensors"]
-
-
-def test_gc__says_that_it_could_not_look_for_pieces(out: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
-    (notice,) = mergepipe.gc([out], home=bench.folder / "home").notices
-    assert "secret key" in notice
 
 
 # --- refusals ---

@@ -34,12 +34,6 @@ class S3Server:
     def make_bucket(self, bucket: str) -> None:
         self._ask("PUT", f"/{bucket}")
 
-    def begin_upload(self, bucket: str, key: str, part: bytes) -> None:
-        """Begin to upload an object in parts, and send one of them."""
-        upload_id = re.search(b"<UploadId>(.*?)</UploadId>", self._ask("POST", f"/{bucket}/{key}?uploads"))
-        assert upload_id is not None
-        self._ask("PUT", f"/{bucket}/{key}?partNumber=1&uploadId={upload_id[1].decode()}", part)
-
     def unfinished(self, bucket: str, prefix: str) -> list[str]:
         """The keys of uploads that have not ended, by name below a prefix."""
         keys = re.findall(b"<Key>(.*?)</Key>", self._ask("GET", f"/{bucket}?uploads"))

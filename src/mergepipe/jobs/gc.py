@@ -15,7 +15,7 @@ from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.reports import Garbage, GcReport
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.object_upload import UPLOADS_NAME, find_left_pieces, find_uploads
+from mergepipe.snapshots.object_upload import UPLOADS_NAME, find_uploads
 from mergepipe.snapshots.parts_places import FolderParts, find_parts, read_job
 from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead
 from mergepipe.snapshots.work_log import merge_state, read_work_log
@@ -41,22 +41,20 @@ def collect_garbage(home: Path, places: Sequence[Location], *, dry_run: bool) ->
         if not root.is_dir():
             raise NotFoundError.of("storage.not-found", root, "no such directory", "check the path")
     living: list[str] = []
-    notices: list[str] = []
     garbage: list[Garbage] = []
     for place in (place for place in places if place.scheme in OBJECT_SCHEMES):
-        garbage.extend(_pieces(place, notices, dry_run=dry_run))  # first: what they are of is told by the other two
         garbage.extend((*_bucket_parts(place, dry_run=dry_run), *_uploads(place, living, dry_run=dry_run)))
     if (home / UPLOADS_NAME).is_dir():
         roots.append(home / UPLOADS_NAME)
     if not (home / CATALOG_NAME).exists():
         folders = _folders((), roots)
         garbage.extend(_staging_left(folders, living, dry_run=dry_run))
-        return GcReport(tuple(garbage), tuple(living), dry_run, tuple(notices))
+        return GcReport(tuple(garbage), tuple(living), dry_run)
     with Catalog.open(home) as catalog:
         folders = _folders(catalog.snapshots(), roots)
         garbage.extend(_staging_left(folders, living, dry_run=dry_run))
         garbage.extend(_snapshot_rows(catalog, dry_run=dry_run))
-    return GcReport(tuple(garbage), tuple(living), dry_run, tuple(notices))
+    return GcReport(tuple(garbage), tuple(living), dry_run)
 
 
 def _folders(snapshots: Iterable[SnapshotRow], roots: Iterable[Path]) -> list[Path]:
@@ -101,18 +99,6 @@ def _uploads(place: Location, living: list[str], *, dry_run: bool) -> Iterator[G
         is_removed = not dry_run and upload.remove()
         if dry_run or is_removed:  # else a run continues it by now
             yield Garbage("upload", where, reason, upload.nbytes, is_removed)
-
-
-def _pieces(place: Location, notices: list[str], *, dry_run: bool) -> Iterator[Garbage]:
-    """Remove the parts of objects whose upload was cut off. Where a store does not show them, the notices say so."""
-    reason = "left by an upload that was cut off within an object"
-    try:
-        for pieces in find_left_pieces(BucketFolder(place), ABANDONED_SECONDS):
-            if not dry_run:
-                pieces.remove()
-            yield Garbage("pieces", str(pieces.where), reason, pieces.nbytes, not dry_run)
-    except MergePipeError as error:
-        notices.append(f"unfinished uploads of single objects were not looked for: {error}")
 
 
 def _bucket_parts(place: Location, *, dry_run: bool) -> Iterator[Garbage]:

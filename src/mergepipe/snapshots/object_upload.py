@@ -38,7 +38,6 @@ from mergepipe.storage.owner import Owner, is_alive, this_process
 from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
 
 if TYPE_CHECKING:
-    from mergepipe.storage.remote.multipart import MultipartUpload, MultipartUploads
     from mergepipe.storage.remote.objects import ObjectFacts
 
 MARKER_NAME: Final = ".mergepipe-upload.json"
@@ -382,59 +381,6 @@ def find_uploads(folder: BucketFolder) -> Iterator[LeftUpload]:
         owner = marker.owner if marker.may_be_alive(_silent_seconds(within)) else None
         nbytes = sum(within[key].size_bytes for key in names)
         yield LeftUpload(place, names, nbytes, owner, marker.record_name, is_published)
-
-
-@dataclass(frozen=True, slots=True)
-class LeftPieces:
-    """Parts of an object that an upload of ours left: no listing shows them, and they are billed."""
-
-    where: Location
-    uploads: MultipartUploads
-    upload: MultipartUpload
-    nbytes: int
-
-    def remove(self) -> None:
-        """Remove them. Raises as `MultipartUploads`."""
-        self.uploads.abort(self.upload)
-
-
-def find_left_pieces(folder: BucketFolder, abandoned_seconds: float) -> Iterator[LeftPieces]:
-    """Find the unfinished uploads at and below a folder that are of ours, and of no process that may live.
-
-    Ours are those of names that we write, in a folder that an unfinished output of ours has claimed, whose process is
-    dead or which nobody has worked on for `abandoned_seconds`; and those of an object that a published output holds,
-    begun before it was there, since none is ever replaced. Raises as `MultipartUploads`.
-    """
-    uploads = folder.unfinished_uploads()
-    if uploads is None:
-        return
-    listing: Mapping[str, ObjectFacts] | None = None
-    for upload in uploads.list_all():
-        listing = folder.list_all() if listing is None else listing
-        name = folder.name_of(upload.key)
-        if _is_left(folder, listing, name, upload.initiated, abandoned_seconds):
-            yield LeftPieces(folder.location / name, uploads, upload, uploads.size_bytes(upload))
-
-
-def _is_left(
-    folder: BucketFolder, listing: Mapping[str, ObjectFacts], name: str, initiated: datetime, abandoned_seconds: float
-) -> bool:
-    parent, _, own_name = name.rpartition("/")
-    prefix = f"{parent}/" if parent else ""
-    if not (own_name.endswith(".safetensors") or own_name.startswith("mergepipe")):
-        return False
-    within = {key.removeprefix(prefix): facts for key, facts in listing.items() if key.startswith(prefix)}
-    place = folder.below(parent)
-    if MARKER_NAME in within:
-        marker = _read_marker(place)
-        return marker is not None and not marker.may_be_alive(_silent_seconds(within))
-    if MANIFEST_NAME in within or STORE_HEADER_NAME in within:
-        facts = within.get(own_name)
-        return facts is not None and initiated <= facts.modified and _is_ours(place, own_name)
-    if any(key.startswith(PARTS_MARK) for key in within):
-        silent_seconds = min(_silent_seconds(within), (datetime.now(UTC) - initiated).total_seconds())
-        return silent_seconds > abandoned_seconds
-    return False
 
 
 def _take_over(folder: BucketFolder, marker: _Marker, silence_seconds: float = SILENCE_SECONDS) -> None:

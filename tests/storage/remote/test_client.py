@@ -6,13 +6,11 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
 from mergepipe.errors import MergePipeError, StorageError, UnsupportedError
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.location import Location
 from mergepipe.storage.remote import objects
 from mergepipe.storage.remote.retry import FailureKind
 from support.fault_server import BucketServer
@@ -141,21 +139,3 @@ def test_failure_of__keeps_nothing_but_status_and_code(text: str, kind: str, det
     assert failure.kind is FailureKind[kind]
     assert detail in failure.detail
     assert "secret" not in failure.detail
-
-
-@pytest.mark.parametrize("key", ["m/file", "m/\u00e4 b+c~(1).safetensors"])
-@pytest.mark.usefixtures("server")
-def test_signed_bucket__signs_as_obstore_does(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    """The same request at the same time has the same signature."""
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "a/token+with=signs")
-    bucket = objects.open_bucket(Location.parse("s3://bucket"))
-    for _ in range(5):  # another second may begin between the two
-        theirs, signed = bucket.address(key).url, bucket.signed_bucket()
-        assert signed is not None
-        ours = signed.address("GET", key).url
-        names = [dict(parse_qsl(urlsplit(url).query)) for url in (ours, theirs)]
-        if names[0]["X-Amz-Date"] == names[1]["X-Amz-Date"]:
-            break
-    assert names[0] == names[1]
-    assert urlsplit(ours).path == urlsplit(theirs).path
-    assert "X-Amz-Signature" in names[0]

@@ -83,7 +83,6 @@ def gc_table(report: GcReport) -> str:
     return facts_text([
         *lines,
         *(("living", path) for path in report.living),
-        *(("notice", notice) for notice in report.notices),
         ("would free" if report.is_dry_run else "freed", format_bytes(report.freed_bytes)),
     ])  # fmt: skip
 

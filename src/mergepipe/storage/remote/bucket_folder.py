@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
-from mergepipe.storage.remote.multipart import MultipartUploads
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 
 if TYPE_CHECKING:
@@ -68,19 +67,6 @@ class BucketFolder:
     def delete(self, name: str) -> None:
         """Delete an object; it may be gone already."""
         self._asked(name, lambda: self._writer.delete(self._key(name)))
-
-    def unfinished_uploads(self) -> MultipartUploads | None:
-        """The uploads below it whose objects are not there yet; None of stores other than S3."""
-        from mergepipe.storage.remote.objects import open_bucket
-
-        if self.location.scheme != "s3":
-            return None
-        bucket = open_bucket(self.location).signed_bucket()
-        if bucket is None:
-            message = "uploads that never ended are listed by a request that a secret key signs, and there is none"
-            hint = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the bucket a lifecycle rule"
-            raise StorageError.of("storage.credentials", self.location, message, hint)
-        return MultipartUploads(self.location, bucket)
 
     def name_of(self, key: str) -> str:
         """The name of an object below it."""

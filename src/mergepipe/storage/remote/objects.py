@@ -30,7 +30,6 @@ from mergepipe.storage.contract import Entry, FileKind, FileStatus, RemoteSettin
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.http_client import CONNECT_SECONDS, STALL_SECONDS, Address, HttpClient, Pin
-from mergepipe.storage.remote.multipart import SignedBucket
 from mergepipe.storage.remote.pinned_store import PinnedStore, status_of
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed, Source, Transfers
 
@@ -190,10 +189,9 @@ class ObjectFacts:
 class ObjectClient:
     """One bucket, by the credentials that the ecosystem's usual places hold; anonymous where there are none."""
 
-    def __init__(self, store: object, sign: Callable[[str], str] | None, secret: str = "") -> None:
+    def __init__(self, store: object, sign: Callable[[str], str] | None) -> None:
         self.store = store
         self._sign = sign
-        self._secret = secret
 
     @property
     def signs_addresses(self) -> bool:
@@ -212,10 +210,6 @@ class ObjectClient:
         assert self._sign is not None
         with _failures():
             return Address(self._sign(key))
-
-    def signed_bucket(self) -> SignedBucket | None:
-        """What requests for the bucket itself are signed with; None but on S3 with a secret key of the environment."""
-        return SignedBucket(self.address("x").url, self._secret) if self._secret else None
 
     def read_range(self, key: str, offset: int, buffer: memoryview, pin: Pin) -> None:
         """Fill `buffer` with the bytes of an object at `offset`, all of which lie inside the pinned object."""
@@ -445,8 +439,7 @@ def _open_s3(bucket: str, connections: _Connections) -> ObjectClient:
     store = obstore.store.S3Store(bucket, **settings)
     if not _is_set("AWS_SKIP_SIGNATURE"):
         if "access_key_id" in settings or _env(*_AWS_CREDENTIALS):
-            secret = settings.get("secret_access_key") or (_env("AWS_ACCESS_KEY_ID") and _env("AWS_SECRET_ACCESS_KEY"))
-            return ObjectClient(store, signer(store), secret)
+            return ObjectClient(store, signer(store))
         if not _is_set("AWS_EC2_METADATA_DISABLED") and _has_metadata_service() and _succeeds(signer(store)):
             return ObjectClient(store, signer(store))
     anonymous = obstore.store.S3Store(bucket, **settings, skip_signature=True)
