@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 import mergepipe
-from mergepipe.engine.ray_tasks import Outcome, RayCluster, TaskShape
-from mergepipe.errors import ConflictError, LimitError, StorageError
+from mergepipe.errors import ConflictError, LimitError, MergePipeError, StorageError
 from mergepipe.jobs import merge_on_ray
+from mergepipe.jobs.merge_on_ray import RayCluster, TaskShape
 from mergepipe.reports import Progress
 from support.bucket_outputs import files_below, objects_below
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family
@@ -101,13 +101,13 @@ def packed(root: Path, family: DiskFamily) -> tuple[Path, ...]:
     return tuple(sorted((root / "packed").iterdir()))
 
 
-Outcomes = list[Outcome]
+Outcomes = list[bytes | MergePipeError]
 
 
 def run_tasks(address: str, name: str, payloads: list[bytes], on_tick: Callable[[], None] = lambda: None) -> Outcomes:
     outcomes: Outcomes = []
 
-    def take(outcome: Outcome | None) -> None:
+    def take(outcome: bytes | MergePipeError | None) -> None:
         if outcome is not None:
             outcomes.append(outcome)
         on_tick()

@@ -12,13 +12,6 @@ from pathlib import Path
 import pytest
 
 import mergepipe
-from mergepipe.engine.ray_tasks import (
-    ClusterNode,
-    OnOutcome,
-    RayCluster,
-    TaskShape,
-    task_shape,
-)
 from mergepipe.errors import (
     LimitError,
     MergePipeError,
@@ -29,15 +22,8 @@ from mergepipe.errors import (
     UnsupportedError,
 )
 from mergepipe.jobs import merge_on_ray
-from mergepipe.jobs.merge_on_ray import (
-    PARTS_PER_SLOT,
-    SMALLEST_SHARD_BYTES,
-    PartTask,
-    load_kernels,
-    make_part_of_plan,
-    shard_sizes,
-)
-from mergepipe.options import DEFAULT_SHARD_BYTES, OutputOptions
+from mergepipe.jobs.merge_on_ray import PartTask, RayCluster, TaskShape, make_part_of_plan, task_shape
+from mergepipe.options import OutputOptions
 from mergepipe.reports import Progress
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from support.bucket_outputs import objects_below, served_bucket
@@ -73,14 +59,17 @@ class FakeCluster:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def nodes(self) -> tuple[ClusterNode, ...]:
-        return (ClusterNode(1, GIB), ClusterNode(0, 0), ClusterNode(2, GIB))
+    def nodes(self) -> tuple[TaskShape, ...]:
+        return (TaskShape(1, GIB), TaskShape(0, 0), TaskShape(2, GIB))
 
-    def prepare(self, function: str, n_tasks: int, shape: TaskShape) -> None:
-        assert function == f"{load_kernels.__module__}:{load_kernels.__name__}"
-        assert (load_kernels(b""), n_tasks, shape.threads) == (b"", 3, 1)
-
-    def run(self, function: str, payloads: Sequence[bytes], shape: TaskShape, on_outcome: OnOutcome) -> None:
+    def run(
+        self,
+        function: str,
+        payloads: Sequence[bytes],
+        shape: TaskShape,
+        on_outcome: Callable[[bytes | MergePipeError | None], None],
+    ) -> None:
+        assert shape.threads == 1
         assert function == f"{make_part_of_plan.__module__}:{make_part_of_plan.__name__}"
         for payload in payloads:
             try:
@@ -276,33 +265,22 @@ def test_merge__without_ray_says_what_to_install(recipe: Path, tmp_path: Path, m
 
 
 def test_task_shape__uses_every_node_and_half_of_its_memory() -> None:
-    small, large = ClusterNode(4, 16 * GIB), ClusterNode(64, 512 * GIB)
+    small, large = TaskShape(4, 16 * GIB), TaskShape(64, 512 * GIB)
     assert task_shape([small, large], None, None) == TaskShape(4, 4 * GIB)
     assert task_shape([large], None, None) == TaskShape(8, 4 * GIB)
-    assert task_shape([ClusterNode(0, 0), ClusterNode(8, 2 * GIB)], 2, None) == TaskShape(2, GIB // 4)
-    assert large.slots(TaskShape(8, 4 * GIB)) == 8
-    assert small.slots(TaskShape(1, 5 * GIB)) == 3
+    assert task_shape([TaskShape(0, 0), TaskShape(8, 2 * GIB)], 2, None) == TaskShape(2, GIB // 4)
 
 
 @pytest.mark.parametrize(
     ("nodes", "threads", "memory_bytes"),
-    [([], None, None), ([ClusterNode(0, GIB)], None, None), ([ClusterNode(4, GIB)], 5, None),
-     ([ClusterNode(4, GIB), ClusterNode(1, 8 * GIB)], 2, 2 * GIB)],
+    [([], None, None), ([TaskShape(0, GIB)], None, None), ([TaskShape(4, GIB)], 5, None),
+     ([TaskShape(4, GIB), TaskShape(1, 8 * GIB)], 2, 2 * GIB)],
 )  # fmt: skip
 def test_task_shape__no_node_that_fits_is_refused(
-    nodes: list[ClusterNode], threads: int | None, memory_bytes: int | None
+    nodes: list[TaskShape], threads: int | None, memory_bytes: int | None
 ) -> None:
     with refuses(LimitError, "ray.resources"):
         task_shape(nodes, threads, memory_bytes)
-
-
-def test_shard_sizes__give_every_slot_several_files() -> None:
-    assert shard_sizes(1 << 50, 100)[0] == DEFAULT_SHARD_BYTES
-    assert shard_sizes(1, 1)[0] == SMALLEST_SHARD_BYTES
-    for n_slots in (1, 3, 16):
-        best = shard_sizes(30 * GIB, n_slots)[0]
-        assert 30 * GIB // best >= PARTS_PER_SLOT * n_slots or best == SMALLEST_SHARD_BYTES
-    assert len(set(shard_sizes(30 * GIB, 4))) == len(shard_sizes(1, 1)) == 5
 
 
 def test_errors__pickle_with_their_problems_and_notes() -> None:

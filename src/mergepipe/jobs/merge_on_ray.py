@@ -1,51 +1,67 @@
-"""Merge on a Ray cluster: plan here, make the parts of the plan as Ray tasks, publish here.
+"""Merge on a Ray cluster: plan here, make each file of the output as a task, publish here.
 
-Tasks get the place of the parts and a number, and return a `PartReport`. The plan lies in that place, as
-tensors and the account of what is read do.
+Tasks get the place of the parts and a number, and return a `PartReport`. The plan lies in that place, as tensors and
+the account of what is read do: nothing large passes through Ray. Only this module imports it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from mergepipe.engine.ray_tasks import Outcome, RayCluster, TaskShape, task_shape
-from mergepipe.engine.work import plan_output, split
-from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, OutputError
+import mergepipe
+from mergepipe.engine.work import split_sizes
+from mergepipe.errors import (
+    ConflictError,
+    CorruptError,
+    LimitError,
+    MergePipeError,
+    NotFoundError,
+    OutputError,
+    StorageError,
+    UnsupportedError,
+)
 from mergepipe.jobs.parts import PartChoice, check_output, run_part
 from mergepipe.jobs.plan import PlanRequest, make_plan
-from mergepipe.options import DEFAULT_SHARD_BYTES, OutputOptions
+from mergepipe.options import OutputOptions
 from mergepipe.planning.plan import Plan
-from mergepipe.recipes.fields import Strictness
 from mergepipe.recipes.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, PartReport, Progress, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_inputs
-from mergepipe.runs.parts import PlannedOutput, open_output, record_planning
+from mergepipe.runs.parts import open_output, record_planning
 from mergepipe.runs.progress import Resume
 from mergepipe.runs.settings import MergeSettings, output_place, run_settings
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.runs.stored_plan import STORED_PLAN_NAME, plan_in_record, plan_key, plan_record
-from mergepipe.snapshots.parts import JOB_NAME
+from mergepipe.snapshots.parts import JOB_NAME, PartsPlace
 from mergepipe.snapshots.parts_places import job_at, parts_place, plan_digests_at
 from mergepipe.snapshots.staging import check_free_space
-from mergepipe.storage.ledger import Ledger, Usage
+from mergepipe.storage.ledger import Usage
 from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
-PARTS_PER_SLOT: Final = 4
-"""How many parts a place for a task makes: so that all end at about the same time, and a lost one costs little."""
-SMALLEST_SHARD_BYTES: Final = DEFAULT_SHARD_BYTES // 16
+TASK_RETRIES: Final = 3
+"""How often Ray runs a task again whose process or node was lost. What a task raises is never tried again."""
+MOST_THREADS: Final = 8
+"""Threads of a task by default, if every node has so many: reads of one file keep hardly more of them busy."""
+MOST_MEMORY_BYTES: Final = 4 << 30
+_STOP_SECONDS: Final = 10.0
+_KILL_SECONDS: Final = 5.0
+_POLL_SECONDS: Final = 0.1
+_CONNECT_SECONDS: Final = 5.0
 _TASK: Final = "mergepipe.jobs.merge_on_ray:make_part_of_plan"
-_PREPARATION: Final = "mergepipe.jobs.merge_on_ray:load_kernels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +72,6 @@ class PartTask:
     plan_digest: str
     number: int
     n_parts: int
-    strictness: Strictness
     options: OutputOptions
 
 
@@ -72,21 +87,8 @@ def make_part_of_plan(payload: bytes) -> bytes:
     staged, settings = output_place(
         task.out if isinstance(task.out, Path) else str(task.out), settings, task.options.home
     )
-    report = run_part(
-        plan, staged, PartChoice(task.number, task.n_parts, publishes=False),
-        replace(settings, strictness=task.strictness),
-        started=time.perf_counter(), on_progress=None,
-    )  # fmt: skip
-    return pickle.dumps(report)
-
-
-def load_kernels(payload: bytes) -> bytes:
-    """Import what every part needs, so that the first part of a process does not wait for it: a task as well."""
-    import mergepipe.kernels.merge
-    import mergepipe.kernels.reduce
-
-    del mergepipe
-    return payload
+    choice = PartChoice(task.number, task.n_parts, publishes=False)
+    return pickle.dumps(run_part(plan, staged, choice, settings, started=time.perf_counter(), on_progress=None))
 
 
 def run_merge_on_ray(
@@ -102,24 +104,15 @@ def run_merge_on_ray(
     """Plan a recipe, and make the plan's output on a cluster; an unfinished merge of this very request is resumed."""
     store = Stores(settings=settings.engine.remote)
     inputs = open_inputs(recipe, store, request.allow_dropped, strictness=settings.strictness)
-    place = settings.destination or out.absolute()
+    place, key = settings.destination or out.absolute(), plan_key(inputs, repr(request))
     check_output(place, inputs, force=settings.force)
-    key = plan_key(inputs, repr(request))
-
-    def decide() -> PlannedOutput:
-        plan = None if settings.resume is Resume.NEVER else _unfinished_plan(place, key)
-        if plan is None:
-            with closing(CatalogLink(settings.home)) as link:
-                plan = make_plan(store, inputs, request, link)
-        return _opened(plan, settings)
-
-    return _publish(decide, inputs, out, cluster, settings, store.ledger, key, started, on_progress)
-
-
-def _unfinished_plan(out: Path | Location, key: str) -> Plan | None:
-    """Return the plan that an interrupted run was given for the same request."""
-    plans = (_plan_of_parts(out, digest, key) for digest in plan_digests_at(out))
-    return next((plan for plan in plans if plan is not None), None)
+    digests = () if settings.resume is Resume.NEVER else plan_digests_at(place)
+    plan = next(filter(None, (_plan_of_parts(place, digest, key) for digest in digests)), None)
+    if plan is None:
+        with closing(CatalogLink(settings.home)) as link:
+            plan = make_plan(store, inputs, request, link)
+    planning = inputs, store.ledger.usage()
+    return _publish(plan, key, planning, out, cluster, settings, started=started, on_progress=on_progress)
 
 
 def _plan_of_parts(out: Path | Location, plan_digest: str, key: str | None = None) -> Plan | None:
@@ -143,174 +136,259 @@ def run_plan_on_ray(
     on_progress: ProgressCallback | None,
 ) -> MergeReport:
     """Make the output of a plan as tasks of a cluster, and publish it. If that fails, what is made is kept."""
-    planned = _opened(plan, settings)
-    settings.base_model_ids.check_names(planned.inputs.leaf_models)
-    check_output(settings.destination or out.absolute(), planned.inputs, force=settings.force)
-    return _publish(lambda: planned, planned.inputs, out, cluster, settings, Ledger(), "", started, on_progress)
-
-
-def _opened(plan: Plan, settings: MergeSettings) -> PlannedOutput:
-    return open_output(plan, DEFAULT_SHARD_BYTES, Stores(settings=settings.engine.remote))
+    return _publish(plan, "", None, out, cluster, settings, started=started, on_progress=on_progress)
 
 
 def _publish(
-    decide: Callable[[], PlannedOutput],
-    inputs: Inputs,
+    plan: Plan,
+    key: str,
+    planning: tuple[Inputs, Usage] | None,
     out: Path,
     cluster: OutputOptions,
     settings: MergeSettings,
-    ledger: Ledger,
-    key: str,
+    *,
     started: float,
     on_progress: ProgressCallback | None,
 ) -> MergeReport:
-    """Decide on a plan while the processes of tasks start, make its parts, and publish its output.
-
-    `ledger` counts what is read of `inputs` to decide, `key` is the request that the plan answers.
-    """
+    """Make the parts of a plan, and publish its output. `planning`: what was read of the inputs to make the plan."""
     place = settings.destination or out.absolute()
-    with contextlib.ExitStack() as stack:
-        with RayCluster(cluster.address) as ray:
-            shape = task_shape(ray.nodes(), cluster.threads, cluster.memory_bytes)
-            n_slots = sum(node.slots(shape) for node in ray.nodes())
-            ray.prepare(_PREPARATION, n_slots, shape)
-            planned = decide()
-            if is_snapshot_of(place, planned.plan.digest):
-                raise OutputError.of("output.exists", place, "is what this plan makes", "remove it to make it again")
-            run = _RayRun(planned, place, settings, cluster, shape, n_slots, on_progress)
-            shard_bytes = run.open_parts(key, inputs, ledger.usage())
-            stack.enter_context(run.kept())
-            run.make_all(ray)
-        settings = replace(settings, shard_bytes=shard_bytes)
-        choice = PartChoice(None, 1, finishes=True)
-        report = run_part(planned.plan, out, choice, settings, started=started, on_progress=on_progress).merge
+    planned = open_output(plan, settings.shard_bytes, Stores(settings=settings.engine.remote))
+    settings.base_model_ids.check_names(planned.inputs.leaf_models)
+    check_output(place, planned.inputs, force=settings.force)
+    if is_snapshot_of(place, plan.digest):
+        raise OutputError.of("output.exists", place, "is what this plan makes", "remove it to make it again")
+    parts = parts_place(place, planned.job(place), Path())
+    if settings.resume is Resume.REQUIRED and not parts.exists:
+        hint = "run without --resume to start over"
+        raise NotFoundError.of("resume.nothing", place, "nothing to resume: no part of it is made", hint)
+    with RayCluster(cluster.address) as ray:
+        shape = task_shape(ray.nodes(), cluster.threads, cluster.memory_bytes)
+        parts.open()
+        parts.replace(STORED_PLAN_NAME, plan_record(plan, key))
+        if planning is not None:
+            record_planning(parts, plan, *planning)
+        options = replace(cluster, threads=shape.threads, memory_bytes=shape.memory_bytes, catalog=False)
+        task = PartTask(place, plan.digest, 0, len(parts.job.shards), options)
+        with _kept(parts):
+            read_bytes = planned.inputs.resolution.base_bytes + plan.planned_bytes
+            _make_all(ray, shape, parts, task, read_bytes, on_progress)
+    choice = PartChoice(None, 1, finishes=True)
+    with _kept(parts):
+        report = run_part(plan, out, choice, settings, started=started, on_progress=on_progress).merge
     if report is None:
         raise OutputError.of("output.exists", place, "was published by another process meanwhile", "look at that")
     return report
 
 
-class _RayRun:
-    """Makes all files of one output as tasks of a cluster."""
+def _make_all(
+    ray: RayCluster,
+    shape: TaskShape,
+    parts: PartsPlace,
+    task: PartTask,
+    read_bytes: int,
+    on_progress: ProgressCallback | None,
+) -> None:
+    """Make what is not made yet, each shard as a part of its own."""
+    sizes = [nbytes for _, nbytes in parts.job.shards]
+    missing = {shard for shard in range(len(sizes)) if parts.done(shard) is None}
+    if isinstance(parts.out, Path):
+        check_free_space(parts.out, sum(sizes[shard] for shard in missing))
+    total_bytes = max(1, read_bytes + sum(sizes))
+    earlier_bytes = total_bytes * (sum(sizes) - sum(sizes[shard] for shard in missing)) // max(1, sum(sizes))
+    done_bytes, refused = earlier_bytes, list[ConflictError]()
 
-    def __init__(
-        self,
-        planned: PlannedOutput,
-        out: Path | Location,
-        settings: MergeSettings,
-        cluster: OutputOptions,
-        shape: TaskShape,
-        n_slots: int,
-        on_progress: ProgressCallback | None,
-    ) -> None:
-        self._planned = planned
-        self._out = out
-        self._settings = settings
-        self._cluster = cluster
-        self._shape = shape
-        self._n_slots = n_slots
-        self._on_progress = on_progress
-        self._shard_bytes = DEFAULT_SHARD_BYTES
-        self._parts = parts_place(out, planned.job(out), Path())
-        self._done_bytes = self._earlier_bytes = 0
-        self._total_bytes = 1
-        self._refused: list[ConflictError] = []
+    def take(outcome: bytes | MergePipeError | None) -> None:
+        nonlocal done_bytes
+        if isinstance(outcome, ConflictError) and outcome.code == "parts.busy":
+            refused.append(outcome)
+        elif isinstance(outcome, MergePipeError):
+            raise outcome
+        elif outcome is not None:
+            report: PartReport = pickle.loads(outcome)
+            done_bytes += report.base_bytes + report.expert_bytes + report.output_bytes
+        if on_progress is not None:
+            on_progress(Progress("merge", done_bytes, total_bytes, (), earlier_bytes))
 
-    def open_parts(self, key: str, opened: Inputs, planning: Usage) -> int:
-        """Make the place of the parts with the plan and what was read for it, and return its files' greatest size."""
-        if self._settings.resume is Resume.REQUIRED and not self._parts.exists:
-            hint = "run without --resume to start over"
-            raise NotFoundError.of("resume.nothing", self._out, "nothing to resume: no part of it is made", hint)
-        self._choose_shards(self._cluster.shard_bytes)
-        self._parts.open()
-        self._parts.replace(STORED_PLAN_NAME, plan_record(self._planned.plan, key))
-        record_planning(self._parts, self._planned.plan, opened, planning)
-        return self._shard_bytes
+    take(None)
+    dealt = enumerate(split_sizes(sizes, task.n_parts), 1)
+    numbers = [number for number, part in dealt if not missing.isdisjoint(part.shards)]
+    ray.run(_TASK, [pickle.dumps(replace(task, number=number)) for number in numbers], shape, take)
+    if refused:
+        raise ConflictError(*(problem for error in refused for problem in error.problems))
 
-    def _choose_shards(self, shard_bytes: int | None) -> None:
-        """Lay out files of the size that was given or is in use already, else as many as suit the cluster."""
-        inputs = self._planned.inputs
-        sizes = shard_sizes(self._planned.output.total_bytes, self._n_slots) if shard_bytes is None else (shard_bytes,)
-        used = job_at(self._out, self._planned.plan.digest)
-        for size in sizes:
-            planned = replace(self._planned, output=plan_output(inputs.resolution.tasks, size, inputs.base.components))
-            if size == sizes[0] or planned.job(self._out) == used:
-                self._planned, self._shard_bytes = planned, size
-        self._parts = parts_place(self._out, self._planned.job(self._out), Path())
 
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Tell what becomes of the parts if the output is not published; remove their place if nothing is there."""
+@contextlib.contextmanager
+def _kept(parts: PartsPlace) -> Iterator[None]:
+    """Tell what becomes of the parts if the output is not published; remove their place if nothing is there."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(OSError, MergePipeError):
+            if set(parts.names()) <= {JOB_NAME, STORED_PLAN_NAME}:
+                parts.remove()
+            else:
+                n_shards = len(parts.job.shards)
+                n_done = sum(parts.done(shard) is not None for shard in range(n_shards))
+                place = parts.path.name if isinstance(parts.out, Path) else f"what lies at {parts.out}"
+                made = f"{n_done} of {n_shards} files are made"
+                error.add_note(f"{made}: the same command resumes there; to give up, remove {place}")
+        raise
+
+
+# --- the cluster ---
+
+
+@dataclass(frozen=True, slots=True)
+class TaskShape:
+    """The resources that Ray reserves for one task, or that a node offers."""
+
+    threads: int
+    memory_bytes: int
+
+
+def task_shape(nodes: Sequence[TaskShape], threads: int | None, memory_bytes: int | None) -> TaskShape:
+    """Choose what a task gets, so that every node with a processor is used; half of a node's memory is left."""
+    offering = [node for node in nodes if node.threads > 0]
+    if not offering:
+        message = "no node of the cluster offers a processor"
+        raise LimitError.of("ray.resources", "Ray", message, "add one with `ray start --address`")
+    n_threads = min(MOST_THREADS, *(node.threads for node in offering)) if threads is None else threads
+    if memory_bytes is None:
+        shares = [node.memory_bytes // 2 // max(1, node.threads // n_threads) for node in offering]
+        memory_bytes = max(1, min(MOST_MEMORY_BYTES, *shares))
+    if not any(node.threads >= n_threads and node.memory_bytes >= memory_bytes for node in offering):
+        largest = max(offering, key=lambda node: (node.threads, node.memory_bytes))
+        message = (
+            f"a task is to have {n_threads} threads and {memory_bytes} bytes of memory, and no node offers that: the "
+            f"largest has {largest.threads} and {largest.memory_bytes}"
+        )
+        raise LimitError.of("ray.resources", "Ray", message, "lower --threads or --memory")
+    return TaskShape(n_threads, memory_bytes)
+
+
+class RayCluster:
+    """A connection to a Ray cluster while its context lasts: to the one at `address`, else to that which runs here.
+
+    Where none runs, one is started on this machine and stopped at the end. A connection that this process has already
+    is used, and stays.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self._address = address
         try:
-            yield
-        except BaseException as error:
-            with contextlib.suppress(OSError, MergePipeError):
-                if set(self._parts.names()) <= {JOB_NAME, STORED_PLAN_NAME}:
-                    self._parts.remove()
-                else:
-                    error.add_note(self._kept_note())
+            import ray
+        except ImportError as error:
+            message = "Ray is not installed"
+            raise UnsupportedError.of("extra.missing", "--executor ray", message, "install mergepipe[ray]") from error
+        self._ray: Any = ray
+        self._is_ours = False
+
+    def __enter__(self) -> RayCluster:
+        if not self._ray.is_initialized():
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
+            handler = signal.getsignal(signal.SIGTERM)
+            try:
+                self._connect()
+            finally:  # Ray puts a handler of its own there
+                if handler is not None and threading.current_thread() is threading.main_thread():
+                    signal.signal(signal.SIGTERM, handler)
+            self._is_ours = True
+        return self
+
+    def _connect(self) -> None:
+        host, _, port = (self._address or "").rpartition(":")
+        try:
+            if port.isdecimal() and "/" not in host:  # else it is none of a host and a port: `auto`, `ray://`
+                socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+            self._ray.init(
+                address=self._address, namespace="mergepipe", include_dashboard=False, log_to_driver=False,
+                configure_logging=False, logging_level="ERROR",
+            )  # fmt: skip
+        except (OSError, OverflowError, RuntimeError, ValueError, self._ray.exceptions.RayError) as error:
+            where = self._address or os.environ.get("RAY_ADDRESS") or "Ray"
+            reason = str(error).strip().partition("\n")[0]
+            message = f"no cluster could be reached: {reason}"
+            hint = "check --address, and `ray status` on a node; after a crash, `ray stop` forgets the cluster"
+            raise NotFoundError.of("ray.unreachable", where, message, hint) from error
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_ours:
+            self._ray.shutdown()
+
+    def nodes(self) -> tuple[TaskShape, ...]:
+        """Return what the living nodes offer."""
+        offers = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        return tuple(TaskShape(int(offer.get("CPU", 0)), int(offer.get("memory", 0))) for offer in offers)
+
+    def run(
+        self,
+        function: str,
+        payloads: Sequence[bytes],
+        shape: TaskShape,
+        on_outcome: Callable[[bytes | MergePipeError | None], None],
+    ) -> None:
+        """Call `function` (`package.module:name`) with each payload, on any node; payloads and results are small.
+
+        `on_outcome` is called with what each task returned or raised, as they end, and with None about ten times a
+        second. What it raises cancels the other tasks, and they have ended when it is raised here.
+        """
+        task = self._ray.remote(_task()).options(
+            num_cpus=shape.threads, memory=shape.memory_bytes, max_retries=TASK_RETRIES, retry_exceptions=False,
+            scheduling_strategy="SPREAD",
+        )  # fmt: skip
+        pending = [task.remote(mergepipe.__version__, function, payload) for payload in payloads]
+        try:
+            while pending:
+                ended, pending = self._ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
+                on_outcome(None)
+                for reference in ended:
+                    on_outcome(self._outcome(reference))
+        except BaseException:
+            self._cancel(pending)
             raise
 
-    def _kept_note(self) -> str:
-        n_shards = len(self._parts.job.shards)
-        n_done = sum(self._parts.done(shard) is not None for shard in range(n_shards))
-        place = self._parts.path.name if isinstance(self._out, Path) else f"what lies at {self._out}"
-        return f"{n_done} of {n_shards} files are made: the same command resumes there; to give up, remove {place}"
+    def _outcome(self, reference: Any) -> bytes | MergePipeError:
+        try:
+            outcome: bytes | str = self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, MergePipeError):
+                return error.cause
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
+        except self._ray.exceptions.RayError as error:
+            reason = str(error).strip().partition("\n")[0]
+            message = f"processes or nodes of a task were lost {TASK_RETRIES + 1} times: {reason}"
+            hint = "check `ray status`, or lower --memory; then run the same command again"
+            raise StorageError.of("ray.lost", "Ray", message, hint) from error
+        if isinstance(outcome, bytes):
+            return outcome
+        message = f"{outcome}, this is version {mergepipe.__version__}"
+        return ConflictError.of("ray.version", "mergepipe", message, "install the same version on all nodes")
 
-    def make_all(self, ray: RayCluster) -> None:
-        """Make what is not made yet."""
-        sizes = [nbytes for _, nbytes in self._parts.job.shards]
-        done = [self._parts.done(shard) is not None for shard in range(len(sizes))]
-        missing_bytes = sum(nbytes for nbytes, is_done in zip(sizes, done, strict=True) if not is_done)
-        if isinstance(self._out, Path):
-            check_free_space(self._out, missing_bytes)
-        reads = self._planned.inputs.resolution.base_bytes + self._planned.plan.planned_bytes
-        self._total_bytes = max(1, reads + sum(sizes))
-        self._earlier_bytes = self._total_bytes * (sum(sizes) - missing_bytes) // max(1, sum(sizes))
-        n_parts = max(1, min(len(sizes), PARTS_PER_SLOT * self._n_slots))
-        numbers = [
-            number
-            for number, part in enumerate(split(self._planned.output, n_parts), 1)
-            if not all(done[shard] for shard in part.shards)
-        ]
-        self._tick()
-        ray.run(_TASK, [self._payload(number, n_parts) for number in numbers], self._shape, self._take)
-        if self._refused:
-            raise ConflictError(*(problem for error in self._refused for problem in error.problems))
-
-    def _payload(self, number: int, n_parts: int) -> bytes:
-        options = OutputOptions(
-            threads=self._shape.threads, memory_bytes=self._shape.memory_bytes, catalog=False,
-            connections=self._settings.engine.remote.connections, home=self._cluster.home,
-            force=self._settings.force, shard_bytes=self._shard_bytes,
-        )  # fmt: skip
-        task = PartTask(self._out, self._planned.plan.digest, number, n_parts, self._settings.strictness, options)
-        return pickle.dumps(task)
-
-    def _take(self, outcome: Outcome | None) -> None:
-        match outcome:
-            case bytes():
-                report: PartReport = pickle.loads(outcome)
-                self._done_bytes += report.base_bytes + report.expert_bytes + report.output_bytes
-            case MergePipeError():
-                if not isinstance(outcome, ConflictError) or outcome.code != "parts.busy":
-                    raise outcome
-                self._refused.append(outcome)
-        self._tick()
-
-    def _tick(self) -> None:
-        if self._on_progress is not None:
-            done_bytes = self._earlier_bytes + self._done_bytes
-            self._on_progress(Progress("merge", done_bytes, self._total_bytes, (), self._earlier_bytes))
+    def _cancel(self, references: list[Any]) -> None:
+        """Interrupt tasks, and end the processes of those that go on."""
+        for is_forced, seconds in ((False, _STOP_SECONDS), (True, _KILL_SECONDS)):
+            for reference in references:
+                with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
+                    self._ray.cancel(reference, force=is_forced)
+            if references:
+                _, references = self._ray.wait(references, num_returns=len(references), timeout=seconds)
 
 
-def shard_sizes(total_bytes: int, n_slots: int) -> tuple[int, ...]:
-    """Return the sizes of files that may suit a cluster, the most suitable first: the default, halved so many times.
+def _task() -> Callable[[str, str, bytes], bytes | str]:
+    """Return what a task does: a nested function, which travels by value and so says what its node lacks in words."""
 
-    Law: an output that is small for the cluster is cut into several files a slot, as long as they are not small.
-    """
-    sizes = [DEFAULT_SHARD_BYTES]
-    while sizes[-1] > SMALLEST_SHARD_BYTES:
-        sizes.append(sizes[-1] // 2)
-    enough = [size for size in sizes if total_bytes >= size * PARTS_PER_SLOT * n_slots]
-    best = max(enough, default=sizes[-1])
-    return (best, *(size for size in sizes if size != best))
+    def call(version: str, function: str, payload: bytes) -> bytes | str:
+        import socket
+        from importlib import import_module
+
+        try:
+            installed = import_module("mergepipe").__version__
+        except ModuleNotFoundError:
+            return f"it is not installed on {socket.gethostname()}"
+        if installed != version:
+            return f"version {installed} is installed on {socket.gethostname()}"
+        module, _, name = function.partition(":")
+        result: bytes = getattr(import_module(module), name)(payload)
+        return result
+
+    return call
