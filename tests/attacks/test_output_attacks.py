@@ -18,13 +18,12 @@ import pytest
 import mergepipe
 from mergepipe.cli.commands.budgets import check_page
 from mergepipe.errors import MergePipeError, OutputError
-from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
+from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage import output, owned
 from mergepipe.storage.owner import OWNER_NAME, write_owner
 from support.disk_families import tree_digest, weights_digest
 from support.families import TINY, write_family
 from support.faults import replaced, system_error
-from support.refusals import refuses
 
 RECIPE = """\
 merge_method: linear
@@ -142,27 +141,6 @@ def test_staging__that_is_not_ours_is_refused_by_every_command(work: Work, comma
     assert not staging.exists()
 
 
-@pytest.mark.parametrize("name", [CONTENT_NAME, "log", OWNER_NAME, f"{CONTENT_NAME}/{WEIGHTS}", "pipe"])
-@pytest.mark.parametrize("is_hard", [False, True], ids=["symlink", "hard link"])
-def test_staging__left_with_a_link_in_it_is_refused(work: Work, name: str, is_hard: bool) -> None:
-    staging = staging_directory(work.out)
-    staging.mkdir()
-    write_owner(staging, "out")
-    before = state(work.theirs)
-    place = staging / name
-    place.parent.mkdir(exist_ok=True)
-    place.unlink(missing_ok=True)
-    if name == "pipe":
-        os.mkfifo(place)
-    elif is_hard and name != CONTENT_NAME:
-        place.hardlink_to(work.theirs / "notes")
-        before = state(work.theirs)
-    else:
-        place.symlink_to(work.theirs if name == CONTENT_NAME else work.theirs / "notes")
-    assert refusal(lambda: work.merge(work.out)).code in ("output.link", "output.not-ours")
-    assert state(work.theirs) == before
-
-
 @pytest.mark.parametrize("name", [WEIGHTS, "config.json", "mergepipe.blocks", "generation_config.json"])
 @pytest.mark.parametrize("is_hard", [False, True], ids=["symlink", "hard link"])
 def test_repair__of_a_link_to_an_input_puts_a_file_in_its_place(work: Work, name: str, is_hard: bool) -> None:
@@ -208,21 +186,6 @@ def test_plan_and_page__are_not_written_through_links(work: Work) -> None:
     assert (work.root / beside).is_symlink()
 
 
-def test_repair__writes_nothing_through_a_folder_of_the_snapshot_that_is_a_link(work: Work) -> None:
-    outside = work.root / "outside"
-    outside.mkdir()
-    (outside / "notes").write_text("precious")
-    (work.snapshot / "link").symlink_to(outside)
-    before = state(outside)
-    for folder in (work.snapshot / "link", work.snapshot / "link" / "more"):
-        with refuses(OutputError, "output.link"):
-            owned.check_folders(folder, work.snapshot)
-    owned.check_folders(work.snapshot / "missing", work.snapshot)
-    with pytest.raises(OSError, match="symbolic link"):
-        owned.remove_tree(work.snapshot / "link")
-    assert state(outside) == before
-
-
 def test_staging__is_private_while_it_grows_and_the_output_is_not(work: Work) -> None:
     modes = []
 
@@ -233,22 +196,6 @@ def test_staging__is_private_while_it_grows_and_the_output_is_not(work: Work) ->
     work.merge(work.out, on_progress=note)
     assert modes[-1] == 0o700
     assert work.out.stat().st_mode & 0o777 == work.family.stat().st_mode & 0o777
-
-
-def test_staging__of_another_user_is_refused(work: Work) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can give a folder to another user")
-    staging = staging_directory(work.out)
-    staging.mkdir()
-    write_owner(staging, "out")
-    os.chown(staging, 12_345, -1)
-    for _ in range(2):
-        error = refusal(lambda: work.merge(work.out))
-        assert error.code == "output.not-ours"
-        assert "another user" in str(error)
-    os.chown(work.out.parent, 12_345, -1)  # who could replace the folder anyway, or the only user that there is
-    work.merge(work.out)
-    assert not staging.exists()
 
 
 # --- clean-up by name ---

@@ -235,8 +235,7 @@ def test_staging__what_is_left_stays_when_continuing_is_refused(tmp_path: Path) 
 def test_find_staging__tells_the_living_from_the_dead(tmp_path: Path) -> None:
     dead = _leave_staging_behind(tmp_path / "dead")
     with Staging(tmp_path / "alive", force=False) as staging:
-        found = {each.directory: each.owner for each in find_staging(tmp_path)}
-        assert found == {dead: None, staging.directory: this_process()}
+        assert dict(find_staging(tmp_path)) == {dead: None, staging.directory: this_process()}
         assert remove_dead(dead)
     assert names(tmp_path) == []
 

@@ -35,8 +35,8 @@ ALLOWED = {
     "jobs/gc.py": ("exists glob is_dir is_file is_symlink os.walk rglob stat", OWN),
     "jobs/push.py": ("exists", "whether a name is a folder of this machine, or a model of the Hub"),
     "jobs/repair.py": (
-        "exists is_symlink open os.fstat os.open os.pread resolve stat",
-        "a snapshot that is repaired in place",
+        "is_file is_symlink open os.fstat resolve stat",
+        "a snapshot that is repaired",
     ),
     "jobs/sweep.py": ("is_dir", OWN),
     "jobs/text_importance.py": ("read_bytes", "the text that its own process measures a model on"),
@@ -53,7 +53,7 @@ ALLOWED = {
     "snapshots/parts_places.py": ("lstat", OWN),
     "snapshots/manifest.py": ("os.path.realpath", "the folder that paths are written relative to"),
     "snapshots/staging.py": (
-        "exists glob is_dir is_file is_symlink iterdir lstat os.fstat os.path.samestat os.walk resolve stat",
+        "exists glob is_dir is_file is_symlink iterdir lstat os.fstat os.path.samestat os.walk resolve",
         OWN,
     ),
     "snapshots/work_log.py": ("stat", OWN),

@@ -74,19 +74,19 @@ def _staging_left(folders: Sequence[Path], living: list[str], *, dry_run: bool) 
 
 def _staging(folders: Iterable[Path], living: list[str], *, dry_run: bool) -> Iterator[Garbage]:
     for folder in folders:
-        for staging in find_staging(folder):
-            if staging.owner is not None:
-                living.append(f"{staging.directory}: {staging.owner}")
+        for directory, owner in find_staging(folder):
+            if owner is not None:
+                living.append(f"{directory}: {owner}")
                 continue
-            nbytes = _allocated_bytes(staging.directory)
-            logged = read_work_log(staging.directory)
+            nbytes = _allocated_bytes(directory)
+            logged = read_work_log(directory)
             state = None if logged is None else merge_state(logged)
             durable = 0 if state is None else len(state.digests)
             reason = f"left by a dead run, {durable} tensors could be resumed" if durable else "left by a dead run"
-            is_removed = not dry_run and remove_dead(staging.directory)
-            if not is_removed and not is_dead(staging.directory):
+            is_removed = not dry_run and remove_dead(directory)
+            if not is_removed and not is_dead(directory):
                 continue  # another process removed it, or works there by now
-            yield Garbage("staging", str(staging.directory), reason, nbytes, is_removed)
+            yield Garbage("staging", str(directory), reason, nbytes, is_removed)
 
 
 def _uploads(place: Location, living: list[str], *, dry_run: bool) -> Iterator[Garbage]:

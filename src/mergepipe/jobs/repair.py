@@ -1,10 +1,8 @@
-"""Repair a snapshot: recompute damaged tensors from the inputs, check them, write only the damaged bytes."""
+"""Repair a snapshot: recompute damaged tensors from the inputs, check them, replace the damaged files."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +31,6 @@ from mergepipe.snapshots.staging import Staging, check_free_space
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
-from mergepipe.storage.output import sync_directory
 from mergepipe.storage.ranges import os_error, read_descriptor_range
 from mergepipe.storage.stores import Stores
 
@@ -56,10 +53,9 @@ class _Patch:
 def repair_snapshot(
     path: Path, engine: EngineOptions, home: Path | None, *, started: float, on_progress: ProgressCallback | None
 ) -> RepairReport:
-    """Repair all damage that `verify` finds in the snapshot at `path`; sound bytes are not rewritten.
+    """Repair all damage that `verify` finds in the snapshot at `path`: each damaged file is replaced by a whole one.
 
-    Nothing is written before all of it was made again and is what the manifest says. Times of files stay as they are,
-    so that what was made from the snapshot knows it again.
+    Nothing is written before all of it was made again and is what the manifest says. Times of files stay as they are.
     """
     if path.is_symlink():
         message = f"is a link to {path.resolve()}, and nothing is written through links"
@@ -153,96 +149,59 @@ def _shards(manifest: Manifest) -> tuple[ShardLayout, ...]:
 
 
 def _apply(directory: Path, layout: SnapshotLayout, patches: Sequence[_Patch], staging: Path) -> int:
-    """Write the patches file by file, set every file's size, and make them durable."""
-    written = 0
+    """Make every damaged weight file anew, durably, from its sound bytes and the patches; return the patched bytes."""
     for file in layout.files:
-        file_patches = [patch for patch in patches if patch.file.name == file.name]
         path = directory / file.name
-        if file_patches or not path.exists() or path.stat().st_size != file.size_bytes:
-            written += _patch_file(directory, file, file_patches, staging)
-    for folder in {(directory / file.name).parent for file in layout.files}:
-        sync_directory(folder)
-    return written
+        of_file = [patch for patch in patches if patch.file.name == file.name]
+        if of_file or not path.is_file() or path.stat().st_size != file.size_bytes:
+            check_free_space(directory, file.size_bytes)
+            try:
+                _make_anew(path, file, of_file, staging / _STAGED_NAME)
+                _move(staging / _STAGED_NAME, path)
+            except OSError as error:
+                raise os_error(error, path, "repairing it") from error
+    return sum(patch.nbytes for patch in patches)
 
 
-def _patch_file(directory: Path, file: PlacedFile, patches: Sequence[_Patch], staging: Path) -> int:
-    """Patch a file in place; replace a missing file, a link, or a file with another hard link."""
-    path = directory / file.name
-    try:
-        owned.check_folders(path.parent, directory)
-        owned.make_folders(path.parent)
-        try:
-            descriptor = owned.open_file(path)
-        except FileNotFoundError:
-            return _replace_file(directory, file, patches, staging, None)
-        except OutputError as error:
-            if error.code != "output.link" or not owned.is_there(path):
-                raise
-            with _linked(path) as source:
-                return _replace_file(directory, file, patches, staging, source)
-        try:
-            times = os.fstat(descriptor)
-            written = _patch(descriptor, file, patches)
-            os.utime(descriptor, ns=(times.st_atime_ns, times.st_mtime_ns))
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise os_error(error, path, "repairing it") from error
-    return written
-
-
-@contextlib.contextmanager
-def _linked(path: Path) -> Iterator[int | None]:
-    """Open a link's target for reading; None if it is no regular file or missing."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        yield None
-        return
-    try:
-        yield descriptor if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
-    finally:
-        os.close(descriptor)
-
-
-def _patch(descriptor: int, file: PlacedFile, patches: Sequence[_Patch]) -> int:
-    os.ftruncate(descriptor, file.size_bytes)
-    written = sum(_write_patch(descriptor, patch) for patch in patches)
-    owned.sync_file(descriptor)
-    return written
-
-
-def _replace_file(
-    directory: Path, file: PlacedFile, patches: Sequence[_Patch], staging: Path, source: int | None
-) -> int:
-    """Write a new file in the folder `staging`, from the bytes of `source` and the patches, and move it into place."""
-    staged = staging / _STAGED_NAME
-    check_free_space(directory, file.size_bytes)
-    copied = 0
+def _make_anew(path: Path, file: PlacedFile, patches: Sequence[_Patch], staged: Path) -> None:
+    times = None
     descriptor = owned.create_file(staged)
     try:
-        while source is not None and copied < file.size_bytes:
-            part = os.pread(source, min(_COPY_BYTES, file.size_bytes - copied), copied)
-            if not part:
-                break
-            copied += _write_all(descriptor, part, copied)
-        written = _patch(descriptor, file, patches)
+        if path.is_file():
+            with path.open("rb", buffering=0) as source:
+                times = os.fstat(source.fileno())
+                copied = 0
+                while part := source.read(min(_COPY_BYTES, file.size_bytes - copied)):
+                    copied += _write_all(descriptor, part, copied)
+        os.ftruncate(descriptor, file.size_bytes)
+        for patch in patches:
+            _write_patch(descriptor, patch)
+        if times is not None:
+            os.utime(descriptor, ns=(times.st_atime_ns, times.st_mtime_ns))
+        owned.sync_file(descriptor)
     finally:
         os.close(descriptor)
-    owned.rename(staged, directory / file.name)
-    return copied + written
 
 
-def _write_patch(descriptor: int, patch: _Patch) -> int:
+def _move(staged: Path, path: Path) -> None:
+    """Put a file in its place: of a link, in place of the link itself; never into a folder that is one."""
+    if path.parent.resolve() != path.parent:
+        message, hint = "is a link, and nothing is written through links", "remove the link, and run again"
+        raise OutputError.of("output.link", path.parent, message, hint)
+    owned.make_folders(path.parent)
+    owned.rename(staged, path)
+    owned.sync_folder(path.parent)
+
+
+def _write_patch(descriptor: int, patch: _Patch) -> None:
     if isinstance(patch.source, bytes):
-        return _write_all(descriptor, patch.source, patch.offset)
-    done = 0
+        _write_all(descriptor, patch.source, patch.offset)
+        return
     with patch.source.file.open("rb", buffering=0) as stream:
-        while done < patch.nbytes:
+        for done in range(0, patch.nbytes, _COPY_BYTES):
             nbytes = min(_COPY_BYTES, patch.nbytes - done)
             part = read_descriptor_range(stream.fileno(), patch.source.file, patch.source_offset + done, nbytes)
-            done += _write_all(descriptor, part, patch.offset + done)
-    return done
+            _write_all(descriptor, part, patch.offset + done)
 
 
 def _write_all(descriptor: int, content: bytes, offset: int) -> int:
@@ -257,11 +216,8 @@ def _write_small(directory: Path, contents: Mapping[str, bytes], staging: Path) 
     for name, content in contents.items():
         path, staged = directory / name, staging / _STAGED_NAME
         try:
-            owned.check_folders(path.parent, directory)
-            owned.make_folders(path.parent)
             owned.write_file(staged, content)
-            owned.rename(staged, path)
-            owned.sync_folder(path.parent)
+            _move(staged, path)
         except OSError as error:
             raise os_error(error, path, "repairing it") from error
     return sum(map(len, contents.values()))

@@ -10,7 +10,6 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -24,10 +23,9 @@ from mergepipe.storage.output import sync_directory
 from mergepipe.storage.owner import (
     LOG_NAME,
     OWNER_NAME,
-    Holding,
     Owner,
-    holding_of,
     is_alive,
+    is_ours,
     living_owner,
     read_output,
     read_owner,
@@ -41,7 +39,6 @@ from mergepipe.storage.ranges import os_error
 _UNKNOWN = Owner(0, "", "", "this machine")
 _SWEEP_TRIES = 40
 _SWEEP_SECONDS = 0.05
-_BIRTH_SECONDS = 5.0
 CONTENT_NAME = "snapshot"
 ASIDE_NAME = "old"
 _SHOWN_FILES = 3
@@ -184,8 +181,6 @@ class Staging:
     output is: anything else of that name is refused.
     """
 
-    _process = 0  # the one that has entered the context and not left it
-
     def __init__(
         self,
         out: Path,
@@ -220,13 +215,11 @@ class Staging:
         return self._directory
 
     def __enter__(self) -> Staging:
-        self._process = os.getpid()
         try:
             while self._lock < 0:
                 _make_parents(self._out.parent, self._made_parents)  # which another process may remove meanwhile
                 self._lock = self._acquire()
             self._keeps = not self._is_new  # whatever is wrong, what an interrupted run left stays
-            owned.check_tree(self._directory)
             write_owner(self._directory, self._out.name)
             _bring_back(self._directory, self._out)
             self.is_continued = self._can_continue is not None and self._can_continue(self._directory)
@@ -258,15 +251,11 @@ class Staging:
             if is_locked is False or not _is_same(descriptor, self._directory):
                 os.close(descriptor)
                 return -1
-            holding = holding_of(self._directory)
-            if holding is Holding.FOREIGN:
-                raise OutputError.of(
-                    "output.not-ours",
-                    self._directory,
-                    f"holds files that were not written for {self._out.name}, where it would grow",
-                    "move the directory away, or choose another name",
-                )
-            self._is_new = self._is_new or holding is Holding.NOTHING
+            if not is_ours(self._directory):
+                message = f"holds files that were not written for {self._out.name}, where it would grow"
+                hint = "move the directory away, or choose another name"
+                raise OutputError.of("output.not-ours", self._directory, message, hint)
+            self._is_new = self._is_new or read_output(self._directory) is None
             owner = living_owner(self._directory, is_locked=is_locked)
             if owner is not None and owner != this_process():
                 raise _busy(self._out, owner)
@@ -290,11 +279,6 @@ class Staging:
         except BaseException:  # an interrupt of the clearing itself
             self._abandon()
             raise
-
-    def __del__(self) -> None:
-        if self._process == os.getpid():  # an interrupt came at the first step of `__enter__`, or of `__exit__`
-            with contextlib.suppress(Exception):
-                self._abandon()
 
     def keep(self) -> None:
         """Keep the directory when the context ends, so that another run can resume it."""
@@ -334,8 +318,6 @@ class Staging:
 
     def _abandon(self) -> None:
         """Let go of the directory, and remove it unless it is kept; may be called again after an interrupt."""
-        if self._process == 0:
-            return
         if self._lock >= 0:
             if not self._keeps and _is_same(self._lock, self._directory):
                 _remove_all(self._directory)
@@ -348,7 +330,6 @@ class Staging:
             with contextlib.suppress(OSError, MergePipeError):  # somebody else uses it by now, or it was never made
                 owned.remove_folder(directory)
         self._made_parents.clear()
-        self._process = 0
 
 
 def staging_directory(out: Path) -> Path:
@@ -356,21 +337,13 @@ def staging_directory(out: Path) -> Path:
     return out.parent / staging_name(out.name)
 
 
-@dataclass(frozen=True, slots=True)
-class LeftStaging:
-    """A staging directory on disk, and the process that works in it (None: dead)."""
-
-    directory: Path
-    owner: Owner | None
-
-
-def find_staging(parent: Path) -> Iterator[LeftStaging]:
-    """Find all staging directories in `parent`, by name, of living and dead processes."""
+def find_staging(parent: Path) -> Iterator[tuple[Path, Owner | None]]:
+    """Find all staging directories in `parent`, by name, each with the process that works in it (None: dead)."""
     for directory in sorted(parent.glob(f".*{owned.STAGING_SUFFIX}")):
         if _may_be_removed(directory):
             with _probed(directory) as owner:
-                leftover = LeftStaging(directory, owner)
-            yield leftover
+                state = directory, owner
+            yield state
 
 
 def is_dead(directory: Path) -> bool:
@@ -398,8 +371,8 @@ def remove_dead(directory: Path) -> bool:
 def _may_be_removed(directory: Path) -> bool:
     """Whether this is a staging directory by its record, or an empty directory with such a name."""
     try:
-        return holding_of(directory) is not Holding.FOREIGN
-    except (OSError, MergePipeError):  # missing, a link, or unreadable
+        return not directory.is_symlink() and is_ours(directory)
+    except OSError:  # missing, or unreadable
         return False
 
 
@@ -416,18 +389,9 @@ def _probed(directory: Path) -> Iterator[Owner | None]:
         if is_locked is False:
             yield read_owner(directory) or _UNKNOWN
         else:
-            owner = living_owner(directory, is_locked=is_locked)
-            yield _UNKNOWN if owner is None and _is_newborn(directory) else owner
+            yield living_owner(directory, is_locked=is_locked)
     finally:
         os.close(descriptor)
-
-
-def _is_newborn(directory: Path) -> bool:
-    """Whether a process may be between creating and locking it."""
-    try:
-        return not (directory / OWNER_NAME).exists() and time.time() - directory.stat().st_mtime < _BIRTH_SECONDS
-    except FileNotFoundError:
-        return False
 
 
 def _busy(out: Path, owner: Owner | None) -> MergePipeError:
@@ -454,18 +418,13 @@ def _empty(directory: Path) -> None:
 
 
 def _remove_all(directory: Path) -> None:
-    """Remove a directory as far as that can be done, trying again once.
-
-    The record of the owner goes last, for the rest is known by it.
-    """
-    for _ in range(2):
-        with contextlib.suppress(OSError, MergePipeError):
-            _empty(directory)
-            for name in (LOG_NAME, OWNER_NAME):
-                with contextlib.suppress(FileNotFoundError):
-                    owned.remove_file(directory / name)
-            owned.remove_folder(directory)
-            return
+    """Remove a directory as far as that can be done; the record of the owner goes last, for the rest is known by it."""
+    with contextlib.suppress(OSError, MergePipeError):
+        _empty(directory)
+        for name in (LOG_NAME, OWNER_NAME):
+            with contextlib.suppress(FileNotFoundError):
+                owned.remove_file(directory / name)
+        owned.remove_folder(directory)
 
 
 def _bring_back(directory: Path, out: Path) -> None:

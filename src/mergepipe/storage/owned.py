@@ -1,8 +1,8 @@
 """Everything that changes what is stored: no file is opened through a link, and what is told durable is.
 
-An output grows in a private folder beside it (`make_private_folder`), into which no other user can put anything: what
-lies there is named by its path. Functions raise `OSError` where the operating system refused, and `OutputError`
-(`output.link`, `output.not-ours`) where something that is not ours is in the way; then nothing was touched.
+An output grows in a private folder beside it (`make_private_folder`), into which no other user can put anything.
+Functions raise `OSError` where the operating system refused, and `OutputError` (`output.link`, `output.not-ours`) where
+something that is not ours is in the way; then nothing was touched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Final
 
 from blake3 import blake3
 
-from mergepipe.errors import MergePipeError, OutputError
+from mergepipe.errors import OutputError
 from mergepipe.storage.ranges import read_up_to
 
 STAGING_SUFFIX: Final = ".mergepipe-staging"
@@ -34,7 +34,6 @@ _NEW_SUFFIX = ".mergepipe-new"
 _MAX_NAME_BYTES = 255
 _DIGEST_DIGITS = 16
 _LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_IN_THE_WAY = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.EEXIST)
 _NO_RESERVATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EBADF)
 _NO_FLAGS = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
@@ -61,35 +60,15 @@ def is_parts_name(name: str) -> bool:
     return _PARTS_NAME.fullmatch(name) is not None
 
 
-def _refuse(error: OSError, path: Path, *, wants_folder: bool = False) -> None:
-    """Raise the typed error if what could not be opened or made is not of the kind that we make."""
-    if error.errno not in _IN_THE_WAY:
-        return
+def _open(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open what `path` names itself, not what it links to."""
     try:
-        mode = path.lstat().st_mode
-    except OSError:
-        return
-    if stat.S_ISLNK(mode):
-        raise _link(path) from error
-    is_kind = stat.S_ISDIR(mode) if wants_folder else stat.S_ISREG(mode)
-    if error.errno != errno.EEXIST and not is_kind:
-        raise _not_ours(path, f"is {_kind(mode)}") from error
-
-
-def _kind(mode: int) -> str:
-    kinds = ((stat.S_ISREG, "a file"), (stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a named pipe"))
-    return next((text for is_kind, text in kinds if is_kind(mode)), "a device or a socket")
-
-
-def _link(path: Path) -> MergePipeError:
-    return OutputError.of(
-        "output.link", path, "is a link, and nothing is written through links", "remove the link, and run again"
-    )
-
-
-def _not_ours(path: Path, what: str) -> MergePipeError:
-    message = f"{what}, where only files that MergePipe made can be written"
-    return OutputError.of("output.not-ours", path, message, "move it away, and run again")
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if path.is_symlink():
+            message, hint = "is a link, and nothing is written through links", "remove the link, and run again"
+            raise OutputError.of("output.link", path, message, hint) from error
+        raise
 
 
 # --- files ---
@@ -97,11 +76,7 @@ def _not_ours(path: Path, what: str) -> MergePipeError:
 
 def create_file(path: Path, *, flags: int = os.O_WRONLY, mode: int = 0o666) -> int:
     """Make a new file; return its descriptor."""
-    try:
-        return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-    except OSError as error:
-        _refuse(error, path)
-        raise
+    return _open(path, flags | os.O_CREAT | os.O_EXCL, mode)
 
 
 def create_unnamed_file(folder: Path) -> int:
@@ -116,24 +91,12 @@ def create_unnamed_file(folder: Path) -> int:
 
 
 def open_file(path: Path, *, flags: int = os.O_WRONLY) -> int:
-    """Open a file that is ours: a regular one, and to be written one that has no other name."""
-    try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        _refuse(error, path)
-        raise
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise _not_ours(path, f"is {_kind(status.st_mode)}")
-        if status.st_nlink > 1 and flags & os.O_ACCMODE != os.O_RDONLY:
-            raise OutputError.of(
-                "output.link", path, "has another name too (a hard link), and what that names would be changed",
-                "replace it by a copy, and run again",
-            )  # fmt: skip
-    except BaseException:
+    """Open a regular file that is ours."""
+    descriptor = _open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise
+        message = "is no regular file, where only files that MergePipe made can be written"
+        raise OutputError.of("output.not-ours", path, message, "move it away, and run again")
     return descriptor
 
 
@@ -247,35 +210,24 @@ def remove_file(path: Path) -> None:
 
 def is_there(path: Path) -> bool:
     """Whether there is anything of this name, a link too."""
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+    return os.path.lexists(path)
 
 
 # --- folders ---
 
 
-def make_folder(path: Path, mode: int = 0o777) -> None:
+def make_folder(path: Path) -> None:
     """Make a folder."""
-    try:
-        path.mkdir(mode)
-    except FileExistsError as error:
-        _refuse(error, path, wants_folder=True)
-        raise
+    path.mkdir()
 
 
 def make_private_folder(path: Path) -> bool:
     """Make a folder that only this user may look into, or make one that is there so; whether it was made."""
     with contextlib.suppress(FileExistsError):
-        make_folder(path, 0o700)
+        path.mkdir(0o700)
         return True
     descriptor = open_folder(path)
     try:
-        owner = os.fstat(descriptor).st_uid
-        if owner not in (os.geteuid(), path.parent.stat().st_uid):  # who owns the parent can replace it anyway
-            raise _not_ours(path, f"is of another user (number {owner})")
         with contextlib.suppress(OSError):  # the file system has no modes
             os.fchmod(descriptor, 0o700)
     finally:
@@ -285,20 +237,12 @@ def make_private_folder(path: Path) -> bool:
 
 def make_folders(path: Path) -> None:
     """Make what is missing of a folder."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        _refuse(error, path, wants_folder=True)
-        raise
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def open_folder(path: Path) -> int:
     """Open a folder that is ours for reading, locking and making durable."""
-    try:
-        return os.open(path, _LIST | os.O_NOFOLLOW)
-    except OSError as error:
-        _refuse(error, path, wants_folder=True)
-        raise
+    return _open(path, _LIST)
 
 
 def sync_folder(path: Path) -> None:
@@ -314,36 +258,12 @@ def sync_folder(path: Path) -> None:
 
 
 def list_folder(path: Path) -> list[tuple[str, os.stat_result]]:
-    """The names in a folder that is ours with what they are, in order; links are not followed."""
-    descriptor = open_folder(path)
-    try:
-        listed = []
-        for name in sorted(os.listdir(descriptor)):  # noqa: PTH208 - of an open folder
-            with contextlib.suppress(FileNotFoundError):  # it has just been removed
-                listed.append((name, os.lstat(name, dir_fd=descriptor)))
-        return listed
-    finally:
-        os.close(descriptor)
-
-
-def check_folders(folder: Path, root: Path) -> None:
-    """Refuse a folder that is `root` or below it, and is reached through a link from there."""
-    for place in (folder, *folder.parents):
-        if place.is_symlink():
-            raise _link(place)
-        if place == root:
-            return
-
-
-def check_tree(path: Path) -> None:
-    """Refuse a folder that is ours if anything in it is no folder and no regular file with a single name."""
-    for name, status in list_folder(path):
-        if stat.S_ISDIR(status.st_mode):
-            check_tree(path / name)
-        elif not (stat.S_ISLNK(status.st_mode) or stat.S_ISREG(status.st_mode)):
-            raise _not_ours(path / name, f"is {_kind(status.st_mode)}")
-        elif stat.S_ISLNK(status.st_mode) or status.st_nlink > 1:
-            raise _link(path / name)
+    """The names in a folder with what they are, in order; links are not followed."""
+    listed = []
+    for place in sorted(path.iterdir()):
+        with contextlib.suppress(FileNotFoundError):  # it has just been removed
+            listed.append((place.name, place.lstat()))
+    return listed
 
 
 def remove_folder(path: Path) -> None:

@@ -9,12 +9,11 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
 from mergepipe.core.records import RecordFormat
-from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.errors import MergePipeError
 from mergepipe.storage.limits import OWNER_BYTES
 from mergepipe.storage.owned import (
     STAGING_SUFFIX,
@@ -77,42 +76,28 @@ def is_alive(owner: Owner, silent_seconds: float) -> bool:
     return silent_seconds < SILENCE_SECONDS
 
 
-class Holding(StrEnum):
-    """The content of a directory that has the name of a staging directory."""
-
-    OURS = "ours"  # it carries the record of the output that its name belongs to
-    NOTHING = "nothing"  # or a record that was never completed: a process died in between
-    FOREIGN = "foreign"  # files that nobody recorded
-
-
 def staging_name(output: str) -> str:
     """The name of the directory, beside the output of this name, in which it grows."""
     return marked_name(output, STAGING_SUFFIX)
 
 
-def holding_of(directory: Path) -> Holding:
-    """Classify the content of a directory that has the name of a staging directory."""
-    record = _read_record(directory)
-    if record is not None and staging_name(record.output) == directory.name:
-        return Holding.OURS
-    names = [name for name, _ in list_folder(directory)]
-    return Holding.NOTHING if names in ([], [_NEW_NAME]) else Holding.FOREIGN
+def is_ours(directory: Path) -> bool:
+    """Whether a directory with the name of a staging directory carries the record of its output, or holds nothing."""
+    if read_output(directory) is not None:
+        return True
+    return [name for name, _ in list_folder(directory)] in ([], [_NEW_NAME])  # of a process that died in between
 
 
 def read_output(directory: Path) -> str | None:
     """The name of the output that a staging directory belongs to; None if it carries no record of that."""
-    with contextlib.suppress(OSError, MergePipeError):
-        record = _read_record(directory)
-        return record.output if record is not None and staging_name(record.output) == directory.name else None
-    return None
+    record = _read_record(directory)
+    return record.output if record is not None and staging_name(record.output) == directory.name else None
 
 
 def read_owner(directory: Path) -> Owner | None:
     """The owner noted in a directory; None where there is no such note or it makes no sense."""
-    with contextlib.suppress(OSError, MergePipeError):
-        record = _read_record(directory)
-        return None if record is None else record.owner
-    return None
+    record = _read_record(directory)
+    return None if record is None else record.owner
 
 
 def write_owner(directory: Path, output: str) -> None:
@@ -127,7 +112,7 @@ def write_owner(directory: Path, output: str) -> None:
 
 def _read_record(directory: Path) -> _StagingRecord | None:
     """Return the record of a directory; None where there is none of this format."""
-    with contextlib.suppress(FileNotFoundError, CorruptError, UnsupportedError):
+    with contextlib.suppress(OSError, MergePipeError):
         return _FORMAT.parse(read_file(directory / OWNER_NAME, OWNER_BYTES), directory / OWNER_NAME)
     return None
 
