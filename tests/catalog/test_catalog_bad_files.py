@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.database import PAGE_BYTES, is_catalog_error
+from mergepipe.catalog.database import PAGE_BYTES, SCHEMA_VERSION, is_catalog_error
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
 from mergepipe.checkpoints.content_id import with_digests
@@ -62,16 +62,15 @@ def use_everything(home: Path) -> None:
         catalog.stats()
 
 
-def test_catalog__is_wal_with_foreign_keys_and_our_mark(tmp_path: Path) -> None:
+def test_catalog__is_wal_with_our_mark(tmp_path: Path) -> None:
     path = filled_home(tmp_path / "home")
     assert path == tmp_path / "home" / "catalog.sqlite3"
     assert [entry.name for entry in path.parent.iterdir()] == [CATALOG_NAME]
     with raw(path) as connection:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert connection.execute("PRAGMA application_id").fetchone() == (0x4D504331,)
-        assert connection.execute("PRAGMA user_version").fetchone() == (5,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
         assert connection.execute("PRAGMA page_size").fetchone() == (PAGE_BYTES,)
-        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
 
 
 def test_open__an_empty_file_is_a_new_catalog(tmp_path: Path) -> None:
@@ -126,17 +125,17 @@ def test_catalog__after_any_damage_it_works_or_says_so_and_a_rebuild_mends_it(
 
 def test_open__a_table_that_is_missing_is_corrupt(tmp_path: Path) -> None:
     with raw(filled_home(tmp_path)) as connection:
-        connection.execute("DROP TABLE snapshot_inputs")
+        connection.execute("DROP TABLE file_digests")
     with pytest.raises(CorruptError) as caught:
         Catalog.open(tmp_path)
-    assert "snapshot_inputs" in str(caught.value)
+    assert "file_digests" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "sql",
     [
         "UPDATE snapshots SET created = 'yesterday'",
-        "UPDATE snapshots SET expert_bytes = 'few'",
+        "UPDATE snapshots SET facts = 'few'",
     ],
 )
 def test_catalog__a_row_that_makes_no_sense_is_corrupt(tmp_path: Path, sql: str) -> None:
@@ -160,7 +159,7 @@ def test_open__a_database_of_another_application_is_left_alone(tmp_path: Path, s
 
 def test_open__a_newer_schema_is_refused_untouched(tmp_path: Path) -> None:
     with raw(filled_home(tmp_path)) as connection:
-        connection.execute("PRAGMA user_version = 6")
+        connection.execute("PRAGMA user_version = 99")
     content = (tmp_path / CATALOG_NAME).read_bytes()
     with refuses(UnsupportedError, "catalog.newer"):
         Catalog.open(tmp_path)

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+import json
+import os
+import sqlite3
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 from blake3 import blake3
 
-from mergepipe.catalog import snapshots as snapshots
-from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, Database, open_database, stored_text
+from mergepipe.catalog.database import (
+    LOCK_TIMEOUT_SECONDS,
+    REBUILD_HINT,
+    Database,
+    open_database,
+    stored_text,
+)
 from mergepipe.catalog.home import statistics_folder
 from mergepipe.catalog.rows import CatalogStats, LineageNode, SnapshotRow
-from mergepipe.catalog.snapshots import SnapshotRecord, read_manifest
+from mergepipe.catalog.snapshots import read_manifest, row_of, sid_of_unchanged_input, trace
 from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.snapshots.manifest import Manifest
+from mergepipe.core.records import decode, encode
+from mergepipe.errors import CorruptError, NotFoundError, RecipeError, did_you_mean
+from mergepipe.snapshots.manifest import Input, Manifest, RealizedBytes
 from mergepipe.storage.contract import Store, resolved
 from mergepipe.storage.file_version import FileId
 from mergepipe.storage.stores import Stores
+
+MIN_PREFIX_DIGITS: Final = 4
 
 
 class Catalog:
@@ -108,8 +123,7 @@ class Catalog:
         """
         if created.tzinfo is None:
             raise ValueError("`created` needs a time zone")
-        snapshot_record = SnapshotRecord(manifest, blake3(manifest.to_json()).hexdigest(16))
-        return self._record(snapshot_record, path, created, keep_created=False)
+        return self._record(manifest, blake3(manifest.to_json()).hexdigest(16), path, created, keep_created=False)
 
     def adopt_snapshot(self, path: Path, *, created: datetime) -> SnapshotRow:
         """Index a snapshot from its stored manifest; `created` is used if the catalog has no earlier record.
@@ -120,27 +134,49 @@ class Catalog:
             StorageError: it cannot be read.
             UnsupportedError: `format.version`, `format.kind`, `catalog.path-encoding`.
         """
-        return self._record(read_manifest(self._store, path), path, created, keep_created=True)
+        return self._record(*read_manifest(self._store, path), path, created, keep_created=True)
 
-    def _record(self, record: SnapshotRecord, path: Path, created: datetime, *, keep_created: bool) -> SnapshotRow:
+    def _record(
+        self, manifest: Manifest, digest: str, path: Path, created: datetime, *, keep_created: bool
+    ) -> SnapshotRow:
+        """Insert the snapshot, or replace the row of its path.
+
+        From other rows of the same manifest it keeps the sids of the inputs, which may be gone later, and with
+        `keep_created` the time.
+        """
         with self._database.write_transaction() as connection:
-            snapshots.record(connection, self._store, record, path, created=created, keep_created=keep_created)
-            return snapshots.one_snapshot(connection, path)
+            earlier = _rows(connection, "manifest_digest = ?", digest)
+            if keep_created and earlier:
+                created = earlier[-1].created
+            sids = [
+                next((row.inputs[i].sid for row in earlier if row.inputs[i].sid is not None), None)
+                or sid_of_unchanged_input(self._store, source)
+                for i, source in enumerate(manifest.inputs)
+            ]
+            row = row_of(manifest, digest, Path(path_text(path)), created.astimezone(UTC), sids)
+            facts = _Facts(row.operator, row.plan_digest, row.realized, row.inputs)
+            time = row.created.isoformat(timespec="microseconds")
+            text = stored_text(json.dumps(encode(facts), ensure_ascii=False), path)
+            connection.execute("DELETE FROM snapshots WHERE path = ?", (str(row.path),))
+            connection.execute(
+                "INSERT INTO snapshots VALUES (?, ?, ?, ?, ?)", (str(row.path), row.sid, time, digest, text)
+            )
+            return row
 
     def snapshots(self) -> tuple[SnapshotRow, ...]:
         """Return every recorded snapshot, newest first."""
         with self._database.read_transaction() as connection:
-            return snapshots.all_snapshots(connection)
+            return _rows(connection, "TRUE")
 
     def snapshot(self, reference: str | Path) -> SnapshotRow:
-        """Find a snapshot by its path, its sid, or at least the first four digits of it.
+        """Find a snapshot by its path, its sid, or at least the first four digits of it; of several the newest.
 
         Raises:
             NotFoundError: `snapshot.not-found`.
             RecipeError: `snapshot.ambiguous`.
         """
         with self._database.read_transaction() as connection:
-            return snapshots.one_snapshot(connection, reference)
+            return _one_row(connection, reference)
 
     def lineage(self, reference: str | Path, *, down: bool = False) -> tuple[LineageNode, ...]:
         """Return all that a snapshot was made from, or with `down` all that is made from it: a tree in preorder.
@@ -148,14 +184,13 @@ class Catalog:
         Raises as `snapshot` does.
         """
         with self._database.read_transaction() as connection:
-            trace = snapshots.descent if down else snapshots.lineage
-            return trace(connection, snapshots.one_snapshot(connection, reference))
+            return trace(_rows(connection, "TRUE"), _one_row(connection, reference), down=down)
 
     def forget(self, reference: str | Path | SnapshotRow) -> SnapshotRow:
         """Remove a snapshot from the catalog, not from the disk. Raises as `snapshot` does, but not for a row."""
         with self._database.write_transaction() as connection:
-            row = reference if isinstance(reference, SnapshotRow) else snapshots.one_snapshot(connection, reference)
-            snapshots.forget(connection, row)
+            row = reference if isinstance(reference, SnapshotRow) else _one_row(connection, reference)
+            connection.execute("DELETE FROM snapshots WHERE path = ?", (str(row.path),))
             return row
 
     # --- maintenance ---
@@ -186,3 +221,64 @@ class Catalog:
         """
         self._database.check_integrity()
         self.snapshots()
+
+
+# --- rows of snapshots ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What a row of `snapshots` holds as JSON, apart from its columns."""
+
+    operator: str
+    plan_digest: str | None
+    realized: RealizedBytes
+    inputs: tuple[Input, ...]
+
+
+def path_text(path: Path) -> str:
+    """Return the path of a snapshot with links resolved, in the form that is stored."""
+    return stored_text(os.path.realpath(path), path)
+
+
+def _rows(connection: sqlite3.Connection, condition: str, *values: object) -> tuple[SnapshotRow, ...]:
+    """Return the snapshots of which an SQL condition holds, newest first."""
+    query = f"SELECT * FROM snapshots WHERE {condition} ORDER BY created DESC, rowid DESC"
+    return tuple(map(_row, connection.execute(query, values).fetchall()))
+
+
+def _row(columns: tuple[str, str, str, str, str]) -> SnapshotRow:
+    path, sid, created, digest, text = columns
+    try:
+        facts = decode(_Facts, json.loads(text))
+        return SnapshotRow(
+            sid, Path(path), facts.operator, datetime.fromisoformat(created), facts.plan_digest, digest,
+            facts.realized, facts.inputs,
+        )  # fmt: skip
+    except (ValueError, TypeError, RecursionError) as error:
+        message = f"the snapshot's row is damaged: {error}"
+        raise CorruptError.of("catalog.damaged", path, message, REBUILD_HINT) from error
+
+
+def _one_row(connection: sqlite3.Connection, reference: str | Path) -> SnapshotRow:
+    """Find a snapshot by path, sid or a prefix of its sid; of several with that sid, the newest."""
+    at_path = _rows(connection, "path = ?", path_text(Path(reference)))
+    if at_path:
+        return at_path[0]
+    prefix = str(reference).lower()
+    rows = _rows(connection, "substr(sid, 1, ?) = ?", len(prefix), prefix)
+    sids = sorted({row.sid for row in rows})
+    if not sids or not prefix:
+        known = [text for row in _rows(connection, "TRUE") for text in (row.sid, str(row.path))]
+        hint = did_you_mean(str(reference), known) if known else "the catalog holds no snapshots"
+        raise NotFoundError.of("snapshot.not-found", reference, "no such snapshot in the catalog", hint)
+    common = (len(os.path.commonprefix([a, b])) + 1 for a, b in pairwise((*sids, "")))  # noqa: RUF071 - digits
+    needed = max(MIN_PREFIX_DIGITS, *common)
+    if len(prefix) < MIN_PREFIX_DIGITS:
+        message = f"{len(prefix)} digits of a sid are too few"
+        hint = f"give {needed}: {' or '.join(sid[:needed] for sid in sids[:5])}"
+        raise NotFoundError.of("snapshot.not-found", reference, message, hint)
+    if len(sids) > 1:
+        message = f"could be {', '.join(sids[:5])}"
+        raise RecipeError.of("snapshot.ambiguous", reference, message, f"give {needed} digits")
+    return rows[0]

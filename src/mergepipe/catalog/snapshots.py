@@ -1,27 +1,23 @@
-"""Manifests of snapshots on storage and their rows, one per path, with their inputs; lineage follows sids."""
+"""Snapshots as their manifests describe them, and what was made from what; lineage follows sids."""
 
 from __future__ import annotations
 
 import os
 import re
-import sqlite3
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from itertools import pairwise
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from blake3 import blake3
 
-from mergepipe.catalog.database import REBUILD_HINT, stored_text
 from mergepipe.catalog.rows import LineageNode, SnapshotRow
-from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, RecipeError, did_you_mean
+from mergepipe.errors import MergePipeError, NotFoundError, Problem
 from mergepipe.snapshots.manifest import (
     MANIFEST_NAME,
     Input,
     InputRecord,
     Manifest,
-    RealizedBytes,
     parse_manifest,
     with_absolute_paths,
 )
@@ -30,23 +26,26 @@ from mergepipe.storage.limits import MANIFEST_BYTES
 from mergepipe.storage.location import Location, is_remote
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotRecord:
-    """A manifest that is indexed, and the digest of its file."""
-
-    manifest: Manifest
-    digest: str
-
-
-def read_manifest(store: Store, directory: Path) -> SnapshotRecord:
-    """Read the manifest of a snapshot on storage; the paths of its inputs become absolute."""
+def read_manifest(store: Store, directory: Path) -> tuple[Manifest, str]:
+    """Read the manifest of a snapshot on storage, with absolute paths of its inputs, and the digest of its file."""
     path = directory / MANIFEST_NAME
     try:
         raw = store.read_small(Location.local(path), MANIFEST_BYTES)
     except NotFoundError as error:
         raise NotFoundError.of("snapshot.not-found", path, "no such file") from error
     manifest = with_absolute_paths(parse_manifest(raw, path), Location.local(directory))
-    return SnapshotRecord(manifest, blake3(raw).hexdigest(16))
+    return manifest, blake3(raw).hexdigest(16)
+
+
+def row_of(manifest: Manifest, digest: str, path: Path, created: datetime, sids: Sequence[str | None]) -> SnapshotRow:
+    """Describe a snapshot by its manifest; `sids` are those of its inputs that are snapshots."""
+    inputs = tuple(
+        Input(role=i.role, model=i.model, path=i.path, content_id=i.content_id, read_bytes=i.read_bytes, sid=sid)
+        for i, sid in zip(manifest.inputs, sids, strict=True)
+    )
+    return SnapshotRow(
+        manifest.sid, path, manifest.operator, created, manifest.plan_digest, digest, manifest.realized, inputs
+    )
 
 
 def sid_of_unchanged_input(store: Store, source: InputRecord) -> str | None:
@@ -60,7 +59,7 @@ def sid_of_unchanged_input(store: Store, source: InputRecord) -> str | None:
             status = store.stat(root / file.name)
             if status is None or (status.size_bytes, status.version) != (file.size_bytes, file.version):
                 return None
-        return read_manifest(store, root.local_path).manifest.sid
+        return read_manifest(store, root.local_path)[0].sid
     except MergePipeError:  # missing, unreadable or not a snapshot
         return None
 
@@ -88,189 +87,46 @@ def _is_staging(name: str) -> bool:
     return name.startswith(".") and ".mergepipe-" in name
 
 
-MIN_PREFIX_DIGITS = 4
 _DIGITS = re.compile(r"[0-9a-f]{7,64}")
 _COMMIT_DIGITS = 40
-_COLUMNS = """
-    pk, sid, path, operator, created, plan_digest, manifest_digest,
-    base_bytes, expert_bytes, analysis_bytes, metadata_bytes, output_bytes
-"""
-_EDGE_COLUMNS = "role, model, path, content_id, read_bytes, sid"
 
 
-def path_text(path: Path) -> str:
-    """Return the path of a snapshot with links resolved, in the form that is stored."""
-    return stored_text(os.path.realpath(path), path)
+def trace(rows: Sequence[SnapshotRow], root: SnapshotRow, *, down: bool) -> tuple[LineageNode, ...]:
+    """Return all that a snapshot was made from, or with `down` all that is made from it: a tree in preorder.
 
-
-def record(
-    connection: sqlite3.Connection,
-    store: Store,
-    snapshot_record: SnapshotRecord,
-    path: Path,
-    *,
-    created: datetime,
-    keep_created: bool,
-) -> None:
-    """Insert the snapshot, or replace the row of its path.
-
-    From other rows of the same manifest it keeps the sids of the inputs, which may be gone later, and with
-    `keep_created` the time.
+    `rows` are newest first. A snapshot is expanded once: cycles (one replaced in place by one made from it) end where
+    they close. With `down`, role and bytes of a node are those of its parent in it, and the oldest come first.
     """
-    known_sids, known_created = _earlier_records(connection, snapshot_record.digest)
-    if keep_created and known_created is not None:
-        created = known_created
-    connection.execute("DELETE FROM snapshots WHERE path = ?", (path_text(path),))
-    key = _insert(connection, snapshot_record, path, created)
-    for position, source in enumerate(snapshot_record.manifest.inputs):
-        sid = known_sids.get(position) or sid_of_unchanged_input(store, source)
-        connection.execute(
-            "INSERT INTO snapshot_inputs VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (key, position, source.role, source.model, source.path, source.content_id, source.read_bytes, sid),
-        )
-
-
-def _earlier_records(connection: sqlite3.Connection, manifest_digest: str) -> tuple[dict[int, str], datetime | None]:
-    rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM snapshots WHERE manifest_digest = ? ORDER BY created", (manifest_digest,)
-    ).fetchall()
-    earlier = [_snapshot(connection, row) for row in rows]
-    sids = {
-        position: source.sid
-        for snapshot in earlier
-        for position, source in enumerate(snapshot.inputs)
-        if source.sid is not None
-    }
-    return sids, earlier[0].created if earlier else None
-
-
-def _insert(connection: sqlite3.Connection, snapshot_record: SnapshotRecord, path: Path, created: datetime) -> int:
-    manifest = snapshot_record.manifest
-    realized = manifest.realized
-    cursor = connection.execute(
-        """
-        INSERT INTO snapshots (
-            sid, path, operator, created, plan_digest, manifest_digest,
-            base_bytes, expert_bytes, analysis_bytes, metadata_bytes, output_bytes
-        ) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-        """,
-        (
-            manifest.sid,
-            path_text(path),
-            manifest.operator,
-            created.astimezone(UTC).isoformat(timespec="microseconds"),
-            manifest.plan_digest,
-            snapshot_record.digest,
-            realized.base,
-            realized.expert,
-            realized.analysis,
-            realized.metadata,
-            realized.output,
-        ),
-    )
-    return int(cursor.lastrowid or 0)
-
-
-def all_snapshots(connection: sqlite3.Connection) -> tuple[SnapshotRow, ...]:
-    """Return every row, newest first."""
-    rows = connection.execute(f"SELECT {_COLUMNS} FROM snapshots ORDER BY created DESC, pk DESC").fetchall()
-    return tuple(_snapshot(connection, row) for row in rows)
-
-
-def one_snapshot(connection: sqlite3.Connection, reference: str | Path) -> SnapshotRow:
-    """Find a snapshot by path, sid or a prefix of its sid; of several with that sid, the newest."""
-    at_path = _row_at(connection, Path(reference))
-    if at_path is not None:
-        return at_path
-    prefix = str(reference).lower()
-    rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM snapshots WHERE substr(sid, 1, ?) = ? ORDER BY created DESC, pk DESC",
-        (len(prefix), prefix),
-    ).fetchall()
-    sids = sorted({str(row[1]) for row in rows})
-    if not sids or not prefix:
-        raise _unknown(connection, reference)
-    needed = max(MIN_PREFIX_DIGITS, *(_n_common(a, b) + 1 for a, b in pairwise((*sids, ""))))
-    if len(prefix) < MIN_PREFIX_DIGITS:
-        message = f"{len(prefix)} digits of a sid are too few"
-        hint = f"give {needed}: {' or '.join(sid[:needed] for sid in sids[:5])}"
-        raise NotFoundError.of("snapshot.not-found", reference, message, hint)
-    if len(sids) > 1:
-        message = f"could be {', '.join(sids[:5])}"
-        raise RecipeError.of("snapshot.ambiguous", reference, message, f"give {needed} digits")
-    return _snapshot(connection, rows[0])
-
-
-def _n_common(a: str, b: str) -> int:
-    """The number of digits with which both begin."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _unknown(connection: sqlite3.Connection, reference: str | Path) -> MergePipeError:
-    references = [str(value) for row in connection.execute("SELECT sid, path FROM snapshots") for value in row]
-    hint = did_you_mean(str(reference), references) if references else "the catalog holds no snapshots"
-    return NotFoundError.of("snapshot.not-found", reference, "no such snapshot in the catalog", hint)
-
-
-def _row_at(connection: sqlite3.Connection, path: Path) -> SnapshotRow | None:
-    row = connection.execute(f"SELECT {_COLUMNS} FROM snapshots WHERE path = ?", (path_text(path),)).fetchone()
-    return None if row is None else _snapshot(connection, row)
-
-
-def forget(connection: sqlite3.Connection, snapshot: SnapshotRow) -> None:
-    """Remove a row with its inputs; the snapshot itself is not touched."""
-    connection.execute("DELETE FROM snapshots WHERE path = ?", (str(snapshot.path),))
-
-
-def lineage(connection: sqlite3.Connection, root: SnapshotRow) -> tuple[LineageNode, ...]:
-    """Return all direct and indirect inputs of a snapshot as a tree in preorder.
-
-    Cycles (a snapshot replaced in place by one made from it) end where they close.
-    """
-    newest = {snapshot.sid: snapshot for snapshot in reversed(all_snapshots(connection))}
-    newest[root.sid] = root
+    newest = {row.sid: row for row in reversed(rows)} | {root.sid: root}
+    made_from: dict[str | None, dict[str, tuple[Input, SnapshotRow]]] = {}
+    for row in rows if down else ():
+        for source in row.inputs:
+            made_from.setdefault(source.sid, {}).setdefault(row.sid, (source, row))
     nodes: list[LineageNode] = []
     expanded: set[str] = set()
-    pending = [LineageNode(0, "snapshot", str(root.path), str(root.path), root.sid, root.operator, None)]
+    pending = [LineageNode(0, "snapshot", str(root.path), str(root.path), root.sid, None, None)]
     while pending:
         node = pending.pop()
-        snapshot = newest.get(node.sid) if node.sid is not None else None
-        if snapshot is None:
+        expandable = None if node.sid is None else newest.get(node.sid)
+        if expandable is None:
             nodes.append(node)
             continue
-        is_repeated = snapshot.sid in expanded
-        nodes.append(_node_of(node, snapshot, is_repeated=is_repeated))
-        if not is_repeated:
-            expanded.add(snapshot.sid)
-            pending.extend(_input_node(node.depth + 1, source) for source in reversed(snapshot.inputs))
-    return tuple(nodes)
-
-
-def descent(connection: sqlite3.Connection, root: SnapshotRow) -> tuple[LineageNode, ...]:
-    """Return the snapshots that are made from one, directly or indirectly, as a tree in preorder, oldest first.
-
-    Role and bytes of a node are those of its parent in it. A snapshot is expanded once.
-    """
-    children: dict[str, dict[str, tuple[Input, SnapshotRow]]] = {}
-    for child in all_snapshots(connection):
-        for source in child.inputs:
-            if source.sid is not None:
-                children.setdefault(source.sid, {}).setdefault(child.sid, (source, child))
-    nodes: list[LineageNode] = []
-    expanded: set[str] = set()
-    pending = [LineageNode(0, "snapshot", str(root.path), str(root.path), root.sid, root.operator, None)]
-    while pending:
-        node = pending.pop()
-        sid = str(node.sid)
-        nodes.append(replace(node, is_repeated=sid in expanded))
-        if sid in expanded:
+        row = expandable
+        nodes.append(replace(node, operator=row.operator, is_repeated=row.sid in expanded))
+        if row.sid in expanded:
             continue
-        expanded.add(sid)
-        pending.extend(
-            LineageNode(node.depth + 1, source.role, str(row.path), str(row.path), row.sid, row.operator,
-                        source.read_bytes)
-            for source, row in children.get(sid, {}).values()
-        )  # fmt: skip
+        expanded.add(row.sid)
+        depth = node.depth + 1
+        if down:
+            pending += [
+                LineageNode(depth, source.role, str(child.path), str(child.path), child.sid, None, source.read_bytes)
+                for source, child in made_from.get(row.sid, {}).values()
+            ]
+        else:
+            pending += [
+                LineageNode(depth, source.role, source.model, source.path, source.sid, None, source.read_bytes)
+                for source in reversed(row.inputs)
+            ]
     return tuple(nodes)
 
 
@@ -302,47 +158,3 @@ def _is_named(source: Input, reference: str) -> bool:
     return reference in (source.model, *places, *last_names) or any(
         real == place or real.startswith(f"{place}/") for place in places if place.startswith("/")
     )
-
-
-def _node_of(node: LineageNode, snapshot: SnapshotRow, *, is_repeated: bool) -> LineageNode:
-    return LineageNode(
-        node.depth, node.role, node.model, node.path, node.sid, snapshot.operator, node.read_bytes, is_repeated
-    )
-
-
-def _input_node(depth: int, source: Input) -> LineageNode:
-    return LineageNode(depth, source.role, source.model, source.path, source.sid, None, source.read_bytes)
-
-
-def _snapshot(connection: sqlite3.Connection, row: tuple[object, ...]) -> SnapshotRow:
-    pk, sid, path, operator, created, plan_digest, manifest_digest, *sizes = row
-    edges = connection.execute(
-        f"SELECT {_EDGE_COLUMNS} FROM snapshot_inputs WHERE snapshot = ? ORDER BY position", (pk,)
-    ).fetchall()  # the row may be refused: no cursor stays open
-    try:
-        return SnapshotRow(
-            sid=str(sid),
-            path=Path(str(path)),
-            operator=str(operator),
-            created=datetime.fromisoformat(str(created)),
-            plan_digest=None if plan_digest is None else str(plan_digest),
-            manifest_digest=str(manifest_digest),
-            realized=RealizedBytes(*(int(str(size)) for size in sizes)),
-            inputs=tuple(
-                Input(
-                    role=str(role),
-                    model=str(model),
-                    path=str(source),
-                    content_id=content_id,
-                    read_bytes=int(read_bytes),
-                    sid=source_sid,
-                )
-                for role, model, source, content_id, read_bytes, source_sid in edges
-            ),
-        )
-    except (ValueError, TypeError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: object, error: Exception) -> MergePipeError:
-    return CorruptError.of("catalog.damaged", path, f"the snapshot's row is damaged: {error}", REBUILD_HINT)

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date, datetime
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.snapshots import containing, read_manifest, sid_of_unchanged_input
+from mergepipe.catalog.snapshots import containing, read_manifest, row_of, sid_of_unchanged_input
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.recipes.references import referenced_paths
 from mergepipe.reports import SnapshotReport
 from mergepipe.snapshots.manifest import (
     MANIFEST_NAME,
-    Input,
     InputRecord,
     Manifest,
     parse_manifest,
@@ -45,7 +44,7 @@ def list_snapshots(
     if contained is not None:
         rows = containing(rows, contained)
     return tuple(
-        _of_row(row)
+        _report(row, is_recorded=True)
         for row in rows
         if operator in (None, row.operator)
         and (since is None or row.created.date() >= since)
@@ -56,13 +55,15 @@ def list_snapshots(
 def show_snapshot(reference: str, home: Path) -> SnapshotReport:
     """Describe one snapshot from the catalog, else from its own manifest."""
     try:
-        return _of_row(_recorded(reference, home))
+        return _report(_recorded(reference, home), is_recorded=True)
     except NotFoundError:
         path = Path(reference)
         if not _has_manifest(path):
             raise
-        created = modified_at(path / MANIFEST_NAME)
-        return _of_manifest(read_manifest(Stores(), path).manifest, path.absolute(), created)
+        created, store = modified_at(path / MANIFEST_NAME), Stores()
+        manifest, digest = read_manifest(store, path)
+        sids = [sid_of_unchanged_input(store, source) for source in manifest.inputs]
+        return _report(row_of(manifest, digest, path.absolute(), created, sids), is_recorded=False)
 
 
 def trace_lineage(reference: str, home: Path, *, down: bool) -> tuple[LineageNode, ...]:
@@ -162,7 +163,7 @@ def _has_manifest(path: Path) -> bool:
     return (path / MANIFEST_NAME).is_file()
 
 
-def _of_row(row: SnapshotRow) -> SnapshotReport:
+def _report(row: SnapshotRow, *, is_recorded: bool) -> SnapshotReport:
     return SnapshotReport(
         sid=row.sid,
         path=row.path,
@@ -175,34 +176,7 @@ def _of_row(row: SnapshotRow) -> SnapshotReport:
         output_bytes=row.realized.output,
         inputs=row.inputs,
         is_present=_has_manifest(row.path),
-        is_recorded=True,
-    )
-
-
-def _of_manifest(record: Manifest, path: Path, created: datetime) -> SnapshotReport:
-    return SnapshotReport(
-        sid=record.sid,
-        path=path,
-        operator=record.operator,
-        created=created,
-        plan_digest=record.plan_digest,
-        base_bytes=record.realized.base,
-        expert_bytes=record.realized.expert,
-        analysis_bytes=record.realized.analysis,
-        output_bytes=record.realized.output,
-        inputs=tuple(
-            Input(
-                role=i.role,
-                model=i.model,
-                path=i.path,
-                content_id=i.content_id,
-                read_bytes=i.read_bytes,
-                sid=sid_of_unchanged_input(Stores(), i),
-            )
-            for i in record.inputs
-        ),
-        is_present=True,
-        is_recorded=False,
+        is_recorded=is_recorded,
     )
 
 
