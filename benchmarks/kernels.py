@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import BF16
+from mergepipe.core.blocks import BF16, RawBlock
 from mergepipe.engine.block_reductions import make_reduction
-from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, RawBlock, Scalar
+from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, Scalar
 from mergepipe.operators.registry import operator_named, operator_specs
 from mergepipe.operators.spec import BaseRole, Scope
 from mergepipe.testing.tensors import encode_elements

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.checkpoints.contract import TensorEntry
-from mergepipe.core.blocks import BF16, Span
+from mergepipe.core.blocks import BF16, RawBlock, Span
 from mergepipe.engine.block_reductions import OnePass
 from mergepipe.engine.jobs import Job, Stage, TensorWork
 from mergepipe.engine.segments import (
@@ -22,7 +22,7 @@ from mergepipe.engine.segments import (
     Run,
     SegmentShape,
 )
-from mergepipe.operators.base import NOTHING_REDUCED, RawBlock, Reduced
+from mergepipe.operators.base import NOTHING_REDUCED, Reduced
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.location import Location
 

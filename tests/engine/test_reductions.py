@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, BlockGrid, Span
+from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, BlockGrid, RawBlock, Span
 from mergepipe.engine import block_reductions, order_statistics
 from mergepipe.engine.analysis import FINE_SHARE, FineMagnitudes, TensorSummary
-from mergepipe.engine.block_reductions import InnerProductSums, MagnitudeCuts, ScoreRanks
+from mergepipe.engine.block_reductions import InnerProductSums, MagnitudeCuts, ScoreRanks, scores_of
 from mergepipe.engine.order_statistics import RankSearch
-from mergepipe.operators.base import RawBlock
 from mergepipe.operators.statistics import rank_of_density
 from mergepipe.testing.contracts import StoredTensor, run_reduction
 from mergepipe.testing.tensors import Family, make_family
@@ -176,12 +175,17 @@ def test_tensor_summary__answers_as_the_reduction_it_stands_in_for(data: st.Data
     np.testing.assert_array_equal(np.stack([one.products_3 for one in statistics]), sums)
 
 
+def stored_block(raw: NDArray[np.uint8], start: int, stop: int) -> RawBlock:
+    """Elements of a float32 base alone."""
+    none = np.zeros(0, np.int64)
+    return RawBlock(raw, 4 * start, 1, none, none, none, none, start, stop - start, raw, 0, 1)
+
+
 class StoredScore:
     """A score that is the stored value of the base."""
 
-    def __call__(self, block: RawBlock, skip: int, scores_N: NDArray[np.float32]) -> None:
-        start = block.base_offset + skip * F32.itemsize
-        scores_N[:] = block.raw[start : start + scores_N.nbytes].view(np.float32)
+    def __call__(self, block: RawBlock, scores_N: NDArray[np.float32]) -> None:
+        scores_N[:] = block.raw[block.base_offset : block.base_offset + scores_N.nbytes].view(np.float32)
 
 
 @pytest.mark.parametrize(("first_scale", "most_looks"), [(1.0, 1), (1e-6, 3), (1e6, 3), (0.0, 3)])
@@ -199,10 +203,9 @@ def test_score_ranks__equal_a_sort_whether_or_not_the_first_block_misleads(
         scores_N *= rng.random(n) < 0.4
     scores_N[:first] *= np.float32(first_scale)
     scores_N[-3:] = np.inf, np.nan, np.nan
-    none = np.zeros(0, np.int64)
     raw = scores_N.view(np.uint8)
     spans = [(0, first), (first, 30_000), (30_000, n)]
-    blocks = [RawBlock(raw, 4 * a, 1, none, none, none, none, a, b - a, raw, 0, 1) for a, b in spans]
+    blocks = [stored_block(raw, a, b) for a, b in spans]
     ranks = (1, 15_000, n // 2, n // 2 + 5_000) if share is None else ()
     reduction, n_looks = ScoreRanks(StoredScore(), n, ranks, share), 1
     for block in blocks:
@@ -241,7 +244,8 @@ def test_rank_search__decides_by_fine_magnitudes_as_by_a_second_look(data: st.Da
     bits = np.array(data.draw(st.lists(st.sampled_from([0, 1, 0x10000, 0x10001, 0x1FFFF, 0x20000]), min_size=1)))
     ranks = range(1, len(bits) + 1)
     search = RankSearch(ranks, len(bits))
-    search.count_coarse_scores(bits.astype(np.uint32).view(np.float32))
+    block = stored_block(bits.astype(np.uint32).view(np.uint8), 0, len(bits))
+    search.count_coarse(next(scores_of(StoredScore(), block)), 0)
     assert search.decide(np.sort(bits[bits & 0xFFFF != 0].astype(np.uint32)))
     ordered = np.sort(bits)[::-1]
     places = search.places

@@ -50,7 +50,7 @@ def test_kernel__random_words_come_many_at_a_time() -> None:
 
 
 def test_vector_loops__are_none_where_one_element_depends_on_others() -> None:
-    assert vector_loops(optimised_text(reduce.count_bits, (WORDS, 1, COUNTS))) == 0
+    assert vector_loops(optimised_text(reduce.move_counts, (COUNTS, COUNTS))) == 0
 
 
 def test_kernels_of_a_pack__have_their_loops_as_vector_code() -> None:

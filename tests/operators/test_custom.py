@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import F32
+from mergepipe.core.blocks import F32, RawBlock
 from mergepipe.errors import UnsupportedError
 from mergepipe.operators import custom
 from mergepipe.operators.base import (
@@ -22,7 +22,6 @@ from mergepipe.operators.base import (
     OperatorInput,
     Plain,
     Products,
-    RawBlock,
     Reduced,
     Scalar,
     unknown_influence,

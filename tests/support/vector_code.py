@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import BF16
+from mergepipe.core.blocks import BF16, RawBlock
 from mergepipe.deltastore.codec.block import encode_block
 from mergepipe.deltastore.codec.element_codes import Bands
 from mergepipe.kernels import codec, merge, numerics, ranked, reduce, select
@@ -21,10 +21,19 @@ from mergepipe.kernels.compiled import Kernel
 
 N = codec.TILE_ELEMENTS
 ONE = np.float32(1)
-FLOATS, WORDS, HALVES, BYTES = (np.zeros(N, dtype) for dtype in (np.float32, np.uint32, np.uint16, np.uint8))
+FLOATS, BYTES, WORDS, HALVES = (
+    np.zeros(N, np.float32),
+    np.zeros(N, np.uint8),
+    np.zeros(N, np.uint32),
+    np.zeros(N, np.uint16),
+)
 COUNTS = np.zeros(1, np.int64)
 DOUBLES, DOUBLES_2N, FLOATS_2N = np.zeros(N), np.zeros((2, N)), np.zeros((2, N), np.float32)
 BOUNDS, ROWS_3N = np.zeros(16, np.uint64), np.zeros((3, N), np.uint32)
+BLOCK = RawBlock(BYTES, 0, 3, COUNTS, COUNTS, COUNTS, COUNTS, 0, 1, BYTES, 0, 3)
+RULE = merge.Rule(
+    FLOATS, FLOATS, 0, ROWS_3N, ROWS_3N, BOUNDS, BOUNDS, FLOATS, np.zeros((1, 1), np.uint8), True, True, ONE, ONE, ONE
+)
 FINE = (np.zeros(1, np.uint32), np.zeros(1 << 15, np.int16), np.zeros((1, 1 << 16), np.int32), COUNTS)
 LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
     (codec.decode_tile, (BYTES, 0, codec.CODE_BF16, 1, FLOATS), 12),
@@ -35,10 +44,10 @@ LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
     (merge._keep_random, (FLOATS, 1, np.uint64(1), 0, np.uint64(1), ONE, WORDS), 1),  # dare
     (merge._add_scaled, (FLOATS, 1, ONE, FLOATS), 1),  # linear
     (merge._add_agreeing, (FLOATS, 1, ONE, FLOATS, FLOATS, FLOATS), 1),
-    (merge._normalize_agreeing, (FLOATS, FLOATS, FLOATS, 1, True, ONE, ONE), 3),
+    (merge._normalize_agreeing, (FLOATS, FLOATS, FLOATS, 1, RULE), 3),
     (merge.variance_tile, (FLOATS_2N, 2, 2, 1, FLOATS, DOUBLES_2N), 8),  # sce
     (reduce.collect_between, (FLOATS, WORDS, COUNTS), 3),
-    (select.merge_overlapping, (BYTES, 0, 3, COUNTS, COUNTS, ONE, FLOATS, BYTES, 0, 3, 1), 27),  # ram
+    (select.merge_overlapping, (BLOCK, ONE, FLOATS), 27),  # ram
     (numerics.exp_tile, (DOUBLES, 1, DOUBLES), 1),  # arcee_fusion
     (numerics.log_tile, (DOUBLES, 1, DOUBLES), 1),
     (select._divergence, (DOUBLES, DOUBLES, 1, 1.0, 1.0, DOUBLES), 6),
@@ -48,9 +57,9 @@ LOOPS: list[tuple[Any, tuple[object, ...], int]] = [
         10,  # one more with AVX-512: a table is looked up
     ),
     (reduce.count_nonzero, (FLOATS,), 1),
-    (reduce.collect_tied_scores, (FLOATS, 0, ROWS_3N, ROWS_3N, np.zeros((3, 2), np.int64)), 2),
-    (reduce.count_from_edges, (BYTES, 0, 1, 0, 1, 1, HALVES, COUNTS), 14),
-    (reduce.count_fine_bits, (WORDS, 1, HALVES, np.zeros((2, N), np.uint8), *FINE), 4),
+    (reduce.collect_ties, (BLOCK, 0, ROWS_3N, ROWS_3N, np.zeros((3, 2), np.int64)), 14),
+    (reduce.count_from_edges, (BLOCK, 0, HALVES, COUNTS), 14),
+    (reduce.count_fine, (BLOCK, 0, *FINE), 16),
 ]
 PACKING = {"bytes_equal": 1, "fill_contexts": 1, "encode_pieces": 18, "decode_tiles": 18}
 """Loops of the kernels that encode a block and decode it to verify it."""

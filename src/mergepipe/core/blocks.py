@@ -6,6 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 DEFAULT_BLOCK_ELEMENTS = 256 * 1024
 # Added to a dtype's kernel code if the stored values are deltas from the base, not weights.
@@ -151,3 +156,38 @@ class BlockGrid:
 def element_count(shape: tuple[int, ...]) -> int:
     """Number of elements of `shape`; 1 for a 0-d tensor."""
     return math.prod(shape)
+
+
+class RawBlock(NamedTuple):
+    """Consecutive elements of one tensor as stored bytes, for the base and for the experts that were read.
+
+    `present_E` lists which experts (indices in recipe order) these bytes hold; `offsets_E` and `codes_E` are parallel
+    to it: byte offsets into `raw` and kernel dtype codes. `counted_E` lists the experts whose delta is known: those
+    present, and those known to equal the base. The result goes to `out` at `out_offset`. Kernels take it as it is.
+    """
+
+    raw: NDArray[np.uint8]
+    base_offset: int
+    base_code: int
+    present_E: NDArray[np.int64]
+    counted_E: NDArray[np.int64]
+    offsets_E: NDArray[np.int64]
+    codes_E: NDArray[np.int64]
+    first_element: int
+    n_elements: int
+    out: NDArray[np.uint8]
+    out_offset: int
+    out_code: int
+
+    def part(self, skip: int, n_elements: int) -> RawBlock:
+        """Return `n_elements` elements from `skip` on."""
+        offsets_E = self.offsets_E.copy()
+        for place, code in enumerate(self.codes_E.tolist()):
+            offsets_E[place] += skip * itemsize_of_code(code)
+        return self._replace(
+            base_offset=self.base_offset + skip * itemsize_of_code(self.base_code),
+            offsets_E=offsets_E,
+            first_element=self.first_element + skip,
+            n_elements=n_elements,
+            out_offset=self.out_offset + skip * itemsize_of_code(self.out_code),
+        )

@@ -9,7 +9,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import DELTA_FLAG, GRAIN_ELEMENTS, ITEMSIZE_BY_KERNEL_CODE, BlockGrid
+from mergepipe.core.blocks import GRAIN_ELEMENTS, BlockGrid, RawBlock, itemsize_of_code
 from mergepipe.engine.block_reductions import join_products
 from mergepipe.engine.jobs import Job, TensorWork
 from mergepipe.engine.order_statistics import RankSearch, TieSearch
@@ -26,7 +26,7 @@ from mergepipe.engine.segments import (
 )
 from mergepipe.engine.tensor_work import no_function
 from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, OnStatistics
-from mergepipe.operators.base import NOTHING_REDUCED, RawBlock, Reduced
+from mergepipe.operators.base import NOTHING_REDUCED, Reduced
 from mergepipe.operators.statistics import (
     BLOCK_RECORD,
     COMMON_DENSITIES,
@@ -214,32 +214,28 @@ class TensorSummary:
     def accumulate(self, block: RawBlock) -> None:
         from mergepipe.kernels.summary import sum_squares
 
-        first_cell = block.first_element // GRAIN_ELEMENTS
-        sum_squares(block.raw, block.base_offset, block.base_code, block.n_elements, self._base_C[first_cell:])
+        sum_squares(block, self._base_C[block.first_element // GRAIN_ELEMENTS :])
         for index in range(block.first_element // self._grid.block_elements, self._grid.n_blocks):
             span = self._grid.span(index)
             if span.start >= block.first_element + block.n_elements:
                 break
+            part = block.part(span.start - block.first_element, span.n_elements)
             for place, e in enumerate(block.present_E):
-                self._summarize(block, place, int(e), index)
+                self._summarize(part, place, int(e), index)
 
     def _summarize(self, block: RawBlock, place: int, e: int, index: int) -> None:
+        """Summarize the delta of a grid's block."""
         from mergepipe.kernels.summary import summarize_block
 
-        span = self._grid.span(index)
-        skip = span.start - block.first_element
-        code = int(block.codes_E[place])
-        offset = int(block.offsets_E[place]) + skip * ITEMSIZE_BY_KERNEL_CODE[code & ~DELTA_FLAG]
-        counts_B, fine_N = _scratch(span.n_elements)
-        summaries = self._summaries_E[e]
-        base_offset = block.base_offset + skip * ITEMSIZE_BY_KERNEL_CODE[block.base_code]
+        counts_B, fine_N = _scratch(block.n_elements)
+        summaries, cells_C2 = self._summaries_E[e], self._cells_EC2[e, block.first_element // GRAIN_ELEMENTS :]
         extremes_3 = summaries.extremes_B3[index]
         summarize_block(
-            block.raw, base_offset, block.base_code, offset, code, span.n_elements,
-            counts_B, self._cells_EC2[e, span.start // GRAIN_ELEMENTS :], summaries.sketch_BS[index],
-            summaries.energies_BO[index], extremes_3, fine_N,
+            block, place, counts_B, cells_C2, summaries.sketch_BS[index], summaries.energies_BO[index], extremes_3,
+            fine_N,
         )  # fmt: skip
-        stored = block.raw[offset : offset + span.n_elements * ITEMSIZE_BY_KERNEL_CODE[code & ~DELTA_FLAG]]
+        offset, nbytes = int(block.offsets_E[place]), block.n_elements * itemsize_of_code(int(block.codes_E[place]))
+        stored = block.raw[offset : offset + nbytes]
         summaries.hash_B[index] = np.frombuffer(blake3(stored.data).digest(HASH_BYTES), np.uint8)
         self._search_E[e].move_counts(counts_B)
         self._fine_E[e].add(fine_N[: extremes_3[FINE]])

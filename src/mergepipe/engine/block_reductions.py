@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import GRAIN_ELEMENTS
+from mergepipe.core.blocks import DELTA_FLAG, F32, GRAIN_ELEMENTS, RawBlock
 from mergepipe.engine.order_statistics import BRACKET_ELEMENTS, BracketedRanks, BracketedScores, RankSearch, TieSearch
 from mergepipe.operators.base import (
     ColumnGram,
@@ -17,7 +17,6 @@ from mergepipe.operators.base import (
     MagnitudeBand,
     MagnitudeCut,
     Measure,
-    RawBlock,
     Reduced,
     ReductionRequest,
     RowGram,
@@ -189,12 +188,9 @@ class InnerProductSums(OnePass):
         from mergepipe.kernels.summary import sum_products, sum_squares
 
         first_cell = block.first_element // GRAIN_ELEMENTS
-        sum_squares(block.raw, block.base_offset, block.base_code, block.n_elements, self._base_C[first_cell:])
+        sum_squares(block, self._base_C[first_cell:])
         for place, e in enumerate(block.present_E):
-            sum_products(
-                block.raw, block.base_offset, block.base_code, int(block.offsets_E[place]),
-                int(block.codes_E[place]), block.n_elements, self._cells_EC2[e, first_cell:],
-            )  # fmt: skip
+            sum_products(block, place, self._cells_EC2[e, first_cell:])
 
     def result(self) -> Reduced:
         return Reduced(products_E3=join_products(self._base_C, self._cells_EC2))
@@ -210,13 +206,9 @@ class RowGrams(OnePass):
         self._gram_AFF = np.zeros((count_atoms(n_elements, row_elements), n_experts + 1, n_experts + 1), np.float64)
 
     def accumulate(self, block: RawBlock) -> None:
-        from mergepipe.kernels.products import add_row_grams, common_multiple
+        from mergepipe.kernels.products import add_row_grams
 
-        add_row_grams(
-            block.raw, block.base_offset, block.base_code, block.present_E, block.offsets_E, block.codes_E,
-            block.first_element, block.n_elements, self._row_elements, common_multiple(self._row_elements),
-            self._gram_AFF,
-        )  # fmt: skip
+        add_row_grams(block, self._row_elements, self._gram_AFF)
 
     def result(self) -> Reduced:
         from mergepipe.kernels.products import join_atoms
@@ -236,10 +228,7 @@ class ColumnGrams(OnePass):
     def accumulate(self, block: RawBlock) -> None:
         from mergepipe.kernels.products import add_column_grams
 
-        add_column_grams(
-            block.raw, block.base_offset, block.base_code, block.present_E, block.offsets_E, block.codes_E,
-            block.first_element, block.n_elements, self._n_columns, self._cell_elements, self._gram_CFFP,
-        )  # fmt: skip
+        add_column_grams(block, self._n_columns, self._cell_elements, self._gram_CFFP)
 
     def result(self) -> Reduced:
         return Reduced(gram_GFF=_both_triangles(self._gram_CFFP.sum(axis=0).transpose(2, 0, 1)))
@@ -302,8 +291,8 @@ class ScoreRanks:
 
     def survey(self, block: RawBlock) -> None:
         if self._share is None:
-            for scores_N in scores_of(self._score, block):
-                self._search.count_coarse_scores(scores_N)
+            for scores in scores_of(self._score, block):
+                self._search.count_coarse(scores, 0)
 
     def narrow(self) -> None:
         if self._share is None:
@@ -313,25 +302,23 @@ class ScoreRanks:
     def accumulate(self, block: RawBlock) -> None:
         if self._share is None and not self._search.is_open:
             return
-        for scores_N in scores_of(self._score, block):
+        for scores in scores_of(self._score, block):
             if self._share is not None:
-                self._count_nonzero(scores_N)
+                self._count_nonzero(values_of(scores))
             if self._brackets is not None:
-                self._look_into_brackets(self._brackets, scores_N)
+                self._look_into_brackets(self._brackets, values_of(scores))
             else:
-                self._search.count_coarse_scores(scores_N)
-                self._search.count_fine_scores(scores_N)
+                self._search.count_coarse(scores, 0)
+                self._search.count_fine(scores, 0)
 
     def refine(self, block: RawBlock) -> None:
-        element = block.first_element
-        for scores_N in scores_of(self._score, block):
+        for scores in scores_of(self._score, block):
             if self._ties is not None:
-                self._ties.count_scores(scores_N, element)
-                element += len(scores_N)
+                self._ties.count(scores, 0)
             elif self._has_missed:
-                self._search.count_coarse_scores(scores_N)
+                self._search.count_coarse(scores, 0)
             else:
-                self._search.count_fine_scores(scores_N)
+                self._search.count_fine(scores, 0)
 
     def finish(self) -> bool:
         if self._ties is not None:
@@ -378,13 +365,20 @@ class ScoreRanks:
             self._n_nonzero += n_nonzero
 
 
-def scores_of(score: Score, block: RawBlock) -> Iterator[NDArray[np.float32]]:
-    """Yield the scores of a block in pieces, each in the place of the one before."""
+def scores_of(score: Score, block: RawBlock) -> Iterator[RawBlock]:
+    """Yield the scores of a block in pieces, each in the place of the one before, as stored deltas of one expert."""
     room_N = np.empty(min(SCORED_ELEMENTS, block.n_elements), np.float32)
+    first, code = np.zeros(1, np.int64), np.full(1, F32.kernel_code | DELTA_FLAG, np.int64)
     for skip in range(0, block.n_elements, SCORED_ELEMENTS):
-        scores_N = room_N[: block.n_elements - skip]
-        score(block, skip, scores_N)
-        yield scores_N
+        part = block.part(skip, min(SCORED_ELEMENTS, block.n_elements - skip))
+        scores_N = room_N[: part.n_elements]
+        score(part, scores_N)
+        yield part._replace(raw=scores_N.view(np.uint8), present_E=first, offsets_E=first, codes_E=code)
+
+
+def values_of(scores: RawBlock) -> NDArray[np.float32]:
+    """Return the scores of a block of them."""
+    return scores.raw.view(np.float32)
 
 
 class SoftmaxDivergences(OnePass):
@@ -405,14 +399,9 @@ class SoftmaxDivergences(OnePass):
         self._is_done_R = np.zeros(-(-n_elements // row_elements), np.uint8)
 
     def accumulate(self, block: RawBlock) -> None:
-        from mergepipe.kernels.products import common_multiple
         from mergepipe.kernels.select import add_divergences
 
-        add_divergences(
-            block.raw, block.base_offset, block.base_code, block.offsets_E, block.codes_E, block.first_element,
-            block.n_elements, self._row_elements, common_multiple(self._row_elements), self._totals_R2,
-            self._totals_A2, self._sums_A, self._is_done_R,
-        )  # fmt: skip
+        add_divergences(block, self._row_elements, self._totals_R2, self._totals_A2, self._sums_A, self._is_done_R)
 
     def refine(self, block: RawBlock) -> None:
         self.accumulate(block)

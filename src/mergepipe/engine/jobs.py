@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import F32, itemsize_of_code
+from mergepipe.core.blocks import F32, RawBlock, itemsize_of_code
 from mergepipe.engine.block_reductions import Reduction
 from mergepipe.engine.segments import HoldLimits, JobShape, Piece, SegmentLayout, SegmentShape
 from mergepipe.engine.work import Tap
-from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, RawBlock, Reduced
+from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Reduced
 from mergepipe.operators.elementwise import ElementwiseRule
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.storage.ranges import round_up
@@ -252,10 +252,10 @@ def merge_scaled(block: RawBlock, function: BlockFunction, sample: Sample) -> No
     only, offset, code = (np.array([value], np.int64) for value in (0, merged_offset, F32.kernel_code))
     for skip in range(0, block.n_elements, most):
         piece = block.part(skip, min(most, block.n_elements - skip))
-        function(replace(piece, out=room, out_offset=merged_offset, out_code=F32.kernel_code))
+        function(piece._replace(out=room, out_offset=merged_offset, out_code=F32.kernel_code))
         base_bytes = piece.n_elements * itemsize_of_code(block.base_code)
         room[:base_bytes] = piece.raw[piece.base_offset : piece.base_offset + base_bytes]
-        rescale(replace(piece, raw=room, base_offset=0, present_E=only, counted_E=only, offsets_E=offset, codes_E=code))
+        rescale(piece._replace(raw=room, base_offset=0, present_E=only, counted_E=only, offsets_E=offset, codes_E=code))
 
 
 def _raw_block(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> RawBlock:

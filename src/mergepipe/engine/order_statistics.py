@@ -12,8 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import ALL_TIES, DELTA_FLAG, ITEMSIZE_BY_KERNEL_CODE
-from mergepipe.operators.base import RawBlock
+from mergepipe.core.blocks import ALL_TIES, RawBlock
 from mergepipe.operators.statistics import NOTHING_KEPT_BITS, Cut, tie_key
 
 # --- compute exact cuts of |delta| of one tensor ---
@@ -110,39 +109,17 @@ class RankSearch:
         """Add the coarse histogram of a block, or of some elements of it."""
         from mergepipe.kernels.reduce import count_magnitudes
 
-        shown, code = elements or range(block.n_elements), int(block.codes_E[place])
-        base_offset = block.base_offset + shown.start * ITEMSIZE_BY_KERNEL_CODE[block.base_code]
-        offset = int(block.offsets_E[place]) + shown.start * ITEMSIZE_BY_KERNEL_CODE[code & ~DELTA_FLAG]
+        shown = elements or range(block.n_elements)
         with self._lock:
-            count_magnitudes(block.raw, base_offset, block.base_code, offset, code, len(shown), self._coarse_B)
+            count_magnitudes(block, place, shown.start, len(shown), self._coarse_B)
 
     def count_fine(self, block: RawBlock, place: int) -> None:
         """Add the watched bins of a block."""
         from mergepipe.kernels.reduce import count_fine
 
-        if self._fine_RB is None or self._row_of_bin_B is None:
-            return
-        with self._lock:
-            count_fine(
-                block.raw, block.base_offset, block.base_code, int(block.offsets_E[place]),
-                int(block.codes_E[place]), block.n_elements, self._bin_R, self._row_of_bin_B, self._fine_RB,
-                self._totals_R,
-            )  # fmt: skip
-
-    def count_coarse_scores(self, scores_N: NDArray[np.float32]) -> None:
-        """Add the coarse histogram of scores instead of deltas."""
-        from mergepipe.kernels.reduce import count_bits
-
-        with self._lock:
-            count_bits(scores_N.view(np.uint32), len(scores_N), self._coarse_B)
-
-    def count_fine_scores(self, scores_N: NDArray[np.float32]) -> None:
-        """Add the watched bins of scores instead of deltas."""
-        from mergepipe.kernels.reduce import count_fine_scores
-
         if self._fine_RB is not None and self._row_of_bin_B is not None:
             with self._lock:
-                count_fine_scores(scores_N, self._bin_R, self._row_of_bin_B, self._fine_RB, self._totals_R)
+                count_fine(block, place, self._bin_R, self._row_of_bin_B, self._fine_RB, self._totals_R)
 
     def narrow(self) -> None:
         """Treat the counts so far as a sample: watch the bins around the ranks' expected ones and restart."""
@@ -273,20 +250,15 @@ class TieSearch:
         """Look at a block of deltas."""
         from mergepipe.kernels.reduce import collect_ties
 
-        brackets_R4, hashes_RN, counts_R2 = self._work_arrays(block.n_elements)
-        collect_ties(
-            block.raw, block.base_offset, block.base_code, int(block.offsets_E[place]), int(block.codes_E[place]),
-            block.first_element, block.n_elements, brackets_R4, hashes_RN, counts_R2,
-        )  # fmt: skip
-        self._add(hashes_RN, counts_R2)
-
-    def count_scores(self, scores_N: NDArray[np.float32], first_element: int) -> None:
-        """Look at scores instead of deltas."""
-        from mergepipe.kernels.reduce import collect_tied_scores
-
-        brackets_R4, hashes_RN, counts_R2 = self._work_arrays(len(scores_N))
-        collect_tied_scores(scores_N, first_element, brackets_R4, hashes_RN, counts_R2)
-        self._add(hashes_RN, counts_R2)
+        ties = [(self._places[rank], tie) for rank, tie in self._open_ties()]
+        brackets_R4 = np.array([(tied.bits, tied.key, *tie.bracket) for tied, tie in ties], np.uint32)
+        hashes_RN = np.empty((len(ties), block.n_elements), np.uint32)  # hardly any of it is touched
+        counts_R2 = np.zeros((len(ties), 2), np.int64)
+        collect_ties(block, place, brackets_R4, hashes_RN, counts_R2)
+        with self._lock:
+            for r, (_, tie) in enumerate(ties):
+                tie.n_below += int(counts_R2[r, 0])
+                tie.collected.append(hashes_RN[r, : counts_R2[r, 1]].copy())
 
     def decide(self) -> bool:
         """Whether all cuts are known after a look at every element; if not, another one is needed."""
@@ -305,18 +277,6 @@ class TieSearch:
 
     def _open_ties(self) -> list[tuple[int, _Tie]]:
         return [(rank, tie) for rank, tie in self._ties.items() if tie.answer is None]
-
-    def _work_arrays(self, n_elements: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.int64]]:
-        places = [(self._places[rank], tie) for rank, tie in self._open_ties()]
-        brackets_R4 = np.array([(place.bits, place.key, *tie.bracket) for place, tie in places], np.uint32)
-        hashes_RN = np.empty((len(places), n_elements), np.uint32)  # hardly any of it is touched
-        return brackets_R4, hashes_RN, np.zeros((len(places), 2), np.int64)
-
-    def _add(self, hashes_RN: NDArray[np.uint32], counts_R2: NDArray[np.int64]) -> None:
-        with self._lock:
-            for r, (_, tie) in enumerate(self._open_ties()):
-                tie.n_below += int(counts_R2[r, 0])
-                tie.collected.append(hashes_RN[r, : counts_R2[r, 1]].copy())
 
 
 class _Tie:
@@ -460,10 +420,7 @@ class BracketedRanks:
                 self._edges_W = self._suggest_edges(block, place)
                 self._from_edge_W = np.zeros(len(self._edges_W), np.int64)
         counts_W = np.zeros(len(self._edges_W), np.int64)
-        count_from_edges(
-            block.raw, block.base_offset, block.base_code, int(block.offsets_E[place]), int(block.codes_E[place]),
-            block.n_elements, self._edges_W, counts_W,
-        )  # fmt: skip
+        count_from_edges(block, place, self._edges_W, counts_W)
         with self._lock:
             self._from_edge_W += counts_W
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.content_id import stream_key
-from mergepipe.core.blocks import BlockGrid, Span
+from mergepipe.core.blocks import BlockGrid, RawBlock, Span
 from mergepipe.engine.block_reductions import Reduction, make_reduction
 from mergepipe.engine.jobs import BASE_ALONE, Sample, TensorWork
 from mergepipe.engine.segments import Run, full_access
@@ -22,7 +22,6 @@ from mergepipe.operators.base import (
     MagnitudeCut,
     Operator,
     OperatorInput,
-    RawBlock,
     Reduced,
     ReductionRequest,
 )

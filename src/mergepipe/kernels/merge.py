@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
-from mergepipe.core.blocks import ALL_TIES
+import numpy as np
+
+from mergepipe.core.blocks import ALL_TIES, RawBlock
 from mergepipe.kernels.codec import IS_DELTA, TILE_ELEMENTS, decode_tile, encode_tile, itemsize_of
-from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel
+from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Doubles, Floats, kernel
 from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
 
 KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_BAND, KEEP_NEAR, KEEP_VARIED, KEEP_MARKED = 0, 1, 2, 3, 4, 5, 6
@@ -28,33 +29,34 @@ def take_delta(model: Floats, base: Floats, n: int, delta: Floats) -> None:
 
 
 @kernel
-def decode_delta(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offset: int,
-    code: int,
-    start: int,
-    n: int,
-    base: Floats,
-    model: Floats,
-    delta: Floats,
-) -> None:
-    """Decode elements `start ... start + n` of a base and a model, and take their delta."""
-    decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, n, base)
-    decode_against(raw, offset, code, start, n, base, model, delta)
+def decode_base(block: RawBlock, start: int, n: int, base: Floats) -> None:
+    """Decode elements `start ... start + n` of the base."""
+    decode_tile(block.raw, block.base_offset + start * itemsize_of(block.base_code), block.base_code, n, base)
 
 
 @kernel
-def decode_against(
-    raw: Bytes, offset: int, code: int, start: int, n: int, base: Floats, model: Floats, delta: Floats
-) -> None:
-    """Write the delta of elements `start ... start + n` of a model to a decoded base; stored deltas are copied."""
+def decode_against(block: RawBlock, place: int, start: int, n: int, base: Floats, model: Floats, delta: Floats) -> None:
+    """Write the delta of those elements of the model at `place` to the decoded base; stored deltas are copied."""
+    offset, code = block.offsets_E[place], block.codes_E[place]
     if code & IS_DELTA:
-        decode_tile(raw, offset + start * itemsize_of(code), code, n, delta)
+        decode_tile(block.raw, offset + start * itemsize_of(code), code, n, delta)
     else:
-        decode_tile(raw, offset + start * itemsize_of(code), code, n, model)
+        decode_tile(block.raw, offset + start * itemsize_of(code), code, n, model)
         take_delta(model, base, n, delta)
+
+
+@kernel
+def decode_delta(block: RawBlock, place: int, start: int, n: int, base: Floats, model: Floats, delta: Floats) -> None:
+    """Decode the delta of the model at `place`; `base` is overwritten, unless deltas are stored."""
+    if not block.codes_E[place] & IS_DELTA:
+        decode_base(block, start, n, base)
+    decode_against(block, place, start, n, base, model, delta)
+
+
+@kernel
+def encode_result(block: RawBlock, start: int, n: int, values: Floats) -> None:
+    """Encode the result of elements `start ... start + n`."""
+    encode_tile(values, n, block.out, block.out_offset + start * itemsize_of(block.out_code), block.out_code)
 
 
 @kernel
@@ -284,17 +286,10 @@ def _add_agreeing(delta: Floats, n: int, weight: np.float32, vote: Floats, numer
 
 
 @kernel
-def _normalize_agreeing(
-    vote: Floats,
-    numerator: Floats,
-    divisor: Floats,
-    n: int,
-    normalize: bool,
-    least_divisor: np.float32,
-    scale: np.float32,
-) -> None:
-    """Divide the agreeing sum by the sum of its weights if `normalize`, and scale it."""
+def _normalize_agreeing(vote: Floats, numerator: Floats, divisor: Floats, n: int, rule: Rule) -> None:
+    """Divide the agreeing sum by the sum of its weights if the rule normalizes, and scale it."""
     zero, one = np.float32(0.0), np.float32(1.0)
+    least_divisor, normalize, scale = rule.least_divisor, rule.normalize, rule.delta_scale
     if least_divisor > zero:
         for i in range(n):
             divisor[i] = max(divisor[i], least_divisor)
@@ -305,202 +300,146 @@ def _normalize_agreeing(
         numerator[i] = merged if vote[i] == vote[i] else vote[i]
 
 
-@kernel
-def merge_block(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offsets_E: Counts,
-    codes_E: Counts,
-    coefficients_E: Floats,
-    votes_E: Floats,
-    keep: int,
-    lower_E3: Bits32,
-    upper_E3: Bits32,
-    keys_E: Bits64,
-    limits_E: Bits64,
-    scales_E: Floats,
-    marks_MB: NDArray[np.uint8],
-    mark_rows_E: Counts,
-    n_experts: int,
-    first_element: int,
-    consensus: bool,
-    normalize: bool,
-    least_divisor: np.float32,
-    anchor_scale: np.float32,
-    delta_scale: np.float32,
-    out: Bytes,
-    out_offset: int,
-    out_code: int,
-    n: int,
-) -> None:
-    """Merge `n` consecutive elements of one tensor.
+class Rule(NamedTuple):
+    """The arithmetic of `merge_block`: what is kept of the deltas, how it is combined. Arrays are by expert (E).
 
-    Without `consensus`: `anchor_scale * M_0 + sum_e coefficients_E[e] * K(delta_e)`. `K` keeps all elements, those
-    whose magnitude reaches the cut `lower_E3[e]` (and not `upper_E3[e]`, for a band), those whose random word is below
-    `limits_E[e]`, those marked in row `mark_rows_E[e]` of `marks_MB` (then `first_element` is a multiple of 128), or
-    those whose variance over `n_experts` experts reaches `lower_E3[0]`; kept deltas are scaled by `scales_E[e]`, except
-    with KEEP_NEAR, where that is the largest step. With `consensus`:
-    `anchor_scale * M_0 + delta_scale * D`, where `D` is the sum of the kept deltas times their coefficients that share
-    the sign of `sum_e votes_E[e] * K(delta_e)`, divided by the sum of those coefficients (at least `least_divisor`) if
-    `normalize`.
-
-    Args:
-        raw: uint8, the stored bytes of base and experts at `base_offset` and `offsets_E`.
-        first_element: index of the first element in its tensor (random words and hashes count from it).
-        out: uint8, written at `out_offset`; must not overlap `raw`.
+    `keep`: all elements, those whose magnitude reaches the cut `lower_E3` (and not `upper_E3`, for a band), those whose
+    random word is below `limits_E`, those marked in the expert's row of `marks_MB`, or in the only one, or those whose
+    variance over all experts reaches `lower_E3[0]`. Kept deltas are scaled by `scales_E`, except with KEEP_NEAR, where
+    that is the largest step.
     """
-    n_present = offsets_E.shape[0]
+
+    coefficients_E: Floats
+    votes_E: Floats
+    keep: int
+    lower_E3: Bits32
+    upper_E3: Bits32
+    keys_E: Bits64
+    limits_E: Bits64
+    scales_E: Floats
+    marks_MB: Bytes
+    consensus: bool
+    normalize: bool
+    least_divisor: np.float32
+    anchor_scale: np.float32
+    delta_scale: np.float32
+
+
+@kernel
+def merge_block(block: RawBlock, rule: Rule) -> None:
+    """Merge consecutive elements of one tensor.
+
+    Without `consensus`: `anchor_scale * M_0 + sum_e coefficients_E[e] * K(delta_e)`, where `K` keeps what `rule` says.
+    With it: `anchor_scale * M_0 + delta_scale * D`, where `D` is the sum of the kept deltas times their coefficients
+    that share the sign of `sum_e votes_E[e] * K(delta_e)`, divided by the sum of those coefficients (at least
+    `least_divisor`) if `normalize`. Where elements are marked, the first one's index is a multiple of 128; the result
+    must not overlap what is merged.
+    """
+    n_present = len(block.present_E)
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
     total = np.empty(_TILE, np.float32)
+    keep, consensus, n_experts = rule.keep, rule.consensus, len(rule.coefficients_E)
     needs_all_deltas = consensus or keep == KEEP_VARIED
     deltas_EN = np.empty((n_present if needs_all_deltas else 1, _TILE), np.float32)
     numerator = np.empty(_TILE, np.float32)
     divisor = np.empty(_TILE, np.float32)
     words = np.empty(_TILE + 2 * GROUP_ELEMENTS, np.uint32)
     moments_2N = np.empty((2, _TILE if keep == KEEP_VARIED else 0), np.float64)
-    start = 0
-    while start < n:
-        m = min(_TILE, n - start)
-        decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, m, base)
+    for start in range(0, block.n_elements, _TILE):
+        m, element = min(_TILE, block.n_elements - start), block.first_element + start
+        decode_base(block, start, m, base)
         for i in range(m):
-            total[i] = np.float32(0.0) if consensus else anchor_scale * base[i]
-        for e in range(n_present):
-            delta = deltas_EN[e if needs_all_deltas else 0]
-            decode_against(raw, offsets_E[e], codes_E[e], start, m, base, model, delta)
+            total[i] = np.float32(0.0) if consensus else rule.anchor_scale * base[i]
+        for place in range(n_present):
+            e, delta = block.present_E[place], deltas_EN[place if needs_all_deltas else 0]
+            decode_against(block, place, start, m, base, model, delta)
             if keep == KEEP_LARGE:
-                _keep_large(delta, m, first_element + start, lower_E3[e])
-                _scale(delta, m, scales_E[e])
+                _keep_large(delta, m, element, rule.lower_E3[e])
+                _scale(delta, m, rule.scales_E[e])
             elif keep == KEEP_RANDOM:
-                _keep_random(delta, m, keys_E[e], first_element + start, limits_E[e], scales_E[e], words)
+                _keep_random(delta, m, rule.keys_E[e], element, rule.limits_E[e], rule.scales_E[e], words)
             elif keep == KEEP_BAND:
-                keep_band(delta, m, first_element + start, lower_E3[e], upper_E3[e])
-                _scale(delta, m, scales_E[e])
+                keep_band(delta, m, element, rule.lower_E3[e], rule.upper_E3[e])
+                _scale(delta, m, rule.scales_E[e])
             elif keep == KEEP_MARKED:
-                keep_marked(delta, m, marks_MB[mark_rows_E[e], (first_element + start) // 8 :])
-                _scale(delta, m, scales_E[e])
+                keep_marked(delta, m, rule.marks_MB[min(e, len(rule.marks_MB) - 1), element // 8 :])
+                _scale(delta, m, rule.scales_E[e])
             elif keep == KEEP_NEAR:
-                _keep_near(delta, m, scales_E[e])
+                _keep_near(delta, m, rule.scales_E[e])
             if keep != KEEP_VARIED:
-                _add_scaled(delta, m, votes_E[e], total)
+                _add_scaled(delta, m, rule.votes_E[e], total)
         if keep == KEEP_VARIED and n_present > 0:
-            keep_varied(deltas_EN, n_present, n_experts, m, first_element + start, lower_E3[0], model, moments_2N)
-            for e in range(n_present):
-                _add_scaled(deltas_EN[e], m, votes_E[e], total)
+            keep_varied(deltas_EN, n_present, n_experts, m, element, rule.lower_E3[0], model, moments_2N)
+            for place in range(n_present):
+                _add_scaled(deltas_EN[place], m, rule.votes_E[block.present_E[place]], total)
         if consensus:
             for i in range(m):
                 numerator[i] = np.float32(0.0)
                 divisor[i] = np.float32(0.0)
-            for e in range(n_present):
-                _add_agreeing(deltas_EN[e], m, coefficients_E[e], total, numerator, divisor)
-            _normalize_agreeing(total, numerator, divisor, m, normalize, least_divisor, delta_scale)
+            for place in range(n_present):
+                coefficient = rule.coefficients_E[block.present_E[place]]
+                _add_agreeing(deltas_EN[place], m, coefficient, total, numerator, divisor)
+            _normalize_agreeing(total, numerator, divisor, m, rule)
             for i in range(m):
-                anchor = anchor_scale * base[i]
+                anchor = rule.anchor_scale * base[i]
                 total[i] = anchor if numerator[i] == np.float32(0.0) else anchor + numerator[i]
-        encode_tile(total, m, out, out_offset + start * itemsize_of(out_code), out_code)
-        start += m
+        encode_result(block, start, m, total)
 
 
 @kernel
 def merge_rows(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offsets_E: Counts,
-    codes_E: Counts,
-    coefficients_ER: Floats,
-    anchor_scale_R: Floats,
-    lower_ER: Bits32,
-    row_elements: int,
-    first_element: int,
-    out: Bytes,
-    out_offset: int,
-    out_code: int,
-    n: int,
+    block: RawBlock, row_elements: int, coefficients_ER: Floats, anchor_scale_R: Floats, lower_ER: Bits32
 ) -> None:
     """Merge like `merge_block` without consensus, with coefficients, anchor scale and least magnitude of each row."""
-    none = np.empty(0, np.uint64)
-    no_marks = np.empty((0, 0), np.uint8)
-    ones_E = np.ones(offsets_E.shape[0], np.float32)
-    lower_E3 = np.full((offsets_E.shape[0], 3), np.uint32(ALL_TIES), np.uint32)
+    base = np.empty(_TILE, np.float32)
+    model = np.empty(_TILE, np.float32)
+    delta = np.empty(_TILE, np.float32)
+    total = np.empty(_TILE, np.float32)
+    cut_3 = np.full(3, ALL_TIES, np.uint32)
     start = 0
-    while start < n:
-        row = (first_element + start) // row_elements
-        m = min(n - start, (row + 1) * row_elements - first_element - start)
-        starts_E = offsets_E.copy()
-        for e in range(offsets_E.shape[0]):
-            starts_E[e] += start * itemsize_of(codes_E[e])
-        coefficients_E = coefficients_ER[:, row].copy()
-        lower_E3[:, 0] = lower_ER[:, row]
-        merge_block(
-            raw,
-            base_offset + start * itemsize_of(base_code),
-            base_code,
-            starts_E,
-            codes_E,
-            coefficients_E,
-            coefficients_E,
-            KEEP_LARGE,
-            lower_E3,
-            lower_E3,
-            none,
-            none,
-            ones_E,
-            no_marks,
-            offsets_E,
-            offsets_E.shape[0],
-            first_element + start,
-            False,
-            False,
-            np.float32(0.0),
-            anchor_scale_R[row],
-            np.float32(1.0),
-            out,
-            out_offset + start * itemsize_of(out_code),
-            out_code,
-            m,
-        )
+    while start < block.n_elements:
+        element = block.first_element + start
+        row = element // row_elements
+        m = min(_TILE, block.n_elements - start, (row + 1) * row_elements - element)
+        decode_base(block, start, m, base)
+        for i in range(m):
+            total[i] = anchor_scale_R[row] * base[i]
+        for place in range(len(block.present_E)):
+            e = block.present_E[place]
+            decode_against(block, place, start, m, base, model, delta)
+            cut_3[0] = lower_ER[e, row]
+            _keep_large(delta, m, element, cut_3)
+            _add_scaled(delta, m, coefficients_ER[e, row], total)
+        encode_result(block, start, m, total)
         start += m
 
 
 @kernel
-def merge_columns(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offsets_E: Counts,
-    codes_E: Counts,
-    coefficients_EP: Floats,
-    anchor_scale_P: Floats,
-    first_element: int,
-    out: Bytes,
-    out_offset: int,
-    out_code: int,
-    n: int,
-) -> None:
+def merge_columns(block: RawBlock, coefficients_EP: Floats, anchor_scale_P: Floats) -> None:
     """Write `anchor_scale * M_0 + sum_e coefficients * delta_e`, with both factors by column.
 
     Element `i` is in column `i % columns`.
     """
-    n_columns = anchor_scale_P.shape[0]
+    n_columns = len(anchor_scale_P)
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
     delta = np.empty(_TILE, np.float32)
     total = np.empty(_TILE, np.float32)
     start = 0
-    while start < n:
-        column = (first_element + start) % n_columns
-        m = min(_TILE, n - start, n_columns - column)
-        decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, m, base)
+    while start < block.n_elements:
+        column = (block.first_element + start) % n_columns
+        m = min(_TILE, block.n_elements - start, n_columns - column)
+        decode_base(block, start, m, base)
         for i in range(m):
             total[i] = anchor_scale_P[column + i] * base[i]
-        for e in range(offsets_E.shape[0]):
-            decode_against(raw, offsets_E[e], codes_E[e], start, m, base, model, delta)
+        for place in range(len(block.present_E)):
+            coefficients_P = coefficients_EP[block.present_E[place]]
+            decode_against(block, place, start, m, base, model, delta)
             for i in range(m):
-                added = total[i] + coefficients_EP[e, column + i] * delta[i]
+                added = total[i] + coefficients_P[column + i] * delta[i]
                 total[i] = total[i] if delta[i] == np.float32(0.0) else added
-        encode_tile(total, m, out, out_offset + start * itemsize_of(out_code), out_code)
+        encode_result(block, start, m, total)
         start += m
 
 
@@ -508,37 +447,19 @@ def merge_columns(
 
 
 @kernel
-def decode_arrays(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    present_E: Counts,
-    offsets_E: Counts,
-    codes_E: Counts,
-    skip: int,
-    base_N: Floats,
-    deltas_EN: Floats,
-) -> None:
-    """Decode the elements from `skip` on: the base into `base_N`, deltas into the rows of the experts present."""
-    n = base_N.shape[0]
+def decode_arrays(block: RawBlock, base_N: Floats, deltas_EN: Floats) -> None:
+    """Decode a block: the base into `base_N`, deltas into the rows of the experts present."""
     model = np.empty(_TILE, np.float32)
-    start = 0
-    while start < n:
-        m = min(_TILE, n - start)
+    for start in range(0, block.n_elements, _TILE):
+        m = min(_TILE, block.n_elements - start)
         base = base_N[start : start + m]
-        decode_tile(raw, base_offset + (skip + start) * itemsize_of(base_code), base_code, m, base)
-        for place in range(present_E.shape[0]):
-            delta = deltas_EN[present_E[place], start : start + m]
-            decode_against(raw, offsets_E[place], codes_E[place], skip + start, m, base, model, delta)
-        start += m
+        decode_base(block, start, m, base)
+        for place in range(len(block.present_E)):
+            decode_against(block, place, start, m, base, model, deltas_EN[block.present_E[place], start : start + m])
 
 
 @kernel
-def encode_array(values_N: Floats, out: Bytes, offset: int, code: int) -> None:
-    """Encode all of `values_N` at byte `offset` of `out`."""
-    n = values_N.shape[0]
-    start = 0
-    while start < n:
-        m = min(_TILE, n - start)
-        encode_tile(values_N[start : start + m], m, out, offset + start * itemsize_of(code), code)
-        start += m
+def encode_array(block: RawBlock, values_N: Floats) -> None:
+    """Encode a block's result."""
+    for start in range(0, block.n_elements, _TILE):
+        encode_result(block, start, min(_TILE, block.n_elements - start), values_N[start:])

@@ -7,10 +7,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import GRAIN_ELEMENTS
+from mergepipe.core.blocks import GRAIN_ELEMENTS, RawBlock
 from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, encode_tile, itemsize_of
-from mergepipe.kernels.compiled import Bytes, Counts, Doubles, Floats, kernel
-from mergepipe.kernels.merge import decode_against
+from mergepipe.kernels.compiled import Bytes, Doubles, Floats, kernel
+from mergepipe.kernels.merge import decode_against, decode_base
 
 # --- divide a tensor into atoms, the intersections of rows and grains, so that sums by row do not depend on block ---
 #
@@ -33,9 +33,10 @@ def atom_stop(element: int, row_elements: int) -> int:
     return min((element // row_elements + 1) * row_elements, (element // _GRAIN + 1) * _GRAIN)
 
 
+@kernel
 def common_multiple(row_elements: int) -> int:
     """The argument `common` of `atom_of`."""
-    return math.lcm(row_elements, _GRAIN)
+    return row_elements // math.gcd(row_elements, _GRAIN) * _GRAIN
 
 
 def count_atoms(n_elements: int, row_elements: int) -> int:
@@ -60,22 +61,11 @@ _TILE = TILE_ELEMENTS
 
 
 @kernel
-def decode_frame(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offsets_E: Counts,
-    codes_E: Counts,
-    start: int,
-    n: int,
-    model: Floats,
-    frame_FN: Floats,
-) -> None:
+def decode_frame(block: RawBlock, start: int, n: int, model: Floats, frame_FN: Floats) -> None:
     """Decode `n` elements from `start` on into `frame_FN`: row 0 the base, then the deltas of the experts present."""
-    base = frame_FN[0]
-    decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, n, base)
-    for e in range(offsets_E.shape[0]):
-        decode_against(raw, offsets_E[e], codes_E[e], start, n, base, model, frame_FN[e + 1])
+    decode_base(block, start, n, frame_FN[0])
+    for place in range(len(block.present_E)):
+        decode_against(block, place, start, n, frame_FN[0], model, frame_FN[place + 1])
 
 
 @kernel
@@ -114,68 +104,44 @@ def fold_product(x: Floats, y: Floats, n: int, products: Doubles) -> float:
 
 
 @kernel
-def add_row_grams(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    present_E: Counts,
-    offsets_E: Counts,
-    codes_E: Counts,
-    first_element: int,
-    n: int,
-    row_elements: int,
-    common: int,
-    gram_AFF: Doubles,
-) -> None:
-    """Add the inner products (upper triangle; base 0, expert `e` at `e + 1`) of `n` elements by atom."""
-    n_present = offsets_E.shape[0]
+def add_row_grams(block: RawBlock, row_elements: int, gram_AFF: Doubles) -> None:
+    """Add the inner products (upper triangle; base 0, expert `e` at `e + 1`) of a block by atom."""
+    n_present, common = len(block.present_E), common_multiple(row_elements)
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
     products = np.empty(_TILE, np.float64)
     start = 0
-    while start < n:
-        element = first_element + start
-        m = min(_TILE, n - start, atom_stop(element, row_elements) - element)
+    while start < block.n_elements:
+        element = block.first_element + start
+        m = min(_TILE, block.n_elements - start, atom_stop(element, row_elements) - element)
         atom = atom_of(element, row_elements, common)
-        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
+        decode_frame(block, start, m, model, frame_FN)
         for i in range(n_present + 1):
-            row = 0 if i == 0 else present_E[i - 1] + 1
+            row = 0 if i == 0 else block.present_E[i - 1] + 1
             for j in range(i, n_present + 1):
-                column = 0 if j == 0 else present_E[j - 1] + 1
+                column = 0 if j == 0 else block.present_E[j - 1] + 1
                 gram_AFF[atom, row, column] += fold_product(frame_FN[i], frame_FN[j], m, products)
         start += m
 
 
 @kernel
-def add_column_grams(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    present_E: Counts,
-    offsets_E: Counts,
-    codes_E: Counts,
-    first_element: int,
-    n: int,
-    n_columns: int,
-    cell_elements: int,
-    gram_CFFP: Doubles,
-) -> None:
-    """Add the products of `n` elements by cell (C) and column (P), in element order."""
-    n_present = offsets_E.shape[0]
+def add_column_grams(block: RawBlock, n_columns: int, cell_elements: int, gram_CFFP: Doubles) -> None:
+    """Add the products of a block by cell (C) and column (P), in element order."""
+    n_present = len(block.present_E)
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
     start = 0
-    while start < n:
-        element = first_element + start
+    while start < block.n_elements:
+        element = block.first_element + start
         column = element % n_columns
         # A tile has each column at most once, so that its sums are independent.
-        m = min(_TILE, n - start, n_columns - column)
+        m = min(_TILE, block.n_elements - start, n_columns - column)
         cell = element // cell_elements
-        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
+        decode_frame(block, start, m, model, frame_FN)
         for i in range(n_present + 1):
-            row = 0 if i == 0 else present_E[i - 1] + 1
+            row = 0 if i == 0 else block.present_E[i - 1] + 1
             for j in range(i, n_present + 1):
-                sums = gram_CFFP[cell, row, 0 if j == 0 else present_E[j - 1] + 1, column : column + m]
+                sums = gram_CFFP[cell, row, 0 if j == 0 else block.present_E[j - 1] + 1, column : column + m]
                 for k in range(m):
                     sums[k] += np.float64(frame_FN[i, k]) * np.float64(frame_FN[j, k])
         start += m

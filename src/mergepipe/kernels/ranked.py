@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, itemsize_of
+from mergepipe.core.blocks import RawBlock
+from mergepipe.kernels.codec import TILE_ELEMENTS
 from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel
-from mergepipe.kernels.merge import MARK_ELEMENTS, decode_against, mark_nonzero
+from mergepipe.kernels.merge import MARK_ELEMENTS, decode_delta, mark_nonzero
 from mergepipe.kernels.numerics import GROUP_ELEMENTS, fill_random_words
-from mergepipe.kernels.products import atom_of, atom_stop
+from mergepipe.kernels.products import atom_of, atom_stop, common_multiple
 from mergepipe.kernels.select import fold_magnitudes
 
 _TILE = TILE_ELEMENTS
@@ -31,16 +32,13 @@ _STEP_ELEMENTS = 16384  # decoded at once
 
 
 @kernel
-def decode_deltas(raw: Bytes, base_offset: int, base_code: int, offset: int, code: int, n: int, out_N: Floats) -> None:
-    """Write the deltas of `n` elements to `out_N`."""
+def decode_deltas(block: RawBlock, place: int, start: int, out_N: Floats) -> None:
+    """Write the deltas of the expert at `place` from `start` on to all of `out_N`."""
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
-    start = 0
-    while start < n:
-        m = min(_TILE, n - start)
-        decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, m, base)
-        decode_against(raw, offset, code, start, m, base, model, out_N[start : start + m])
-        start += m
+    for done in range(0, len(out_N), _TILE):
+        m = min(_TILE, len(out_N) - done)
+        decode_delta(block, place, start + done, m, base, model, out_N[done : done + m])
 
 
 @kernel
@@ -250,15 +248,9 @@ def _sort_by_magnitude(order_N: Bits64) -> None:
 
 @kernel
 def add_survivors(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offset: int,
-    code: int,
-    first_element: int,
-    n: int,
+    block: RawBlock,
+    place: int,
     row_elements: int,
-    common: int,
     key: np.uint64 | int,
     lowest: float,
     spread: float,
@@ -272,25 +264,24 @@ def add_survivors(
     step = row_elements * max(1, _STEP_ELEMENTS // row_elements)
     values_N = np.empty(step + MARK_ELEMENTS, np.float32)
     last_H = _last_words(row_elements, lowest, spread)
-    base_bytes, bytes_ = itemsize_of(base_code), itemsize_of(code)
-    for start in range(0, n, step):
-        m, element = min(step, n - start), first_element + start
+    for start in range(0, block.n_elements, step):
+        m, element = min(step, block.n_elements - start), block.first_element + start
         values = values_N[:m]
-        decode_deltas(raw, base_offset + start * base_bytes, base_code, offset + start * bytes_, code, m, values)
-        _add_magnitudes(values, element, row_elements, common, sums_A2[:, 0])
+        decode_deltas(block, place, start, values)
+        _add_magnitudes(values, element, row_elements, sums_A2[:, 0])
         if lowest + spread <= 0.0:
             values[:] = np.float32(0.0)
         elif lowest < 1.0:
             _drop_in_rows(values, element, row_elements, key, last_H)
-        _add_magnitudes(values, element, row_elements, common, sums_A2[:, 1])
+        _add_magnitudes(values, element, row_elements, sums_A2[:, 1])
         if marks.shape[0]:
             mark_nonzero(values_N, m, marks[element // 8 :])
 
 
 @kernel
-def _add_magnitudes(values_N: Floats, first_element: int, row_elements: int, common: int, sums_A: Doubles) -> None:
+def _add_magnitudes(values_N: Floats, first_element: int, row_elements: int, sums_A: Doubles) -> None:
     """Add the sums of `|values|` by atom."""
-    n = values_N.shape[0]
+    n, common = values_N.shape[0], common_multiple(row_elements)
     products = np.empty(_TILE, np.float64)
     start = 0
     while start < n:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.blocks import RawBlock
 from mergepipe.kernels.codec import TILE_ELEMENTS
-from mergepipe.kernels.compiled import Bits16, Bits32, Bytes, Counts, Floats, kernel
+from mergepipe.kernels.compiled import Bits32, Counts, Floats, kernel
 from mergepipe.kernels.merge import decode_delta, index_hash, keyed_hash
 
 COARSE_SHIFT = 16
@@ -18,10 +19,8 @@ _MOVED = 32
 
 
 @kernel
-def count_magnitudes(
-    raw: Bytes, base_offset: int, base_code: int, offset: int, code: int, n: int, counts: Counts
-) -> None:
-    """Add to `counts` (int64, COARSE_BINS) the number of deltas by their upper 15 magnitude bits.
+def count_magnitudes(block: RawBlock, place: int, start: int, n: int, counts: Counts) -> None:
+    """Add to `counts` (int64, COARSE_BINS) the number of deltas by their upper 15 magnitude bits, `n` from `start` on.
 
     The bit pattern of a non-negative float32 orders as its value does, so a histogram of bits is one of values.
     """
@@ -29,19 +28,11 @@ def count_magnitudes(
     model = np.empty(_TILE, np.float32)
     delta = np.empty(_TILE, np.float32)
     bits = delta.view(np.uint32)
-    start = 0
-    while start < n:
-        m = min(_TILE, n - start)
-        decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
-        count_bits(bits, m, counts)
-        start += m
-
-
-@kernel
-def count_bits(bits: Bits32, n: int, counts: Counts) -> None:
-    """Add to `counts` (COARSE_BINS) the number of float32 bit patterns by their upper 15 magnitude bits."""
-    for i in range(n):
-        counts[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
+    for first in range(start, start + n, _TILE):
+        m = min(_TILE, start + n - first)
+        decode_delta(block, place, first, m, base, model, delta)
+        for i in range(m):
+            counts[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
 
 
 @kernel
@@ -94,48 +85,24 @@ def collect_between(scores_N: Floats, edges_W: Bits32, counts_W: Counts) -> int:
 
 
 @kernel
-def collect_ties(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offset: int,
-    code: int,
-    first_element: int,
-    n: int,
-    ties_R4: Bits32,
-    hashes_RN: Bits32,
-    counts_R2: Counts,
-) -> None:
-    """Collect like `collect_tied_scores`, from deltas."""
-    base = np.empty(_TILE, np.float32)
-    model = np.empty(_TILE, np.float32)
-    delta = np.empty(_TILE, np.float32)
-    start = 0
-    while start < n:
-        m = min(_TILE, n - start)
-        decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
-        collect_tied_scores(delta[:m], first_element + start, ties_R4, hashes_RN, counts_R2)
-        start += m
-
-
-@kernel
-def collect_tied_scores(
-    scores_N: Floats, first_element: int, ties_R4: Bits32, hashes_RN: Bits32, counts_R2: Counts
-) -> None:
+def collect_ties(block: RawBlock, place: int, ties_R4: Bits32, hashes_RN: Bits32, counts_R2: Counts) -> None:
     """Look at the hashes of the elements of at most 32 magnitudes: bits, key, and a first and last hash of each.
 
     Add to `counts_R2[r, 0]` the number of hashes below the first, and append the `counts_R2[r, 1]` ones from the first
     to the last to `hashes_RN[r]`.
     """
-    bits_N = scores_N.view(np.uint32)
+    base = np.empty(_TILE, np.float32)
+    model = np.empty(_TILE, np.float32)
+    delta = np.empty(_TILE, np.float32)
+    bits = delta.view(np.uint32)
     shared = np.empty(_TILE, np.uint32)
     inside = np.zeros(_TILE, np.uint32)  # a bit for each magnitude
     words = inside.view(np.uint64)
-    for start in range(0, len(bits_N), _TILE):
-        m = min(_TILE, len(bits_N) - start)
-        bits = bits_N[start : start + m]
+    for start in range(0, block.n_elements, _TILE):
+        m = min(_TILE, block.n_elements - start)
+        decode_delta(block, place, start, m, base, model, delta)
         for i in range(m):
-            shared[i] = index_hash(first_element + start + i)
+            shared[i] = index_hash(block.first_element + start + i)
         inside[:] = np.uint32(0)
         for r in range(ties_R4.shape[0]):
             tied, key, first = ties_R4[r, 0], ties_R4[r, 1], ties_R4[r, 2]
@@ -156,26 +123,16 @@ def collect_tied_scores(
 
 
 @kernel
-def count_from_edges(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offset: int,
-    code: int,
-    n: int,
-    edges_W: NDArray[np.uint16],
-    counts_W: Counts,
-) -> None:
+def count_from_edges(block: RawBlock, place: int, edges_W: NDArray[np.uint16], counts_W: Counts) -> None:
     """Add to `counts_W[w]` the number of `|delta|` whose upper 15 magnitude bits are at least `edges_W[w]`."""
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
     delta = np.empty(_TILE, np.float32)
     bits = delta.view(np.uint32)
     halves = np.empty(_TILE, np.uint16)
-    start = 0
-    while start < n:
-        m = min(_TILE, n - start)
-        decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
+    for start in range(0, block.n_elements, _TILE):
+        m = min(_TILE, block.n_elements - start)
+        decode_delta(block, place, start, m, base, model, delta)
         for i in range(m):
             halves[i] = np.uint16((bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT))
         for w in range(edges_W.shape[0]):
@@ -184,17 +141,12 @@ def count_from_edges(
             for i in range(m):
                 count = np.uint16(count + np.uint16(halves[i] >= edge))
             counts_W[w] += np.int64(count)
-        start += m
 
 
 @kernel
 def count_fine(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offset: int,
-    code: int,
-    n: int,
+    block: RawBlock,
+    place: int,
     bin_R: Bits32,
     row_of_bin_B: NDArray[np.int16],
     counts_RB: NDArray[np.int32],
@@ -211,66 +163,31 @@ def count_fine(
     delta = np.empty(_TILE, np.float32)
     bits = delta.view(np.uint32)
     upper = np.empty(_TILE, np.uint16)
-    hits_2N = np.zeros((2, _TILE), np.uint8)
-    start = 0
-    while start < n:
-        m = min(_TILE, n - start)
-        decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
-        count_fine_bits(bits, m, upper, hits_2N, bin_R, row_of_bin_B, counts_RB, totals_R)
-        start += m
-
-
-@kernel
-def count_fine_bits(
-    bits: Bits32,
-    n: int,
-    upper: Bits16,
-    hits_2N: Bytes,
-    bin_R: Bits32,
-    row_of_bin_B: NDArray[np.int16],
-    counts_RB: NDArray[np.int32],
-    totals_R: Counts,
-) -> None:
-    """Count like `count_fine`, for `n` bit patterns, at most a tile; `upper` and `hits_2N` are work arrays."""
-    hits, has_low = hits_2N[0], hits_2N[1]
-    for i in range(n):
-        upper[i] = np.uint16((bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT))
-    for i in range(n):
-        has_low[i] = np.uint8((bits[i] & np.uint32(0xFFFF)) != np.uint32(0))
-    hits[:] = np.uint8(0)
-    for r in range(bin_R.shape[0]):
-        watched = np.uint16(bin_R[r])
-        count = np.uint16(0)  # of a tile: narrow lanes, so that more of them are in a vector
-        for i in range(n):
-            is_inside = upper[i] == watched
-            hits[i] |= np.uint8(is_inside)
-            count = np.uint16(count + np.uint16(is_inside))
-        totals_R[r] += np.int64(count)
-    for i in range(n):
-        hits[i] &= has_low[i]
+    hits, has_low = np.zeros(_TILE, np.uint8), np.zeros(_TILE, np.uint8)
     words = hits.view(np.uint64)
-    for w in range((n + 7) // 8):
-        if words[w] != np.uint64(0):
-            for i in range(8 * w, 8 * w + 8):
-                if hits[i]:
-                    counts_RB[row_of_bin_B[upper[i]], bits[i] & np.uint32(0xFFFF)] += 1
-
-
-@kernel
-def count_fine_scores(
-    scores_N: Floats,
-    bin_R: Bits32,
-    row_of_bin_B: NDArray[np.int16],
-    counts_RB: NDArray[np.int32],
-    totals_R: Counts,
-) -> None:
-    """Count like `count_fine`, for scores that are not negative."""
-    bits = scores_N.view(np.uint32)
-    upper = np.empty(_TILE, np.uint16)
-    hits_2N = np.zeros((2, _TILE), np.uint8)
-    for start in range(0, len(bits), _TILE):
-        m = min(_TILE, len(bits) - start)
-        count_fine_bits(bits[start : start + m], m, upper, hits_2N, bin_R, row_of_bin_B, counts_RB, totals_R)
+    for start in range(0, block.n_elements, _TILE):
+        m = min(_TILE, block.n_elements - start)
+        decode_delta(block, place, start, m, base, model, delta)
+        for i in range(m):
+            upper[i] = np.uint16((bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT))
+        for i in range(m):
+            has_low[i] = np.uint8((bits[i] & np.uint32(0xFFFF)) != np.uint32(0))
+        hits[:] = np.uint8(0)
+        for r in range(bin_R.shape[0]):
+            watched = np.uint16(bin_R[r])
+            count = np.uint16(0)  # of a tile: narrow lanes, so that more of them are in a vector
+            for i in range(m):
+                is_inside = upper[i] == watched
+                hits[i] |= np.uint8(is_inside)
+                count = np.uint16(count + np.uint16(is_inside))
+            totals_R[r] += np.int64(count)
+        for i in range(m):
+            hits[i] &= has_low[i]
+        for w in range((m + 7) // 8):
+            if words[w] != np.uint64(0):
+                for i in range(8 * w, 8 * w + 8):
+                    if hits[i]:
+                        counts_RB[row_of_bin_B[upper[i]], bits[i] & np.uint32(0xFFFF)] += 1
 
 
 @kernel

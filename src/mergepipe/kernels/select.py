@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from mergepipe.kernels.codec import TILE_ELEMENTS, encode_tile, itemsize_of
-from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, kernel
-from mergepipe.kernels.merge import keep_band, keep_varied, mark_nonzero, variance_tile
+from mergepipe.core.blocks import RawBlock
+from mergepipe.kernels.codec import TILE_ELEMENTS
+from mergepipe.kernels.compiled import Bits32, Bytes, Doubles, Floats, kernel
+from mergepipe.kernels.merge import encode_result, keep_band, keep_varied, mark_nonzero, variance_tile
 from mergepipe.kernels.numerics import exp_tile, log_tile
-from mergepipe.kernels.products import atom_of, atom_stop, decode_frame, fold, fold_product
+from mergepipe.kernels.products import atom_of, atom_stop, common_multiple, decode_frame, fold, fold_product
 
 # --- compute scores and sums over all deltas of an element: variance, energy, overlap, divergence, importance ---
 
@@ -19,97 +20,59 @@ _TILE = TILE_ELEMENTS
 
 
 @kernel
-def variance_scores(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offsets_E: Counts,
-    codes_E: Counts,
-    skip: int,
-    n_experts: int,
-    scores_N: Floats,
-) -> None:
+def variance_scores(block: RawBlock, n_experts: int, scores_N: Floats) -> None:
     """Write the variance of the deltas over `n_experts` experts; absent ones count as zero."""
-    n_present = offsets_E.shape[0]
+    n_present, n = len(block.present_E), block.n_elements
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
     moments_2N = np.empty((2, _TILE), np.float64)
-    n = scores_N.shape[0]
-    start = 0
-    while start < n:
+    for start in range(0, n, _TILE):
         m = min(_TILE, n - start)
-        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, skip + start, m, model, frame_FN)
+        decode_frame(block, start, m, model, frame_FN)
         variance_tile(frame_FN[1:], n_present, n_experts, m, scores_N[start : start + m], moments_2N)
-        start += m
 
 
 @kernel
 def add_selected_energies(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    present_E: Counts,
-    offsets_E: Counts,
-    codes_E: Counts,
-    first_element: int,
-    n: int,
-    n_experts: int,
-    cut_3: Bits32,
-    row_elements: int,
-    common: int,
-    sums_AK: Doubles,
-    marks: Bytes,
+    block: RawBlock, n_experts: int, cut_3: Bits32, row_elements: int, sums_AK: Doubles, marks: Bytes
 ) -> None:
     """Add each expert's delta^2 over the elements whose variance reaches a cut (all if the cut is 0), by atom.
 
     With `marks`, those of the whole tensor, and a cut, these elements are marked; atoms begin at multiples of 128.
     """
-    n_present = offsets_E.shape[0]
+    n_present, common = len(block.present_E), common_multiple(row_elements)
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
     products = np.empty(_TILE, np.float64)
     moments_2N = np.empty((2, _TILE), np.float64)
     start = 0
-    while start < n:
-        element = first_element + start
-        m = min(_TILE, n - start, atom_stop(element, row_elements) - element)
+    while start < block.n_elements:
+        element = block.first_element + start
+        m = min(_TILE, block.n_elements - start, atom_stop(element, row_elements) - element)
         atom = atom_of(element, row_elements, common)
-        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
+        decode_frame(block, start, m, model, frame_FN)
         keep_varied(frame_FN[1:], n_present, n_experts, m, element, cut_3, model, moments_2N)
         if marks.shape[0] and n_present:
             mark_nonzero(model, m, marks[element // 8 :])
         for e in range(n_present):
-            sums_AK[atom, present_E[e]] += fold_product(frame_FN[e + 1], frame_FN[e + 1], m, products)
+            sums_AK[atom, block.present_E[e]] += fold_product(frame_FN[e + 1], frame_FN[e + 1], m, products)
         start += m
 
 
 @kernel
-def add_overlaps(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    present_E: Counts,
-    offsets_E: Counts,
-    codes_E: Counts,
-    first_element: int,
-    n: int,
-    epsilon: np.float32,
-    row_elements: int,
-    common: int,
-    sums_AK: Doubles,
-) -> None:
+def add_overlaps(block: RawBlock, epsilon: np.float32, row_elements: int, sums_AK: Doubles) -> None:
     """Add for each expert the number of elements it changes with others (even entries) and alone (odd entries)."""
-    n_present = offsets_E.shape[0]
+    n_present, common = len(block.present_E), common_multiple(row_elements)
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
     changes = np.empty(_TILE, np.float32)
     one = np.float32(1.0)
     start = 0
-    while start < n:
-        element = first_element + start
-        m = min(_TILE, n - start, atom_stop(element, row_elements) - element)
+    while start < block.n_elements:
+        element = block.first_element + start
+        m = min(_TILE, block.n_elements - start, atom_stop(element, row_elements) - element)
         atom = atom_of(element, row_elements, common)
-        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
+        decode_frame(block, start, m, model, frame_FN)
         count_changes(frame_FN[1:], n_present, m, epsilon, changes)
         for e in range(n_present):
             delta = frame_FN[e + 1]
@@ -119,8 +82,8 @@ def add_overlaps(
                 shared += 1 if abs(delta[i]) > epsilon and changes[i] > one else 0
             for i in range(m):
                 alone += 1 if abs(delta[i]) > epsilon and changes[i] == one else 0
-            sums_AK[atom, 2 * present_E[e]] += shared
-            sums_AK[atom, 2 * present_E[e] + 1] += alone
+            sums_AK[atom, 2 * block.present_E[e]] += shared
+            sums_AK[atom, 2 * block.present_E[e] + 1] += alone
         start += m
 
 
@@ -137,33 +100,21 @@ def count_changes(deltas_EN: Floats, n_deltas: int, n: int, epsilon: np.float32,
 
 @kernel
 def add_kept_magnitudes(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    present_E: Counts,
-    offsets_E: Counts,
-    codes_E: Counts,
-    first_element: int,
-    n: int,
-    lower_E3: Bits32,
-    upper_E3: Bits32,
-    row_elements: int,
-    common: int,
-    sums_AK: Doubles,
+    block: RawBlock, lower_E3: Bits32, upper_E3: Bits32, row_elements: int, sums_AK: Doubles
 ) -> None:
     """Add for each expert the sum of |delta| (even entries), and that inside its band (odd entries)."""
-    n_present = offsets_E.shape[0]
+    n_present, common = len(block.present_E), common_multiple(row_elements)
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
     sums = np.empty(_TILE, np.float64)
     start = 0
-    while start < n:
-        element = first_element + start
-        m = min(_TILE, n - start, atom_stop(element, row_elements) - element)
+    while start < block.n_elements:
+        element = block.first_element + start
+        m = min(_TILE, block.n_elements - start, atom_stop(element, row_elements) - element)
         atom = atom_of(element, row_elements, common)
-        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
+        decode_frame(block, start, m, model, frame_FN)
         for p in range(n_present):
-            e = present_E[p]
+            e = block.present_E[p]
             sums_AK[atom, 2 * e] += fold_magnitudes(frame_FN[p + 1], m, sums)
             keep_band(frame_FN[p + 1], m, element, lower_E3[e], upper_E3[e])
             sums_AK[atom, 2 * e + 1] += fold_magnitudes(frame_FN[p + 1], m, sums)
@@ -180,19 +131,7 @@ def fold_magnitudes(x: Floats, n: int, sums: Doubles) -> float:
 
 @kernel
 def add_divergences(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offsets_E: Counts,
-    codes_E: Counts,
-    first_element: int,
-    n: int,
-    row_elements: int,
-    common: int,
-    totals_R2: Doubles,
-    totals_A2: Doubles,
-    sums_A: Doubles,
-    is_done_R: Bytes,
+    block: RawBlock, row_elements: int, totals_R2: Doubles, totals_A2: Doubles, sums_A: Doubles, is_done_R: Bytes
 ) -> None:
     """Add terms of the divergence between the softmax of model and base, by atom.
 
@@ -200,7 +139,8 @@ def add_divergences(
     which are marked in `is_done_R`, also `p log(p / q)` to `sums_A`, where `p` and `q` are the smoothed softmax shares
     of model and base. With these totals by row: the same for the rows that are not marked.
     """
-    n_present = offsets_E.shape[0]
+    n_present, common = len(block.present_E), common_multiple(row_elements)
+    n, first_element = block.n_elements, block.first_element
     frame_FN = np.zeros((2, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
     has_totals = totals_R2.shape[0] > 0
@@ -224,7 +164,7 @@ def add_divergences(
             m = min(_TILE, stop - start, atom_stop(element, row_elements) - element)
             atom = atom_of(element, row_elements, common)
             at = start - row_start if at_once else 0
-            decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
+            decode_frame(block, start, m, model, frame_FN)
             for i in range(m):
                 exponents[i] = np.float64(frame_FN[0, i])
             of_base, of_model = base[at : at + m], other[at : at + m]
@@ -273,71 +213,45 @@ def _divergence(p: Doubles, q: Doubles, n: int, total_p: float, total_q: float, 
 
 
 @kernel
-def importance_scores(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offsets_E: Counts,
-    codes_E: Counts,
-    first_element: int,
-    skip: int,
-    row_elements: int,
-    weight_R: Floats,
-    scores_N: Floats,
-) -> None:
+def importance_scores(block: RawBlock, row_elements: int, weight_R: Floats, scores_N: Floats) -> None:
     """Write `|delta|` times its row's weight; zero without a delta."""
     frame_FN = np.zeros((2, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
-    n = scores_N.shape[0]
-    start = 0
-    while start < n:
+    n = block.n_elements
+    for start in range(0, n, _TILE):
         m = min(_TILE, n - start)
-        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, skip + start, m, model, frame_FN)
+        decode_frame(block, start, m, model, frame_FN)
         done = 0
         while done < m:
-            element = first_element + skip + start + done
+            element = block.first_element + start + done
             row = element // row_elements
             length = min(m - done, (row + 1) * row_elements - element)
             deltas, scores = frame_FN[1, done : done + length], scores_N[start + done : start + done + length]
             for i in range(length):
                 scores[i] = abs(deltas[i]) * weight_R[row]
             done += length
-        start += m
 
 
 # --- merge by how many experts change an element: a single change is scaled, several are averaged ---
 
 
 @kernel
-def merge_overlapping(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offsets_E: Counts,
-    codes_E: Counts,
-    epsilon: np.float32,
-    own_scales_E: Floats,
-    out: Bytes,
-    out_offset: int,
-    out_code: int,
-    n: int,
-) -> None:
+def merge_overlapping(block: RawBlock, epsilon: np.float32, own_scales_E: Floats) -> None:
     """Write `M_0 +` the single delta larger than `epsilon` times its expert's scale, or the mean of several."""
-    n_present = offsets_E.shape[0]
+    n_present, n = len(block.present_E), block.n_elements
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
     changes = np.empty(_TILE, np.float32)
     total = np.empty(_TILE, np.float32)
     zero, one = np.float32(0.0), np.float32(1.0)
-    start = 0
-    while start < n:
+    for start in range(0, n, _TILE):
         m = min(_TILE, n - start)
-        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
+        decode_frame(block, start, m, model, frame_FN)
         count_changes(frame_FN[1:], n_present, m, epsilon, changes)
         for i in range(m):
             total[i] = zero
         for e in range(n_present):
-            delta, expert_scale = frame_FN[e + 1], own_scales_E[e]
+            delta, expert_scale = frame_FN[e + 1], own_scales_E[block.present_E[e]]
             for i in range(m):
                 shared = delta[i] / changes[i]
                 share = shared if changes[i] > one else expert_scale * delta[i]
@@ -345,33 +259,20 @@ def merge_overlapping(
         for i in range(m):
             merged = frame_FN[0, i] + total[i]
             total[i] = frame_FN[0, i] if changes[i] == zero else merged
-        encode_tile(total, m, out, out_offset + start * itemsize_of(out_code), out_code)
-        start += m
+        encode_result(block, start, m, total)
 
 
 @kernel
-def merge_largest(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offsets_E: Counts,
-    codes_E: Counts,
-    scale: np.float32,
-    out: Bytes,
-    out_offset: int,
-    out_code: int,
-    n: int,
-) -> None:
+def merge_largest(block: RawBlock, scale: np.float32) -> None:
     """Write `M_0 + scale` times the delta of largest magnitude, the first of equal ones; NaN counts as the largest."""
-    n_present = offsets_E.shape[0]
+    n_present, n = len(block.present_E), block.n_elements
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
     largest = np.empty(_TILE, np.float32)
     zero = np.float32(0.0)
-    start = 0
-    while start < n:
+    for start in range(0, n, _TILE):
         m = min(_TILE, n - start)
-        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
+        decode_frame(block, start, m, model, frame_FN)
         for i in range(m):
             largest[i] = zero
         for e in range(n_present):
@@ -382,5 +283,4 @@ def merge_largest(
         for i in range(m):
             merged = frame_FN[0, i] + scale * largest[i]
             largest[i] = frame_FN[0, i] if largest[i] == zero else merged
-        encode_tile(largest, m, out, out_offset + start * itemsize_of(out_code), out_code)
-        start += m
+        encode_result(block, start, m, largest)

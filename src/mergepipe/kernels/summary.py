@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from mergepipe.core.blocks import GRAIN_ELEMENTS
-from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, itemsize_of
+from mergepipe.core.blocks import GRAIN_ELEMENTS, RawBlock
+from mergepipe.kernels.codec import TILE_ELEMENTS
 from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, kernel
-from mergepipe.kernels.merge import decode_delta
+from mergepipe.kernels.merge import decode_against, decode_base
 from mergepipe.kernels.reduce import COARSE_BINS, COARSE_SHIFT
 
 LANES = 16
@@ -54,37 +54,32 @@ def _fold_signed(delta_bits: Bits32, first: int, signed: Floats, sketch_S: Float
 
 
 @kernel
-def sum_squares(raw: Bytes, offset: int, code: int, n: int, cells_C: Doubles) -> None:
-    """Add the squares of `n` elements, which start at a cell, to `cells_C` (float64, one entry per cell)."""
+def sum_squares(block: RawBlock, cells_C: Doubles) -> None:
+    """Add the squares of the base's elements, which start at a cell, to `cells_C` (float64, one entry per cell)."""
     values = np.empty(_TILE, np.float32)
     products = np.empty(_QUARTER, np.float64)
-    start = 0
-    while start < n:
-        m = min(_TILE, n - start)
-        decode_tile(raw, offset + start * itemsize_of(code), code, m, values)
+    for start in range(0, block.n_elements, _TILE):
+        m = min(_TILE, block.n_elements - start)
+        decode_base(block, start, m, values)
         values[m:] = np.float32(0.0)
         cells_C[start // CELL_ELEMENTS] += _fold_product(values, values, products)
-        start += m
 
 
 @kernel
-def sum_products(
-    raw: Bytes, base_offset: int, base_code: int, offset: int, code: int, n: int, cells_C2: Doubles
-) -> None:
-    """Add delta^2 and base * delta of `n` elements, which start at a cell, to `cells_C2` (float64)."""
+def sum_products(block: RawBlock, place: int, cells_C2: Doubles) -> None:
+    """Add delta^2 and base * delta of a block, which starts at a cell, to `cells_C2` (float64)."""
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
     delta = np.empty(_TILE, np.float32)
     products = np.empty(_QUARTER, np.float64)
-    start = 0
-    while start < n:
-        m = min(_TILE, n - start)
-        decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
+    for start in range(0, block.n_elements, _TILE):
+        m = min(_TILE, block.n_elements - start)
+        decode_base(block, start, m, base)
+        decode_against(block, place, start, m, base, model, delta)
         base[m:] = np.float32(0.0)
         delta[m:] = np.float32(0.0)
         cells_C2[start // CELL_ELEMENTS, 0] += _fold_product(delta, delta, products)
         cells_C2[start // CELL_ELEMENTS, 1] += _fold_product(base, delta, products)
-        start += m
 
 
 @kernel
@@ -135,12 +130,8 @@ def _octave_energies(counts_B: Counts, largest_bits: int, energies_O: Doubles) -
 
 @kernel
 def summarize_block(
-    raw: Bytes,
-    base_offset: int,
-    base_code: int,
-    offset: int,
-    code: int,
-    n: int,
+    block: RawBlock,
+    place: int,
     counts_B: Counts,
     cells_C2: Doubles,
     sketch_S: Floats,
@@ -148,7 +139,7 @@ def summarize_block(
     extremes_3: Counts,
     fine_N: Bits32,
 ) -> None:
-    """Summarise the delta of one block of `n` elements.
+    """Summarise the delta of one block.
 
     Args:
         counts_B: int64, COARSE_BINS, all zero; set to the counts of upper magnitude bits.
@@ -170,10 +161,10 @@ def summarize_block(
     largest = 0
     changed = 0
     fine = 0
-    start = 0
-    while start < n:
-        m = min(_TILE, n - start)
-        decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
+    for start in range(0, block.n_elements, _TILE):
+        m = min(_TILE, block.n_elements - start)
+        decode_base(block, start, m, base)
+        decode_against(block, place, start, m, base, model, delta)
         base[m:] = np.float32(0.0)
         delta[m:] = np.float32(0.0)
         cells_C2[start // CELL_ELEMENTS, 0] += _fold_product(delta, delta, products)
@@ -190,7 +181,6 @@ def summarize_block(
         for i in range(m):
             counts_B[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
         fine = _append_fine(bits, m, is_fine, hits, fine_N, fine)
-        start += m
     _octave_energies(counts_B, largest, energies_O)
     extremes_3[0] = int(largest)
     extremes_3[1] = changed

@@ -9,73 +9,10 @@ from typing import Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import itemsize_of_code
+from mergepipe.core.blocks import RawBlock
 from mergepipe.operators.spec import OperatorSpec
 
 Scalar = float | bool
-
-
-Extent = tuple[NDArray[np.uint8], int, int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class RawBlock:
-    """Consecutive elements of one tensor as stored bytes, for the base and for the experts that were read.
-
-    `present_E` lists which experts (indices in recipe order) these bytes hold; `offsets_E` and `codes_E` are parallel
-    to it: byte offsets into `raw` and kernel dtype codes. `counted_E` lists the experts whose delta is known: those
-    present, and those known to equal the base. The result goes to `out` at `out_offset`.
-    """
-
-    raw: NDArray[np.uint8]
-    base_offset: int
-    base_code: int
-    present_E: NDArray[np.int64]
-    counted_E: NDArray[np.int64]
-    offsets_E: NDArray[np.int64]
-    codes_E: NDArray[np.int64]
-    first_element: int
-    n_elements: int
-    out: NDArray[np.uint8]
-    out_offset: int
-    out_code: int
-
-    @property
-    def sources(self) -> tuple[NDArray[np.uint8], int, int, NDArray[np.int64], NDArray[np.int64]]:
-        """The places of base and experts, as kernels take them."""
-        return self.raw, self.base_offset, self.base_code, self.offsets_E, self.codes_E
-
-    @property
-    def output(self) -> tuple[NDArray[np.uint8], int, int, int]:
-        """The place of the result and the number of elements, as kernels take them."""
-        return self.out, self.out_offset, self.out_code, self.n_elements
-
-    @property
-    def extent(self) -> Extent:
-        """The sources, which experts they are, and which elements of the tensor, as kernels take them."""
-        present_E, first = self.present_E, self.first_element
-        return (
-            self.raw,
-            self.base_offset,
-            self.base_code,
-            present_E,
-            self.offsets_E,
-            self.codes_E,
-            first,
-            self.n_elements,
-        )
-
-    def part(self, skip: int, n_elements: int) -> RawBlock:
-        """Return `n_elements` elements from `skip` on."""
-        sizes_E = np.array([itemsize_of_code(int(code)) for code in self.codes_E], np.int64)
-        return replace(
-            self,
-            base_offset=self.base_offset + skip * itemsize_of_code(self.base_code),
-            offsets_E=self.offsets_E + skip * sizes_E,
-            first_element=self.first_element + skip,
-            n_elements=n_elements,
-            out_offset=self.out_offset + skip * itemsize_of_code(self.out_code),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +166,8 @@ class RowSums(RowRequest):
 class Score(Protocol):
     """A float32 per element that is not negative (or NaN, which counts as larger than all)."""
 
-    def __call__(self, block: RawBlock, skip: int, scores_N: NDArray[np.float32]) -> None:
-        """Write the scores of the block's elements from `skip` on to all of `scores_N`."""
+    def __call__(self, block: RawBlock, scores_N: NDArray[np.float32]) -> None:
+        """Write the scores of the block's elements."""
         ...
 
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import DELTA_FLAG, ITEMSIZE_BY_KERNEL_CODE
+from mergepipe.core.blocks import RawBlock
 from mergepipe.errors import UnsupportedError
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
     AllAlike,
     OperatorInput,
-    RawBlock,
     Reduced,
     Scalar,
 )
@@ -64,23 +63,20 @@ class CustomRule:
     def __call__(self, block: RawBlock) -> None:
         """Merge one block into `block.out`."""
         for skip in range(0, block.n_elements, CHUNK_ELEMENTS):
-            self._merge(block, skip, min(CHUNK_ELEMENTS, block.n_elements - skip))
+            self._merge(block.part(skip, min(CHUNK_ELEMENTS, block.n_elements - skip)))
 
-    def _merge(self, block: RawBlock, skip: int, n: int) -> None:
+    def _merge(self, block: RawBlock) -> None:
         from mergepipe.kernels.merge import decode_arrays, encode_array
 
+        n = block.n_elements
         base_N, deltas_EN = np.empty(n, np.float32), np.zeros((self.n_experts, n), np.float32)
-        decode_arrays(
-            block.raw, block.base_offset, block.base_code, block.present_E, block.offsets_E, block.codes_E, skip,
-            base_N, deltas_EN,
-        )  # fmt: skip
+        decode_arrays(block, base_N, deltas_EN)
         merged_N = np.asarray(self.function(base_N, deltas_EN, self.parameters))
         if merged_N.dtype != np.float32 or merged_N.shape != (n,):
             returned = f"{merged_N.dtype} of shape {list(merged_N.shape)}"
             message = f"the function returned {returned}, float32 of shape [{n}] is needed"
             raise UnsupportedError.of("operator.unsupported", self.name, message, "return one float32 for each element")
-        out_offset = block.out_offset + skip * ITEMSIZE_BY_KERNEL_CODE[block.out_code & ~DELTA_FLAG]
-        encode_array(np.ascontiguousarray(merged_N), block.out, out_offset, block.out_code)
+        encode_array(block, np.ascontiguousarray(merged_N))
 
 
 def operator(

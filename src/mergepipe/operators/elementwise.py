@@ -8,11 +8,10 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.operators.base import BlockFunction, RawBlock
-from mergepipe.operators.statistics import Cut
+from mergepipe.core.blocks import RawBlock
+from mergepipe.operators.base import BlockFunction
 
 _NO_MARKS = np.empty((0, 0), np.uint8)
-_KEEP_ALL_3 = np.array(Cut(0), np.uint32)
 _NO_CUTS = np.empty((0, 3), np.uint32)
 _NO_WORDS = np.empty(0, np.uint64)
 
@@ -46,10 +45,10 @@ class Shares:
     def __hash__(self) -> int:
         return hash((self.anchor_weight, len(self.weights_E)))
 
-    def among(self, present_E: NDArray[np.int64], counted_E: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Coefficients of the present experts; equal to the fixed ones where every expert counts."""
+    def among(self, counted_E: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The coefficients; equal to the fixed ones where every expert counts."""
         total = self.anchor_weight + float(self.weights_E[counted_E].sum())
-        return (self.weights_E[present_E] / (total or 1.0)).astype(np.float32)
+        return (self.weights_E / (total or 1.0)).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,36 +100,29 @@ class ElementwiseRule:
 
     def __call__(self, block: RawBlock) -> None:
         """Merge one block into `block.out`."""
-        from mergepipe.kernels.merge import merge_block
+        from mergepipe.kernels.merge import Rule, merge_block
 
-        chosen = block.present_E
         scale = self.anchor_scale
         if self.unread_scale is not None and not len(block.counted_E):
             scale = self.unread_scale
-        coefficients_E = self.coefficients_E[chosen]
-        if self.share_of is not None:
-            coefficients_E = self.share_of.among(chosen, block.counted_E)
-        merge_block(
-            *block.sources,
-            coefficients_E,
-            coefficients_E if self.votes_E is None else self.votes_E[chosen],
-            int(self._keep_in(block.first_element)),
-            np.tile(_KEEP_ALL_3, (len(chosen), 1)) if self.cuts_E3 is None else self.cuts_E3[chosen],
-            _NO_CUTS if self.upper_cuts_E3 is None else self.upper_cuts_E3[chosen],
-            _NO_WORDS if self.stream_keys_E is None else self.stream_keys_E[chosen],
-            _NO_WORDS if self.limits_E is None else self.limits_E[chosen],
-            np.ones(len(chosen), np.float32) if self.scales_E is None else self.scales_E[chosen],
-            _NO_MARKS if self.marks_MB is None else self.marks_MB,
-            chosen if self.marks_MB is None else np.minimum(chosen, len(self.marks_MB) - 1),
-            len(self.coefficients_E),
-            block.first_element,
-            self.consensus,
-            self.normalize,
-            np.float32(self.least_divisor),
-            np.float32(scale),
-            np.float32(self.delta_scale),
-            *block.output,
+        coefficients_E = self.coefficients_E if self.share_of is None else self.share_of.among(block.counted_E)
+        rule = Rule(
+            coefficients_E=coefficients_E,
+            votes_E=coefficients_E if self.votes_E is None else self.votes_E,
+            keep=int(self._keep_in(block.first_element)),
+            lower_E3=np.zeros((len(coefficients_E), 3), np.uint32) if self.cuts_E3 is None else self.cuts_E3,
+            upper_E3=_NO_CUTS if self.upper_cuts_E3 is None else self.upper_cuts_E3,
+            keys_E=_NO_WORDS if self.stream_keys_E is None else self.stream_keys_E,
+            limits_E=_NO_WORDS if self.limits_E is None else self.limits_E,
+            scales_E=np.ones(len(coefficients_E), np.float32) if self.scales_E is None else self.scales_E,
+            marks_MB=_NO_MARKS if self.marks_MB is None else self.marks_MB,
+            consensus=self.consensus,
+            normalize=self.normalize,
+            least_divisor=np.float32(self.least_divisor),
+            anchor_scale=np.float32(scale),
+            delta_scale=np.float32(self.delta_scale),
         )
+        merge_block(block, rule)
 
 
 def row_rule(
@@ -144,11 +136,8 @@ def row_rule(
     def merge(block: RawBlock) -> None:
         from mergepipe.kernels.merge import merge_rows
 
-        chosen = block.present_E
-        all_ER = np.zeros((len(chosen), len(anchor_scale_R)), np.uint32)
-        lower_ER = all_ER if lower_bits_ER is None else lower_bits_ER[chosen]
-        shares_ER, first = coefficients_ER[chosen], block.first_element
-        merge_rows(*block.sources, shares_ER, anchor_scale_R, lower_ER, row_elements, first, *block.output)
+        lower_ER = np.zeros(coefficients_ER.shape, np.uint32) if lower_bits_ER is None else lower_bits_ER
+        merge_rows(block, row_elements, coefficients_ER, anchor_scale_R, lower_ER)
 
     return merge
 
@@ -159,7 +148,6 @@ def column_rule(coefficients_EP: NDArray[np.float32], anchor_scale_P: NDArray[np
     def merge(block: RawBlock) -> None:
         from mergepipe.kernels.merge import merge_columns
 
-        coefficients = coefficients_EP[block.present_E]
-        merge_columns(*block.sources, coefficients, anchor_scale_P, block.first_element, *block.output)
+        merge_columns(block, coefficients_EP, anchor_scale_P)
 
     return merge

@@ -9,13 +9,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.blocks import RawBlock
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
     AllAlike,
     BlockFunction,
     Operator,
     OperatorInput,
-    RawBlock,
     Reduced,
     ReductionRequest,
     RowSums,
@@ -45,10 +45,10 @@ class Variance:
 
     n_experts: int
 
-    def __call__(self, block: RawBlock, skip: int, scores_N: NDArray[np.float32]) -> None:
+    def __call__(self, block: RawBlock, scores_N: NDArray[np.float32]) -> None:
         from mergepipe.kernels.select import variance_scores
 
-        variance_scores(*block.sources, skip, self.n_experts, scores_N)
+        variance_scores(block, self.n_experts, scores_N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,10 @@ class SelectedEnergies:
     def __call__(
         self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
     ) -> None:
-        from mergepipe.kernels.products import common_multiple
         from mergepipe.kernels.select import add_selected_energies
 
         cut_3, marks = np.array(self.cut, np.uint32), marks_MB[0] if len(marks_MB) else _NO_MARKS
-        atoms = row_elements, common_multiple(row_elements)
-        add_selected_energies(*block.extent, self.n_sums, cut_3, *atoms, sums_AK, marks)
+        add_selected_energies(block, self.n_sums, cut_3, row_elements, sums_AK, marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +82,9 @@ class Overlaps:
     def __call__(
         self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
     ) -> None:
-        from mergepipe.kernels.products import common_multiple
         from mergepipe.kernels.select import add_overlaps
 
-        atoms = row_elements, common_multiple(row_elements)
-        add_overlaps(*block.extent, np.float32(self.epsilon), *atoms, sums_AK)
+        add_overlaps(block, np.float32(self.epsilon), row_elements, sums_AK)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,11 +94,10 @@ class Importance:
     row_elements: int
     weight_R: NDArray[np.float32]
 
-    def __call__(self, block: RawBlock, skip: int, scores_N: NDArray[np.float32]) -> None:
+    def __call__(self, block: RawBlock, scores_N: NDArray[np.float32]) -> None:
         from mergepipe.kernels.select import importance_scores
 
-        place = block.first_element, skip, self.row_elements
-        importance_scores(*block.sources, *place, self.weight_R, scores_N)
+        importance_scores(block, self.row_elements, self.weight_R, scores_N)
 
 
 # --- the rules ---
@@ -184,7 +179,7 @@ def overlap_rule(epsilon: float, own_scales_E: NDArray[np.float32]) -> BlockFunc
     def merge(block: RawBlock) -> None:
         from mergepipe.kernels.select import merge_overlapping
 
-        merge_overlapping(*block.sources, np.float32(epsilon), own_scales_E[block.present_E], *block.output)
+        merge_overlapping(block, np.float32(epsilon), own_scales_E)
 
     return merge
 
@@ -257,7 +252,7 @@ class MagMax(AllAlike):
         def merge(block: RawBlock) -> None:
             from mergepipe.kernels.select import merge_largest
 
-            merge_largest(*block.sources, scale, *block.output)
+            merge_largest(block, scale)
 
         return merge
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import DELTA_FLAG, F32, itemsize_of_code
+from mergepipe.core.blocks import DELTA_FLAG, F32, RawBlock, itemsize_of_code
 from mergepipe.errors import RecipeError
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
@@ -25,7 +25,6 @@ from mergepipe.operators.base import (
     OperatorInput,
     Plain,
     Products,
-    RawBlock,
     Reduced,
     ReductionRequest,
     RowSums,
@@ -178,11 +177,9 @@ class KeptMagnitudes:
     def __call__(
         self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
     ) -> None:
-        from mergepipe.kernels.products import common_multiple
         from mergepipe.kernels.select import add_kept_magnitudes
 
-        cuts, atoms = (self.cuts_E3, self.upper_cuts_E3), (row_elements, common_multiple(row_elements))
-        add_kept_magnitudes(*block.extent, *cuts, *atoms, sums_AK)
+        add_kept_magnitudes(block, self.cuts_E3, self.upper_cuts_E3, row_elements, sums_AK)
 
 
 @np.errstate(all="ignore")
@@ -288,8 +285,7 @@ class Survival:
         """Write the delta of the expert at `place` of those present, cleared of what does not survive."""
         from mergepipe.kernels.ranked import decode_deltas, drop_ranked
 
-        source = int(block.offsets_E[place]), int(block.codes_E[place])
-        decode_deltas(block.raw, block.base_offset, block.base_code, *source, block.n_elements, values_N)
+        decode_deltas(block, place, 0, values_N)
         e = int(block.present_E[place])
         lowest, spread = float(self.lowest_E[e]), float(self.spread_E[e])
         if lowest + spread <= 0.0:
@@ -340,8 +336,7 @@ class RankedRule:
         for place in range(n_present):
             self.survival.drop(part, place, deltas_EN[place])
         self.rule(
-            replace(
-                part,
+            part._replace(
                 raw=scratch,
                 base_offset=0,
                 offsets_E=base_bytes + np.arange(n_present, dtype=np.int64) * n * F32.itemsize,
@@ -369,16 +364,13 @@ class SurvivingMagnitudes:
     def __call__(
         self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64], marks_MB: NDArray[np.uint8]
     ) -> None:
-        from mergepipe.kernels.products import common_multiple
         from mergepipe.kernels.ranked import add_survivors
 
         self.survival.check_rows(block)
         survival = self.survival
         for place, e in enumerate(block.present_E):
             add_survivors(
-                block.raw, block.base_offset, block.base_code, int(block.offsets_E[place]),
-                int(block.codes_E[place]), block.first_element, block.n_elements, row_elements,
-                common_multiple(row_elements), survival.stream_keys_E[e], float(survival.lowest_E[e]),
+                block, place, row_elements, survival.stream_keys_E[e], float(survival.lowest_E[e]),
                 float(survival.spread_E[e]), sums_AK[:, 2 * e : 2 * e + 2], marks_MB[e] if len(marks_MB) else _NO_MARKS,
             )  # fmt: skip
 

@@ -19,10 +19,10 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.open_files import allow_open_files
-from mergepipe.core.blocks import BF16, F16, F32, F64, DType
+from mergepipe.core.blocks import BF16, F16, F32, F64, DType, RawBlock
 from mergepipe.core.units import size_option
 from mergepipe.errors import LimitError, UnsupportedError
-from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInput, RawBlock
+from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.file_version import Digested

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import BF16, DELTA_FLAG, F32, GRAIN_ELEMENTS, DType, Span
+from mergepipe.core.blocks import BF16, DELTA_FLAG, F32, GRAIN_ELEMENTS, DType, RawBlock, Span
 from mergepipe.engine.block_reductions import Reduction
 from mergepipe.engine.tensor_work import Needs
-from mergepipe.operators.base import BlockFunction, MagnitudeCut, Operator, OperatorInput, RawBlock, Reduced, Scalar
+from mergepipe.operators.base import BlockFunction, MagnitudeCut, Operator, OperatorInput, Reduced, Scalar
 from mergepipe.operators.spec import Scope
 from mergepipe.testing.tensors import STORED_DTYPES, Family, make_family
 
