@@ -24,8 +24,7 @@ from mergepipe.checkpoints.contract import (
 )
 from mergepipe.checkpoints.open_files import pin_files
 from mergepipe.core.blocks import BF16, F32, DType, Span
-from mergepipe.engine.make_part import make_part
-from mergepipe.engine.merged_tensor import MergedTensor, can_fuse
+from mergepipe.engine.make_part import MergedTensor, can_fuse, make_part
 from mergepipe.engine.segments import full_access
 from mergepipe.engine.work import EngineOptions, MergeWork, plan_output, whole
 from mergepipe.operators.base import OperatorInput

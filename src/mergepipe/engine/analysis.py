@@ -13,7 +13,7 @@ from mergepipe.core.blocks import GRAIN_ELEMENTS, BlockGrid, RawBlock, itemsize_
 from mergepipe.engine.block_reductions import join_products
 from mergepipe.engine.jobs import Job, TensorWork
 from mergepipe.engine.order_statistics import RankSearch, TieSearch
-from mergepipe.engine.pipeline import Pipeline, ReadSettings, are_dear
+from mergepipe.engine.pipeline import Pipeline
 from mergepipe.engine.segments import (
     HoldLimits,
     JobShape,
@@ -40,9 +40,8 @@ from mergepipe.operators.statistics import (
     rank_of_density,
 )
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.storage.contract import RangeFile, Store, abort_requests
+from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.location import Location
-from mergepipe.storage.ranges import BufferPool
 
 
 def run_analysis(
@@ -52,18 +51,13 @@ def run_analysis(
 
     A tensor whose copies do not fit into the memory cap may be read twice. Memory: as `make_part`.
     """
-    cut_of = cut_everywhere(work.block_elements)
-    cut_of = uncut_blocks(cut_of, work.tasks, options.memory_bytes)
+    cut_of = uncut_blocks(cut_everywhere(work.block_elements), work.tasks, options.memory_bytes)
     sizes = choose_buffer_sizes(work.tasks, options.memory_bytes, cut_of)
-    pool = BufferPool(sizes.total_bytes, options.memory_bytes)
-
     pipeline = Pipeline(
-        work.tasks, files, pool, sizes.raw_bytes, _NoSink(), options.threads, lambda: observer.on_progress(None),
-        ReadSettings.of(files, store, pool.limit), lambda: abort_requests(store),
+        work.tasks, files, store, sizes, options.memory_bytes, _NoSink(), options.threads,
+        lambda: observer.on_progress(None),
     )  # fmt: skip
-    looked_at_twice = [task for task in work.tasks if not _has_few_fine_deltas(task)]
-    is_sparing = not are_dear(files, store)
-    limits = HoldLimits.sparing(pool.limit, sizes, looked_at_twice) if is_sparing else HoldLimits.of(pool.limit)
+    limits = pipeline.hold_limits([task for task in work.tasks if not _has_few_fine_deltas(task)])
     pipeline.run(_jobs(work, plan_jobs(work.tasks, sizes, full_access, cut_of), limits, observer))
 
 

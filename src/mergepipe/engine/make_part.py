@@ -1,9 +1,9 @@
-"""Make a part of a merge: write its shards into a staging directory, with bounded memory."""
+"""Make a part of a merge: write its shards into a staging directory; or compute a tensor of it on demand."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import LeveledTensor
+from mergepipe.checkpoints.contract import ComputedTensor, Fetch, LeveledTensor, TensorEntry
 from mergepipe.checkpoints.open_files import open_pinned
-from mergepipe.core.blocks import GRAIN_ELEMENTS
-from mergepipe.engine.jobs import Job
-from mergepipe.engine.pipeline import Pipeline, ReadSettings, SegmentSink, are_dear
+from mergepipe.core.blocks import GRAIN_ELEMENTS, DType, Span
+from mergepipe.engine.jobs import Job, TensorWork, merge_piece
+from mergepipe.engine.pipeline import Pipeline, SegmentSink, fill_now, opened_sources
 from mergepipe.engine.segments import (
     BufferSizes,
     CutOf,
@@ -25,20 +25,26 @@ from mergepipe.engine.segments import (
     Piece,
     Run,
     RunsOf,
+    SegmentShape,
     choose_buffer_sizes,
     full_access,
+    lay_out,
     plan_jobs,
+    stored_bytes,
     uncut_blocks,
 )
 from mergepipe.engine.tensor_work import operator_input, tensor_work
 from mergepipe.engine.work import SILENT, EngineOptions, MergeWork, Observer, OutputPlan, Part, PartResult
+from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput, Reduced
+from mergepipe.operators.registry import operator_named
 from mergepipe.planning.levels import sufficient_levels
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.snapshots.shards import DurableProgress, ShardWriter
-from mergepipe.storage.contract import RangeFile, Store, abort_requests
+from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import CHUNK_BYTES
-from mergepipe.storage.ranges import BufferPool
+from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, round_up
 
 
 def make_part(
@@ -71,10 +77,11 @@ def make_part(
         open_pinned(store, work.files) as files,
         ShardWriter(directory, part_output.shards, store.ledger, progress) as writer,
     ):
-        _run(
-            work, tasks, starts, layout, files, store, options, _ShardSink(writer, tasks), directory,
-            lambda: observer.on_progress(writer.progress),
+        pipeline = Pipeline(
+            tasks, files, store, layout.sizes, layout.pool_bytes, _ShardSink(writer, tasks), options.threads,
+            lambda: observer.on_progress(writer.progress), directory,
         )  # fmt: skip
+        _run(work, tasks, starts, layout, pipeline)
         writer.finish()
     digests = iter(writer.digests)
     return PartResult(
@@ -88,36 +95,20 @@ def pass_tensors(work: MergeWork, sink: SegmentSink, scratch: Path, store: Store
 
     Memory and disk: as `make_part`, what it spills goes to `scratch`. An error of the sink ends it.
     """
-    layout = _layout(work, options.memory_bytes)
+    layout, tasks = _layout(work, options.memory_bytes), work.output.tasks
     with open_pinned(store, work.files) as files:
-        _run(work, work.output.tasks, frozenset(), layout, files, store, options, sink, scratch, lambda: None)
+        pipeline = Pipeline(
+            tasks, files, store, layout.sizes, layout.pool_bytes, sink, options.threads, scratch_folder=scratch
+        )
+        _run(work, tasks, frozenset(), layout, pipeline)
 
 
 def _run(
-    work: MergeWork,
-    tasks: Sequence[MergeTask],
-    starts: AbstractSet[int],
-    layout: _Layout,
-    files: Mapping[Location, RangeFile],
-    store: Store,
-    options: EngineOptions,
-    sink: SegmentSink,
-    scratch: Path,
-    on_tick: Callable[[], None],
+    work: MergeWork, tasks: Sequence[MergeTask], starts: AbstractSet[int], layout: _Layout, pipeline: Pipeline
 ) -> None:
     """Run the pipeline over `tasks`; no job goes on from one of the `starts` to another."""
     shapes = plan_jobs(tasks, layout.sizes, layout.runs_of, layout.cut_of, starts)
-    pool = BufferPool(layout.sizes.total_bytes, layout.pool_bytes)
-    pipeline = Pipeline(
-        tasks, files, pool, layout.sizes.raw_bytes, sink, options.threads, on_tick,
-        ReadSettings.of(files, store, pool.limit),
-        lambda: abort_requests(store),
-        scratch,
-    )  # fmt: skip
-    is_sparing = work.access is None and not are_dear(files, store)
-    limits = (
-        HoldLimits.sparing(pool.limit, layout.sizes, work.output.tasks) if is_sparing else HoldLimits.of(pool.limit)
-    )
+    limits = pipeline.hold_limits(work.output.tasks if work.access is None else None)
     pipeline.run(_jobs(work, tasks, shapes, limits))
 
 
@@ -185,3 +176,76 @@ class _ShardSink(SegmentSink):
             nbytes = piece.run.span.n_elements * self._tasks[piece.run.task_index].dtype.itemsize
             if nbytes:
                 self._writer.append(buffer[piece.out_offset : piece.out_offset + nbytes])
+
+
+# --- fuse an intermediate merge into its consumer: compute its tensors block by block and never write them ---
+
+
+def can_fuse(task: MergeTask, operator: Operator, inputs: OperatorInput) -> bool:
+    """Whether every block of the result depends only on the same block of the inputs, and on no random numbers."""
+    if task.action is Action.COPY or not task.experts:
+        return True
+    is_elementwise = operator.granularity(inputs) == 1 and operator.reduction(inputs, NOTHING_REDUCED) is None
+    return is_elementwise and not operator.is_random
+
+
+@dataclass(frozen=True, slots=True)
+class MergedTensor(ComputedTensor):
+    """The result of one task as a `ComputedTensor`, rounded to the task's dtype as a written one would be.
+
+    Memory: while a block is fetched, its bytes of all inputs and of the result.
+    """
+
+    task: MergeTask
+    operator_name: str
+    inputs: OperatorInput
+    is_delta: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    @property
+    def dtype(self) -> DType:
+        return self.task.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.task.shape
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        return tuple(entry for source in (self.task.base, *self.task.experts) for entry in source.stored)
+
+    @property
+    def nbytes(self) -> int:
+        return self.task.base.nbytes + sum(source.nbytes for source in self.task.experts)
+
+    def cost_bytes(self, span: Span) -> int:
+        """Bytes of all inputs; of inputs that are read as a unit, all of them again: more than is requested."""
+        return sum(source.cost_bytes(span) for source in (self.task.base, *self.task.experts))
+
+    def _block_function(self, reduced: Reduced) -> BlockFunction | None:
+        if self.task.action is Action.COPY:
+            return None
+        return operator_named(self.operator_name).block_function(self.inputs, reduced)
+
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
+        """Return a fetch of spans; keeps what computed inputs keep."""
+        work = TensorWork(self.task, None, self._block_function)
+        work.conclude()
+        sources = opened_sources((self.task,), files)
+        everyone = tuple(range(len(self.task.experts)))
+
+        def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
+            (run,) = full_access(0, self.task, span)
+            raw_bytes = round_up(stored_bytes(self.task, span.n_elements, everyone), PAGE_BYTES)
+            shape = SegmentShape(0, (run,), out.nbytes)
+            layout = lay_out(shape, (self.task,), raw_bytes, lambda path: files[path].alignment)
+            buffer = aligned_buffer(raw_bytes + round_up(max(1, out.nbytes), PAGE_BYTES))
+            fill_now(layout, buffer, files, sources, purpose)
+            (piece,) = layout.pieces
+            merge_piece(work, piece, buffer)
+            out[:] = buffer[piece.out_offset : piece.out_offset + out.nbytes]
+
+        return fetch

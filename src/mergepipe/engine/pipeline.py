@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from operator import attrgetter
@@ -27,10 +27,20 @@ from mergepipe.checkpoints.contract import (
     Unchanged,
 )
 from mergepipe.engine.jobs import Afterwards, Job, Pass, Stage
-from mergepipe.engine.segments import Computation, Piece, Read, SegmentLayout, SegmentShape, is_on_base, lay_out
+from mergepipe.engine.segments import (
+    BufferSizes,
+    Computation,
+    HoldLimits,
+    Piece,
+    Read,
+    SegmentLayout,
+    SegmentShape,
+    is_on_base,
+    lay_out,
+)
 from mergepipe.errors import StorageError
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.contract import RangeFile, Store, abort_requests
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import BufferPool, request
@@ -40,28 +50,6 @@ FEWEST_READERS = 8
 LOOKAHEAD_BUFFERS = 24
 REMOTE_LOOKAHEAD_BUFFERS = 192  # a network is never idle while a large tensor is computed
 TICK_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class ReadSettings:
-    """Limits of concurrent reads: `readers` requests, and the buffers that are filled before the oldest job is done."""
-
-    readers: int = FEWEST_READERS
-    lookahead_buffers: int = LOOKAHEAD_BUFFERS
-
-    @classmethod
-    def of(cls, files: Collection[Location], store: Store, most_buffers: int) -> ReadSettings:
-        """Return what suits the most able store of some files, and the dearest: then 3/4 of all buffers at most."""
-        terms = [store.terms(file) for file in files]
-        readers = max((term.most_requests for term in terms), default=FEWEST_READERS)
-        if not are_dear(files, store):
-            return cls(readers)
-        return cls(readers, min(REMOTE_LOOKAHEAD_BUFFERS, max(LOOKAHEAD_BUFFERS, most_buffers * 3 // 4)))
-
-
-def are_dear(files: Iterable[Location], store: Store) -> bool:
-    """Whether requests for some of the files cost anything."""
-    return any(store.terms(file).request_cost_bytes for file in files)
 
 
 class SegmentSink(Protocol):
@@ -141,35 +129,39 @@ class _Failed:
 
 
 class Pipeline:
-    """Runs jobs in order over open files. For one run only.
+    """Runs jobs in order over open files of `store`. For one run only.
 
-    `reading` bounds what is read at once. `on_failure` is called when a run ends early, before its threads are waited
-    for: it gives up reads that could take long. `scratch_folder` is where jobs spill.
+    Buffers of `sizes` take `memory_bytes`. As many requests are made at once as the most able store of the files takes;
+    a run that ends early gives up those that could take long. `scratch_folder` is where jobs spill.
     """
 
     def __init__(
         self,
         tasks: Sequence[MergeTask],
         files: Mapping[Location, RangeFile],
-        pool: BufferPool,
-        out_start: int,
+        store: Store,
+        sizes: BufferSizes,
+        memory_bytes: int,
         sink: SegmentSink,
         threads: int,
-        on_tick: Callable[[], None],
-        reading: ReadSettings = ReadSettings(),
-        on_failure: Callable[[], None] = lambda: None,
+        on_tick: Callable[[], None] = lambda: None,
         scratch_folder: Path = Path(),
     ) -> None:
         self._tasks = tasks
         self._files = files
-        self._pool = pool
-        self._out_start = out_start
+        self._store = store
+        self._sizes = sizes
+        self._pool = BufferPool(sizes.total_bytes, memory_bytes)
         self._sink = sink
         self._threads = threads
         self._on_tick = on_tick
-        self._reading = reading
-        self._on_failure = on_failure
         self._scratch_folder = scratch_folder
+        self._readers = max((store.terms(file).most_requests for file in files), default=FEWEST_READERS)
+        self._lookahead_buffers = LOOKAHEAD_BUFFERS
+        self._is_dear = any(store.terms(file).request_cost_bytes for file in files)
+        if self._is_dear:  # 3/4 of all buffers at most
+            ahead = max(LOOKAHEAD_BUFFERS, self._pool.limit * 3 // 4)
+            self._lookahead_buffers = min(REMOTE_LOOKAHEAD_BUFFERS, ahead)
         self._events: SimpleQueue[_Done | _Failed] = SimpleQueue()
         self._read_queue: SimpleQueue[tuple[_Filled, Read | Computation] | None] = SimpleQueue()
         self._compute_queue: SimpleQueue[tuple[_Filled, Stage] | None] = SimpleQueue()
@@ -181,12 +173,18 @@ class Pipeline:
         self._next_to_write = 0
         self._next_tick = 0.0
 
+    def hold_limits(self, tasks: Sequence[MergeTask] | None) -> HoldLimits:
+        """Return what may be held between passes: as little as `tasks` take, where reading again costs little."""
+        if tasks is None or self._is_dear:
+            return HoldLimits.of(self._pool.limit)
+        return HoldLimits.sparing(self._pool.limit, self._sizes, tasks)
+
     def run(self, jobs: Iterable[Job]) -> None:
         """Run all jobs to completion, or raise the first worker's error after every thread has stopped."""
         workers: list[threading.Thread] = []
         try:
             for loop in (
-                *[self._read_loop] * self._reading.readers,
+                *[self._read_loop] * self._readers,
                 *[self._compute_loop] * self._threads,
                 self._write_loop,
             ):
@@ -194,7 +192,7 @@ class Pipeline:
             self._coordinate(iter(jobs))
         except BaseException:
             self._stopping.set()
-            self._on_failure()
+            abort_requests(self._store)
             raise
         finally:
             try:
@@ -264,10 +262,10 @@ class Pipeline:
         ahead = sum(job.buffers for job in self._active if job is not oldest)
         if running is oldest and not running.current.holds_all:
             ahead += oldest.buffers - oldest.n_held
-        return ahead < self._reading.lookahead_buffers
+        return ahead < self._lookahead_buffers
 
     def _request(self, running: _RunningJob, shape: SegmentShape, buffer: NDArray[np.uint8]) -> None:
-        layout = lay_out(shape, self._tasks, self._out_start, lambda path: self._files[path].alignment)
+        layout = lay_out(shape, self._tasks, self._sizes.raw_bytes, lambda path: self._files[path].alignment)
         if running.current.repeated and running.spill is None:
             layout = _as_analysis(layout)
         filled = _Filled(running, layout, buffer)
@@ -386,7 +384,7 @@ class Pipeline:
 
     def _stop(self, workers: Sequence[threading.Thread]) -> None:
         self._stopping.set()
-        for _ in range(self._reading.readers):
+        for _ in range(self._readers):
             self._read_queue.put(None)
         for _ in range(self._threads):
             self._compute_queue.put(None)

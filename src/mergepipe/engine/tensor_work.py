@@ -303,23 +303,12 @@ def no_function(_: Reduced = NOTHING_REDUCED) -> None:
 
 
 def operator_input(work: MergeWork, task: MergeTask) -> OperatorInput:
-    return OperatorInput(
-        globals=task.parameters.globals,
-        anchor=task.parameters.anchor,
-        experts=task.parameters.experts,
-        n_elements=task.base.n_elements,
-        stream_keys=_stream_keys(work, task),
-        renormalize=work.renormalize,
-        shape=task.shape,
-    )
-
-
-def _stream_keys(work: MergeWork, task: MergeTask) -> tuple[int, ...]:
-    """Derive one stream key per expert, for random operators; each tensor of a model has its own."""
+    """Return the input of a task, with one stream key per expert for random operators; each tensor has its own."""
     if not work.operator.is_random:
-        return ()
+        return task.operator_input(renormalize=work.renormalize)
     sources = zip(task.expert_models, task.experts, strict=True)
-    return tuple(
+    keys = tuple(
         stream_key(work.seed, work.content_ids[model], source.name, work.repeats.get(model, 0))
         for model, source in sources
     )
+    return task.operator_input(keys, renormalize=work.renormalize)

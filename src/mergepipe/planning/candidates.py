@@ -27,7 +27,6 @@ from mergepipe.planning.problem import (
     Columns,
     PlanningProblem,
     lay_out_columns,
-    operator_input,
     read_costs,
     sample_cost_bytes,
 )
@@ -79,7 +78,7 @@ def evaluate_rule(
     block_elements: int,
 ) -> Rule:
     """Evaluate the operator on one tensor of some experts, of which there is something to read of `read_experts`."""
-    inputs = operator_input(task)
+    inputs = task.operator_input()
     request = operator.reduction(inputs) if statistics and task.base.n_elements else None
     cuts, cut_errors, products = dict[int, Cut](), dict[int, float](), dict[int, Products]()
     lacking = dict[int, str]()
@@ -297,7 +296,7 @@ def _match_statistics(
 
 def _cuts_rows(operator: Operator, problem: PlanningProblem, task: MergeTask) -> bool:
     """Whether the rule needs whole rows or columns of a tensor, and blocks would cut them."""
-    inputs = operator_input(task)
+    inputs = task.operator_input()
     if inputs.n_elements <= problem.block_elements:
         return False
     request = operator.reduction(inputs)

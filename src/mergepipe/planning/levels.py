@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import LeveledTensor, Unchanged
 from mergepipe.operators.base import NOTHING_REDUCED, MagnitudeCut, Operator, OperatorInput, Reduced
 from mergepipe.planning.plan import ALL
-from mergepipe.planning.problem import Columns, operator_input
+from mergepipe.planning.problem import Columns
 from mergepipe.recipes.tasks import Action, MergeTask
 
 # --- find the lowest level of each packed expert that gives the operator the same result ---
@@ -81,7 +81,7 @@ def build_ladders(columns: Columns, operator: Operator, grid: int) -> Ladders:
         if not task.base.n_elements:
             continue
         open_task = _without_unread_experts(task, columns, t)
-        sufficient = dict(sufficient_levels(operator, operator_input(open_task), open_task))
+        sufficient = dict(sufficient_levels(operator, open_task.operator_input(), open_task))
         for slot, e in enumerate(columns.participants(t)):
             source = open_task.experts[slot]
             if isinstance(source, LeveledTensor) and grid % source.cut_elements == 0:

@@ -20,7 +20,6 @@ from mergepipe.checkpoints.contract import (
 from mergepipe.core.blocks import Span
 from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import UnsupportedError
-from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.recipes.tasks import Action, MergeTask, Resolution
 
@@ -199,14 +198,6 @@ def read_costs(columns: Columns, known_pairs: Collection[tuple[int, int]] = ()) 
                     if b == 0 or not source.is_unit:
                         cost_B[b] = source.cost_bytes(Span(first, first + n))
     return cost_EB
-
-
-def operator_input(task: MergeTask) -> OperatorInput:
-    """Build the operator's input for a task, random streams excluded."""
-    parameters = task.parameters
-    return OperatorInput(
-        parameters.globals, parameters.anchor, parameters.experts, task.base.n_elements, (), shape=task.shape
-    )
 
 
 # --- compute the cost of an expert's content id, which keys random operators ---

@@ -11,6 +11,7 @@ from enum import StrEnum
 from mergepipe.checkpoints.contract import Readable, Source
 from mergepipe.core.blocks import DType, element_count
 from mergepipe.core.notices import DroppedTensor, Notice
+from mergepipe.operators.base import OperatorInput
 from mergepipe.recipes.recipe import ModelInput, Scalar
 
 # --- group tensor names that differ only by layer number, for one message per group ---
@@ -88,6 +89,12 @@ class MergeTask:
     @property
     def output_bytes(self) -> int:
         return element_count(self.shape) * self.dtype.itemsize
+
+    def operator_input(self, stream_keys: tuple[int, ...] = (), *, renormalize: bool = False) -> OperatorInput:
+        """Return what an operator may know of the tensor; see there."""
+        parameters, n_elements = self.parameters, self.base.n_elements
+        shared, anchor, experts = parameters.globals, parameters.anchor, parameters.experts
+        return OperatorInput(shared, anchor, experts, n_elements, stream_keys, renormalize, self.shape)
 
 
 @dataclass(frozen=True, slots=True)

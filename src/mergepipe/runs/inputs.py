@@ -24,7 +24,6 @@ from mergepipe.checkpoints.vocabulary import counted
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.core.notices import DroppedTensor, Notice, notice_at, told_once
 from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError
-from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.recipes.fields import USUAL, Strictness, refuse_notices
 from mergepipe.recipes.output_tensors import weights_needed
@@ -41,7 +40,7 @@ from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
     from mergepipe.catalog.statistics_file import StatisticsFile
-    from mergepipe.engine.merged_tensor import MergedTensor
+    from mergepipe.engine.make_part import MergedTensor
     from mergepipe.operators.statistics import TensorStatistics
     from mergepipe.planning.plan import Plan
     from mergepipe.recipes.yaml_source import RecipeText
@@ -407,7 +406,7 @@ def _vocabulary_notices(
 
 def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermediate:
     """Fuse the intermediate into its consumer where possible; else write it through `stage`, if given."""
-    from mergepipe.engine.merged_tensor import can_fuse  # which loads the engine
+    from mergepipe.engine.make_part import can_fuse  # which loads the engine
 
     operator = operator_named(inputs.recipe.operator.name)
     tensors = {task.name: _merged(task, operator.spec.name) for task in inputs.resolution.tasks}
@@ -421,11 +420,9 @@ def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermed
 
 
 def _merged(task: MergeTask, operator_name: str) -> MergedTensor:
-    from mergepipe.engine.merged_tensor import MergedTensor
+    from mergepipe.engine.make_part import MergedTensor
 
-    stated = task.parameters
-    inputs = OperatorInput(stated.globals, stated.anchor, stated.experts, task.base.n_elements, (), shape=task.shape)
-    return MergedTensor(task, operator_name, inputs)
+    return MergedTensor(task, operator_name, task.operator_input())
 
 
 def with_known_digests(inputs: Inputs, link: CatalogLink) -> Inputs:

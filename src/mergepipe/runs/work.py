@@ -14,7 +14,6 @@ from mergepipe.engine.tensor_work import ExpertQuantities, KnownQuantities, Plan
 from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.operators.base import MagnitudeBand, MagnitudeCut
 from mergepipe.operators.registry import operator_named
-from mergepipe.planning import problem as planning
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.reports import KeptShare
@@ -126,7 +125,7 @@ def kept_shares(inputs: Inputs) -> tuple[KeptShare, ...]:
     kept, elements = Counter[int](), Counter[int]()
     for task in inputs.resolution.tasks:
         trims = task.action is not Action.COPY and task.experts and task.base.n_elements
-        match operator.reduction(planning.operator_input(task)) if trims else None:
+        match operator.reduction(task.operator_input()) if trims else None:
             case MagnitudeCut(kept_E):
                 counts = kept_E
             case MagnitudeBand(kept_E, dropped_E):
