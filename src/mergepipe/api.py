@@ -825,13 +825,10 @@ def push(
 
 
 def gc(roots: Sequence[str | Path] = (), *, dry_run: bool = False, home: str | Path | None = None) -> GcReport:
-    """Remove staging of dead runs, next to known snapshots and under `roots`, and catalog rows of what is gone.
-
-    A root may be a prefix of a bucket: what unfinished uploads left there is removed.
-    """
+    """Remove staging of dead runs, next to known snapshots and under `roots`, and catalog rows of what is gone."""
     from mergepipe.jobs.gc import collect_garbage
 
-    return collect_garbage(home_of(home), [Location.of(root) for root in roots], dry_run=dry_run)
+    return collect_garbage(home_of(home), [Location.of(root).local_path for root in roots], dry_run=dry_run)
 
 
 # --- the catalog ---

@@ -123,12 +123,13 @@ def test_catalog__after_any_damage_it_works_or_says_so_and_a_rebuild_mends_it(
         use_everything(Path(place))
 
 
-def test_open__a_table_that_is_missing_is_corrupt(tmp_path: Path) -> None:
-    with raw(filled_home(tmp_path)) as connection:
+def test_catalog__a_table_that_is_missing_is_corrupt(tmp_path: Path) -> None:
+    with raw(filled_home(tmp_path / "home")) as connection:
         connection.execute("DROP TABLE file_digests")
-    with pytest.raises(CorruptError) as caught:
-        Catalog.open(tmp_path)
-    assert "file_digests" in str(caught.value)
+    with pytest.raises(CorruptError, match="file_digests"):
+        use_everything(tmp_path / "home")
+    rebuild(tmp_path / "home", [])
+    use_everything(tmp_path / "home")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from mergepipe.runs import progress
 from mergepipe.snapshots import parts as records
 from mergepipe.snapshots import parts_places, work_log
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.object_upload import JobUpload, ObjectUpload
+from mergepipe.snapshots.object_upload import ObjectUpload
 from mergepipe.snapshots.parts import JOB_NAME, Claimant
 from mergepipe.snapshots.parts_places import FolderParts, parts_directory, parts_folder, read_job
 from mergepipe.storage import owned
@@ -159,8 +159,8 @@ class Place:
 
     def collect(self) -> list[tuple[str, bool]]:
         """Kinds of garbage, and whether it was removed."""
-        root = self.out if isinstance(self.out, str) else self.out.parent
-        garbage = mergepipe.gc([root], home=self.home.with_name("no-home")).garbage
+        assert isinstance(self.out, Path)
+        garbage = mergepipe.gc([self.out.parent], home=self.home.with_name("no-home")).garbage
         return [(item.kind, item.is_removed) for item in garbage]
 
     def check_made(self, case: Case) -> None:
@@ -654,48 +654,24 @@ def test_run_part__into_a_store_that_ignores_conditions_is_refused(
 # --- what is left behind ---
 
 
-def let_all_be_older(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def let_all_be_older(place: Place) -> None:
     """Of some days more than parts are kept for."""
-    age = timedelta(days=8)
-    if isinstance(place.out, Path):
-        for path in [*place.out.parent.rglob("*"), *place.out.parent.iterdir()]:
-            os.utime(path, (time.time() - age.total_seconds(),) * 2)
-    monkeypatch.setattr(parts_places, "age_seconds", lambda *_: age.total_seconds())
+    assert isinstance(place.out, Path)
+    for path in [*place.out.parent.rglob("*"), *place.out.parent.iterdir()]:
+        os.utime(path, (time.time() - timedelta(days=8).total_seconds(),) * 2)
 
 
-def test_gc__removes_parts_that_are_abandoned(cases: Cases, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = cases(PLAIN)
-    place.part(case.plan, (1, 2))
-    assert place.collect() == []  # other parts may come
-    let_all_be_older(place, monkeypatch)
-    assert place.collect() == [("parts", True)]
-    assert place.everything() == {}
+def test_gc__removes_parts_that_are_abandoned(cases: Cases, folder: Place) -> None:
+    folder.part(cases(PLAIN).plan, (1, 2))
+    assert folder.collect() == []  # other parts may come
+    let_all_be_older(folder)
+    assert folder.collect() == [("parts", True)]
+    assert folder.everything() == {}
 
 
-def test_gc__leaves_the_parts_of_an_output_that_is_being_finished(
-    cases: Cases, bucket: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = cases(BUDGETED).plan
-    bucket.part(plan, (1, 2))
-    let_all_be_older(bucket, monkeypatch)
-    shards = weights(bucket.files())
-    with JobUpload(BucketFolder(Location.of(bucket.out))):
-        assert bucket.collect() == []
-        assert weights(bucket.files()) == shards
-        with pytest.raises(NotFoundError, match="no part of it is made"):
-            bucket.part(plan, None)
-
-
-def test_gc__removes_parts_of_an_output_that_is_published(cases: Cases, folder: Place, bucket: Place) -> None:
+def test_gc__removes_parts_of_an_output_that_is_published(cases: Cases, folder: Place) -> None:
     case = cases(PLAIN)
     folder.part(case.plan, (1, 2))
     mergepipe.run(case.plan, folder.out, options=OPTIONS)
     assert folder.collect() == [("parts", True)]
     folder.check_made(case)
-    bucket.part(case.plan, (1, 1))
-    left = parts_folder(BucketFolder(Location.of(bucket.out)), case.plan.digest)
-    left.create("done-00001.json", b"a worker was killed as it wrote this")
-    garbage = mergepipe.gc(["s3://bucket"], home=bucket.home, dry_run=True).garbage
-    assert [entry.is_removed for entry in garbage if entry.what == bucket.out] == [False]
-    bucket.collect()
-    bucket.check_made(case)

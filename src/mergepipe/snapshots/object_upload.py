@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -262,8 +262,7 @@ class ObjectUpload:
                 return
         except MergePipeError:
             return
-        note = "what is uploaded stays: the same command continues"
-        error.add_note(f"{note}, `mergepipe gc {self._folder.location}` removes it")
+        error.add_note("what is uploaded stays: the same command continues; to give up, delete the prefix")
 
     def _exists(self) -> MergePipeError:
         kind = "snapshot" if self._record_name == MANIFEST_NAME else "packed expert"
@@ -298,33 +297,6 @@ class JobUpload(ObjectUpload):
         with contextlib.suppress(MergePipeError):
             self._check_ours()
             self._folder.delete(MARKER_NAME)
-
-
-@dataclass(frozen=True, slots=True)
-class LeftUpload:
-    """An upload that was not finished: where, what it holds, and the process that may still make it (None: dead)."""
-
-    folder: BucketFolder
-    names: tuple[str, ...]
-    nbytes: int
-    owner: Owner | None
-    record_name: str
-    is_published: bool
-
-    def remove(self) -> bool:
-        """Remove it; False where a run has continued it meanwhile."""
-        marker = _Marker(uuid.uuid4().hex, this_process(), self.record_name)
-        _active.add(marker.upload)
-        try:
-            _take_over(self.folder, marker)
-            for name in self.names:
-                self.folder.delete(name)
-            self.folder.delete(MARKER_NAME)
-        except ConflictError:
-            return False
-        finally:
-            _active.discard(marker.upload)
-        return True
 
 
 def staging_place(destination: Location, home: Path) -> Path:
@@ -363,26 +335,6 @@ def no_conditions(location: Location) -> MergePipeError:
     )
 
 
-def find_uploads(folder: BucketFolder) -> Iterator[LeftUpload]:
-    """Find the uploads at and below a folder that were not finished; of published ones, the marker alone."""
-    listing = folder.list_all()
-    for name in sorted(name for name in listing if PurePosixPath(name).name == MARKER_NAME):
-        parent = name.removesuffix(MARKER_NAME)
-        if any(key.startswith(f"{parent}{PARTS_MARK}") for key in listing):
-            continue  # its job decides what becomes of it
-        within = {key.removeprefix(parent): facts for key, facts in listing.items() if key.startswith(parent)}
-        place = folder.below(parent.rstrip("/"))
-        marker = _read_marker(place)
-        if marker is None:
-            continue
-        is_published = marker.record_name in within
-        object_names = () if is_published else (key for key in _own_names(within) if key != MARKER_NAME)
-        names = tuple(key for key in object_names if _is_ours(place, key))
-        owner = marker.owner if marker.may_be_alive(_silent_seconds(within)) else None
-        nbytes = sum(within[key].size_bytes for key in names)
-        yield LeftUpload(place, names, nbytes, owner, marker.record_name, is_published)
-
-
 def _take_over(folder: BucketFolder, marker: _Marker, silence_seconds: float = SILENCE_SECONDS) -> None:
     """Put our marker in the place of a dead run's."""
     facts = folder.look(MARKER_NAME)
@@ -408,7 +360,7 @@ def _busy(folder: BucketFolder, who: str) -> MergePipeError:
         "output.busy",
         folder.location,
         f"is being made by {who}",
-        f"wait for it, or choose another prefix; a day after it died `mergepipe gc {folder.location}` removes it",
+        "wait for it, or choose another prefix; after a crash of its machine, delete the prefix",
     )
 
 
@@ -425,17 +377,6 @@ def _own_names(listing: Mapping[str, ObjectFacts]) -> list[str]:
     ends = (MANIFEST_NAME, STORE_HEADER_NAME, MARKER_NAME)
     below = {str(PurePosixPath(name).parent) for name in listing if PurePosixPath(name).name in ends} - {"."}
     return [name for name in listing if not below & {str(parent) for parent in PurePosixPath(name).parents}]
-
-
-def is_uploading(folder: BucketFolder, listing: Mapping[str, ObjectFacts]) -> bool:
-    """Whether a living process may be writing an output to the folder."""
-    marker = _read_marker(folder) if MARKER_NAME in listing else None
-    return marker is not None and marker.may_be_alive(_silent_seconds({MARKER_NAME: listing[MARKER_NAME]}))
-
-
-def written_names(folder: BucketFolder, listing: Mapping[str, ObjectFacts]) -> list[str]:
-    """The names of a listing that uploads to the folder itself wrote, records of parts apart."""
-    return [name for name in _own_names(listing) if _is_ours(folder, name)]
 
 
 def _is_ours(folder: BucketFolder, name: str) -> bool:

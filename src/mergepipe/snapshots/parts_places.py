@@ -14,16 +14,15 @@ import contextlib
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import ConflictError, MergePipeError, OutputError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.object_upload import MARKER_NAME, is_uploading, no_conditions, written_names
+from mergepipe.snapshots.object_upload import MARKER_NAME, no_conditions
 from mergepipe.snapshots.parts import JOB_NAME, PartsJob, PartsPlace, content_of, gone, parse_job
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
@@ -36,7 +35,7 @@ from mergepipe.storage.ranges import os_error
 from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
 
 if TYPE_CHECKING:
-    from mergepipe.storage.remote.objects import ObjectFacts
+    pass
 
 _REMOVALS: Final = 5  # another worker may write to the place, or remove it too, until it sees the output
 _BELOW_PARTS: Final = re.compile(rf"((?:.*/)?){re.escape(PARTS_MARK)}([0-9a-f]{{32}})/[^/]*")
@@ -320,58 +319,7 @@ class BucketParts(PartsPlace):
             raise self.differs(shard, "of it")
 
     def remove(self) -> None:
-        with contextlib.suppress(MergePipeError):  # then `gc` does
-            _remove_records(self._records)
-
-
-# --- what is left behind ---
-
-
-@dataclass(frozen=True, slots=True)
-class LeftParts:
-    """The parts of an output that is published, or that nobody has worked on for long."""
-
-    output: BucketFolder
-    plan_digest: str
-    is_published: bool
-    nbytes: int
-
-    def remove(self) -> bool:
-        """Remove them; of a published output the records only. False where a worker finishes it meanwhile."""
-        records = parts_folder(self.output, self.plan_digest)
-        records.delete(JOB_NAME)
-        if not self.is_published:
-            listing = self.output.list_all()
-            if MANIFEST_NAME in listing or is_uploading(self.output, listing):
-                return False  # the records are garbage of a published output soon
-            if not any(PurePosixPath(name).name == JOB_NAME for name in listing):
-                for name in (*written_names(self.output, listing), MARKER_NAME):
-                    self.output.delete(name)
-        _remove_records(records)
-        return True
-
-
-def find_parts(folder: BucketFolder, abandoned_seconds: float) -> Iterator[LeftParts]:
-    """Find the parts at and below a folder that are garbage: published, or not written to for some time."""
-    listing = folder.list_all()
-    for parent, digest in sorted({match.groups() for match in map(_BELOW_PARTS.fullmatch, listing) if match}):
-        within = {name.removeprefix(parent): facts for name, facts in listing.items() if name.startswith(parent)}
-        records = {name: facts for name, facts in within.items() if name.startswith(f"{PARTS_MARK}{digest}/")}
-        is_published = MANIFEST_NAME in within
-        is_ended = f"{PARTS_MARK}{digest}/{JOB_NAME}" not in records
-        if is_published or is_ended or _silent_seconds(records) > abandoned_seconds:
-            objects = records if is_published else within
-            nbytes = sum(facts.size_bytes for facts in objects.values())
-            yield LeftParts(folder.below(parent.rstrip("/")), digest, is_published, nbytes)
-
-
-def _silent_seconds(listing: Mapping[str, ObjectFacts]) -> float:
-    now = datetime.now(UTC)
-    return min(age_seconds(facts, now) for facts in listing.values())
-
-
-def _remove_records(records: BucketFolder) -> None:
-    """Delete all records, the job first: from then on its workers write nothing."""
-    records.delete(JOB_NAME)
-    for name in records.list_all():
-        records.delete(name)
+        with contextlib.suppress(MergePipeError):
+            self._records.delete(JOB_NAME)  # first: from then on its workers write nothing
+            for name in self._records.list_all():
+                self._records.delete(name)

@@ -16,7 +16,7 @@ SECTION = "Maintenance"
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
-    examples = ("mergepipe gc --dry-run", "mergepipe gc /models", "mergepipe gc s3://bucket/prefix")
+    examples = ("mergepipe gc --dry-run", "mergepipe gc /models")
     add_command(app, gc, *examples, section=SECTION)
     group = typer.Typer(cls=SectionedGroup, rich_markup_mode=None, no_args_is_help=True)
     add_command(group, rebuild, "mergepipe catalog rebuild /models")
@@ -27,9 +27,7 @@ def register(app: typer.Typer) -> None:
 def gc(
     roots: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[DIR]...", help="Where else dead runs may have left something: folders, prefixes of buckets."
-        ),
+        typer.Argument(metavar="[DIR]...", help="Where else dead runs may have left something."),
     ] = None,
     *,
     dry_run: Annotated[bool, Flag("Say what would be removed, and remove nothing.")] = False,
