@@ -226,12 +226,6 @@ def reachable() -> Iterator[Path]:
     shutil.rmtree(place)
 
 
-def test_open__a_home_that_cannot_be_made_is_a_storage_error(reachable: Path) -> None:
-    reachable.chmod(0o555)
-    with without_privileges(reachable), refuses(StorageError, "catalog.permission"):
-        Catalog.open(reachable / "home")
-
-
 def test_open__a_home_in_which_nothing_can_be_made_is_a_storage_error(reachable: Path) -> None:
     (reachable / "home").mkdir()
     (reachable / "home").chmod(0o555)

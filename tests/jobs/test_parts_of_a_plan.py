@@ -42,7 +42,7 @@ from mergepipe.reports import MergeReport, PartReport
 from mergepipe.runs import parts as worker_module
 from mergepipe.runs import progress
 from mergepipe.snapshots import parts as records
-from mergepipe.snapshots import parts_places, work_log
+from mergepipe.snapshots import work_log
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import ObjectUpload
 from mergepipe.snapshots.parts import JOB_NAME, Claimant
@@ -330,41 +330,6 @@ def test_run_part__stale_worker_after_the_commit_changes_nothing(
     assert (report.is_published, report.merge) == (True, None)
     assert [place.everything()] == after
     place.check_made(case)
-
-
-def test_run_part__finished_by_another_after_any_look_at_its_folder_leaves_nothing(
-    cases: Cases, folder: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker that looked at its folder may make it again, under the number of the one that is gone."""
-    case, out = cases(PLAIN), Path(folder.out)
-    monkeypatch.setattr(parts_places, "_identity_of", lambda path: (0, 0) if path.is_dir() else None)
-    looks_at: Callable[[FolderParts], bool] = vars(FolderParts)["exists"].fget
-    looks = 0
-
-    def overtaken_after(number: int) -> None:
-        def look(place: FolderParts) -> bool:
-            nonlocal looks
-            looks += 1
-            is_there = looks_at(place)
-            if looks == number:
-                with monkeypatch.context() as undisturbed:
-                    undisturbed.setattr(FolderParts, "exists", property(looks_at))
-                    assert folder.part(case.plan, (1, 1)).merge is not None
-            return is_there
-
-        monkeypatch.setattr(FolderParts, "exists", property(look))
-
-    for number in itertools.count(1):
-        looks = 0
-        overtaken_after(number)
-        report = folder.part(case.plan, (1, 1))
-        assert report.is_published
-        folder.check_made(case)
-        assert list(out.parent.iterdir()) == [out]
-        if looks < number:
-            break
-        shutil.rmtree(out)
-    assert number > 2 * N_SHARDS
 
 
 def test_run_part__tells_of_an_output_that_was_finished_before_its_report(

@@ -92,24 +92,20 @@ class FolderParts(PartsPlace):
         self._path = parts_directory(out, job.plan_digest)
         super().__init__(out.absolute(), job, self._path, self._path / "work")
         self._staging = staging_directory(out.absolute())
-        self._identity: tuple[int, int] | None = None  # of the folder as it was opened: another may be made later
+        self._is_begun = False
         self._key = digest_of(["parts", job.out, job.version, job.plan_digest, [list(shard) for shard in job.shards]])
 
     @property
     def exists(self) -> bool:
         """Whether the place is there; a folder without a job was made again as the parent of a work folder."""
-        return self._is_same_folder() and owned.is_there(self._path / JOB_NAME)
-
-    def _is_same_folder(self) -> bool:
-        identity = _identity_of(self._path)
-        return identity is not None and self._identity in (None, identity)
+        return owned.is_there(self._path / JOB_NAME)
 
     def begin(self, raw_job: bytes) -> None:
         with self._typed():
             owned.make_folders(self._path.parent)
             owned.make_private_folder(self._path)
-            self._identity = _identity_of(self._path)
         self._create(JOB_NAME, raw_job)
+        self._is_begun = True
 
     def write_new(self, name: str, raw: bytes) -> bool:
         self._check_there()
@@ -195,17 +191,9 @@ class FolderParts(PartsPlace):
         try:
             yield
         except OSError as error:
-            if not self._is_same_folder():
+            if self._is_begun and not self.exists:
                 raise gone(self._path) from error
             raise os_error(error, self._path, "recording a part") from error
-
-
-def _identity_of(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.lstat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 def _size_of(path: Path) -> int | None:
