@@ -117,13 +117,15 @@ class ObjectUpload:
     """One upload to a prefix, complete with the object `record_name`. A context manager: left without `commit`, nothing
     is visible.
 
-    What was sent stays for the next run, or for `gc`; the marker goes only if nothing was.
+    What was sent stays for the next run; the marker goes only if nothing was.
     """
 
-    silence_seconds = SILENCE_SECONDS
-
-    def __init__(self, folder: BucketFolder, record_name: str = MANIFEST_NAME) -> None:
+    def __init__(
+        self, folder: BucketFolder, record_name: str = MANIFEST_NAME, *, completes_parts: bool = False
+    ) -> None:
+        """With `completes_parts` the shards, and records of them, lie there: only small files are uploaded."""
         self._folder = folder
+        self.completes_parts = completes_parts
         self._record_name = record_name
         self._marker = _Marker(uuid.uuid4().hex, this_process(), record_name)
         self.sent_bytes = 0
@@ -139,11 +141,16 @@ class ObjectUpload:
         self._check_conditions()
         _active.add(self._marker.upload)
         try:
-            if self._folder.create(MARKER_NAME, self._marker.to_record()):
+            if not self._folder.create(MARKER_NAME, self._marker.to_record()):
+                silence_seconds = STAGING_SILENCE_SECONDS if self.completes_parts else SILENCE_SECONDS
+                _take_over(self._folder, self._marker, silence_seconds)
+            elif not self.completes_parts:
                 self._check_empty()
             else:
-                _take_over(self._folder, self._marker, self.silence_seconds)
-        except BaseException:
+                self._check_unpublished()  # another process may have published between the first look and the claim
+        except BaseException as error:
+            if self.completes_parts:
+                self._leave(error)
             _active.discard(self._marker.upload)
             raise
         return self
@@ -251,8 +258,12 @@ class ObjectUpload:
             raise self._appeared("another process took the prefix over")
 
     def _leave(self, error: BaseException) -> None:
-        """After a failure, remove the marker if nothing else is there."""
+        """After a failure, remove the marker if nothing else is there, or who completes parts may do so at once."""
         try:
+            if self.completes_parts:
+                self._check_ours()
+                self._folder.delete(MARKER_NAME)
+                return
             listing = self._folder.list_all()
             if self._record_name in listing:
                 return
@@ -272,31 +283,6 @@ class ObjectUpload:
     def _appeared(self, message: str) -> MergePipeError:
         hint = "use what is there, or choose another prefix"
         return ConflictError.of("output.changed", self._folder.location, message, hint)
-
-
-class JobUpload(ObjectUpload):
-    """The upload of what completes an output that is made in parts: its shards, and records of them, lie there."""
-
-    silence_seconds = STAGING_SILENCE_SECONDS  # it uploads small files only
-
-    def __enter__(self) -> JobUpload:
-        super().__enter__()
-        try:
-            self._check_unpublished()  # another process may have published between the first look and the claim
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
-        return self
-
-    def _check_empty(self) -> None:
-        """Do nothing: the job has made sure that nothing else is there."""
-
-    def _leave(self, error: BaseException) -> None:
-        """After a failure, let another process finish at once."""
-        del error
-        with contextlib.suppress(MergePipeError):
-            self._check_ours()
-            self._folder.delete(MARKER_NAME)
 
 
 def staging_place(destination: Location, home: Path) -> Path:
@@ -335,7 +321,7 @@ def no_conditions(location: Location) -> MergePipeError:
     )
 
 
-def _take_over(folder: BucketFolder, marker: _Marker, silence_seconds: float = SILENCE_SECONDS) -> None:
+def _take_over(folder: BucketFolder, marker: _Marker, silence_seconds: float) -> None:
     """Put our marker in the place of a dead run's."""
     facts = folder.look(MARKER_NAME)
     earlier = _read_marker(folder)

@@ -217,13 +217,8 @@ class PartsPlace(ABC):
     def take_back(self, shard: int, digests: Sequence[TensorDigest], folder: Path) -> None:  # noqa: B027
         """Move the file of a shard of which there is no record back into the folder that it was made in, if it left."""
 
-    def give(self, shard: int, digests: Sequence[TensorDigest], staging: Path) -> None:  # noqa: B027
-        """Put a shard's file, once, into the staging directory of the output if it is published from there."""
-
-    def is_given(self, staging: Path) -> bool:
-        """Whether files of this job lie in a staging directory."""
-        del staging
-        return False
+    def give(self, shard: int, digests: Sequence[TensorDigest], content: Path) -> None:  # noqa: B027
+        """Put a shard's file into the folder from which the output is published, if it is published from one."""
 
     @abstractmethod
     def remove(self) -> None:

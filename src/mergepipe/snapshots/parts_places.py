@@ -19,14 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import ConflictError, MergePipeError, OutputError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import MARKER_NAME, no_conditions
 from mergepipe.snapshots.parts import JOB_NAME, PartsJob, PartsPlace, content_of, gone, parse_job
 from mergepipe.snapshots.shards import TensorDigest
-from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
-from mergepipe.snapshots.work_log import WorkLog, content_identity, read_work_log
 from mergepipe.storage import owned
 from mergepipe.storage.limits import WORK_LOG_BYTES
 from mergepipe.storage.location import Location
@@ -91,9 +88,7 @@ class FolderParts(PartsPlace):
     def __init__(self, out: Path, job: PartsJob) -> None:
         self._path = parts_directory(out, job.plan_digest)
         super().__init__(out.absolute(), job, self._path, self._path / "work")
-        self._staging = staging_directory(out.absolute())
         self._is_begun = False
-        self._key = digest_of(["parts", job.out, job.version, job.plan_digest, [list(shard) for shard in job.shards]])
 
     @property
     def exists(self) -> bool:
@@ -141,10 +136,10 @@ class FolderParts(PartsPlace):
         return 0.0
 
     def has_file(self, shard: int, digests: Sequence[TensorDigest]) -> bool:
-        name, nbytes = self.job.shards[shard]
-        if _size_of(self._file_of(shard, digests)) == nbytes:
-            return True
-        return self.is_given(self._staging) and _size_of(self._staging / CONTENT_NAME / name) == nbytes
+        try:
+            return self._file_of(shard, digests).lstat().st_size == self.job.shards[shard][1]
+        except OSError:
+            return False
 
     def keep_file(self, shard: int, file: Path, digests: Sequence[TensorDigest]) -> None:
         with self._typed():
@@ -161,18 +156,9 @@ class FolderParts(PartsPlace):
             if owned.is_there(file) and owned.is_there(folder) and self.recorded(shard) is None:
                 owned.rename(file, folder / self.job.shards[shard][0])
 
-    def give(self, shard: int, digests: Sequence[TensorDigest], staging: Path) -> None:
-        if not self.is_given(staging):
-            with contextlib.closing(WorkLog(staging, self._key)) as log:
-                log.append({"kind": "parts"}, is_durable=True)
-        name, nbytes = self.job.shards[shard]
+    def give(self, shard: int, digests: Sequence[TensorDigest], content: Path) -> None:
         with self._typed():
-            if _size_of(staging / CONTENT_NAME / name) != nbytes:
-                owned.rename(self._file_of(shard, digests), staging / CONTENT_NAME / name)
-
-    def is_given(self, staging: Path) -> bool:
-        logged = read_work_log(staging)
-        return logged is not None and logged.key == self._key and logged.content == content_identity(staging)
+            owned.link_or_copy(self._file_of(shard, digests), content / self.job.shards[shard][0])
 
     def remove(self) -> None:
         finished = self._path.with_name(self._path.name + owned.FINISHED_SUFFIX)
@@ -194,13 +180,6 @@ class FolderParts(PartsPlace):
             if self._is_begun and not self.exists:
                 raise gone(self._path) from error
             raise os_error(error, self._path, "recording a part") from error
-
-
-def _size_of(path: Path) -> int | None:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return None
 
 
 # --- a bucket ---

@@ -299,6 +299,19 @@ def rename(old: Path, new: Path) -> None:
     os.rename(old, new)  # noqa: PTH104
 
 
+def link_or_copy(old: Path, new: Path) -> None:
+    """Give a file that is ours a second name; where the file system has no such names, copy it durably."""
+    try:
+        os.link(old, new)
+    except OSError:
+        shutil.copyfile(old, new)
+        descriptor = open_file(new)
+        try:
+            sync_file(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def rename_new(old: Path, new: Path) -> None:
     """Rename to a name that is not there."""
     if not renameat2(old, new, _NOREPLACE):
