@@ -7,7 +7,6 @@ Most of it holds of outputs in a folder and in a bucket, and is tested of both. 
 from __future__ import annotations
 
 import base64
-import errno
 import itertools
 import json
 import os
@@ -55,7 +54,6 @@ from mergepipe.storage.remote.objects import BucketWriter
 from support.bucket_outputs import bucket_server, files_below, new_prefix, objects_below
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import DiskFamily, make_models, write_family
-from support.faults import replaced
 from support.s3_server import S3Server
 from support.slow_cases import slow_unless
 
@@ -242,26 +240,6 @@ def test_run_part__where_renames_replace_is_coordinated_by_links(
 ) -> None:
     monkeypatch.setattr(owned, "renameat2", lambda *_: False)
     test_run_part__of_racing_workers_makes_one_output(cases, folder)
-
-
-def test_run_part__removes_the_place_that_another_worker_removes_too(cases: Cases, folder: Place) -> None:
-    case = cases(BUDGETED)
-    digest = case.plan.digest
-
-    def refusing(rename: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
-        refusals = iter([OSError(errno.ENOTEMPTY, "not empty")])
-
-        def move(old: Path, new: Path) -> None:
-            error = next(refusals, None) if old.name.endswith(digest) else None
-            if error is not None:
-                raise error
-            rename(old, new)
-
-        return move
-
-    with replaced(owned, "rename", refusing):
-        folder.part(case.plan, (1, 1))
-    folder.check_made(case)
 
 
 def test_run_part__finishes_when_it_is_asked_to(cases: Cases, place: Place) -> None:

@@ -25,6 +25,7 @@ from mergepipe.storage.owner import is_alive, newest_change
 
 ABANDONED_SECONDS: Final = 7 * 24 * 3600.0
 """Parts of an output that nobody has written to for so long are garbage: jobs may wait in a queue for days."""
+BIRTH_SECONDS: Final = 60.0
 
 
 def collect_garbage(home: Path, roots: Sequence[Path], *, dry_run: bool) -> GcReport:
@@ -80,8 +81,8 @@ def _parts(folders: Iterable[Path], *, dry_run: bool) -> Iterator[Garbage]:
         for path in sorted(folder.glob(f".*{owned.PARTS_MARK}*")):
             if not owned.is_parts_name(path.name) or path.is_symlink():
                 continue
-            is_finished = _is_finished(path)
             silent_seconds = time.time() - max(newest_change(path), path.stat().st_mtime)
+            is_finished = _is_finished(path, silent_seconds)
             if not is_finished and (silent_seconds < ABANDONED_SECONDS or _has_worker(path)):
                 continue
             nbytes = _allocated_bytes(path)
@@ -101,12 +102,13 @@ def _has_worker(directory: Path) -> bool:
     return any(claim.is_open and is_alive(claim.owner, ABANDONED_SECONDS) for claim in claims)
 
 
-def _is_finished(directory: Path) -> bool:
-    if directory.name.endswith(owned.FINISHED_SUFFIX):
-        return True
+def _is_finished(directory: Path, silent_seconds: float) -> bool:
+    """Whether its output is published, or its job is gone, which a worker removes first and makes first."""
     try:
         job = read_job(directory)
-        return job is not None and is_snapshot_of(directory.parent / job.out, job.plan_digest)
+        if job is None:
+            return silent_seconds > BIRTH_SECONDS
+        return is_snapshot_of(directory.parent / job.out, job.plan_digest)
     except MergePipeError:  # damaged: not ours to judge
         return False
 

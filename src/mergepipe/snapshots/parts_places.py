@@ -3,9 +3,9 @@
 Of a folder, `.<name>.mergepipe-parts-<digest of the plan>` holds the records, and each shard's file, named by its
 content, until `Staging` publishes them. Of a bucket, `.mergepipe-parts-<digest of the plan>/` below the output's prefix
 holds the records; shards have their final names from the start: they are created by conditional puts, never replaced or
-moved, and nothing is a snapshot before there is a manifest. A folder refuses to create in it when it is gone; in a
-bucket, whoever writes anything looks for `job.json` before and after: its deletion, which comes first, ends the job for
-all, and what was written at the same moment is deleted by its own writer.
+moved, and nothing is a snapshot before there is a manifest. Whoever writes anything looks for `job.json` before and
+after: its deletion, which comes first, ends the job for all, and what was written at the same moment is deleted by its
+own writer.
 """
 
 from __future__ import annotations
@@ -99,14 +99,10 @@ class FolderParts(PartsPlace):
         with self._typed():
             owned.make_folders(self._path.parent)
             owned.make_private_folder(self._path)
-        self._create(JOB_NAME, raw_job)
+        self.write_new(JOB_NAME, raw_job)
         self._is_begun = True
 
     def write_new(self, name: str, raw: bytes) -> bool:
-        self._check_there()
-        return self._create(name, raw)
-
-    def _create(self, name: str, raw: bytes) -> bool:
         with self._typed():
             try:
                 owned.create_whole(self._path / name, raw)
@@ -115,7 +111,6 @@ class FolderParts(PartsPlace):
             return True
 
     def write_over(self, name: str, raw: bytes) -> None:
-        self._check_there()
         with self._typed():
             owned.replace_file(self._path / name, raw)
 
@@ -125,6 +120,10 @@ class FolderParts(PartsPlace):
                 return owned.read_file(self._path / name, limit_bytes)
             except FileNotFoundError:
                 return None
+
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            owned.remove_file(self._path / name)
 
     def names(self) -> tuple[str, ...]:
         with self._typed():
@@ -161,14 +160,10 @@ class FolderParts(PartsPlace):
             owned.link_or_copy(self._file_of(shard, digests), content / self.job.shards[shard][0])
 
     def remove(self) -> None:
-        finished = self._path.with_name(self._path.name + owned.FINISHED_SUFFIX)
         for _ in range(_REMOVALS):
-            with contextlib.suppress(OSError, MergePipeError):
-                owned.remove_tree(finished, ignore_errors=True)
-                owned.rename(self._path, finished)
-            with contextlib.suppress(OSError, MergePipeError):
-                owned.remove_tree(finished, ignore_errors=True)
-            if not owned.is_there(self._path) and not owned.is_there(finished):
+            self.delete(JOB_NAME)
+            owned.remove_tree(self._path, ignore_errors=True)
+            if not owned.is_there(self._path):
                 return
 
     @contextlib.contextmanager
@@ -236,15 +231,19 @@ class BucketParts(PartsPlace):
 
     def write_new(self, name: str, raw: bytes) -> bool:
         nonce = uuid.uuid4().hex  # tells whose it is when the store's answer was lost and the request repeated
-        return self._create(self._records, name, raw, nonce) or self._digest_of(self._records, name) == nonce
+        if self._records.create(name, raw, nonce):
+            return True
+        facts = self._records.look(name)
+        return facts is not None and facts.digest == nonce
 
     def write_over(self, name: str, raw: bytes) -> None:
-        self._check_there()
         self._records.overwrite(name, raw)
-        self._check_kept(self._records, name)
 
     def read_raw(self, name: str, limit_bytes: int) -> bytes | None:
         return self._records.read(name, limit_bytes)
+
+    def delete(self, name: str) -> None:
+        self._records.delete(name)
 
     def names(self) -> tuple[str, ...]:
         names = tuple(sorted(self._records.list_all()))
@@ -256,23 +255,6 @@ class BucketParts(PartsPlace):
         facts = self._records.look(name)
         return 0.0 if facts is None else age_seconds(facts, datetime.now(UTC))
 
-    def _create(self, folder: BucketFolder, name: str, content: bytes | Path, digest: str) -> bool:
-        self._check_there()
-        if not folder.create(name, content, digest):
-            return False
-        self._check_kept(folder, name)
-        return True
-
-    def _check_kept(self, folder: BucketFolder, name: str) -> None:
-        """Delete what was written just now if the job ended meanwhile."""
-        if not self.exists:
-            folder.delete(name)
-            raise gone(self.path)
-
-    def _digest_of(self, folder: BucketFolder, name: str) -> str:
-        facts = folder.look(name)
-        return "" if facts is None else facts.digest
-
     def has_file(self, shard: int, digests: Sequence[TensorDigest]) -> bool:
         name, nbytes = self.job.shards[shard]
         facts = self._output.look(name)
@@ -280,9 +262,14 @@ class BucketParts(PartsPlace):
 
     def keep_file(self, shard: int, file: Path, digests: Sequence[TensorDigest]) -> None:
         name, _ = self.job.shards[shard]
-        if self.has_file(shard, digests) or self._create(self._output, name, file, content_of(digests)):
+        if self.has_file(shard, digests):
             return
-        if not self.has_file(shard, digests):
+        self.check_there()
+        is_new = self._output.create(name, file, content_of(digests))
+        if is_new and not self.exists:
+            self._output.delete(name)
+            raise gone(self.path)
+        if not is_new and not self.has_file(shard, digests):
             raise self.differs(shard, "of it")
 
     def remove(self) -> None:

@@ -28,8 +28,7 @@ from mergepipe.storage.ranges import read_up_to
 
 STAGING_SUFFIX: Final = ".mergepipe-staging"
 PARTS_MARK: Final = ".mergepipe-parts-"
-FINISHED_SUFFIX: Final = ".finished"
-_PARTS_NAME = re.compile(rf"\..*{re.escape(PARTS_MARK)}[0-9a-f]{{32}}({re.escape(FINISHED_SUFFIX)})?")
+_PARTS_NAME = re.compile(rf"\..*{re.escape(PARTS_MARK)}[0-9a-f]{{32}}")
 _NEW_SUFFIX = ".mergepipe-new"
 _MAX_NAME_BYTES = 255
 _DIGEST_DIGITS = 16
