@@ -15,7 +15,7 @@ from mergepipe.checkpoints.torch_file import SUFFIXES, WRAPPERS
 from mergepipe.errors import UnsupportedError
 from mergepipe.runs.inputs import open_model
 from mergepipe.storage.location import Location
-from support.places import DOCS, named
+from support.named_models import named
 from support.refusals import refuses
 from support.stores import MetadataStore
 
