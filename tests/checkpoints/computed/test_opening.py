@@ -16,6 +16,7 @@ from mergepipe.errors import UnsupportedError
 from mergepipe.runs.inputs import open_model
 from mergepipe.storage.location import Location
 from support.named_models import named
+from support.places import DOCS
 from support.refusals import refuses
 from support.stores import MetadataStore
 
