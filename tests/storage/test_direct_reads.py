@@ -39,7 +39,7 @@ ALLOWED = {
         "a snapshot that is repaired",
     ),
     "jobs/sweep.py": ("is_dir", OWN),
-    "jobs/text_importance.py": ("read_bytes", "the text that its own process measures a model on"),
+    "jobs/evaluations.py": ("read_bytes", "the text that its own process measures a model on"),
     "kernels/compiled.py": ("read_bytes rglob", "the kernels' own source"),
     "kernels/code_cache.py": ("is_dir os.fstat os.listdir os.lstat os.open", "compiled kernels"),
     "planning/plan.py": ("exists is_file is_symlink regular.read_head", OWN),
