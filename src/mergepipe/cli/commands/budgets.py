@@ -199,12 +199,15 @@ def search(
 
     A value is searched where RECIPE has {search: [low, high]}, with log: true if wanted, or
     {search: [a, b, c]}. optuna proposes values. --evaluate tells what a merge is worth. The study lies in
-    OUT.study; a search that was stopped goes on with --resume.
+    OUT.study, and a page of its trials in OUT.html; a search that was stopped goes on with --resume.
     """
     from mergepipe import api
 
     with progress_shown(context.obj, silent=printing.silent) as on_progress:
         report = api.search(recipe, out, options=options, on_progress=on_progress)
+    from mergepipe.cli.render.pages import search_page
+
+    write_page(report.study.with_suffix(".html"), search_page(report, datetime.now(UTC)))
     print_report(report, printing)
 
 
