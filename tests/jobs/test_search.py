@@ -126,7 +126,7 @@ def test_search__chooses_among_values_and_on_a_logarithm(family: Path) -> None:
 )
 def test_search__refuses_what_is_no_range(family: Path, first: object, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
-        mergepipe.search(write_recipe(family, first), family / "best", len, trials=1)  # type: ignore[arg-type]
+        mergepipe.search(write_recipe(family, first), family / "best", len, trials=1)
     assert not (family / "best.study").exists()
 
 

@@ -112,9 +112,10 @@ def parse_evaluation(command: str) -> Evaluation:
     measure, _, subject = command.partition(":")
     if measure in _SUBJECTS and subject:
         if kind := _SUBJECTS[measure]:
-            subject = str(Path(subject).absolute())
-            if not is_file(Stores(), Location.local(subject)):
-                raise RecipeError.of("evaluate.failed", "--evaluate", f"there is no {kind} {subject}", "name a file")
+            path = Path(subject).absolute()
+            if not is_file(Stores(), Location.local(path)):
+                raise RecipeError.of("evaluate.failed", "--evaluate", f"there is no {kind} {path}", "name a file")
+            subject = str(path)
         return Evaluation((sys.executable, "-m", "mergepipe.jobs.evaluations", measure, _FOLDER, subject))
     try:
         words = shlex.split(command)

@@ -343,23 +343,28 @@ def _values_text(trial: SearchTrial) -> str:
 
 def _axes(report: SearchReport) -> list[tuple[str, float, float]]:
     """Return what has an axis, the searched numbers and the first objective, with its range over finished trials."""
-    trials = [trial for trial in report.trials if trial.losses]
-    columns = {report.objectives[0]: [trial.losses[0] for trial in trials]}
-    numbers = {name: [trial.values[name] for trial in trials] for name in report.best_trial.values}
-    columns = {name: [float(v) for v in c] for name, c in numbers.items() if all(map(_is_number, c))} | columns
+    places = [_numbers(trial, report.objectives[0]) for trial in report.trials if trial.losses]
+    names = [name for name in places[0] if all(name in place for place in places)]
+    columns = {name: [place[name] for place in places] for name in names}
     return [(name, min(column), max(column)) for name, column in columns.items()]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _numbers(trial: SearchTrial, objective: str) -> dict[str, float]:
+    """Return the values of a trial that are numbers, and what its objective came to, by name."""
+    numbers = {
+        name: float(value)
+        for name, value in trial.values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return {**numbers, objective: trial.losses[0]}
 
 
 def _parallel_chart(report: SearchReport, axes: Sequence[tuple[str, float, float]]) -> Chart:
     """Draw each finished trial as a line over the axes, each of which goes from its least value to its largest."""
 
     def line(trial: SearchTrial, style: str) -> Line:
-        values = {**trial.values, report.objectives[0]: trial.losses[0]}
-        heights = [(float(values[name]) - low) / (high - low) if high > low else 0.5 for name, low, high in axes]
+        values = _numbers(trial, report.objectives[0])
+        heights = [(values[name] - low) / (high - low) if high > low else 0.5 for name, low, high in axes]
         return Line(f"trial {trial.number}", style, tuple((float(n), y) for n, y in enumerate(heights, start=1)))
 
     others = [line(trial, "bound") for trial in report.trials if trial.losses and not trial.is_best]
