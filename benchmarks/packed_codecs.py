@@ -24,7 +24,7 @@ from mergepipe.core.blocks import DTYPES, DType
 from mergepipe.deltastore.codec.block import BlockContext, EncodedBlock, decode_block, encode_block
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS
 from mergepipe.deltastore.index import CHECK_BYTES, ROW_BYTES, digest, make_row
-from mergepipe.deltastore.pack.encode_pass import bands_of, sample_of
+from mergepipe.deltastore.pack.encode_pass import cut_of, sample_of
 
 OURS = "ours"
 SMALLEST_TIMED_BYTES = 4 << 20
@@ -57,12 +57,12 @@ def measure_ours(pair: Pair, repeats: int) -> tuple[Measured, tuple[str, ...]]:
     The other result is the codecs of the blocks, by falling share.
     """
     nbytes, pack_seconds, unpack_seconds, counts = 0, 0.0, 0.0, dict[str, int]()
-    for content, context in _blocks(pair):
-        block = encode_block(context.base, content, context.dtype, context.bands)
+    for content, context, cut in _blocks(pair):
+        block = encode_block(context.base, content, context.dtype, cut)
         nbytes += block.nbytes + ROW_BYTES
         counts[block.codec.name] = counts.get(block.codec.name, 0) + len(content)
         out = np.empty(len(content), np.uint8)
-        pack_seconds += _thread_seconds(partial(_pack_block, content, context), repeats)
+        pack_seconds += _thread_seconds(partial(_pack_block, content, context, cut), repeats)
         unpack_seconds += _thread_seconds(partial(_unpack_block, block, context, out), repeats)
         if not np.array_equal(out, content):
             raise AssertionError("a block was not restored")
@@ -70,19 +70,19 @@ def measure_ours(pair: Pair, repeats: int) -> tuple[Measured, tuple[str, ...]]:
     return Measured(nbytes, pack_seconds, unpack_seconds), tuple(name.lower() for name in codecs)
 
 
-def _blocks(pair: Pair) -> Iterator[tuple[Stored, BlockContext]]:
+def _blocks(pair: Pair) -> Iterator[tuple[Stored, BlockContext, float | None]]:
     size = BLOCK_ELEMENTS * pair.dtype.itemsize
     for base, expert in pair.tensors:
-        bands = None
+        cut = None
         if base is not None and len(expert) and pair.dtype in BANDED_DTYPES:
-            bands = bands_of(sample_of(base, pair.dtype), sample_of(expert, pair.dtype))
+            cut = cut_of(sample_of(base, pair.dtype), sample_of(expert, pair.dtype))
         for start in range(0, len(expert), size):
             beside = None if base is None else base[start : start + size]
-            yield expert[start : start + size], BlockContext(beside, pair.dtype, bands, "benchmark")
+            yield expert[start : start + size], BlockContext(beside, pair.dtype, "benchmark"), cut
 
 
-def _pack_block(content: Stored, context: BlockContext) -> None:
-    block = encode_block(context.base, content, context.dtype, context.bands)
+def _pack_block(content: Stored, context: BlockContext, cut: float | None) -> None:
+    block = encode_block(context.base, content, context.dtype, cut)
     make_row(block, None if context.base is None else digest(context.base), content)
 
 

@@ -190,7 +190,7 @@ def test_merge__in_full_reads_what_the_stores_hold(pair: Pair, folder: Path) -> 
 
 
 def head_bytes(store: Path) -> int:
-    return sum((store / PIECE_NAMES[piece]).stat().st_size for piece in (Piece.HEAD, Piece.HEAD_FINE, Piece.WHOLE))
+    return sum((store / PIECE_NAMES[piece]).stat().st_size for piece in (Piece.HEAD, Piece.WHOLE))
 
 
 def test_merge__of_the_largest_deltas_reads_nothing_else(pair: Pair, folder: Path) -> None:
@@ -198,7 +198,7 @@ def test_merge__of_the_largest_deltas_reads_nothing_else(pair: Pair, folder: Pat
     report = mergepipe.merge(recipe, folder / "out", options=MergeOptions(catalog=False, memory_bytes=LARGE))
     tensor = open_inputs(Location.local(recipe), LocalStore()).checkpoints[1].tensors[WIDE]
     assert isinstance(tensor, PackedTensor)
-    assert tensor.at_level(Level.HEAD_EXACT).nbytes < 0.7 * tensor.nbytes
+    assert tensor.at_level(Level.HEAD).nbytes < 0.7 * tensor.nbytes
     pages = 4096 * 2 * 3 * 3 * len(pair.raw.models[0])
     assert report.expert_bytes <= sum(map(head_bytes, pair.packed.places[1:])) + pages
     assert report.analysis_bytes == 0
@@ -217,11 +217,9 @@ def test_sufficient_levels__are_below_the_last_only_where_nothing_else_matters(p
     wide = tasks[WIDE]
     tensor = wide.experts[0]
     assert isinstance(tensor, PackedTensor)
-    head, body = (tensor.elements_above(band) / tensor.n_elements for band in (1, 2))
-    assert levels_of("ties", wide, head)[0] == (0, Level.HEAD_EXACT)
-    assert levels_of("ties", wide, head + 2 / tensor.n_elements)[0] == (0, Level.BODY_EXACT)
-    assert levels_of("ties", wide, body)[0] == (0, Level.BODY_EXACT)
-    assert 0 not in dict(levels_of("ties", wide, body + 2 / tensor.n_elements))
+    head = tensor.head_elements / tensor.n_elements
+    assert levels_of("ties", wide, head)[0] == (0, Level.HEAD)
+    assert 0 not in dict(levels_of("ties", wide, head + 2 / tensor.n_elements))
     assert levels_of("ties", wide, 0.05, rescale=True) == ()
     assert levels_of("dare_ties", wide, 0.05) == ()
     assert levels_of("task_arithmetic", wide, 0.05) == ()

@@ -18,14 +18,13 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import BF16, F16, F32, DType, Span
 from mergepipe.deltastore.checkpoint import open_store
+from mergepipe.deltastore.codec.bands import MANTISSA_BITS, encode_bands
 from mergepipe.deltastore.codec.block import (
-    MANTISSA_BITS,
     BlockContext,
     EncodedBlock,
     RawBytes,
     decode_block,
     decode_deltas,
-    encode_bands,
     encode_block,
     encode_converted,
     raw_block,
@@ -33,7 +32,7 @@ from mergepipe.deltastore.codec.block import (
 from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, Codec, Level, Piece
 from mergepipe.deltastore.header import HEADER_NAME, INDEX_NAME, PIECE_NAMES
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex, index_digest
-from mergepipe.deltastore.pack.encode_pass import choose_bands
+from mergepipe.deltastore.pack.encode_pass import choose_cut
 from mergepipe.deltastore.tensor import PackedTensor, StandaloneTensor
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.ledger import Purpose
@@ -46,7 +45,7 @@ from support.rounding import decode, encode
 
 _LENGTHS = struct.Struct(f"<BB{len(Piece)}I")  # number of the block, level, length of each piece
 _MOST_FILE_BYTES = 1 << 24
-LEVELS = (Level.HEAD, Level.HEAD_EXACT, Level.BODY, Level.BODY_EXACT, Level.LOSSLESS)
+LEVELS = (Level.HEAD, Level.LOSSLESS)
 
 
 def store_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
@@ -118,11 +117,6 @@ class BlockCase:
     nbytes: int
     pieces: Mapping[Piece, RawBytes]
 
-    @property
-    def levels(self) -> tuple[Level, ...]:
-        """The levels that differ in what is decoded."""
-        return LEVELS if self.codec is Codec.BANDS else (Level.HEAD, Level.LOSSLESS)
-
     def content(self, number: int, level: Level) -> bytes:
         """The pieces as one input, with the number of this case and the level that is decoded."""
         stored = [self.pieces.get(piece, np.empty(0, np.uint8)).tobytes() for piece in Piece]
@@ -140,16 +134,16 @@ def block_cases() -> list[BlockCase]:
         base_N = (rng.standard_normal(n) * 0.02).astype(np.float32)
         expert_N = base_N + (rng.standard_normal(n) * step).astype(np.float32)
         base, expert = _stored(base_N, dtype), _stored(expert_N, dtype)
-        bands = choose_bands(np.asarray(_values(expert, dtype) - _values(base, dtype)), is_sample=False)
-        beside, alone = BlockContext(base, dtype, bands, "fuzzed"), BlockContext(None, dtype, None, "fuzzed")
-        encoded = [(encode_block(base, expert, dtype, bands), beside), (encode_block(None, expert, dtype, None), alone)]
+        cut = choose_cut(np.asarray(_values(expert, dtype) - _values(base, dtype)), is_sample=False)
+        beside, alone = BlockContext(base, dtype, "fuzzed"), BlockContext(None, dtype, "fuzzed")
+        encoded = [(encode_block(base, expert, dtype, cut), beside), (encode_block(None, expert, dtype, None), alone)]
         if dtype in MANTISSA_BITS and n >= BANDED_FROM_ELEMENTS:
-            banded = encode_bands(base.view(np.uint16), expert.view(np.uint16), bands, None, MANTISSA_BITS[dtype])
+            banded = encode_bands(base.view(np.uint16), expert.view(np.uint16), cut, dtype)
             assert banded is not None
             encoded.append((EncodedBlock(Codec.BANDS, banded.pieces), beside))
         if dtype is F32:
             shorter = _stored(base_N, BF16)
-            converted = BlockContext(shorter, F32, None, "fuzzed", BF16)
+            converted = BlockContext(shorter, F32, "fuzzed", BF16)
             encoded += [(encode_converted(shorter, BF16, expert, F32), converted), (raw_block(expert), alone)]
             encoded.append((EncodedBlock(Codec.SAME, {}), beside))
         cases += [BlockCase(block.codec, context, len(expert), block.pieces) for block, context in encoded]
@@ -177,7 +171,7 @@ def _block_target() -> Target:
             at += min(length, len(raw))
         return _decode(case, LEVELS[level % len(LEVELS)], pieces)
 
-    seeds = tuple(case.content(n, level) for n, case in enumerate(cases) for level in case.levels)
+    seeds = tuple(case.content(n, level) for n, case in enumerate(cases) for level in LEVELS)
     return Target("store-block", read, Shape(seeds, split=_parts_of))
 
 

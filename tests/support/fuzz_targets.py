@@ -62,7 +62,7 @@ def all_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
         *tokenizer_targets(),
         *recipe_targets(folder),
         *training_targets(folder),
-        *store_targets(folder, golden / "delta-store-6"),
+        *store_targets(folder, golden / "delta-store-7"),
     )
 
 

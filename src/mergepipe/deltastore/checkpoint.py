@@ -21,7 +21,6 @@ from mergepipe.core.blocks import DType, Span
 from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.codec.arrays import corrupt
 from mergepipe.deltastore.codec.block import RawBytes
-from mergepipe.deltastore.codec.element_codes import Bands
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece
 from mergepipe.deltastore.header import (
     HEADER_FORMAT,
@@ -209,12 +208,11 @@ def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint | None) 
             f"that of {base.path} is {base_tensor.dtype.name} {list(base_tensor.shape)}",
             f"give the base that it was packed with: it was {opened.header.base}",
         )  # fmt: skip
-    bands = None if entry.cuts is None else Bands(entry.cuts)
     if isinstance(base_tensor, TensorEntry):
-        return PackedTensor(entry.name, entry.dtype, entry.shape, opened.root, index, first_row, base_tensor, bands)
+        return PackedTensor(entry.name, entry.dtype, entry.shape, opened.root, index, first_row, base_tensor)
     base_bytes = base_tensor.n_elements * base_tensor.dtype.itemsize
     described = TensorEntry(entry.name, base_tensor.dtype, entry.shape, base.root, 0, base_bytes)
-    packed = PackedTensor(entry.name, entry.dtype, entry.shape, opened.root, index, first_row, described, bands)
+    packed = PackedTensor(entry.name, entry.dtype, entry.shape, opened.root, index, first_row, described)
     return ChainedTensor(packed, base_tensor)
 
 

@@ -12,7 +12,7 @@ from mergepipe.checkpoints.directory import STORE_HEADER_NAME, is_plain_name
 from mergepipe.core.blocks import DTYPES, BlockGrid, DType, element_count
 from mergepipe.core.records import AsText, RecordFormat, Size
 from mergepipe.core.strict_json import shown
-from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, Piece, can_be_base_of
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece, can_be_base_of
 
 HEADER_NAME = STORE_HEADER_NAME
 INDEX_NAME = "mergepipe-store.index"
@@ -21,8 +21,6 @@ PIECE_NAMES: dict[Piece, str] = {
     piece: f"mergepipe-store.{piece.name.lower().replace('_', '-')}.bin" for piece in Piece
 }
 OWN_NAMES = frozenset({HEADER_NAME, INDEX_NAME, HEADERS_NAME, *PIECE_NAMES.values()})
-_LARGEST_CUT = (2 - 2.0**-23) * 2.0**127  # the largest float32
-_SMALLEST_CUT = 2.0**-149
 
 
 def _name_of(dtype: DType) -> str:
@@ -71,7 +69,7 @@ class KeptFile:
 
 @dataclass(frozen=True, slots=True)
 class PackedEntry:
-    """One tensor: its weight file, its first row of the index, its cuts.
+    """One tensor: its weight file, its first row of the index.
 
     `base_dtype`: that of the base's tensor that it is encoded relative to; None where there is none. `is_plain`: such a
     tensor whose blocks are all RAW, so that it is one byte range.
@@ -84,19 +82,12 @@ class PackedEntry:
     first_row: Size
     base_dtype: _NamedDType | None
     is_plain: bool
-    cuts: tuple[float, float, float] | None
 
     def __post_init__(self) -> None:
         if self.is_plain and self.has_base:
             raise ValueError(f"tensor {shown(self.name)} is plain and has a base")
         if self.base_dtype is not None and not can_be_base_of(self.base_dtype, self.dtype):
             raise ValueError(f"invalid base_dtype: {self.base_dtype.name}")
-        if self.cuts is None:
-            return
-        first, second, third = self.cuts
-        are_descending = _LARGEST_CUT >= first >= second >= third >= _SMALLEST_CUT
-        if self.dtype is not self.base_dtype or self.dtype not in BANDED_DTYPES or not are_descending:
-            raise ValueError(f"invalid cuts: {self.cuts}")
 
     @property
     def has_base(self) -> bool:
@@ -159,5 +150,5 @@ class StoreHeader:
 
 
 HEADER_FORMAT: Final = RecordFormat(
-    "mergepipe-delta-store", 6, StoreHeader, "pack the expert again", stated=("block_elements",)
+    "mergepipe-delta-store", 7, StoreHeader, "pack the expert again", stated=("block_elements",)
 )

@@ -38,7 +38,7 @@ N_PIECES = len(Piece)
 ROW = np.dtype([
     ("codec", "u1"),
     ("reserved", "u1", (3,)),
-    ("counts", "<u4", (3,)),
+    ("count", "<u4"),
     ("errors", "<f4", (len(RECORDED_LEVELS),)),
     ("lengths", "<u4", (N_PIECES,)),
     ("checks", f"V{CHECK_BYTES}", (N_PIECES,)),
@@ -47,7 +47,7 @@ ROW = np.dtype([
 ])  # fmt: skip
 ROW_BYTES = ROW.itemsize
 _ROW_FIELDS = struct.Struct(
-    f"<B3x3I{len(RECORDED_LEVELS)}f{N_PIECES}I" + f"{CHECK_BYTES}s" * N_PIECES + f"{DIGEST_BYTES}s" * 2
+    f"<B3xI{len(RECORDED_LEVELS)}f{N_PIECES}I" + f"{CHECK_BYTES}s" * N_PIECES + f"{DIGEST_BYTES}s" * 2
 )
 _LARGEST = float(np.finfo(np.float32).max)
 _NOTHING = np.empty(0, np.uint8)
@@ -68,7 +68,7 @@ def make_row(block: EncodedBlock, base_digest: bytes | None, expert: RawBytes) -
     contents = [block.pieces.get(piece, _NOTHING) for piece in Piece]
     fields = _ROW_FIELDS.pack(
         int(block.codec),
-        *block.counts,
+        block.count,
         *(min(error, _LARGEST) for error in block.errors),
         *map(len, contents),
         *(digest(content, CHECK_BYTES) if len(content) else b"" for content in contents),
@@ -172,7 +172,7 @@ class StoreIndexReader:
 
     It pickles with its index: that is read and charged once, however many processes read the store's tensors.
 
-    Memory, once it is read: the index (140 bytes per block) and its offsets (48).
+    Memory, once it is read: the index (80 bytes per block) and its offsets (24).
     """
 
     def __init__(

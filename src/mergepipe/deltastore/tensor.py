@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -24,31 +22,10 @@ from mergepipe.checkpoints.contract import (
 from mergepipe.core.blocks import DTYPES, F32, BlockGrid, DType, Span
 from mergepipe.core.strict_json import shown
 from mergepipe.deltastore.codec.arrays import corrupt, scratch
-from mergepipe.deltastore.codec.block import (
-    BAND_PIECES,
-    MANTISSA_BITS,
-    BandBlocks,
-    BlockContext,
-    RawBytes,
-    decode_band_blocks,
-    decode_block,
-    decode_deltas,
-    padding_bytes,
-)
-from mergepipe.deltastore.codec.element_codes import Bands
-from mergepipe.deltastore.codec.levels import (
-    BLOCK_ELEMENTS,
-    EXACT_BANDS,
-    LADDERS,
-    PIECES_OF,
-    Codec,
-    Level,
-    Piece,
-)
-from mergepipe.deltastore.codec.piece_headers import CURSOR_FIELDS, END, POSITION
-from mergepipe.deltastore.index import DIGEST_BYTES, StoreIndex, StoreIndexReader
+from mergepipe.deltastore.codec.block import BlockContext, RawBytes, decode_block, decode_deltas
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, LADDERS, PIECES_OF, Codec, Level, Piece
+from mergepipe.deltastore.index import StoreIndex, StoreIndexReader
 from mergepipe.errors import MismatchError
-from mergepipe.kernels.compiled import Counts
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -123,7 +100,6 @@ class PlainFetch:
 GROUP_BLOCKS = 16
 """Blocks whose pieces are read at once: at most 16 MiB of pieces and of decoded elements."""
 _BYTE = DTYPES["U8"]
-_NO_DELTAS, _NO_VALUES = np.empty(0, np.float32), np.empty(0, np.uint16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +164,6 @@ class StandaloneTensor(EncodedTensor):
     level = Level.LOSSLESS
     is_delta = False
     base = None
-    bands = None
 
     @property
     def dtype(self) -> DType:
@@ -216,7 +191,6 @@ class PackedTensor(EncodedTensor, LeveledTensor):
     """One tensor of a delta store at a level: the expert's tensor at LOSSLESS, float32 deltas below."""
 
     base: TensorEntry
-    bands: Bands | None
     level: Level = Level.LOSSLESS
     others: dict[Level, PackedTensor] = field(default_factory=dict, repr=False, compare=False)
 
@@ -251,10 +225,8 @@ class PackedTensor(EncodedTensor, LeveledTensor):
 
     def exact_level(self, n_kept: int) -> Level:
         """See `LeveledTensor`; LOSSLESS where a lower level saves nothing."""
-        for level, band in EXACT_BANDS.items():
-            if n_kept <= self.elements_above(band) and self.at_level(level).nbytes < self.nbytes:
-                return level
-        return Level.LOSSLESS
+        is_exact = n_kept <= self.head_elements and self.at_level(Level.HEAD).nbytes < self.nbytes
+        return Level.HEAD if is_exact else Level.LOSSLESS
 
     def ladder(self, top: int) -> tuple[Level, ...]:
         """See `LeveledTensor`."""
@@ -285,9 +257,10 @@ class PackedTensor(EncodedTensor, LeveledTensor):
         """The squared error of the delta at `level`, by block (float64)."""
         return self.index.errors(Level(level), self.first_row, self.first_row + self.n_blocks)
 
-    def elements_above(self, band: int) -> int:
-        """Elements with |delta| at or above cut `band` (0, 1, 2): the densities up to which a level is exact."""
-        return int(self.index.rows["counts"][self.first_row : self.first_row + self.n_blocks, band].sum())
+    @property
+    def head_elements(self) -> int:
+        """Elements with their deltas in HEAD, which are the largest: the density up to which HEAD is exact."""
+        return int(self.index.rows["count"][self.first_row : self.first_row + self.n_blocks].sum())
 
     def opened(self, files: Mapping[Location, RangeFile]) -> PackedFetch:
         """Make the fetch over open files; it keeps nothing between calls."""
@@ -309,10 +282,7 @@ def block_groups(span: Span) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Blocks `[first, stop)` whose pieces were read together into `room`: offsets in files, where `room` has the first.
-
-    `room` goes on for `padding_bytes` after the last piece.
-    """
+    """Blocks `[first, stop)` whose pieces were read together: their offsets in files, where `room` has the first."""
 
     first: int
     stop: int
@@ -326,15 +296,13 @@ class _Group:
         shift = self.places[piece] - offsets[0]
         return self.room[offsets[first - self.first] + shift : offsets[stop - self.first] + shift]
 
-    def cursors(self, first: int, stop: int) -> Counts:
-        """Cursors on the pieces of blocks `[first, stop)` of BANDS, see `BandBlocks`."""
-        cursors_BPF = np.zeros((stop - first, len(BAND_PIECES), CURSOR_FIELDS), np.int64)
-        for piece in BAND_PIECES:
-            if piece in self.offsets:
-                offsets_B = np.array(self.offsets[piece][first - self.first : stop - self.first + 1])
-                offsets_B += self.places[piece] - self.offsets[piece][0]
-                cursors_BPF[:, piece, POSITION], cursors_BPF[:, piece, END] = offsets_B[:-1], offsets_B[1:]
-        return cursors_BPF
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The base's bytes of the elements `span`."""
+
+    span: Span
+    content: BaseBytes
 
 
 class PackedFetch:
@@ -366,28 +334,14 @@ class PackedFetch:
     def _fetch(self, span: Span, base: BaseBytes | None, out: RawBytes, purpose: Purpose, *, is_checked: bool) -> None:
         for first, stop in block_groups(span):
             group = self._read_group(first, stop, purpose)
+            group_base = self._read_base(first, stop) if base is None else _Base(span, base)
             with self._turns:
                 for piece, offsets in group.offsets.items() if is_checked else ():
                     content = group.content(piece, first, stop)
                     self._index.check_pieces(piece, self._tensor.first_row + first, offsets, content, self._where_row)
-                for blocks in self._runs(group, span):
-                    run_base = self._base_of(*blocks, span, base, is_checked=is_checked)
-                    self._decode(*blocks, run_base, group, span, out)
-
-    def _runs(self, group: _Group, span: Span) -> Iterator[tuple[int, int]]:
-        """Split a group into blocks `[first, stop)` that are decoded together: whole ones in bands, others alone."""
-        for is_run, blocks in groupby(range(group.first, group.stop), partial(self._is_in_run, span)):
-            numbers = tuple(blocks)
-            if is_run:
-                yield numbers[0], numbers[-1] + 1
-            else:
-                yield from ((block, block + 1) for block in numbers)
-
-    def _is_in_run(self, span: Span, block: int) -> bool:
-        tensor, own = self._tensor, self._tensor.block_span(block)
-        is_whole = span.start <= own.start and own.stop <= span.stop
-        is_banded = tensor.bands is not None and self._index.codec(tensor.first_row + block) is Codec.BANDS
-        return is_whole and is_banded and tensor.level is not Level.NOTHING
+                for block in range(first, stop):
+                    block_base = self._base_of(block, group_base, is_checked=is_checked)
+                    self._decode(block, block_base, group, _Target(span, self._tensor.block_span(block), out))
 
     def _read_group(self, first: int, stop: int, purpose: Purpose) -> _Group:
         """Read the pieces of some blocks, one request per piece, into a scratch array of this thread."""
@@ -396,7 +350,7 @@ class PackedFetch:
         some = [piece for piece in pieces if offsets[piece][0] < offsets[piece][-1]]
         files = {piece: self._files[self._tensor.index_reader.path_of(piece)] for piece in some}
         sizes = {piece: _room_bytes(file, offsets[piece][0], offsets[piece][-1]) for piece, file in files.items()}
-        room = scratch("read", sum(sizes.values()) + padding_bytes(BLOCK_ELEMENTS), np.uint8)
+        room = scratch("read", sum(sizes.values()), np.uint8)
         places, at = dict.fromkeys(pieces, 0), 0
         for piece, file in files.items():
             begin, end = offsets[piece][0], offsets[piece][-1]
@@ -405,40 +359,33 @@ class PackedFetch:
             at += sizes[piece]
         return _Group(first, stop, offsets, places, room)
 
-    def _base_of(
-        self, first: int, stop: int, span: Span, base: BaseBytes | None, *, is_checked: bool
-    ) -> RawBytes | None:
-        """Return the base's bytes of blocks `[first, stop)` after checking their digests; None without a base."""
+    def _read_base(self, first: int, stop: int) -> _Base | None:
+        """Read the base's bytes of blocks `[first, stop)` from its file; None without a base."""
         entry = self._tensor.base
         if entry is None:
             return None
-        itemsize = entry.dtype.itemsize
-        start, end = self._tensor.block_span(first).start, self._tensor.block_span(stop - 1).stop
-        if base is not None and span.start <= start and end <= span.stop:
-            offset = (start - span.start) * itemsize
-        else:
-            offset, file, place = 0, self._files[entry.file], entry.offset + start * itemsize
-            place_end = place + (end - start) * itemsize
-            room = scratch("base-blocks", _room_bytes(file, place, place_end), np.uint8)
-            base = BaseBytes(read_exact(file, place, place_end, Purpose.BASE, room))
-        nbytes = (end - start) * itemsize
-        if is_checked:
-            self._check_base(entry, first, stop, base, offset, offset + nbytes)
-        return base.stored[offset : offset + nbytes]
+        span = Span(self._tensor.block_span(first).start, self._tensor.block_span(stop - 1).stop)
+        file, place = self._files[entry.file], entry.offset + span.start * entry.dtype.itemsize
+        end = place + span.n_elements * entry.dtype.itemsize
+        room = scratch("base-blocks", _room_bytes(file, place, end), np.uint8)
+        return _Base(span, BaseBytes(read_exact(file, place, end, Purpose.BASE, room)))
 
-    def _check_base(self, entry: TensorEntry, first: int, stop: int, base: BaseBytes, offset: int, end: int) -> None:
-        """Compare the digests of blocks of the base's tensor, the first of which is at `offset`."""
-        first_row = self._tensor.first_row
-        digests = self._index.rows["base"][first_row + first : first_row + stop].tobytes()
-        block_bytes = BLOCK_ELEMENTS * entry.dtype.itemsize
-        for i, at in enumerate(range(offset, end, block_bytes)):
-            digest = digests[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)]
-            if base.digest(at, min(at + block_bytes, end)) != digest:
-                raise MismatchError.of(
-                    "base.mismatch", self._where(first + i),
-                    f"the base {entry.file} is not the one the store was packed with",
-                    "give the base that it was packed with",
-                )  # fmt: skip
+    def _base_of(self, block: int, base: _Base | None, *, is_checked: bool) -> RawBytes | None:
+        """Return the base's bytes of a block after checking their digest; None without a base."""
+        entry, span = self._tensor.base, self._tensor.block_span(block)
+        if base is not None and (span.start < base.span.start or base.span.stop < span.stop):
+            base = self._read_base(block, block + 1)
+        if entry is None or base is None:
+            return None
+        start, stop = ((at - base.span.start) * entry.dtype.itemsize for at in (span.start, span.stop))
+        expected = self._index.rows["base"][self._tensor.first_row + block].tobytes()
+        if is_checked and base.content.digest(start, stop) != expected:
+            raise MismatchError.of(
+                "base.mismatch", self._where(block),
+                f"the base {entry.file} is not the one the store was packed with",
+                "give the base that it was packed with",
+            )  # fmt: skip
+        return base.content.stored[start:stop]
 
     def _where(self, block: int) -> str:
         return f"{self._tensor.root}: tensor {self._tensor.name!r}, block {block}"
@@ -446,31 +393,12 @@ class PackedFetch:
     def _where_row(self, row: int) -> str:
         return self._where(row - self._tensor.first_row)
 
-    def _decode(self, first: int, stop: int, base: RawBytes | None, group: _Group, span: Span, out: RawBytes) -> None:
-        """Decode a run of blocks into their places in the buffer of `span`."""
-        tensor = self._tensor
-        if not self._is_in_run(span, first) or base is None or tensor.bands is None:
-            self._decode_alone(first, base, group, _Target(span, tensor.block_span(first), out))
-            return
-        start, end = tensor.block_span(first).start - span.start, tensor.block_span(stop - 1).stop - span.start
-        base_bits = base.view(np.uint16)
-        blocks = BandBlocks(group.room, group.cursors(first, stop), base_bits, BLOCK_ELEMENTS)
-        values, deltas = _NO_VALUES, _NO_DELTAS
-        if tensor.is_delta:
-            deltas = out[4 * start : 4 * end].view(np.float32)
-        else:
-            values = out[2 * start : 2 * end].view(np.uint16)
-        mantissa_bits = MANTISSA_BITS[tensor.stored_dtype]
-        decode_band_blocks(
-            blocks, tensor.level, tensor.bands, lambda b: self._where(first + b), values, deltas,
-            mantissa_bits=mantissa_bits,
-        )  # fmt: skip
-
-    def _decode_alone(self, block: int, base: RawBytes | None, group: _Group, target: _Target) -> None:
+    def _decode(self, block: int, base: RawBytes | None, group: _Group, target: _Target) -> None:
+        """Decode a block into its place in the buffer of a span."""
         tensor, where = self._tensor, self._where(block)
         pieces = {piece: group.content(piece, block, block + 1) for piece in group.offsets}
         base_dtype = None if tensor.base is None else tensor.base.dtype
-        context = BlockContext(base, tensor.stored_dtype, tensor.bands, where, base_dtype)
+        context = BlockContext(base, tensor.stored_dtype, where, base_dtype)
         codec = self._index.codec(tensor.first_row + block)
         if tensor.is_delta:
             target.write(lambda view: decode_deltas(codec, tensor.level, pieces, context, view.view(np.float32)))

@@ -43,7 +43,7 @@ class DurableStore:
 class StoreWriter:
     """The files of a store in the staging directory `directory`, which belongs to the caller. A context manager.
 
-    Blocks are appended in the order of rows. Memory: `chunk_bytes` for each of eight files, a byte a row.
+    Blocks are appended in the order of rows. Memory: `chunk_bytes` for each of five files, a byte a row.
     With `durable` it resumes an earlier writer, whose files were truncated to these sizes.
     """
 
@@ -194,9 +194,6 @@ def read_rows(directory: Path, n_rows: int) -> bytes:
 # --- log which part of an unfinished store is durable, and read that to resume the store ---
 
 
-Cuts = tuple[float, float, float]
-
-
 @dataclass(frozen=True, slots=True)
 class PackProgress:
     """The durable part of an unfinished store, and the log that tells of it.
@@ -205,11 +202,11 @@ class PackProgress:
     """
 
     durable: DurableStore
-    cuts: tuple[Cuts | None, ...]
+    cuts: tuple[float | None, ...]
     logged: LoggedWork
 
 
-def note_progress(log: WorkLog, directory: Path, durable: DurableStore, new_cuts: Sequence[Cuts | None]) -> None:
+def note_progress(log: WorkLog, directory: Path, durable: DurableStore, new_cuts: Sequence[float | None]) -> None:
     """Log the part of the store in a staging directory that is durable, with the cuts of tensors begun since."""
     sync_directory(directory / CONTENT_NAME)
     log.append({"kind": "unit", "durable": asdict(durable), "cuts": list(new_cuts)}, is_durable=True)
@@ -238,15 +235,13 @@ def find_progress(directory: Path, key: str) -> PackProgress | None:
 
 def _progress(logged: LoggedWork) -> PackProgress | None:
     durable: DurableStore | None = None
-    cuts: list[Cuts | None] = []
+    cuts: list[float | None] = []
     try:
         for record in logged.records:
             match record:
                 case {"kind": "unit", "durable": dict(part), "cuts": list(new_cuts)}:
                     durable = _durable(part)
-                    cuts.extend(
-                        None if one is None else (float(one[0]), float(one[1]), float(one[2])) for one in new_cuts
-                    )
+                    cuts.extend(None if cut is None else float(cut) for cut in new_cuts)
     except (ValueError, TypeError, LookupError, OverflowError):
         return None
     return None if durable is None else PackProgress(durable, tuple(cuts), logged)

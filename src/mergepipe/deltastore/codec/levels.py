@@ -18,8 +18,8 @@ BANDED_DTYPES = (BF16, F16)
 """Dtypes that bands support, beside the same dtype."""
 CONVERTED_DTYPES = (BF16, F16, F32)
 """Dtypes of bases that an expert of another of them is encoded relative to, after a conversion of the base."""
-BAND_DENSITIES = (0.2, 0.5)
-"""Shares of a tensor's elements, largest deltas first, that its first two and its three bands hold at least."""
+HEAD_DENSITY = 0.2
+"""Share of a tensor's elements, largest deltas first, that HEAD holds at least."""
 
 
 def can_be_base_of(base_dtype: DType, dtype: DType) -> bool:
@@ -31,7 +31,7 @@ class Codec(IntEnum):
     """The encoding of one block."""
 
     SAME = 0  # equal to the base: nothing is stored
-    BANDS = 1  # bf16 beside bf16, fp16 beside fp16: bands of magnitude, in levels
+    BANDS = 1  # bf16 beside bf16, fp16 beside fp16: the largest deltas, and the rest
     BYTES = 2  # any dtype beside the same dtype, or a base converted to it: ordered differences, byte by byte
     RAW = 3  # the expert's bytes, unencoded
     STANDALONE = 4  # any dtype, without the base: exponents coded, sign and mantissa kept
@@ -40,47 +40,32 @@ class Codec(IntEnum):
 class Piece(IntEnum):
     """A kind of stored bytes. Each has its own file, with the blocks in the order of the index."""
 
-    HEAD = 0  # which elements are in the first two bands, and their signs
-    HEAD_FINE = 1  # which value inside the band
-    BODY = 2  # the other elements: the third band, or a cell around the base's value
-    BODY_FINE = 3  # which value inside the third band
-    REST = 4  # which value inside the cell
-    WHOLE = 5  # blocks that have no levels
+    HEAD = 0  # which elements have the largest deltas, and their values
+    REST = 1  # the values of the other elements
+    WHOLE = 2  # blocks that have no levels
 
 
 class Level(IntEnum):
     """The share of an expert's encoding that is read. Codecs without levels are exact from HEAD on."""
 
     NOTHING = 0
-    HEAD = 1  # approximations of the largest deltas
-    HEAD_EXACT = 2  # the largest deltas exactly; 0 for the others
-    BODY = 3  # approximations of all deltas
-    BODY_EXACT = 4  # the deltas of the three bands exactly; approximations of the others
-    LOSSLESS = 5  # the expert's bits
+    HEAD = 1  # the largest deltas exactly; 0 for the others
+    LOSSLESS = 2  # the expert's bits
 
 
 PIECES_OF: dict[Level, tuple[Piece, ...]] = {
     Level.NOTHING: (),
     Level.HEAD: (Piece.HEAD, Piece.WHOLE),
-    Level.HEAD_EXACT: (Piece.HEAD, Piece.HEAD_FINE, Piece.WHOLE),
-    Level.BODY: (Piece.HEAD, Piece.BODY, Piece.WHOLE),
-    Level.BODY_EXACT: (Piece.HEAD, Piece.HEAD_FINE, Piece.BODY, Piece.BODY_FINE, Piece.WHOLE),
     Level.LOSSLESS: tuple(Piece),
 }
 """The pieces of a block that each level reads; most are empty, as a block has one codec."""
 
-RECORDED_LEVELS = (Level.NOTHING, Level.HEAD, Level.HEAD_EXACT, Level.BODY, Level.BODY_EXACT)
+RECORDED_LEVELS = (Level.NOTHING, Level.HEAD)
 """Levels with an approximation error, which is recorded for each block."""
-
-EXACT_BANDS: dict[Level, int] = {Level.HEAD_EXACT: 1, Level.BODY_EXACT: 2}
-"""The cut (by index) from which on a level gives exact deltas; smaller deltas are 0 or approximate."""
 
 LADDERS: dict[Level, tuple[Level, ...]] = {
     Level.NOTHING: (),
     Level.HEAD: (Level.HEAD,),
-    Level.HEAD_EXACT: (Level.HEAD, Level.HEAD_EXACT),
-    Level.BODY: (Level.HEAD, Level.BODY),
-    Level.BODY_EXACT: (Level.HEAD, Level.BODY, Level.BODY_EXACT),
-    Level.LOSSLESS: (Level.HEAD, Level.BODY, Level.BODY_EXACT, Level.LOSSLESS),
+    Level.LOSSLESS: (Level.HEAD, Level.LOSSLESS),
 }
 """Levels that lead to each level: every one reads all pieces of the one before it, and has a smaller error."""

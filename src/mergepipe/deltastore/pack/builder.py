@@ -24,7 +24,6 @@ from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.checkpoint import OpenedStore, read_store
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
-from mergepipe.deltastore.codec.element_codes import Bands
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, can_be_base_of
 from mergepipe.deltastore.header import (
     HEADER_FORMAT,
@@ -329,10 +328,7 @@ class StoreBuilder:
         cuts = () if progress is None else progress.cuts
         self._n_noted_cuts = len(cuts)
         self._numbers = job.numbers
-        self._bands = {
-            number: None if tensor_cuts is None else Bands(tensor_cuts)
-            for number, tensor_cuts in zip(self._numbers, cuts, strict=False)
-        }
+        self._cuts = dict(zip(self._numbers, cuts, strict=False))
         self._content_id = PassingContentId(job.expert)
         durable = None if progress is None else progress.durable
         self._writer = StoreWriter(staging.path, store.ledger, durable)
@@ -359,17 +355,17 @@ class StoreBuilder:
         """The share of blocks that is durable and recorded as such."""
         return self._noted_rows / self.job.n_rows
 
-    def bands(self, number: int) -> Bands | None:
-        """The bands of tensor `number`; None until they are set."""
-        return self._bands.get(number)
+    def cut(self, number: int) -> float | None:
+        """The cut of tensor `number`; None until it is set."""
+        return self._cuts.get(number)
 
-    def lacks_bands(self, number: int) -> bool:
-        """Whether the bands of tensor `number` must still be set."""
-        return self.job.places[number].can_have_bands and number not in self._bands
+    def lacks_cut(self, number: int) -> bool:
+        """Whether the cut of tensor `number` must still be set."""
+        return self.job.places[number].can_have_bands and number not in self._cuts
 
-    def set_bands(self, number: int, bands: Bands) -> None:
-        """Set the bands of tensor `number`, before its first block is put."""
-        self._bands[number] = bands
+    def set_cut(self, number: int, cut: float) -> None:
+        """Set the cut of tensor `number`, before its first block is put."""
+        self._cuts[number] = cut
 
     def show(self, number: int, block: int, content: RawBytes) -> None:
         """See the bytes of a block of tensor `number`; called from many threads."""
@@ -386,8 +382,7 @@ class StoreBuilder:
         """Make the blocks written so far durable, and record the progress."""
         durable = self._writer.sync()
         n_begun = sum(place.first_row < durable.n_rows for place in self.job.places)
-        bands = [self._bands.get(number) for number in self._numbers[self._n_noted_cuts : n_begun]]
-        cuts = [None if tensor_bands is None else tensor_bands.cuts for tensor_bands in bands]
+        cuts = [self._cuts.get(number) for number in self._numbers[self._n_noted_cuts : n_begun]]
         note_progress(self._log, self._staging.directory, durable, cuts)
         self._n_noted_cuts = n_begun
         self._noted_rows = durable.n_rows
@@ -429,13 +424,13 @@ class StoreBuilder:
                 for file in job.expert.files
             ),
             kept=kept_files,
-            tensors=tuple(self._entry(number, place) for number, place in enumerate(job.places)),
+            tensors=tuple(self._entry(place) for place in job.places),
             content_id=content_id,
             depth=job.depth,
         )
 
-    def _entry(self, number: int, place: Place) -> PackedEntry:
-        entry, bands = place.entry, self.bands(number)
+    def _entry(self, place: Place) -> PackedEntry:
+        entry = place.entry
         return PackedEntry(
             name=entry.name,
             dtype=entry.dtype,
@@ -444,7 +439,6 @@ class StoreBuilder:
             first_row=place.first_row,
             base_dtype=None if place.base is None else place.base.dtype,
             is_plain=place.base is None and self._writer.are_raw(place.first_row, place.first_row + place.n_rows),
-            cuts=None if bands is None else bands.cuts,
         )
 
     def _header_bytes(self, file: FileId) -> int:

@@ -20,16 +20,13 @@ from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, Fetch, Re
 from mergepipe.core.blocks import BlockGrid, DType, Span
 from mergepipe.deltastore.codec.arrays import scratch
 from mergepipe.deltastore.codec.block import (
-    BaseContexts,
     EncodedBlock,
     RawBytes,
-    base_contexts,
     encode_block,
     encode_converted,
     raw_block,
 )
-from mergepipe.deltastore.codec.element_codes import Bands
-from mergepipe.deltastore.codec.levels import BAND_DENSITIES, BANDED_DTYPES, BLOCK_ELEMENTS, can_be_base_of
+from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, HEAD_DENSITY, can_be_base_of
 from mergepipe.deltastore.index import digest, make_row
 from mergepipe.deltastore.pack.builder import Place, StoreBuilder
 from mergepipe.kernels.codec import decode_tile
@@ -40,16 +37,13 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES, BufferPool, read_exact, request_bytes, round_up
 
-# --- the bands of a tensor, chosen from a sample of its deltas before the pass that encodes it ---
+# --- the cut of a tensor, chosen from a sample of its deltas before the pass that encodes it ---
 
 READ_WHOLE_ELEMENTS = 128 * 1024
 _STRETCHES = 32
 _STRETCH_ELEMENTS = 4096
 _MARGIN_DEVIATIONS = 4.0
 _SMALLEST = float(np.nextafter(np.float32(0), np.float32(1)))
-_LARGEST = float(np.finfo(np.float32).max)
-_SECOND_BAND_WIDTH = 0.4
-"""Minimum width as a fraction of the cut: the first band then holds 1 to 8 % of normally distributed deltas."""
 
 
 def sample_spans(n_elements: int) -> tuple[Span, ...]:
@@ -60,15 +54,15 @@ def sample_spans(n_elements: int) -> tuple[Span, ...]:
     return tuple(Span(i * step, i * step + _STRETCH_ELEMENTS) for i in range(_STRETCHES))
 
 
-def bands_of(base: Sample, expert: Sample) -> Bands:
-    """Choose the bands of a tensor from samples of it and of its base, which has the same dtype."""
-    deltas = scratch("band-sample", sum(map(len, expert.stretches)) // expert.dtype.itemsize, np.float32)
+def cut_of(base: Sample, expert: Sample) -> float:
+    """Choose the cut of a tensor from samples of it and of its base, which has the same dtype."""
+    deltas = scratch("cut-sample", sum(map(len, expert.stretches)) // expert.dtype.itemsize, np.float32)
     start = 0
     for stretch, other in zip(base.stretches, expert.stretches, strict=True):
         stop = start + len(stretch) // expert.dtype.itemsize
         _fill_deltas(stretch, other, expert.dtype, deltas[start:stop])
         start = stop
-    return choose_bands(deltas, is_sample=expert.n_elements > READ_WHOLE_ELEMENTS)
+    return choose_cut(deltas, is_sample=expert.n_elements > READ_WHOLE_ELEMENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,38 +98,19 @@ def sample_of(content: RawBytes, dtype: DType) -> Sample:
     return Sample(dtype, n, tuple(content[span.start * size : span.stop * size] for span in sample_spans(n)))
 
 
-def choose_bands(deltas: Floats, *, is_sample: bool) -> Bands:
-    """Choose the cuts of deltas (float32, not modified): bands 1 to 2 and 1 to 3 hold `BAND_DENSITIES` of them.
+def choose_cut(deltas: Floats, *, is_sample: bool) -> float:
+    """Choose the magnitude that `HEAD_DENSITY` of the deltas (float32, not modified) reach.
 
-    From a sample, each band is made a little larger, so that it most likely holds its share of the whole tensor. The
-    width of the second band and, if possible, the third is a power of two: residuals of whole bits address all its
-    values.
+    From a sample a lower one, so that most likely that share of the whole tensor reaches it.
     """
-    magnitudes = np.abs(deltas)
-    is_finite = np.isfinite(magnitudes)
-    if not is_finite.all():
-        magnitudes = magnitudes[is_finite]
-    magnitudes.sort()  # at 16 lanes a time faster than a partition
-    magnitudes = magnitudes[::-1]
-    second, third = (_cut_at(magnitudes, density, is_sample=is_sample) for density in BAND_DENSITIES)
-    first = second + _power_of_two(_SECOND_BAND_WIDTH * second)
-    if second > third and _power_of_two(second - third) < second:
-        third = second - _power_of_two(second - third)
-    return Bands((first if first <= _LARGEST else second, second, third))
-
-
-def _cut_at(magnitudes: Floats, density: float, *, is_sample: bool) -> float:
-    """The magnitude that `density` of the tensor reaches; `magnitudes` are descending."""
+    magnitudes = np.abs(deltas[np.isfinite(deltas)])
     n = len(magnitudes)
-    margin = _MARGIN_DEVIATIONS * math.sqrt(density * (1 - density) / n) if is_sample and n else 0.0
-    rank = min(math.ceil((density + margin) * n), n)
-    return max(float(magnitudes[rank - 1]), _SMALLEST) if rank else _SMALLEST
-
-
-def _power_of_two(width: float) -> float:
-    """The smallest power of two that is not less than `width` > 0."""
-    mantissa, exponent = math.frexp(width)
-    return math.ldexp(1.0, exponent - (mantissa == 0.5))
+    if not n:
+        return _SMALLEST
+    margin = _MARGIN_DEVIATIONS * math.sqrt(HEAD_DENSITY * (1 - HEAD_DENSITY) / n) if is_sample else 0.0
+    rank = min(math.ceil((HEAD_DENSITY + margin) * n), n)
+    magnitudes.sort()  # at 16 lanes a time faster than a partition
+    return max(float(magnitudes[n - rank]), _SMALLEST)
 
 
 def _byte_range(entry: TensorEntry, span: Span) -> tuple[int, int]:
@@ -145,7 +120,7 @@ def _byte_range(entry: TensorEntry, span: Span) -> tuple[int, int]:
 
 def _fill_deltas(base: RawBytes, expert: RawBytes, dtype: DType, deltas: Floats) -> None:
     n = len(deltas)
-    base_values, expert_values = (scratch(f"band-{name}", n, np.float32) for name in ("base", "expert"))
+    base_values, expert_values = (scratch(f"cut-{name}", n, np.float32) for name in ("base", "expert"))
     decode_tile(base, 0, dtype.kernel_code, n, base_values)
     decode_tile(expert, 0, dtype.kernel_code, n, expert_values)
     take_delta(expert_values, base_values, n, deltas)
@@ -193,33 +168,26 @@ class BlockGroup:
         return range(self.span.start // BLOCK_ELEMENTS, -(-self.span.stop // BLOCK_ELEMENTS))
 
     def encode(self, block: int) -> list[Encoded]:
-        """Encode one block of every expert; called from many threads.
-
-        The part of the encoding that depends on the base alone is computed once.
-        """
+        """Encode one block of every expert; called from many threads."""
         base = None
         if self.base is not None and self.base_entry is not None:
             base = self._part(self.base, self.base_entry, block)
         base_digest = None if base is None else digest(base)
-        same_dtype = [m for m in self.members if self.base_entry and m.entry.dtype is self.base_entry.dtype]
-        prepared = base_contexts(base, same_dtype[0].entry.dtype) if len(same_dtype) > 1 else None
         made = []
         for member in self.members:
             content = self._part(member.content, member.entry, block)
             member.builder.show(member.number, block, content)
-            encoded = self._encoded(base, member, content, prepared)
+            encoded = self._encoded(base, member, content)
             made.append((member.builder, encoded, make_row(encoded, base_digest, content)))
         return made
 
-    def _encoded(
-        self, base: RawBytes | None, member: Member, content: RawBytes, prepared: BaseContexts | None
-    ) -> EncodedBlock:
+    def _encoded(self, base: RawBytes | None, member: Member, content: RawBytes) -> EncodedBlock:
         dtype = member.entry.dtype
         if member.place.stays_plain:
             return raw_block(content)
         if base is not None and self.base_entry is not None and self.base_entry.dtype is not dtype:
             return encode_converted(base, self.base_entry.dtype, content, dtype)
-        return encode_block(base, content, dtype, member.builder.bands(member.number), prepared)
+        return encode_block(base, content, dtype, member.builder.cut(member.number))
 
     def _part(self, content: RawBytes, entry: Readable, block: int) -> RawBytes:
         block_span = BlockGrid(entry.n_elements, BLOCK_ELEMENTS).span(block)
@@ -227,8 +195,8 @@ class BlockGroup:
         return content[(block_span.start - first) * size : (block_span.stop - first) * size]
 
 
-class BandChooser:
-    """Chooses the bands of tensors before their first blocks are encoded. Safe to use from many threads.
+class CutChooser:
+    """Chooses the cuts of tensors before their first blocks are encoded. Safe to use from many threads.
 
     Tensors that are not in memory as a whole are sampled from `files`, the base's tensor once for all experts.
     """
@@ -238,15 +206,15 @@ class BandChooser:
         self._lock = threading.Lock()
 
     def choose(self, blocks: BlockGroup) -> None:
-        """Make sure that the builders of a `BlockGroup` have the bands of their tensors."""
+        """Make sure that the builders of a `BlockGroup` have the cuts of their tensors."""
         with self._lock:
-            lacking = [member for member in blocks.members if member.builder.lacks_bands(member.number)]
+            lacking = [member for member in blocks.members if member.builder.lacks_cut(member.number)]
             if not lacking or blocks.base_entry is None or blocks.base is None:
                 return
             base = self._sample(blocks.base_entry, blocks.base, Purpose.BASE)
             for member in lacking:
                 expert = self._sample(member.entry, member.content, Purpose.ANALYSIS)
-                member.builder.set_bands(member.number, bands_of(base, expert))
+                member.builder.set_cut(member.number, cut_of(base, expert))
 
     def _sample(self, entry: Readable, content: RawBytes, purpose: Purpose) -> Sample:
         if len(content) == entry.n_elements * entry.dtype.itemsize:
@@ -381,7 +349,7 @@ class _Reader:
     def __init__(self, files: Mapping[Location, RangeFile], encoders: ThreadPoolExecutor) -> None:
         self._files = files
         self._encoders = encoders
-        self._bands = BandChooser(files)
+        self._cuts = CutChooser(files)
 
     def read(self, group: _Group, buffer: NDArray[np.uint8]) -> list[Future[list[Encoded]]]:
         """Read a group into `buffer` and start encoding its blocks."""
@@ -394,7 +362,7 @@ class _Reader:
             content, at = self._fill(entry, group.span, buffer, at, Purpose.EXPERT)
             members.append(Member(builder, number, content))
         blocks = BlockGroup(group.span, group.base, base, tuple(members))
-        self._bands.choose(blocks)
+        self._cuts.choose(blocks)
         return [self._encoders.submit(blocks.encode, block) for block in blocks.blocks]
 
     def _fill(
@@ -425,7 +393,7 @@ def estimate_packed_bytes(
     """Estimate the bytes of the tensors in a pack on `base`; None for what is not packed.
 
     Encodes `SAMPLED_BLOCKS` blocks as `pack` does, at equal distances over the bytes of all tensors, and extrapolates.
-    Reads at most 1 MiB and a few pages for each block of two bytes an element: 32 MiB; a tensor's sample for its bands
+    Reads at most 1 MiB and a few pages for each block of two bytes an element: 32 MiB; a tensor's sample for its cut
     once.
     """
     names = sorted(name for name, tensor in expert.tensors.items() if tensor.n_elements)
@@ -443,12 +411,12 @@ def estimate_packed_bytes(
     sampled_bytes = encoded_bytes = 0
 
     @cache
-    def bands(place: int) -> Bands | None:
+    def cut(place: int) -> float | None:
         entry = entries[place]
         other = base.tensors[entry.name]
         if entry.dtype not in BANDED_DTYPES or not isinstance(other, TensorEntry):
             return None
-        return bands_of(*(read_sample(tensor, files[tensor.file], purpose) for tensor in (other, entry)))
+        return cut_of(*(read_sample(tensor, files[tensor.file], purpose) for tensor in (other, entry)))
 
     for (place, block), times in drawn.items():
         entry = entries[place]
@@ -456,7 +424,7 @@ def estimate_packed_bytes(
         content = _read(entry, span, files, purpose)
         sampled_bytes += times * len(content)
         encoded_bytes += times * _encoded_bytes(
-            base, entry, content, partial(_read, span=span, files=files, purpose=purpose), partial(bands, place)
+            base, entry, content, partial(_read, span=span, files=files, purpose=purpose), partial(cut, place)
         )
     return round(encoded_bytes / sampled_bytes * ends[-1])
 
@@ -466,7 +434,7 @@ def _encoded_bytes(
     entry: TensorEntry,
     content: RawBytes,
     read: Callable[[TensorEntry], RawBytes],
-    bands: Callable[[], Bands | None],
+    cut: Callable[[], float | None],
 ) -> int:
     """The bytes of a block of `entry`; `read` reads the same elements of another tensor."""
     other = base.tensors.get(entry.name)
@@ -475,7 +443,7 @@ def _encoded_bytes(
         return encode_block(None, content, entry.dtype, None).nbytes
     if other.dtype is not entry.dtype:
         return encode_converted(read(other), other.dtype, content, entry.dtype).nbytes
-    return encode_block(read(other), content, entry.dtype, bands()).nbytes
+    return encode_block(read(other), content, entry.dtype, cut()).nbytes
 
 
 def _read(entry: TensorEntry, span: Span, files: Mapping[Location, RangeFile], purpose: Purpose) -> RawBytes:

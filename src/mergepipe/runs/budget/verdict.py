@@ -39,8 +39,8 @@ def coverage_of(plan: Plan) -> Coverage:
 
 
 WHOLE = "whole"
-NAMES = ("largest roughly", "largest exactly", "all roughly", "all closely", WHOLE)
-"""Which deltas of a block are read at a level of a packed tensor, from 1 on, and how closely."""
+NAMES = ("largest", WHOLE)
+"""Which deltas of a block are read at a level of a packed tensor, from 1 on."""
 
 
 def level_name(level: int) -> str:
