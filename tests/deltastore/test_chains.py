@@ -134,7 +134,7 @@ def test_chain__takes_the_one_before_unpacked_as_a_base_too(run: PackFamily, pac
 
 def test_chain__with_a_damaged_store_below_is_refused(copy: Path) -> None:
     rewrite_header(copy / "step-1", base=str(copy / "step-0"))
-    path = copy / "step-0" / "mergepipe-store.body.bin"
+    path = copy / "step-0" / "mergepipe-store.rest.bin"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

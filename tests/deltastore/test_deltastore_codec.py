@@ -331,10 +331,10 @@ def block_digest(block: EncodedBlock) -> str:
 @pytest.mark.parametrize(
     ("n", "spread", "digest"),
     [
-        (16_385, 3, "00"),
-        (20_001, 40, "00"),
-        (70_001, 9, "00"),
-        (262_144, 2, "00"),
+        (16_385, 3, "deb844bfffdf495c"),
+        (20_001, 40, "625cd13ed1b4a40c"),
+        (70_001, 9, "757b6ae0cf1d598b"),
+        (262_144, 2, "580f29686ffff75d"),
     ],
 )
 def test_encode_block__writes_the_bytes_that_it_has_always_written(n: int, spread: int, digest: str) -> None:

@@ -172,7 +172,7 @@ class StoreIndexReader:
 
     It pickles with its index: that is read and charged once, however many processes read the store's tensors.
 
-    Memory, once it is read: the index (80 bytes per block) and its offsets (24).
+    Memory, once it is read: the index (84 bytes per block) and its offsets (24).
     """
 
     def __init__(

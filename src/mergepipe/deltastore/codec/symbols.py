@@ -79,10 +79,9 @@ def _fill_decoding(frequencies: Bits16, row: Bits64) -> None:
     """
     symbols, following = np.empty(N_STATES, np.uint8), np.empty(N_SYMBOLS, np.int64)
     _spread_symbols(frequencies, symbols)
-    is_used = False
+    is_used = frequencies.max() > 0
     for s in range(N_SYMBOLS):
         following[s] = frequencies[s]
-        is_used |= following[s] > 0
     for state in range(N_STATES):
         if not is_used:
             row[state] = np.uint64(state) << np.uint64(32)
@@ -108,11 +107,10 @@ def _fill_encoding(frequencies: Bits16, steps: Counts, states: Bits16) -> None:
         steps[2 * s] = (n_bits << 16) - (frequency << n_bits)
         steps[2 * s + 1] = first - frequency
         first += frequency
-    for state in range(N_STATES):
+    for state in range(first):  # none where no symbol occurs
         symbol = symbols[state]
-        if frequencies[symbol]:
-            states[firsts[symbol]] = N_STATES + state
-            firsts[symbol] += 1
+        states[firsts[symbol]] = N_STATES + state
+        firsts[symbol] += 1
 
 
 # --- write and read the numbers of one piece: frequencies by context, states, bits ---
