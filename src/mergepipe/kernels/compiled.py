@@ -57,14 +57,12 @@ class Kernel:
             return self._dispatcher
 
     def _make_dispatcher(self) -> Any:
-        from mergepipe.kernels.compiler import declare_intrinsic, numba, register_kernels
+        from mergepipe.kernels.compiler import numba, register_kernels
 
         if getattr(numba.config, "DISABLE_JIT", 0):  # Python's integers do not wrap around: results would be others
             message = "it turns the compiler off, and kernels run only compiled"
             raise UnsupportedError.of("platform.unsupported", "NUMBA_DISABLE_JIT", message, "unset it")
         register_kernels(Kernel)
-        while _undeclared:
-            declare_intrinsic(_undeclared.pop())
         dispatcher: Any = numba.njit(**_SETTINGS)(self.function)
         dispatcher._cache = CodeCache(f"{self._source.stem}.{self.__name__}", self.sources)
         _announce_compiling(dispatcher)
@@ -79,23 +77,6 @@ class Template(Kernel):
         from mergepipe.kernels.compiler import numba
 
         return numba.njit(**_SETTINGS, forceinline=True)(self.function)
-
-
-class Intrinsic:
-    """A function that kernels call, written in LLVM's language by `definition`, as numba's intrinsics are."""
-
-    def __init__(self, definition: Callable[..., Any]) -> None:
-        self.definition = definition
-        self.__doc__, self.__name__ = definition.__doc__, definition.__name__
-
-
-_undeclared: list[Intrinsic] = []
-
-
-def intrinsic(definition: Callable[..., Any]) -> Any:
-    """Make an intrinsic; numba hears of it before it first compiles a kernel."""
-    _undeclared.append(Intrinsic(definition))
-    return _undeclared[-1]
 
 
 def template(function: Callable[P, R]) -> Callable[P, R]:

@@ -14,10 +14,9 @@ import numba  # noqa: E402
 import numba.core  # noqa: E402
 import numpy as np  # noqa: E402
 from numba.core import compiler, serialize, types  # noqa: E402
-from numba.core.typing import templates  # noqa: E402
 from numba.extending import typeof_impl  # noqa: E402
 
-__all__ = ["VERSIONS", "CompileResult", "declare_intrinsic", "dumps", "numba", "register_kernels"]
+__all__ = ["VERSIONS", "CompileResult", "dumps", "numba", "register_kernels"]
 
 CompileResult: Any = compiler.CompileResult  # untyped
 dumps: Any = serialize.dumps
@@ -32,12 +31,3 @@ def register_kernels(kernel_class: type) -> None:
     @typeof_impl.register(kernel_class)
     def _dispatcher_type(value: Any, _context: Any) -> Any:
         return types.Dispatcher(value.dispatcher)
-
-
-def declare_intrinsic(intrinsic: Any) -> None:
-    """Let compiled functions call an intrinsic: an object with a `definition` and a name."""
-    registry: Any = templates  # untyped
-    definition, name = intrinsic.definition, intrinsic.__name__
-    template = registry.make_intrinsic_template(intrinsic, definition, name, prefer_literal=False, kwargs={})
-    registry.infer(template)
-    registry.infer_global(intrinsic, types.Function(template))
