@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
@@ -14,6 +16,7 @@ from mergepipe.errors import RecipeError
 from mergepipe.operators.base import ReductionRequest
 from mergepipe.operators.registry import operator_specs
 from mergepipe.storage.location import Location
+from mergepipe.tailor.formats.contract import TrainingFormat
 from mergepipe.tailor.formats.registry import TRAINING_FORMATS
 from support.families import FamilyShape, write_family
 from support.source_code import PACKAGE as SRC
@@ -92,14 +95,12 @@ def test_training_format__is_named_in_its_module_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("training_format", TRAINING_FORMATS, ids=lambda training_format: training_format.name)
-def test_training_format__is_registered_by_one_line(training_format: object) -> None:
-    kind = type(training_format)
-    module = Path(str(kind.__module__).replace(".", "/")).name
-    users = {
-        place
-        for place in importers_of("mergepipe.tailor.formats", module)
-        if kind.__name__ in (SRC / place).read_text()
-    }
+def test_training_format__is_registered_by_one_line(training_format: TrainingFormat) -> None:
+    (home,) = places_of_text(training_format.name)
+    module = import_module(f"mergepipe.{home.removesuffix('.py').replace('/', '.')}")
+    (name,) = (name for name, value in vars(module).items() if value is training_format)
+    importers = (place for place in importers_of("mergepipe.tailor.formats", Path(home).stem))
+    users = {place for place in importers if re.search(rf"\b{name}\b", (SRC / place).read_text())}
     assert users == {"tailor/formats/registry.py"}
 
 

@@ -222,7 +222,7 @@ def test_copier__writes_what_is_planned(tmp_path: Path, is_cold: bool, memory_by
     store = LocalStore()
     advanced: list[int] = []
     plan = FilePlan("out", tuple(segments))
-    written = Copier(store, memory_bytes, advanced.append).write(plan, tmp_path / "out")
+    (written,) = Copier(store, memory_bytes, advanced.append).write_all([(plan, tmp_path / "out")])
     assert (tmp_path / "out").read_bytes() == b"".join(content_of(s, files) for s in segments)
     assert (written.size_bytes, sum(advanced)) == (plan.size_bytes, plan.size_bytes)
     usage = store.ledger.usage()
@@ -234,7 +234,7 @@ def test_copier__notices_a_source_that_ends_early(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"short")
     plan = FilePlan("out", (CopyRange(Location.local(tmp_path / "a"), 0, 10, is_skeleton=True),))
     with pytest.raises(CorruptError) as caught:
-        Copier(LocalStore(), FEWEST_BYTES, lambda _: None).write(plan, tmp_path / "out")
+        Copier(LocalStore(), FEWEST_BYTES, lambda _: None).write_all([(plan, tmp_path / "out")])
     assert caught.value.code == "storage.shrunk"
 
 

@@ -9,9 +9,10 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from mergepipe.core.blocks import DType
+from mergepipe.errors import LimitError
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES, round_up
-from mergepipe.tailor.checkpoint import StoredState
+from mergepipe.tailor.checkpoint import StoredState, Strip
 
 # --- the copy plan as values: every output file as ordered byte ranges of the sources. Pure ---
 
@@ -28,11 +29,32 @@ class CopyRange:
 
 @dataclass(frozen=True, slots=True)
 class ElementRange:
-    """Elements stored as `dtype` from `offset` of `file` on."""
+    """Elements stored as `dtype` from `offset` of `file` on; with `strips`, from element `first` of their rows on."""
 
     file: Location
     offset: int
     dtype: DType
+    strips: tuple[Strip, ...] = ()
+    first: int = 0
+
+    def further(self, n_elements: int) -> ElementRange:
+        """Return the range from that many elements later on."""
+        if self.strips:
+            return replace(self, first=self.first + n_elements)
+        return replace(self, offset=self.offset + n_elements * self.dtype.itemsize)
+
+    def reads(self, n_elements: int) -> tuple[tuple[Location, int, int], ...]:
+        """List what is read for some elements: file, offset, bytes; of strips, whole rows."""
+        itemsize = self.dtype.itemsize
+        if not self.strips:
+            return ((self.file, self.offset, n_elements * itemsize),)
+        top = self.first // self.row_elements
+        rows = -(-(self.first + n_elements) // self.row_elements) - top
+        return tuple((s.file, s.offset + top * s.width * itemsize, rows * s.width * itemsize) for s in self.strips)
+
+    @property
+    def row_elements(self) -> int:
+        return sum(strip.width for strip in self.strips)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +75,7 @@ class AverageRange:
 
     def cut(self, start: int, n_elements: int) -> AverageRange:
         """Return some of its elements."""
-        parts = tuple(replace(part, offset=part.offset + start * part.dtype.itemsize) for part in self.parts)
-        return replace(self, parts=parts, n_elements=n_elements)
+        return replace(self, parts=tuple(part.further(start) for part in self.parts), n_elements=n_elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +141,7 @@ class FilePlan:
 
 def _files_of(segment: Segment) -> tuple[Location, ...]:
     if isinstance(segment, AverageRange):
-        return tuple(part.file for part in segment.parts)
+        return tuple(file for part in segment.parts for file, _, _ in part.reads(1))
     return (segment.file,) if isinstance(segment, CopyRange) else ()
 
 
@@ -153,7 +174,7 @@ def patch_states(
 
 def _values(parts: tuple[ElementRange, ...], weights: tuple[float, ...], n_elements: int, wanted: DType) -> Segment:
     """Make the segment of some elements: a copy where one source has them in the dtype that is wanted."""
-    if len(parts) > 1 or parts[0].dtype != wanted:
+    if len(parts) > 1 or parts[0].dtype != wanted or parts[0].strips:
         return AverageRange(parts, weights, n_elements, wanted)
     return CopyRange(parts[0].file, parts[0].offset, n_elements * wanted.itemsize, is_skeleton=False)
 
@@ -161,7 +182,8 @@ def _values(parts: tuple[ElementRange, ...], weights: tuple[float, ...], n_eleme
 def _element_range(source: StoredState, element: int) -> ElementRange:
     """Find the place of an element and those behind it."""
     piece = source.pieces[bisect_right(source.pieces, element, key=lambda p: p.span.start) - 1]
-    return ElementRange(piece.file, piece.offset + (element - piece.span.start) * source.dtype.itemsize, source.dtype)
+    whole = ElementRange(piece.file, piece.offset, source.dtype, piece.strips)
+    return whole.further(element - piece.span.start)
 
 
 def patched_file(
@@ -268,16 +290,24 @@ def cut_chunks(segments: Iterable[Segment], chunk_bytes: int) -> Iterator[Chunk]
 def _room(segment: Segment) -> int:
     if isinstance(segment, AverageRange):
         return sum(average_rooms(segment)) + round_up(segment.nbytes, PAGE_BYTES)
-    return _whole_pages(segment.offset, segment.nbytes) if isinstance(segment, CopyRange) else 0
+    return whole_pages(segment.offset, segment.nbytes) if isinstance(segment, CopyRange) else 0
 
 
-def _whole_pages(offset: int, nbytes: int) -> int:
+def whole_pages(offset: int, nbytes: int) -> int:
+    """Return the bytes of the pages that a range touches."""
     return round_up(offset + nbytes, PAGE_BYTES) - offset // PAGE_BYTES * PAGE_BYTES
 
 
 def average_rooms(segment: AverageRange) -> tuple[int, ...]:
-    """Return the buffer bytes that reading each part needs, in whole pages."""
-    return tuple(_whole_pages(part.offset, segment.n_elements * part.dtype.itemsize) for part in segment.parts)
+    """Return the buffer bytes that reading each part needs, in whole pages, and of strips putting them together."""
+    return tuple(sum(part_rooms(part, segment.n_elements)) for part in segment.parts)
+
+
+def part_rooms(part: ElementRange, n_elements: int) -> tuple[int, int]:
+    """Return the bytes for what is read, in whole pages, and for the rows that strips make."""
+    reads = part.reads(n_elements)
+    rows = round_up(sum(nbytes for *_, nbytes in reads), PAGE_BYTES) if part.strips else 0
+    return sum(whole_pages(offset, nbytes) for _, offset, nbytes in reads), rows
 
 
 def _cut(segment: Segment, chunk_bytes: int) -> Iterator[Segment]:
@@ -302,9 +332,17 @@ def _cut_copy(segment: CopyRange, chunk_bytes: int) -> Iterator[CopyRange]:
 
 def _cut_average(segment: AverageRange, chunk_bytes: int) -> Iterator[AverageRange]:
     """Cut so that all parts and the result fit; on page boundaries of the first part's file where that is possible."""
-    itemsizes = [*(part.dtype.itemsize for part in segment.parts), segment.wanted.itemsize]
-    rounding_bytes = 2 * PAGE_BYTES * len(itemsizes)
+    itemsizes = [part.dtype.itemsize for part in segment.parts for _ in range(2 if part.strips else 1)]
+    itemsizes.append(segment.wanted.itemsize)
+    n_reads = sum(len(part.strips) or 1 for part in segment.parts)
+    rounding_bytes = 2 * PAGE_BYTES * (n_reads + len(itemsizes))
+    # rows that a cut touches at both ends, read and put together
+    rounding_bytes += sum(4 * part.row_elements * part.dtype.itemsize for part in segment.parts)
     room = (buffer_bytes_for(chunk_bytes) - rounding_bytes) // sum(itemsizes)
+    if room < 1:
+        raise LimitError.of(
+            "memory.too-small", "--memory", f"a row of {len(segment.parts[0].strips)} strips needs more", "raise it"
+        )
     page = PAGE_BYTES // itemsizes[0]
     step = max(1, room // page * page or room)
     for start in range(0, segment.n_elements, step):
