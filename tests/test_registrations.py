@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +18,6 @@ from mergepipe.storage.location import Location
 from mergepipe.tailor.formats.contract import TrainingFormat
 from mergepipe.tailor.formats.registry import TRAINING_FORMATS
 from support.families import FamilyShape, write_family
-from support.source_code import PACKAGE as SRC
 from support.source_code import trees_with
 from support.stores import InMemoryStore, memory_scheme
 
@@ -99,8 +97,11 @@ def test_training_format__is_registered_by_one_line(training_format: TrainingFor
     (home,) = places_of_text(training_format.name)
     module = import_module(f"mergepipe.{home.removesuffix('.py').replace('/', '.')}")
     (name,) = (name for name, value in vars(module).items() if value is training_format)
-    importers = (place for place in importers_of("mergepipe.tailor.formats", Path(home).stem))
-    users = {place for place in importers if re.search(rf"\b{name}\b", (SRC / place).read_text())}
+    users = {
+        place
+        for place, node in imports_from("mergepipe.tailor.formats")
+        if node.module == module.__name__ and name in {alias.name for alias in node.names}
+    }
     assert users == {"tailor/formats/registry.py"}
 
 

@@ -74,7 +74,7 @@ def own(**changes: object) -> str:
         ("nonsense\n", "log:2"),
         ("[1]\n", "log:2"),
         ('{"event": "save", "step": 1, "step": 2}\n', "'step'"),
-        ("{}\n", "step is missing"),
+        ("{}\n", "'step' is missing"),
         ('{"step": 1}\n', "unknown event None"),
         ('{"event": "stop", "step": 1}\n', "unknown event 'stop'"),
         (own(folder="../elsewhere"), "'folder'"),

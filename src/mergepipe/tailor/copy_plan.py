@@ -334,8 +334,8 @@ def _cut_average(segment: AverageRange, chunk_bytes: int) -> Iterator[AverageRan
     """Cut so that all parts and the result fit; on page boundaries of the first part's file where that is possible."""
     itemsizes = [part.dtype.itemsize for part in segment.parts for _ in range(2 if part.strips else 1)]
     itemsizes.append(segment.wanted.itemsize)
-    n_reads = sum(len(part.strips) or 1 for part in segment.parts)
-    rounding_bytes = 2 * PAGE_BYTES * (n_reads + len(itemsizes))
+    n_rounded = 1 + sum(len(part.strips) + 1 for part in segment.parts)  # reads, rows of strips, and the result
+    rounding_bytes = 2 * PAGE_BYTES * n_rounded
     # rows that a cut touches at both ends, read and put together
     rounding_bytes += sum(4 * part.row_elements * part.dtype.itemsize for part in segment.parts)
     room = (buffer_bytes_for(chunk_bytes) - rounding_bytes) // sum(itemsizes)
