@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -124,13 +125,15 @@ def test_latest_changed__refuses_a_budget_that_starves_a_unit() -> None:
 def test_changes__important_weighs_each_change_by_its_second_moment() -> None:
     """Layer 0 moves most against its norm, layer 1 most where gradients are large; what has no moments counts once."""
     shapes = {f"model.layers.{n}.w": (2000,) for n in range(3)}
-    before, after = known_states(shapes, seed=1), known_states(shapes, seed=1)
+    before = known_states(shapes, seed=1)
+    arrays = dict(before.arrays)
     generator = np.random.default_rng(3)
     for n, (change, square) in enumerate([(1e-2, 1e-8), (1e-3, 1e-2), (1e-3, 1e-4)]):
         name = f"model.layers.{n}.w"
         moved = before.arrays[name, "fp32"] + change * generator.standard_normal(2000).astype(np.float32)
-        after.arrays[name, "fp32"] = after.arrays[name, "weight"] = moved
-        after.arrays[name, "exp_avg_sq"] = np.full(2000, square, np.float32) * generator.random(2000, np.float32)
+        arrays[name, "fp32"] = arrays[name, "weight"] = moved
+        arrays[name, "exp_avg_sq"] = np.full(2000, square, np.float32) * generator.random(2000, np.float32)
+    after = replace(before, arrays=arrays)
     tracker, ranks, units = ChangeTracker(2000), SingleRank(), tuple(layer(n) for n in range(3))
     tracker.remember(tracker.samples(known_view(before), units))
     for strategy, wanted in ((LatestChanged(9), layer(0)), (LatestChanged(9, "important"), layer(1))):
