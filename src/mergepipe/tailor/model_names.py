@@ -204,20 +204,20 @@ def _megatron_views(
     views: dict[str, TensorView] = {}
     for name, shape in shapes.items():
         layer = _MEGATRON_LAYER.fullmatch(name)
-        found: list[tuple[str, TensorView]] = []
+        tensors: list[tuple[str, TensorView]] = []
         if layer is None and name in _MEGATRON_OUTSIDE:
             rows = sizes.vocabulary if len(shape) == 2 and 0 < sizes.vocabulary < shape[0] else shape[0]
-            found = [(_MEGATRON_OUTSIDE[name], _view(name, 0, (rows, *shape[1:]), [(0, rows)]))]
+            tensors = [(_MEGATRON_OUTSIDE[name], _view(name, 0, (rows, *shape[1:]), [(0, rows)]))]
         elif layer is not None and (layer[1] is not None or len(shape) > 1):
             is_stacked = layer[1] is None
             inner = shape[1:] if is_stacked else shape
             for place in range(shape[0]) if is_stacked else (0,):
                 number = place if is_stacked else int(layer[1])
                 inside = _megatron_layer(name, layer[2], place * element_count(inner), inner, sizes)
-                found += [(f"model.layers.{number}.{suffix}", view) for suffix, view in inside]
-        if not found or any(suffix in views for suffix, _ in found):
+                tensors += [(f"model.layers.{number}.{suffix}", view) for suffix, view in inside]
+        if not tensors or any(suffix in views for suffix, _ in tensors):
             return None
-        views.update(found)
+        views.update(tensors)
     return views
 
 

@@ -212,8 +212,8 @@ def unpack_piece(store: Store, piece: Piece, dtype: DType) -> Piece:
         offset, nbytes = _unpacked(store, piece, piece.span.n_elements, dtype)
         return replace(piece, offset=offset, nbytes=nbytes, packing=Packing.RAW)
     rows = piece.span.n_elements // sum(strip.width for strip in piece.strips)
-    found = [(strip, *_unpacked(store, strip, rows * strip.width, dtype)) for strip in piece.strips]
-    strips = tuple(replace(strip, offset=offset, nbytes=nbytes) for strip, offset, nbytes in found)
+    located = [(strip, *_unpacked(store, strip, rows * strip.width, dtype)) for strip in piece.strips]
+    strips = tuple(replace(strip, offset=offset, nbytes=nbytes) for strip, offset, nbytes in located)
     return Piece(strips[0].file, strips[0].offset, strips[0].nbytes, piece.span, strips=strips)
 
 

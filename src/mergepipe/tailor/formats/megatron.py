@@ -38,13 +38,13 @@ def read_megatron(store: Store, path: Location, home: Location) -> TrainingCheck
     if gone is not None:
         raise NotFoundError.of(
             "checkpoint.incomplete", folder, f"there is no {gone}: a checkpoint of Megatron-Core's {_BACKEND} has one",
-            f"save with --ckpt-format {_BACKEND}, or convert it with Megatron's tools",
+            f"save it in the format {_BACKEND}, or convert it with Megatron's tools",
         )  # fmt: skip
     backend = read_json(store, folder / _METADATA_NAME).get("sharded_backend")
     if backend != _BACKEND:
         raise UnsupportedError.of(
             "checkpoint.unsupported", folder / _METADATA_NAME, f"the backend is {shown(backend)}, {_BACKEND} is read",
-            f"save with --ckpt-format {_BACKEND}, or convert it with Megatron's tools",
+            f"save it in the format {_BACKEND}, or convert it with Megatron's tools",
         )  # fmt: skip
     tensors = {tensor.key: tensor for tensor in read_tensors(store, folder)}
     weights = {name: tensor for name, tensor in tensors.items() if not _OTHERS.match(name)}
