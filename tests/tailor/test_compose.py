@@ -58,7 +58,7 @@ from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.formats.verl import VERL_FORMAT
 from mergepipe.tailor.recipes import load_composition
-from mergepipe.tailor.saving.engine_view import Ranks
+from mergepipe.tailor.saving.frameworks import Ranks
 from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, write_partial
 from mergepipe.tailor.selection import EMBED, Unit, layer
 from support.engine_views import known_view, on_ranks

@@ -25,7 +25,7 @@ from mergepipe.tailor.copy_writer import Copier
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, unpack_piece
 from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.formats.registry import open_training_checkpoint
-from mergepipe.tailor.saving.engine_view import EngineView, Ranks
+from mergepipe.tailor.saving.frameworks import EngineView, Ranks
 from mergepipe.tailor.saving.partial_run import PartialJob, write_partial
 from support.engine_views import known_view, on_ranks
 from support.stores import MetadataStore

@@ -325,30 +325,61 @@ class StateReader:
 
     def read(self, state: StoredState, *spans: Span) -> NDArray[np.uint8]:
         """Return the bytes of elements of `state`, those of one span after those of another."""
-        out = np.empty(sum(span.n_elements for span in spans) * state.dtype.itemsize, np.uint8)
-        start = 0
-        for span in spans:
-            stop = start + span.n_elements * state.dtype.itemsize
-            self._read(state, span, out[start:stop])
-            start = stop
-        return out
+        return self.read_many([(state, spans)])[0]
 
-    def _read(self, state: StoredState, span: Span, out: NDArray[np.uint8]) -> None:
-        itemsize, done = state.dtype.itemsize, 0
-        place = bisect_right(state.pieces, span.start, key=lambda piece: piece.span.stop)
-        while place < len(state.pieces) and (piece := state.pieces[place]).span.start < span.stop:
+    def read_many(self, requests: Sequence[tuple[StoredState, Sequence[Span]]]) -> list[NDArray[np.uint8]]:
+        """Return the bytes of elements of several states; what follows one another in a file is one request to it."""
+        results = []
+        ranges: dict[Location, list[tuple[int, NDArray[np.uint8]]]] = {}
+        for state, spans in requests:
+            itemsize, start = state.dtype.itemsize, 0
+            out = np.empty(sum(span.n_elements for span in spans) * itemsize, np.uint8)
+            for span in spans:
+                start = self._place(state, span, out, start, ranges)
+            if start != out.size:
+                raise CorruptError.of("checkpoint.damaged", state.parameter, f"{state.kind} is saved in part only")
+            results.append(out)
+        for path, places in ranges.items():
+            self._fill(path, sorted(places, key=lambda place: place[0]))
+        return results
+
+    def _place(
+        self,
+        state: StoredState,
+        span: Span,
+        out: NDArray[np.uint8],
+        start: int,
+        ranges: dict[Location, list[tuple[int, NDArray[np.uint8]]]],
+    ) -> int:
+        """Note where the elements of a span lie, and read those of strips, from `start` of `out` on; return the end."""
+        itemsize, pieces = state.dtype.itemsize, state.pieces
+        place = bisect_right(pieces, span.start, key=lambda piece: piece.span.stop)
+        while place < len(pieces) and (piece := pieces[place]).span.start < span.stop:
             place += 1
             first, last = max(piece.span.start, span.start), min(piece.span.stop, span.stop)
-            at, nbytes = (first - span.start) * itemsize, (last - first) * itemsize
+            ahead, part = first - piece.span.start, out[start : start + (last - first) * itemsize]
+            start += part.size
             if piece.strips:
-                ahead = first - piece.span.start
-                out[at : at + nbytes] = gather_strips(piece.strips, itemsize, ahead, last - first, self._bytes)
+                part[:] = gather_strips(piece.strips, itemsize, ahead, last - first, self._bytes)
             else:
-                offset = piece.offset + (first - piece.span.start) * itemsize
-                read_exact(self._open(piece.file), offset, offset + nbytes, Purpose.ANALYSIS, out[at : at + nbytes])
-            done += nbytes
-        if done != out.size:
-            raise CorruptError.of("checkpoint.damaged", state.parameter, f"{state.kind} is saved in part only")
+                ranges.setdefault(piece.file, []).append((piece.offset + ahead * itemsize, part))
+        return start
+
+    def _fill(self, path: Location, places: Sequence[tuple[int, NDArray[np.uint8]]]) -> None:
+        """Read ranges of one file, in the order of their offsets."""
+        first = 0
+        for number, (offset, out) in enumerate(places, 1):
+            if number < len(places) and places[number][0] == offset + out.size:
+                continue
+            together = places[first:number]
+            first = number
+            if len(together) == 1:
+                read_exact(self._open(path), offset, offset + out.size, Purpose.ANALYSIS, out)
+                continue
+            start = together[0][0]
+            content = self._bytes(path, start, offset + out.size)
+            for at, part in together:
+                part[:] = content[at - start : at - start + part.size]
 
     def _bytes(self, path: Location, start: int, stop: int) -> NDArray[np.uint8]:
         return read_exact(self._open(path), start, stop, Purpose.ANALYSIS, np.empty(stop - start, np.uint8))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -77,63 +77,43 @@ class CompositionReport:
     average: AverageRecord | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedRecipe:
-    """A recipe with its sources, by their locations."""
-
-    recipe: CompositionRecipe
-    sources: Mapping[Location, TrainingCheckpoint]
-
-
-def open_recipe(store: Store, path: Location, state_from: Location | None) -> OpenedRecipe:
-    """Load a recipe and open every checkpoint it names."""
+def _plan(
+    store: Store, path: Location, options: ComposeOptions, out: Location | None = None
+) -> tuple[CompositionRecipe, CompositionPlan]:
+    """Load a recipe, open every checkpoint that it names, and plan the composition; refuse a place for none first."""
     recipe = load_composition(path, store)
-    if state_from is not None:
-        recipe = replace(recipe, state_from=_as_named(store, recipe, store.pin(state_from.normal())))
-    return OpenedRecipe(recipe, {source: open_source_checkpoint(store, source) for source in recipe.sources})
-
-
-def _as_named(store: Store, recipe: CompositionRecipe, path: Location) -> Location:
-    """The recipe's spelling of a place, if it names it."""
-    place = real_location(store, path)
-    return next((source for source in recipe.sources if real_location(store, source) == place), path)
-
-
-def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions) -> CompositionPlan:
-    """Plan the composition of a recipe."""
-    check_same_run(store, tuple(opened.sources.values()))
-    assignment = assign(opened.recipe, opened.sources)
-    if options.export is not None:
-        return plan_universal(store, assignment)
-    return plan_composition(store, assignment)
-
-
-def _state_place(options: ComposeOptions) -> Location | None:
-    return None if options.state_from is None else Location.of(options.state_from).normal()
+    if options.state_from is not None:
+        place = store.pin(Location.of(options.state_from).normal())
+        real = real_location(store, place)  # the recipe's own spelling counts, if it names it
+        named = (source for source in recipe.sources if real_location(store, source) == real)
+        recipe = replace(recipe, state_from=next(named, place))
+    sources = {source: open_source_checkpoint(store, source) for source in recipe.sources}
+    if out is not None:
+        check_out(out, sources, options)
+    check_same_run(store, tuple(sources.values()))
+    plan = plan_composition if options.export is None else plan_universal
+    return recipe, plan(store, assign(recipe, sources))
 
 
 def check_recipe(path: Location, options: ComposeOptions) -> CompositionReport:
     """Report what a composition would do; reads structure and step counters only."""
     started = time.perf_counter()
-    store = UnpackedView(Stores())
-    opened = open_recipe(store, path, _state_place(options))
-    return CompositionReport(plan_recipe(store, opened, options), None, None, time.perf_counter() - started)
+    _, plan = _plan(UnpackedView(Stores()), path, options)
+    return CompositionReport(plan, None, None, time.perf_counter() - started)
 
 
 def compose(path: Location, out: Location, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
     """Compose and publish; see `tailor.api.compose`."""
     started = time.perf_counter()
     store = UnpackedView(Stores())
-    opened = open_recipe(store, path, _state_place(options))
-    check_out(out, opened.sources, options)
-    plan = plan_recipe(store, opened, options)
+    recipe, plan = _plan(store, path, options, out)
 
     def check(directory: Path, advance: Callable[[], None]) -> SelfCheck:
         made = open_training_checkpoint(store, Location.local(directory), out)
         return check_composite(store, made, plan.assignment, plan.steps, Thoroughness(options.self_check), advance)
 
-    recipe, folder = opened.recipe.text, opened.recipe.path.parent
-    text = text_with_relative_paths(recipe, folder.local_path) if folder.is_local else recipe
+    folder = recipe.path.parent
+    text = text_with_relative_paths(recipe.text, folder.local_path) if folder.is_local else recipe.text
     return publish(store, Job(text, plan, out, check), options, on_progress, started)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -24,6 +25,7 @@ StateKey: TypeAlias = tuple[str, str]  # a parameter and a kind
 _SAMPLE_ELEMENTS = 32
 _BLOCK_ELEMENTS = 1 << 20
 _READERS = 8
+_STATES_AT_ONCE = 64
 _MOST_AHEAD = 1 << 20  # elements, each with its tolerance: 16 MiB
 _TOLERANCES = {"F64": 2.0**-20, "F32": 2.0**-20, "BF16": 2.0**-7, "F16": 2.0**-9}
 _NO_STATES: Mapping[StateKey, StoredState] = MappingProxyType({})
@@ -50,7 +52,7 @@ class ResultCheck:
         self._reader = StateReader(store)
         is_large = thoroughness is Thoroughness.FULL and len(weights) > 1  # whole blocks of all sources
         self._pool = ThreadPoolExecutor(1 if is_large else _READERS, "mergepipe-tailor-check")
-        self._ahead: dict[StateKey, Future[_Wanted]] = {}
+        self._ahead: dict[tuple[StateKey, ...], Future[list[_Wanted]]] = {}
 
     def __enter__(self) -> ResultCheck:
         return self
@@ -64,12 +66,11 @@ class ResultCheck:
         if self._thoroughness is not Thoroughness.SAMPLED:
             return
         n_elements = 0
-        for key, state in planned.items():
-            for spans in _compared_batches(state, self._thoroughness):
-                n_elements += sum(span.n_elements for span in spans)
-                if n_elements > _MOST_AHEAD:
-                    return
-                self._ahead[key] = self._pool.submit(self._wanted, key, spans, state.dtype)
+        for batch in self._batches(planned):
+            n_elements += sum(compared.n_elements for compared in batch)
+            if n_elements > _MOST_AHEAD:
+                return
+            self._ahead[tuple(compared.key for compared in batch)] = self._pool.submit(self._wanted, batch)
 
     def compare(
         self,
@@ -85,45 +86,99 @@ class ResultCheck:
         if self._thoroughness is Thoroughness.OFF:
             return SelfCheck(self._thoroughness, 0, 0, 0)
         n_elements = 0
-        for compared in self._pool.map(self._state, states, states.values(), map(masters.get, states)):
+        for compared in self._pool.map(partial(self._compare, masters), self._batches(states)):
             n_elements += compared
             advance()
         return SelfCheck(self._thoroughness, len(states), n_elements, sum(key in masters for key in states))
 
-    def _state(self, key: StateKey, made: StoredState, master: StoredState | None) -> int:
-        """Compare one state, from any thread; return how many elements were compared."""
-        made = unpacked(self._store, made)
-        ahead = self._ahead.pop(key, None)
-        n_elements = 0
-        for spans in _compared_batches(made, self._thoroughness):
-            raw = self._reader.read(made, *spans)
-            wanted = None if ahead is None else ahead.result()
-            if wanted is None or (wanted.spans, wanted.dtype) != (spans, made.dtype):
-                wanted = self._wanted(key, spans, made.dtype)
-            _require_same(made, spans, wanted.agrees(raw, made.parameter))
+    def _batches(self, states: Mapping[StateKey, StoredState]) -> Iterator[list[_Compared]]:
+        """Yield what is compared at once: samples of some states, which lie beside one another, or one block."""
+        batch: list[_Compared] = []
+        for key in sorted(states, key=lambda key: key[1]):
+            state = states[key]
+            pieces = [piece.span for piece in state.pieces]
+            if self._thoroughness is Thoroughness.FULL:
+                blocks = (range(span.start, span.stop, _BLOCK_ELEMENTS) for span in pieces)
+                for span, starts in zip(pieces, blocks, strict=True):
+                    ends = (min(start + _BLOCK_ELEMENTS, span.stop) for start in starts)
+                    yield from ([_Compared(key, state, [Span(a, b)])] for a, b in zip(starts, ends, strict=True))
+            elif pieces:
+                batch.append(_Compared(key, state, [end for span in pieces for end in _both_ends(span)]))
+            if len(batch) == _STATES_AT_ONCE:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def _compare(self, masters: Mapping[StateKey, StoredState], batch: list[_Compared]) -> int:
+        """Compare states, from any thread; return how many elements were compared."""
+        ahead = self._ahead.pop(tuple(compared.key for compared in batch), None)
+        wanted = [] if ahead is None else ahead.result()
+        if [(w.spans, w.dtype) for w in wanted] != [(c.spans, c.state.dtype) for c in batch]:
+            wanted = self._wanted(batch)
+        made = self._reader.read_many([(unpacked(self._store, c.state), c.spans) for c in batch])
+        for compared, values, raw in zip(batch, wanted, made, strict=True):
+            _require_same(compared, values.agrees(raw, compared.state.parameter))
+            master = masters.get(compared.key)
             if master is not None:
-                cast = self._cast(unpacked(self._store, master), spans, made.dtype)
-                _require_same(made, spans, cast.agrees(raw, made.parameter))
-            n_elements += sum(span.n_elements for span in spans)
-        return n_elements
+                stored = self._reader.read(unpacked(self._store, master), *compared.spans)
+                cast = _cast(compared, stored, master)
+                _require_same(compared, cast.agrees(raw, compared.state.parameter))
+        return sum(compared.n_elements for compared in batch)
 
-    def _wanted(self, key: StateKey, spans: Sequence[Span], dtype: DType) -> _Wanted:
-        """Read what elements of a state of the result must be, as values of `dtype`."""
-        summands = self._summands(*key)
-        if len(summands) < 2 or dtype.kind is not DTypeKind.FLOAT:
-            return self._cast(summands[-1], spans, dtype)
-        n_elements = sum(span.n_elements for span in spans)
-        averages, largest = np.zeros(n_elements), np.zeros(n_elements)
-        with np.errstate(invalid="ignore"):
-            for weight, state in zip(self._weights, summands, strict=True):
-                summand = values_of(self._reader.read(state, *spans), state.dtype, state.parameter).astype(np.float64)
-                averages += weight * summand
-                np.maximum(largest, np.abs(summand), out=largest)
-        return _Wanted(spans, dtype, averages, _TOLERANCES[dtype.name] * largest)
+    def _wanted(self, batch: list[_Compared]) -> list[_Wanted]:
+        """Read what elements of states of the result must be."""
+        summands = [self._summands(*compared.key) for compared in batch]
+        for place, compared in enumerate(batch):
+            if compared.state.dtype.kind is not DTypeKind.FLOAT:
+                summands[place] = summands[place][-1:]
+        requests = [(state, c.spans) for c, states in zip(batch, summands, strict=True) for state in states]
+        read = iter(self._reader.read_many(requests))
+        return [
+            _average(compared, [(next(read), state) for state in states], self._weights)
+            for compared, states in zip(batch, summands, strict=True)
+        ]
 
-    def _cast(self, state: StoredState, spans: Sequence[Span], dtype: DType) -> _Wanted:
-        stored = cast_bytes(self._reader.read(state, *spans), state.dtype, dtype, state.parameter)
-        return _Wanted(spans, dtype, stored.reshape(-1, dtype.itemsize), None)
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A state of the result, and the elements of it that are compared."""
+
+    key: StateKey
+    state: StoredState
+    spans: Sequence[Span]
+
+    @property
+    def n_elements(self) -> int:
+        return sum(span.n_elements for span in self.spans)
+
+
+def _both_ends(span: Span) -> Iterator[Span]:
+    head = min(span.start + _SAMPLE_ELEMENTS, span.stop)
+    yield Span(span.start, head)
+    if head < span.stop:
+        yield Span(max(head, span.stop - _SAMPLE_ELEMENTS), span.stop)
+
+
+def _cast(compared: _Compared, stored: NDArray[np.uint8], state: StoredState) -> _Wanted:
+    dtype = compared.state.dtype
+    cast = cast_bytes(stored, state.dtype, dtype, state.parameter)
+    return _Wanted(compared.spans, dtype, cast.reshape(-1, dtype.itemsize), None)
+
+
+def _average(
+    compared: _Compared, summands: Sequence[tuple[NDArray[np.uint8], StoredState]], weights: Sequence[float]
+) -> _Wanted:
+    if len(summands) == 1:
+        return _cast(compared, *summands[0])
+    averages, largest = np.zeros(compared.n_elements), np.zeros(compared.n_elements)
+    with np.errstate(invalid="ignore"):
+        for weight, (raw, state) in zip(weights, summands, strict=True):
+            summand = values_of(raw, state.dtype, state.parameter).astype(np.float64)
+            averages += weight * summand
+            np.maximum(largest, np.abs(summand), out=largest)
+    dtype = compared.state.dtype
+    return _Wanted(compared.spans, dtype, averages, _TOLERANCES[dtype.name] * largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,27 +205,13 @@ class _Wanted:
         return is_same
 
 
-def _require_same(made: StoredState, spans: Sequence[Span], is_same: NDArray[np.bool_]) -> None:
+def _require_same(compared: _Compared, is_same: NDArray[np.bool_]) -> None:
     if is_same.all():
         return
-    ends = np.cumsum([span.n_elements for span in spans])
-    span = spans[int(np.searchsorted(ends, int(np.argmin(is_same)), side="right"))]
+    ends = np.cumsum([span.n_elements for span in compared.spans])
+    span = compared.spans[int(np.searchsorted(ends, int(np.argmin(is_same)), side="right"))]
     raise CorruptError.of(
-        "output.damaged", made.parameter,
-        f"{made.kind} differs from its sources in elements [{span.start}, {span.stop})",
+        "output.damaged", compared.state.parameter,
+        f"{compared.state.kind} differs from its sources in elements [{span.start}, {span.stop})",
         "nothing was published; check the sources, then report it",
     )  # fmt: skip
-
-
-def _compared_batches(state: StoredState, thoroughness: Thoroughness) -> Iterator[Sequence[Span]]:
-    """Yield the elements of a state that are compared, in what is read at once: all samples, or a block."""
-    spans: list[Span] = []
-    for start, stop in ((piece.span.start, piece.span.stop) for piece in state.pieces):
-        if thoroughness is Thoroughness.FULL:
-            yield from ([Span(at, min(at + _BLOCK_ELEMENTS, stop))] for at in range(start, stop, _BLOCK_ELEMENTS))
-            continue
-        head = min(start + _SAMPLE_ELEMENTS, stop)
-        spans += [Span(start, head)]
-        spans += [Span(max(head, stop - _SAMPLE_ELEMENTS), stop)] if head < stop else []
-    if spans:
-        yield spans

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import LimitError, RecipeError
-from mergepipe.tailor.saving.engine_view import SingleRank
+from mergepipe.tailor.saving.frameworks import SingleRank
 from mergepipe.tailor.saving.unit_choice import (
     ChangeTracker,
     LatestChanged,

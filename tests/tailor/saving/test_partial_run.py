@@ -14,7 +14,7 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.run_recipes import composition_from_log_file
-from mergepipe.tailor.saving.engine_view import EngineView, LocalShard, Ranks, SingleRank
+from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks, SingleRank
 from mergepipe.tailor.saving.partial_run import PartialJob, PartialRun, no_extra_files, write_partial
 from mergepipe.tailor.saving.save_log import LOG_NAME, SaveRecord, read_journal
 from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Schedule, Strategy

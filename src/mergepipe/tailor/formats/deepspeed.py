@@ -57,10 +57,7 @@ class FlatParameter:
     name: str
     shape: tuple[int, ...]
     start: int
-
-    @property
-    def n_elements(self) -> int:
-        return element_count(self.shape)
+    n_elements: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +246,7 @@ def _flat_groups(model: Node, stage: int, world_size: int) -> tuple[tuple[FlatPa
             if name in seen:
                 raise node.error(f"parameter {name[:80]!r} is in two places")
             seen.add(name)
-            members.append(FlatParameter(name, node.shape(), start))
+            members.append(FlatParameter(name, node.shape(), start, element_count(node.shape())))
             n_elements = members[-1].n_elements
             start += -(-n_elements // world_size) if stage == 3 else n_elements
         groups.append(tuple(members))

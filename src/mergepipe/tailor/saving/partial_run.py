@@ -24,7 +24,7 @@ from mergepipe.storage.output import write_durably
 from mergepipe.storage.ranges import os_error
 from mergepipe.tailor.formats.partial import MANIFEST_NAME, PARTIAL_FORMAT, PartialManifest, ShardFile, ShardTensor
 from mergepipe.tailor.run_recipes import partial_name
-from mergepipe.tailor.saving.engine_view import EngineView, LocalCounter, Ranks
+from mergepipe.tailor.saving.frameworks import EngineView, LocalCounter, Ranks
 from mergepipe.tailor.saving.save_log import SaveRecord, append_record, read_journal
 from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Samples, Situation, Strategy, choose_units
 from mergepipe.tailor.selection import Unit

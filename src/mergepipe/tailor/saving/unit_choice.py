@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mergepipe.errors import LimitError, RecipeError, did_you_mean
 from mergepipe.tailor.checkpoint import EXP_AVG_SQ
-from mergepipe.tailor.saving.engine_view import EngineView, LocalShard, Ranks
+from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks
 from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind
 
 # --- estimate how much each unit's weights changed since its last save, from samples ---
