@@ -160,7 +160,8 @@ def _strategy(saving: Any, name: str, model: Any) -> Any:
     if name == "filter":
         return saving.Schedule("filter", edge_layers=2, every=5)
     n_elements = sum(parameter.numel() for parameter in model.parameters())
-    return saving.LatestChanged(budget_bytes=int(_BUDGET_FRACTIONS[name.partition(", ")[2]] * 12 * n_elements))
+    measure, _, budget = name.partition(", ")
+    return saving.LatestChanged(int(_BUDGET_FRACTIONS[budget] * 12 * n_elements), measure)
 
 
 def be_quiet() -> None:

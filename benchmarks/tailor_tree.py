@@ -13,10 +13,9 @@ from mergepipe.checkpoints.inert_values import Global, PickledStorage, PickledTe
 from mergepipe.core.blocks import F32
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.archives import MemberPlan, lay_out_archive, literal_member
+from mergepipe.tailor.archives import InertPickler, MemberPlan, Size, lay_out_archive, literal_member
 from mergepipe.tailor.copy_plan import CopyRange, Literal, Segment
 from mergepipe.tailor.copy_writer import Copier
-from mergepipe.tailor.torch_writer import InertPickler, Size
 
 LAYERS = 32
 _BYTES_PER_PARAMETER = 12  # masters and both moments; stage 3 stores no 16-bit weights
@@ -69,7 +68,7 @@ def write_checkpoint(folder: Path, shapes: dict[str, tuple[int, ...]], ranks: in
             head = [literal_member("data.pkl", InertPickler().dump(root)), literal_member("byteorder", b"little")]
             name = f"{prefix}_{kind}_states.pt"
             plan = lay_out_archive(name, "archive", [*head, *members, literal_member("version", b"3\n")])
-            copier.write(plan, folder / name)
+            copier.write_all([(plan, folder / name)])
 
 
 def _model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
@@ -14,9 +15,9 @@ from mergepipe.errors import RecipeError
 from mergepipe.operators.base import ReductionRequest
 from mergepipe.operators.registry import operator_specs
 from mergepipe.storage.location import Location
+from mergepipe.tailor.formats.contract import TrainingFormat
 from mergepipe.tailor.formats.registry import TRAINING_FORMATS
 from support.families import FamilyShape, write_family
-from support.source_code import PACKAGE as SRC
 from support.source_code import trees_with
 from support.stores import InMemoryStore, memory_scheme
 
@@ -92,13 +93,14 @@ def test_training_format__is_named_in_its_module_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("training_format", TRAINING_FORMATS, ids=lambda training_format: training_format.name)
-def test_training_format__is_registered_by_one_line(training_format: object) -> None:
-    kind = type(training_format)
-    module = Path(str(kind.__module__).replace(".", "/")).name
+def test_training_format__is_registered_by_one_line(training_format: TrainingFormat) -> None:
+    (home,) = places_of_text(training_format.name)
+    module = import_module(f"mergepipe.{home.removesuffix('.py').replace('/', '.')}")
+    (name,) = (name for name, value in vars(module).items() if value is training_format)
     users = {
         place
-        for place in importers_of("mergepipe.tailor.formats", module)
-        if kind.__name__ in (SRC / place).read_text()
+        for place, node in imports_from("mergepipe.tailor.formats")
+        if node.module == module.__name__ and name in {alias.name for alias in node.names}
     }
     assert users == {"tailor/formats/registry.py"}
 

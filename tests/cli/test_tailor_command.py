@@ -41,16 +41,6 @@ def test_recipe__prints_one_that_check_accepts(run: Runner, place: Path) -> None
     assert run("tailor", "check", "parity.yml").exit_code == 0
 
 
-def test_recipe__follows_a_log_in_the_papers_form(run: Runner, place: Path) -> None:
-    lines = ['{"step": 7, "flag": [0, 1, 2, 3, 4, 5]}', '{"step": 9, "flag": [2, 4]}']
-    (place / "flags.jsonl").write_text("\n".join(lines) + "\n")
-    ran = run("tailor", "recipe", "--from-log", "flags.jsonl", "--run", ".", "--at", "9")
-    assert ran.exit_code == 0
-    (place / "log.yml").write_text(ran.out)
-    units = run("tailor", "check", "log.yml", "--json").json()["units"]
-    assert [u["sources"][0]["step"] for u in units] == [7, 7, 9, 7, 7, 9]
-
-
 def test_diff__shows_relative_changes(run: Runner, place: Path) -> None:
     ran = run("tailor", "diff", "global_step7", "global_step7")
     assert (ran.exit_code, ran.out.splitlines()[-1].split()) == (0, ["lm_head", "0", "0", "0"])

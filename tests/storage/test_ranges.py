@@ -119,7 +119,7 @@ def read_state(path: Path) -> None:
 def copy_range(path: Path) -> None:
     """Copy a range of one file to another."""
     plan = FilePlan("out", (CopyRange(Location.local(path), 0, ENTRY.nbytes, is_skeleton=True),))
-    Copier(LocalStore(), FEWEST_BYTES, lambda _: None).write(plan, path.with_name("out"))
+    Copier(LocalStore(), FEWEST_BYTES, lambda _: None).write_all([(plan, path.with_name("out"))])
 
 
 def opened(path: Path) -> dict[Location, RangeFile]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.tailor.checkpoint import Framework
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
-from mergepipe.tailor.saving.engine_view import EngineView, LocalCounter, LocalShard, Ranks
+from mergepipe.tailor.saving.frameworks import EngineView, LocalCounter, LocalShard, Ranks
 from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, write_partial
 from support.training_trees import KnownStates
 

@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from mergepipe.planning.plan import parse_plan
-from mergepipe.tailor.saving.save_log import SaveRecord, start_line
+from mergepipe.tailor.saving.save_log import SaveRecord
 from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, layer
 from support.disk_families import write_sharded, write_single
 from support.torch_bytes import Call, Member, Named, View, zip_bytes
@@ -174,12 +174,11 @@ def fast_tokenizers() -> tuple[bytes, ...]:
 
 
 def save_logs() -> tuple[bytes, ...]:
-    """Logs of partial saves: our own, and the paper's."""
+    """A log of partial saves, and the same without its starts."""
     units = (EMBED, layer(0), layer(1), NORM, LM_HEAD)
     records = [SaveRecord(step, units[:step], f"step-{step}", step == 5, units) for step in (1, 3, 5)]
-    own = [start_line(0), *(record.to_line() for record in records), start_line(3), records[-1].to_line()]
-    paper = [record.to_paper_line() for record in records]
-    return tuple("".join(f"{line.strip()}\n" for line in lines).encode() for lines in (own, paper))
+    logs = ([SaveRecord(0), *records, SaveRecord(3), records[-1]], records)
+    return tuple("".join(record.to_line() for record in log).encode() for log in logs)
 
 
 def sentencepieces() -> tuple[bytes, ...]:

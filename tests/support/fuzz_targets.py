@@ -38,7 +38,7 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.owner import LOG_NAME
 from mergepipe.tailor.formats.partial import PARTIAL_FORMAT
 from mergepipe.tailor.formats.registry import open_training_checkpoint
-from mergepipe.tailor.recipe import load_composition
+from mergepipe.tailor.recipes import load_composition
 from mergepipe.tailor.saving.save_log import read_log
 from support import fuzz_seals as seals
 from support import fuzz_seeds as seeds

@@ -121,10 +121,7 @@ def test_open__names_the_optimizer_that_it_does_not_read(tmp_path: Path, name: s
 @pytest.mark.parametrize(
     ("files", "name"),
     [
-        (("common.pt", "metadata.json", ".metadata", "__0_0.distcp"), "Megatron distributed"),
-        (("latest_checkpointed_iteration.txt", "iter_0000100/x"), "Megatron"),
         (("mp_rank_00_001/model_optim_rng.pt",), "Megatron"),
-        (("context/io.json", "weights/.metadata"), "NeMo"),
         (("trainer_state.json", "pytorch_model_fsdp_rank0.bin"), "FSDP"),
     ],
 )

@@ -45,3 +45,21 @@ def test_export__has_the_weights_of_nested_mappings(tmp_path: Path, content: dic
     (config / "config.json").write_text("{}")
     tailor.export(tmp_path / "step-3", tmp_path / "out", config=config)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == names
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_export__of_an_asynchronous_save_is_that_of_a_synchronous_one(tmp_path: Path) -> None:
+    content = {"model": {"w": torch.arange(12.0).reshape(4, 3)}, "optim": {"state": adam("w")}}
+    content["optim"]["state"]["w"] |= {"exp_avg": ones(4, 3), "exp_avg_sq": ones(4, 3)}
+    dcp.save(content, checkpoint_id=str(tmp_path / "sync-3"), no_dist=True)
+    dcp.async_save(content, checkpoint_id=str(tmp_path / "async-3"), no_dist=True).result()
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "config.json").write_text("{}")
+    for name in ("sync-3", "async-3"):
+        tailor.export(tmp_path / name, tmp_path / f"out-{name}", config=config, self_check="full")
+    kept = [(tmp_path / name / "__0_0.distcp").stat().st_size for name in ("sync-3", "async-3")]
+    made = [(tmp_path / f"out-{name}" / "model.safetensors").read_bytes() for name in ("sync-3", "async-3")]
+    assert (kept[0], made[0]) == (kept[1], made[1])
+    opened = [tailor.inspect(tmp_path / name).checkpoints[0] for name in ("sync-3", "async-3")]
+    assert (opened[0].units, opened[0].step, opened[0].missing) == (opened[1].units, 3, ())

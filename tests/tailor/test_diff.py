@@ -18,6 +18,8 @@ from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, Recip
 from mergepipe.storage.location import Location
 from mergepipe.tailor import api
 from mergepipe.tailor.composition import compose
+from mergepipe.tailor.saving.save_log import SaveRecord
+from mergepipe.tailor.selection import unit_named
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_zero3, write_zero12
 
 
@@ -37,7 +39,7 @@ def test_diff__is_the_relative_change_of_every_unit(tmp_path: Path, kind: str) -
 def test_diff__is_the_same_in_small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_pair(tmp_path, FORMATS["zero2"])
     whole = api.diff(tmp_path / "old", tmp_path / "new").to_json()["units"]
-    monkeypatch.setattr(modules["mergepipe.tailor.checkpoint_diff"], "BLOCK_ELEMENTS", 7)
+    monkeypatch.setattr(modules["mergepipe.tailor.reports"], "BLOCK_ELEMENTS", 7)
     counted: list[int] = []
     pieces = api.diff(tmp_path / "old", tmp_path / "new", on_bytes=counted.append).to_json()["units"]
     assert str(pieces)[:20] == str(whole)[:20]
@@ -155,8 +157,9 @@ def test_compose__is_there_in_the_api(run: Path, tmp_path: Path) -> None:
 def test_recipe__is_written_by_a_strategy_or_from_a_log(run: Path, tmp_path: Path) -> None:
     """As the command line does; what the user should know stands on top."""
     assert tailor.recipe(run, strategy="latest", folder=tmp_path) == api.recipe(run, strategy="latest", folder=tmp_path)
-    log = tmp_path / "flags.jsonl"
-    log.write_text('{"step": 7, "flag": [0, 1, 2, 3, 4, 5, 6, 7, 8]}\n{"step"')
+    log, units = tmp_path / "log.jsonl", tuple(api.inspect(run / "global_step7").checkpoints[0].units)
+    saved = tuple(unit_named(unit.unit) for unit in units)
+    log.write_text(SaveRecord(7, saved, "global_step7", True, saved).to_line() + '{"step"')
     text = tailor.recipe(run, from_log=log, at=9, folder=tmp_path)
     assert (text.splitlines()[0], yaml.safe_load(text)["default"]) == (
         "# line 2 of the log was cut short by a crash", "run/global_step7",

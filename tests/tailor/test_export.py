@@ -16,7 +16,7 @@ from test_universal import write_universal
 import mergepipe
 from mergepipe import tailor
 from mergepipe.errors import CorruptError, MergePipeError
-from mergepipe.tailor.averaging import names_without_wrappers
+from mergepipe.tailor.model_names import names_without_wrappers
 from support.engine_views import write_whole_partial
 from support.training_trees import (
     KnownStates,

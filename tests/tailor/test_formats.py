@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -19,8 +18,9 @@ from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.formats import registry
+from mergepipe.tailor.formats.contract import TrainingFormat
 from mergepipe.tailor.formats.dcp import read_dcp, unpack_piece
-from mergepipe.tailor.formats.deepspeed import ZeroFormat, read_zero
+from mergepipe.tailor.formats.deepspeed import read_zero
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from support.adam_steps import step_of
 from support.stores import MetadataStore
@@ -125,22 +125,12 @@ def test_open_training_checkpoint__lists_what_it_looked_for(tmp_path: Path) -> N
     assert [mark for mark in marks if mark not in str(caught.value)] == []
 
 
-@dataclass(frozen=True, slots=True)
-class OneFile(ZeroFormat):
-    """A format of a file of its own: a ZeRO directory under another mark."""
+def open_inside(store: Store, path: Location, _home: Location) -> TrainingCheckpoint:
+    return replace(read_zero(store, path / "inside"), path=path, format="one-file")
 
-    name: ClassVar[str] = "one-file"
-    looked_for: ClassVar[str] = "mark.one (one file)"
 
-    def recognise(self, store: Store, path: Location) -> bool:
-        return is_file(store, path / "mark.one")
-
-    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
-        return replace(
-            read_zero(store, (path / "inside")),
-            path=path,
-            format=self.name,
-        )
+MARKED = TrainingFormat("one-file", "mark.one", lambda store, path: is_file(store, path / "mark.one"), open_inside)
+"""A format of a file of its own: a ZeRO directory under another mark."""
 
 
 def test_training_format__of_one_file_is_recognised_opened_and_composed(
@@ -148,8 +138,7 @@ def test_training_format__of_one_file_is_recognised_opened_and_composed(
 ) -> None:
     zero(tmp_path / "run" / "inside", known)
     (tmp_path / "run" / "mark.one").touch()
-    monkeypatch.setattr(registry, "TRAINING_FORMATS", (OneFile(), *registry.TRAINING_FORMATS))
-    monkeypatch.setattr(registry, "CHECKPOINT_KINDS", (OneFile(), *registry.CHECKPOINT_KINDS))
+    monkeypatch.setattr(registry, "TRAINING_FORMATS", (MARKED, *registry.TRAINING_FORMATS))
     recipe, out = tmp_path / "composition.yml", tmp_path / "out"
     recipe.write_text("default: run\n")
     report = tailor.compose(recipe, out)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mergepipe.storage.location import Location
-from mergepipe.tailor.inspect import inspect_checkpoints
+from mergepipe.tailor.reports import inspect_checkpoints
 from support.stores import MetadataStore
 from support.training_trees import (
     decay_groups,

@@ -16,8 +16,8 @@ from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, TrainingCheck
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.formats.partial import MANIFEST_NAME, PARTIAL_FORMAT, read_partial_manifest
 from mergepipe.tailor.formats.registry import open_training_checkpoint
-from mergepipe.tailor.inspect import inspect_checkpoints
-from mergepipe.tailor.saving.engine_view import Ranks
+from mergepipe.tailor.reports import inspect_checkpoints
+from mergepipe.tailor.saving.frameworks import Ranks
 from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, write_partial
 from mergepipe.tailor.selection import EMBED, Unit, layer
 from support.engine_views import known_view, on_ranks

@@ -12,11 +12,11 @@ from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import plan_edited
+from mergepipe.tailor.checkpoint import SkeletonFile
 from mergepipe.tailor.copy_writer import Copier
 from mergepipe.tailor.formats.deepspeed import base_optimizer_path
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 from mergepipe.tailor.formats.registry import open_training_checkpoint
-from mergepipe.tailor.sources import SkeletonFile
 from support.stores import MetadataStore
 from support.training_trees import KnownStates, decay_groups, write_hf, write_zero3, write_zero12
 
@@ -26,7 +26,7 @@ TAKE_NORMS = "default: new\ntake: [{from: old, units: [layers all, norm, embed]}
 def edit(path: Path, edits: dict[PicklePath, object]) -> None:
     status = path.stat()
     plan = plan_edited(MetadataStore(), SkeletonFile(path.name, Location.local(path), status.st_size), [], edits)
-    Copier(LocalStore(), 32 << 20, lambda _: None).write(plan, path.with_name("edited"))
+    Copier(LocalStore(), 32 << 20, lambda _: None).write_all([(plan, path.with_name("edited"))])
     path.with_name("edited").replace(path)
 
 

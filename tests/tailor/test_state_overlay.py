@@ -19,15 +19,14 @@ from mergepipe.errors import MergePipeError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.archives import plan_edited
-from mergepipe.tailor.checkpoint import FP32, Framework, TrainingCheckpoint
+from mergepipe.tailor.checkpoint import FP32, Framework, SkeletonFile, TrainingCheckpoint
 from mergepipe.tailor.composition import CompositionReport
 from mergepipe.tailor.copy_writer import Copier
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, unpack_piece
 from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.formats.registry import open_training_checkpoint
-from mergepipe.tailor.saving.engine_view import EngineView, Ranks
+from mergepipe.tailor.saving.frameworks import EngineView, Ranks
 from mergepipe.tailor.saving.partial_run import PartialJob, write_partial
-from mergepipe.tailor.sources import SkeletonFile
 from support.engine_views import known_view, on_ranks
 from support.stores import MetadataStore
 from support.torch_bytes import torch_bytes
@@ -104,7 +103,7 @@ def write_trainer_zero(path: Path, known: KnownStates, stage: str, scheduler: ob
         status = file.stat()
         found = SkeletonFile(file.name, Location.local(file), status.st_size)
         plan = plan_edited(MetadataStore(), found, [], {("lr_scheduler",): scheduler})
-        Copier(LocalStore(), 32 << 20, lambda _: None).write(plan, file.with_name("changed"))
+        Copier(LocalStore(), 32 << 20, lambda _: None).write_all([(plan, file.with_name("changed"))])
         file.with_name("changed").rename(file)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergepipe.errors import LimitError, NotFoundError, RecipeError, did_you_mean
+from mergepipe.errors import LimitError, RecipeError, did_you_mean
 from mergepipe.options import AverageOptions, ComposeOptions, ExportOptions
 from mergepipe.storage.location import Location
 
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mergepipe.checkpoints.packed import UnpackedView
-    from mergepipe.tailor.average_recipe import AverageRequest
-    from mergepipe.tailor.checkpoint_diff import DiffReport
     from mergepipe.tailor.composition import CompositionReport, OnProgress
-    from mergepipe.tailor.inspect import InspectReport
+    from mergepipe.tailor.recipes import AverageRequest
+    from mergepipe.tailor.reports import DiffReport, InspectReport
 
 DEFAULT_ENDS = 2
 
@@ -27,7 +26,7 @@ def inspect(*paths: str | Path) -> InspectReport:
     Raises:
         MergePipeError: a path is no training checkpoint that can be read.
     """
-    from mergepipe.tailor.inspect import inspect_checkpoints
+    from mergepipe.tailor.reports import inspect_checkpoints
 
     store = _store()
     return inspect_checkpoints(store, [store.pin(absolute(path)) for path in paths])
@@ -101,8 +100,8 @@ def average(
         MergePipeError: see `mergepipe.errors`; nothing is left behind.
     """
     made = AverageOptions.of(options, fields)
-    from mergepipe.tailor.average_recipe import AverageRequest, OptimizerState, out_dtype, weights_of
     from mergepipe.tailor.averaging import average as run
+    from mergepipe.tailor.recipes import AverageRequest, OptimizerState, out_dtype, weights_of
 
     request = AverageRequest(
         tuple(absolute(path) for path in checkpoints),
@@ -138,7 +137,7 @@ def export(
 
 def _average_request(recipe: str | Path, options: ComposeOptions) -> AverageRequest | None:
     """Read a recipe that averages; None where it composes. Options that exclude each other are refused."""
-    from mergepipe.tailor.average_recipe import load_average
+    from mergepipe.tailor.recipes import load_average
 
     composing = {"--state-from": options.state_from is not None, "--export": options.export is not None}
     request = load_average(Location.of(recipe), _store())
@@ -154,8 +153,8 @@ def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], Non
     Raises:
         MergePipeError: one cannot be read, or they are of different models.
     """
-    from mergepipe.tailor.checkpoint_diff import diff_checkpoints
     from mergepipe.tailor.formats.registry import open_training_checkpoint
+    from mergepipe.tailor.reports import diff_checkpoints
 
     store = _store()
     a, b = (open_training_checkpoint(store, store.pin(absolute(path))) for path in (first, second))
@@ -205,11 +204,7 @@ def recipe(
         return strategy_recipe(strategy, find_checkpoints(store, place, at), ends, absolute(folder))
     if from_log is None or at is None:
         raise RecipeError.of("option.invalid", "--at", "--from-log needs the step to compose")
-    try:
-        units = tuple(find_checkpoints(store, place, at)[0].units.parameters)
-    except NotFoundError:  # the log itself says what is missing
-        units = None
-    composition = composition_from_log_file(store, absolute(from_log), place, at, units=units)
+    composition = composition_from_log_file(store, absolute(from_log), place, at)
     notes = "".join(f"# {printable(note)}\n" for note in composition.notes)
     return notes + composition.to_yaml(absolute(folder))
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 import mergepipe
 from mergepipe.checkpoints.directory import find_sidecars, list_names, open_checkpoint, parse_config
 from mergepipe.checkpoints.packed import UnpackedView
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import DType, DTypeKind, Span
-from mergepipe.errors import CorruptError, LimitError, MergePipeError, MismatchError, NotFoundError, RecipeError
+from mergepipe.errors import CorruptError, LimitError, MismatchError, NotFoundError, RecipeError
 from mergepipe.options import TailorOptions
 from mergepipe.recipes.output_tensors import shape_contradictions, with_dtype
 from mergepipe.recipes.references import text_with_relative_paths
@@ -29,25 +25,22 @@ from mergepipe.storage.limits import CONFIG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, choose_steps, state_to_copy
-from mergepipe.tailor.average_recipe import DEFAULT_ALPHA, AverageRequest, OptimizerState, normalised, scheme_weights
 from mergepipe.tailor.checkpoint import (
     EXPORT,
     FP32,
     WEIGHT,
     Piece,
-    StateReader,
     StoredState,
     TrainingCheckpoint,
     differences,
+    list_skeleton,
 )
 from mergepipe.tailor.composition import (
-    READERS,
     CompositionReport,
     Job,
     OnProgress,
     check_out,
     check_same_run,
-    compared_batches,
     publish,
 )
 from mergepipe.tailor.composition_plan import CompositionPlan, PatchCollector, StateOverlay, plan_file, unpacked
@@ -59,11 +52,11 @@ from mergepipe.tailor.copy_plan import (
     joined,
     patch_states,
 )
-from mergepipe.tailor.copy_writer import cast_bytes, values_of
-from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT, read_config, weight_state
-from mergepipe.tailor.formats.registry import open_training_checkpoint
-from mergepipe.tailor.sources import list_skeleton, open_source_checkpoints
-from mergepipe.tailor.titan_names import TensorNames, hugging_face_names, with_rotated_halves
+from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT, read_config
+from mergepipe.tailor.formats.registry import open_source_checkpoints, open_training_checkpoint
+from mergepipe.tailor.model_names import Views, tensor_views
+from mergepipe.tailor.recipes import DEFAULT_ALPHA, AverageRequest, OptimizerState, normalised, scheme_weights
+from mergepipe.tailor.self_check import ResultCheck
 
 MOST_CHECKPOINTS = 128
 CARD_NAME = "README.md"
@@ -87,12 +80,12 @@ def publish_average(
 ) -> CompositionReport:
     """Write an average, compare it with its sources and publish it with the recipe `text`."""
     store, plan = averaging.store, averaging.plan()
-    with AverageCheck(averaging, Thoroughness(options.self_check)) as check:
+    with ResultCheck(store, Thoroughness(options.self_check), averaging.summands, averaging.weights) as check:
         if not store.has_packed:  # whose blocks are decoded for the average itself, in its order
-            check.read_ahead()
+            check.read_ahead(averaging.planned_states())
 
         def compare(directory: Path, advance: Callable[[], None]) -> SelfCheck:
-            return check.compare(Location.local(directory), out, advance)
+            return check.compare(made_states(averaging, Location.local(directory), out), advance)
 
         recipe = text_with_relative_paths(text, out.absolute().local_path) if out.is_local else text
         return publish(store, Job(recipe, plan, out, compare, averaging.record), options, on_progress, started)
@@ -136,7 +129,7 @@ def open_averaging(store: UnpackedView, request: AverageRequest) -> Averaging:
         scheme = normalised([request.weights[index] for index in order], "--weights")
     newest = sources[-1]
     averaging = Averaging(
-        store, request, sources, scheme, model_names(store, newest, request.config),
+        store, request, sources, scheme, *views_of(store, newest, request.config),
         request.weights if isinstance(request.weights, str) else "given",
     )  # fmt: skip
     for source in sources:
@@ -164,7 +157,8 @@ def check_whole(averaging: Averaging, source: TrainingCheckpoint) -> None:
         return
     weights = {name: averaging.stored_value(source, name, WEIGHT) for name in averaging.shapes}
     cut = next((name for name, state in weights.items() if state is None or state.gaps), None)
-    files = dict.fromkeys(piece.file for state in weights.values() if state is not None for piece in state.pieces)
+    pieces = (piece for state in weights.values() if state is not None for piece in state.pieces)
+    files = dict.fromkeys(file for piece in pieces for file in piece.files)
     gone = next((file for file in files if not is_file(averaging.store, file)), None)
     if cut is not None or gone is not None:
         lacking = f"file {gone.name}" if gone is not None else (*source.missing, f"weights of {cut}")[0]
@@ -198,7 +192,8 @@ class Averaging:
     request: AverageRequest
     sources: tuple[TrainingCheckpoint, ...]
     weights: tuple[float, ...]
-    tensor_names: TensorNames
+    views: Views
+    notice: str = ""
     scheme: str = "given"
     folded: tuple[tuple[int, float], ...] = ()
 
@@ -207,15 +202,9 @@ class Averaging:
         return self.sources[-1]
 
     @property
-    def names(self) -> Mapping[str, str]:
-        """The stored name of each of a model's tensors."""
-        return self.tensor_names.stored
-
-    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of a model's tensors, by their stored names."""
-        untrained = {name: state.shape for name, state in self.newest.untrained.items()}
-        return {**self.newest.parameters, **untrained}
+        return stored_shapes(self.newest)
 
     @property
     def record(self) -> AverageRecord:
@@ -237,7 +226,8 @@ class Averaging:
         """Plan all files; reads structure only."""
         files = self._model_files() if self.request.is_model else self._checkpoint_files()
         steps = () if self.request.is_model else choose_steps(self.assignment)
-        return CompositionPlan(self.assignment, steps, (), tuple(sorted(files, key=lambda plan: plan.name)))
+        notices = (self.notice,) if self.notice and self.request.is_model else ()
+        return CompositionPlan(self.assignment, steps, (), tuple(sorted(files, key=lambda plan: plan.name)), notices)
 
     def planned_states(self) -> Mapping[tuple[str, str], StoredState]:
         """Return the states of the result, cut as they will be; their places are others."""
@@ -250,7 +240,9 @@ class Averaging:
 
         One that is no average is the last of them, or the newest checkpoint's where there are none.
         """
-        return self._values(self.names[name], WEIGHT) if self.request.is_model else self.averaged(name, kind)
+        if self.request.is_model:
+            return self._tensor(name)
+        return self.averaged(name, kind) or (unpacked(self.store, self.newest.states[name, kind]),)
 
     def averaged(self, name: str, kind: str) -> tuple[StoredState, ...]:
         """Return the states that a state of a checkpoint is the average of; none where it stays the newest's."""
@@ -264,15 +256,16 @@ class Averaging:
 
     def _values(self, name: str, kind: str) -> tuple[StoredState, ...]:
         """Return a state of every checkpoint, outside of archives."""
-        values = ((source, self.stored_value(source, name, kind)) for source in self.sources)
-        return tuple(self._laid_out(source, name, value) for source, value in values if value is not None)
+        values = (self.stored_value(source, name, kind) for source in self.sources)
+        return tuple(unpacked(self.store, value) for value in values if value is not None)
 
-    def _laid_out(self, source: TrainingCheckpoint, name: str, value: StoredState) -> StoredState:
-        """Return a state outside of archives and, of a model, with its rows in the order of transformers."""
-        raw, head_size = unpacked(self.store, value), self.tensor_names.head_sizes.get(name)
-        if head_size is None or not self.request.is_model or source.format == WEIGHTS_FORMAT:
-            return raw
-        return with_rotated_halves(raw, head_size)
+    def _tensor(self, name: str) -> tuple[StoredState, ...]:
+        """Return a model's tensor of every checkpoint; a running average, the first source, has the model's names."""
+        view = self.views[name]
+        if not self.folded or len(self.sources) == 1:
+            return tuple(view.of(value) for value in self._values(view.stored, WEIGHT))
+        newest = replace(self, sources=self.sources[1:], folded=())
+        return (self.sources[0].states[name, WEIGHT], *newest._tensor(name))
 
     def stored_value(self, source: TrainingCheckpoint, name: str, kind: str) -> StoredState | None:
         """Return the state of a checkpoint that counts for a state of the result: of weights, the masters."""
@@ -329,7 +322,8 @@ class Averaging:
     def _specs(self) -> list[TensorSpec]:
         """The model's tensors: parameters in the dtype of the request, else in that of the stored weights."""
         shapes = self.shapes
-        return [TensorSpec(name, self._dtype(stored), shapes[stored]) for name, stored in self.names.items()]
+        views = self.views.items()
+        return [TensorSpec(name, self._dtype(view.stored), view.shape or shapes[view.stored]) for name, view in views]
 
     def _dtype(self, name: str) -> DType:
         kinds = (self.newest.states.get((name, kind)) for kind in (EXPORT, WEIGHT, FP32))
@@ -340,34 +334,21 @@ class Averaging:
         yield Literal(shard.header)
         for spec in shard.tensors:
             target = _whole_state(spec)
-            values = self._values(self.names[spec.name], WEIGHT)
+            values = self._tensor(spec.name)
             is_average = len(values) > 1 and spec.dtype.kind is DTypeKind.FLOAT
             patches = patch_states(values, target, self.weights) if is_average else patch_states(values[-1:], target)
             yield from (patch.segment for _, patch in patches)
 
 
-def model_names(store: Store, newest: TrainingCheckpoint, config: Location | None) -> TensorNames:
-    """Name a model's tensors as transformers does, where the stored names and the configuration say how."""
-    names = names_without_wrappers([*newest.parameters, *newest.untrained])
-    return hugging_face_names(names, read_config(store, config or newest.lender or newest.path))
+def views_of(store: Store, newest: TrainingCheckpoint, config: Location | None) -> tuple[Views, str]:
+    """Find a model's tensors in the stored ones by the configuration; return them, and a notice if there is one."""
+    return tensor_views(stored_shapes(newest), read_config(store, config or newest.lender or newest.path))
 
 
-_WRAPPERS = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_ROOTS = ("model.", "transformer.", "lm_head.")
-
-
-def names_without_wrappers(stored: Sequence[str]) -> dict[str, str]:
-    """Map the names that a model's tensors have by themselves to those that a trainer's wrappers gave them.
-
-    Left out are the parts that torch.compile, FSDP and Lightning add anywhere, `module.` of DDP in front of all names,
-    and one part in front of all names where a model's own follow it, as in `model.model.layers.0` of a LightningModule.
-    """
-    names = {".".join(part for part in name.split(".") if part not in _WRAPPERS): name for name in stored}
-    front = {name.partition(".")[0] for name in names}
-    rests = {name.partition(".")[2]: stored_name for name, stored_name in names.items()}
-    if front == {"module"} or (len(front) == 1 and any(rest.startswith(_ROOTS) for rest in rests)):
-        names = rests
-    return names if len(names) == len(stored) else {name: name for name in stored}
+def stored_shapes(checkpoint: TrainingCheckpoint) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all weights by their stored names."""
+    untrained = {name: state.shape for name, state in checkpoint.untrained.items()}
+    return {**checkpoint.parameters, **untrained}
 
 
 def _model_card(averaging: Averaging, dtypes: Sequence[str]) -> bytes:
@@ -398,121 +379,12 @@ def _whole_state(spec: TensorSpec) -> StoredState:
     return StoredState(spec.name, WEIGHT, spec.dtype, spec.shape, (place,) if spec.nbytes else ())
 
 
-# --- compare a finished average with its sources: samples of every contiguous piece, or everything ---
-
-
-_TOLERANCES = {"F64": 2.0**-20, "F32": 2.0**-20, "BF16": 2.0**-7, "F16": 2.0**-9}
-_MOST_AHEAD = 1 << 20  # elements, each with its tolerance: 16 MiB
-
-
-class AverageCheck:
-    """Compares a finished average with its sources, samples of which may be read ahead. A context manager."""
-
-    def __init__(self, averaging: Averaging, thoroughness: Thoroughness) -> None:
-        self._averaging = averaging
-        self._thoroughness = thoroughness
-        self._reader = StateReader(averaging.store)
-        n_threads = READERS if thoroughness is Thoroughness.SAMPLED else 1  # whole blocks of all sources are large
-        self._pool = ThreadPoolExecutor(n_threads, "mergepipe-tailor-check")
-        self._ahead: dict[tuple[str, str], Future[_Wanted]] = {}
-
-    def __enter__(self) -> AverageCheck:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        self._reader.close()
-
-    def read_ahead(self) -> None:
-        """Begin to read the samples of the sources, of at most `_MOST_AHEAD` elements; the output need not be there."""
-        if self._thoroughness is not Thoroughness.SAMPLED:
-            return
-        n_elements = 0
-        for key, planned in self._averaging.planned_states().items():
-            for spans in compared_batches(planned, self._thoroughness):
-                n_elements += sum(span.n_elements for span in spans)
-                if n_elements > _MOST_AHEAD:
-                    return
-                self._ahead[key] = self._pool.submit(self._wanted, key, spans, planned.dtype)
-
-    def compare(self, made: Location, home: Location, advance: Callable[[], None]) -> SelfCheck:
-        """Compare what was written with averages in float64, and everything else with the newest checkpoint."""
-        if self._thoroughness is Thoroughness.OFF:
-            return SelfCheck(self._thoroughness, 0, 0, 0)
-        states = _made_states(self._averaging, made, home)
-        n_elements = 0
-        for compared in self._pool.map(self._state, states, states.values()):
-            n_elements += compared
-            advance()
-        return SelfCheck(self._thoroughness, len(states), n_elements, 0)
-
-    def _state(self, key: tuple[str, str], made: StoredState) -> int:
-        """Compare one state with its sources, from any thread; return how many elements were compared."""
-        made = unpacked(self._averaging.store, made)
-        ahead = self._ahead.pop(key, None)
-        n_elements = 0
-        for spans in compared_batches(made, self._thoroughness):
-            wanted = None if ahead is None else ahead.result()
-            if wanted is None or (wanted.spans, wanted.dtype) != (spans, made.dtype):
-                wanted = self._wanted(key, spans, made.dtype)
-            is_same = wanted.agrees(self._reader.read(made, *spans), made.parameter)
-            if not is_same.all():
-                raise _differs(made, spans, int(np.argmin(is_same)))
-            n_elements += len(is_same)
-        return n_elements
-
-    def _wanted(self, key: tuple[str, str], spans: Sequence[Span], dtype: DType) -> _Wanted:
-        """Read what elements of a state of the result must be, as values of `dtype`."""
-        summands = self._averaging.summands(*key)
-        if len(summands) < 2 or dtype.kind is not DTypeKind.FLOAT:
-            state = summands[-1] if summands else unpacked(self._averaging.store, self._averaging.newest.states[key])
-            stored = cast_bytes(self._reader.read(state, *spans), state.dtype, dtype, state.parameter)
-            return _Wanted(spans, dtype, stored.reshape(-1, dtype.itemsize), None)
-        n_elements = sum(span.n_elements for span in spans)
-        averages, largest = np.zeros(n_elements), np.zeros(n_elements)
-        with np.errstate(invalid="ignore"):
-            for weight, state in zip(self._averaging.weights, summands, strict=True):
-                summand = values_of(self._reader.read(state, *spans), state.dtype, state.parameter).astype(np.float64)
-                averages += weight * summand
-                np.maximum(largest, np.abs(summand), out=largest)
-        return _Wanted(spans, dtype, averages, _TOLERANCES[dtype.name] * largest)
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What the elements in `spans` must be: averages in float64 and how far off they may be, or bytes a row."""
-
-    spans: Sequence[Span]
-    dtype: DType
-    values: NDArray[np.float64] | NDArray[np.uint8]
-    distances: NDArray[np.float64] | None
-
-    def agrees(self, raw: NDArray[np.uint8], parameter: str) -> NDArray[np.bool_]:
-        """Compare elements with their expected values, within the rounding of the dtype; what is not finite agrees."""
-        if self.distances is None:
-            return np.asarray((raw.reshape(self.values.shape) == self.values).all(axis=1))
-        made = values_of(raw, self.dtype, parameter).astype(np.float64)
-        with np.errstate(invalid="ignore"):
-            close = np.abs(made - self.values) <= self.distances
-        return np.asarray(close | ~np.isfinite(self.values))
-
-
-def _made_states(averaging: Averaging, made: Location, home: Location) -> Mapping[tuple[str, str], StoredState]:
+def made_states(averaging: Averaging, made: Location, home: Location) -> Mapping[tuple[str, str], StoredState]:
+    """Open what was written."""
     if averaging.request.is_model:
         entries = open_checkpoint(averaging.store, made).tensors.values()
-        return {(e.name, WEIGHT): weight_state(e, WEIGHT) for t in entries for e in t.stored}
+        return {(e.name, WEIGHT): StoredState.whole(e.name, WEIGHT, e) for t in entries for e in t.stored}
     opened = open_training_checkpoint(averaging.store, made, home)
     if opened.missing or opened.step != averaging.newest.step:
         raise CorruptError.of("output.damaged", home.name, f"is at step {opened.step}, lacks {opened.missing[:1]}")
     return opened.states
-
-
-def _differs(made: StoredState, spans: Sequence[Span], place: int) -> MergePipeError:
-    """Make the error for the element at `place` of all that was compared."""
-    ends = np.cumsum([span.n_elements for span in spans])
-    span = spans[int(np.searchsorted(ends, place, side="right"))]
-    return CorruptError.of(
-        "output.damaged", made.parameter,
-        f"{made.kind} differs from its sources in elements [{span.start}, {span.stop})",
-        "nothing was published; check the sources, then report it",
-    )  # fmt: skip

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from threading import Lock
@@ -14,10 +14,14 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.directory import is_linked_folder, stat_regular
 from mergepipe.checkpoints.open_files import allow_open_files
+from mergepipe.checkpoints.torch_file import StoredTensor
 from mergepipe.core.blocks import DType, Span, element_count
-from mergepipe.errors import CorruptError
-from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.storage.contract import FileKind, RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
@@ -50,14 +54,81 @@ class Packing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Strip:
+    """`nbytes` bytes at `offset` of `file` that hold `width` elements of every row of a piece, row after row."""
+
+    file: Location
+    offset: int
+    nbytes: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """`nbytes` bytes at `offset` of `file` that hold the elements `span` of one flattened parameter."""
+    """`nbytes` bytes at `offset` of `file` that hold the elements `span` of one flattened parameter.
+
+    With `strips` the span is whole rows, of which each holds some columns, from left to right; the first one stands in
+    `file`, `offset` and `nbytes`.
+    """
 
     file: Location
     offset: int
     nbytes: int
     span: Span
     packing: Packing = Packing.RAW
+    strips: tuple[Strip, ...] = ()
+
+    @property
+    def files(self) -> tuple[Location, ...]:
+        """Return the files that hold its elements."""
+        return tuple(strip.file for strip in self.strips) or (self.file,)
+
+    def moved(self, elements: int) -> Piece:
+        """Return the piece as that many elements further on."""
+        return replace(self, span=Span(self.span.start + elements, self.span.stop + elements))
+
+    def part(self, first: int, last: int, dtype: DType) -> Piece:
+        """Return the elements `[first, last)`, in its span, of a raw piece; of strips, whole rows."""
+        span, done = Span(first, last), first - self.span.start
+        if not self.strips:
+            itemsize = dtype.itemsize
+            return Piece(self.file, self.offset + done * itemsize, (last - first) * itemsize, span)
+        row = sum(strip.width for strip in self.strips)
+        if done % row or (last - first) % row:
+            raise UnsupportedError.of("checkpoint.unsupported", self.file, "is cut along columns, not into whole rows")
+        above, rows = done // row, (last - first) // row
+        strips = tuple(
+            Strip(s.file, s.offset + above * s.width * dtype.itemsize, rows * s.width * dtype.itemsize, s.width)
+            for s in self.strips
+        )
+        return Piece(strips[0].file, strips[0].offset, strips[0].nbytes, span, strips=strips)
+
+
+def gather_strips(
+    strips: Sequence[Strip],
+    itemsize: int,
+    first: int,
+    n_elements: int,
+    read: Callable[[Location, int, int], NDArray[np.uint8]],
+    out: NDArray[np.uint8] | None = None,
+) -> NDArray[np.uint8]:
+    """Put raw strips beside one another; return the bytes of elements from `first` on, in `out` if that is given.
+
+    `read(file, start, stop)` returns bytes, of whole rows of one strip at once. `out` has room for all rows that the
+    elements touch.
+    """
+    row = sum(strip.width for strip in strips)
+    top, bottom = first // row, -(-(first + n_elements) // row)
+    nbytes = (bottom - top) * row * itemsize
+    rows = (np.empty(nbytes, np.uint8) if out is None else out[:nbytes]).reshape(-1, row * itemsize)
+    column = 0
+    for strip in strips:
+        width = strip.width * itemsize
+        raw = read(strip.file, strip.offset + top * width, strip.offset + bottom * width)
+        rows[:, column : column + width] = raw.reshape(-1, width)
+        column += width
+    start = (first - top * row) * itemsize
+    return rows.reshape(-1)[start : start + n_elements * itemsize]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +149,30 @@ class StoredState:
         for piece in self.pieces:
             if piece.span.start < end or piece.span.stop > n_elements:
                 raise ValueError(f"{self.parameter} {self.kind}: {piece.span} overlaps or lies outside")
-            if piece.packing is Packing.RAW and piece.nbytes != piece.span.n_elements * self.dtype.itemsize:
+            nbytes = sum(strip.nbytes for strip in piece.strips) or piece.nbytes
+            if piece.packing is Packing.RAW and nbytes != piece.span.n_elements * self.dtype.itemsize:
                 raise ValueError(f"{self.parameter} {self.kind}: {piece.span} is not {piece.nbytes} bytes")
             end = piece.span.stop
+
+    @classmethod
+    def whole(
+        cls, parameter: str, kind: str, stored: TensorEntry | StoredTensor, shape: tuple[int, ...] | None = None
+    ) -> StoredState:
+        """Make the state of which one stored tensor is all, in the shape of the parameter if that is another."""
+        piece = Piece(stored.file, stored.offset, stored.nbytes, Span(0, stored.n_elements))
+        shape = stored.shape if shape is None else shape
+        return cls(parameter, kind, stored.dtype, shape, (piece,) if stored.n_elements else ())
 
     @property
     def n_elements(self) -> int:
         return element_count(self.shape)
+
+    def cut(self, span: Span) -> Iterator[Piece]:
+        """Yield the pieces of a raw state's elements `span`."""
+        place = bisect_right(self.pieces, span.start, key=lambda piece: piece.span.stop)
+        while place < len(self.pieces) and (piece := self.pieces[place]).span.start < span.stop:
+            yield piece.part(max(piece.span.start, span.start), min(piece.span.stop, span.stop), self.dtype)
+            place += 1
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +201,7 @@ class AdamStep:
     entries: tuple[tuple[Location, PicklePath], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCheckpoint:
     """A training checkpoint of any format; `format` is the name of one in `formats.registry`.
 
@@ -128,14 +216,14 @@ class TrainingCheckpoint:
     path: Location
     root: Location
     format: str
-    framework: Framework
-    stage: int | None
-    world_size: int
+    framework: Framework = Framework.TORCH
+    stage: int | None = None
+    world_size: int = 1
     step: int
     units: ModelUnits
     parameters: Mapping[str, tuple[int, ...]]
     states: Mapping[tuple[str, str], StoredState]
-    steps: tuple[AdamStep, ...]
+    steps: tuple[AdamStep, ...] = ()
     flat_groups: tuple[tuple[str, ...], ...] = ()
     missing: tuple[str, ...] = ()
     has_state: bool = True
@@ -237,26 +325,64 @@ class StateReader:
 
     def read(self, state: StoredState, *spans: Span) -> NDArray[np.uint8]:
         """Return the bytes of elements of `state`, those of one span after those of another."""
-        out = np.empty(sum(span.n_elements for span in spans) * state.dtype.itemsize, np.uint8)
-        start = 0
-        for span in spans:
-            stop = start + span.n_elements * state.dtype.itemsize
-            self._read(state, span, out[start:stop])
-            start = stop
-        return out
+        return self.read_many([(state, spans)])[0]
 
-    def _read(self, state: StoredState, span: Span, out: NDArray[np.uint8]) -> None:
-        itemsize, done = state.dtype.itemsize, 0
-        place = bisect_right(state.pieces, span.start, key=lambda piece: piece.span.stop)
-        while place < len(state.pieces) and (piece := state.pieces[place]).span.start < span.stop:
+    def read_many(self, requests: Sequence[tuple[StoredState, Sequence[Span]]]) -> list[NDArray[np.uint8]]:
+        """Return the bytes of elements of several states; what follows one another in a file is one request to it."""
+        results = []
+        ranges: dict[Location, list[tuple[int, NDArray[np.uint8]]]] = {}
+        for state, spans in requests:
+            itemsize, start = state.dtype.itemsize, 0
+            out = np.empty(sum(span.n_elements for span in spans) * itemsize, np.uint8)
+            for span in spans:
+                start = self._place(state, span, out, start, ranges)
+            if start != out.size:
+                raise CorruptError.of("checkpoint.damaged", state.parameter, f"{state.kind} is saved in part only")
+            results.append(out)
+        for path, places in ranges.items():
+            self._fill(path, sorted(places, key=lambda place: place[0]))
+        return results
+
+    def _place(
+        self,
+        state: StoredState,
+        span: Span,
+        out: NDArray[np.uint8],
+        start: int,
+        ranges: dict[Location, list[tuple[int, NDArray[np.uint8]]]],
+    ) -> int:
+        """Note where the elements of a span lie, and read those of strips, from `start` of `out` on; return the end."""
+        itemsize, pieces = state.dtype.itemsize, state.pieces
+        place = bisect_right(pieces, span.start, key=lambda piece: piece.span.stop)
+        while place < len(pieces) and (piece := pieces[place]).span.start < span.stop:
             place += 1
             first, last = max(piece.span.start, span.start), min(piece.span.stop, span.stop)
-            at, nbytes = (first - span.start) * itemsize, (last - first) * itemsize
-            offset = piece.offset + (first - piece.span.start) * itemsize
-            read_exact(self._open(piece.file), offset, offset + nbytes, Purpose.ANALYSIS, out[at : at + nbytes])
-            done += nbytes
-        if done != out.size:
-            raise CorruptError.of("checkpoint.damaged", state.parameter, f"{state.kind} is saved in part only")
+            ahead, part = first - piece.span.start, out[start : start + (last - first) * itemsize]
+            start += part.size
+            if piece.strips:
+                part[:] = gather_strips(piece.strips, itemsize, ahead, last - first, self._bytes)
+            else:
+                ranges.setdefault(piece.file, []).append((piece.offset + ahead * itemsize, part))
+        return start
+
+    def _fill(self, path: Location, places: Sequence[tuple[int, NDArray[np.uint8]]]) -> None:
+        """Read ranges of one file, in the order of their offsets."""
+        first = 0
+        for number, (offset, out) in enumerate(places, 1):
+            if number < len(places) and places[number][0] == offset + out.size:
+                continue
+            together = places[first:number]
+            first = number
+            if len(together) == 1:
+                read_exact(self._open(path), offset, offset + out.size, Purpose.ANALYSIS, out)
+                continue
+            start = together[0][0]
+            content = self._bytes(path, start, offset + out.size)
+            for at, part in together:
+                part[:] = content[at - start : at - start + part.size]
+
+    def _bytes(self, path: Location, start: int, stop: int) -> NDArray[np.uint8]:
+        return read_exact(self._open(path), start, stop, Purpose.ANALYSIS, np.empty(stop - start, np.uint8))
 
     def _open(self, path: Location) -> RangeFile:
         file = self._files.get(path)
@@ -267,3 +393,53 @@ class StateReader:
                 allow_open_files(len(self._files))
                 self._files[path] = self._store.open(path)
             return self._files[path]
+
+
+# --- list the files of the skeleton that belong to the checkpoint ---
+
+
+_MAX_DEPTH = 8
+_MAX_FILES = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class SkeletonFile:
+    """One file: its name relative to the composite, with slashes, where it is, and its size."""
+
+    name: str
+    path: Location
+    size_bytes: int
+
+
+def list_skeleton(store: Store, checkpoint: TrainingCheckpoint) -> tuple[SkeletonFile, ...]:
+    """List the files of a checkpoint, in order of their names.
+
+    Of a DeepSpeed save directory: what lies in it directly and the tag that `latest` names, no other tag. An earlier
+    composite's manifest is left out.
+    """
+    base = checkpoint.path
+    if checkpoint.root == base:
+        names = list(_walk(store, base, "", _MAX_DEPTH))
+    else:
+        tag = checkpoint.root.relative_to(base).as_posix()
+        names = [*_walk(store, base, "", 0), *_walk(store, base, f"{tag}/", _MAX_DEPTH)]
+    names = sorted(name for name in names if name != MANIFEST_NAME)
+    if len(names) > _MAX_FILES:
+        raise CorruptError.of("checkpoint.damaged", base, f"more than {_MAX_FILES} files")
+    return tuple(_file(store, base, name) for name in names)
+
+
+def _walk(store: Store, base: Location, prefix: str, depth: int) -> Iterator[str]:
+    """Names of files below `base/prefix`; directories are entered down to `depth`."""
+    for entry in store.list(base / prefix):
+        if entry.kind is not FileKind.FOLDER or is_linked_folder(store, base / prefix, entry.name):
+            yield prefix + entry.name
+        elif depth > 0:
+            yield from _walk(store, base, f"{prefix}{entry.name}/", depth - 1)
+
+
+def _file(store: Store, base: Location, name: str) -> SkeletonFile:
+    status = stat_regular(store, base, name)
+    if status is None:
+        raise CorruptError.of("checkpoint.damaged", base / name, "is a link to nothing")
+    return SkeletonFile(name, base / name, status.size_bytes)

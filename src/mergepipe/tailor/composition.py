@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 import mergepipe
 from mergepipe.checkpoints.directory import SIDECAR_NAMES
 from mergepipe.checkpoints.packed import UnpackedView
-from mergepipe.core.blocks import Span
 from mergepipe.core.escaping import yaml_document
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, MismatchError, NotFoundError
@@ -52,14 +48,14 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, StepChoice, assign
-from mergepipe.tailor.checkpoint import FP32, StateReader, StoredState, TrainingCheckpoint
+from mergepipe.tailor.checkpoint import FP32, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition_plan import CompositionPlan, plan_composition, unpacked
 from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal
-from mergepipe.tailor.copy_writer import Copier, cast_bytes, values_of
+from mergepipe.tailor.copy_writer import Copier
 from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME, read_config, read_json
-from mergepipe.tailor.formats.registry import format_named, open_training_checkpoint
-from mergepipe.tailor.recipe import CompositionRecipe, load_composition
-from mergepipe.tailor.sources import open_source_checkpoint
+from mergepipe.tailor.formats.registry import format_named, open_source_checkpoint, open_training_checkpoint
+from mergepipe.tailor.recipes import CompositionRecipe, load_composition
+from mergepipe.tailor.self_check import ResultCheck
 from mergepipe.tailor.universal_plan import plan_universal
 
 OnProgress = Callable[[str, int, int], None]
@@ -81,63 +77,43 @@ class CompositionReport:
     average: AverageRecord | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedRecipe:
-    """A recipe with its sources, by their locations."""
-
-    recipe: CompositionRecipe
-    sources: Mapping[Location, TrainingCheckpoint]
-
-
-def open_recipe(store: Store, path: Location, state_from: Location | None) -> OpenedRecipe:
-    """Load a recipe and open every checkpoint it names."""
+def _plan(
+    store: Store, path: Location, options: ComposeOptions, out: Location | None = None
+) -> tuple[CompositionRecipe, CompositionPlan]:
+    """Load a recipe, open every checkpoint that it names, and plan the composition; refuse a place for none first."""
     recipe = load_composition(path, store)
-    if state_from is not None:
-        recipe = replace(recipe, state_from=_as_named(store, recipe, store.pin(state_from.normal())))
-    return OpenedRecipe(recipe, {source: open_source_checkpoint(store, source) for source in recipe.sources})
-
-
-def _as_named(store: Store, recipe: CompositionRecipe, path: Location) -> Location:
-    """The recipe's spelling of a place, if it names it."""
-    place = real_location(store, path)
-    return next((source for source in recipe.sources if real_location(store, source) == place), path)
-
-
-def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions) -> CompositionPlan:
-    """Plan the composition of a recipe."""
-    check_same_run(store, tuple(opened.sources.values()))
-    assignment = assign(opened.recipe, opened.sources)
-    if options.export is not None:
-        return plan_universal(store, assignment)
-    return plan_composition(store, assignment)
-
-
-def _state_place(options: ComposeOptions) -> Location | None:
-    return None if options.state_from is None else Location.of(options.state_from).normal()
+    if options.state_from is not None:
+        place = store.pin(Location.of(options.state_from).normal())
+        real = real_location(store, place)  # the recipe's own spelling counts, if it names it
+        named = (source for source in recipe.sources if real_location(store, source) == real)
+        recipe = replace(recipe, state_from=next(named, place))
+    sources = {source: open_source_checkpoint(store, source) for source in recipe.sources}
+    if out is not None:
+        check_out(out, sources, options)
+    check_same_run(store, tuple(sources.values()))
+    plan = plan_composition if options.export is None else plan_universal
+    return recipe, plan(store, assign(recipe, sources))
 
 
 def check_recipe(path: Location, options: ComposeOptions) -> CompositionReport:
     """Report what a composition would do; reads structure and step counters only."""
     started = time.perf_counter()
-    store = UnpackedView(Stores())
-    opened = open_recipe(store, path, _state_place(options))
-    return CompositionReport(plan_recipe(store, opened, options), None, None, time.perf_counter() - started)
+    _, plan = _plan(UnpackedView(Stores()), path, options)
+    return CompositionReport(plan, None, None, time.perf_counter() - started)
 
 
 def compose(path: Location, out: Location, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
     """Compose and publish; see `tailor.api.compose`."""
     started = time.perf_counter()
     store = UnpackedView(Stores())
-    opened = open_recipe(store, path, _state_place(options))
-    check_out(out, opened.sources, options)
-    plan = plan_recipe(store, opened, options)
+    recipe, plan = _plan(store, path, options, out)
 
     def check(directory: Path, advance: Callable[[], None]) -> SelfCheck:
         made = open_training_checkpoint(store, Location.local(directory), out)
         return check_composite(store, made, plan.assignment, plan.steps, Thoroughness(options.self_check), advance)
 
-    recipe, folder = opened.recipe.text, opened.recipe.path.parent
-    text = text_with_relative_paths(recipe, folder.local_path) if folder.is_local else recipe
+    folder = recipe.path.parent
+    text = text_with_relative_paths(recipe.text, folder.local_path) if folder.is_local else recipe.text
     return publish(store, Job(text, plan, out, check), options, on_progress, started)
 
 
@@ -423,12 +399,7 @@ def _history(store: Store, folder: Location) -> dict[int, list[JsonValue]]:
     return losses
 
 
-# --- read a finished composite back and compare it with its sources before it is published ---
-
-
-_SAMPLE_ELEMENTS = 32
-_BLOCK_ELEMENTS = 1 << 20
-READERS = 8
+# --- compare a finished composite with its sources ---
 
 
 def check_composite(
@@ -441,60 +412,18 @@ def check_composite(
 ) -> SelfCheck:
     """Compare every state of `made` with its source, every copy of a weight with its master, and the step counters."""
     _check_structure(made, assignment, steps)
-    if thoroughness is Thoroughness.OFF:
-        return SelfCheck(thoroughness, 0, 0, 0)
-    n_elements = copies = 0
-    with StateReader(store) as reader, ThreadPoolExecutor(READERS, "mergepipe-tailor-check") as pool:
-        check = _Check(store, reader, made, assignment, thoroughness)
-        for compared, is_copy in pool.map(check.state, made.states.values()):
-            on_state()
-            n_elements += compared
-            copies += is_copy
-    return SelfCheck(thoroughness, len(made.states), n_elements, copies)
 
-
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """Compares single states, from any thread."""
-
-    store: Store
-    reader: StateReader
-    made: TrainingCheckpoint
-    assignment: Assignment
-    thoroughness: Thoroughness
-
-    def state(self, state: StoredState) -> tuple[int, bool]:
-        """Compare one state with its source and, if it is a copy of a weight, with the composite's own master.
-
-        Returns how many elements were compared, and whether there was a master.
-        """
-        owner = self.made.units.tied.get(state.parameter, state.parameter)
-        stored = self.assignment.find_state(state.parameter, state.kind)
+    def sources(name: str, kind: str) -> tuple[StoredState, ...]:
+        stored = assignment.find_state(name, kind)
         if stored is None:
-            raise _failed(self.made, f"{state.kind} of {state.parameter} has no source")
-        target = unpacked(self.store, state)
-        compared = self._compare(unpacked(self.store, stored), target)
-        master = self.made.states.get((owner, FP32)) if state.kind in DERIVED_KINDS else None
-        if master is not None:
-            self._compare(unpacked(self.store, master), target)
-        return compared, master is not None
+            raise _failed(made, f"{kind} of {name} has no source")
+        return (unpacked(store, stored),)
 
-    def _compare(self, stored: StoredState, target: StoredState) -> int:
-        """Compare `target` with `stored` cast to its dtype; return how many elements were compared."""
-        count = 0
-        for spans in compared_batches(target, self.thoroughness):
-            if not self._is_same(stored, target, spans):
-                span = next((span for span in spans if not self._is_same(stored, target, [span])), spans[0])
-                raise _failed(
-                    self.made, f"{target.kind} of {target.parameter} differs from {stored.kind} of its source in "
-                    f"elements [{span.start}, {span.stop})",
-                )  # fmt: skip
-            count += sum(span.n_elements for span in spans)
-        return count
-
-    def _is_same(self, stored: StoredState, target: StoredState, spans: Sequence[Span]) -> bool:
-        wanted = cast_bytes(self.reader.read(stored, *spans), stored.dtype, target.dtype, stored.parameter)
-        return _same(wanted, self.reader.read(target, *spans), target)
+    copies = ((name, kind) for name, kind in made.states if kind in DERIVED_KINDS)
+    owners = {(name, kind): (made.units.tied.get(name, name), FP32) for name, kind in copies}
+    masters = {copy: made.states[owner] for copy, owner in owners.items() if owner in made.states}
+    with ResultCheck(store, thoroughness, sources) as check:
+        return check.compare(made.states, on_state, masters)
 
 
 def _failed(made: TrainingCheckpoint, message: str) -> MergePipeError:
@@ -514,32 +443,3 @@ def _check_structure(made: TrainingCheckpoint, assignment: Assignment, steps: tu
     wrong = [name for name, value in wanted.items() if written_steps.get(name) != value]
     if wrong:
         raise _failed(made, f"the step counter of {wrong[0]} is {written_steps.get(wrong[0])}, not {wanted[wrong[0]]}")
-
-
-def _same(a: NDArray[np.uint8], b: NDArray[np.uint8], state: StoredState) -> bool:
-    """Whether the bytes are equal except for the payload of NaNs."""
-    if np.array_equal(a, b):
-        return True
-    x, y = (values_of(stored, state.dtype, state.parameter).astype(np.float64) for stored in (a, b))
-    return bool(np.all((x == y) | (np.isnan(x) & np.isnan(y)))) and bool(np.isnan(x).any())
-
-
-def compared_batches(state: StoredState, thoroughness: Thoroughness) -> Iterator[Sequence[Span]]:
-    """Yield the elements of a state that are compared, in what is read at once: all samples, or a block."""
-    spans = list(_compared_spans(state, thoroughness))
-    if thoroughness is Thoroughness.FULL:
-        yield from ([span] for span in spans)
-    elif spans:
-        yield spans
-
-
-def _compared_spans(state: StoredState, thoroughness: Thoroughness) -> Iterator[Span]:
-    for piece in state.pieces:
-        start, stop = piece.span.start, piece.span.stop
-        if thoroughness is Thoroughness.FULL:
-            yield from (Span(at, min(at + _BLOCK_ELEMENTS, stop)) for at in range(start, stop, _BLOCK_ELEMENTS))
-            continue
-        head = min(start + _SAMPLE_ELEMENTS, stop)
-        yield Span(start, head)
-        if head < stop:
-            yield Span(max(head, stop - _SAMPLE_ELEMENTS), stop)

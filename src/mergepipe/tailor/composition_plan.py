@@ -21,9 +21,9 @@ from mergepipe.snapshots.composite import UnitStaleness
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import CONFIG_BYTES
 from mergepipe.storage.location import Location
-from mergepipe.tailor.archives import plan_edited, stale_checksums
+from mergepipe.tailor.archives import InertPickler, plan_edited, stale_checksums
 from mergepipe.tailor.assignment import Assignment, StepChoice, choose_steps, layer_count, staleness_of
-from mergepipe.tailor.checkpoint import Framework, Packing, Piece, StoredState
+from mergepipe.tailor.checkpoint import Framework, Packing, Piece, SkeletonFile, StoredState, list_skeleton
 from mergepipe.tailor.copy_plan import FilePlan, Literal, Patch, Segment, patch_states, patched_file
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, METADATA_NAME, merge_state, read_dcp_metadata, unpack_piece
 from mergepipe.tailor.formats.deepspeed import LATEST_NAME, ZERO_FORMAT, base_optimizer_path, list_zero_files
@@ -38,8 +38,6 @@ from mergepipe.tailor.formats.hf_trainer import (
 from mergepipe.tailor.formats.partial import read_partial_manifest
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 from mergepipe.tailor.formats.registry import format_named
-from mergepipe.tailor.sources import SkeletonFile, list_skeleton
-from mergepipe.tailor.torch_writer import InertPickler
 
 _MEMBER = Location.parse("member")  # stands for a file or member whose content is being planned
 _STEP_FORMS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
@@ -47,12 +45,13 @@ _STEP_FORMS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 @dataclass(frozen=True, slots=True)
 class CompositionPlan:
-    """The files to write, with the source of every byte. `files` are sorted by name."""
+    """The files to write, with the source of every byte. `files` are sorted by name; `notices` are for the user."""
 
     assignment: Assignment
     steps: tuple[StepChoice, ...]
     staleness: tuple[UnitStaleness, ...]
     files: tuple[FilePlan, ...]
+    notices: tuple[str, ...] = ()
 
     @property
     def read_bytes(self) -> int:
@@ -88,6 +87,11 @@ class PatchCollector:
 
     def state(self, sources: Sequence[StoredState], target: StoredState, weights: tuple[float, ...] = (1.0,)) -> None:
         """Write the values of a state, or the average of several, to the places of `target`."""
+        if any(piece.strips for piece in target.pieces):
+            raise UnsupportedError.of(
+                "checkpoint.unsupported", target.parameter, "is cut along columns, as tensor parallel training does",
+                "export or average it as a model: parts of such checkpoints are not composed",
+            )  # fmt: skip
         self._note_windows(target.pieces)
         raw = [unpacked(self._store, source) for source in sources]
         for file, patch in patch_states(raw, unpacked(self._store, target), weights):

@@ -9,9 +9,10 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from mergepipe.core.blocks import DType
+from mergepipe.errors import LimitError
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES, round_up
-from mergepipe.tailor.checkpoint import StoredState
+from mergepipe.tailor.checkpoint import Piece, StoredState, Strip
 
 # --- the copy plan as values: every output file as ordered byte ranges of the sources. Pure ---
 
@@ -28,11 +29,39 @@ class CopyRange:
 
 @dataclass(frozen=True, slots=True)
 class ElementRange:
-    """Elements stored as `dtype` from `offset` of `file` on."""
+    """Elements stored as `dtype` from `offset` of `file` on; with `strips`, from element `first` of their rows on."""
 
     file: Location
     offset: int
     dtype: DType
+    strips: tuple[Strip, ...] = ()
+    first: int = 0
+
+    def further(self, n_elements: int) -> ElementRange:
+        """Return the range from that many elements later on."""
+        if self.strips:
+            return ElementRange(self.file, self.offset, self.dtype, self.strips, self.first + n_elements)
+        return ElementRange(self.file, self.offset + n_elements * self.dtype.itemsize, self.dtype)
+
+    def is_followed_by(self, other: ElementRange, n_elements: int) -> bool:
+        """Whether the other range is this one from that many elements later on."""
+        place = (self.offset, self.first + n_elements)
+        if not self.strips:
+            place = (self.offset + n_elements * self.dtype.itemsize, 0)
+        return (other.offset, other.first) == place and (self.file, self.dtype) == (other.file, other.dtype)
+
+    def reads(self, n_elements: int) -> tuple[tuple[Location, int, int], ...]:
+        """List what is read for some elements: file, offset, bytes; of strips, whole rows."""
+        itemsize = self.dtype.itemsize
+        if not self.strips:
+            return ((self.file, self.offset, n_elements * itemsize),)
+        top = self.first // self.row_elements
+        rows = -(-(self.first + n_elements) // self.row_elements) - top
+        return tuple((s.file, s.offset + top * s.width * itemsize, rows * s.width * itemsize) for s in self.strips)
+
+    @property
+    def row_elements(self) -> int:
+        return sum(strip.width for strip in self.strips)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +82,15 @@ class AverageRange:
 
     def cut(self, start: int, n_elements: int) -> AverageRange:
         """Return some of its elements."""
-        parts = tuple(replace(part, offset=part.offset + start * part.dtype.itemsize) for part in self.parts)
-        return replace(self, parts=parts, n_elements=n_elements)
+        parts = tuple(part.further(start) for part in self.parts)
+        return AverageRange(parts, self.weights, n_elements, self.wanted)
+
+    def continues_in(self, other: AverageRange, gap: int = 0) -> bool:
+        """Whether the other is the average of what comes `gap` elements behind this one in every file."""
+        if (self.weights, self.wanted, len(self.parts)) != (other.weights, other.wanted, len(other.parts)):
+            return False
+        distance = self.n_elements + gap
+        return all(a.is_followed_by(b, distance) for a, b in zip(self.parts, other.parts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +156,7 @@ class FilePlan:
 
 def _files_of(segment: Segment) -> tuple[Location, ...]:
     if isinstance(segment, AverageRange):
-        return tuple(part.file for part in segment.parts)
+        return tuple(file for part in segment.parts for file, _, _ in part.reads(1))
     return (segment.file,) if isinstance(segment, CopyRange) else ()
 
 
@@ -142,26 +178,33 @@ def patch_states(
     edges = sorted(
         {edge for source in sources for piece in source.pieces for edge in (piece.span.start, piece.span.stop)}
     )
-    for place in target.pieces:
-        first, last = bisect_right(edges, place.span.start), bisect_left(edges, place.span.stop)
-        for start, stop in pairwise((place.span.start, *edges[first:last], place.span.stop)):
+    places = [0] * len(sources)  # of the piece that holds the next element
+    for piece in target.pieces:
+        first, last = bisect_right(edges, piece.span.start), bisect_left(edges, piece.span.stop)
+        for start, stop in pairwise((piece.span.start, *edges[first:last], piece.span.stop)):
             if start < stop:
-                at = place.offset + (start - place.span.start) * target.dtype.itemsize
-                parts = tuple(_element_range(source, start) for source in sources)
-                yield place.file, Patch(at, _values(parts, weights, stop - start, target.dtype))
+                parts = []
+                for index, source in enumerate(sources):
+                    while source.pieces[places[index]].span.stop <= start:
+                        places[index] += 1
+                    parts.append(_element_range(source.pieces[places[index]], source.dtype, start))
+                at = piece.offset + (start - piece.span.start) * target.dtype.itemsize
+                yield piece.file, Patch(at, _values(tuple(parts), weights, stop - start, target.dtype))
 
 
 def _values(parts: tuple[ElementRange, ...], weights: tuple[float, ...], n_elements: int, wanted: DType) -> Segment:
     """Make the segment of some elements: a copy where one source has them in the dtype that is wanted."""
-    if len(parts) > 1 or parts[0].dtype != wanted:
+    if len(parts) > 1 or parts[0].dtype != wanted or parts[0].strips:
         return AverageRange(parts, weights, n_elements, wanted)
     return CopyRange(parts[0].file, parts[0].offset, n_elements * wanted.itemsize, is_skeleton=False)
 
 
-def _element_range(source: StoredState, element: int) -> ElementRange:
-    """Find the place of an element and those behind it."""
-    piece = source.pieces[bisect_right(source.pieces, element, key=lambda p: p.span.start) - 1]
-    return ElementRange(piece.file, piece.offset + (element - piece.span.start) * source.dtype.itemsize, source.dtype)
+def _element_range(piece: Piece, dtype: DType, element: int) -> ElementRange:
+    """Find the place of an element of a piece, and those behind it."""
+    ahead = element - piece.span.start
+    if piece.strips:
+        return ElementRange(piece.file, piece.offset, dtype, piece.strips, ahead)
+    return ElementRange(piece.file, piece.offset + ahead * dtype.itemsize, dtype)
 
 
 def patched_file(
@@ -169,20 +212,46 @@ def patched_file(
 ) -> FilePlan:
     """Plan a copy of `original` with some ranges replaced.
 
+    Padding between two averages that go on behind it in every source is averaged with them, in one range: it is short
+    and in a member of an archive, whose checksum is among `checksums`, with them.
+
     Law: the segments cover `[0, size_bytes)` in order.
     """
     segments: list[Segment] = []
     position = 0
+    members = sorted((checksum.start, checksum.stop) for checksum in checksums)
     for patch in sorted(patches, key=lambda p: p.offset):
-        if patch.offset < position or patch.stop > size_bytes:
+        gap = patch.offset - position
+        if gap < 0 or patch.stop > size_bytes:
             raise ValueError(f"{name}: a patch at [{patch.offset}, {patch.stop}) overlaps or lies outside")
-        if patch.offset > position:
-            segments.append(CopyRange(original, position, patch.offset - position, is_skeleton=True))
+        if 0 < gap <= _LONGEST_PADDING_BYTES and _is_inside(members, position, patch.offset):
+            segments.append(
+                _padding(segments[-1], patch.segment, gap) or CopyRange(original, position, gap, is_skeleton=True)
+            )
+        elif gap:
+            segments.append(CopyRange(original, position, gap, is_skeleton=True))
         segments.append(patch.segment)
         position = patch.stop
     if position < size_bytes:
         segments.append(CopyRange(original, position, size_bytes - position, is_skeleton=True))
     return FilePlan(name, tuple(joined(segments)), tuple(checksums))
+
+
+_LONGEST_PADDING_BYTES = 1024
+
+
+def _is_inside(members: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
+    """Whether bytes, and those around them, are of one member."""
+    place = bisect_left(members, (start, 0)) - 1
+    return place >= 0 and stop < members[place][1]
+
+
+def _padding(before: Segment, behind: Segment, nbytes: int) -> AverageRange | None:
+    """Return the average of what lies between two averages in every source; None where they are apart otherwise."""
+    if not isinstance(before, AverageRange) or not isinstance(behind, AverageRange) or nbytes % before.wanted.itemsize:
+        return None
+    gap = nbytes // before.wanted.itemsize
+    return before.cut(before.n_elements, gap) if before.continues_in(behind, gap) else None
 
 
 def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
@@ -202,8 +271,10 @@ def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
 def _together(first: Segment | None, second: Segment) -> Segment | None:
     """Join two ranges if the second follows the first in the same files; else None."""
     if isinstance(first, AverageRange) and isinstance(second, AverageRange):
-        is_next = first.cut(first.n_elements, second.n_elements) == second
-        return replace(first, n_elements=first.n_elements + second.n_elements) if is_next else None
+        n_elements = first.n_elements + second.n_elements
+        return (
+            AverageRange(first.parts, first.weights, n_elements, first.wanted) if first.continues_in(second) else None
+        )
     if not isinstance(first, CopyRange) or not isinstance(second, CopyRange):
         return None
     follows = first.file == second.file and first.offset + first.nbytes == second.offset
@@ -268,16 +339,24 @@ def cut_chunks(segments: Iterable[Segment], chunk_bytes: int) -> Iterator[Chunk]
 def _room(segment: Segment) -> int:
     if isinstance(segment, AverageRange):
         return sum(average_rooms(segment)) + round_up(segment.nbytes, PAGE_BYTES)
-    return _whole_pages(segment.offset, segment.nbytes) if isinstance(segment, CopyRange) else 0
+    return whole_pages(segment.offset, segment.nbytes) if isinstance(segment, CopyRange) else 0
 
 
-def _whole_pages(offset: int, nbytes: int) -> int:
+def whole_pages(offset: int, nbytes: int) -> int:
+    """Return the bytes of the pages that a range touches."""
     return round_up(offset + nbytes, PAGE_BYTES) - offset // PAGE_BYTES * PAGE_BYTES
 
 
 def average_rooms(segment: AverageRange) -> tuple[int, ...]:
-    """Return the buffer bytes that reading each part needs, in whole pages."""
-    return tuple(_whole_pages(part.offset, segment.n_elements * part.dtype.itemsize) for part in segment.parts)
+    """Return the buffer bytes that reading each part needs, in whole pages, and of strips putting them together."""
+    return tuple(sum(part_rooms(part, segment.n_elements)) for part in segment.parts)
+
+
+def part_rooms(part: ElementRange, n_elements: int) -> tuple[int, int]:
+    """Return the bytes for what is read, in whole pages, and for the rows that strips make."""
+    reads = part.reads(n_elements)
+    rows = round_up(sum(nbytes for *_, nbytes in reads), PAGE_BYTES) if part.strips else 0
+    return sum(whole_pages(offset, nbytes) for _, offset, nbytes in reads), rows
 
 
 def _cut(segment: Segment, chunk_bytes: int) -> Iterator[Segment]:
@@ -302,9 +381,17 @@ def _cut_copy(segment: CopyRange, chunk_bytes: int) -> Iterator[CopyRange]:
 
 def _cut_average(segment: AverageRange, chunk_bytes: int) -> Iterator[AverageRange]:
     """Cut so that all parts and the result fit; on page boundaries of the first part's file where that is possible."""
-    itemsizes = [*(part.dtype.itemsize for part in segment.parts), segment.wanted.itemsize]
-    rounding_bytes = 2 * PAGE_BYTES * len(itemsizes)
+    itemsizes = [part.dtype.itemsize for part in segment.parts for _ in range(2 if part.strips else 1)]
+    itemsizes.append(segment.wanted.itemsize)
+    n_rounded = 1 + sum(len(part.strips) + 1 for part in segment.parts)  # reads, rows of strips, and the result
+    rounding_bytes = 2 * PAGE_BYTES * n_rounded
+    # rows that a cut touches at both ends, read and put together
+    rounding_bytes += sum(4 * part.row_elements * part.dtype.itemsize for part in segment.parts)
     room = (buffer_bytes_for(chunk_bytes) - rounding_bytes) // sum(itemsizes)
+    if room < 1:
+        raise LimitError.of(
+            "memory.too-small", "--memory", f"a row of {len(segment.parts[0].strips)} strips needs more", "raise it"
+        )
     page = PAGE_BYTES // itemsizes[0]
     step = max(1, room // page * page or room)
     for start in range(0, segment.n_elements, step):

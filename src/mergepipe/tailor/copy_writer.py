@@ -26,20 +26,24 @@ from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, OperatorInp
 from mergepipe.operators.registry import operator_named
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.file_version import Digested
-from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import CHUNK_BYTES, OutputFile
 from mergepipe.storage.ranges import PAGE_BYTES, BufferPool, read_exact
+from mergepipe.tailor.checkpoint import gather_strips
 from mergepipe.tailor.copy_plan import (
     AverageRange,
     Checksum,
     Chunk,
     CopyRange,
+    ElementRange,
     FilePlan,
     Part,
     average_rooms,
     buffer_bytes_for,
     cut_chunks,
+    part_rooms,
+    whole_pages,
 )
 
 # --- cast elements between floating dtypes, rounding to nearest even, as optimizers cast master weights ---
@@ -132,22 +136,11 @@ class Copier:
         self._store = store
         self._on_advance = on_advance
 
-    def write(self, plan: FilePlan, path: Path) -> Digested:
-        """Write one file; see `write_all`."""
-        return self.write_all([(plan, path)])[0]
-
     def write_all(self, jobs: Sequence[tuple[FilePlan, Path]]) -> tuple[Digested, ...]:
         """Write the file that each plan describes at its path, durably; the next is read while one is written."""
         written: list[Digested] = []
-        with (
-            _Sources(self._store, [plan for plan, _ in jobs]) as sources,
-            ThreadPoolExecutor(self._readers(jobs), "mergepipe-tailor-read") as readers,
-            ThreadPoolExecutor(1, "mergepipe-tailor-write") as writer,
-        ):
-            chunk_bytes = _chunk_bytes([plan for plan, _ in jobs], self._room_bytes)
-            pool = BufferPool(buffer_bytes_for(chunk_bytes), min(self._room_bytes, _POOL_BYTES))
-            flow = _Flow(pool, readers, writer, sources, _Outputs(jobs, self._store.ledger))
-            for index, steps in groupby(flow.run(_steps(jobs, chunk_bytes)), key=lambda pair: pair[0].index):
+        with _Flow(self._store, jobs, self._room_bytes) as flow:
+            for index, steps in groupby(flow.run(), key=lambda pair: pair[0].index):
                 plan = jobs[index][0]
                 renewal = ChecksumRenewal(plan.checksums)
                 for _, views in steps:
@@ -155,11 +148,6 @@ class Copier:
                     self._on_advance(sum(view.size for view in views))
                 written.append(Digested(plan.name, plan.size_bytes, renewal.digest()))
         return tuple(written)
-
-    def _readers(self, jobs: Sequence[tuple[FilePlan, Path]]) -> int:
-        """The number of reading threads: what the source's store that serves most at once serves."""
-        files = {path for plan, _ in jobs for path in plan.source_files}
-        return max((self._store.terms(path).most_requests for path in files), default=1)
 
 
 def _chunk_bytes(plans: Sequence[FilePlan], room_bytes: int) -> int:
@@ -190,112 +178,80 @@ def _steps(jobs: Iterable[tuple[FilePlan, Path]], chunk_bytes: int) -> Iterator[
         yield _Step(index, current, is_last=True)
 
 
-class _Sources:
-    """The source files, each open from the first plan that needs it to the last. A context manager."""
+class _Flow:
+    """Reads chunks ahead, yields them in order, then writes them; buffers are recycled. A context manager.
 
-    def __init__(self, store: Store, plans: Sequence[FilePlan]) -> None:
+    A source file is open from the first plan that needs it to the last. An output file is made with its first bytes,
+    durable and closed after its last.
+    """
+
+    def __init__(self, store: Store, jobs: Sequence[tuple[FilePlan, Path]], room_bytes: int) -> None:
         self._store = store
-        self._paths = [plan.source_files for plan in plans]
-        self._last_use = {path: index for index, paths in enumerate(self._paths) for path in paths}
-        self._open: dict[Location, RangeFile] = {}
+        self._jobs = jobs
+        self._needed = [plan.source_files for plan, _ in jobs]
+        self._last_use = {path: index for index, paths in enumerate(self._needed) for path in paths}
+        self._files: dict[Location, RangeFile] = {}
+        self._output: OutputFile | None = None  # of the writing thread
+        chunk_bytes = _chunk_bytes([plan for plan, _ in jobs], room_bytes)
+        self._pool = BufferPool(buffer_bytes_for(chunk_bytes), min(room_bytes, _POOL_BYTES))
+        self._steps = _steps(jobs, chunk_bytes)
+        self._upcoming = next(self._steps, None)
+        n_readers = max((store.terms(path).most_requests for path in self._last_use), default=1)
+        self._readers = ThreadPoolExecutor(n_readers, "mergepipe-tailor-read")
+        self._writer = ThreadPoolExecutor(1, "mergepipe-tailor-write")
+        self._reads: deque[tuple[_Step, Future[list[Bytes]], Bytes]] = deque()
+        self._writes: deque[tuple[Future[None], Bytes]] = deque()
 
-    def __enter__(self) -> _Sources:
+    def __enter__(self) -> _Flow:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Wait until no thread uses a buffer or a file any more; a file that is not finished stays incomplete."""
+        self._readers.shutdown(cancel_futures=True)
+        self._writer.shutdown(cancel_futures=True)
         with ExitStack() as stack:
-            for file in self._open.values():
+            for file in self._files.values():
                 stack.callback(file.close)
-            self._open.clear()
+            if self._output is not None:
+                stack.push(self._output)
 
-    def of(self, index: int) -> Mapping[Location, RangeFile]:
-        """Return the open files of the plan with this index."""
-        for path in sorted(self._paths[index] - self._open.keys()):
-            allow_open_files(len(self._open))
-            self._open[path] = self._store.open(path, direct=True)
-        return {path: self._open[path] for path in self._paths[index]}
-
-    def close_after(self, index: int) -> None:
-        """Close the files that no later plan reads; reads for this plan must be complete."""
-        for path in self._paths[index]:
-            if self._last_use[path] == index:
-                self._open.pop(path).close()
-
-
-class _Outputs:
-    """The output files in their order: each is made with its first bytes, durable and closed after its last.
-
-    Used from one thread.
-    """
-
-    def __init__(self, jobs: Sequence[tuple[FilePlan, Path]], ledger: Ledger) -> None:
-        self._jobs = jobs
-        self._ledger = ledger
-        self._open: OutputFile | None = None
-
-    def append(self, step: _Step, views: Iterable[Bytes]) -> None:
-        if self._open is None:
-            plan, path = self._jobs[step.index]
-            self._open = OutputFile(path, plan.size_bytes, self._ledger)
-        for view in views:
-            self._open.append(view)
-        if step.is_last:
-            self._open.close()
-            self._open = None  # and its buffer with it
-
-    def abandon(self) -> None:
-        """Close the file that is open; it stays incomplete."""
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-            self._open = None
-
-
-class _Flow:
-    """Reads chunks ahead, yields them in order, then writes them; buffers are recycled."""
-
-    def __init__(
-        self,
-        pool: BufferPool,
-        readers: ThreadPoolExecutor,
-        writer: ThreadPoolExecutor,
-        sources: _Sources,
-        outputs: _Outputs,
-    ) -> None:
-        self._pool = pool
-        self._readers = readers
-        self._writer = writer
-        self._sources = sources
-        self._outputs = outputs
-        self._reads: deque[tuple[_Step, Future[list[Bytes]], Bytes]] = deque()
-        self._writes: deque[tuple[Future[None], Bytes]] = deque()
-        self._upcoming: _Step | None = None
-
-    def run(self, steps: Iterator[_Step]) -> Iterator[tuple[_Step, list[Bytes]]]:
+    def run(self) -> Iterator[tuple[_Step, list[Bytes]]]:
         """Yield the contents of each chunk for in-place changes; a chunk is written on the next step."""
-        try:
-            self._upcoming = next(steps, None)
-            self._read_ahead(steps, 0)
-            while self._reads:
-                step, reading, buffer = self._reads.popleft()
-                views = reading.result()
-                yield step, views
-                self._writes.append((self._writer.submit(self._outputs.append, step, views), buffer))
-                if step.is_last:
-                    self._sources.close_after(step.index)
-                self._collect(at_most=self._pool.limit // 2)
-                self._read_ahead(steps, step.index)
-            self._collect(at_most=0)
-        finally:
-            self._settle()
+        self._read_ahead(0)
+        while self._reads:
+            step, reading, buffer = self._reads.popleft()
+            views = reading.result()
+            yield step, views
+            self._writes.append((self._writer.submit(self._append, step, views), buffer))
+            if step.is_last:
+                for path in self._needed[step.index]:
+                    if self._last_use[path] == step.index:
+                        self._files.pop(path).close()
+            self._collect(at_most=self._pool.limit // 2)
+            self._read_ahead(step.index)
+        self._collect(at_most=0)
 
-    def _read_ahead(self, steps: Iterator[_Step], current: int) -> None:
+    def _read_ahead(self, current: int) -> None:
         while (step := self._upcoming) is not None and step.index <= current + _FILES_AHEAD:
-            files = self._sources.of(step.index)
+            for path in sorted(self._needed[step.index] - self._files.keys()):
+                allow_open_files(len(self._files))
+                self._files[path] = self._store.open(path, direct=True)
             buffer = self._pool.take()
             if buffer is None:
                 return
+            files = {path: self._files[path] for path in self._needed[step.index]}
             self._reads.append((step, self._readers.submit(_fill, step.chunk, buffer, files), buffer))
-            self._upcoming = next(steps, None)
+            self._upcoming = next(self._steps, None)
+
+    def _append(self, step: _Step, views: Iterable[Bytes]) -> None:
+        if self._output is None:
+            plan, path = self._jobs[step.index]
+            self._output = OutputFile(path, plan.size_bytes, self._store.ledger)
+        for view in views:
+            self._output.append(view)
+        if step.is_last:
+            self._output.close()
+            self._output = None  # and its buffer with it
 
     def _collect(self, *, at_most: int) -> None:
         """Collect the buffers of finished writes; wait until at most `at_most` are pending."""
@@ -303,14 +259,6 @@ class _Flow:
             writing, buffer = self._writes.popleft()
             self._pool.give_back(buffer)
             writing.result()
-
-    def _settle(self) -> None:
-        """After a failure, wait for pending reads and writes, so that no thread uses a buffer any more."""
-        pending: list[Future[Any]] = [reading for _, reading, _ in self._reads]
-        for waiting in (*pending, *(writing for writing, _ in self._writes)):
-            if not waiting.cancel():
-                waiting.exception()
-        self._outputs.abandon()
 
 
 def _fill(chunk: Chunk, buffer: Bytes, files: Mapping[Location, RangeFile]) -> list[Bytes]:
@@ -337,14 +285,12 @@ def _average(segment: AverageRange, room: Bytes, files: Mapping[Location, RangeF
     """
     if len(segment.parts) == 1:
         (part,) = segment.parts
-        stop = part.offset + segment.n_elements * part.dtype.itemsize
-        raw = read_exact(files[part.file], part.offset, stop, Purpose.EXPERT, room)
+        _, raw = _read_part(part, segment.n_elements, room, files)
         return cast_bytes(raw, part.dtype, segment.wanted, part.file, in_place=True)
     offsets, start = [], 0
     for part, nbytes in zip(segment.parts, average_rooms(segment), strict=True):
-        stop = part.offset + segment.n_elements * part.dtype.itemsize
-        read_exact(files[part.file], part.offset, stop, Purpose.EXPERT, room[start : start + nbytes])
-        offsets.append(start + part.offset % files[part.file].alignment)
+        offset, _ = _read_part(part, segment.n_elements, room[start : start + nbytes], files)
+        offsets.append(start + offset)
         start += nbytes
     codes = [part.dtype.kernel_code for part in segment.parts]
     experts_E = np.arange(len(codes) - 1)
@@ -354,6 +300,26 @@ def _average(segment: AverageRange, room: Bytes, files: Mapping[Location, RangeF
     )  # fmt: skip
     _averaging(segment.weights)(block)
     return room[start : start + segment.nbytes]
+
+
+def _read_part(
+    part: ElementRange, n_elements: int, room: Bytes, files: Mapping[Location, RangeFile]
+) -> tuple[int, Bytes]:
+    """Read the elements of one file, or of strips of several, into the room; return them and where they begin there."""
+    read_bytes, _ = part_rooms(part, n_elements)
+    done = 0
+
+    def read(path: Location, start: int, stop: int) -> Bytes:
+        nonlocal done
+        place, done = done, done + whole_pages(start, stop - start)
+        return read_exact(files[path], start, stop, Purpose.EXPERT, room[place:done])
+
+    if not part.strips:
+        stop = part.offset + n_elements * part.dtype.itemsize
+        return part.offset % files[part.file].alignment, read(part.file, part.offset, stop)
+    rows = room[read_bytes:]
+    raw = gather_strips(part.strips, part.dtype.itemsize, part.first, n_elements, read, rows)
+    return read_bytes + part.first % part.row_elements * part.dtype.itemsize, raw
 
 
 @lru_cache(maxsize=8)

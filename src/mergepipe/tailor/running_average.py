@@ -19,19 +19,19 @@ from mergepipe.recipes.yaml_source import parse_yaml
 from mergepipe.snapshots.composite import CompositeManifest, read_composite
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
-from mergepipe.tailor.average_recipe import (
+from mergepipe.tailor.averaging import Averaging, check_whole, publish_average, views_of
+from mergepipe.tailor.checkpoint import WEIGHT, StoredState, TrainingCheckpoint
+from mergepipe.tailor.composition import check_out, check_same_run
+from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT
+from mergepipe.tailor.formats.registry import open_source_checkpoint
+from mergepipe.tailor.recipes import (
     AVERAGE_KEY,
     DEFAULT_ALPHA,
     AverageRequest,
     normalised,
     scheme_weights,
 )
-from mergepipe.tailor.averaging import Averaging, check_whole, model_names, publish_average
-from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, TrainingCheckpoint
-from mergepipe.tailor.composition import check_out, check_same_run
-from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT, weight_state
 from mergepipe.tailor.saving.frameworks import current_ranks, trainer_callback_base
-from mergepipe.tailor.sources import open_source_checkpoint
 
 
 class Averager:
@@ -146,8 +146,8 @@ class Averager:
         check_out(self._out, [newest.path], options)
         weights = self._weights(len(done) + 1)
         request = AverageRequest((newest.path,), dtype=F32, config=self._config)
-        names = model_names(store, newest, self._config)
-        averaging = Averaging(store, request, (newest,), (1.0,), names)
+        views, notice = views_of(store, newest, self._config)
+        averaging = Averaging(store, request, (newest,), (1.0,), views, notice)
         check_whole(averaging, newest)
         if done:
             running = self._running(averaging, done[-1])
@@ -182,25 +182,20 @@ class Averager:
         return record
 
     def _running(self, averaging: Averaging, step: int) -> TrainingCheckpoint:
-        """Open the average so far as a checkpoint with the stored names and kinds of the newest."""
+        """Open the average so far as a checkpoint with the model's names."""
         newest, tensors = averaging.newest, open_checkpoint(averaging.store, self._out).tensors
-        states, untrained = {}, {}
-        for name, stored in averaging.names.items():
-            tensor, shape = tensors.get(name), averaging.shapes[stored]
-            if tensor is None or len(tensors) != len(averaging.names) or tensor.shape != shape:
+        states = {}
+        for name, view in averaging.views.items():
+            tensor, shape = tensors.get(name), view.shape or averaging.shapes[view.stored]
+            if tensor is None or len(tensors) != len(averaging.views) or tensor.shape != shape:
                 held = f"shape {tensor.shape}" if tensor is not None else f"not among the {len(tensors)} averaged"
                 raise MismatchError.of(
                     "checkpoint.mismatch", newest.path, f"{name} has shape {shape}, in {self._out}: {held}",
                     "an average takes checkpoints of one model",
                 )  # fmt: skip
             (entry,) = tensor.stored
-            if stored in newest.untrained:
-                untrained[stored] = weight_state(entry, WEIGHT)
-            else:
-                states.update({(stored, kind): weight_state(entry, kind) for kind in (FP32, WEIGHT, EXPORT)})
-        return replace(
-            newest, path=self._out, root=self._out, format=WEIGHTS_FORMAT, step=step, states=states, untrained=untrained
-        )
+            states[name, WEIGHT] = StoredState.whole(name, WEIGHT, entry)
+        return replace(newest, path=self._out, root=self._out, format=WEIGHTS_FORMAT, step=step, states=states)
 
 
 def _recipe(record: CompositeManifest | None, checkpoint: Location, weights: tuple[float, ...]) -> str:

@@ -18,7 +18,7 @@ from mergepipe.tailor.assignment import (
     pickled_counters,
     staleness_of,
 )
-from mergepipe.tailor.checkpoint import FP32, WEIGHT
+from mergepipe.tailor.checkpoint import FP32, WEIGHT, list_skeleton
 from mergepipe.tailor.composition_plan import (
     CompositionPlan,
     PatchCollector,
@@ -41,7 +41,6 @@ from mergepipe.tailor.formats.universal import (
     STEP_NAME,
     UNIVERSAL_FORMAT,
 )
-from mergepipe.tailor.sources import list_skeleton
 
 _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups")
 _STEM = "archive"

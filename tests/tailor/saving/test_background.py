@@ -15,7 +15,7 @@ from test_partial_run import at_step, known_bytes, save, save_on, stored
 from mergepipe.errors import StorageError
 from mergepipe.tailor.formats.partial import ShardFile
 from mergepipe.tailor.saving import partial_run
-from mergepipe.tailor.saving.engine_view import EngineView, LocalShard, Ranks, SingleRank
+from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks, SingleRank
 from mergepipe.tailor.saving.partial_run import BackgroundWriter, PartialJob, PartialRun
 from mergepipe.tailor.saving.save_log import SaveRecord, read_journal
 from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Schedule

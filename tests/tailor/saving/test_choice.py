@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import LimitError, RecipeError
+from mergepipe.tailor.saving.frameworks import SingleRank
 from mergepipe.tailor.saving.unit_choice import (
+    ChangeTracker,
     LatestChanged,
     Schedule,
     Situation,
@@ -17,6 +21,8 @@ from mergepipe.tailor.saving.unit_choice import (
     choose_units,
 )
 from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
+from support.engine_views import known_view
+from support.training_trees import known_states
 
 
 def model(n_layers: int) -> tuple[Unit, ...]:
@@ -114,3 +120,30 @@ def test_latest_changed__refuses_a_budget_that_starves_a_unit() -> None:
     situation = Situation((EMBED, NORM), 0, {EMBED: 1.0, NORM: 1.0}, {}, {EMBED: 100, NORM: 1})
     with pytest.raises(LimitError, match="embed: needs 100 bytes, each save may take 99"):
         choose_units(LatestChanged(99), situation)
+
+
+def test_changes__important_weighs_each_change_by_its_second_moment() -> None:
+    """Layer 0 moves most against its norm, layer 1 most where gradients are large; what has no moments counts once."""
+    shapes = {f"model.layers.{n}.w": (2000,) for n in range(3)}
+    before = known_states(shapes, seed=1)
+    arrays = dict(before.arrays)
+    generator = np.random.default_rng(3)
+    for n, (change, square) in enumerate([(1e-2, 1e-8), (1e-3, 1e-2), (1e-3, 1e-4)]):
+        name = f"model.layers.{n}.w"
+        moved = before.arrays[name, "fp32"] + change * generator.standard_normal(2000).astype(np.float32)
+        arrays[name, "fp32"] = arrays[name, "weight"] = moved
+        arrays[name, "exp_avg_sq"] = np.full(2000, square, np.float32) * generator.random(2000, np.float32)
+    after = replace(before, arrays=arrays)
+    tracker, ranks, units = ChangeTracker(2000), SingleRank(), tuple(layer(n) for n in range(3))
+    tracker.remember(tracker.samples(known_view(before), units))
+    for strategy, wanted in ((LatestChanged(9), layer(0)), (LatestChanged(9, "important"), layer(1))):
+        changes = tracker.changes(known_view(after), ranks, strategy.measure)
+        situation = Situation(units, 1, changes, dict.fromkeys(units, 1), dict.fromkeys(units, 9))
+        assert choose_units(strategy, situation) == (wanted,)
+    found = tracker.changes(known_view(after), ranks, "important")
+    for n, unit in enumerate(units):
+        name = f"model.layers.{n}.w"
+        delta = after.arrays[name, "fp32"].astype(float) - before.arrays[name, "fp32"]
+        assert found[unit] == pytest.approx(math.sqrt(np.mean(after.arrays[name, "exp_avg_sq"] * delta**2)), rel=1e-6)
+    with pytest.raises(RecipeError, match="'importance' is not known; did you mean 'important'"):
+        LatestChanged(9, "importance")

@@ -21,7 +21,7 @@ from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.formats.hf_trainer import HF_FORMAT
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.run_recipes import composition_from_log_file
-from mergepipe.tailor.saving.save_log import LOG_NAME, PAPER_LOG_NAME, read_journal
+from mergepipe.tailor.saving.save_log import LOG_NAME, read_journal
 from support.adam_steps import step_of
 
 pytestmark = pytest.mark.slow
@@ -139,18 +139,12 @@ def test_partial_saving__fits_its_full_checkpoint(trained: tuple[str, Path]) -> 
 
 
 @needs_frameworks
-def test_partial_saving__is_composed_from_either_log(trained: tuple[str, Path]) -> None:
+def test_partial_saving__is_composed_from_the_log(trained: tuple[str, Path]) -> None:
     run = trained[1] / "run"
     units = read_journal(run).records[0].model_units
     found = composition_from_log_file(LocalStore(), Location.local(run / LOG_NAME), Location.local(run), 6)
     assert {s.step for s in found.sources} == {4, 6}
     assert [s.unit for s in found.sources] == sorted(units)
-    assert (
-        composition_from_log_file(
-            LocalStore(), Location.local(run / PAPER_LOG_NAME), Location.local(run), 6, units=units
-        ).sources
-        == found.sources
-    )
 
 
 @needs_frameworks
@@ -204,7 +198,7 @@ def test_partial_saving__killed_in_the_middle_leaves_what_was_saved_before(
     assert (tmp_path / "truth-6.npz").is_file()  # it came as far as the save it died in
     visible = sorted(path.name for path in run.iterdir() if not path.name.startswith("."))
     full = "full-2" if kind == "fsdp2" else "checkpoint-2"
-    assert visible == sorted([full, PAPER_LOG_NAME, "partial-4", LOG_NAME])
+    assert visible == sorted([full, "partial-4", LOG_NAME])
     hidden = list(run.glob(".partial-6.*"))  # swept away by the next save of that step
     assert len(hidden) == 1 or (place == "shard" and not hidden)  # if rank 0 lived on, it cleaned up
     record = read_journal(run).records[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,9 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.run_recipes import composition_from_log_file
-from mergepipe.tailor.saving.engine_view import EngineView, LocalShard, Ranks, SingleRank
+from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks, SingleRank
 from mergepipe.tailor.saving.partial_run import PartialJob, PartialRun, no_extra_files, write_partial
-from mergepipe.tailor.saving.save_log import LOG_NAME, PAPER_LOG_NAME, SaveRecord, read_journal
+from mergepipe.tailor.saving.save_log import LOG_NAME, SaveRecord, read_journal
 from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Schedule, Strategy
 from mergepipe.tailor.selection import LM_HEAD, Unit, layer
 from support.engine_views import known_view, on_ranks
@@ -69,11 +68,9 @@ def test_save__first_all_units_then_those_whose_turn_it_is(tmp_path: Path, world
         assert {s.value for s in open_training_checkpoint(LocalStore(), Location.local(folder)).steps} == {record.step}
 
 
-def test_save__writes_both_logs(tmp_path: Path) -> None:
+def test_save__is_logged(tmp_path: Path) -> None:
     records = save_on(2, tmp_path, 2, 4)
     assert read_journal(tmp_path).records == tuple(records)
-    paper = [json.loads(line) for line in (tmp_path / PAPER_LOG_NAME).read_text().splitlines()]
-    assert paper == [{"step": 2, "flag": [0, 1, 2, 3, 4, 5, 6]}, {"step": 4, "flag": [1, 3, 6]}]
 
 
 def test_save__is_composed_from_its_own_log(tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ from mergepipe.core.units import format_bytes, format_seconds, plural
 if TYPE_CHECKING:
     from mergepipe.core.strict_json import JsonValue
     from mergepipe.snapshots.composite import AverageRecord, UnitStaleness
-    from mergepipe.tailor.checkpoint_diff import Change, DiffReport
     from mergepipe.tailor.composition import CompositionReport
-    from mergepipe.tailor.inspect import CheckpointReport, InspectReport, UnitReport
+    from mergepipe.tailor.reports import Change, CheckpointReport, DiffReport, InspectReport, UnitReport
 
 _STALE_NOTE = (
     "Old weights raise the loss after resuming; old optimizer moments hardly do. A small model early in training "
@@ -86,6 +85,7 @@ def _averaged(report: CompositionReport, average: AverageRecord) -> list[str]:
         "",
         *([f"weights     {average.scheme}"] if len(rows) > 2 else []),
         f"makes       {made.get(average.optimizer, 'a checkpoint, with averaged moments')}",
+        *(f"note        {notice}" for notice in plan.notices),
         *([f"lacks       {CONFIG_NAME}, which loaders need: give --config DIR"] if needs_config else []),
         f"writes      {format_bytes(plan.output_bytes)} in {plural(len(plan.files), 'file')}, "
         f"reads {format_bytes(plan.read_bytes)}",
@@ -129,6 +129,7 @@ def composition_json(report: CompositionReport) -> str:
         "files": len(plan.files),
         "seconds": round(report.seconds, 3),
         "units": encode(plan.staleness),
+        **({"notices": list(plan.notices)} if plan.notices else {}),
     }
     if report.average is not None:
         checkpoints = zip(plan.assignment.sources, report.average.weights, strict=True)

@@ -20,7 +20,6 @@ from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXP_AVG_SQ, WEIGHT, StateReader, StoredState
 from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.copy_writer import values_of
-from mergepipe.tailor.formats.hf_trainer import weight_state
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 
 _SPAN_ELEMENTS = 4 << 20  # read at once: 16 MiB, and as much again for each step of the sum
@@ -48,7 +47,7 @@ def read_importance(store: Store, path: Location, tasks: Sequence[MergeTask]) ->
 
 def _totals(store: Store, path: Location, tasks: Sequence[MergeTask]) -> dict[str, float]:
     states = _second_moments(store, path) or {
-        entry.name: weight_state(entry, WEIGHT)
+        entry.name: StoredState.whole(entry.name, WEIGHT, entry)
         for entry in open_checkpoint(store, path).tensors.values()
         if isinstance(entry, TensorEntry)
     }

@@ -5,61 +5,37 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
+from mergepipe.checkpoints.inert_values import PickledTensor
+from mergepipe.checkpoints.torch_file import TorchArchive
+from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import Framework, TrainingCheckpoint
+from mergepipe.tailor.checkpoint import AdamStep, Framework, Piece, TrainingCheckpoint
+from mergepipe.tailor.formats.pickle_node import Node, PicklePath, read_scalar
 
 # --- the contract of training formats: how a directory is recognised and opened ---
 
 
-class CheckpointKind(Protocol):
-    """A kind of directory that opens as a training checkpoint."""
+@dataclass(frozen=True, slots=True)
+class TrainingFormat:
+    """A framework's layout of training state. `TrainingCheckpoint.format` is its name.
 
-    @property
-    def looked_for(self) -> str:
-        """Return the files that a directory of this kind is recognised by, for the message about an unknown one."""
-        ...
+    `recognise` tells by the names in a directory, no file is read, or by the path being a file. `open` takes where the
+    checkpoint will lie, too, and raises as `open_training_checkpoint`. `looked_for` are the files that it is recognised
+    by, for the message about an unknown directory. `state_file` holds the state of the run: of partial checkpoints
+    only those with it can resume, under `partial_frameworks`. `records_step` says whether the step is recorded in a
+    place of its own, not only in the newest counter.
+    """
 
-    def recognise(self, store: Store, path: Location) -> bool:
-        """Whether the directory is of this kind: by its names alone, no file is read.
-
-        Raises:
-            UnsupportedError: it is one that this version does not read; the message says why.
-        """
-        ...
-
-    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
-        """Open a directory that is of this kind; `home` is where it will lie.
-
-        Raises:
-            MergePipeError: see `open_training_checkpoint`.
-        """
-        ...
-
-
-class TrainingFormat(CheckpointKind, Protocol):
-    """A framework's layout of training state. `TrainingCheckpoint.format` is its name."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def state_file(self) -> str:
-        """The file that holds the state of the run; of partial checkpoints only those with it can resume."""
-        ...
-
-    @property
-    def records_step(self) -> bool:
-        """Whether the step is recorded in a place of its own, not only in the newest counter."""
-        ...
-
-    @property
-    def partial_frameworks(self) -> frozenset[Framework]:
-        """The frameworks that resume from what a partial checkpoint with `state_file` holds."""
-        ...
+    name: str
+    looked_for: str
+    recognise: Callable[[Store, Location], bool]
+    open: Callable[[Store, Location, Location], TrainingCheckpoint]
+    state_file: str = ""
+    records_step: bool = False
+    partial_frameworks: frozenset[Framework] = frozenset()
 
 
 # --- checkpoints that are recognised and not read: each is refused by its name ---
@@ -74,16 +50,13 @@ class ForeignFormat:
     hint: str
 
 
-_CONVERT = "convert it to a Hugging Face or torch DCP checkpoint with its own tools"
-_MEGATRON_FOLDER = re.compile(r"iter_\d{7}|mp_rank_\d{2}(_\d{3}){0,2}", re.ASCII)
+_MEGATRON_RANK = re.compile(r"mp_rank_\d{2}(_\d{3}){0,2}", re.ASCII)
 _FOREIGN = (
-    ForeignFormat("a Megatron distributed checkpoint", lambda names: {"common.pt", "metadata.json"} <= names, _CONVERT),
     ForeignFormat(
-        "a Megatron checkpoint",
-        lambda names: "model_optim_rng.pt" in names or any(map(_MEGATRON_FOLDER.fullmatch, names)),
-        _CONVERT,
+        "a Megatron checkpoint of its format `torch`",
+        lambda names: "model_optim_rng.pt" in names or any(map(_MEGATRON_RANK.fullmatch, names)),
+        "convert it to torch_dist or to a Hugging Face model with Megatron's own tools",
     ),
-    ForeignFormat("a NeMo checkpoint", lambda names: {"context", "weights"} <= names, _CONVERT),
     ForeignFormat(
         "an FSDP checkpoint of Accelerate with a file for each rank",
         lambda names: bool({"pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_0_rank0.bin"} & names),
@@ -92,29 +65,16 @@ _FOREIGN = (
 )  # fmt: skip
 
 
-class ForeignKind:
-    """Recognises directories of other programs, so that the refusal says whose they are."""
+def refuse_foreign(store: Store, path: Location) -> None:
+    """Refuse a directory of another program's format that is not read, and say whose it is.
 
-    __slots__ = ()
-    looked_for: ClassVar[str] = ""
-
-    def recognise(self, store: Store, path: Location) -> bool:
-        """Refuse a directory of a format that is not read; any other is left to the formats that are.
-
-        Raises:
-            UnsupportedError: `checkpoint.unsupported`.
-        """
-        names = frozenset(entry.name for entry in store.list(path))
-        foreign = next((candidate for candidate in _FOREIGN if candidate.is_shown_by(names)), None)
-        if foreign is not None:
-            raise UnsupportedError.of(
-                "checkpoint.unsupported", path, f"is {foreign.name}, which is not read", foreign.hint
-            )
-        return False
-
-    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
-        """Nothing is recognised that could be opened."""
-        raise AssertionError(f"{path} is of no format that opens")
+    Raises:
+        UnsupportedError: `checkpoint.unsupported`.
+    """
+    names = frozenset(entry.name for entry in store.list(path))
+    foreign = next((candidate for candidate in _FOREIGN if candidate.is_shown_by(names)), None)
+    if foreign is not None:
+        raise UnsupportedError.of("checkpoint.unsupported", path, f"is {foreign.name}, which is not read", foreign.hint)
 
 
 # --- weights alone, as `save_only_model` leaves them ---
@@ -130,7 +90,7 @@ def step_of_name(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-# --- optimizers
+# --- what optimizers keep
 
 _FOREIGN_STATES = {
     "exp_avg_sq_row": "Adafactor", "exp_avg_sq_col": "Adafactor", "qmap1": "an 8-bit optimizer",
@@ -150,3 +110,17 @@ def refuse_foreign_states(kinds: frozenset[str], where: object) -> None:
             "checkpoint.unsupported", where, f"holds the state {kind!r} of {_FOREIGN_STATES[kind]}",
             "only optimizers whose states have their parameter's shape are composed, as AdamW",
         )  # fmt: skip
+
+
+def read_counter(
+    store: Store, archive: TorchArchive, node: Node, path: PicklePath, parameters: tuple[str, ...] = ()
+) -> AdamStep:
+    """Read the step counter at `path` of an archive's pickle: a number there, or a tensor of one element."""
+    if not isinstance(node.value, PickledTensor):
+        return AdamStep(float(node.integer()), parameters, DTYPES["I64"], entries=((archive.file, path),))
+    tensor = archive.locate(node.value, node.path)
+    if tensor.n_elements != 1:
+        raise node.error(f"a step counter has shape {tensor.shape}")
+    value = read_scalar(store, tensor.file, tensor.offset, tensor.dtype)
+    cell = Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, 1))
+    return AdamStep(value, parameters, tensor.dtype, (cell,))

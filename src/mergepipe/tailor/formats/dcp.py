@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from types import MappingProxyType
-from typing import ClassVar
+from itertools import accumulate, pairwise
 
 from mergepipe.checkpoints.directory import is_plain_name
 from mergepipe.checkpoints.inert_pickle import load_inert
@@ -20,6 +18,7 @@ from mergepipe.errors import CorruptError, MismatchError, NotFoundError, Unsuppo
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import PICKLE_BYTES
 from mergepipe.storage.location import Location
+from mergepipe.tailor.archives import Size
 from mergepipe.tailor.checkpoint import (
     WEIGHT,
     AdamStep,
@@ -27,12 +26,12 @@ from mergepipe.tailor.checkpoint import (
     Packing,
     Piece,
     StoredState,
+    Strip,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import NO_OPTIMIZER, refuse_foreign_states, step_of_name
+from mergepipe.tailor.formats.contract import NO_OPTIMIZER, TrainingFormat, refuse_foreign_states, step_of_name
 from mergepipe.tailor.formats.pickle_node import Node, read_scalar
 from mergepipe.tailor.selection import model_units
-from mergepipe.tailor.torch_writer import Size
 
 # --- the metadata of torch DCP directories as inert values that are changed and written back ---
 
@@ -132,6 +131,7 @@ _NAME_LIMIT = 200
 _STATE_KEY = re.compile(r"(?:|.*?\.)state\.(?P<name>.+)\.(?P<kind>[a-z_]+)", re.ASCII)
 _ELEMENTS = "/data/0"
 _LEAST_TIED_DIMENSIONS = 2
+_METADATA_KINDS = ("Metadata", "MCoreMetadata")  # the second is Megatron's
 _FILE_NAME = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)
 
 
@@ -177,8 +177,8 @@ def dcp_checkpoint(
     """Make the checkpoint of a state dict's tensors, of one directory or of several. Raises as `read_dcp`."""
     tensors = {tensor.key: tensor for tensor in described}
     optimizer, weights = _classify(tensors, folder)
-    states = {(name, WEIGHT): _state(tensor, name, WEIGHT) for name, tensor in weights.items()}
-    states |= {(n, k): _state(t, n, k) for (n, k), t in optimizer.items() if k != "step"}
+    states = {(name, WEIGHT): tensor_state(tensor, name, WEIGHT) for name, tensor in weights.items()}
+    states |= {(n, k): tensor_state(t, n, k) for (n, k), t in optimizer.items() if k != "step"}
     steps = tuple(_step(store, name, tensor) for (name, kind), tensor in optimizer.items() if kind == "step")
     tied = dict(_aliases(store, weights, frozenset(name for name, _ in optimizer)))
     parameters = {name: tensor.shape for name, tensor in weights.items() if name not in tied}
@@ -190,32 +190,46 @@ def dcp_checkpoint(
         path=folder,
         root=folder,
         format=DCP_FORMAT,
-        framework=Framework.TORCH,
-        stage=None,
-        world_size=len({m[1] for f in files if (m := _FILE_NAME.fullmatch(f.name))}) or 1,
+        world_size=count_writers(files),
         step=int(max((s.value for s in steps), default=step_of_name((home or folder).name) or 0)),
         units=model_units(parameters, tied),
-        parameters=MappingProxyType(parameters),
-        states=MappingProxyType(states),
+        parameters=parameters,
+        states=states,
         steps=steps,
         missing=tuple(missing),
         has_state=bool(optimizer),
     )
 
 
+def count_writers(files: Iterable[Location]) -> int:
+    """Count the ranks that wrote some files, one at least."""
+    return len({match[1] for file in files if (match := _FILE_NAME.fullmatch(file.name))}) or 1
+
+
 def unpack_piece(store: Store, piece: Piece, dtype: DType) -> Piece:
-    """Find the elements inside a packed piece."""
-    where = f"{piece.file} [{piece.offset}, {piece.offset + piece.nbytes})"
-    archive = read_torch_zip(store, piece.file, Window(piece.file, piece.offset, piece.nbytes))
+    """Find the elements inside a packed piece, or those of its strips."""
+    if not piece.strips:
+        offset, nbytes = _unpacked(store, piece, piece.span.n_elements, dtype)
+        return replace(piece, offset=offset, nbytes=nbytes, packing=Packing.RAW)
+    rows = piece.span.n_elements // sum(strip.width for strip in piece.strips)
+    located = [(strip, *_unpacked(store, strip, rows * strip.width, dtype)) for strip in piece.strips]
+    strips = tuple(replace(strip, offset=offset, nbytes=nbytes) for strip, offset, nbytes in located)
+    return Piece(strips[0].file, strips[0].offset, strips[0].nbytes, piece.span, strips=strips)
+
+
+def _unpacked(store: Store, packed: Piece | Strip, n_elements: int, dtype: DType) -> tuple[int, int]:
+    """Find the offset and the bytes of the elements that an archive holds."""
+    where = f"{packed.file} [{packed.offset}, {packed.offset + packed.nbytes})"
+    archive = read_torch_zip(store, packed.file, Window(packed.file, packed.offset, packed.nbytes))
     if not isinstance(archive.root, PickledTensor):
         raise CorruptError.of("checkpoint.damaged", where, "the archive does not hold a tensor")
     tensor = archive.locate(archive.root, "the tensor")
-    if tensor.dtype != dtype or tensor.n_elements != piece.span.n_elements:
+    if tensor.dtype != dtype or tensor.n_elements != n_elements:
         raise CorruptError.of(
             "checkpoint.damaged", where,
-            f"{tensor.n_elements} elements of {tensor.dtype.name}, not {piece.span.n_elements} of {dtype.name}",
+            f"{tensor.n_elements} elements of {tensor.dtype.name}, not {n_elements} of {dtype.name}",
         )  # fmt: skip
-    return replace(piece, offset=tensor.offset, nbytes=tensor.nbytes, packing=Packing.RAW)
+    return tensor.offset, tensor.nbytes
 
 
 def _read_metadata(store: Store, folder: Location) -> Node:
@@ -223,7 +237,8 @@ def _read_metadata(store: Store, folder: Location) -> Node:
     if not is_file(store, path):
         raise NotFoundError.of("checkpoint.incomplete", folder, "there is no .metadata file")
     root = load_inert(store.read_small(path, PICKLE_BYTES), str(path))
-    return Node(root, str(path)).fields("Metadata")
+    name = root.kind.name if isinstance(root, Record) else ""
+    return Node(root, str(path)).fields(name if name in _METADATA_KINDS else "Metadata")
 
 
 def _tensors(metadata: Node, folder: Location) -> Iterator[DcpTensor]:
@@ -373,28 +388,48 @@ def _checksums(store: Store, tensor: DcpTensor) -> dict[tuple[int, ...], int]:
     return checksums
 
 
-def _state(tensor: DcpTensor, name: str, kind: str) -> StoredState:
-    """The chunks of a tensor as pieces, in the order of their elements."""
-    pieces = sorted((_piece(tensor, c) for c in tensor.chunks if element_count(c.sizes)), key=lambda p: p.span.start)
+def tensor_state(tensor: DcpTensor, name: str, kind: str) -> StoredState:
+    """Make the state of a tensor, its pieces in the order of their elements."""
+    pieces = sorted(_pieces(tensor), key=lambda p: p.span.start)
     for a, b in pairwise(pieces):
         if b.span.start < a.span.stop:
             raise CorruptError.of("checkpoint.damaged", tensor.key, f"chunks overlap at element {b.span.start}")
     return StoredState(name, kind, tensor.dtype, tensor.shape, tuple(pieces))
 
 
-def _piece(tensor: DcpTensor, chunk: _Chunk) -> Piece:
-    """A chunk that is a run of elements: whole in every dimension but the first that is longer than one."""
-    first = next((i for i, size in enumerate(chunk.sizes) if size != 1), len(chunk.sizes))
-    if chunk.sizes[first + 1 :] != tensor.shape[first + 1 :]:
-        raise UnsupportedError.of(
-            "checkpoint.unsupported", tensor.key, f"a chunk of {chunk.sizes} of {tensor.shape} is not a run of rows",
-            "only sharding along the first dimension is read (FSDP2 without tensor parallelism)",
-        )  # fmt: skip
-    start = 0
-    for offset, length in zip(chunk.offsets, tensor.shape, strict=True):
-        start = start * length + offset
-    span = Span(start, start + element_count(chunk.sizes))
-    return Piece(chunk.file, chunk.offset, chunk.nbytes, span, Packing.TORCH_ZIP)
+def _pieces(tensor: DcpTensor) -> Iterator[Piece]:
+    """Yield runs of elements, and rows of which several chunks hold a strip each; incomplete rows are left out."""
+    shape = tensor.shape
+    strips: dict[tuple[Span, int], dict[int, Strip]] = {}
+    for chunk in tensor.chunks:
+        sizes, start = chunk.sizes, 0
+        if not element_count(sizes):
+            continue
+        for offset, length in zip(chunk.offsets, shape, strict=True):
+            start = start * length + offset
+        long = next((place for place, size in enumerate(sizes) if size != 1), len(sizes))
+        cut = max((place for place, size in enumerate(sizes) if size != shape[place]), default=0)
+        if long >= cut:
+            span = Span(start, start + element_count(sizes))
+            yield Piece(chunk.file, chunk.offset, chunk.nbytes, span, Packing.TORCH_ZIP)
+            continue
+        if sizes[long + 1 : cut] != shape[long + 1 : cut]:
+            raise UnsupportedError.of(
+                "checkpoint.unsupported", tensor.key, f"a chunk of {sizes} of {shape} is no run of rows or columns",
+                "only grids of rows and columns are read (FSDP2, tensor parallelism)",
+            )  # fmt: skip
+        inner = element_count(shape[cut + 1 :])
+        column, row = chunk.offsets[cut] * inner, shape[cut] * inner
+        rows = Span(start - column, start - column + element_count(sizes[long:cut]) * row)
+        strips.setdefault((rows, row), {})[column] = Strip(chunk.file, chunk.offset, chunk.nbytes, sizes[cut] * inner)
+    for (rows, row), by_column in strips.items():
+        ordered = tuple(by_column[column] for column in sorted(by_column))
+        ends = [0, *accumulate(strip.width for strip in ordered)]
+        if any(end > column for end, column in zip(ends, sorted(by_column), strict=False)):
+            raise CorruptError.of("checkpoint.damaged", tensor.key, f"chunks overlap in rows from {rows.start} on")
+        if ends[-1] == row:
+            first = ordered[0]
+            yield Piece(first.file, first.offset, first.nbytes, rows, Packing.TORCH_ZIP, ordered)
 
 
 def _step(store: Store, name: str, tensor: DcpTensor) -> AdamStep:
@@ -406,20 +441,11 @@ def _step(store: Store, name: str, tensor: DcpTensor) -> AdamStep:
     return AdamStep(read_scalar(store, inside.file, inside.offset, tensor.dtype), (name,), tensor.dtype, (packed,))
 
 
-class DcpFormat:
-    """torch.distributed.checkpoint: metadata names the file and place of every chunk."""
-
-    __slots__ = ()
-    name: ClassVar[str] = DCP_FORMAT
-    looked_for: ClassVar[str] = f"{METADATA_NAME} (torch DCP)"
-    state_file: ClassVar[str] = METADATA_NAME
-    records_step: ClassVar[bool] = False
-    partial_frameworks: ClassVar[frozenset[Framework]] = frozenset(Framework)
-
-    def recognise(self, store: Store, path: Location) -> bool:
-        """Recognise the format by its metadata file."""
-        return is_file(store, path / METADATA_NAME)
-
-    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
-        """See `read_dcp`."""
-        return read_dcp(store, path, home)
+DCP = TrainingFormat(
+    DCP_FORMAT,
+    f"{METADATA_NAME} (torch DCP)",
+    lambda store, path: is_file(store, path / METADATA_NAME),
+    read_dcp,
+    state_file=METADATA_NAME,
+    partial_frameworks=frozenset(Framework),
+)

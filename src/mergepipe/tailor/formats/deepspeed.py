@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar
 
 from mergepipe.checkpoints.directory import is_plain_name, open_checkpoint
 from mergepipe.checkpoints.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import StoredTensor, TorchArchive, read_torch_zip
-from mergepipe.core.blocks import DTYPES, Span, element_count
+from mergepipe.core.blocks import Span, element_count
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.limits import LATEST_BYTES
@@ -26,9 +25,9 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import refuse_foreign_states
-from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME, read_global_step, weight_state
-from mergepipe.tailor.formats.pickle_node import Node, read_scalar
+from mergepipe.tailor.formats.contract import TrainingFormat, read_counter, refuse_foreign_states
+from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME, read_global_step
+from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.selection import model_units
 
 ZERO_FORMAT = "deepspeed-zero"
@@ -58,10 +57,7 @@ class FlatParameter:
     name: str
     shape: tuple[int, ...]
     start: int
-
-    @property
-    def n_elements(self) -> int:
-        return element_count(self.shape)
+    n_elements: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +157,8 @@ def _assemble(
         world_size=world_size,
         step=model.get("global_steps").integer(),
         units=model_units(parameters, tied),
-        parameters=MappingProxyType(parameters),
-        states=MappingProxyType(states),
+        parameters=parameters,
+        states=states,
         steps=tuple(reader.steps()),
         flat_groups=tuple(tuple(p.name for p in group) for group in reader.groups),
         missing=tuple(missing),
@@ -250,7 +246,7 @@ def _flat_groups(model: Node, stage: int, world_size: int) -> tuple[tuple[FlatPa
             if name in seen:
                 raise node.error(f"parameter {name[:80]!r} is in two places")
             seen.add(name)
-            members.append(FlatParameter(name, node.shape(), start))
+            members.append(FlatParameter(name, node.shape(), start, element_count(node.shape())))
             n_elements = members[-1].n_elements
             start += -(-n_elements // world_size) if stage == 3 else n_elements
         groups.append(tuple(members))
@@ -261,9 +257,7 @@ def module_weights(model: Node, archive: TorchArchive) -> Iterator[tuple[str, St
     """Yield the module's own tensors (stages 1 and 2), aliases included."""
     for name, node in model.get("module").named_items():
         if isinstance(node.value, PickledTensor):
-            t = archive.locate(node.value, node.path)
-            piece = Piece(t.file, t.offset, t.nbytes, Span(0, t.n_elements))
-            yield name, StoredState(name, WEIGHT, t.dtype, t.shape, (piece,) if t.n_elements else ())
+            yield name, StoredState.whole(name, WEIGHT, archive.locate(node.value, node.path))
 
 
 def with_untrained(checkpoint: TrainingCheckpoint, archives: Sequence[TorchArchive]) -> TrainingCheckpoint:
@@ -412,14 +406,9 @@ class _Reader:
             node = options[group].find("step") if group < len(options) else None
         if node is None:
             return None
-        if not isinstance(node.value, PickledTensor):
-            path = (*base_optimizer_path(self.stage), place, group, "step")
-            return AdamStep(float(node.integer()), (), DTYPES["I64"], entries=((rank.archive.file, path),))
-        tensor = rank.locate(node)
-        if tensor.n_elements != 1:
-            raise node.error(f"a step counter has shape {tensor.shape}")
-        value = read_scalar(self.store, tensor.file, tensor.offset, tensor.dtype)
-        return AdamStep(value, (), tensor.dtype, (Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, 1)),))
+        return read_counter(
+            self.store, rank.archive, node, (*base_optimizer_path(self.stage), place, group, "step")
+        )  # fmt: skip
 
     def absent(
         self, states: Mapping[tuple[str, str], StoredState], missing_ranks: list[int]
@@ -438,27 +427,18 @@ def _lies(state: _GroupState, message: str) -> MergePipeError:
     return CorruptError.of("checkpoint.damaged", where, message)
 
 
-class ZeroFormat:
-    """DeepSpeed ZeRO: a tag directory, a save directory with its `latest`, or a Trainer's with one inside."""
+def _recognise(store: Store, path: Location) -> bool:
+    """Recognise the format by optimizer files, or by the file that names a tag."""
+    return list_zero_files(store, path) is not None or is_file(store, path / LATEST_NAME)
 
-    __slots__ = ()
-    name: ClassVar[str] = ZERO_FORMAT
-    looked_for: ClassVar[str] = f"zero_pp_rank_*_optim_states.pt or {LATEST_NAME} (DeepSpeed ZeRO)"
-    state_file: ClassVar[str] = TRAINER_STATE_NAME
-    records_step: ClassVar[bool] = True
-    partial_frameworks: ClassVar[frozenset[Framework]] = frozenset({Framework.TRANSFORMERS})
 
-    def recognise(self, store: Store, path: Location) -> bool:
-        """Recognise the format by optimizer files, or by the file that names a tag."""
-        return list_zero_files(store, path) is not None or is_file(store, path / LATEST_NAME)
-
-    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
-        """See `read_zero`."""
-        if is_file(store, path / TRAINER_STATE_NAME):
-            return _read_of_trainer(store, path)
-        if list_zero_files(store, path) is not None:
-            return read_zero(store, path)
-        return replace(read_zero(store, read_latest(store, path)), path=path)
+def _open(store: Store, path: Location, _home: Location) -> TrainingCheckpoint:
+    """Open a tag directory, a save directory with its `latest`, or a Trainer's with one inside; see `read_zero`."""
+    if is_file(store, path / TRAINER_STATE_NAME):
+        return _read_of_trainer(store, path)
+    if list_zero_files(store, path) is not None:
+        return read_zero(store, path)
+    return replace(read_zero(store, read_latest(store, path)), path=path)
 
 
 def _read_of_trainer(store: Store, path: Location) -> TrainingCheckpoint:
@@ -480,7 +460,9 @@ def with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckpo
     if not any(entry.name.endswith(".safetensors") for entry in store.list(checkpoint.path)):
         return checkpoint
     model = open_checkpoint(store, checkpoint.path)
-    exported = {(e.name, EXPORT): weight_state(e, EXPORT) for t in model.tensors.values() for e in t.stored}
+    exported = {
+        (e.name, EXPORT): StoredState.whole(e.name, EXPORT, e) for t in model.tensors.values() for e in t.stored
+    }
     wrong = [
         name
         for (name, _), state in exported.items()
@@ -502,3 +484,14 @@ def read_latest(store: Store, path: Location, name: str = LATEST_NAME) -> Locati
     if not is_folder(store, path / tag):
         raise NotFoundError.of("checkpoint.incomplete", path / name, f"names {tag!r}, which is not there")
     return path / tag
+
+
+ZERO = TrainingFormat(
+    ZERO_FORMAT,
+    f"zero_pp_rank_*_optim_states.pt or {LATEST_NAME} (DeepSpeed ZeRO)",
+    _recognise,
+    _open,
+    state_file=TRAINER_STATE_NAME,
+    records_step=True,
+    partial_frameworks=frozenset({Framework.TRANSFORMERS}),
+)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import MappingProxyType
-from typing import ClassVar
 
 from mergepipe.checkpoints.inert_values import PickledTensor
 from mergepipe.checkpoints.torch_file import StoredTensor, read_torch_zip
-from mergepipe.core.blocks import Span
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import WEIGHT, Framework, Piece, StoredState, TrainingCheckpoint
+from mergepipe.tailor.checkpoint import WEIGHT, Framework, StoredState, TrainingCheckpoint
+from mergepipe.tailor.formats.contract import TrainingFormat
 from mergepipe.tailor.formats.dcp import METADATA_NAME, dcp_checkpoint, read_tensors
 from mergepipe.tailor.formats.deepspeed import with_export
 from mergepipe.tailor.formats.hf_trainer import (
@@ -66,7 +64,9 @@ def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
         )
     tied = dict(_aliases(weights, entries))
     parameters = {name: tensor.shape for name, tensor in weights.items() if name not in tied}
-    states = {(name, WEIGHT): _weight(name, weights[name]) for name in parameters}  # an alias has its owner's bytes
+    states = {
+        (name, WEIGHT): StoredState.whole(name, WEIGHT, weights[name]) for name in parameters
+    }  # an alias has its owner's bytes
     steps = []
     for name, entry in entries.items():
         for state in optimizer_states(entry, archive, name, weights[name].shape):
@@ -77,21 +77,14 @@ def read_full(store: Store, folder: Location) -> TrainingCheckpoint:
         path=folder,
         root=folder,
         format=FSDP_FORMAT,
-        framework=Framework.TORCH,
-        stage=None,
         world_size=rank_count(store, folder),
         step=int(max((step.value for step in steps), default=0)),
         units=model_units(parameters, tied),
-        parameters=MappingProxyType(parameters),
-        states=MappingProxyType(states),
+        parameters=parameters,
+        states=states,
         steps=tuple(steps),
         missing=tuple(f"optimizer state of {name}" for name in parameters if name not in entries),
     )
-
-
-def _weight(name: str, tensor: StoredTensor) -> StoredState:
-    piece = Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, tensor.n_elements))
-    return StoredState(name, WEIGHT, tensor.dtype, tensor.shape, (piece,) if tensor.n_elements else ())
 
 
 def _aliases(weights: dict[str, StoredTensor], trained: dict[str, Node]) -> Iterator[tuple[str, str]]:
@@ -103,27 +96,27 @@ def _aliases(weights: dict[str, StoredTensor], trained: dict[str, Node]) -> Iter
             yield name, owner
 
 
-class FsdpFormat:
-    """FSDP as Accelerate saves it, by itself or for the Trainer."""
+def _recognise(store: Store, path: Location) -> bool:
+    """Recognise the format by its model and optimizer, in two directories or two files."""
+    is_sharded = sharded_weights(store, path) is not None
+    return is_sharded or (is_file(store, path / WEIGHTS_NAME) and is_file(store, path / OPTIMIZER_NAME))
 
-    __slots__ = ()
-    name: ClassVar[str] = FSDP_FORMAT
-    looked_for: ClassVar[str] = f"{'/, '.join(FOLDERS)}/ or {WEIGHTS_NAME} (FSDP of Accelerate, Automodel)"
-    state_file: ClassVar[str] = TRAINER_STATE_NAME
-    records_step: ClassVar[bool] = False
-    partial_frameworks: ClassVar[frozenset[Framework]] = frozenset()
 
-    def recognise(self, store: Store, path: Location) -> bool:
-        """Recognise the format by its model and optimizer, in two directories or two files."""
-        is_sharded = sharded_weights(store, path) is not None
-        return is_sharded or (is_file(store, path / WEIGHTS_NAME) and is_file(store, path / OPTIMIZER_NAME))
+def _open(store: Store, path: Location, home: Location) -> TrainingCheckpoint:
+    """See `read_sharded` and `read_full`; the Trainer's state tells the step, where it is."""
+    weights = sharded_weights(store, path)
+    opened = read_full(store, path) if weights is None else read_sharded(store, path, weights, home)
+    opened = replace(opened, format=FSDP_FORMAT)
+    if not is_file(store, path / TRAINER_STATE_NAME):
+        return opened
+    step = read_global_step(store, path)
+    return with_export(store, replace(opened, step=step, framework=Framework.TRANSFORMERS))
 
-    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
-        """See `read_sharded` and `read_full`; the Trainer's state tells the step, where it is."""
-        weights = sharded_weights(store, path)
-        opened = read_full(store, path) if weights is None else read_sharded(store, path, weights, home)
-        opened = replace(opened, format=FSDP_FORMAT)
-        if not is_file(store, path / TRAINER_STATE_NAME):
-            return opened
-        step = read_global_step(store, path)
-        return with_export(store, replace(opened, step=step, framework=Framework.TRANSFORMERS))
+
+FSDP = TrainingFormat(
+    FSDP_FORMAT,
+    f"{'/, '.join(FOLDERS)}/ or {WEIGHTS_NAME} (FSDP of Accelerate, Automodel)",
+    _recognise,
+    _open,
+    state_file=TRAINER_STATE_NAME,
+)

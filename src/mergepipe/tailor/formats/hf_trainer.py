@@ -8,16 +8,14 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
-from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
 from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, list_names, open_checkpoint
 from mergepipe.checkpoints.inert_values import PickledTensor
 from mergepipe.checkpoints.quantised import refuse_quantised
 from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
-from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.core.strict_json import JsonValue, parse_object
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file
@@ -27,12 +25,17 @@ from mergepipe.tailor.checkpoint import (
     WEIGHT,
     AdamStep,
     Framework,
-    Piece,
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import NO_OPTIMIZER, refuse_foreign_states, step_of_name
-from mergepipe.tailor.formats.pickle_node import Node, PicklePath, read_scalar
+from mergepipe.tailor.formats.contract import (
+    NO_OPTIMIZER,
+    TrainingFormat,
+    read_counter,
+    refuse_foreign_states,
+    step_of_name,
+)
+from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 from mergepipe.tailor.selection import model_units
 
 # --- the order in which the Trainer numbers parameters, without torch where it is known ---
@@ -176,12 +179,6 @@ def read_global_step(store: Store, folder: Location) -> int:
     return step
 
 
-def weight_state(tensor: TensorEntry, kind: str) -> StoredState:
-    """A safetensors entry as a state."""
-    piece = Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, tensor.n_elements))
-    return StoredState(tensor.name, kind, tensor.dtype, tensor.shape, (piece,) if tensor.n_elements else ())
-
-
 def tied_aliases(config: Mapping[str, JsonValue], parameters: Mapping[str, object]) -> dict[str, str]:
     """The head of a model that shares its input embedding, by the names both usually have."""
     if config.get("tie_word_embeddings") is False or "lm_head.weight" in parameters:
@@ -206,7 +203,7 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
     config = read_json(store, folder / CONFIG_NAME)
     names = _numbering(folder, config, model, optimizer).names
     entries = {entry.name: entry for tensor in model.tensors.values() for entry in tensor.stored}
-    states = {(t.name, WEIGHT): weight_state(t, WEIGHT) for t in entries.values()}
+    states = {(t.name, WEIGHT): StoredState.whole(t.name, WEIGHT, t) for t in entries.values()}
     steps = []
     for number, name in enumerate(names):
         entry = optimizer.get("state").find(number)
@@ -220,12 +217,11 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
         root=folder,
         format=HF_FORMAT,
         framework=Framework.TRANSFORMERS,
-        stage=None,
         world_size=rank_count(store, folder),
         step=read_global_step(store, folder),
         units=model_units(parameters, tied_aliases(config, parameters)),
-        parameters=MappingProxyType(parameters),
-        states=MappingProxyType(states),
+        parameters=parameters,
+        states=states,
         steps=tuple(steps),
         missing=tuple(f"optimizer state of {name}" for name in names if (name, "exp_avg") not in states),
     )
@@ -303,8 +299,7 @@ def optimizer_states(entry: Node, archive: TorchArchive, name: str, shape: tuple
                 f"state {kind!r} of shape {t.shape} for a parameter of shape {shape}",
                 "only optimizers whose states have their parameter's shape are read, as AdamW",
             )  # fmt: skip
-        piece = Piece(t.file, t.offset, t.nbytes, Span(0, t.n_elements))
-        yield StoredState(name, kind, t.dtype, t.shape, (piece,) if t.n_elements else ())
+        yield StoredState.whole(name, kind, t)
 
 
 def optimizer_step(store: Store, entry: Node, archive: TorchArchive, name: str, path: PicklePath) -> AdamStep | None:
@@ -312,32 +307,19 @@ def optimizer_step(store: Store, entry: Node, archive: TorchArchive, name: str, 
     node = entry.find("step")
     if node is None:
         return None
-    if not isinstance(node.value, PickledTensor):
-        return AdamStep(float(node.integer()), (name,), DTYPES["I64"], entries=((archive.file, path),))
-    t = archive.locate(node.value, node.path)
-    if t.n_elements != 1:
-        raise node.error(f"a step counter has shape {t.shape}")
-    value = read_scalar(store, t.file, t.offset, t.dtype)
-    return AdamStep(value, (name,), t.dtype, (Piece(t.file, t.offset, t.nbytes, Span(0, 1)),))
+    return read_counter(store, archive, node, path, (name,))
 
 
-class HfFormat:
-    """Checkpoints of the Hugging Face Trainer that keep the optimizer's state themselves."""
-
-    __slots__ = ()
-    name: ClassVar[str] = HF_FORMAT
-    looked_for: ClassVar[str] = f"{TRAINER_STATE_NAME} with {OPTIMIZER_NAME} (Hugging Face Trainer)"
-    state_file: ClassVar[str] = TRAINER_STATE_NAME
-    records_step: ClassVar[bool] = True
-    partial_frameworks: ClassVar[frozenset[Framework]] = frozenset({Framework.TRANSFORMERS})
-
-    def recognise(self, store: Store, path: Location) -> bool:
-        """Recognise the format by its two names, whatever stands there: what is no file is refused when it is read."""
-        return {TRAINER_STATE_NAME, OPTIMIZER_NAME} <= list_names(store, path)
-
-    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
-        """See `read_hf_checkpoint`."""
-        return read_hf_checkpoint(store, path)
+TRAINER = TrainingFormat(
+    HF_FORMAT,
+    f"{TRAINER_STATE_NAME} with {OPTIMIZER_NAME} (Hugging Face Trainer)",
+    # by two names, whatever stands there: what is no file is refused when it is read
+    lambda store, path: {TRAINER_STATE_NAME, OPTIMIZER_NAME} <= list_names(store, path),
+    lambda store, path, _: read_hf_checkpoint(store, path),
+    state_file=TRAINER_STATE_NAME,
+    records_step=True,
+    partial_frameworks=frozenset({Framework.TRANSFORMERS}),
+)
 
 
 # --- directories of weights alone, as `save_only_model` leaves them: sources of averages without optimizer state ---
@@ -347,46 +329,34 @@ WEIGHTS_FORMAT = "weights-only"
 _WEIGHT_NAMES = frozenset(name for files in (SAFETENSORS, TORCH) for name in (files.single, files.index))
 
 
-class WeightsFormat:
-    """Weights of one step of a run, without the state that training is resumed with."""
+def _recognise_weights(store: Store, path: Location) -> bool:
+    """Recognise the usual names of weights without an optimizer's; formats that keep more are asked first."""
+    names = list_names(store, path)
+    return bool(_WEIGHT_NAMES & names) and OPTIMIZER_NAME not in names
 
-    __slots__ = ()
-    name: ClassVar[str] = WEIGHTS_FORMAT
-    looked_for: ClassVar[str] = f"{SAFETENSORS.single} (weights alone)"
-    state_file: ClassVar[str] = TRAINER_STATE_NAME
-    records_step: ClassVar[bool] = False
-    partial_frameworks: ClassVar[frozenset[Framework]] = frozenset()
 
-    def recognise(self, store: Store, path: Location) -> bool:
-        """Recognise the usual names of weights without an optimizer's; formats that keep more are asked first."""
-        names = list_names(store, path)
-        return bool(_WEIGHT_NAMES & names) and OPTIMIZER_NAME not in names
-
-    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
-        """Open the weights; of tensors, nothing is read."""
-        model = open_checkpoint(store, path)
-        refuse_quantised(store, model)
-        if model.kind is not CheckpointKind.FULL:
-            raise UnsupportedError.of(
-                "checkpoint.unsupported", path, "holds differences from a base, not weights", "name weights"
-            )
-        entries = [entry for tensor in model.tensors.values() for entry in tensor.stored]
-        parameters = {entry.name: entry.shape for entry in entries}
-        return TrainingCheckpoint(
-            path=path,
-            root=path,
-            format=WEIGHTS_FORMAT,
-            framework=Framework.TRANSFORMERS,
-            stage=None,
-            world_size=1,
-            step=_step(store, path, home),
-            units=model_units(parameters, tied_aliases(read_config(store, path), parameters)),
-            parameters=MappingProxyType(parameters),
-            states=MappingProxyType({(entry.name, WEIGHT): weight_state(entry, WEIGHT) for entry in entries}),
-            steps=(),
-            missing=(NO_OPTIMIZER,),
-            has_state=False,
+def _read_weights(store: Store, path: Location, home: Location) -> TrainingCheckpoint:
+    """Read weights of one step of a run, without the state that training is resumed with; of tensors, nothing."""
+    model = open_checkpoint(store, path)
+    refuse_quantised(store, model)
+    if model.kind is not CheckpointKind.FULL:
+        raise UnsupportedError.of(
+            "checkpoint.unsupported", path, "holds differences from a base, not weights", "name weights"
         )
+    entries = [entry for tensor in model.tensors.values() for entry in tensor.stored]
+    parameters = {entry.name: entry.shape for entry in entries}
+    return TrainingCheckpoint(
+        path=path,
+        root=path,
+        format=WEIGHTS_FORMAT,
+        framework=Framework.TRANSFORMERS,
+        step=_step(store, path, home),
+        units=model_units(parameters, tied_aliases(read_config(store, path), parameters)),
+        parameters=parameters,
+        states={(entry.name, WEIGHT): StoredState.whole(entry.name, WEIGHT, entry) for entry in entries},
+        missing=(NO_OPTIMIZER,),
+        has_state=False,
+    )
 
 
 def _step(store: Store, path: Location, home: Location) -> int:
@@ -400,3 +370,12 @@ def _step(store: Store, path: Location, home: Location) -> int:
             "which step", "name it by its step, as checkpoint-400",
         )  # fmt: skip
     return step
+
+
+WEIGHTS = TrainingFormat(
+    WEIGHTS_FORMAT,
+    f"{SAFETENSORS.single} (weights alone)",
+    _recognise_weights,
+    _read_weights,
+    state_file=TRAINER_STATE_NAME,
+)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from types import MappingProxyType
-from typing import Annotated, ClassVar, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import is_plain_name, stat_regular
@@ -155,8 +154,8 @@ def read_partial(store: Store, folder: Location) -> TrainingCheckpoint:
         world_size=manifest.world_size,
         step=manifest.step,
         units=units,
-        parameters=MappingProxyType(manifest.parameters),
-        states=MappingProxyType(states),
+        parameters=manifest.parameters,
+        states=states,
         steps=tuple(_steps(store, manifest, entries)),
         flat_groups=manifest.flat_groups,
         missing=tuple(_missing(folder, manifest, units, states)),
@@ -232,24 +231,18 @@ def _missing(
     yield from (f"every state of {name}" for name in sorted(stateless) if 0 not in manifest.parameters[name])
 
 
-@dataclass(frozen=True, slots=True)
-class PartialKind:
-    """Partial checkpoints of our own; each has the format of the run it comes from, which is one of `formats`."""
+def is_partial(store: Store, path: Location) -> bool:
+    """Whether a path is a partial checkpoint, by its manifest."""
+    return is_file(store, path / MANIFEST_NAME)
 
-    formats: tuple[TrainingFormat, ...]
-    looked_for: ClassVar[str] = f"{MANIFEST_NAME} (partial checkpoint)"
 
-    def recognise(self, store: Store, path: Location) -> bool:
-        """Recognise the format by the manifest."""
-        return is_file(store, path / MANIFEST_NAME)
-
-    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
-        """See `read_partial`; it knows whether its framework could resume at its step, if it were whole."""
-        partial = read_partial(store, path)
-        of_run = next((candidate for candidate in self.formats if candidate.name == partial.format), None)
-        if of_run is None:
-            names = ", ".join(candidate.name for candidate in self.formats)
-            message = f"'origin': one of {names} is needed, found {shown(partial.format)}"
-            raise CorruptError.of("checkpoint.damaged", path / MANIFEST_NAME, message)
-        has_state = partial.framework in of_run.partial_frameworks and is_file(store, path / of_run.state_file)
-        return replace(partial, has_state=has_state)
+def open_partial(store: Store, path: Location, formats: Sequence[TrainingFormat]) -> TrainingCheckpoint:
+    """Read a partial checkpoint, which knows whether its framework could resume at its step, if it were whole."""
+    partial = read_partial(store, path)
+    of_run = next((candidate for candidate in formats if candidate.name == partial.format), None)
+    if of_run is None:
+        names = ", ".join(candidate.name for candidate in formats)
+        message = f"'origin': one of {names} is needed, found {shown(partial.format)}"
+        raise CorruptError.of("checkpoint.damaged", path / MANIFEST_NAME, message)
+    has_state = partial.framework in of_run.partial_frameworks and is_file(store, path / of_run.state_file)
+    return replace(partial, has_state=has_state)

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from mergepipe.checkpoints.directory import require_text_path
 from mergepipe.errors import NotFoundError
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
-from mergepipe.tailor.formats.contract import CheckpointKind, ForeignKind, TrainingFormat
-from mergepipe.tailor.formats.dcp import DcpFormat
-from mergepipe.tailor.formats.deepspeed import ZeroFormat
-from mergepipe.tailor.formats.fsdp import FsdpFormat
-from mergepipe.tailor.formats.hf_trainer import HfFormat, WeightsFormat
-from mergepipe.tailor.formats.one_file import OneFileFormat
-from mergepipe.tailor.formats.partial import PartialKind
-from mergepipe.tailor.formats.universal import UniversalFormat
-from mergepipe.tailor.formats.verl import VerlFormat
+from mergepipe.tailor.formats.contract import TrainingFormat, refuse_foreign
+from mergepipe.tailor.formats.dcp import DCP
+from mergepipe.tailor.formats.deepspeed import ZERO
+from mergepipe.tailor.formats.fsdp import FSDP
+from mergepipe.tailor.formats.hf_trainer import TRAINER, WEIGHTS
+from mergepipe.tailor.formats.megatron import MEGATRON
+from mergepipe.tailor.formats.one_file import ONE_FILE
+from mergepipe.tailor.formats.partial import MANIFEST_NAME, is_partial, open_partial
+from mergepipe.tailor.formats.universal import UNIVERSAL
+from mergepipe.tailor.formats.verl import VERL
 
 # --- the training formats: each is registered here by one line ---
 
 
-_FILE = OneFileFormat()
-_FOLDERS: tuple[TrainingFormat, ...] = (
-    DcpFormat(),
-    UniversalFormat(),
-    FsdpFormat(),
-    HfFormat(),
-    ZeroFormat(),
-    VerlFormat(),
-    WeightsFormat(),
-)
-
-TRAINING_FORMATS: tuple[TrainingFormat, ...] = (_FILE, *_FOLDERS)
-CHECKPOINT_KINDS: tuple[CheckpointKind, ...] = (_FILE, PartialKind(_FOLDERS), ForeignKind(), *_FOLDERS)
-"""In the order in which paths are tried: files first; a partial checkpoint holds files of its framework too."""
+TRAINING_FORMATS: tuple[TrainingFormat, ...] = (
+    ONE_FILE, MEGATRON, DCP, UNIVERSAL, FSDP, TRAINER, ZERO, VERL, WEIGHTS,
+)  # fmt: skip
+"""In the order in which paths are tried; partial checkpoints, which hold files of their framework too, come before."""
 
 
 def format_named(name: str) -> TrainingFormat:
@@ -44,14 +40,44 @@ def format_named(name: str) -> TrainingFormat:
 
 
 def open_training_checkpoint(store: Store, path: Location, home: Location | None = None) -> TrainingCheckpoint:
-    """Open a directory or a file of any kind of `CHECKPOINT_KINDS`.
+    """Open a directory or a file of any format, or a partial checkpoint.
 
     Reads structure and step counters, never another tensor byte. `home` is where it will lie, if that is elsewhere.
     """
     if not is_folder(store, path) and not is_file(store, path):
         raise NotFoundError.of("model.not-found", path, "there is no such directory or file")
-    kind = next((candidate for candidate in CHECKPOINT_KINDS if candidate.recognise(store, path)), None)
-    if kind is None:
-        looked_for = "; ".join(candidate.looked_for for candidate in CHECKPOINT_KINDS if candidate.looked_for)
+    if is_partial(store, path):
+        return open_partial(store, path, TRAINING_FORMATS)
+    if is_folder(store, path):
+        refuse_foreign(store, path)
+    known = next((candidate for candidate in TRAINING_FORMATS if candidate.recognise(store, path)), None)
+    if known is None:
+        looked_for = "; ".join(
+            [f"{MANIFEST_NAME} (partial checkpoint)", *(candidate.looked_for for candidate in TRAINING_FORMATS)]
+        )
         raise NotFoundError.of("model.not-found", path, "no training checkpoint is here", f"looked for {looked_for}")
-    return kind.open(store, path, home or path)
+    return known.open(store, path, home or path)
+
+
+# --- open the source checkpoints of a composition ---
+
+
+_OPENED_AT_ONCE = 8
+
+
+def open_source_checkpoints(store: Store, paths: Sequence[Location]) -> list[TrainingCheckpoint]:
+    """Open many checkpoints, several at a time: each takes some hundred small reads, one after another."""
+    with ThreadPoolExecutor(min(_OPENED_AT_ONCE, len(paths)), "mergepipe-tailor-open") as pool:
+        return list(pool.map(lambda path: open_source_checkpoint(store, path), paths))
+
+
+def open_source_checkpoint(store: Store, path: Location) -> TrainingCheckpoint:
+    """Open a checkpoint, of a remote one its present version; a partial one never counts as complete.
+
+    No framework can resume a partial one.
+    """
+    require_text_path(path)
+    opened = open_training_checkpoint(store, store.pin(path))
+    if not opened.is_partial:
+        return opened
+    return replace(opened, missing=(*opened.missing, "the files of its framework: it is a partial checkpoint"))

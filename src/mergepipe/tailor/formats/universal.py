@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import ClassVar
 
 from mergepipe.checkpoints.directory import is_plain_name
 from mergepipe.checkpoints.inert_values import PickledTensor
 from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
-from mergepipe.core.blocks import DTYPES, Span, element_count
+from mergepipe.core.blocks import element_count
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.location import Location
@@ -19,11 +17,10 @@ from mergepipe.tailor.checkpoint import (
     WEIGHT,
     AdamStep,
     Framework,
-    Piece,
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.formats.contract import refuse_foreign_states
+from mergepipe.tailor.formats.contract import TrainingFormat, read_counter, refuse_foreign_states
 from mergepipe.tailor.formats.deepspeed import (
     LATEST_NAME,
     check_trainer_step,
@@ -35,7 +32,7 @@ from mergepipe.tailor.formats.deepspeed import (
     zero_stage,
 )
 from mergepipe.tailor.formats.hf_trainer import TRAINER_STATE_NAME
-from mergepipe.tailor.formats.pickle_node import Node, PicklePath, read_scalar
+from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 from mergepipe.tailor.selection import model_units
 
 UNIVERSAL_FORMAT = "deepspeed-universal"
@@ -76,8 +73,8 @@ def read_universal(store: Store, folder: Location) -> TrainingCheckpoint:
         world_size=model.get("dp_world_size").integer(),
         step=model.get("global_steps").integer(),
         units=model_units(parameters, tied),
-        parameters=MappingProxyType(parameters),
-        states=MappingProxyType(states),
+        parameters=parameters,
+        states=states,
         steps=_shared_step(store, options, tuple(grouped))
         if stage == 3
         else tuple(_group_steps(store, folder, options, groups)),
@@ -108,8 +105,7 @@ def _states(store: Store, folder: Location, name: str, shape: tuple[int, ...]) -
             raise CorruptError.of(
                 "checkpoint.damaged", place / file, f"has shape {tensor.shape}, the parameter has {shape}"
             )
-        piece = Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, tensor.n_elements))
-        yield StoredState(name, kind, tensor.dtype, shape, (piece,) if tensor.n_elements else ())
+        yield StoredState.whole(name, kind, tensor, shape)
 
 
 def _refuse_cut(node: Node) -> None:
@@ -128,9 +124,10 @@ def _group_steps(
     listed = Node(options.root, OPTIMIZER_STATE_NAME).get("param_groups").elements()
     for number, group in enumerate(groups):
         places = [folder / STATES_FOLDER / name / STEP_NAME for name in group if is_plain_name(name)]
-        steps = [_step(store, read_torch_zip(store, place), ()) for place in places if is_file(store, place)]
-        if number < len(listed) and listed[number].find("step") is not None:
-            steps.append(_step(store, options, ("param_groups", number, "step")))
+        opened = (read_torch_zip(store, place) for place in places if is_file(store, place))
+        steps = [read_counter(store, archive, Node(archive.root, archive.file.name), ()) for archive in opened]
+        if number < len(listed) and (node := listed[number].find("step")) is not None:
+            steps.append(read_counter(store, options, node, ("param_groups", number, "step")))
         if len({step.value for step in steps}) > 1:
             values = sorted({step.value for step in steps})
             raise CorruptError.of("checkpoint.damaged", folder, f"parameters of one group are at steps {values}")
@@ -141,44 +138,33 @@ def _group_steps(
 
 
 def _shared_step(store: Store, options: TorchArchive, names: tuple[str, ...]) -> tuple[AdamStep, ...]:
-    return (replace(_step(store, options, SHARED_STEP), parameters=names),)
+    node = Node(options.root, OPTIMIZER_STATE_NAME).at(SHARED_STEP)
+    return (read_counter(store, options, node, SHARED_STEP, names),)
 
 
-def _step(store: Store, archive: TorchArchive, path: PicklePath) -> AdamStep:
-    node = Node(archive.root, archive.file.name).at(path)
-    if not isinstance(node.value, PickledTensor):
-        return AdamStep(float(node.integer()), (), DTYPES["I64"], entries=((archive.file, path),))
-    tensor = archive.locate(node.value, node.path)
-    if tensor.n_elements != 1:
-        raise node.error(f"a step counter has shape {tensor.shape}")
-    value = read_scalar(store, tensor.file, tensor.offset, tensor.dtype)
-    return AdamStep(value, (), tensor.dtype, (Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, 1)),))
+def _recognise(store: Store, path: Location) -> bool:
+    """Recognise the format by its files; where both tags are named, `latest` is the one that is resumed."""
+    if is_file(store, path / LATEST_UNIVERSAL_NAME):
+        return not is_file(store, path / LATEST_NAME)
+    return is_folder(store, path / STATES_FOLDER) and is_file(store, path / STATES_FOLDER / OPTIMIZER_STATE_NAME)
 
 
-class UniversalFormat:
-    """DeepSpeed universal: a tag directory, a save directory with its `latest_universal`, or a Trainer's."""
+def _open(store: Store, path: Location, _home: Location) -> TrainingCheckpoint:
+    """Open a tag directory, a save directory with its `latest_universal`, or a Trainer's; see `read_universal`."""
+    if not is_file(store, path / LATEST_UNIVERSAL_NAME):
+        return read_universal(store, path)
+    opened = replace(read_universal(store, read_latest(store, path, LATEST_UNIVERSAL_NAME)), path=path)
+    if not is_file(store, path / TRAINER_STATE_NAME):
+        return opened
+    check_trainer_step(store, opened)
+    return with_export(store, replace(opened, framework=Framework.TRANSFORMERS))
 
-    __slots__ = ()
-    name: ClassVar[str] = UNIVERSAL_FORMAT
-    looked_for: ClassVar[str] = (
-        f"{LATEST_UNIVERSAL_NAME} or {STATES_FOLDER}/{OPTIMIZER_STATE_NAME} (DeepSpeed universal)"
-    )
-    state_file: ClassVar[str] = TRAINER_STATE_NAME
-    records_step: ClassVar[bool] = True
-    partial_frameworks: ClassVar[frozenset[Framework]] = frozenset()
 
-    def recognise(self, store: Store, path: Location) -> bool:
-        """Recognise the format by its files; where both tags are named, `latest` is the one that is resumed."""
-        if is_file(store, path / LATEST_UNIVERSAL_NAME):
-            return not is_file(store, path / LATEST_NAME)
-        return is_folder(store, path / STATES_FOLDER) and is_file(store, path / STATES_FOLDER / OPTIMIZER_STATE_NAME)
-
-    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
-        """See `read_universal`."""
-        if not is_file(store, path / LATEST_UNIVERSAL_NAME):
-            return read_universal(store, path)
-        opened = replace(read_universal(store, read_latest(store, path, LATEST_UNIVERSAL_NAME)), path=path)
-        if not is_file(store, path / TRAINER_STATE_NAME):
-            return opened
-        check_trainer_step(store, opened)
-        return with_export(store, replace(opened, framework=Framework.TRANSFORMERS))
+UNIVERSAL = TrainingFormat(
+    UNIVERSAL_FORMAT,
+    f"{LATEST_UNIVERSAL_NAME} or {STATES_FOLDER}/{OPTIMIZER_STATE_NAME} (DeepSpeed universal)",
+    _recognise,
+    _open,
+    state_file=TRAINER_STATE_NAME,
+    records_step=True,
+)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
-from typing import ClassVar
 
 from mergepipe.checkpoints.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.torch_file import TorchArchive, read_torch_zip
@@ -14,8 +12,8 @@ from mergepipe.core.blocks import Span, element_count
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import EXP_AVG, WEIGHT, AdamStep, Framework, Piece, StoredState, TrainingCheckpoint
-from mergepipe.tailor.formats.contract import refuse_foreign_states, step_of_name
+from mergepipe.tailor.checkpoint import EXP_AVG, WEIGHT, AdamStep, Piece, StoredState, TrainingCheckpoint
+from mergepipe.tailor.formats.contract import TrainingFormat, refuse_foreign_states, step_of_name
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath, read_scalar
 from mergepipe.tailor.selection import model_units
 
@@ -46,13 +44,11 @@ def read_verl(store: Store, folder: Location, home: Location) -> TrainingCheckpo
         path=folder,
         root=folder,
         format=VERL_FORMAT,
-        framework=Framework.TORCH,
-        stage=None,
         world_size=len(ranks),
         step=int(max((step.value for step in steps), default=named)),
         units=model_units(parameters, tied),
-        parameters=MappingProxyType(parameters),
-        states=MappingProxyType({**{(n, WEIGHT): weights[n] for n in parameters}, **states}),
+        parameters=parameters,
+        states={**{(n, WEIGHT): weights[n] for n in parameters}, **states},
         steps=tuple(steps),
         missing=() if states else ("the optimizer's state by parameter",),
         has_state=bool(states),
@@ -196,20 +192,10 @@ def _step(store: Store, ranks: Sequence[TorchArchive], place: PicklePath, name: 
     return AdamStep(values[0], (name,), tensor.dtype, tuple(cells))
 
 
-class VerlFormat:
-    """FSDP as verl saves it: `model_world_size_2_rank_0.pt` and further files of each rank."""
-
-    __slots__ = ()
-    name: ClassVar[str] = VERL_FORMAT
-    looked_for: ClassVar[str] = "model_world_size_2_rank_0.pt (verl, SkyRL)"
-    state_file: ClassVar[str] = "fsdp_config.json"
-    records_step: ClassVar[bool] = False
-    partial_frameworks: ClassVar[frozenset[Framework]] = frozenset()
-
-    def recognise(self, store: Store, path: Location) -> bool:
-        """Recognise the format by the name of any model file."""
-        return any(entry.name.startswith("model_world_size_") for entry in store.list(path))
-
-    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
-        """See `read_verl`."""
-        return read_verl(store, path, home)
+VERL = TrainingFormat(
+    VERL_FORMAT,
+    "model_world_size_2_rank_0.pt (verl, SkyRL)",
+    lambda store, path: any(entry.name.startswith("model_world_size_") for entry in store.list(path)),
+    read_verl,
+    state_file="fsdp_config.json",
+)

@@ -17,15 +17,17 @@ from mergepipe.tailor.formats.hf_trainer import (
     SCHEDULER_NAME,
     TRAINER_STATE_NAME,
 )
-from mergepipe.tailor.saving.engine_view import EngineView, Ranks, unwrapped
 from mergepipe.tailor.saving.engines import find_zero, is_sharded, view_plain, view_zero
 from mergepipe.tailor.saving.frameworks import (
+    EngineView,
+    Ranks,
     current_ranks,
     save_distributed,
     save_distributed_state,
     save_object,
     save_random_state,
     trainer_callback_base,
+    unwrapped,
 )
 from mergepipe.tailor.saving.partial_run import FULL, BackgroundWriter, PartialRun, write_together
 from mergepipe.tailor.saving.save_log import SaveRecord

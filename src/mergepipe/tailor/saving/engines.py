@@ -13,15 +13,16 @@ from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework
 from mergepipe.tailor.formats.dcp import DCP_FORMAT
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.formats.hf_trainer import HF_FORMAT
-from mergepipe.tailor.saving.engine_view import (
+from mergepipe.tailor.saving.frameworks import (
     EngineView,
     LocalCounter,
     LocalShard,
     ModuleTensors,
     Ranks,
+    local_shard,
     module_tensors,
+    scalar_options,
 )
-from mergepipe.tailor.saving.frameworks import local_shard, scalar_options
 
 # --- view what a rank holds under plain torch, DDP or FSDP2: whole tensors, or rows of them ---
 

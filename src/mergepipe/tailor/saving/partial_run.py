@@ -24,8 +24,8 @@ from mergepipe.storage.output import write_durably
 from mergepipe.storage.ranges import os_error
 from mergepipe.tailor.formats.partial import MANIFEST_NAME, PARTIAL_FORMAT, PartialManifest, ShardFile, ShardTensor
 from mergepipe.tailor.run_recipes import partial_name
-from mergepipe.tailor.saving.engine_view import EngineView, LocalCounter, Ranks
-from mergepipe.tailor.saving.save_log import SaveRecord, note_save, note_start, read_journal
+from mergepipe.tailor.saving.frameworks import EngineView, LocalCounter, Ranks
+from mergepipe.tailor.saving.save_log import SaveRecord, append_record, read_journal
 from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Samples, Situation, Strategy, choose_units
 from mergepipe.tailor.selection import Unit
 
@@ -318,7 +318,7 @@ class PartialRun:
         if isinstance(self.strategy, LatestChanged) and self.tracker is None:
             raise RecipeError.of(
                 "option.conflict",
-                "latest-changed",
+                str(self.strategy),
                 "no ChangeTracker is given",
                 "make one and keep it for the whole run",
             )
@@ -326,7 +326,7 @@ class PartialRun:
     def start(self, step: int) -> None:
         """Log that training resumes from `step`."""
         if self.ranks.rank == 0:
-            note_start(self.run, step)
+            append_record(self.run, SaveRecord(step))
         self.ranks.gather(None)
 
     def history(self, step: int) -> tuple[SaveRecord, ...]:
@@ -387,7 +387,7 @@ class PartialRun:
 
     def _note(self, samples: Samples, record: SaveRecord, ranks: Ranks) -> None:
         if ranks.rank == 0:
-            note_save(self.run, record)
+            append_record(self.run, record)
         if self.tracker is not None:
             self.tracker.remember(samples)
         ranks.gather(None)
@@ -399,7 +399,9 @@ class PartialRun:
     def _choose(
         self, view: EngineView, history: tuple[SaveRecord, ...], unit_bytes: dict[Unit, int]
     ) -> tuple[Unit, ...]:
-        changes = self.tracker.changes(view, self.ranks) if self.tracker is not None else {}
+        changes = {}
+        if self.tracker is not None and isinstance(self.strategy, LatestChanged):
+            changes = self.tracker.changes(view, self.ranks, self.strategy.measure)
         situation = Situation(
             units=tuple(unit_bytes),
             n_partial=sum(not record.is_full for record in history),

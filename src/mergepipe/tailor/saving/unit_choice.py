@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.errors import LimitError, RecipeError, did_you_mean
-from mergepipe.tailor.saving.engine_view import EngineView, LocalShard, Ranks
+from mergepipe.tailor.checkpoint import EXP_AVG_SQ
+from mergepipe.tailor.saving.frameworks import EngineView, LocalShard, Ranks
 from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind
 
 # --- estimate how much each unit's weights changed since its last save, from samples ---
@@ -20,6 +21,29 @@ from mergepipe.tailor.selection import EMBED, LM_HEAD, NORM, Unit, UnitKind
 
 DEFAULT_SAMPLE_ELEMENTS = 4096
 Samples: TypeAlias = dict[tuple[str, int], NDArray[np.float32]]
+
+
+Measure: TypeAlias = Callable[
+    [NDArray[np.float64], NDArray[np.float64], NDArray[np.float32] | None], tuple[float, float]
+]
+
+
+def _relative(change: NDArray[np.float64], saved: NDArray[np.float64], _: object) -> tuple[float, float]:
+    """Squared norms of the change and of what was saved."""
+    return float(np.sum(change**2)), float(np.sum(saved**2))
+
+
+def _important(
+    change: NDArray[np.float64], saved: NDArray[np.float64], squares: NDArray[np.float32] | None
+) -> tuple[float, float]:
+    """The change weighed by the optimizer's second moments, and the number of elements: importance a byte."""
+    weighed = change**2 if squares is None else squares * change**2
+    return float(np.sum(weighed)), float(saved.size)
+
+
+LATEST_CHANGED = "latest-changed"
+MEASURES: Mapping[str, Measure] = MappingProxyType({LATEST_CHANGED: _relative, "important": _important})
+"""What each strategy that keeps to a budget measures: two sums over a unit's elements, whose quotient counts."""
 
 
 class ChangeTracker:
@@ -45,31 +69,33 @@ class ChangeTracker:
         """Record samples of weights as saved."""
         self._saved |= samples
 
-    def changes(self, view: EngineView, ranks: Ranks) -> dict[Unit, float]:
-        """Return `‖now - saved‖ / ‖saved‖` of every unit, the same on every rank; `inf` without recorded samples."""
-        local = self._squares(view)
+    def changes(self, view: EngineView, ranks: Ranks, measure: str = LATEST_CHANGED) -> dict[Unit, float]:
+        """Return every unit's change by a measure, the same on every rank; `inf` without recorded samples."""
+        local = self._sums(view, MEASURES[measure])
         every = ranks.gather(local)
         changes = {}
         for unit, names in view.units.parameters.items():
-            parts = [squares[name] for squares in every for name in names if name in squares]
-            moved, norm = sum(part[0] for part in parts), sum(part[1] for part in parts)
-            changes[unit] = math.sqrt(moved / norm) if norm > 0 else (math.inf if moved > 0 else 0.0)
+            parts = [sums[name] for sums in every for name in names if name in sums]
+            moved, whole = sum(part[0] for part in parts), sum(part[1] for part in parts)
+            changes[unit] = math.sqrt(moved / whole) if whole > 0 else (math.inf if moved > 0 else 0.0)
         return changes
 
-    def _squares(self, view: EngineView) -> dict[str, tuple[float, float]]:
-        """Compute per parameter the squared norms of the change and of the saved values, scaled to the whole shard."""
-        squares: dict[str, tuple[float, float]] = {}
+    def _sums(self, view: EngineView, measure: Measure) -> dict[str, tuple[float, float]]:
+        """Compute per parameter the two sums of a measure, scaled from the samples to the whole shard."""
+        moments = {_place(shard): shard for shard in view.shards if shard.kind == EXP_AVG_SQ}
+        sums: dict[str, tuple[float, float]] = {}
         for shard in view.weight_shards():
             saved = self._saved.get(_place(shard))
             if saved is None:
-                squares[shard.parameter] = (math.inf, 1.0)
+                sums[shard.parameter] = (math.inf, 1.0)
                 continue
-            now = shard.sample(self._sample_elements).astype(np.float64)
+            change = shard.sample(self._sample_elements).astype(np.float64) - saved
+            squares = moments[_place(shard)].sample(self._sample_elements) if _place(shard) in moments else None
             scale = shard.span.n_elements / max(1, saved.size)
-            moved, norm = float(np.sum((now - saved) ** 2)), float(np.sum(saved.astype(np.float64) ** 2))
-            before = squares.get(shard.parameter, (0.0, 0.0))
-            squares[shard.parameter] = (before[0] + scale * moved, before[1] + scale * norm)
-        return squares
+            moved, whole = measure(change, saved.astype(np.float64), squares)
+            before = sums.get(shard.parameter, (0.0, 0.0))
+            sums[shard.parameter] = (before[0] + scale * moved, before[1] + scale * whole)
+        return sums
 
 
 def _place(shard: LocalShard) -> tuple[str, int]:
@@ -158,16 +184,24 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class LatestChanged:
-    """The units whose weights changed most since they were last saved, relative to their norm, in `budget_bytes`."""
+    """The units whose weights changed most since they were last saved, in `budget_bytes`.
+
+    By `measure` the change counts relative to the weights' norm (`latest-changed`) or, element by element, times the
+    optimizer's second moment (`important`), the usual estimate of what a change of the weight costs in loss.
+    """
 
     budget_bytes: int
+    measure: str = LATEST_CHANGED
 
     def __post_init__(self) -> None:
+        if self.measure not in MEASURES:
+            hint = did_you_mean(self.measure, list(MEASURES))
+            raise RecipeError.of("option.invalid", "measure", f"'{self.measure}' is not known", hint)
         if self.budget_bytes < 1:
-            raise RecipeError.of("option.invalid", "latest-changed", f"a budget of {self.budget_bytes} bytes")
+            raise RecipeError.of("option.invalid", self.measure, f"a budget of {self.budget_bytes} bytes")
 
     def __str__(self) -> str:
-        return "latest-changed"
+        return self.measure
 
 
 Strategy: TypeAlias = Schedule | LatestChanged
@@ -177,7 +211,7 @@ Strategy: TypeAlias = Schedule | LatestChanged
 class Situation:
     """The input of a choice: units, past saves, changes and sizes.
 
-    `units` are the model's; `n_partial` counts the partial saves before this one. `changes` (relative, `inf` where
+    `units` are the model's; `n_partial` counts the partial saves before this one. `changes` (`inf` where
     unknown), `last_saved` (step) and `unit_bytes` are needed by `LatestChanged` only.
     """
 

@@ -1,21 +1,126 @@
-"""Measure the difference of two checkpoints of one run by unit: weights, exp_avg, exp_avg_sq."""
+"""What checkpoints hold, and how far two are apart: units, bytes, steps, and changes by unit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import Span
+from mergepipe.core.blocks import Span, element_count
+from mergepipe.core.records import encode
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import MismatchError
 from mergepipe.storage.contract import Store
-from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, WEIGHT, StateReader, StoredState, TrainingCheckpoint
+from mergepipe.storage.location import Location
+from mergepipe.tailor.checkpoint import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    FP32,
+    WEIGHT,
+    StateReader,
+    StoredState,
+    TrainingCheckpoint,
+    differences,
+)
 from mergepipe.tailor.composition_plan import unpacked
 from mergepipe.tailor.copy_writer import values_of
+from mergepipe.tailor.formats.registry import open_training_checkpoint
+from mergepipe.tailor.selection import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class UnitReport:
+    """One unit of one checkpoint. `bytes` counts by kind of state the elements that are there; `adam_steps` are the
+    distinct values of the step counters that serve its parameters, `shared_step` whether other units share one of
+    them."""
+
+    unit: str
+    parameters: int
+    elements: int
+    bytes: Mapping[str, int]
+    adam_steps: tuple[float, ...]
+    shared_step: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReport:
+    """One checkpoint. `missing` is what a complete one would hold."""
+
+    path: str
+    format: str
+    framework: str
+    stage: int | None
+    world_size: int
+    step: int
+    layers: int
+    bytes: int
+    units: tuple[UnitReport, ...]
+    tied: Mapping[str, str]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InspectReport:
+    """Several checkpoints. Parts of them can be put together when `comparable`; otherwise `reasons` say why not."""
+
+    checkpoints: tuple[CheckpointReport, ...]
+    comparable: bool
+    reasons: tuple[str, ...]
+
+    def to_json(self) -> JsonValue:
+        """The report as JSON values."""
+        return encode(self)
+
+
+def inspect_checkpoints(store: Store, paths: Sequence[Location]) -> InspectReport:
+    """Open every path and report; reads structure and step counters only."""
+    return report_on([open_training_checkpoint(store, path) for path in paths])
+
+
+def report_on(checkpoints: Sequence[TrainingCheckpoint]) -> InspectReport:
+    """Report on opened checkpoints; the first is what the others are compared with."""
+    reasons = tuple(reason for other in checkpoints[1:] for reason in differences(checkpoints[0], other))
+    return InspectReport(tuple(_report(c) for c in checkpoints), not reasons, reasons)
+
+
+def _report(checkpoint: TrainingCheckpoint) -> CheckpointReport:
+    units = tuple(_unit_report(checkpoint, unit, names) for unit, names in checkpoint.units.parameters.items())
+    return CheckpointReport(
+        path=str(checkpoint.path),
+        format=checkpoint.format,
+        framework=checkpoint.framework.value,
+        stage=checkpoint.stage,
+        world_size=checkpoint.world_size,
+        step=checkpoint.step,
+        layers=checkpoint.units.n_layers,
+        bytes=sum(sum(unit.bytes.values()) for unit in units),
+        units=units,
+        tied=checkpoint.units.tied,
+        missing=checkpoint.missing,
+    )
+
+
+def _unit_report(checkpoint: TrainingCheckpoint, unit: Unit, names: tuple[str, ...]) -> UnitReport:
+    by_kind = dict.fromkeys(checkpoint.kinds, 0)
+    for name in names:
+        for kind in checkpoint.kinds:
+            state = checkpoint.states.get((name, kind))
+            by_kind[kind] += state.nbytes if state is not None else 0
+    parameters = set(names)
+    steps = [step for step in checkpoint.steps if not parameters.isdisjoint(step.parameters)]
+    return UnitReport(
+        unit=str(unit),
+        parameters=len(names),
+        elements=sum(element_count(checkpoint.parameters[name]) for name in names),
+        bytes=MappingProxyType(by_kind),
+        adam_steps=tuple(sorted({step.value for step in steps})),
+        shared_step=any(not parameters.issuperset(step.parameters) for step in steps),
+    )
+
 
 BLOCK_ELEMENTS = 1 << 20  # read from each side at a time: memory is a small multiple of it
 

@@ -1,0 +1,217 @@
+"""Read a finished result back and compare it with its sources before it is published: samples, or everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.core.blocks import DType, DTypeKind, Span
+from mergepipe.errors import CorruptError
+from mergepipe.snapshots.composite import SelfCheck, Thoroughness
+from mergepipe.storage.contract import Store
+from mergepipe.tailor.checkpoint import StateReader, StoredState
+from mergepipe.tailor.composition_plan import unpacked
+from mergepipe.tailor.copy_writer import cast_bytes, values_of
+
+StateKey: TypeAlias = tuple[str, str]  # a parameter and a kind
+
+_SAMPLE_ELEMENTS = 32
+_BLOCK_ELEMENTS = 1 << 20
+_READERS = 8
+_STATES_AT_ONCE = 64
+_MOST_AHEAD = 1 << 20  # elements, each with its tolerance: 16 MiB
+_TOLERANCES = {"F64": 2.0**-20, "F32": 2.0**-20, "BF16": 2.0**-7, "F16": 2.0**-9}
+_NO_STATES: Mapping[StateKey, StoredState] = MappingProxyType({})
+
+
+class ResultCheck:
+    """Compares states of a result with their sources, samples of which may be read ahead. A context manager.
+
+    `summands(name, kind)` are the raw states that a state is the average of by `weights`, in float64; one alone, or
+    the last where elements are no floats, is cast.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        thoroughness: Thoroughness,
+        summands: Callable[[str, str], Sequence[StoredState]],
+        weights: tuple[float, ...] = (1.0,),
+    ) -> None:
+        self._store = store
+        self._thoroughness = thoroughness
+        self._summands = summands
+        self._weights = weights
+        self._reader = StateReader(store)
+        is_large = thoroughness is Thoroughness.FULL and len(weights) > 1  # whole blocks of all sources
+        self._pool = ThreadPoolExecutor(1 if is_large else _READERS, "mergepipe-tailor-check")
+        self._ahead: dict[tuple[StateKey, ...], Future[list[_Wanted]]] = {}
+
+    def __enter__(self) -> ResultCheck:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._reader.close()
+
+    def read_ahead(self, planned: Mapping[StateKey, StoredState]) -> None:
+        """Begin to read the samples of the sources, of at most `_MOST_AHEAD` elements; the output need not be there."""
+        if self._thoroughness is not Thoroughness.SAMPLED:
+            return
+        n_elements = 0
+        for batch in self._batches(planned):
+            n_elements += sum(compared.n_elements for compared in batch)
+            if n_elements > _MOST_AHEAD:
+                return
+            self._ahead[tuple(compared.key for compared in batch)] = self._pool.submit(self._wanted, batch)
+
+    def compare(
+        self,
+        states: Mapping[StateKey, StoredState],
+        advance: Callable[[], None],
+        masters: Mapping[StateKey, StoredState] = _NO_STATES,
+    ) -> SelfCheck:
+        """Compare what was written with its sources and, where `masters` has one, with the result's own master.
+
+        Raises:
+            CorruptError: `output.damaged`, a state differs.
+        """
+        if self._thoroughness is Thoroughness.OFF:
+            return SelfCheck(self._thoroughness, 0, 0, 0)
+        n_elements = 0
+        for compared in self._pool.map(partial(self._compare, masters), self._batches(states)):
+            n_elements += compared
+            advance()
+        return SelfCheck(self._thoroughness, len(states), n_elements, sum(key in masters for key in states))
+
+    def _batches(self, states: Mapping[StateKey, StoredState]) -> Iterator[list[_Compared]]:
+        """Yield what is compared at once: samples of some states, which lie beside one another, or one block."""
+        batch: list[_Compared] = []
+        for key in sorted(states, key=lambda key: key[1]):
+            state = states[key]
+            pieces = [piece.span for piece in state.pieces]
+            if self._thoroughness is Thoroughness.FULL:
+                blocks = (range(span.start, span.stop, _BLOCK_ELEMENTS) for span in pieces)
+                for span, starts in zip(pieces, blocks, strict=True):
+                    ends = (min(start + _BLOCK_ELEMENTS, span.stop) for start in starts)
+                    yield from ([_Compared(key, state, [Span(a, b)])] for a, b in zip(starts, ends, strict=True))
+            elif pieces:
+                batch.append(_Compared(key, state, [end for span in pieces for end in _both_ends(span)]))
+            if len(batch) == _STATES_AT_ONCE:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def _compare(self, masters: Mapping[StateKey, StoredState], batch: list[_Compared]) -> int:
+        """Compare states, from any thread; return how many elements were compared."""
+        ahead = self._ahead.pop(tuple(compared.key for compared in batch), None)
+        wanted = [] if ahead is None else ahead.result()
+        if [(w.spans, w.dtype) for w in wanted] != [(c.spans, c.state.dtype) for c in batch]:
+            wanted = self._wanted(batch)
+        made = self._reader.read_many([(unpacked(self._store, c.state), c.spans) for c in batch])
+        for compared, values, raw in zip(batch, wanted, made, strict=True):
+            _require_same(compared, values.agrees(raw, compared.state.parameter))
+            master = masters.get(compared.key)
+            if master is not None:
+                stored = self._reader.read(unpacked(self._store, master), *compared.spans)
+                cast = _cast(compared, stored, master)
+                _require_same(compared, cast.agrees(raw, compared.state.parameter))
+        return sum(compared.n_elements for compared in batch)
+
+    def _wanted(self, batch: list[_Compared]) -> list[_Wanted]:
+        """Read what elements of states of the result must be."""
+        summands = [self._summands(*compared.key) for compared in batch]
+        for place, compared in enumerate(batch):
+            if compared.state.dtype.kind is not DTypeKind.FLOAT:
+                summands[place] = summands[place][-1:]
+        requests = [(state, c.spans) for c, states in zip(batch, summands, strict=True) for state in states]
+        read = iter(self._reader.read_many(requests))
+        return [
+            _average(compared, [(next(read), state) for state in states], self._weights)
+            for compared, states in zip(batch, summands, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A state of the result, and the elements of it that are compared."""
+
+    key: StateKey
+    state: StoredState
+    spans: Sequence[Span]
+
+    @property
+    def n_elements(self) -> int:
+        return sum(span.n_elements for span in self.spans)
+
+
+def _both_ends(span: Span) -> Iterator[Span]:
+    head = min(span.start + _SAMPLE_ELEMENTS, span.stop)
+    yield Span(span.start, head)
+    if head < span.stop:
+        yield Span(max(head, span.stop - _SAMPLE_ELEMENTS), span.stop)
+
+
+def _cast(compared: _Compared, stored: NDArray[np.uint8], state: StoredState) -> _Wanted:
+    dtype = compared.state.dtype
+    cast = cast_bytes(stored, state.dtype, dtype, state.parameter)
+    return _Wanted(compared.spans, dtype, cast.reshape(-1, dtype.itemsize), None)
+
+
+def _average(
+    compared: _Compared, summands: Sequence[tuple[NDArray[np.uint8], StoredState]], weights: Sequence[float]
+) -> _Wanted:
+    if len(summands) == 1:
+        return _cast(compared, *summands[0])
+    averages, largest = np.zeros(compared.n_elements), np.zeros(compared.n_elements)
+    with np.errstate(invalid="ignore"):
+        for weight, (raw, state) in zip(weights, summands, strict=True):
+            summand = values_of(raw, state.dtype, state.parameter).astype(np.float64)
+            averages += weight * summand
+            np.maximum(largest, np.abs(summand), out=largest)
+    dtype = compared.state.dtype
+    return _Wanted(compared.spans, dtype, averages, _TOLERANCES[dtype.name] * largest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the elements in `spans` must be: averages in float64 and how far off they may be, or bytes a row."""
+
+    spans: Sequence[Span]
+    dtype: DType
+    values: NDArray[np.float64] | NDArray[np.uint8]
+    distances: NDArray[np.float64] | None
+
+    def agrees(self, raw: NDArray[np.uint8], parameter: str) -> NDArray[np.bool_]:
+        """Compare elements: averages within the rounding of the dtype where they are finite, bytes but for NaNs'."""
+        if self.distances is not None:
+            made = values_of(raw, self.dtype, parameter).astype(np.float64)
+            with np.errstate(invalid="ignore"):
+                close = np.abs(made - self.values) <= self.distances
+            return np.asarray(close | ~np.isfinite(self.values))
+        is_same = np.asarray((raw.reshape(self.values.shape) == self.values).all(axis=1))
+        if self.dtype.kind is DTypeKind.FLOAT and not is_same.all():
+            stored = np.ascontiguousarray(self.values, np.uint8).reshape(-1)
+            is_nan = [np.isnan(values_of(either, self.dtype, parameter)) for either in (raw, stored)]
+            is_same |= is_nan[0] & is_nan[1]
+        return is_same
+
+
+def _require_same(compared: _Compared, is_same: NDArray[np.bool_]) -> None:
+    if is_same.all():
+        return
+    ends = np.cumsum([span.n_elements for span in compared.spans])
+    span = compared.spans[int(np.searchsorted(ends, int(np.argmin(is_same)), side="right"))]
+    raise CorruptError.of(
+        "output.damaged", compared.state.parameter,
+        f"{compared.state.kind} differs from its sources in elements [{span.start}, {span.stop})",
+        "nothing was published; check the sources, then report it",
+    )  # fmt: skip
