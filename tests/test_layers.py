@@ -38,7 +38,7 @@ ANYTHING_GOES = "testing"
 LEAVES = {"deltastore": {"api", "jobs", "cli", ANYTHING_GOES}}
 """Components that register themselves where others need them, and the only ones that may import them."""
 REGISTRY_OF_PACKS = "checkpoints/packed.py"
-ONE_MODULE_EACH = ("torch", "transformers", "deepspeed", "obstore", "huggingface_hub", "ray", "optuna")
+ONE_MODULE_EACH = ("torch", "transformers", "deepspeed", "obstore", "huggingface_hub", "ray", "optuna", "gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,9 @@ def test_layers__the_compiler_is_imported_only_to_compile() -> None:
 def test_layers__third_party_imports_are_declared() -> None:
     project = tomllib.loads((SRC.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     core = {_import_name(each) for each in project["dependencies"]}
-    optional = [project["optional-dependencies"][name] for name in ("torch", "train", "remote", "ray", "search")]
+    optional = [
+        project["optional-dependencies"][name] for name in ("torch", "train", "remote", "ray", "search", "gguf")
+    ]
     extras = {_import_name(each) for requirements in optional for each in requirements}
     core |= {"llvmlite"}  # numba's own half, of the version that numba needs
     extras |= {"deepspeed", "IPython"}  # never installed by us: read where a training run or a notebook has them

@@ -28,7 +28,6 @@ from mergepipe.core.units import positive
 from mergepipe.errors import RecipeError
 from mergepipe.options import (
     APPLY_MEMORY_BYTES,
-    DEFAULT_SHARD_BYTES,
     SWEEP_BUDGETS,
     AnalyzeOptions,
     ApplyLoraOptions,
@@ -104,8 +103,7 @@ def check(
     from mergepipe.jobs.check import check_recipe
     from mergepipe.recipes.fields import Strictness
 
-    shard_bytes = DEFAULT_SHARD_BYTES if made.shard_bytes is None else made.shard_bytes
-    return check_recipe(_recipe(recipe), shard_bytes, made.allow_dropped, Strictness(made.strict, made.lenient))
+    return check_recipe(_recipe(recipe), made.shard_bytes, made.allow_dropped, Strictness(made.strict, made.lenient))
 
 
 def merge(
@@ -118,10 +116,10 @@ def merge(
 ) -> MergeReport:
     """Merge as the recipe says and publish the result at `out`, complete or not at all.
 
-    `out` is a folder, a prefix of a bucket (`s3://bucket/prefix`, `gs://`, `az://`), which must hold nothing yet, or a
-    repository of the Hub (`hf://org/name`). Without a `budget` all experts are read in full. With one, a plan is made
-    and run. With a `target_loss` budgets are tried until it is met; `tried` of the report tells what each read and
-    gave.
+    `out` is a folder, one file (its name ends in .safetensors or .gguf, and its record is a folder beside it), a prefix
+    of a bucket (`s3://bucket/prefix`, `gs://`, `az://`), which must hold nothing yet, or a repository of the Hub
+    (`hf://org/name`). Without a `budget` all experts are read in full. With one, a plan is made and run. With a
+    `target_loss` budgets are tried until it is met; `tried` of the report tells what each read and gave.
 
     Args:
         recipe: see `check`.

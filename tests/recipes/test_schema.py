@@ -20,7 +20,27 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 VALIDATOR = Draft202012Validator(recipe_schema())
 IN_DOCS = re.findall(r"```yaml\n(.*?)```", (DOCS / "guide" / "recipes.md").read_text(encoding="utf-8"), re.DOTALL)
 SILENT_FORMS = [form.recipe for form in FORMS if not form.refused and not form.notices]  # no notice: no warning
-GOOD = [*SILENT_FORMS, LINEAR, TIES, DARE, SLERP_OF_MODELS, SLERP, STACK, TOKENS, *CHAIN.split("---\n"), *IN_DOCS]
+MIXTURE = """base_model: ./base
+gate_mode: hidden
+experts:
+- {source_model: ./a, positive_prompts: [code], noise_scale: 0.1}
+- {source_model: {path: ./b}, positive_prompts: [maths]}
+"""
+CHOSEN = "base_model: ./moe\nexperts: [0, 3, 3]\ndtype: bfloat16\n"
+MIXTURES = [MIXTURE, CHOSEN, CHOSEN.replace("[0, 3, 3]", "3")]
+GOOD = [
+    *MIXTURES,
+    *SILENT_FORMS,
+    LINEAR,
+    TIES,
+    DARE,
+    SLERP_OF_MODELS,
+    SLERP,
+    STACK,
+    TOKENS,
+    *CHAIN.split("---\n"),
+    *IN_DOCS,
+]
 
 
 def problems(text: str) -> list[str]:
@@ -60,6 +80,10 @@ def test_recipe_schema__accepts_recipes_that_load(text: str) -> None:
         (STACK, "slices:", "slice:"),
         (TOKENS, "pad_to_multiple_of: 64", "pad_to_multiple_of: 0"),
         (TOKENS, "kind: zero", "kind: zeros"),
+        (MIXTURE, "gate_mode: hidden", "gate_mode: hiden"),
+        (MIXTURE, "source_model", "model"),
+        (CHOSEN, "[0, 3, 3]", "[0, -3]"),
+        (CHOSEN, "base_model", "base"),
     ],
 )
 def test_recipe_schema__refuses_typos(text: str, old: str, new: str) -> None:

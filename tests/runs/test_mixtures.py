@@ -116,6 +116,7 @@ def test_random_routers__follow_the_seed_and_the_layer(tmp_path: Path) -> None:
         ({"experts": [{"source_model": "./a"}, {"source_model": "./wide"}]}, "model.mismatch", "'./wide' has shape"),
         ({"base_model": "./gpt"}, "recipe.unsupported", "no mixture is made of gpt2, llama"),
         ({"seed": -1}, "recipe.value", "a whole number from 0 on"),
+        ({"experts": [{"source_model": "./a", "noise_scale": "x"}]}, "recipe.value", "a number"),
     ],
 )  # fmt: skip
 def test_mixtures__that_cannot_be_built_are_refused_before_anything_is_written(
@@ -126,4 +127,148 @@ def test_mixtures__that_cannot_be_built_are_refused_before_anything_is_written(
     with pytest.raises(MergePipeError) as caught:
         build(tmp_path, recipe_of(**changes))
     assert (caught.value.code, text in str(caught.value)) == (code, True), str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+# --- experts that are changed, merged, adapted or quantised on their way into a mixture ---
+
+
+@pytest.mark.parametrize("shared", [(), ("base",)])
+def test_noise_and_residual_scales__change_the_matrices_that_mergekit_changes(
+    tmp_path: Path, models: dict[str, dict[str, NDArray[Any]]], shared: tuple[str, ...]
+) -> None:
+    """Fused (Mixtral) and apart (DeepSeek): noise of the stated deviation, the same in every run, not of the seed's."""
+    experts = [{"source_model": "./a", "residual_scale": 0.5}, {"source_model": "./b", "noise_scale": 0.25}]
+    recipe = recipe_of(experts=experts, shared_experts=[{"source_model": f"./{name}"} for name in shared])
+    made, again, other = (build(tmp_path, {**recipe, "seed": s}, f"out{i}")[0] for i, s in enumerate((1, 1, 2)))
+    noise, noise_of_other = [], []
+    for layer in range(LAYERS):
+        place = f"model.layers.{layer}.mlp"
+        down = f"{place}.experts.{{}}.down_proj.weight" if shared else f"{place}.experts.down_proj"
+        ofs = [made[down.format(k)] if shared else made[down][k] for k in (0, 1)]
+        np.testing.assert_array_equal(ofs[0], models["a"][f"{place}.down_proj.weight"] * np.float32(0.5))
+        noise.append(ofs[1] - models["b"][f"{place}.down_proj.weight"])
+        noise_of_other.append(other[down.format(1)] if shared else other[down][1])
+    deviation = float(np.std(np.stack(noise)))
+    assert 0.2 < deviation < 0.3
+    assert not np.array_equal(noise[0], noise[1])
+    assert not np.array_equal(noise_of_other[0], ofs[1])
+    for name, values in made.items():
+        np.testing.assert_array_equal(values, again[name])
+
+
+def test_shared_parts__are_merged_by_another_document_of_the_recipe(
+    tmp_path: Path, models: dict[str, dict[str, NDArray[Any]]]
+) -> None:
+    """Branch-Train-Mix: attention by any operator, each expert's own MLPs; an expert may be merged as well."""
+    both = [{"model": f"./{name}", "parameters": {"weight": 0.5}} for name in "ab"]
+    documents = [
+        {"name": "mixed", "merge_method": "task_arithmetic", "base_model": "./base", "models": both},
+        {"name": "third", "merge_method": "linear", "models": both},
+        {
+            "base_model": "mixed", "gate_mode": "random",
+            "experts": [{"source_model": "./a"}, {"source_model": "./b"}, {"source_model": "third"}],
+        },
+    ]  # fmt: skip
+    (tmp_path / "recipe.yml").write_text("\n---\n".join(map(json.dumps, documents)))
+    api.merge(tmp_path / "recipe.yml", tmp_path / "out")
+    made = load_file(tmp_path / "out" / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    mean = (models["a"][name] + models["b"][name]) / 2
+    np.testing.assert_allclose(made[name], mean, atol=1e-6)
+    down = "model.layers.1.mlp.down_proj.weight"
+    stacked = made["model.layers.1.mlp.experts.down_proj"]
+    np.testing.assert_array_equal(stacked[1], models["b"][down])
+    np.testing.assert_allclose(stacked[2], (models["a"][down] + models["b"][down]) / 2, atol=1e-6)
+    assert "Mixture of 3 experts" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_experts__with_adapters_and_of_codes_are_stacked_as_numbers(
+    tmp_path: Path, models: dict[str, dict[str, NDArray[Any]]]
+) -> None:
+    rng = np.random.default_rng(7)
+    name = "model.layers.0.mlp.up_proj"
+    factors = {
+        f"base_model.model.{name}.lora_{side}.weight": rng.standard_normal(shape, np.float32)
+        for side, shape in (("A", (2, HIDDEN)), ("B", (INNER, 2)))
+    }
+    (tmp_path / "lora").mkdir()
+    save_file(factors, tmp_path / "lora" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["up_proj"]}
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config))
+    codes = {key: values for key, values in models["b"].items() if key != f"{name}.weight"}
+    codes[f"{name}.weight"] = rng.integers(-127, 128, (INNER, HIDDEN), np.int8)
+    codes[f"{name}.SCB"] = rng.random(INNER, np.float32)
+    (tmp_path / "int8").mkdir()
+    save_file(codes, tmp_path / "int8" / "model.safetensors")
+    (tmp_path / "int8" / "config.json").write_text(json.dumps(CONFIG))
+    made, _ = build(tmp_path, recipe_of(experts=[{"source_model": "./a+./lora"}, {"source_model": "./int8"}]))
+    up = made["model.layers.0.mlp.experts.gate_up_proj"][:, INNER:]
+    first, second = (factors[f"base_model.model.{name}.lora_{side}.weight"].astype(np.float64) for side in "AB")
+    np.testing.assert_allclose(up[0], models["a"][f"{name}.weight"] + 2 * second @ first, rtol=1e-5, atol=1e-5)
+    expected = codes[f"{name}.weight"].astype(np.float64) * codes[f"{name}.SCB"][:, None].astype(np.float64) / 127
+    np.testing.assert_allclose(up[1], expected, rtol=1e-5, atol=1e-7)
+
+
+# --- the way back ---
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_chosen_experts__of_a_mixture_are_those_that_went_in(
+    tmp_path: Path, models: dict[str, dict[str, NDArray[Any]]], *, is_fused: bool
+) -> None:
+    mixture, config = build(tmp_path, recipe_of(), "moe")
+    if not is_fused:  # as Mixtral is published
+        tensors: dict[str, NDArray[Any]] = {}
+        for name, values in mixture.items():
+            place = name.replace(".mlp.", ".block_sparse_moe.")
+            for expert in range(2) if ".experts." in name else ():
+                stem = f"{place.rpartition('.')[0]}.{expert}"
+                parts = zip(
+                    ("w1", "w3") if "gate_up" in name else ("w2",),
+                    np.split(values[expert], 2 if "up" in name else 1),
+                    strict=True,
+                )
+                tensors |= {f"{stem}.{role}.weight": np.ascontiguousarray(part) for role, part in parts}
+            if ".experts." not in name:
+                tensors[place] = values
+        save_file(tensors, tmp_path / "moe" / "model.safetensors")
+        mixture = tensors
+    made, dense_config = build(tmp_path, {"base_model": "./moe", "experts": 1}, "dense")
+    assert made.keys() == models["base"].keys()
+    for name, values in made.items():
+        np.testing.assert_array_equal(values, models["b" if ".mlp." in name else "base"][name])
+    assert (dense_config["model_type"], dense_config["architectures"]) == ("mistral", ["MistralForCausalLM"])
+    assert not [key for key in dense_config if "expert" in key]
+    chosen, chosen_config = build(tmp_path, {"base_model": "./moe", "experts": [1, 0, 1]}, "chosen")
+    assert [chosen_config[key] for key in ("num_local_experts", "num_experts_per_tok")] == [3, 2]
+    assert config["num_experts_per_tok"] == 2
+    assert build(tmp_path, {"base_model": "./moe", "experts": [1]}, "one")[1]["num_experts_per_tok"] == 1
+    for name, values in chosen.items():
+        if is_fused and (".experts." in name or ".gate." in name):
+            np.testing.assert_array_equal(values, mixture[name][[1, 0, 1]])
+        elif ".experts." in name:
+            number = next(k for k in range(3) if f".experts.{k}." in name)
+            source = name.replace(f".experts.{number}.", f".experts.{1 - number % 2}.")
+            np.testing.assert_array_equal(values, mixture[source])
+        elif ".gate." in name:
+            np.testing.assert_array_equal(values, mixture[name][[1, 0, 1]])
+    n_routed = sum(".experts." in name for name in chosen)
+    assert n_routed == (4 if is_fused else 3 * 3 * LAYERS)
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"experts": [0, 2]}, "has 2 experts, and the recipe chooses number 2"),
+        ({"base_model": "./base", "experts": 0}, "does not count experts"),
+        ({"base_model": "./shared", "experts": 0}, "is not of one expert alone"),
+    ],
+)
+def test_chosen_experts__that_are_not_there_are_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    build(tmp_path, recipe_of(), "moe")
+    build(tmp_path, recipe_of(shared_experts=[{"source_model": "./base"}]), "shared")
+    with pytest.raises(MergePipeError, match=text):
+        build(tmp_path, {"base_model": "./moe", **changes})
     assert not (tmp_path / "out").exists()

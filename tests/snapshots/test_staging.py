@@ -295,3 +295,14 @@ def test_check_free_space__looks_at_the_nearest_folder_that_exists(tmp_path: Pat
     with pytest.raises(StorageError) as caught:
         check_free_space(tmp_path / "not" / "yet" / "out", 1 << 60)
     assert caught.value.code == "storage.no-space"
+
+
+def test_staging__of_a_file_leaves_no_record_where_another_file_has_appeared(tmp_path: Path) -> None:
+    out = tmp_path / "merged.safetensors"
+    with Staging(out, force=False) as staging:
+        (staging.path / out.name).write_text("new")
+        staging.record_path.mkdir()
+        out.write_text("theirs")
+        with pytest.raises(ConflictError, match="was created"):
+            staging.publish()
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(out.name, "theirs")]

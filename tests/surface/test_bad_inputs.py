@@ -65,7 +65,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
         "linear.yml linear.yml/out",
         "linear.yml out-extra --force",
         "linear.yml out-no-manifest --force",
-        "linear.yml merged.safetensors",
+        "linear.yml merged.bin",
         "linear.yml s3://",
         "linear.yml http://host/out",
         "linear.yml new --budget",

@@ -19,6 +19,7 @@ from mergepipe.snapshots.manifest import (
     InputRecord,
     Manifest,
     parse_manifest,
+    record_folder,
     with_absolute_paths,
 )
 from mergepipe.storage.contract import Store, is_folder
@@ -54,12 +55,14 @@ def sid_of_unchanged_input(store: Store, source: InputRecord) -> str | None:
         if is_remote(source.path):
             return None
         path = Location.parse(source.path)
-        root = path if is_folder(store, path) else path.parent
+        is_model = is_folder(store, path)
+        root = path if is_model else path.parent
         for file in source.files:
             status = store.stat(root / file.name)
             if status is None or (status.size_bytes, status.version) != (file.size_bytes, file.version):
                 return None
-        return read_manifest(store, root.local_path)[0].sid
+        directory = root.local_path if is_model else record_folder(path.local_path)
+        return read_manifest(store, directory)[0].sid
     except MergePipeError:  # missing, unreadable or not a snapshot
         return None
 

@@ -170,18 +170,21 @@ class ScaledFP8(Scheme):
 class PackedIntegers(Scheme):
     """Integers of 4 or 8 bits in words of 32, times a scale for each group of columns of a row.
 
-    `(code - zero) * scale`: `pack-quantized` of compressed-tensors. Stored: codes, scales, and zeros where they are
-    not the middle of all codes; zeros are packed along the rows.
+    `(code - zero) * scale`: `pack-quantized` of compressed-tensors. Stored: codes, scales, the group of each column
+    where they are `grouped` in another order than side by side, and zeros where they are not the middle of all codes;
+    zeros are packed along the rows.
     """
 
     n_bits: int
     groups: int
     scale_kernel: int
+    grouped: bool = False
 
     def spans(self, rows: Span) -> tuple[Span, ...]:
         per = 32 // self.n_bits
         words = Span(rows.start // per, -(-rows.stop // per))
-        return _whole(rows, self.columns, per), _whole(rows, self.groups), _whole(words, self.groups)
+        order = (Span(0, self.columns),) if self.grouped else ()
+        return _whole(rows, self.columns, per), _whole(rows, self.groups), *order, _whole(words, self.groups)
 
     def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         middle, per = 1 << (self.n_bits - 1), 32 // self.n_bits
@@ -190,23 +193,27 @@ class PackedIntegers(Scheme):
         else:
             values = raw[0].astype(np.float32).reshape(-1, self.columns) - middle
         scales = decoded(raw[1], self.scale_kernel).reshape(-1, self.groups)
-        if len(raw) > 2:
-            zeros_WG = _unpacked(raw[2].view(np.uint32).reshape(-1, self.groups), self.n_bits)
+        width = self.columns // self.groups
+        if self.grouped:
+            scales, width = scales[:, raw[2].view(np.int32)], 1
+        if len(raw) > 2 + self.grouped:
+            zeros_WG = _unpacked(raw[-1].view(np.uint32).reshape(-1, self.groups), self.n_bits)
             zeros_RG = zeros_WG.reshape(-1, self.groups)[rows.start % per :][: rows.n_elements].astype(np.float32)
-            width = self.columns // self.groups
-            values.reshape(rows.n_elements, self.groups, width)[:] -= (zeros_RG - middle)[:, :, None]
-        return _times(values, scales, self.columns // self.groups)
+            zeros_RG = zeros_RG[:, raw[2].view(np.int32)] if self.grouped else zeros_RG
+            values.reshape(rows.n_elements, -1, width)[:] -= (zeros_RG - middle)[:, :, None]
+        return _times(values, scales, width)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFP4(Scheme):
     """Numbers of 4 bits (E2M1), two in a byte, times a scale for each group of columns of a row.
 
-    NVFP4: FP8 scales, divided by one for all. MXFP4: scales that are powers of two. Stored: codes, scales, and for
-    NVFP4 the one for all.
+    NVFP4: FP8 scales, divided by one for all, or (`multiplies`, ModelOpt) times that. MXFP4: scales that are powers of
+    two. Stored: codes, scales, and for NVFP4 the one for all.
     """
 
     groups: int
+    multiplies: bool = False
 
     def spans(self, rows: Span) -> tuple[Span, ...]:
         return _whole(rows, self.columns, 2), _whole(rows, self.groups), Span(0, 1)
@@ -215,7 +222,8 @@ class PackedFP4(Scheme):
         values = _nibbles(raw[0], _E2M1).reshape(-1, self.columns)
         scales = _powers_of_two(raw[1])
         if len(raw) > 2:
-            scales = decoded(raw[1], F8_E4M3.kernel_code) / np.float32(raw[2].view(np.float32)[0])
+            of_all, scales = np.float32(raw[2].view(np.float32)[0]), decoded(raw[1], F8_E4M3.kernel_code)
+            scales = scales * of_all if self.multiplies else scales / of_all
         return _times(values, scales.reshape(-1, self.groups), self.columns // self.groups)
 
 
@@ -309,10 +317,10 @@ class PackedTransposed(Scheme):
         return True
 
     def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
-        per, is_gptq = 32 // self.n_bits, len(raw) > 3
+        per, n_words, is_gptq = *codes_in_words(self.n_bits), len(raw) > 3
         scales_GR = decoded(raw[2], self.scale_kernel).reshape(-1, self.n_outputs)[:, rows.start : rows.stop]
         first = rows.start // per * per
-        words = slice(rows.start // per, -(-rows.stop // per))
+        words = slice(rows.start // per * n_words, -(-rows.stop // per) * n_words)
         wanted = slice(rows.start - first, rows.stop - first)
         zeros_GW = raw[1].view(np.uint32).reshape(len(scales_GR), -1)[:, words]
         codes = raw[0].view(np.uint32)
@@ -337,13 +345,24 @@ def _powers_of_two(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
     return np.asarray(np.ldexp(np.float32(1), exponents.astype(np.int32) - 127), np.float32)
 
 
+def codes_in_words(n_bits: int) -> tuple[int, int]:
+    """The fewest codes that fill whole words of 32 bits, and these words."""
+    return (32, 3) if n_bits == 3 else (32 // n_bits, 1)
+
+
 def _unpacked(words_WG: NDArray[np.uint32], n_bits: int) -> NDArray[np.uint32]:
-    """Cut words (W, G) into codes (W, codes a word, G), the low bits first."""
+    """Cut words (W, G) into codes (W, codes a word, G), the low bits first; codes of 3 bits go on in the next word."""
+    if n_bits == 3:
+        words_W3G = words_WG.reshape(-1, 3, words_WG.shape[1]).astype(np.uint64)
+        low_WG, high_WG = words_W3G[:, 0] | words_W3G[:, 1] << np.uint64(32), words_W3G[:, 1] >> np.uint64(16)
+        high_WG |= words_W3G[:, 2] << np.uint64(16)  # from bit 48 on
+        codes = [low_WG >> np.uint64(3 * k) for k in range(16)] + [high_WG >> np.uint64(3 * k) for k in range(16)]
+        return (np.stack(codes, axis=1) & np.uint64(7)).astype(np.uint32)
     shifts = np.arange(0, 32, n_bits, dtype=np.uint32)[None, :, None]
     return (words_WG[:, None, :] >> shifts) & np.uint32((1 << n_bits) - 1)
 
 
 def _in_rows(words_RW: NDArray[np.uint32], n_bits: int, order: Sequence[int] = ()) -> NDArray[np.uint32]:
     """Cut the words of rows (R, W) into codes (R, W * codes a word), the low bits first, or in an order."""
-    codes_RPW = _unpacked(words_RW, n_bits)[:, list(order)] if order else _unpacked(words_RW, n_bits)
-    return codes_RPW.transpose(0, 2, 1).reshape(len(words_RW), -1)
+    codes_WPR = _unpacked(words_RW.T, n_bits)
+    return (codes_WPR[:, list(order)] if order else codes_WPR).reshape(-1, len(words_RW)).T

@@ -146,8 +146,7 @@ STORE_HEADER_NAME = "mergepipe-store.json"
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.[a-z]+$", re.ASCII)
 _INDEX_ENDING = ".index.json"
 _FOREIGN_SUFFIXES = (".gguf", ".h5", ".msgpack", ".onnx")
-GGUF_MAGIC = b"GGUF"
-_GGUF_ADVICE = "name the safetensors model that it was converted from"
+GGUF_MAGIC, GGUF_SUFFIX = b"GGUF", ".gguf"
 # What training leaves beside the weights, in files of the same kind.
 _NOT_WEIGHTS = (
     "training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng_state*", "*optim_states.pt", "adapter_model.*",
@@ -231,11 +230,6 @@ def _whole_file(root: Location, name: str, fmt: _Format) -> Weights:
     return Weights(name, is_index=False)
 
 
-def gguf_refusal(path: Location, message: str) -> MergePipeError:
-    """The error for GGUF files in place of weights."""
-    return UnsupportedError.of("checkpoint.unsupported", path, f"{message}, which are not read", _GGUF_ADVICE)
-
-
 def _ambiguous(root: Location, candidates: list[str], fmt: _Format) -> MergePipeError:
     return CorruptError.of(
         "checkpoint.damaged", root,
@@ -253,7 +247,8 @@ def _no_weights(root: Location, visible: list[str]) -> MergePipeError:
     foreign = [name for name in visible if name.endswith(_FOREIGN_SUFFIXES)]
     gguf = [name for name in foreign if name.endswith(".gguf")]
     if gguf:
-        return gguf_refusal(root, f"holds {names_shown(gguf)}, GGUF files: weights as llama.cpp quantises them")
+        message = f"holds {names_shown(gguf)}, GGUF files"
+        return UnsupportedError.of("checkpoint.unsupported", root, message, f"name the file: {root / gguf[0]}")
     if foreign:
         return UnsupportedError.of(
             "checkpoint.unsupported", root, f"holds {names_shown(foreign)}: not yet read", "convert to safetensors"
@@ -311,7 +306,11 @@ def open_checkpoint(store: Store, path: Location) -> Checkpoint:
         return _open_directory(store, path)
     if not status.is_file:
         raise CorruptError.of("checkpoint.damaged", path, "must be a directory or a regular file")
-    suffixes = (*SAFETENSORS.suffixes, *TORCH.suffixes)
+    if path.suffix == GGUF_SUFFIX:
+        from mergepipe.checkpoints.gguf_files import open_gguf
+
+        return open_gguf(store, path, status)
+    suffixes = (*SAFETENSORS.suffixes, *TORCH.suffixes, GGUF_SUFFIX)
     if path.suffix not in suffixes:
         _refuse_gguf(store, path)
         raise UnsupportedError.of(
@@ -471,7 +470,8 @@ def read_weight_file(store: Store, root: Location, name: str, status: FileStatus
 def _refuse_gguf(store: Store, path: Location) -> None:
     """Refuse a file that is GGUF by its first bytes, whatever it is called."""
     if store.read_metadata(path, 0, len(GGUF_MAGIC)) == GGUF_MAGIC:
-        raise gguf_refusal(path, "is a GGUF file: weights as llama.cpp quantises them")
+        hint = f"rename it to {path.stem}{GGUF_SUFFIX}"
+        raise UnsupportedError.of("checkpoint.unsupported", path, "is a GGUF file by its first bytes", hint)
 
 
 def _read_index(store: Store, root: Location, name: str) -> dict[str, str]:

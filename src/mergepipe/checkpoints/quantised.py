@@ -20,6 +20,7 @@ from mergepipe.checkpoints.codes import (
     PackedTransposed,
     ScaledFP8,
     StackedMXFP4,
+    codes_in_words,
 )
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
 from mergepipe.checkpoints.directory import component_of
@@ -130,9 +131,16 @@ class _Finder:
 
     def _fp8(self, stem: str, name: str) -> None:
         parts = self._entries(f"{stem}.weight", name)
-        if not parts or parts[0].dtype not in _FP8 or len(parts[0].shape) != 2:
+        if not parts or len(parts[0].shape) != 2:
             return
         codes, scales = parts
+        of_all = self._entries(f"{stem}.weight_scale_2")
+        if of_all and codes.dtype.name == "U8" and scales.dtype == F8_E4M3:
+            (rows, columns), wanted = codes.shape, [[codes.shape[0], codes.shape[1] // 8], [1]]
+            fp4 = PackedFP4(2 * columns, columns // 8, multiplies=True)
+            self._add("NVFP4", CodedTensor(codes.name, (rows, 2 * columns), (*parts, *of_all), fp4), (), wanted)
+        if codes.dtype not in _FP8:
+            return
         if scales.dtype.kind is DTypeKind.FLOAT:
             block = _block_of(self._checkpoint, codes, scales, self._config(codes.name))
             scheme = ScaledFP8(max(1, codes.shape[1]), block, codes.kernel_code, scales.kernel_code)
@@ -140,7 +148,7 @@ class _Finder:
 
     def _compressed(self, stem: str) -> None:
         parts = self._entries(f"{stem}.weight_packed", f"{stem}.weight_scale")
-        if not parts or len(parts[0].shape) != 2 or len(parts[1].shape) != 2 or self._entries(f"{stem}.weight_g_idx"):
+        if not parts or len(parts[0].shape) != 2 or len(parts[1].shape) != 2:
             return
         (codes, scales), name, also = parts, f"{stem}.weight", [f"{stem}.weight_shape"]
         rows, groups = codes.shape[0], scales.shape[1]
@@ -158,11 +166,19 @@ class _Finder:
             columns = codes.shape[1] * 32 // n_bits if n_bits else 0
             if not columns or columns % groups:
                 return
-            parts += self._entries(f"{stem}.weight_zero_point")
-            scheme = PackedIntegers(columns, n_bits, groups, scales.kernel_code)
-            of_zeros = [-(-rows * n_bits // 32), groups]
+            shapes = [[rows, groups]]
+            order: tuple[TensorEntry, ...] = self._entries(f"{stem}.weight_g_idx")
+            if order and order[0].dtype.name == "I32" and self._read(order[0]).view(np.int32).min(initial=0) < 0:
+                also.append(order[0].name)
+                order = ()  # none is named: they lie side by side
+            if order:
+                self._check_groups(order[0], columns, groups)
+                shapes.append([columns])
+            parts += order + self._entries(f"{stem}.weight_zero_point")
+            scheme = PackedIntegers(columns, n_bits, groups, scales.kernel_code, bool(order))
+            shapes.append([-(-rows * n_bits // 32), groups])
             tensor = CodedTensor(name, (rows, columns), parts, scheme, _of_16_bits(scales))
-            self._add(f"packed integers of {n_bits} bits", tensor, also, [[rows, groups], of_zeros])
+            self._add(f"packed integers of {n_bits} bits", tensor, also, shapes)
 
     def _bits_of(self, name: str, stem: str, codes: TensorEntry) -> int:
         """The bits of a code, by the shape that is stored with it; 0 where it is no whole number of 4 or 8."""
@@ -172,6 +188,12 @@ class _Finder:
         shape = self._read(stored[0]).view(np.int64 if stored[0].dtype.itemsize == 8 else np.int32).tolist()
         bits = [n for n in (4, 8) if shape == [codes.shape[0], codes.shape[1] * 32 // n]]
         return bits[0] if bits else 0
+
+    def _check_groups(self, entry: TensorEntry, columns: int, groups: int) -> None:
+        group_C = self._read(entry).view(np.int32) if entry.dtype.name == "I32" else np.empty(0, np.int32)
+        if len(group_C) != columns or group_C.min(initial=0) < 0 or group_C.max(initial=0) >= groups:
+            message = f"{shown(entry.name)} names no group of {groups} for each of {columns} inputs"
+            raise CorruptError.of("checkpoint.damaged", self._checkpoint.path, message, "download it again")
 
     def _read(self, entry: TensorEntry) -> NDArray[np.uint8]:
         with open_files(self._store, [entry.file], [self._checkpoint]) as files:
@@ -227,20 +249,17 @@ class _Finder:
         stated, n_outputs, groups = self._config(codes.name), scales.shape[1], scales.shape[0]
         is_awq = codes.shape[1] != n_outputs
         n_bits = 4 if is_awq else stated.get("bits", 4)
-        if type(n_bits) is not int or n_bits not in (2, 4, 8) or scales.dtype.kind is not DTypeKind.FLOAT:
+        if type(n_bits) is not int or n_bits not in (2, 3, 4, 8) or scales.dtype.kind is not DTypeKind.FLOAT:
             return
-        per = 32 // n_bits
-        columns = codes.shape[0] * (1 if is_awq else per)
+        per, n_words = codes_in_words(n_bits)
+        columns = codes.shape[0] * (1 if is_awq else per) // n_words
         groups_of_inputs = self._entries(f"{stem}.g_idx")
         if not groups or zeros.dtype != codes.dtype or (is_awq and columns % groups):
             return
         if not is_awq:
             if not groups_of_inputs or groups_of_inputs[0].dtype != codes.dtype:
                 return
-            group_C = self._read(groups_of_inputs[0]).view(np.int32)
-            if len(group_C) != columns or group_C.min() < 0 or group_C.max() >= groups:
-                message = f"{shown(groups_of_inputs[0].name)} names no group of {groups} for each of {columns} inputs"
-                raise CorruptError.of("checkpoint.damaged", self._checkpoint.path, message, "download it again")
+            self._check_groups(groups_of_inputs[0], columns, groups)
             parts += groups_of_inputs
         if is_awq and codes.shape[1] * per != n_outputs:
             message = f"{shown(scales.name)} has {n_outputs} outputs, and {shown(codes.name)} {codes.shape[1] * per}"
@@ -248,7 +267,7 @@ class _Finder:
         more = 0 if is_awq or stated.get("checkpoint_format") == "gptq_v2" else 1
         scheme = PackedTransposed(columns, n_bits, n_outputs, more, scales.kernel_code)
         tensor = CodedTensor(f"{stem}.weight", (n_outputs, columns), parts, scheme, _of_16_bits(scales))
-        wanted = [[groups, -(-n_outputs // per)], [groups, n_outputs], [columns]]
+        wanted = [[groups, -(-n_outputs // per) * n_words], [groups, n_outputs], [columns]]
         self._add(f"{'AWQ' if is_awq else 'GPTQ'} of {n_bits} bits", tensor, wanted=wanted)
 
 

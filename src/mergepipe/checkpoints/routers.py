@@ -99,6 +99,80 @@ class Router(ComputedTensor):
         return _OpenedRouter(self, files)
 
 
+_NOISE_ELEMENTS: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Noisy(ComputedTensor):
+    """A matrix of an expert with normal noise of the deviation `noise` added, times `factor`; in float32.
+
+    The noise of an element depends on `key` and its place alone.
+    """
+
+    matrix: Readable
+    noise: float
+    factor: float
+    key: tuple[int, int, int, int]
+    is_delta: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.matrix.name
+
+    @property
+    def dtype(self) -> DType:
+        return F32
+
+    @property
+    def stored_dtype(self) -> DType:
+        return self.matrix.stored_dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
+
+    @property
+    def is_unit(self) -> bool:
+        return self.matrix.is_unit
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        return self.matrix.stored
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrix.nbytes
+
+    def cost_bytes(self, span: Span) -> int:
+        return self.matrix.cost_bytes(span)
+
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
+        """Return a fetch of spans; keeps what the matrix keeps."""
+        nested = self.matrix.opened(files) if isinstance(self.matrix, ComputedTensor) else None
+        seed, place, layer, role = self.key
+
+        def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
+            raw = np.empty(span.n_elements * self.matrix.dtype.itemsize, np.uint8)
+            if nested is None:
+                raw = read_elements(self.matrix, span, files, purpose)
+            else:
+                nested(span, raw, purpose)
+            values_N = decoded_into(raw, self.matrix.dtype.kernel_code, out.view(np.float32))
+            for first in range(
+                span.start // _NOISE_ELEMENTS * _NOISE_ELEMENTS, span.stop if self.noise else 0, _NOISE_ELEMENTS
+            ):
+                counter, key = [0, 0, 0, first], [seed, place << 40 | layer << 8 | role]
+                normal_N = np.random.Generator(np.random.Philox(counter=counter, key=key)).standard_normal(
+                    _NOISE_ELEMENTS, np.float32
+                )
+                start, stop = max(span.start, first), min(span.stop, first + _NOISE_ELEMENTS)
+                added_N = normal_N[start - first : stop - first] * np.float32(self.noise)
+                values_N[start - span.start : stop - span.start] += added_N
+            values_N *= np.float32(self.factor)
+
+        return fetch
+
+
 class _OpenedRouter:
     """Computes the router on the first fetch."""
 

@@ -29,7 +29,7 @@ class Stacked(ComputedTensor):
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[TensorEntry, ...]
+    parts: tuple[Readable, ...]
 
     def __post_init__(self) -> None:
         first = self.parts[0]
@@ -48,14 +48,18 @@ class Stacked(ComputedTensor):
         return self.parts[0].is_delta
 
     @property
+    def is_unit(self) -> bool:
+        return any(part.is_unit for part in self.parts)
+
+    @property
     def stored(self) -> tuple[TensorEntry, ...]:
-        return self.parts
+        return tuple(entry for part in self.parts for entry in part.stored)
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
-    def pieces(self, span: Span) -> Iterator[tuple[TensorEntry, Span]]:
+    def pieces(self, span: Span) -> Iterator[tuple[Readable, Span]]:
         """Yield the parts that `span` touches, in order, with the span inside each."""
         part_elements = self.parts[0].n_elements
         at = span.start
@@ -66,11 +70,13 @@ class Stacked(ComputedTensor):
             at = stop
 
     def cost_bytes(self, span: Span) -> int:
-        return sum(part.cost_bytes(inside) for part, inside in self.pieces(span))
+        wanted = Span(0, self.n_elements) if self.is_unit and span.n_elements else span
+        return sum(part.cost_bytes(inside) for part, inside in self.pieces(wanted))
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
-        """Return a fetch of spans; keeps nothing."""
-        return _StackedFetch(self, self.dtype, files)
+        """Return a fetch of spans; keeps what its parts keep."""
+        computed = {id(part): part.opened(files) for part in self.parts if not isinstance(part, TensorEntry)}
+        return _StackedFetch(self, self.dtype, files, computed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +86,18 @@ class _StackedFetch:
     tensor: Stacked
     dtype: DType
     files: Mapping[Location, RangeFile]
+    computed: Mapping[int, Fetch]
 
     def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
         done = 0
         for part, inside in self.tensor.pieces(span):
             nbytes = inside.n_elements * self.dtype.itemsize
             target = out[done : done + nbytes]
-            raw = read_span(part, inside, self.files, purpose)
+            if isinstance(part, TensorEntry):
+                raw = read_span(part, inside, self.files, purpose)
+            else:
+                raw = np.empty(inside.n_elements * part.dtype.itemsize, np.uint8)
+                self.computed[id(part)](inside, raw, purpose)
             if part.dtype == self.dtype:
                 target[:] = raw
             else:

@@ -17,6 +17,7 @@ from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.snapshots.shards import (
+    SINGLE_NAME,
     ShardLayout,
     ShardProgress,
     TensorDigest,
@@ -104,12 +105,15 @@ class OutputPlan:
 
 
 def plan_output(
-    tasks: Sequence[MergeTask], shard_bytes: int, components: Mapping[str, str] = MappingProxyType({})
+    tasks: Sequence[MergeTask],
+    shard_bytes: int,
+    components: Mapping[str, str] = MappingProxyType({}),
+    single: str = SINGLE_NAME,
 ) -> OutputPlan:
-    """Lay out the output's shards; `components` as in `plan_shards`."""
+    """Lay out the output's shards; `components` and `single` as in `plan_shards`."""
     by_name = {task.name: task for task in tasks}
     specs = [TensorSpec(task.name, task.dtype, task.shape) for task in tasks]
-    shards = plan_shards(specs, shard_bytes, components=components)
+    shards = plan_shards(specs, shard_bytes, components=components, single=single)
     return OutputPlan(shards, tuple(by_name[spec.name] for shard in shards for spec in shard.tensors))
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mergepipe.engine.work import plan_output
 from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.tasks import Action
 from mergepipe.reports import CheckReport, ModelUse
 from mergepipe.runs.inputs import Inputs, open_inputs
 from mergepipe.runs.small_files import planned_sidecars
+from mergepipe.runs.work import output_of
 from mergepipe.storage.stores import Stores
 
 if TYPE_CHECKING:
@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 
 
 def check_recipe(
-    recipe_place: Location | RecipeText, shard_bytes: int, allow_dropped: Sequence[str], strictness: Strictness = USUAL
+    recipe_place: Location | RecipeText,
+    shard_bytes: int | None,
+    allow_dropped: Sequence[str],
+    strictness: Strictness = USUAL,
 ) -> CheckReport:
     """Open the inputs of a recipe and report what its merge would do; see `api.check`."""
     store = Stores()
     inputs = open_inputs(recipe_place, store, allow_dropped, strictness=strictness)
     recipe, resolution = inputs.recipe, inputs.resolution
-    output = plan_output(resolution.tasks, shard_bytes, inputs.base.components)
+    output = output_of(inputs, shard_bytes)
     return CheckReport(
         recipe=str(recipe.path),
         operator=recipe.operator.name,

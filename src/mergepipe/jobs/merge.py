@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import mergepipe
 from mergepipe.checkpoints.content_id import stored_entries
 from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.directory import GGUF_SUFFIX
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.outcome import private_outputs, published_but
 from mergepipe.engine.make_part import make_part
-from mergepipe.engine.work import Observer, plan_output, whole
+from mergepipe.engine.work import Observer, whole
 from mergepipe.planning.plan import NOTHING_READ, PLAN_FORMAT, Plan
 from mergepipe.recipes.recipe import ModelInput
 from mergepipe.recipes.references import reference_text
@@ -30,9 +31,9 @@ from mergepipe.runs.inputs import Inputs, open_inputs, with_known_digests, with_
 from mergepipe.runs.model_card import hub_id_of
 from mergepipe.runs.progress import MergeProgress, Resume, run_key
 from mergepipe.runs.settings import MergeSettings
-from mergepipe.runs.small_files import PlannedFiles, plan_small_files, sidecar_contents
+from mergepipe.runs.small_files import PlannedFiles, plan_small_files, planned_sidecars, sidecar_contents
 from mergepipe.runs.stored_plan import open_planned, plan_key, store_plan, stored_plan
-from mergepipe.runs.work import kept_facts, kept_shares, merge_work
+from mergepipe.runs.work import kept_facts, kept_shares, merge_work, output_of
 from mergepipe.snapshots.manifest import (
     BASE_MODEL_IDS_KEY,
     MANIFEST_NAME,
@@ -41,11 +42,13 @@ from mergepipe.snapshots.manifest import (
     Manifest,
     OutputTensor,
     RealizedBytes,
+    record_folder,
     relative_reference,
     with_changed_paths,
 )
 from mergepipe.snapshots.shards import (
     BLOCKS_NAME,
+    SINGLE_NAME,
     DurableProgress,
     TensorDigest,
     file_digest_of,
@@ -53,6 +56,7 @@ from mergepipe.snapshots.shards import (
     table_of,
 )
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target, staging_directory
+from mergepipe.storage import owned
 from mergepipe.storage.contract import Store, request_counts, store_notices, traffic
 from mergepipe.storage.file_version import Digested
 from mergepipe.storage.ledger import Purpose, Usage
@@ -62,6 +66,7 @@ from mergepipe.storage.ranges import peak_memory_bytes
 from mergepipe.storage.stores import Stores
 
 if TYPE_CHECKING:
+    from mergepipe.checkpoints.gguf_files import GGUFTarget
     from mergepipe.jobs.plan import PlanRequest
     from mergepipe.runs.parts import MadeParts
     from mergepipe.runs.remote_output import RemoteOutput
@@ -181,9 +186,10 @@ class MergeRun:
         self._link = link
         self._started = started
         self._on_progress = on_progress
-        self._output = output = plan_output(inputs.resolution.tasks, settings.shard_bytes, inputs.base.components)
+        self._output = output = output_of(inputs, settings.shard_bytes, settings.file)
         self._seed = settings.seed if plan is None else plan.seed
         self._earlier_bytes = 0
+        self._gguf: GGUFTarget | None = None
         self._kept = kept_shares(inputs) if plan is None else ()
         expert_bytes = inputs.resolution.expert_bytes if plan is None else plan.planned_bytes
         self._total_bytes = inputs.resolution.base_bytes + expert_bytes + output.total_bytes
@@ -200,7 +206,15 @@ class MergeRun:
         check_target(out, [checkpoint.path for checkpoint in self._inputs.checkpoints], force=settings.force)
         remote = self._remote_output(is_made=made is not None)
         weight_bytes = output.total_bytes if remote is None else remote.staged_bytes
-        small_files = plan_small_files(self._inputs, self._store, settings.small_files)
+        small_files = PlannedFiles({}, (), ())
+        if not settings.file:
+            small_files = plan_small_files(self._inputs, self._store, settings.small_files)
+        elif settings.file.endswith(GGUF_SUFFIX):
+            from mergepipe.checkpoints.gguf_files import GGUFTarget
+
+            names = [task.name for task in output.tasks]
+            self._gguf = GGUFTarget.of(settings.file, planned_sidecars(self._inputs, self._store), names)
+            weight_bytes *= 2
         sidecar_bytes = sum(map(len, small_files.contents.values())) + SIDECAR_MARGIN_BYTES
         check_free_space(out, sidecar_bytes + (0 if made else weight_bytes))
         if plan is not None:
@@ -229,13 +243,17 @@ class MergeRun:
                 manifest = self._write_small_files(staging, small_files, digests, content_ids, progress)
                 link.notices.extend(progress.excess_notices())
                 if before_publish is not None:
-                    before_publish(manifest, staging.path)
+                    before_publish(manifest, staging.record_path)
                 if remote is None:
                     staging.publish()
                 else:
                     remote.publish(manifest)
             if remote is None:
-                link.use(lambda catalog: catalog.record_snapshot(manifest, out.absolute(), created=datetime.now(UTC)))
+                link.use(
+                    lambda catalog: catalog.record_snapshot(
+                        manifest, record_folder(out).absolute(), created=datetime.now(UTC)
+                    )
+                )
             return self._report(settings.destination or out, manifest, progress)
 
     def _remote_output(self, *, is_made: bool) -> RemoteOutput | None:
@@ -272,30 +290,36 @@ class MergeRun:
     ) -> Manifest:
         """Write every file that holds no tensors, the manifest last; return the manifest, with absolute paths."""
         blocks = table_of(self._output.shards, digests).to_bytes()
+        converted: tuple[Digested, ...] = ()
+        if self._gguf is not None:
+            path, weights = staging.path / self._settings.file, staging.path / SINGLE_NAME
+            record = self._gguf.write(self._store, weights, path)
+            converted = (replace(record, name=self._settings.beside + record.name),)
+            owned.remove_file(weights)
+            blocks = table_of((), ()).to_bytes()
         unfinished = replace(
             self._manifest(digests, content_ids, progress, Digested.of(BLOCKS_NAME, blocks)),
             left_out=planned.left_out,
         )
-        small_files = self._settings.small_files.of(
-            sidecar_contents(planned, self._inputs, self._store, unfinished, self._plan), self._inputs
-        )
-        contents = dict(small_files)
-        contents |= index_files(self._output.shards)
+        contents: dict[str, bytes] = {}
+        if not self._settings.file:
+            made = sidecar_contents(planned, self._inputs, self._store, unfinished, self._plan)
+            contents = self._settings.small_files.of(made, self._inputs) | index_files(self._output.shards)
         sidecars = tuple(Digested.of(name, content) for name, content in sorted(contents.items()))
-        manifest = replace(unfinished, sidecars=sidecars)
+        manifest = replace(unfinished, sidecars=(*converted, *sidecars))
         stored = with_changed_paths(manifest, partial(self._reference, out=staging.out))
-        small = {staging.path / name: content for name, content in {**contents, BLOCKS_NAME: blocks}.items()}
+        small = {staging.record_path / name: content for name, content in {**contents, BLOCKS_NAME: blocks}.items()}
         for folder in {path.parent for path in small}:
             make_folders(folder)
         write_all_durably(small, self._store.ledger)
-        write_durably(staging.path / MANIFEST_NAME, stored.to_json(), self._store.ledger)
+        write_durably(staging.record_path / MANIFEST_NAME, stored.to_json(), self._store.ledger)
         return manifest
 
     def _reference(self, path: str, out: Path) -> str:
         """Return the path of an input as the files of the snapshot at `out` write it."""
         if self._settings.absolute_paths:
             return path
-        return relative_reference(path, None if self._settings.destination else out)
+        return relative_reference(path, None if self._settings.destination else record_folder(out))
 
     def _tick(self, phase: str, notices: tuple[str, ...] = ()) -> None:
         """Report progress."""
@@ -319,8 +343,8 @@ class MergeRun:
             recipe=self._inputs.recipe_text,
             seed=self._seed,
             inputs=self._input_records(ids, usage),
-            files=self._file_records(digests),
-            tensors=self._tensor_records(digests),
+            files=() if self._gguf else self._file_records(digests),
+            tensors=() if self._gguf else self._tensor_records(digests),
             dropped=(*self._inputs.resolution.dropped, *self._inputs.dropped_rows()),
             realized=RealizedBytes.of(usage),
             plan_digest=None if plan is None else str(plan["digest"]),
@@ -343,15 +367,17 @@ class MergeRun:
         """Record every weight file."""
         roots = {digest.name: digest.root for digest in digests}
         return tuple(
-            Digested(shard.name, shard.file_bytes, file_digest_of(shard, roots)) for shard in self._output.shards
+            Digested(self._settings.beside + shard.name, shard.file_bytes, file_digest_of(shard, roots))
+            for shard in self._output.shards
         )
 
     def _tensor_records(self, digests: Sequence[TensorDigest]) -> tuple[OutputTensor, ...]:
         """Record every output tensor, in output order."""
-        shard_of = {spec.name: shard.name for shard in self._output.shards for spec in shard.tensors}
+        beside = self._settings.beside
+        file_of = {spec.name: beside + shard.name for shard in self._output.shards for spec in shard.tensors}
         return tuple(
             OutputTensor(
-                task.name, task.dtype.name, task.shape, shard_of[task.name], digest.root, task.action.value, task.reason
+                task.name, task.dtype.name, task.shape, file_of[task.name], digest.root, task.action.value, task.reason
             )
             for task, digest in zip(self._output.tasks, digests, strict=True)
         )

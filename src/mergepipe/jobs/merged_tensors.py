@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,7 @@ from mergepipe.core.blocks import element_count
 from mergepipe.core.strict_json import shown
 from mergepipe.engine.make_part import pass_tensors
 from mergepipe.engine.segments import Piece
-from mergepipe.engine.work import EngineOptions, MergeWork, plan_output
+from mergepipe.engine.work import EngineOptions, MergeWork
 from mergepipe.errors import MergePipeError, MismatchError, RecipeError, UnsupportedError
 from mergepipe.jobs.load import tensors_of
 from mergepipe.jobs.merge import IntermediateWriter
@@ -31,7 +32,7 @@ from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_inputs, with_known_digests, with_parameters
 from mergepipe.runs.settings import merge_settings
 from mergepipe.runs.small_files import planned_sidecars
-from mergepipe.runs.work import merge_work
+from mergepipe.runs.work import merge_work, output_of
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.location import Location
@@ -96,7 +97,8 @@ class OpenedMerge:
         if only is not None:
             _check_names(only, {task.name for task in tasks})
             tasks = tuple(task for task in tasks if task.name in only)
-        output = plan_output(tasks, self._settings.shard_bytes, self.inputs.base.components)
+        inputs = replace(self.inputs, resolution=replace(self.inputs.resolution, tasks=tuple(tasks)))
+        output = output_of(inputs, self._settings.shard_bytes)
         work = merge_work(self.inputs, output, self._plan, self._settings.seed, self._store, self._link)
         with closing(_passed(work, self.folder, self._store, self._settings.engine)) as passed:
             for task, raw in passed:

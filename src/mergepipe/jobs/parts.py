@@ -20,6 +20,7 @@ from mergepipe.runs.parts import MadeParts, PartsWorker, PlannedOutput, open_out
 from mergepipe.runs.progress import Resume
 from mergepipe.runs.settings import MergeSettings
 from mergepipe.runs.snapshots import is_snapshot_of
+from mergepipe.snapshots.manifest import FILE_SUFFIXES
 from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.parts import Account, Claimant, PartsPlace
 from mergepipe.snapshots.parts_places import job_at, parts_place
@@ -246,6 +247,9 @@ class _PartRun:
 def check_output(out: Path | Location, inputs: Inputs, *, force: bool) -> None:
     """Refuse a place at which an output cannot be published."""
     paths = [checkpoint.path for checkpoint in inputs.checkpoints]
+    if out.suffix in FILE_SUFFIXES:
+        hint = f"write {out.parent / out.stem}"
+        raise OutputError.of("output.place", out, "is the name of one file, which is not made in parts", hint)
     if isinstance(out, Path):
         check_target(out, paths, force=force)
         return

@@ -11,7 +11,7 @@ from mergepipe.checkpoints.packed import is_packed
 from mergepipe.deltastore.checkpoint import read_store
 from mergepipe.deltastore.header import is_own_name
 from mergepipe.deltastore.pack.builder import published_store
-from mergepipe.errors import CorruptError, OutputError
+from mergepipe.errors import CorruptError, OutputError, UnsupportedError
 from mergepipe.options import PushOptions
 from mergepipe.recipes.references import resolve_model_name
 from mergepipe.reports import Progress, ProgressCallback, PushReport
@@ -106,6 +106,9 @@ def _read_snapshot(store: Store, path: Path) -> _Push:
     """Read the small files of a snapshot, each compared with its digest, and look for the large ones."""
     folder = Location.local(path)
     manifest = read_manifest_value(store, folder)
+    if not manifest.files:
+        hint = "upload the file itself: `hf upload org/name FILE`"
+        raise UnsupportedError.of("model.unsupported", path, "is the record of a GGUF file", hint)
     for file in manifest.files:
         size_bytes = store.size_bytes(folder / file.name)
         if size_bytes != file.size_bytes:
@@ -120,9 +123,11 @@ def _read_snapshot(store: Store, path: Path) -> _Push:
     small = {name: file_without_paths(name, raw) for name, raw in small.items()}
     sidecars = tuple(Digested.of(record.name, small[record.name]) for record in manifest.sidecars)
     names = sorted(small, key=lambda name: (name in _LAST_NAMES, name))
-    objects = {file.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for file in manifest.files}
+    files = zip(manifest.in_folder().files, manifest.files, strict=True)
+    objects = {to.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for to, file in files}
     objects |= {name: ObjectContent(small[name], len(small[name]), small_digest(small[name])) for name in names}
-    copy = with_changed_paths(replace(manifest, sidecars=sidecars), lambda text: relative_reference(text, None))
+    copy = replace(manifest.in_folder(), sidecars=sidecars)
+    copy = with_changed_paths(copy, lambda text: relative_reference(text, None))
     output = OutputContent(MANIFEST_NAME, copy.to_json(), objects)
     return _Push(output, copy.sid, f"Merge by {copy.operator} (mergepipe {copy.version})")
 

@@ -151,7 +151,7 @@ def _shards(manifest: Manifest) -> tuple[ShardLayout, ...]:
 def _apply(directory: Path, layout: SnapshotLayout, patches: Sequence[_Patch], staging: Path) -> int:
     """Make every damaged weight file anew, durably, from its sound bytes and the patches; return the patched bytes."""
     for file in layout.files:
-        path = directory / file.name
+        path = Path(os.path.normpath(directory / file.name))  # which may lie beside the folder
         of_file = [patch for patch in patches if patch.file.name == file.name]
         if of_file or not path.is_file() or path.stat().st_size != file.size_bytes:
             check_free_space(directory, file.size_bytes)

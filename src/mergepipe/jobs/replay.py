@@ -49,7 +49,7 @@ def shard_bytes_of(manifest: Manifest, where: object) -> int:
 
 def _check_same(recorded: Manifest, made: Manifest, out: Path | Location) -> None:
     """Refuse a result that differs from the record, naming tensors and possible causes."""
-    if made.files == recorded.files:
+    if made.in_folder().files == recorded.in_folder().files:
         return
     then = {tensor.name: tensor.blake3 for tensor in recorded.tensors}
     now = {tensor.name: tensor.blake3 for tensor in made.tensors}

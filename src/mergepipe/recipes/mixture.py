@@ -6,8 +6,8 @@ Source: the files and outputs of mergekit-moe 0.1.5, whose names and configurati
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -16,8 +16,8 @@ import numpy as np
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable, TensorEntry
 from mergepipe.checkpoints.directory import Json, config_bytes
 from mergepipe.checkpoints.gathered_rows import gathered_rows
-from mergepipe.checkpoints.routers import CHEAP_MODE, RANDOM_MODES, Gates, Router, prompt_batches, token_rows
-from mergepipe.checkpoints.stacked_experts import Stacked
+from mergepipe.checkpoints.routers import CHEAP_MODE, RANDOM_MODES, Gates, Noisy, Router, prompt_batches, token_rows
+from mergepipe.checkpoints.stacked_experts import Stacked, pieces_of
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME, TokenizerFiles
 from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME, DType
 from mergepipe.core.notices import DroppedTensor
@@ -86,8 +86,12 @@ def chosen_architecture(mixture: Mixture, model_types: Sequence[str], where: str
     raise UnsupportedError.of("recipe.unsupported", where, message, table)
 
 
-def mixture_config(config: Json, architecture: Architecture, mixture: Mixture) -> bytes:
-    """Return the configuration of the mixture, from that of the base."""
+def mixture_config(config: Json, mixture: Mixture, where: str) -> bytes:
+    """Return the configuration of the mixture, from that of the base; raises as `resolve_mixture`."""
+    if mixture.chosen:
+        return _selected_config(config, mixture)
+    n_types = len(mixture.experts) + len(mixture.shared)
+    architecture = chosen_architecture(mixture, [str(config.get("model_type"))] * n_types, where)
     made: Json = {**_DEFAULTS, "num_key_value_heads": config.get("num_attention_heads"), **config}
     if "rope_theta" not in made and "rope_parameters" not in made:
         made["rope_theta"] = 10000.0
@@ -126,6 +130,10 @@ def resolve_mixture(recipe: Recipe, checkpoints: Sequence[Checkpoint], store: St
         MismatchError: an expert has other shapes than the base, or the base has what mixtures lack.
         UnsupportedError: there is no such mixture, an expert holds differences, or an extra is missing.
     """
+    assert recipe.mixture is not None
+    if recipe.mixture.chosen:
+        config = TokenizerFiles(checkpoints[0], store).document(CONFIG_NAME)
+        return _selected(recipe, checkpoints[0], _count_of(config, checkpoints[0].path)[1])
     return _Builder(recipe, checkpoints, store).resolution()
 
 
@@ -138,7 +146,7 @@ class _Builder:
         self._checkpoints = checkpoints
         self._mixture = mixture = recipe.mixture
         index = {model.key: place for place, model in enumerate(self._inputs)}
-        members = [index[model.key] for model in recipe.models]
+        self._members = members = [index[model.key] for model in recipe.models]
         self._experts, self._shared = members[: len(mixture.experts)], members[len(mixture.experts) :]
         self._used: list[set[str]] = [set() for _ in checkpoints]
         configs = [TokenizerFiles(checkpoint, store).document(CONFIG_NAME) for checkpoint in checkpoints]
@@ -205,24 +213,26 @@ class _Builder:
         place = f"model.layers.{layer}.mlp"
         if self.architecture.is_fused:
             for fused, roles in (("gate_up_proj", _ROLES[:2]), ("down_proj", _ROLES[2:])):
-                parts = [self._matrix(model, layer, role) for model in self._experts for role in roles]
+                parts = [self._matrix(place_, layer, role) for place_ in range(len(self._experts)) for role in roles]
                 rows, columns = parts[0].shape
                 shape = len(self._experts), rows * len(roles), columns
                 name = f"{place}.experts.{fused}"
-                yield self._task(name, Stacked(name, shape, tuple(map(_stored, parts))))
+                yield self._task(name, Stacked(name, shape, tuple(parts)))
         else:
-            named = [(f"experts.{place_}", model) for place_, model in enumerate(self._experts)]
-            named += [(self.architecture.shared, model) for model in self._shared]
-            for module, model in named:
+            modules = [f"experts.{place_}" for place_ in range(len(self._experts))]
+            for place_, module in enumerate([*modules, *(self.architecture.shared for _ in self._shared)]):
                 for role in _ROLES:
-                    yield self._task(f"{place}.{module}.{role}.weight", self._matrix(model, layer, role), model)
+                    matrix = self._matrix(place_, layer, role)
+                    yield self._task(f"{place}.{module}.{role}.weight", matrix, self._members[place_])
         n_experts = len(self._experts)
         yield self._task(f"{place}.gate.weight", Router(f"{place}.gate.weight", self._gates, layer, 0, n_experts))
         if self.architecture.gates_shared:
             name = f"{place}.shared_expert_gate.weight"
             yield self._task(name, Router(name, self._gates, layer, n_experts, self._gates.n_experts))
 
-    def _matrix(self, model: int, layer: int, role: str) -> Readable:
+    def _matrix(self, place: int, layer: int, role: str) -> Readable:
+        """Return a matrix of an expert, by its place among experts and shared experts."""
+        model, expert = self._members[place], (*self._mixture.experts, *self._mixture.shared)[place]
         name = f"model.layers.{layer}.mlp.{role}.weight"
         tensor, wanted = self._checkpoints[model].tensors.get(name), self._checkpoints[0].tensors[name]
         if tensor is None or tensor.shape != wanted.shape:
@@ -230,23 +240,114 @@ class _Builder:
             message = f"the expert '{self._inputs[model].text}' {what}, the base has {list(wanted.shape)}"
             raise MismatchError.of("model.mismatch", name, message, "experts are models of the base's own shapes")
         self._used[model].add(name)
-        return tensor
+        factor = expert.residual if role == _ROLES[-1] else 1.0
+        if not expert.noise and factor == 1.0:
+            return tensor
+        return Noisy(tensor, expert.noise, factor, (self._mixture.seed, place, layer, _ROLES.index(role)))
 
     def _task(self, name: str, tensor: Readable, model: int = 0) -> MergeTask:
-        dtype: DType = self._dtype or tensor.dtype
+        dtype: DType = self._dtype or tensor.stored_dtype
         action = Action.COPY if dtype == tensor.dtype else Action.MERGE
         return MergeTask(name, action, tensor.shape, dtype, tensor, (), _NOTHING, "", model)
+
+
+# --- experts of a mixture that is there: chosen, in another order, twice, or one as a dense model ---
+
+
+_COUNTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
+_DENSE: Final = {"mixtral": ("mistral", "Mistral"), "qwen2_moe": ("qwen2", "Qwen2"), "qwen3_moe": ("qwen3", "Qwen3")}
+_ONLY_MIXTURES: Final = re.compile(
+    r".*expert.*|.*moe.*|num_experts_per_tok|decoder_sparse_step|norm_topk_prob|router_.*|output_router_logits|auto_map"
+    r"|mlp_only_layers|first_k_dense_replace|scoring_func"
+)
+_OF_DENSE: Final = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_ROUTED: Final = re.compile(r".*\.(?:mlp|block_sparse_moe|feed_forward)\.(?:gate|router)\..+")
+REASON_NOT_CHOSEN: Final = "of no expert that the recipe chooses"
+
+
+def _count_of(config: Json, where: object) -> tuple[str, int]:
+    """Return the key of a configuration that counts experts, and the count."""
+    key = next((key for key in _COUNTS if type(config.get(key)) is int), None)
+    if key is None:
+        message = "its configuration does not count experts, so it is no mixture of which some could be chosen"
+        raise MismatchError.of("model.mismatch", where, message, "name a mixture of experts as base_model")
+    return key, config[key]
+
+
+def _selected_config(config: Json, mixture: Mixture) -> bytes:
+    key, _ = _count_of(config, CONFIG_NAME)
+    if mixture.is_dense:
+        model_type = str(config.get("model_type"))
+        if model_type not in _DENSE:
+            message = f"an expert of the type '{model_type}' has no dense model, those of {', '.join(_DENSE)} have"
+            raise UnsupportedError.of("recipe.unsupported", CONFIG_NAME, message, "write experts: [N]")
+        dense, name = _DENSE[model_type]
+        kept = {name_: value for name_, value in config.items() if not _ONLY_MIXTURES.fullmatch(name_)}
+        size = config.get("moe_intermediate_size") or config.get("intermediate_size")
+        made = {**kept, "model_type": dense, "architectures": [f"{name}ForCausalLM"], "intermediate_size": size}
+        return config_bytes(made)
+    most = min(int(config.get("num_experts_per_tok") or 1), len(mixture.chosen))
+    return config_bytes({**config, key: len(mixture.chosen), "num_experts_per_tok": most})
+
+
+def _selected(recipe: Recipe, base: Checkpoint, n_experts: int) -> Resolution:
+    """List the tensors of a mixture that some experts of the base are left in, or one as the MLPs of a dense model."""
+    assert recipe.mixture is not None
+    chosen, is_dense = recipe.mixture.chosen, recipe.mixture.is_dense
+    if max(chosen) >= n_experts:
+        message = f"has {n_experts} experts, and the recipe chooses number {max(chosen)}"
+        raise MismatchError.of("model.mismatch", base.path, message, f"numbers go from 0 to {n_experts - 1}")
+    tasks: list[MergeTask] = []
+    dropped: list[DroppedTensor] = []
+    for name, tensor in base.tensors.items():
+        made = list(_of_chosen(name, tensor, chosen, n_experts, is_dense=is_dense))
+        tasks += [_selected_task(recipe, name_, part) for name_, part in made]
+        dropped += [] if made else [DroppedTensor(recipe.inputs()[0].text, name, REASON_NOT_CHOSEN)]
+    return Resolution(tuple(tasks), tuple(dropped), recipe.inputs())
+
+
+def _of_chosen(
+    name: str, tensor: Readable, chosen: Sequence[int], n_experts: int, *, is_dense: bool
+) -> Iterator[tuple[str, Readable]]:
+    """Yield what becomes of one tensor of a mixture, by name."""
+    pieces = pieces_of(name, tensor.shape)
+    if _ROUTED.fullmatch(name) and not any(piece.role != "router" for piece in pieces):
+        if not is_dense:
+            has_rows = tensor.shape[:1] == (n_experts,)
+            yield name, gathered_rows(tensor, np.array(chosen, np.int64)) if has_rows else tensor
+    elif not pieces:
+        if is_dense and "expert" in name:
+            message = "is not of one expert alone (a shared expert?), so that no expert is a dense model"
+            raise UnsupportedError.of("recipe.unsupported", name, message, "write experts: [N]")
+        yield name, tensor
+    elif len(pieces) == 1:
+        piece = pieces[0]
+        for place in [place for place, expert in enumerate(chosen) if expert == piece.expert]:
+            fresh = f"{piece.layer}.mlp.{_OF_DENSE[piece.role]}.weight"
+            yield fresh if is_dense else name.replace(f".experts.{piece.expert}.", f".experts.{place}."), tensor
+    elif not is_dense:
+        yield name, gathered_rows(tensor, np.array(chosen, np.int64))
+    else:
+        entry, n_roles = _stored(tensor), len(pieces) // n_experts
+        nbytes, shape = entry.nbytes // len(pieces), (tensor.shape[1] // n_roles, tensor.shape[2])
+        for number, piece in enumerate(pieces):
+            if piece.expert == chosen[0]:
+                fresh = f"{piece.layer}.mlp.{_OF_DENSE[piece.role]}.weight"
+                yield (
+                    fresh,
+                    replace(entry, name=fresh, shape=shape, offset=entry.offset + number * nbytes, nbytes=nbytes),
+                )
+
+
+def _selected_task(recipe: Recipe, name: str, tensor: Readable) -> MergeTask:
+    dtype = recipe.dtype or tensor.stored_dtype
+    action = Action.COPY if dtype == tensor.dtype else Action.MERGE
+    return MergeTask(name, action, tensor.shape, dtype, tensor, (), _NOTHING, "", 0)
 
 
 def _stored(tensor: Readable) -> TensorEntry:
     entry = tensor.entry()
     if entry is None:
-        message = "is worked out while it is read (an adapter, a quantised weight), and is stacked with others"
-        raise UnsupportedError.of("model.unsupported", tensor.name, message, "write that expert out first")
+        message = "is worked out while it is read (an adapter, a quantised weight), and no part of it is taken"
+        raise UnsupportedError.of("model.unsupported", tensor.name, message, "write the model out in bfloat16 first")
     return entry
-
-
-def mixture_architecture(mixture: Mixture, config: Mapping[str, object], where: str) -> Architecture:
-    """Choose the architecture as `resolve_mixture` does, by the base alone."""
-    n_types = len(mixture.experts) + len(mixture.shared)
-    return chosen_architecture(mixture, [str(config.get("model_type"))] * n_types, where)

@@ -228,6 +228,10 @@ class Pairing:
                 message = f"'{text}' has no tensor of the base '{base_text}', e.g. not '{names[0]}'"
                 examples = ", ".join(map(shown, list(self._models[model].tensors)[:3])) or "nothing"
                 hint = f"it has {examples}: is it another architecture?"
+                prefixes = _prefixes_with(self._models[base].tensors, self._models[model].tensors)
+                if prefixes:
+                    listed = " or ".join(f"`modules: {{{prefix}: {{models: ...}}}}`" for prefix in prefixes)
+                    hint = f"the base has such tensors in several places: write {listed}"
                 where = self._models[model].input.where
                 self._findings.add(MismatchError, "model.mismatch", where, message, hint)
                 continue
@@ -261,6 +265,17 @@ class Pairing:
             self._candidates[model] = groups
         same_numbers = groups.get(tuple(_NUMBER.findall(name)), [])
         return did_you_mean(name, same_numbers[:_MAX_CANDIDATES]) if same_numbers else ""
+
+
+def _prefixes_with(base: Mapping[str, Readable], model: Mapping[str, Readable]) -> list[str]:
+    """Find the prefixes under which a base has every floating-point tensor of a model, with the shape of its rows."""
+    wanted = [tensor for tensor in model.values() if tensor.dtype.kind is DTypeKind.FLOAT and not is_head(tensor.name)]
+    end = wanted[0].name if wanted else ""
+    cuts = [name.removesuffix(f".{end}") for name in base if end and name.endswith(f".{end}")]
+    return [
+        prefix for prefix in cuts
+        if all((held := base.get(f"{prefix}.{t.name}")) and held.shape[1:] == t.shape[1:] for t in wanted)
+    ]  # fmt: skip
 
 
 def is_vocabulary(name: str) -> bool:

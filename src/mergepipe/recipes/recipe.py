@@ -184,15 +184,23 @@ class TokenizerRequest:
 
 @dataclass(frozen=True, slots=True)
 class MixtureExpert:
-    """The prompts that a router sends to an expert, and those that it does not."""
+    """The prompts that a router sends to an expert, and those that it does not; what its matrices are changed by.
+
+    `noise` is the deviation of normal noise that is added to them, `residual` the factor of what it gives back.
+    """
 
     positive: tuple[str, ...] = ()
     negative: tuple[str, ...] = ()
+    noise: float = 0.0
+    residual: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A mixture of experts built from dense models: `Recipe.models` are its experts, then its shared experts."""
+    """A mixture of experts built from dense models: `Recipe.models` are its experts, then its shared experts.
+
+    With `chosen` it has these experts of the base, a mixture itself; with `is_dense` the only one of them as its MLP.
+    """
 
     gate_mode: str
     experts: tuple[MixtureExpert, ...]
@@ -200,6 +208,8 @@ class Mixture:
     experts_per_token: int = 2
     architecture: str | None = None
     seed: int = 0
+    chosen: tuple[int, ...] = ()
+    is_dense: bool = False
 
 
 @dataclass(frozen=True, slots=True)

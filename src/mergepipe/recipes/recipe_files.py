@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -117,9 +118,11 @@ def _cycle(needs: Sequence[Sequence[int]]) -> list[int]:
 
 AUTO = "auto"
 TORCH = "torch."
-_MIXTURE_KEYS = ("gate_mode", "experts")
-_EXPERT_KEYS = ("source_model", "positive_prompts", "negative_prompts")
-_UNDONE_EXPERT_KEYS = ("noise_scale", "residual_scale")
+MIXTURE_KEYS = ("gate_mode", "experts")
+MIXTURE_RECIPE_KEYS = (
+    "base_model", *MIXTURE_KEYS, "shared_experts", "experts_per_token", "architecture", "dtype", "seed", "name",
+)  # fmt: skip
+EXPERT_KEYS = ("source_model", "positive_prompts", "negative_prompts", "noise_scale", "residual_scale")
 DTYPE_NAMES = (*DTYPES_BY_RECIPE_NAME, AUTO)
 
 
@@ -182,7 +185,7 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
         message = f"a recipe is a mapping of names to values, found {describe(root)}"
         reader.refuse("recipe.value", (), message)
         return None
-    if "merge_method" not in root and any(key in root for key in _MIXTURE_KEYS):
+    if "merge_method" not in root and any(key in root for key in MIXTURE_KEYS):
         return _mixture_recipe(reader, root)
     _check_keys(reader, root)
     operator = _operator(reader, root)
@@ -209,18 +212,8 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
 
 
 def _mixture_recipe(reader: DocumentReader, root: dict[str, Value]) -> Recipe | None:
-    """Read a recipe of mergekit-moe: dense models of which a mixture of experts is built."""
-    known = (
-        "base_model",
-        *_MIXTURE_KEYS,
-        "shared_experts",
-        "experts_per_token",
-        "architecture",
-        "dtype",
-        "seed",
-        "name",
-    )
-    reader.unknown_keys(root, known, ())
+    """Read a recipe of mergekit-moe: dense models of which a mixture of experts is built, or experts of a mixture."""
+    reader.unknown_keys(root, MIXTURE_RECIPE_KEYS, ())
     base = _base(reader, root)
     if base is None and root.get("base_model") is None:
         reader.refuse("recipe.incomplete", ("base_model",), "a mixture of experts needs base_model")
@@ -228,6 +221,16 @@ def _mixture_recipe(reader: DocumentReader, root: dict[str, Value]) -> Recipe | 
     if mode is not None and mode not in GATE_MODES:
         hint = did_you_mean(shortened(mode), list(GATE_MODES))
         reader.refuse("recipe.unknown-name", ("gate_mode",), f"unknown gate mode '{shortened(mode)}'", hint)
+    name = None if root.get("name") is None else reader.text(root["name"], ("name",))
+    dtype = _dtype(reader, root, "dtype")
+    chosen = _chosen_experts(root.get("experts"))
+    if chosen:
+        reader.unknown_keys(root, ("base_model", "experts", "dtype", "name"), ())
+        if base is None:
+            return None
+        mixture = Mixture("random", (), chosen=chosen, is_dense=not isinstance(root["experts"], list))
+        path, text = reader.source.path, reader.source.text
+        return Recipe(path, text, COPY.spec, base, (base,), {}, dtype, None, name=name, mixture=mixture)
     experts = _mixture_experts(reader, root.get("experts"), ("experts",))
     shared = _mixture_experts(reader, root["shared_experts"], ("shared_experts",)) if root.get("shared_experts") else ()
     per_token, seed = (_whole(reader, root, *bounds) for bounds in (("experts_per_token", 2, 1), ("seed", 0, 0)))
@@ -237,8 +240,6 @@ def _mixture_recipe(reader: DocumentReader, root: dict[str, Value]) -> Recipe | 
     if experts and mode not in RANDOM_MODES:
         _check_prompts(reader, [expert for _, expert in experts], [expert for _, expert in shared or ()])
     architecture = reader.text(root["architecture"], ("architecture",)) if root.get("architecture") else None
-    name = None if root.get("name") is None else reader.text(root["name"], ("name",))
-    dtype = _dtype(reader, root, "dtype")
     if base is None or mode is None or experts is None or shared is None:
         return None
     models = tuple(model for model, _ in (*experts, *shared))
@@ -259,18 +260,34 @@ def _mixture_experts(
     read = []
     for index, item in enumerate(value):
         entry = reader.mapping(item, (*at, index)) or {}
-        reader.unknown_keys(entry, (*_EXPERT_KEYS, *_UNDONE_EXPERT_KEYS), (*at, index))
-        for key in _UNDONE_EXPERT_KEYS:
-            if entry.get(key) is not None:
-                reader.unsupported((*at, index, key), f"{key} is", "leave it out")
+        reader.unknown_keys(entry, EXPERT_KEYS, (*at, index))
         if entry.get("source_model") is None:
             reader.refuse("recipe.incomplete", (*at, index, "source_model"), "the expert has no source_model")
             continue
         model = read_model(reader, entry["source_model"], (*at, index, "source_model"), {}, (*at, index))
-        prompts = [_prompts(reader, entry.get(key), (*at, index, key)) for key in _EXPERT_KEYS[1:]]
+        prompts = [_prompts(reader, entry.get(key), (*at, index, key)) for key in EXPERT_KEYS[1:3]]
+        scales = [
+            _scale(reader, entry.get(key), (*at, index, key), default)
+            for key, default in zip(EXPERT_KEYS[3:], (0.0, 1.0), strict=True)
+        ]
         if model is not None:
-            read.append((model, MixtureExpert(*prompts)))
+            read.append((model, MixtureExpert(prompts[0], prompts[1], *scales)))
     return tuple(read) if len(read) == len(value) else None
+
+
+def _chosen_experts(value: Value) -> tuple[int, ...]:
+    """Return the numbers of a mixture's experts; none for anything else."""
+    numbers = value if isinstance(value, list) else [value]
+    whole = tuple(number for number in numbers if isinstance(number, int) and not isinstance(number, bool))
+    return whole if len(whole) == len(numbers) and min(whole, default=-1) >= 0 else ()
+
+
+def _scale(reader: DocumentReader, value: Value, at: KeyPath, default: float) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return value
+    if value is not None:
+        reader.wrong_kind(value, at, "a number")
+    return default
 
 
 def _prompts(reader: DocumentReader, value: Value, at: KeyPath) -> tuple[str, ...]:

@@ -15,10 +15,19 @@ from mergepipe.errors import CorruptError, MismatchError, NotFoundError, RecipeE
 from mergepipe.operators.spec import BaseRole, Scope
 from mergepipe.recipes.entries import SMALLEST_WEIGHT_SUM, normalized_sum
 from mergepipe.recipes.fields import USUAL, Findings, Strictness, near_miss
-from mergepipe.recipes.output_tensors import Group, Member, OpenModel, OutputListing, OutputTensor, is_allowed, template
+from mergepipe.recipes.output_tensors import (
+    Group,
+    Member,
+    OpenModel,
+    OutputListing,
+    OutputTensor,
+    is_allowed,
+    module_tensors,
+    template,
+)
 from mergepipe.recipes.pairing import Pairing, renamed_to_match
 from mergepipe.recipes.parameters import global_values, is_constant, missing_values, model_values
-from mergepipe.recipes.recipe import EVERY_TENSOR, Cases, Recipe, Scalar, Setting
+from mergepipe.recipes.recipe import EVERY_TENSOR, Cases, ModelInput, Recipe, Scalar, Setting
 from mergepipe.recipes.tasks import (
     Action,
     MergeTask,
@@ -141,12 +150,11 @@ def resolve(
         raise ValueError(f"the recipe has {len(inputs)} models, {len(checkpoints)} were opened")
     precedence = (NotFoundError, CorruptError, MismatchError, UnsupportedError, RecipeError)
     findings = Findings(*precedence, strictness=strictness)
-    models = [
-        OpenModel(
-            input_, renamed_to_match(checkpoints[0], checkpoint) if index else checkpoint.tensors, checkpoint.kind
-        )
-        for index, (input_, checkpoint) in enumerate(zip(inputs, checkpoints, strict=True))
-    ]
+    base = checkpoints[0]
+    models = [OpenModel(inputs[0], base.tensors, base.kind)]
+    for input_, checkpoint in zip(inputs[1:], checkpoints[1:], strict=True):
+        tensors = renamed_to_match(_reference(recipe, input_, base), checkpoint)
+        models.append(OpenModel(input_, tensors, checkpoint.kind))
     listing = OutputListing(recipe, models, findings, allow_dropped)
     outputs = list(listing.output_tensors())
     findings.raise_any()
@@ -275,6 +283,13 @@ class _Resolver:
             message = f"the weights sum to {total:g} and cannot be normalized"
             hint = "change a weight, or set normalize: false"
             self._findings.add(RecipeError, "recipe.value", tensor, message, hint)
+
+
+def _reference(recipe: Recipe, model: ModelInput, base: Checkpoint) -> Checkpoint:
+    """Return the base with the tensors of the modules that list a model, whose names its own may differ from."""
+    own = {module.name for module in recipe.modules if model.key in {listed.key for listed in module.models}}
+    names = [name for module in own for name in module_tensors(module, base.tensors)]
+    return replace(base, tensors={name: base.tensors[name] for name in names}) if names else base
 
 
 def _why_copied(output: OutputTensor, base: Readable) -> str:

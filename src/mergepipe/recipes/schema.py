@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from typing import TypeAlias
 
+from mergepipe.checkpoints.routers import GATE_MODES
 from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME
 from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.spec import OperatorSpec, ParameterSpec, Scope
 from mergepipe.recipes.entries import MODEL_KEYS, MODULE_KEYS, SLICE_KEYS, SOURCE_KEYS
 from mergepipe.recipes.fields import CONTENT_KEYS, RECIPE_KEYS
 from mergepipe.recipes.parameters import FALSE_TEXTS, TRUE_TEXTS
-from mergepipe.recipes.recipe_files import DTYPE_NAMES, TORCH
+from mergepipe.recipes.recipe_files import DTYPE_NAMES, EXPERT_KEYS, MIXTURE_KEYS, MIXTURE_RECIPE_KEYS, TORCH
 from mergepipe.recipes.tokenizer_source import EMBEDDING_KINDS, MODEL_TOKEN_KEYS, TOKEN_KEYS, TOKENIZER_KEYS
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -30,16 +31,21 @@ def recipe_schema() -> Schema:
     definitions = {
         name: definition for spec in operator_specs().values() for name, definition in _definitions(spec).items()
     }
-    return {
-        "$schema": DIALECT,
-        "title": "MergePipe recipe",
-        "type": "object",
+    merge: Schema = {
         "properties": dict(zip(RECIPE_KEYS, map(_top_level, RECIPE_KEYS), strict=True)),
         "required": ["merge_method"],
         "additionalProperties": False,
         "oneOf": [_has_content(key) for key in CONTENT_KEYS],
         "not": {"required": ["tokenizer_source", "tokenizer"]},
         "allOf": [_when(spec) for spec in operator_specs().values()],
+    }
+    return {
+        "$schema": DIALECT,
+        "title": "MergePipe recipe",
+        "type": "object",
+        "if": {"not": {"required": ["merge_method"]}, "anyOf": [{"required": [key]} for key in MIXTURE_KEYS]},
+        "then": _mixture(),
+        "else": merge,
         "$defs": {
             "model": _model_reference(),
             "quoted-number": {"type": "string", "pattern": _QUOTED_NUMBER},
@@ -47,6 +53,29 @@ def recipe_schema() -> Schema:
             **definitions,
         },
     }
+
+
+def _mixture() -> Schema:
+    """Generate the schema of a mixture of experts that is built, or of experts that one is left with."""
+    number: Schema = {"type": "integer", "minimum": 0}
+    prompts: Schema = {"type": ["array", "null"], "items": {"type": "string"}}
+    scale: Schema = {"type": ["number", "null"]}
+    expert = _record(
+        EXPERT_KEYS, dict(zip(EXPERT_KEYS, (_REFERENCE, prompts, prompts, scale, scale), strict=True)), ["source_model"]
+    )
+    chosen: Schema = {"description": "experts of base_model, itself a mixture; one number alone makes a dense model"}
+    properties: Schema = {
+        "base_model": _REFERENCE,
+        "gate_mode": {"enum": [*GATE_MODES, None]},
+        "experts": {"anyOf": [_list(expert), {**chosen, "anyOf": [number, _list(number)]}]},
+        "shared_experts": _or_nothing(_list(expert)),
+        "experts_per_token": {"type": ["integer", "null"], "minimum": 1},
+        "architecture": _OR_NULL,
+        "dtype": _top_level("dtype"),
+        "seed": {"type": ["integer", "null"], "minimum": 0},
+        "name": _TEXT,
+    }
+    return _record(MIXTURE_RECIPE_KEYS, properties, ["base_model", "experts"])
 
 
 def schema_text() -> str:

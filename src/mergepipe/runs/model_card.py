@@ -19,7 +19,7 @@ from mergepipe.core.units import format_bytes
 from mergepipe.errors import CorruptError, NotFoundError, RecipeError
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.output_tensors import parsed_config
-from mergepipe.recipes.recipe import ModelInput
+from mergepipe.recipes.recipe import ModelInput, Recipe
 from mergepipe.recipes.references import reference_text, with_renamed
 from mergepipe.reports import BudgetVerdict
 from mergepipe.runs.budget.verdict import verdict_of
@@ -227,7 +227,7 @@ def metadata_lines(manifest: Manifest, origins: Origins, tags: Sequence[str]) ->
 def body_lines(manifest: Manifest, origins: Origins, verdict: BudgetVerdict | None) -> Iterator[str]:
     """Yield what the card tells: inputs, usage, budget, recipe."""
     n_models = len(manifest.inputs)
-    yield f"# Merge by {markdown_text(manifest.operator)}"
+    yield f"# {origins.title}"
     yield ""
     yield (
         f"Made by MergePipe {manifest.version} from {n_models} model{'' if n_models == 1 else 's'}; "
@@ -323,7 +323,7 @@ class Origins:
 
     `names` shows each input of the manifest, a local one without its folders, `revisions` its commit on the Hub or
     nothing. `licenses` are those that inputs state, if they state different ones. `usage` is Python that loads the
-    output; empty where that is not known.
+    output; empty where that is not known. `title` says what was made.
     """
 
     base_models: tuple[str, ...]
@@ -334,6 +334,7 @@ class Origins:
     licenses: tuple[tuple[str, str], ...]
     recipe: str
     usage: tuple[str, ...]
+    title: str
 
 
 def origins_of(
@@ -362,6 +363,20 @@ def origins_of(
         licenses=_different_licenses(shown, cards),
         recipe=with_renamed(manifest.recipe, lambda text: _hub_name(text, by_name)) if by_name else manifest.recipe,
         usage=_usage(library, files),
+        title=_title(inputs.recipe),
+    )
+
+
+def _title(recipe: Recipe) -> str:
+    mixture = recipe.mixture
+    if mixture is None:
+        return f"Merge by {markdown_text(recipe.operator.name)}"
+    if mixture.is_dense:
+        return f"Expert {mixture.chosen[0]} of a mixture, as a dense model"
+    return (
+        f"{len(mixture.chosen)} experts of a mixture"
+        if mixture.chosen
+        else f"Mixture of {len(mixture.experts)} experts"
     )
 
 

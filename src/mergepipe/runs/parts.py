@@ -23,7 +23,6 @@ from mergepipe.engine.work import (
     OutputPlan,
     Part,
     PartResult,
-    plan_output,
 )
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError
 from mergepipe.operators.registry import operator_named
@@ -35,7 +34,7 @@ from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, with_parameters
 from mergepipe.runs.progress import MergeProgress, Resume
 from mergepipe.runs.stored_plan import open_planned
-from mergepipe.runs.work import merge_work, used_experts
+from mergepipe.runs.work import merge_work, output_of, used_experts
 from mergepipe.snapshots.parts import (
     CONTENT_IDS,
     PLANNING,
@@ -81,10 +80,10 @@ class PlannedOutput:
         return PartsJob(out.name, mergepipe.__version__, self.plan.digest, shards)
 
 
-def open_output(plan: Plan, shard_bytes: int, store: Store) -> PlannedOutput:
+def open_output(plan: Plan, shard_bytes: int | None, store: Store) -> PlannedOutput:
     """Open the inputs of a plan that is made in parts. No catalog is asked: every worker sees the same."""
     inputs = with_parameters(open_planned(plan, store, CatalogLink(None)), plan)
-    return PlannedOutput(plan, inputs, plan_output(inputs.resolution.tasks, shard_bytes, inputs.base.components))
+    return PlannedOutput(plan, inputs, output_of(inputs, shard_bytes))
 
 
 class PartsWorker:

@@ -9,7 +9,6 @@ from typing import Final
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import OutputError
 from mergepipe.options import (
-    DEFAULT_SHARD_BYTES,
     MergeOptions,
     OutputOptions,
     PathStyle,
@@ -22,10 +21,11 @@ from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.runs.model_card import BaseModelIds, parse_base_model_ids
 from mergepipe.runs.progress import Resume
 from mergepipe.runs.small_files import EVERY_SMALL_FILE, SmallFileChoice
-from mergepipe.snapshots.shards import SINGLE_NAME
+from mergepipe.snapshots.manifest import BESIDE, FILE_SUFFIXES
+from mergepipe.snapshots.shards import SINGLE_NAME, index_name
 from mergepipe.storage.location import Location
 
-_FILE_SUFFIXES: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx")
+_OTHER_SUFFIXES: Final = (*FILE_SUFFIXES, ".bin", ".pt", ".pth", ".ckpt", ".onnx")
 NO_IDS = BaseModelIds()
 
 
@@ -37,13 +37,14 @@ class MergeSettings:
     beyond the budget. With a `plan_key` the plan is kept beside the unfinished output, see `stored_plan`. With a
     `destination` in a bucket the output goes there, and is staged on this machine. With `absolute_paths` the snapshot's
     files name inputs by their absolute paths. `base_model_ids` are ids on the Hub that the user states.
-    `tried_expert_bytes` were read under budgets of which the result was not good enough.
+    `tried_expert_bytes` were read under budgets of which the result was not good enough. `file` is the name of an
+    output that is one file.
     """
 
     engine: EngineOptions
     seed: int
     force: bool
-    shard_bytes: int
+    shard_bytes: int | None
     home: Path | None
     resume: Resume = Resume.AUTO
     allow_dropped: tuple[str, ...] = ()
@@ -54,6 +55,12 @@ class MergeSettings:
     absolute_paths: bool = False
     base_model_ids: BaseModelIds = NO_IDS
     tried_expert_bytes: int = 0
+    file: str = ""
+
+    @property
+    def beside(self) -> str:
+        """How the manifest names weight files before their own names."""
+        return BESIDE if self.file else ""
 
 
 def merge_settings(options: MergeOptions) -> MergeSettings:
@@ -72,7 +79,7 @@ def run_settings(options: OutputOptions, seed: int) -> MergeSettings:
         engine=engine_options(options),
         seed=check_seed(seed),
         force=options.force,
-        shard_bytes=DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes,
+        shard_bytes=options.shard_bytes,
         home=catalog_home(options),
         resume=resume_of(options.resume),
         strictness=Strictness(strict=options.strict),
@@ -93,7 +100,9 @@ def output_place(
 ) -> tuple[Path, MergeSettings]:
     """Return where an output is staged or published on this machine; settings name the bucket it goes to, if any."""
     location = Location.of(out)
-    if location.suffix in _FILE_SUFFIXES:
+    if location.suffix in FILE_SUFFIXES and location.is_local and not index_name(location.name):
+        return location.without_detours().local_path, replace(settings, file=location.name)
+    if location.suffix in _OTHER_SUFFIXES:
         message = f"is the name of a file; the output is a folder that holds {SINGLE_NAME}"
         raise OutputError.of("output.place", location, message, f"write {location.parent / location.stem}")
     if location.is_local:

@@ -130,11 +130,10 @@ def _configuration(inputs: Inputs, config: bytes) -> bytes:
     dtype = inputs.recipe.out_dtype or inputs.recipe.dtype or inputs.resolution.widened_dtype
     config = config if dtype is None else with_dtype(config, dtype)
     if inputs.recipe.mixture is not None:
-        from mergepipe.recipes.mixture import mixture_architecture, mixture_config
+        from mergepipe.recipes.mixture import mixture_config
 
         content = parse_config(config, inputs.base.root / CONFIG_NAME)
-        architecture = mixture_architecture(inputs.recipe.mixture, content, inputs.recipe.path.name)
-        config = mixture_config(content, architecture, inputs.recipe.mixture)
+        config = mixture_config(content, inputs.recipe.mixture, inputs.recipe.path.name)
     for layers in inputs.resolution.layer_counts:
         config = with_layers(config, layers, where=inputs.base.root / CONFIG_NAME)
     return _untied(config) if inputs.base.is_untied else config

@@ -22,6 +22,7 @@ from mergepipe.snapshots.manifest import (
     InputRecord,
     Manifest,
     parse_manifest,
+    record_folder,
     with_absolute_paths,
 )
 from mergepipe.storage.file_version import modified_at
@@ -93,6 +94,8 @@ def find_snapshot_path(reference: str, home: Path) -> Path:
     path = Path(reference)
     if path.name == MANIFEST_NAME and path.is_file():
         return path.parent
+    if path.is_file() and _has_manifest(record_folder(path)):
+        return record_folder(path)
     if path.is_dir():
         if not _has_manifest(path):
             message = f"holds no {MANIFEST_NAME}: not a snapshot"

@@ -11,18 +11,22 @@ from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import Checkpoint, LeveledTensor, files_of
 from mergepipe.checkpoints.open_files import open_files, pin_files
 from mergepipe.engine.tensor_work import ExpertQuantities, KnownQuantities, PlannedAccess, operator_input
-from mergepipe.engine.work import MergeWork, OutputPlan
+from mergepipe.engine.work import MergeWork, OutputPlan, plan_output
+from mergepipe.errors import OutputError
 from mergepipe.operators.base import MagnitudeBand, MagnitudeCut
 from mergepipe.operators.registry import operator_named
+from mergepipe.options import DEFAULT_SHARD_BYTES
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.tasks import Action, MergeTask
 from mergepipe.reports import KeptShare
 from mergepipe.runs.catalog_link import CatalogLink, KnownStatistics
 from mergepipe.runs.inputs import Inputs, PairStatistics
+from mergepipe.snapshots.shards import SINGLE_NAME, SUFFIX
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 
 ON_OMIT_RENORMALIZE = "renormalize"
+_ONE_FILE = 1 << 62
 
 
 def merge_work(
@@ -51,6 +55,21 @@ def merge_work(
         renormalize=renormalizes(plan),
     )
     return work if plan is not None else replace(work, recorded=_recorded(work, pairs))
+
+
+def output_of(inputs: Inputs, shard_bytes: int | None, file: str = "") -> OutputPlan:
+    """Lay out the output: shards of a size, by default as many as the base's one file has, or all in one `file`.
+
+    Raises:
+        OutputError: weights that lie in several folders do not go into a file.
+    """
+    base = inputs.base
+    if file and base.components:
+        message = f"is one file, and {base.path} has weights in {', '.join(sorted(base.components))}"
+        raise OutputError.of("output.place", file, message, "name a folder")
+    if file or (shard_bytes is None and base.path != base.root):
+        return plan_output(inputs.resolution.tasks, _ONE_FILE, single=file if file.endswith(SUFFIX) else SINGLE_NAME)
+    return plan_output(inputs.resolution.tasks, shard_bytes or DEFAULT_SHARD_BYTES, base.components)
 
 
 def planned_access(plan: Plan | None) -> PlannedAccess | None:

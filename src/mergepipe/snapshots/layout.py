@@ -30,7 +30,7 @@ from mergepipe.core.blocks import (
 )
 from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import CorruptError, NotFoundError, StorageError
-from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, OutputTensor
+from mergepipe.snapshots.manifest import BESIDE, MANIFEST_NAME, Manifest, OutputTensor
 from mergepipe.snapshots.shards import BLOCKS_NAME, BlockTable, block_digest, block_table_of
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
@@ -117,7 +117,9 @@ def layout_of(manifest: Manifest, where: object, block_elements: int = DEFAULT_B
 
     by_file: dict[str, list[tuple[int, OutputTensor]]] = {file.name: [] for file in manifest.files}
     names = [*by_file, *(sidecar.name for sidecar in manifest.sidecars), BLOCKS_NAME, MANIFEST_NAME]
-    if len(set(names)) < len(manifest.files) + len(manifest.sidecars) + 2 or not all(map(is_contained, names)):
+    is_file = len(manifest.files) + len(manifest.sidecars) == 1  # which then may lie beside the folder of its record
+    inside = [name.removeprefix(BESIDE) if is_file else name for name in names]
+    if len(set(names)) < len(manifest.files) + len(manifest.sidecars) + 2 or not all(map(is_contained, inside)):
         refuse("a file is listed twice, or is outside of the snapshot")
     if len({tensor.name for tensor in manifest.tensors}) < len(manifest.tensors):
         refuse("a tensor is listed twice")

@@ -108,6 +108,12 @@ class Coverage:
 
 NOTICES_KEY = "recipe_notices"  # in `Manifest.run`: what has no effect in the recipe, a line each
 
+FILE_SUFFIXES: Final = (".safetensors", ".gguf")
+"""Of outputs that are one file. Their record is a folder beside them, from which they are `../NAME`."""
+_RECORD_SUFFIX = ".mergepipe"
+BESIDE: Final = "../"
+_USUAL_NAME: Final = "model.safetensors"
+
 BASE_MODEL_IDS_KEY = "base_model_ids"  # in `Manifest.run`: Hub ids that were stated of the merge, between spaces
 
 
@@ -146,13 +152,26 @@ class Manifest:
             "version": self.version,
             "recipe": self.recipe,
             "seed": self.seed,
-            "files": encode(self.files),
+            "files": encode(self.in_folder().files),
         }
         return digest_of(identity)
+
+    def in_folder(self) -> Manifest:
+        """Return the record of the same output as a folder: a file has the usual name there, whatever its own."""
+        beside = [file for file in (*self.files, *self.sidecars) if file.name.startswith(BESIDE)]
+        if not beside:
+            return self
+        files = tuple(replace(file, name=_USUAL_NAME) for file in beside)
+        return replace(self, files=files, tensors=tuple(replace(tensor, file=_USUAL_NAME) for tensor in self.tensors))
 
     def to_json(self) -> bytes:
         """Encode as readable JSON with a stable order of keys. Law: `parse_manifest(m.to_json(), where) == m`."""
         return MANIFEST_FORMAT.to_json(self)
+
+
+def record_folder(out: Path) -> Path:
+    """The folder of an output's manifest: the output itself, or the one beside an output that is a file."""
+    return out.with_suffix(_RECORD_SUFFIX) if out.suffix in FILE_SUFFIXES else out
 
 
 MANIFEST_FORMAT: Final = RecordFormat(

@@ -103,9 +103,9 @@ def block_table_of(raw: bytes, where: object, n_files: int, element_counts: Sequ
 
 
 DATA_ALIGNMENT_BYTES = 4096
-_SUFFIX = ".safetensors"
-SINGLE_NAME = f"model{_SUFFIX}"
-_SHARD_NAME = re.compile(rf"(.+)-\d{{5,}}-of-\d{{5,}}{re.escape(_SUFFIX)}", re.ASCII)
+SUFFIX = ".safetensors"
+SINGLE_NAME = f"model{SUFFIX}"
+_SHARD_NAME = re.compile(rf"(.+)-\d{{5,}}-of-\d{{5,}}{re.escape(SUFFIX)}", re.ASCII)
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -145,11 +145,13 @@ def plan_shards(
     shard_bytes: int,
     metadata: Mapping[str, str] | None = None,
     components: Mapping[str, str] = MappingProxyType({}),
+    single: str = SINGLE_NAME,
 ) -> tuple[ShardLayout, ...]:
     """Fill shards of at most `shard_bytes` of tensor data in the given order; a larger tensor gets a shard of its own.
 
     `metadata` is added to that of every header. `components` are the folders that get weight files of their own, for
     tensors whose names begin with them, and the stems of these files; they follow the files of the output's folder.
+    `single` is the name of a file that is all of a folder's weights.
 
     Law: the tensors of all shards are exactly `specs`, each once.
     """
@@ -159,11 +161,11 @@ def plan_shards(
     shards = []
     for folder, own in of_folder.items():
         if own or not components:
-            stem = f"{folder}/{components[folder]}" if folder else SINGLE_NAME.removesuffix(_SUFFIX)
+            stem = f"{folder}/{components[folder]}" if folder else single.removesuffix(SUFFIX)
             groups = _filled(own, shard_bytes)
             for number, group in enumerate(groups, start=1):
                 of_all = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-                name = f"{stem}{of_all}{_SUFFIX}"
+                name = f"{stem}{of_all}{SUFFIX}"
                 ordered = tuple(sorted(group, key=lambda spec: -spec.dtype.itemsize))
                 shards.append(ShardLayout(name, ordered, header_of(ordered, metadata or {}, name)))
     return tuple(shards)
@@ -210,7 +212,7 @@ def index_files(shards: Sequence[ShardLayout]) -> dict[str, bytes]:
 def index_name(file: str) -> str:
     """The name of the index that lists a shard; empty for a file that is all of its folder's weights."""
     match = _SHARD_NAME.fullmatch(file)
-    return f"{match[1]}{_SUFFIX}.index.json" if match else ""
+    return f"{match[1]}{SUFFIX}.index.json" if match else ""
 
 
 def index_map(tensors: Iterable[tuple[str, str]]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from mergepipe.core.outcome import note_committed
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, PublishedError, StorageError
-from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.manifest import BESIDE, MANIFEST_NAME, record_folder
 from mergepipe.storage import owned
 from mergepipe.storage.limits import MANIFEST_BYTES
 from mergepipe.storage.location import Location
@@ -66,7 +66,10 @@ def check_target(out: Path, inputs: Iterable[Location], *, force: bool | None) -
     for folder in out.absolute().parents:
         if folder.is_file():
             raise OutputError.of("output.place", folder, f"is a file; {out} cannot be in it", "choose another place")
-    if not _is_there(out) or is_empty_folder(out):
+    record = record_folder(out)
+    if not _is_there(out) or (record == out and is_empty_folder(out)):
+        if record != out and _is_there(record):
+            _check_replaceable(record)  # of a file that is gone
         return
     if not force:
         hint = "choose another name" + ("" if force is None else ", or replace it with --force")
@@ -96,7 +99,17 @@ def is_empty_folder(out: Path) -> bool:
 
 
 def _check_replaceable(out: Path) -> None:
-    """Refuse to replace anything but an empty directory, or one that holds only files that mergepipe made."""
+    """Refuse to replace anything but an empty directory, or what holds only files that mergepipe made."""
+    record = record_folder(out)
+    if record != out:
+        if out.is_symlink() or not out.is_file():
+            raise OutputError.of("output.place", out, "exists and is not a file", "remove it yourself")
+        if not _is_there(record):  # which an interrupted replacement left aside
+            record = staging_directory(out.absolute()) / ASIDE_NAME
+        if BESIDE + out.name not in _recorded_files(record / MANIFEST_NAME):
+            message = f"has no record in {record_folder(out).name}: --force replaces only what mergepipe made"
+            raise OutputError.of("output.not-ours", out, message, "remove it yourself, or choose another name")
+        out = record
     if out.is_symlink() or not out.is_dir():
         raise OutputError.of("output.place", out, "exists and is not a directory", "remove it yourself")
     held = sorted(_files_in(out))
@@ -205,6 +218,12 @@ class Staging:
         return self._directory / CONTENT_NAME
 
     @property
+    def record_path(self) -> Path:
+        """The directory to write the manifest in, and all that is no weights."""
+        record = record_folder(self._out)
+        return self.path if record == self._out else self.path / record.name
+
+    @property
     def out(self) -> Path:
         """Return the path at which the snapshot will be published."""
         return self._out
@@ -292,7 +311,9 @@ class Staging:
         if replaced:  # it, or something in it, may have been put there since the run began
             _check_replaceable(self._out)
         try:
-            if replaced:
+            if self.record_path != self.path:
+                self._publish_file(record_folder(self._out))
+            elif replaced:
                 owned.exchange(self.path, self._out, self._directory / ASIDE_NAME)
             elif is_empty_folder(self._out):
                 owned.rename(self.path, self._out)  # which fails if a file has appeared in it
@@ -315,6 +336,23 @@ class Staging:
                 "is complete and in its place, but making its name durable failed",
                 "check the disk before you rely on it",
             ) from error
+
+    def _publish_file(self, record: Path) -> None:
+        """Put the record of a file in its place, then the file; an old record steps aside until the file is there."""
+        aside = self._directory / ASIDE_NAME
+        if owned.is_there(record):
+            _check_replaceable(record)
+            owned.rename(record, aside)
+        try:
+            owned.rename_new(self.record_path, record)
+            sync_directory(record.parent)
+            move = owned.rename if self._force else owned.rename_new
+            move(self.path / self._out.name, self._out)
+        except BaseException:
+            if owned.is_there(self.path / self._out.name) and not owned.is_there(self.record_path):
+                owned.rename(record, self.record_path)
+            _bring_back(self._directory, self._out)
+            raise
 
     def _abandon(self) -> None:
         """Let go of the directory, and remove it unless it is kept; may be called again after an interrupt."""
@@ -428,10 +466,16 @@ def _remove_all(directory: Path) -> None:
 
 
 def _bring_back(directory: Path, out: Path) -> None:
-    """Undo an interrupted exchange: move the old snapshot back if the new one was never moved in."""
-    aside = directory / ASIDE_NAME
-    if owned.is_there(aside) and not owned.is_there(out):
-        owned.rename(aside, out)
+    """Undo an interrupted publication: what stepped aside returns where the new one was never moved in.
+
+    The record of a file is moved in before the file, and moved out again where the file is still staged.
+    """
+    aside, record, staged = directory / ASIDE_NAME, record_folder(out), directory / CONTENT_NAME
+    was_moved = record != out and owned.is_there(staged / out.name) and not owned.is_there(staged / record.name)
+    if was_moved and owned.is_there(record) and (owned.is_there(aside) or not owned.is_there(out)):
+        owned.rename(record, staged / record.name)
+    if owned.is_there(aside) and not owned.is_there(record):
+        owned.rename(aside, record)
 
 
 def _make_parents(parent: Path, made: list[Path]) -> None:

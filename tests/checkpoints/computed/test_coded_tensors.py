@@ -35,6 +35,10 @@ def codes_of(seed: int, most: int, *shape: int) -> NDArray[np.uint32]:
 
 def in_words(codes: NDArray[np.uint32], n_bits: int, axis: int) -> NDArray[np.int32]:
     """Put the codes along an axis into words of 32 bits, the first in the low bits."""
+    if n_bits == 3:  # the bits of 32 codes, one after the other, in three words
+        bits = (np.moveaxis(codes, axis, -1)[..., None] >> np.arange(3, dtype=np.uint32)) & 1
+        octets = np.packbits(bits.reshape(*bits.shape[:-2], -1).astype(np.uint8), axis=-1, bitorder="little")
+        return np.ascontiguousarray(np.moveaxis(octets.view(np.uint32), -1, axis)).view(np.int32)
     per = 32 // n_bits
     moved = np.moveaxis(codes, axis, -1)
     moved = moved.reshape(*moved.shape[:-1], -1, per)
@@ -58,6 +62,23 @@ def packed(seed: int, n_bits: int, *, has_zeros: bool) -> tuple[Tensors, NDArray
         zeros = codes_of(seed + 1, most, ROWS, groups)
         tensors["l.weight_zero_point"] = in_words(zeros, n_bits, 0)
     return tensors, (codes - spread(zeros, GROUP)) * spread(scales, GROUP)
+
+
+def grouped(seed: int) -> tuple[Tensors, NDArray[np.float64]]:
+    """Columns whose groups do not lie side by side."""
+    tensors, _ = packed(seed, 4, has_zeros=True)
+    order = np.random.default_rng(seed).permutation(np.arange(COLUMNS) // GROUP).astype(np.int32)
+    codes = codes_of(seed, 16, ROWS, COLUMNS).astype(np.float64)
+    zeros, scales = codes_of(seed + 1, 16, ROWS, COLUMNS // GROUP), tensors["l.weight_scale"].astype(np.float64)
+    return tensors | {"l.weight_g_idx": order}, (codes - zeros[:, order]) * scales[:, order]
+
+
+def modelopt(seed: int) -> tuple[Tensors, NDArray[np.float64]]:
+    tensors, numbers = nvfp4(seed)
+    factor = np.array(0.25, np.float32)
+    parts: Tensors = {"l.weight": tensors["l.weight_packed"], "l.weight_scale": tensors["l.weight_scale"]}
+    more: Tensors = {"l.weight_scale_2": factor, "l.input_scale": np.ones((), np.float32)}
+    return parts | more, numbers * float(tensors["l.weight_global_scale"][0]) * 0.25
 
 
 def nvfp4(seed: int) -> tuple[Tensors, NDArray[np.float64]]:
@@ -131,9 +152,12 @@ SCHEMES: Mapping[str, Callable[[int], tuple[Tensors, NDArray[np.float64]]]] = {
     "packed integers of 4 bits": lambda seed: packed(seed, 4, has_zeros=False),
     "packed integers of 4 bits, zeros": lambda seed: packed(seed, 4, has_zeros=True),
     "packed integers of 8 bits": lambda seed: packed(seed, 8, has_zeros=True),
+    "packed integers of 4 bits, in another order": grouped,
     "NVFP4": nvfp4,
+    "NVFP4, of ModelOpt": modelopt,
     "MXFP4": mxfp4,
     "GPTQ of 4 bits": gptq,
+    "GPTQ of 3 bits": lambda seed: gptq(seed, 3),
     "GPTQ of 8 bits": lambda seed: gptq(seed, 8),
     "AWQ of 4 bits": awq,
     "bitsandbytes int8": bnb8,
@@ -159,7 +183,7 @@ def recipe(folder: Path, method: str, *models: Path, **more: object) -> Path:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_merge__of_codes_has_their_numbers(tmp_path: Path, scheme: str) -> None:
     parts = [SCHEMES[scheme](seed) for seed in (0, 10)]
-    bits: dict[str, Any] = {"bits": 8} if "8 bits" in scheme else {}
+    bits: dict[str, Any] = {"bits": int(scheme[8])} if scheme.startswith("GPTQ") else {}
     models = [model(tmp_path / str(k), tensors, **bits) for k, (tensors, _) in enumerate(parts)]
     path = recipe(tmp_path, "linear", *models, dtype="float32")
     report = mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
@@ -173,7 +197,7 @@ def test_merge__of_codes_has_their_numbers(tmp_path: Path, scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_merge__of_codes_reads_stored_bytes_within_its_budget(tmp_path: Path, scheme: str) -> None:
-    bits: dict[str, Any] = {"bits": 8} if "8 bits" in scheme else {}
+    bits: dict[str, Any] = {"bits": int(scheme[8])} if scheme.startswith("GPTQ") else {}
     parts = [SCHEMES[scheme](seed) for seed in (0, 10)]
     base, one = (model(tmp_path / str(k), tensors, **bits) for k, (tensors, _) in enumerate(parts))
     path = recipe(tmp_path, "task_arithmetic", one, base_model=str(base), dtype="float32")
@@ -184,6 +208,16 @@ def test_merge__of_codes_reads_stored_bytes_within_its_budget(tmp_path: Path, sc
     assert report.expert_bytes < stored + (64 << 10)
     merged = load_file(tmp_path / "out" / "model.safetensors")
     np.testing.assert_allclose(merged["l.weight"], parts[1][1], rtol=1e-4, atol=1e-6)
+
+
+def test_merge__of_groups_that_are_not_named_takes_them_side_by_side(tmp_path: Path) -> None:
+    tensors, numbers = packed(0, 4, has_zeros=True)
+    tensors["l.weight_g_idx"] = np.full(COLUMNS, -1, np.int32)
+    path = recipe(tmp_path, "passthrough", model(tmp_path / "m", tensors), dtype="float32")
+    mergepipe.merge(path, tmp_path / "out", options=NO_CATALOG)
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert merged.keys() == {"l.weight", "norm.weight"}
+    np.testing.assert_allclose(merged["l.weight"], numbers, rtol=2e-6, atol=1e-9)
 
 
 def test_merge__of_gptq_v2_takes_zeros_as_they_are(tmp_path: Path) -> None:
@@ -241,11 +275,16 @@ def test_lora_apply__adds_to_the_numbers_of_codes(tmp_path: Path, scheme: str) -
     [
         ("AWQ of 4 bits", "l.qzeros", np.zeros((4, 3), np.int32), r"qzeros' has the shape \[4, 3\]; .* \[4, 12\]"),
         ("GPTQ of 4 bits", "l.g_idx", np.full(COLUMNS, 9, np.int32), "names no group of 4 for each of 256 inputs"),
+        (
+            "packed integers of 4 bits, in another order", "l.weight_g_idx", np.full(COLUMNS, 4, np.int32),
+            "names no group of 4 for each of 256 inputs",
+        ),
+        ("NVFP4, of ModelOpt", "l.weight_scale_2", np.ones(2, np.float32), r"\[2\]; .* must be \[1\]"),
         ("NVFP4", "l.weight_scale", np.ones((96, 8), ml_dtypes.float8_e4m3fn), r"\[96, 8\]; .* must be \[96, 16\]"),
         ("bitsandbytes NF4", "l.weight.absmax", np.ones(7, np.float32), r"\[7\]; .* must be \[384\]"),
         ("bitsandbytes int8", "l.SCB", np.ones(7, np.float32), r"\[7\]; .* must be \[96\]"),
     ],
-)
+)  # fmt: skip
 def test_check__refuses_scales_of_a_wrong_shape(
     tmp_path: Path, scheme: str, name: str, tensor: NDArray[Any], message: str
 ) -> None:

@@ -229,10 +229,10 @@ def test_choose_weights__says_what_it_found(names: list[str], error: type[MergeP
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("name", ["m.gguf", "m.safetensors", "m.bin", "m.part"])
+@pytest.mark.parametrize("name", ["m.safetensors", "m.bin", "m.part"])
 def test_open_checkpoint__names_gguf_by_its_first_bytes(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"GGUF" + bytes([3, 0, 0, 0]) * 8)
-    with pytest.raises(UnsupportedError, match=r"is a GGUF file.*; name the safetensors model") as caught:
+    with pytest.raises(UnsupportedError, match=r"is a GGUF file by its first bytes; rename it to m\.gguf") as caught:
         open_checkpoint(MetadataStore(), Location.local(tmp_path / name))
     assert caught.value.code == "checkpoint.unsupported"
 

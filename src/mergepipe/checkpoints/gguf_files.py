@@ -1,0 +1,496 @@
+"""GGUF files: opened as checkpoints under the names of Hugging Face, and written from a merged model."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.codes import CodedTensor, Scheme
+from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
+from mergepipe.checkpoints.directory import GGUF_SUFFIX, parse_config
+from mergepipe.checkpoints.open_files import decoded, open_files, read_span
+from mergepipe.checkpoints.safetensors import read_header
+from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType, Span, element_count
+from mergepipe.core.strict_json import shown
+from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.storage import owned
+from mergepipe.storage.contract import FileStatus, Store
+from mergepipe.storage.file_version import Digested, FileId
+from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.location import Location
+from mergepipe.storage.output import write_durably
+
+_ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""GGUF's architecture by `model_type`, of those whose tensors GGUF holds as they are but for their names and rows."""
+_IN_PAIRS: Final = ("llama",)  # the rows of Q and K stand as llama.cpp rotates them: neighbours, not halves of a head
+_MODULES: Final = ("model.embed_tokens", "model.norm", "lm_head")
+_LAYER_MODULES: Final = (
+    "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+    "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+_PAIRED: Final = re.compile(r"model\.layers\.\d+\.self_attn\.(?P<role>[qk])_proj\.(weight|bias)")
+_SCALED_ROPES: Final = ("LINEAR", "YARN")  # names of gguf's
+_ROPE_FACTORS: Final = "rope_freqs.weight"
+_PLAIN: Final[Mapping[str, DType]] = {"F32": F32, "F16": F16, "BF16": BF16}
+_CONFIG_NAME: Final = "config.json"
+_ADVICE: Final = "name the safetensors model that it was converted from"
+_CONVERTER: Final = "merge into a folder, and convert that with llama.cpp's convert_hf_to_gguf.py"
+_READ_BYTES: Final = 1 << 20
+_MOST_HEADER_BYTES: Final = 256 << 20  # the tokens and merges of 262,000 tokens take 12 MB
+_MOST_TENSORS: Final = 1 << 20
+_SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+def _gguf(where: object) -> Any:
+    try:
+        return import_module("gguf")
+    except ImportError as error:
+        message = "GGUF files need the package gguf, which is not installed"
+        raise UnsupportedError.of("extra.missing", where, message, "install mergepipe[gguf]") from error
+
+
+# --- reading ---
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFRows(Scheme):
+    """Rows of a GGUF tensor as gguf dequantises them; `head_rows` are those of a head whose halves lie interleaved."""
+
+    type_name: str
+    row_bytes: int
+    head_rows: int = 0
+
+    def spans(self, rows: Span) -> tuple[Span, ...]:
+        step = max(1, self.head_rows)
+        first, last = rows.start // step * step, -(-rows.stop // step) * step
+        return (Span(first * self.row_bytes, last * self.row_bytes),)
+
+    def decode(self, rows: Span, raw: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        plain = _PLAIN.get(self.type_name)
+        if plain is not None:
+            values = decoded(raw[0], plain.kernel_code).reshape(-1, self.columns)
+        else:
+            gguf = _gguf("")
+            stored = raw[0].reshape(-1, self.row_bytes)
+            values = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[self.type_name])
+        if self.head_rows:
+            halves = values.reshape(-1, self.head_rows // 2, 2, self.columns).swapaxes(1, 2)
+            first = rows.start % self.head_rows
+            values = halves.reshape(-1, self.columns)[first : first + rows.n_elements]
+        return np.ascontiguousarray(values, np.float32)
+
+
+def open_gguf(store: Store, path: Location, status: FileStatus) -> Checkpoint:
+    """Open a GGUF file; reads its header, which holds the tokenizer too.
+
+    Raises:
+        UnsupportedError: `extra.missing`; an architecture whose names are not known, or one of several files.
+        CorruptError: `checkpoint.damaged`, it is cut off or contradicts itself.
+    """
+    gguf = _gguf(path)
+    header = _Header(store, path)
+    facts, infos = header.read()
+    architecture = str(facts.get("general.architecture"))
+    if architecture not in _ARCHITECTURES.values():
+        known = ", ".join(sorted(set(_ARCHITECTURES.values())))
+        message = f"is of the architecture {shown(architecture)}; of GGUF files {known} are read"
+        raise UnsupportedError.of("checkpoint.unsupported", path, message, _ADVICE)
+    if facts.get("split.count", 1) not in (0, 1):
+        hint = "join them with llama-gguf-split"
+        raise UnsupportedError.of("checkpoint.unsupported", path, f"is one of {facts['split.count']} files", hint)
+    keys = ("block_count", "attention.head_count", "attention.head_count_kv")
+    n_layers, n_heads, n_of_keys = (facts.get(f"{architecture}.{key}") for key in keys)
+    counts = [count for count in (n_layers, n_heads, n_of_keys or n_heads) if type(count) is int]
+    if len(counts) < 3 or not all(0 < count < _MOST_TENSORS for count in counts):
+        raise header.damaged("does not say how many layers and heads there are")
+    names = {stored: name for name, stored in _stored_names(gguf, architecture, counts[0])}
+    heads = {"q": counts[1], "k": counts[2]} if architecture in _IN_PAIRS else {}
+    tensors: dict[str, Readable] = {}
+    schemes: set[str] = set()
+    for info in infos:
+        if info[0] == _ROPE_FACTORS:
+            continue  # follows from the configuration
+        if info[0] not in names:
+            message = f"holds {shown(info[0])}, and {architecture} models have no such tensor"
+            raise UnsupportedError.of("checkpoint.unsupported", path, message, _ADVICE)
+        tensor = header.tensor(gguf, names[info[0]], info, heads)
+        tensors[tensor.name] = tensor
+        kind = gguf.GGMLQuantizationType(info[2]).name
+        schemes |= set() if kind in _PLAIN else {f"GGUF {kind}"}
+    file = FileId(path.name, header.size_bytes, status.version, header.digest)
+    return Checkpoint(
+        path, path.parent, MappingProxyType(tensors), (file,), (), quantisation=", ".join(sorted(schemes))
+    )
+
+
+_Info = tuple[str, tuple[int, ...], int, int]  # of a tensor: its name, dimensions, type, and offset in the file
+
+
+class _Header:
+    """The header of a GGUF file: its facts, and what it says of each tensor. Memory: the header."""
+
+    def __init__(self, store: Store, path: Location) -> None:
+        self.path, self.size_bytes = path, store.size_bytes(path)
+        self.digest = ""
+        self._store = store
+        self._content = b""
+        self._at = 0
+
+    def damaged(self, message: str) -> MergePipeError:
+        return CorruptError.of("checkpoint.damaged", self.path, message, "download it again")
+
+    def read(self) -> tuple[dict[str, Any], list[_Info]]:
+        """Return the facts without arrays, and name, dimensions, type and offset in the file of each tensor."""
+        magic, version, n_tensors, n_facts = self._take("<4sIQQ")
+        if magic != b"GGUF" or version not in (2, 3):
+            raise self.damaged(f"is not GGUF of version 2 or 3: {shown(magic)}, {version}")
+        if max(n_tensors, n_facts) > _MOST_TENSORS:
+            raise self.damaged(f"claims {n_tensors} tensors and {n_facts} facts")
+        facts = {self._text(): self._value(*self._take("<I")) for _ in range(n_facts)}
+        infos = []
+        for _ in range(n_tensors):
+            name, (n_dims,) = self._text(), self._take("<I")
+            if n_dims > 4:
+                raise self.damaged(f"{shown(name)} has {n_dims} dimensions")
+            dims = self._take(f"<{n_dims}Q")
+            infos.append((name, dims, *self._take("<IQ")))
+        alignment = facts.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or len({info[0] for info in infos}) < n_tensors:
+            raise self.damaged("has a tensor twice, or an alignment that is none")
+        self.digest = blake3(self._content[: self._at]).hexdigest(length=16)
+        start = -(-self._at // alignment) * alignment
+        return facts, [(name, dims, kind, start + offset) for name, dims, kind, offset in infos]
+
+    def tensor(self, gguf: Any, name: str, info: _Info, heads: Mapping[str, int]) -> Readable:
+        """Return what is read of a tensor; `heads` are those of Q and K where their rows are in pairs."""
+        granularity = self._store.terms(self.path).granularity_bytes
+        shape = tuple(reversed(info[1]))
+        try:
+            kind = gguf.GGMLQuantizationType(info[2])
+            block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            raise self.damaged(f"{shown(name)} is of the unknown type {info[2]}") from None
+        columns = shape[-1] if shape else 1
+        nbytes = element_count(shape) // block * block_bytes
+        if columns % block or info[3] + nbytes > self.size_bytes:
+            raise self.damaged(f"{shown(name)} of {list(shape)} reaches beyond the file, or is not of whole blocks")
+        plain, match = _PLAIN.get(kind.name), _PAIRED.fullmatch(name)
+        if plain is None and kind not in gguf.quants._type_traits:
+            message = f"{shown(name)} is {kind.name}, which gguf {gguf.__name__} does not read"
+            raise UnsupportedError.of("checkpoint.unsupported", self.path, message, _ADVICE)
+        head_rows = 0
+        if match and heads:
+            head_rows, rest = divmod(shape[0], heads[match["role"]])
+            if rest or head_rows % 2 or not head_rows:
+                raise self.damaged(f"{shown(name)} has {shape[0]} rows for {heads[match['role']]} heads")
+        if plain is not None and not head_rows:
+            return TensorEntry(name, plain, shape, self.path, info[3], nbytes, granularity_bytes=granularity)
+        if len(shape) == 1:  # a bias: its rows are its elements
+            columns = 1
+        row_bytes = columns // block * block_bytes
+        entry = TensorEntry(name, DTYPES["U8"], (nbytes,), self.path, info[3], nbytes, granularity_bytes=granularity)
+        return CodedTensor(name, shape, (entry,), GGUFRows(columns, kind.name, row_bytes, head_rows), plain or BF16)
+
+    def _value(self, kind: int) -> Any:
+        """Read a value; of an array nothing is kept."""
+        if kind in _SCALARS:
+            return self._take(f"<{_SCALARS[kind]}")[0]
+        if kind == _STRING:
+            return self._text()
+        if kind != _ARRAY:
+            raise self.damaged(f"has a value of the unknown kind {kind}")
+        item, length = self._take("<IQ")
+        if item in _SCALARS:
+            self._skip(length * struct.calcsize(_SCALARS[item]))
+        elif item == _STRING and length <= _MOST_HEADER_BYTES // 8:
+            for _ in range(length):
+                self._skip(*self._take("<Q"))
+        else:
+            raise self.damaged(f"has an array of {length} values of kind {item}")
+        return None
+
+    def _text(self) -> str:
+        (length,) = self._take("<Q")
+        at = self._at
+        self._skip(length)
+        return self._content[at : self._at].decode(errors="replace")
+
+    def _take(self, form: str) -> tuple[Any, ...]:
+        at = self._at
+        self._skip(struct.calcsize(form))
+        return struct.unpack_from(form, self._content, at)
+
+    def _skip(self, nbytes: int) -> None:
+        """Go on by some bytes, of which the last is then read."""
+        end = self._at + nbytes
+        if end > min(self.size_bytes, _MOST_HEADER_BYTES):
+            raise self.damaged(f"is cut off, or its header has more than {_MOST_HEADER_BYTES} bytes")
+        while end > len(self._content):
+            more = max(_READ_BYTES, end - len(self._content))
+            read = self._store.read_metadata(self.path, len(self._content), min(more, self.size_bytes))
+            if not read:
+                raise self.damaged("is cut off inside its header")
+            self._content += read
+        self._at = end
+
+
+def _stored_names(gguf: Any, architecture: str, n_layers: int) -> Iterator[tuple[str, str]]:
+    """Pair the names of Hugging Face with those of GGUF, as gguf's own map has them."""
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    to_stored = gguf.get_tensor_name_map(kind, n_layers)
+    modules = [*_MODULES, *(f"model.layers.{i}.{module}" for i in range(n_layers) for module in _LAYER_MODULES)]
+    for name in (f"{module}.{ending}" for module in modules for ending in ("weight", "bias")):
+        stored = to_stored.get_name(name, try_suffixes=(".weight", ".bias"))
+        if stored is not None:
+            yield name, stored
+
+
+# --- writing ---
+
+
+_LIKE_GPT4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS: Final[Mapping[object, str]] = {
+    _LIKE_GPT4.format(digits=r"\p{N}{1,3}"): "llama-bpe", _LIKE_GPT4.format(digits=r"\p{N}"): "qwen2",
+}  # fmt: skip
+"""llama.cpp's name of a tokenizer by the expression that it splits text with."""
+_ENCODING: Final = re.compile(r"(?i).*?[-._](F32|F16|BF16|Q8_0|I?Q\d\w*)")
+_FILE_TYPES: Final = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
+_CHUNK_ELEMENTS: Final = 4 << 20
+Json = Mapping[str, Any]
+Read = Callable[[TensorEntry, Span], NDArray[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTarget:
+    """How a model is written as GGUF: its architecture, names and vocabulary, all checked before it is merged.
+
+    The end of the file's name says how matrices are stored (`-F16`, `-BF16`, `-F32`, `-Q8_0`, as llama.cpp names its
+    files), else they stay as they are; vectors are float32.
+    """
+
+    name: str
+    config: Json
+    tokenizer: Json
+    small_files: Mapping[str, bytes]
+    encoding: str
+    architecture: str
+    names: Mapping[str, str]
+
+    @classmethod
+    def of(cls, name: str, small_files: Mapping[str, bytes], tensors: Iterable[str]) -> GGUFTarget:
+        """Check that a model of these small files and tensors can be written.
+
+        Raises:
+            UnsupportedError: gguf is missing, or the architecture, a tensor, the tokenizer or the encoding is unknown.
+        """
+        gguf = _gguf(name)
+        match = _ENCODING.fullmatch(name.removesuffix(GGUF_SUFFIX))
+        encoding = match[1].upper() if match else ""
+        if encoding and encoding not in _FILE_TYPES:
+            hint = f"name it for one of {', '.join(_FILE_TYPES)}, and quantise that with llama-quantize"
+            raise UnsupportedError.of("model.unsupported", name, f"{encoding} is not written", hint)
+        config, tokenizer = (
+            parse_config(small_files[file], file) if file in small_files else {}
+            for file in (_CONFIG_NAME, "tokenizer.json")
+        )
+        architecture = _ARCHITECTURES.get(str(config.get("model_type")), "")
+        if not architecture:
+            known = ", ".join(_ARCHITECTURES)
+            message = f"the model is of the type {shown(config.get('model_type'))}; {known} are written as GGUF"
+            raise UnsupportedError.of("model.unsupported", name, message, _CONVERTER)
+        names = dict(_stored_names(gguf, architecture, int(config["num_hidden_layers"])))
+        unknown = [tensor for tensor in tensors if tensor not in names]
+        if unknown:
+            message = f"{len(unknown)} tensors have no name in GGUF, {shown(unknown[0])} among them"
+            raise UnsupportedError.of("model.unsupported", name, message, _CONVERTER)
+        target = cls(name, config, tokenizer, small_files, encoding, architecture, names)
+        target._vocabulary_kind()
+        target._rope()
+        return target
+
+    def write(self, store: Store, model: Path, path: Path) -> Digested:
+        """Write the file durably from a model's safetensors file; return its record.
+
+        Memory: 4 million elements, in float32, and the vocabulary.
+        """
+        entries = read_header(store, Location.local(model)).entries
+        with tempfile.TemporaryDirectory(prefix="mergepipe-gguf-") as folder:
+            for name, content in self.small_files.items():
+                if "/" not in name:
+                    write_durably(Path(folder) / name, content, Ledger())
+            with open_files(store, [Location.local(model)]) as files:
+                self._write(entries, partial(read_span, files=files, purpose=Purpose.METADATA), path, Path(folder))
+        digest = blake3()
+        digest.update_mmap(path)
+        return Digested(path.name, path.stat().st_size, digest.hexdigest(length=16))
+
+    def _write(self, entries: Sequence[TensorEntry], read: Read, path: Path, folder: Path) -> None:
+        gguf = _gguf(self.name)
+        writer = gguf.GGUFWriter(None, self.architecture)
+        self._add_facts(gguf, writer)
+        self._add_vocabulary(gguf, writer, folder, entries)
+        kinds = [self._kind(gguf, entry) for entry in entries]
+        factors = self._rope_factors()
+        if factors is not None:
+            writer.add_tensor_info(_ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
+        for entry, kind in zip(entries, kinds, strict=True):
+            block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+            nbytes = entry.n_elements // block * block_bytes
+            writer.add_tensor_info(self.names[entry.name], entry.shape, np.dtype(np.float32), nbytes, kind)
+        writer.write_header_to_file(path)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        stream = writer.fout[0]
+        writer.write_padding(stream, stream.tell())
+        if factors is not None:
+            stream.write(factors.tobytes())
+            writer.write_padding(stream, factors.nbytes)
+        for entry, kind in zip(entries, kinds, strict=True):
+            written = 0
+            for rows in self._rows(entry, read):
+                written += stream.write(np.ascontiguousarray(gguf.quants.quantize(rows, kind)).tobytes())
+            writer.write_padding(stream, written)
+        stream.flush()
+        owned.sync_file(stream.fileno())
+        writer.close()
+
+    def _kind(self, gguf: Any, entry: TensorEntry) -> Any:
+        """The type of a stored tensor, as llama.cpp's converter chooses it."""
+        kinds = gguf.GGMLQuantizationType
+        if len(entry.shape) < 2 or entry.name.endswith("norm.weight"):
+            return kinds.F32
+        kind = kinds[self.encoding or (entry.dtype.name if entry.dtype.name in _PLAIN else "F32")]
+        return kinds.F16 if entry.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
+
+    def _rows(self, entry: TensorEntry, read: Read) -> Iterator[NDArray[np.float32]]:
+        """Yield a tensor in float32, some rows at a time, those of Q and K in the order of the format."""
+        columns = entry.shape[-1] if len(entry.shape) > 1 else 1
+        match = _PAIRED.fullmatch(entry.name) if self.architecture in _IN_PAIRS else None
+        n_heads = self._heads()[match["role"]] if match else 0
+        head_rows = entry.shape[0] // n_heads if n_heads else 1
+        step = max(1, _CHUNK_ELEMENTS // (columns * head_rows)) * head_rows * columns
+        for first in range(0, entry.n_elements, step):
+            span = Span(first, min(entry.n_elements, first + step))
+            values = decoded(read(entry, span), entry.dtype.kernel_code).reshape(-1, columns)
+            if n_heads:
+                values = values.reshape(-1, 2, head_rows // 2, columns).swapaxes(1, 2).reshape(-1, columns)
+            yield values if len(entry.shape) > 1 else values.reshape(-1)
+
+    def _heads(self) -> dict[str, int]:
+        n_heads = int(self.config["num_attention_heads"])
+        return {"q": n_heads, "k": int(self.config.get("num_key_value_heads") or n_heads)}
+
+    def _head_size(self) -> int:
+        return int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
+
+    def _rope(self) -> Json:
+        """The rotary embedding's parameters."""
+        rope = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind.upper() not in ("DEFAULT", "LLAMA3", *_SCALED_ROPES):
+            message = f"its rotary embedding is of a type that is not written: {shown(kind)}"
+            raise UnsupportedError.of("model.unsupported", self.name, message, _CONVERTER)
+        theta = rope.get("rope_theta", self.config.get("rope_theta", 10000.0))
+        return {**rope, "rope_type": kind, "rope_theta": theta}
+
+    def _rope_factors(self) -> NDArray[np.float32] | None:
+        """What each frequency is divided by. Source: Llama 3.1's scaling of rotary embeddings."""
+        rope, size = self._rope(), self._head_size()
+        if rope["rope_type"] != "llama3":
+            return None
+        waves = 2 * math.pi * float(rope["rope_theta"]) ** (np.arange(0, size, 2) / size)
+        context, low = rope["original_max_position_embeddings"], rope["low_freq_factor"]
+        share = np.clip((context / waves - low) / (rope["high_freq_factor"] - low), 0, 1)
+        return np.asarray(1 / ((1 - share) / rope["factor"] + share), np.float32)
+
+    def _add_facts(self, gguf: Any, writer: Any) -> None:
+        config, rope = self.config, self._rope()
+        heads = self._heads()
+        writer.add_context_length(config.get("max_position_embeddings", 2048))
+        writer.add_embedding_length(config["hidden_size"])
+        writer.add_block_count(config["num_hidden_layers"])
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count(heads["q"])
+        writer.add_head_count_kv(heads["k"])
+        writer.add_key_length(self._head_size())
+        writer.add_value_length(self._head_size())
+        writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
+        writer.add_rope_dimension_count(self._head_size())
+        writer.add_rope_freq_base(rope["rope_theta"])
+        if rope["rope_type"].upper() in _SCALED_ROPES:
+            writer.add_rope_scaling_type(gguf.RopeScalingType[rope["rope_type"].upper()])
+            writer.add_rope_scaling_factor(rope["factor"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_file_type(_FILE_TYPES.get(self.encoding, 1))
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+    # --- the vocabulary ---
+
+    def _vocabulary_kind(self) -> str:
+        """Return llama.cpp's name of how a byte-level tokenizer splits text; empty for SentencePiece.
+
+        Raises:
+            UnsupportedError: it is another tokenizer, or sentencepiece is missing.
+        """
+        splitter = self.tokenizer.get("pre_tokenizer") or {}
+        steps = splitter.get("pretokenizers", [splitter])
+        if steps[-1].get("type") == "ByteLevel" and self.tokenizer.get("model", {}).get("type") == "BPE":
+            stated = [(step.get("pattern") or {}).get("Regex") for step in steps if step.get("type") == "Split"]
+            kind = _SPLITS.get(stated[0]) if len(stated) == 1 and len(steps) == 2 else None
+            kind = "gpt-2" if len(steps) == 1 and steps[0].get("use_regex", True) else kind
+            if kind is not None:
+                return kind
+        elif "tokenizer.model" in self.small_files:
+            try:
+                import_module("sentencepiece")
+            except ImportError as error:
+                message = "a tokenizer.model needs the package sentencepiece, which is not installed"
+                raise UnsupportedError.of("extra.missing", self.name, message, "install mergepipe[gguf]") from error
+            return ""
+        message = "its tokenizer splits text as none of Llama 3, Qwen 2 and GPT-2, and there is no tokenizer.model"
+        raise UnsupportedError.of("model.unsupported", self.name, message, _CONVERTER)
+
+    def _add_vocabulary(self, gguf: Any, writer: Any, folder: Path, entries: Sequence[TensorEntry]) -> None:
+        n_rows = next(entry.shape[0] for entry in entries if entry.name == f"{_MODULES[0]}.weight")
+        kind = self._vocabulary_kind()
+        types = gguf.TokenType
+        tokens: list[tuple[bytes, float, int]] = []
+        if kind:
+            by_id = {number: (token, types.NORMAL) for token, number in self.tokenizer["model"]["vocab"].items()}
+            for added in self.tokenizer.get("added_tokens", []):
+                by_id[added["id"]] = added["content"], types.CONTROL if added["special"] else types.USER_DEFINED
+            missing = [(f"[PAD{number}]", types.UNUSED) for number in range(n_rows)]
+            tokens = [(text.encode(), 0.0, type_) for text, type_ in (by_id.get(i, missing[i]) for i in range(n_rows))]
+            n_tokens = max(by_id, default=-1) + 1
+        else:
+            tokens = list(gguf.vocab.SentencePieceVocab(folder).all_tokens())
+            n_tokens = len(tokens)
+            tokens += [(f"[PAD{i}]".encode(), -1000.0, types.UNUSED) for i in range(n_tokens, n_rows)]
+            writer.add_token_scores([score for _, score, _ in tokens])
+        if n_tokens > n_rows:
+            message = f"its tokenizer has {n_tokens} tokens, and the embedding {n_rows} rows"
+            raise CorruptError.of("checkpoint.damaged", self.name, message, "give it the model's own tokenizer")
+        writer.add_vocab_size(n_rows)
+        writer.add_tokenizer_model("gpt2" if kind else "llama")
+        writer.add_tokenizer_pre(kind or "default")
+        writer.add_token_list([text for text, _, _ in tokens])
+        writer.add_token_types([type_ for _, _, type_ in tokens])
+        gguf.SpecialVocab(folder, load_merges=bool(kind), n_vocab=n_rows).add_to_gguf(writer, quiet=True)
