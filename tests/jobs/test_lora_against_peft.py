@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mergepipe
-from mergepipe.errors import MismatchError
+from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.options import MergeOptions, OutputOptions
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
@@ -67,11 +67,28 @@ class Case:
     def alpha(self) -> str:
         return "lora_alpha" if self.kind == "LoraConfig" else "alpha"
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The rank and alpha, of kinds that have them."""
+        return {"IA3Config": {}, "VeraConfig": {"r": 4}}.get(self.kind, {"r": 4, self.alpha: 6})
+
 
 CASES = {
     "plain": Case("llama"),
     "rank-pattern": Case("llama", {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.*down_proj": 3}}),
     "loha": Case("llama", {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 5}}, kind="LoHaConfig"),
+    "lokr": Case("llama", {"alpha_pattern": {"q_proj": 5}, "r": 2}, kind="LoKrConfig"),
+    "lokr-whole": Case("llama", {"r": 8}, kind="LoKrConfig"),
+    "lokr-both": Case("llama", {"r": 2, "decompose_both": True, "decompose_factor": 16}, kind="LoKrConfig"),
+    "vera": Case("llama", kind="VeraConfig"),
+    "vera-gpt2": Case("gpt2", {"fan_in_fan_out": True}, ("c_attn",), kind="VeraConfig"),
+    "ia3": Case("llama", {"feedforward_modules": ["down_proj"]}, ("k_proj", "down_proj"), kind="IA3Config"),
+    "ia3-gpt2": Case(
+        "gpt2",
+        {"fan_in_fan_out": True, "feedforward_modules": ["mlp.c_proj"]},
+        ("c_attn", "mlp.c_proj"),
+        kind="IA3Config",
+    ),
     "rslora": Case("llama", {"use_rslora": True, "rank_pattern": {"q_proj": 2}}),
     "lora-bias": Case("llama", {"lora_bias": True}, ("q_proj", "k_proj")),
     "trained-biases": Case("llama", {"lora_bias": True, "bias": "lora_only"}, ("q_proj", "k_proj")),
@@ -112,7 +129,7 @@ def base_of(root: Path, name: str, rename: Callable[[dict[str, Any]], dict[str, 
 def trained(base: Path, out: Path, case: Case) -> Any:
     """An adapter whose every parameter differs from its start, saved by PEFT; the model that has it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    options = {"r": 4, case.alpha: 6, "target_modules": list(case.targets), **case.options}
+    options = {**case.sizes, "target_modules": list(case.targets), **case.options}
     adapted = peft.get_peft_model(model, getattr(peft, case.kind)(**options))
     torch.manual_seed(1)
     for parameter in adapted.parameters():
@@ -231,6 +248,15 @@ def test_lora_merge__is_loaded_by_peft_and_is_the_model_with_both(tmp_path: Path
     model = peft.PeftModel.from_pretrained(loaded(base), tmp_path / "merged").eval()
     assert (logits(model) - logits(first)).abs().max() > 1e-4
     torch.testing.assert_close(logits(model), logits(loaded(tmp_path / "out")), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("lokr", "LOKR: its delta is a Kronecker product"), ("ia3", "IA3"), ("vera", "VERA")]
+)
+def test_lora_merge__refuses_what_has_no_factors_of_its_own(tmp_path: Path, name: str, words: str) -> None:
+    trained(base_of(tmp_path, "llama"), tmp_path / "a", CASES[name])
+    with pytest.raises(UnsupportedError, match=f"it is {words}.*and extract a LoRA"):
+        mergepipe.merge_lora([tmp_path / "a"], tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

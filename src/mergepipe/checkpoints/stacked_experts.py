@@ -51,10 +51,6 @@ class Stacked(ComputedTensor):
     def stored(self) -> tuple[TensorEntry, ...]:
         return self.parts
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
     def pieces(self, span: Span) -> Iterator[tuple[TensorEntry, Span]]:
         """Yield the parts that `span` touches, in order, with the span inside each."""
         part_elements = self.parts[0].n_elements
