@@ -25,6 +25,15 @@ peft: Any = pytest.importorskip("peft")
 TOKENS = torch.arange(1, 20)[None]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 COMMON = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+
+
+def gpt_oss(width: int) -> Any:
+    config = transformers.GptOssConfig(
+        **COMMON, intermediate_size=width, num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2, head_dim=8
+    )
+    return transformers.GptOssForCausalLM(config)
+
+
 MODELS: Mapping[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**COMMON, intermediate_size=48, num_key_value_heads=2, attention_bias=True)
@@ -44,12 +53,8 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**COMMON, intermediate_size=24, num_local_experts=4, num_key_value_heads=2)
     ),
-    "gpt-oss": lambda: transformers.GptOssForCausalLM(
-        transformers.GptOssConfig(
-            **COMMON, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2,
-            head_dim=8,
-        )
-    ),
+    "gpt-oss": lambda: gpt_oss(24),
+    "gpt-oss-square": lambda: gpt_oss(COMMON["hidden_size"]),  # as it was published
 }  # fmt: skip
 
 
@@ -112,6 +117,7 @@ CASES = {
     "experts-rank": Case("qwen3-moe", {"target_parameters": EXPERTS, "rank_pattern": {"experts.down_proj": 3}}),
     "experts-alone": Case("mixtral", {"target_parameters": EXPERTS[1:]}, ("q_proj",)),
     "mixtral": Case("mixtral", {"target_parameters": EXPERTS}, ("q_proj",)),
+    "gpt-oss-square": Case("gpt-oss-square", {"target_parameters": EXPERTS[1:]}, ("q_proj",)),
     "gpt-oss": Case("gpt-oss", {"target_parameters": EXPERTS}, ("q_proj", "o_proj")),
 }
 
@@ -274,6 +280,29 @@ def test_extract_lora__biases_and_norms_reach_the_model_that_peft_loads(tmp_path
     torch.testing.assert_close(logits(adapted), logits(model), rtol=1e-4, atol=2e-5)
     applied(base, tmp_path / "lora", tmp_path / "out")
     torch.testing.assert_close(logits(loaded(tmp_path / "out")), logits(model), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("changed", ["experts", "gate_up_proj", "1.mlp.experts.down_proj"])
+def test_extract_lora__stacked_experts_reach_the_model_that_peft_loads(tmp_path: Path, name: str, changed: str) -> None:
+    """PEFT nests the parameters of one module: their names depend on which of them are adapted."""
+    base = base_of(tmp_path, name, None if name == "gpt-oss" else fused)
+    tensors = load_file(base / "model.safetensors")
+    stacks = [key for key in tensors if changed in key and key.endswith(("gate_up_proj", "down_proj"))]
+    rng = np.random.default_rng(0)
+    for key in stacks:
+        tensors[key] = tensors[key] + 0.1 * rng.standard_normal(tensors[key].shape).astype(np.float32)
+    shutil.copytree(base, tmp_path / "tuned")
+    save_file(tensors, tmp_path / "tuned" / "model.safetensors")
+    report = mergepipe.extract_lora(base, tmp_path / "tuned", tmp_path / "lora", energy=1.0)
+    assert (sorted(tensor.name for tensor in report.tensors), report.left) == (sorted(stacks), ())
+    assert report.relative_error < 1e-5
+    adapted = peft.PeftModel.from_pretrained(loaded(base), tmp_path / "lora").eval()
+    tuned = logits(loaded(tmp_path / "tuned"))
+    assert (logits(loaded(base)) - tuned).abs().max() > 1e-3
+    torch.testing.assert_close(logits(adapted), tuned, rtol=1e-4, atol=2e-5)
+    applied(base, tmp_path / "lora", tmp_path / "out")
+    torch.testing.assert_close(logits(loaded(tmp_path / "out")), tuned, rtol=1e-4, atol=2e-5)
 
 
 # --- what servers make of an adapter that is written ---

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,8 +79,7 @@ class _Delta(ComputedTensor):
 
     def opened(self, files: Mapping[Location, RangeFile]) -> DeltaFetch:
         """Return a fetch of spans; keeps the factors in float32 from its first call on, those that parts share once."""
-        kind = _SharedFactors if len(self.parts) == 1 and self.parts[0] and self.parts[0].n_experts > 1 else _Factors
-        factors = {(part.up, part.down): kind(part.up, part.down, files) for part in self.parts if part is not None}
+        factors = {(part.up, part.down): _factors_of(part, files) for part in self.parts if part is not None}
         products = [None if part is None else _Product(part, factors[part.up, part.down]) for part in self.parts]
         return DeltaFetch(products, self.n_elements // len(self.parts))
 
@@ -188,24 +187,26 @@ class _Factors:
             return self._read
 
 
-class _SharedFactors(_Factors):
-    """Factors that the tensors of a layer's experts share, each opened on its own: the last ones are kept for the next.
+_kept: OrderedDict[tuple[object, ...], _Factors] = OrderedDict()
+_guard = threading.Lock()
+
+
+def _factors_of(part: LowRankDelta, files: Mapping[Location, RangeFile]) -> _Factors:
+    """Return the factors of a delta; those that a layer's experts share, each opened on its own, are kept for the next.
 
     Memory: `_KEPT` pairs, until others take their place.
     """
-
-    _kept: ClassVar[OrderedDict[tuple[object, ...], _Factors]] = OrderedDict()
-    _guard: ClassVar = threading.Lock()
-
-    def __call__(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        files = tuple(self._files[entry.file] for factor in self._entries if factor for entry in factor.stored)
-        key = (*self._entries, *map(id, files))  # a pair that is kept holds its files, so that no other has their ids
-        with self._guard:
-            shared = self._kept.setdefault(key, _Factors(*self._entries, self._files))
-            self._kept.move_to_end(key)
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return shared(purpose)
+    made = _Factors(part.up, part.down, files)
+    if part.n_experts == 1:
+        return made
+    # A pair that is kept holds its files, so that no other has their ids.
+    key = (part.up, part.down, *(id(files[entry.file]) for entry in part.stored))
+    with _guard:
+        shared = _kept.setdefault(key, made)
+        _kept.move_to_end(key)
+        while len(_kept) > _KEPT:
+            _kept.popitem(last=False)
+    return shared
 
 
 def read_finite(factor: Factor, files: Mapping[Location, RangeFile], purpose: Purpose) -> NDArray[np.float32]:
@@ -314,16 +315,7 @@ class DeltaFetch:
 
     def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
         """Write the elements `span` into `out` (uint8 of float32); see `checkpoints.contract.Fetch`."""
-        from mergepipe.kernels.products import low_rank_product  # compiled: nothing that only opens waits for it
-
-        values = out.view(np.float32)
-        for product, inside, start in self._pieces(span):
-            target = values[start : start + inside.n_elements]
-            if product is None:
-                target[:] = 0.0
-            else:
-                left, right, first = product(inside, purpose)
-                low_rank_product(left, right, product.scale, first, target)
+        self.add(span, np.zeros(len(out), np.uint8), F32, out, F32, purpose)
 
     def add(
         self, span: Span, weights: NDArray[np.uint8], dtype: DType, out: NDArray[np.uint8], out_dtype: DType,

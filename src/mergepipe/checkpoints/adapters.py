@@ -28,7 +28,7 @@ from mergepipe.checkpoints.contract import (
 from mergepipe.checkpoints.directory import parse_config
 from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
 from mergepipe.checkpoints.gathered_rows import with_rows
-from mergepipe.checkpoints.stacked_experts import Piece, fused_name, pieces_of
+from mergepipe.checkpoints.stacked_experts import Piece, fused_name, inputs_first, pieces_of
 from mergepipe.checkpoints.stored_adapters import (
     BASE_LAYER,
     KOHYA,
@@ -387,7 +387,10 @@ class _Opener:
                     f"{shown(name)} is square, and other tensors are stored both ways: it cannot be told which it is",
                     MERGE_HINT,
                 )  # fmt: skip
-        return {name: fits[0] if len(fits) == 1 else usual for name, fits in choices.items()}
+        return {
+            name: fits[0] if len(fits) == 1 else usual or (not told and inputs_first(name, self._base.tensors))
+            for name, fits in choices.items()
+        }
 
     def _choices(self, name: str, parts: AdaptedModule) -> tuple[bool, ...]:
         """Return the orientations in which a product fits its base tensor; an embedding has only one."""
