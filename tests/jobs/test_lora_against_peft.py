@@ -75,7 +75,7 @@ class Case:
     @property
     def sizes(self) -> dict[str, int]:
         """The rank and alpha, of kinds that have them."""
-        return {"IA3Config": {}, "VeraConfig": {"r": 4}}.get(self.kind, {"r": 4, self.alpha: 6})
+        return {} if self.kind == "IA3Config" else {"r": 4, self.alpha: 6}
 
 
 CASES = {
@@ -85,8 +85,6 @@ CASES = {
     "lokr": Case("llama", {"alpha_pattern": {"q_proj": 5}, "r": 2}, kind="LoKrConfig"),
     "lokr-whole": Case("llama", {"r": 8}, kind="LoKrConfig"),
     "lokr-both": Case("llama", {"r": 2, "decompose_both": True, "decompose_factor": 16}, kind="LoKrConfig"),
-    "vera": Case("llama", kind="VeraConfig"),
-    "vera-gpt2": Case("gpt2", {"fan_in_fan_out": True}, ("c_attn",), kind="VeraConfig"),
     "ia3": Case("llama", {"feedforward_modules": ["down_proj"]}, ("k_proj", "down_proj"), kind="IA3Config"),
     "ia3-gpt2": Case(
         "gpt2",
@@ -256,9 +254,7 @@ def test_lora_merge__is_loaded_by_peft_and_is_the_model_with_both(tmp_path: Path
     torch.testing.assert_close(logits(model), logits(loaded(tmp_path / "out")), rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("lokr", "LOKR: its delta is a Kronecker product"), ("ia3", "IA3"), ("vera", "VERA")]
-)
+@pytest.mark.parametrize(("name", "words"), [("lokr", "LOKR: its delta is a Kronecker product"), ("ia3", "IA3")])
 def test_lora_merge__refuses_what_has_no_factors_of_its_own(tmp_path: Path, name: str, words: str) -> None:
     trained(base_of(tmp_path, "llama"), tmp_path / "a", CASES[name])
     with pytest.raises(UnsupportedError, match=f"it is {words}.*and extract a LoRA"):

@@ -24,11 +24,10 @@ from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, read_exact, req
 
 
 _RULES: Mapping[str, Callable[..., NDArray[np.float32]]] = {
-    "transposed": lambda _, stored: stored.T,
-    "product": lambda _, left, right: left @ right,
-    "pairs of columns": lambda _, first, second: first[:, :, None] * second[:, None],
-    "pairs of rows": lambda _, first, second: first[:, None] * second[None],
-    "scaled rows": lambda shape, scales, rows: scales[:, None] * rows[: shape[0], : shape[1]],
+    "transposed": lambda stored: stored.T,
+    "product": lambda left, right: left @ right,
+    "pairs of columns": lambda first, second: first[:, :, None] * second[:, None],
+    "pairs of rows": lambda first, second: first[:, None] * second[None],
 }
 
 
@@ -213,7 +212,7 @@ def read_finite(factor: Factor, files: Mapping[Location, RangeFile], purpose: Pu
     """Read all of an adapter's tensor in float32, in its shape; refuses infinities and what is no number."""
     if isinstance(factor, Composed):
         stored = (read_finite(entry, files, purpose) for entry in factor.stored)
-        return _RULES[factor.rule](factor.shape, *stored).reshape(factor.shape)
+        return _RULES[factor.rule](*stored).reshape(factor.shape)
     values = read_matrix(factor, files, purpose)
     _check_finite(factor, values)
     return values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -11,7 +11,6 @@ from types import MappingProxyType
 from mergepipe.checkpoints.adapted_tensors import (
     Adapted,
     AnyDelta,
-    Composed,
     KroneckerDelta,
     LowRankDelta,
     SavedTensor,
@@ -51,18 +50,6 @@ _FEWEST_PARTS = 2  # what is left of a name after its prefix is gone must still 
 _MOST_CANDIDATES = 500
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """Names that start with `removed` start with `added` instead."""
-
-    removed: str
-    added: str
-
-    def applied(self, name: str) -> str | None:
-        """Return the mapped name, or None where the prefix does not match."""
-        return self.added + name[len(self.removed) :] if name.startswith(self.removed) else None
-
-
 def base_names(
     wanted: Sequence[str], base: Collection[str], where: object, optional: Collection[str] = ()
 ) -> dict[str, str]:
@@ -72,13 +59,11 @@ def base_names(
     """
     renamed = {name: name for name in wanted if name in base}
     changed_names = [name for name in wanted if name not in base]
-    needed = [name for name in changed_names if name not in optional]
-    if not changed_names:
-        return renamed
-    prefix = _common_prefix(needed or changed_names, base, where)
+    needed = [name for name in changed_names if name not in optional] or changed_names
+    removed, added = _prefix_change(needed, base, where) if needed else ("", "")
     for name in changed_names:
-        other = prefix.applied(name) if prefix else None
-        if other is not None and other in base:
+        other = added + name.removeprefix(removed)
+        if name.startswith(removed) and other in base:
             renamed[name] = other
         elif name not in optional:
             candidates = [base_name for base_name in base if base_name.rpartition(".")[2] == name.rpartition(".")[2]]
@@ -89,41 +74,34 @@ def base_names(
     return renamed
 
 
-def _common_prefix(names: Sequence[str], base: Collection[str], where: object) -> Prefix | None:
-    longest = max(names, key=lambda name: name.count("."))
-    for candidates in _candidates(longest, base):
-        fitting = _most_alike([prefix for prefix in candidates if all(prefix.applied(name) in base for name in names)])
-        if len(fitting) > 1:
-            both = " or ".join(shown(prefix.applied(longest)) for prefix in fitting[:2])
-            raise MismatchError.of("adapter.mismatch", where, f"{shown(longest)} could be the base's {both}")
-        if fitting:
-            return fitting[0]
-    return None
+def _prefix_change(names: Sequence[str], base: Collection[str], where: object) -> tuple[str, str]:
+    """Return the shortest prefix of all names with what the base has in its place; both empty where there is none.
 
-
-def _most_alike(prefixes: list[Prefix]) -> list[Prefix]:
-    """Return the prefix changes that keep most words: `model.language_model.` is no `vision_tower.encoder.`."""
-    n_shared = [len({*prefix.removed.split(".")} & {*prefix.added.split(".")} - {""}) for prefix in prefixes]
-    return [prefix for prefix, count in zip(prefixes, n_shared, strict=True) if count == max(n_shared)]
-
-
-def _candidates(name: str, base: Collection[str]) -> Iterator[list[Prefix]]:
-    """List prefix changes from `name` to a name of the base, by length removed.
-
-    No prefix holds a number: another layer is not the same tensor saved differently.
+    No prefix holds a number: another layer is not the same tensor saved differently. Of several changes those are taken
+    that keep most words: `model.language_model.` is no `vision_tower.encoder.`.
     """
-    parts = name.split(".")
+    longest = max(names, key=lambda name: name.count("."))
+    parts = longest.split(".")
     for cut in range(len(parts) - _FEWEST_PARTS + 1):
+        if any(part.isdigit() for part in parts[:cut]):
+            break
         rest = ".".join(parts[cut:])
-        removed = name[: len(name) - len(rest)]
-        if _has_number(removed):
-            return
-        prefixes = (n[: len(n) - len(rest)] for n in base if n == rest or n.endswith(f".{rest}"))
-        yield [Prefix(removed, added) for added in prefixes if not _has_number(added)]
-
-
-def _has_number(prefix: str) -> bool:
-    return any(part.isdigit() for part in prefix.split("."))
+        removed = longest.removesuffix(rest)
+        prefixes = (name.removesuffix(rest) for name in base if name == rest or name.endswith(f".{rest}"))
+        fitting = [
+            added
+            for added in prefixes
+            if not any(part.isdigit() for part in added.split("."))
+            and all(name.startswith(removed) and added + name.removeprefix(removed) in base for name in names)
+        ]
+        n_shared = [len({*parts[:cut]} & {*added.split(".")}) for added in fitting]
+        alike = [added for added, count in zip(fitting, n_shared, strict=True) if count == max(n_shared)]
+        if len(alike) > 1:
+            both = " or ".join(shown(added + rest) for added in alike[:2])
+            raise MismatchError.of("adapter.mismatch", where, f"{shown(longest)} could be the base's {both}")
+        if alike:
+            return removed, alike[0]
+    return "", ""
 
 
 # --- open an adapter as a checkpoint of deltas against a base ---
@@ -264,7 +242,7 @@ class _Opener:
         tensors: dict[str, Readable] = {
             names[name]: replace(entry, name=names[name]) for name, entry in adapter.full.items() if name in names
         }
-        fitting = {names[name]: self._fitted(names[name], module) for name, module in plain.items() if name in names}
+        fitting = {names[name]: adapter.modules[module] for name, module in plain.items() if name in names}
         is_stack = {name: len(self._base.tensors[name].shape) == 3 for name in fitting}
         is_transposed = self._orientation({name: parts for name, parts in fitting.items() if not is_stack[name]})
         is_transposed |= self._orientation({name: parts for name, parts in fitting.items() if is_stack[name]})
@@ -336,14 +314,6 @@ class _Opener:
     def _fits(shape: tuple[int, ...], parts: AdaptedModule, rank: int) -> bool:
         n_experts = shape[0] if len(shape) == 3 else 1
         return parts.down.shape[0] == rank * n_experts and shape[-2:] in (parts.shape, parts.shape[::-1])
-
-    def _fitted(self, name: str, module: str) -> AdaptedModule:
-        """Return the factors of a module; those of VeRA are cut to the columns that the base's tensor has."""
-        parts, n_elements = self._adapter.modules[module], self._base.tensors[name].n_elements
-        if self._config.kind != "VERA" or not isinstance(parts.down, Composed):
-            return parts
-        (n_rows, n_columns), rank = parts.shape, parts.down.shape[0]
-        return replace(parts, down=replace(parts.down, shape=(rank, min(n_columns, n_elements // max(n_rows, 1)))))
 
     def _check_layers(self) -> None:
         """Refuse a base that does not have the repeated layers that the adapter was trained on."""

@@ -54,8 +54,8 @@ _HARMLESS = frozenset({
     "lora_dropout", "megatron_core", "module_dropout", "modules_to_save", "peft_type", "peft_version",
     "qalora_group_size", "r", "rank_dropout", "rank_pattern", "revision", "runtime_config", "target_modules",
     "target_parameters", "task_type", "trainable_token_indices", "use_dora", "use_effective_conv2d", "use_rslora",
-    "d_initial", "decompose_both", "decompose_factor", "feedforward_modules", "init_ia3_weights",
-    "projection_prng_key", "rank_dropout_scale", "save_projection", "vera_dropout",
+    "decompose_both", "decompose_factor", "feedforward_modules", "init_ia3_weights",
+    "rank_dropout_scale",
 })  # fmt: skip
 _VARIANTS = {
     "use_qalora": "QA-LoRA, which pools its inputs",
@@ -66,7 +66,7 @@ _VARIANTS = {
     "monteclora_config": "MonteCLoRA, which samples its factors",
     "velora_config": "VeLoRA, which compresses its inputs",
 }
-_ALPHAS = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "VERA": "", "IA3": ""}  # the options that hold alpha
+_ALPHAS = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "IA3": ""}  # the options that hold alpha
 MLX, KOHYA = "MLX", "Kohya"  # kinds of other programs
 # Ways to begin training that leave the base weights as they are. Others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take
 # something away from them, and the stored adapter does not say what.
@@ -268,7 +268,7 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrappe
 _NAMED = re.compile(r"\.default(?=\.weight$|\.bias$|$)")
 _PART = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B"
-    r"|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|vera_lambda_[bd]|ia3_l"
+    r"|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|ia3_l"
     r"|lora_magnitude_vector(?:\.weight)?|token_adapter\.trainable_tokens_delta)"
 )
 _MLX_PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
@@ -280,19 +280,17 @@ _ROLES = {
     "hada_w1_b": "down", "hada_w1_a": "up", "hada_w2_b": "down_2", "hada_w2_a": "up_2",
     "lokr_w1": "first", "lokr_w1_a": "first_a", "lokr_w1_b": "first_b",
     "lokr_w2": "second", "lokr_w2_a": "second_a", "lokr_w2_b": "second_b",
-    "vera_lambda_b": "up_scales", "vera_lambda_d": "down_scales", "ia3_l": "gains",
+    "ia3_l": "gains",
     "lora_B.bias": "bias", "lora_magnitude_vector": "magnitude", "lora_magnitude_vector.weight": "magnitude",
 }  # fmt: skip
 _VARIANT = re.compile(r"lora_[A-Za-z_]+|prompt_embeddings|ia3_l|hada_t|lokr_|vera_lambda")
-_PROJECTIONS = ("base_model.vera_A", "base_model.vera_B")
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedModule:
     """The stored tensors of one module: `down` is (R, N), `up` (M, R); of fused experts (E * R, N) and (M, R * E).
 
-    Where it `is_kronecker`, the delta is that of each element of `up` times all of `down`. Of VeRA N is that of the
-    widest module: the base tells how many columns are a module's.
+    Where it `is_kronecker`, the delta is that of each element of `up` times all of `down`.
     """
 
     down: Factor
@@ -415,13 +413,10 @@ def _sorted_out(
     copies: dict[str, TensorEntry] = {}
     tokens: dict[str, TensorEntry] = {}
     gains: dict[str, TensorEntry] = {}
-    projections = {entry.name: entry for entry in entries if entry.name in _PROJECTIONS}
     embeddings = set()
     for entry in entries:
         name = _NAMED.sub("", _WRAPPERS.sub("", entry.name)).removeprefix(PREFIX)
-        if (
-            entry.name in projections or ".original_module." in name
-        ):  # what PEFT keeps of the base beside a module that it saves in full
+        if ".original_module." in name:  # what PEFT keeps of the base beside a module that it saves in full
             continue
         name = name.replace(".modules_to_save.", ".")
         match = (_MLX_PART if config.kind == MLX else _PART).fullmatch(name)
@@ -441,9 +436,7 @@ def _sorted_out(
             if is_embedding if config.kind == MLX else "embedding" in match["part"]:
                 embeddings.add(match["module"])
     modules = {
-        module: _projected(path, stored, projections)
-        if config.kind == "VERA"
-        else _paired(path, stored, is_embedding=module in embeddings, kind=config.kind)
+        module: _paired(path, stored, is_embedding=module in embeddings, kind=config.kind)
         for module, stored in parts.items()
     }
     stray = [name for name in copies if name.removesuffix(".weight") not in modules]
@@ -452,7 +445,7 @@ def _sorted_out(
 
 
 def _check_part(path: Location, entry: TensorEntry, part: str) -> None:
-    is_vector = _ROLES.get(part) in ("magnitude", "bias", "up_scales", "down_scales")
+    is_vector = _ROLES.get(part) in ("magnitude", "bias")
     if len(entry.shape) != (1 if is_vector else 2):
         message = f"{shown(entry.name)} has shape {list(entry.shape)}: only factors with two dimensions are read"
         raise UnsupportedError.of("adapter.unsupported", path, message, MERGE_HINT)
@@ -501,25 +494,3 @@ def _pair(
 def _product(path: Location, stored: Mapping[str, TensorEntry], role: str) -> Composed:
     left, right = _pair(path, stored, f"{role}_a", f"{role}_b")
     return Composed("product", (*left.stored, *right.stored), (left.shape[0], right.shape[1]))
-
-
-def _projected(
-    path: Location, stored: Mapping[str, TensorEntry], projections: Mapping[str, TensorEntry]
-) -> AdaptedModule:
-    """Return the factors of a module of VeRA: its scales times rows of the projections that all modules share."""
-    if len(projections) < len(_PROJECTIONS):
-        message = "its projections are made from a seed (projection_prng_key), and are not in the file"
-        raise UnsupportedError.of("adapter.unsupported", path, message, "save it with save_projection=True")
-    if stored.keys() != {"up_scales", "down_scales"}:
-        message = f"{shown(next(iter(stored.values())).name)} has no counterpart, vera_lambda_b or vera_lambda_d"
-        raise CorruptError.of("adapter.damaged", path, message)
-    down, up = (projections[name] for name in _PROJECTIONS)
-    (n_rows,), (rank,) = stored["up_scales"].shape, stored["down_scales"].shape
-    for entry, needed in ((down, (rank, 1)), (up, (n_rows, rank))):
-        if len(entry.shape) != 2 or entry.shape[0] < needed[0] or entry.shape[1] < needed[1]:
-            message = f"{shown(entry.name)} has shape {list(entry.shape)}, {shown(stored['up_scales'].name)} needs more"
-            raise CorruptError.of("adapter.damaged", path, message)
-    return AdaptedModule(
-        Composed("scaled rows", (stored["down_scales"], down), (rank, down.shape[1])),
-        Composed("scaled rows", (stored["up_scales"], up), (n_rows, rank)),
-    )

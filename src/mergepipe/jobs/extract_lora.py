@@ -163,7 +163,7 @@ class _Extraction:
             experts, _, leaf = stack.rpartition(".")
             if leaf == _INNER and f"{experts}.{_OUTER}" not in adapted:  # PEFT nests what it adapts of one module
                 for nested, plain in zip(self._factor_names(stack), factor_names(experts), strict=True):
-                    writer.rename(nested, plain)
+                    writer.relabel(nested, plain)
         for name in self.biases:  # PEFT names those of adapted modules otherwise, and weights may come behind them
             module = self._module(name)
             self._append(writer, name, f"{module}.base_layer{_BIAS}" if module in adapted else f"{module}{_BIAS}")

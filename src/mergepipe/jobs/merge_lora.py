@@ -51,7 +51,6 @@ CONCATENATION, TRUNCATION = "cat", "svd"
 _RECIPE_SUFFIXES = (".yml", ".yaml")
 _WITHOUT_FACTORS = {
     "LOKR": "its delta is a Kronecker product, not one of thin factors",
-    "VERA": "its factors are cut from shared projections to the shapes of the base",
     "IA3": "it scales weights of the base, and has no delta of its own",
 }
 _EXTRACT_HINT = "apply it to the base, and extract a LoRA from the result"

@@ -197,13 +197,9 @@ def test_open_adapter__reads_pickled_weights(tmp_path: Path, base: Checkpoint) -
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"peft_type": "OFT"}, UnsupportedError, "'OFT', only 'LORA', 'LOHA', 'LOKR', 'VERA', 'IA3' are read"),
+        ({"peft_type": "OFT"}, UnsupportedError, "'OFT', only 'LORA', 'LOHA', 'LOKR', 'IA3' are read"),
         ({"peft_type": "LOKR"}, CorruptError, "has no counterpart"),
-        (
-            {"peft_type": "VERA"},
-            UnsupportedError,
-            "are made from a seed (projection_prng_key), and are not in the file",
-        ),
+        ({"peft_type": "VERA"}, UnsupportedError, "the adapter is 'VERA'"),
         (
             {"use_dora": True},
             CorruptError,

@@ -57,7 +57,7 @@ class AdapterWriter:
         self._written_bytes += len(content)
         self._rows[name] = _row(tuple(shape), (start, self._written_bytes))
 
-    def rename(self, name: str, other: str) -> None:
+    def relabel(self, name: str, other: str) -> None:
         """Give a tensor that is written a name that is no longer."""
         self._rows[other] = self._rows.pop(name)
 
