@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.adapters import AdapterConfig, read_adapter_config
+from mergepipe.checkpoints.stored_adapters import AdapterConfig, read_adapter_config
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.runs.inputs import open_model
 from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mergepipe
-from mergepipe.errors import MismatchError
+from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.options import MergeOptions, OutputOptions
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]
@@ -25,6 +25,15 @@ peft: Any = pytest.importorskip("peft")
 TOKENS = torch.arange(1, 20)[None]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 COMMON = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+
+
+def gpt_oss(width: int) -> Any:
+    config = transformers.GptOssConfig(
+        **COMMON, intermediate_size=width, num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2, head_dim=8
+    )
+    return transformers.GptOssForCausalLM(config)
+
+
 MODELS: Mapping[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**COMMON, intermediate_size=48, num_key_value_heads=2, attention_bias=True)
@@ -44,12 +53,8 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**COMMON, intermediate_size=24, num_local_experts=4, num_key_value_heads=2)
     ),
-    "gpt-oss": lambda: transformers.GptOssForCausalLM(
-        transformers.GptOssConfig(
-            **COMMON, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2,
-            head_dim=8,
-        )
-    ),
+    "gpt-oss": lambda: gpt_oss(24),
+    "gpt-oss-square": lambda: gpt_oss(COMMON["hidden_size"]),  # as it was published
 }  # fmt: skip
 
 
@@ -67,11 +72,26 @@ class Case:
     def alpha(self) -> str:
         return "lora_alpha" if self.kind == "LoraConfig" else "alpha"
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The rank and alpha, of kinds that have them."""
+        return {} if self.kind == "IA3Config" else {"r": 4, self.alpha: 6}
+
 
 CASES = {
     "plain": Case("llama"),
     "rank-pattern": Case("llama", {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.*down_proj": 3}}),
     "loha": Case("llama", {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 5}}, kind="LoHaConfig"),
+    "lokr": Case("llama", {"alpha_pattern": {"q_proj": 5}, "r": 2}, kind="LoKrConfig"),
+    "lokr-whole": Case("llama", {"r": 8}, kind="LoKrConfig"),
+    "lokr-both": Case("llama", {"r": 2, "decompose_both": True, "decompose_factor": 16}, kind="LoKrConfig"),
+    "ia3": Case("llama", {"feedforward_modules": ["down_proj"]}, ("k_proj", "down_proj"), kind="IA3Config"),
+    "ia3-gpt2": Case(
+        "gpt2",
+        {"fan_in_fan_out": True, "feedforward_modules": ["mlp.c_proj"]},
+        ("c_attn", "mlp.c_proj"),
+        kind="IA3Config",
+    ),
     "rslora": Case("llama", {"use_rslora": True, "rank_pattern": {"q_proj": 2}}),
     "lora-bias": Case("llama", {"lora_bias": True}, ("q_proj", "k_proj")),
     "trained-biases": Case("llama", {"lora_bias": True, "bias": "lora_only"}, ("q_proj", "k_proj")),
@@ -95,6 +115,7 @@ CASES = {
     "experts-rank": Case("qwen3-moe", {"target_parameters": EXPERTS, "rank_pattern": {"experts.down_proj": 3}}),
     "experts-alone": Case("mixtral", {"target_parameters": EXPERTS[1:]}, ("q_proj",)),
     "mixtral": Case("mixtral", {"target_parameters": EXPERTS}, ("q_proj",)),
+    "gpt-oss-square": Case("gpt-oss-square", {"target_parameters": EXPERTS[1:]}, ("q_proj",)),
     "gpt-oss": Case("gpt-oss", {"target_parameters": EXPERTS}, ("q_proj", "o_proj")),
 }
 
@@ -112,7 +133,7 @@ def base_of(root: Path, name: str, rename: Callable[[dict[str, Any]], dict[str, 
 def trained(base: Path, out: Path, case: Case) -> Any:
     """An adapter whose every parameter differs from its start, saved by PEFT; the model that has it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    options = {"r": 4, case.alpha: 6, "target_modules": list(case.targets), **case.options}
+    options = {**case.sizes, "target_modules": list(case.targets), **case.options}
     adapted = peft.get_peft_model(model, getattr(peft, case.kind)(**options))
     torch.manual_seed(1)
     for parameter in adapted.parameters():
@@ -233,6 +254,13 @@ def test_lora_merge__is_loaded_by_peft_and_is_the_model_with_both(tmp_path: Path
     torch.testing.assert_close(logits(model), logits(loaded(tmp_path / "out")), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize(("name", "words"), [("lokr", "LOKR: its delta is a Kronecker product"), ("ia3", "IA3")])
+def test_lora_merge__refuses_what_has_no_factors_of_its_own(tmp_path: Path, name: str, words: str) -> None:
+    trained(base_of(tmp_path, "llama"), tmp_path / "a", CASES[name])
+    with pytest.raises(UnsupportedError, match=f"it is {words}.*and extract a LoRA"):
+        mergepipe.merge_lora([tmp_path / "a"], tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_extract_lora__biases_and_norms_reach_the_model_that_peft_loads(tmp_path: Path, name: str) -> None:
     base = base_of(tmp_path, name)
@@ -248,6 +276,29 @@ def test_extract_lora__biases_and_norms_reach_the_model_that_peft_loads(tmp_path
     torch.testing.assert_close(logits(adapted), logits(model), rtol=1e-4, atol=2e-5)
     applied(base, tmp_path / "lora", tmp_path / "out")
     torch.testing.assert_close(logits(loaded(tmp_path / "out")), logits(model), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("changed", ["experts", "gate_up_proj", "1.mlp.experts.down_proj"])
+def test_extract_lora__stacked_experts_reach_the_model_that_peft_loads(tmp_path: Path, name: str, changed: str) -> None:
+    """PEFT nests the parameters of one module: their names depend on which of them are adapted."""
+    base = base_of(tmp_path, name, None if name == "gpt-oss" else fused)
+    tensors = load_file(base / "model.safetensors")
+    stacks = [key for key in tensors if changed in key and key.endswith(("gate_up_proj", "down_proj"))]
+    rng = np.random.default_rng(0)
+    for key in stacks:
+        tensors[key] = tensors[key] + 0.1 * rng.standard_normal(tensors[key].shape).astype(np.float32)
+    shutil.copytree(base, tmp_path / "tuned")
+    save_file(tensors, tmp_path / "tuned" / "model.safetensors")
+    report = mergepipe.extract_lora(base, tmp_path / "tuned", tmp_path / "lora", energy=1.0)
+    assert (sorted(tensor.name for tensor in report.tensors), report.left) == (sorted(stacks), ())
+    assert report.relative_error < 1e-5
+    adapted = peft.PeftModel.from_pretrained(loaded(base), tmp_path / "lora").eval()
+    tuned = logits(loaded(tmp_path / "tuned"))
+    assert (logits(loaded(base)) - tuned).abs().max() > 1e-3
+    torch.testing.assert_close(logits(adapted), tuned, rtol=1e-4, atol=2e-5)
+    applied(base, tmp_path / "lora", tmp_path / "out")
+    torch.testing.assert_close(logits(loaded(tmp_path / "out")), tuned, rtol=1e-4, atol=2e-5)
 
 
 # --- what servers make of an adapter that is written ---

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mergepipe.errors import NotFoundError, StorageError
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.output import CHUNK_BYTES, OutputFile, sync_directory, write_all_durably, write_durably
+from mergepipe.storage.ranges import aligned_buffer
 from support.faults import Fault, open_descriptors, replaced, short_writes, system_error
 from support.refusals import refuses
 
@@ -52,6 +53,25 @@ def test_output_file__does_not_depend_on_how_it_is_cut(tmp_path: Path, data: st.
     path.unlink(missing_ok=True)
     write(path, content, cuts, Ledger())
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("sizes", [(3 << 20,), (8192, 2 << 20, 4096), (4096, (2 << 20) + 5, 1 << 20), (7, 1 << 20)])
+@pytest.mark.parametrize("is_short", [False, True], ids=["whole", "short"])
+def test_output_file__writes_large_buffers_on_the_grid_in_place(
+    tmp_path: Path, sizes: tuple[int, ...], *, is_short: bool
+) -> None:
+    ledger, parts = Ledger(), [aligned_buffer(size) for size in sizes]
+    for seed, part in enumerate(parts):
+        part[:] = np.random.default_rng(seed).integers(0, 256, len(part), np.uint8)
+    with (
+        replaced(os, "pwrite", short_writes if is_short else lambda pwrite: pwrite),
+        OutputFile(tmp_path / "out", sum(sizes), ledger) as output,
+    ):
+        for part in parts:
+            output.append(part)
+        output.close()
+    assert (tmp_path / "out").read_bytes() == b"".join(part.tobytes() for part in parts)
+    assert ledger.usage()[Purpose.OUTPUT] == sum(sizes)
 
 
 @pytest.mark.parametrize("written", [b"", b"xx", b"xxxx"])

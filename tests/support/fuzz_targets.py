@@ -18,11 +18,12 @@ from mergepipe.catalog.statistics_file import (
     StatisticsFile,
     parse_statistics,
 )
-from mergepipe.checkpoints.adapters import open_adapter, read_adapter_config
+from mergepipe.checkpoints.adapters import open_adapter
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.inert_pickle import load_inert
 from mergepipe.checkpoints.safetensors import read_header
+from mergepipe.checkpoints.stored_adapters import read_adapter_config
 from mergepipe.checkpoints.torch_file import read_torch_weights
 from mergepipe.checkpoints.vocabulary import read_pieces, read_vocabulary
 from mergepipe.core.blocks import BlockGrid

@@ -154,7 +154,7 @@ def write_odd_models(root: Path) -> None:
     (root / "odd/other-dtype/model.safetensors").write_bytes(file_bytes(header, bytes(32)))
     adapter = root / "odd" / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3", "r": 4}))
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "OFT", "r": 4}))
     (adapter / "adapter_model.safetensors").write_bytes(honest_file("base_model.model.x.lora_A.weight"))
     (root / "empty-folder").mkdir()
     write_adapters(root)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,53 +23,31 @@ from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, read_exact, req
 # --- compute an adapter's delta of one tensor: a product of two thin matrices, never held as a whole ---
 
 
+_RULES: Mapping[str, Callable[..., NDArray[np.float32]]] = {
+    "transposed": lambda stored: stored.T,
+    "product": lambda left, right: left @ right,
+    "pairs of columns": lambda first, second: first[:, :, None] * second[:, None],
+    "pairs of rows": lambda first, second: first[:, None] * second[None],
+}
+
+
 @dataclass(frozen=True, slots=True)
-class PairProducts:
-    """Two stored matrices as one factor: each column of one times each of the other, (M, P * Q) of (M, P) and (M, Q).
+class Composed:
+    """A factor of shape (rows, columns) that is made of stored tensors by a rule, a key of `_RULES`.
 
-    With `by_rows` each row, (P * Q, N) of (P, N) and (Q, N).
-
-    Law: `(a @ b) * (c @ d)`, a LoHa, is the product of the columns of a and c with the rows of b and d.
+    A LoHa, `(a @ b) * (c @ d)`, is the product of the pairs of columns of a and c with the pairs of rows of b and d.
     """
 
-    first: TensorEntry
-    second: TensorEntry
-    by_rows: bool
+    rule: str
+    stored: tuple[TensorEntry, ...]
+    shape: tuple[int, int]
 
     @property
     def name(self) -> str:
-        return self.first.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        (rows, columns), other = self.first.shape, self.second.shape
-        return (rows * other[0], columns) if self.by_rows else (rows, columns * other[1])
-
-    @property
-    def stored(self) -> tuple[TensorEntry, ...]:
-        return (self.first, self.second)
+        return self.stored[0].name
 
 
-@dataclass(frozen=True, slots=True)
-class Transposed:
-    """A stored matrix as a factor the other way round, as MLX stores them."""
-
-    entry: TensorEntry
-
-    @property
-    def name(self) -> str:
-        return self.entry.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.entry.shape[::-1]
-
-    @property
-    def stored(self) -> tuple[TensorEntry, ...]:
-        return (self.entry,)
-
-
-Factor: TypeAlias = TensorEntry | PairProducts | Transposed
+Factor: TypeAlias = TensorEntry | Composed
 _KEPT = 4  # of two modules, where a layer ends and the next begins
 
 
@@ -94,18 +72,13 @@ class _Delta(ComputedTensor):
     def is_unit(self) -> bool:
         return True
 
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.stored)
-
     def cost_bytes(self, span: Span) -> int:
         """All factors are read for any span, once per opened tensor."""
         return whole_cost_bytes(self.stored)
 
     def opened(self, files: Mapping[Location, RangeFile]) -> DeltaFetch:
         """Return a fetch of spans; keeps the factors in float32 from its first call on, those that parts share once."""
-        kind = _SharedFactors if len(self.parts) == 1 and self.parts[0] and self.parts[0].n_experts > 1 else _Factors
-        factors = {(part.up, part.down): kind(part.up, part.down, files) for part in self.parts if part is not None}
+        factors = {(part.up, part.down): _factors_of(part, files) for part in self.parts if part is not None}
         products = [None if part is None else _Product(part, factors[part.up, part.down]) for part in self.parts]
         return DeltaFetch(products, self.n_elements // len(self.parts))
 
@@ -170,6 +143,31 @@ class StackedDelta(_Delta):
         return tuple(dict.fromkeys(entry for part in self.parts if part is not None for entry in part.stored))
 
 
+@dataclass(frozen=True, slots=True)
+class KroneckerDelta(_Delta):
+    """`scale * kron(first, second)`, the delta of a LoKr: each element of `first` times all of `second`."""
+
+    name: str
+    first: Factor
+    second: Factor
+    scale: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.first.shape[0] * self.second.shape[0], self.first.shape[1] * self.second.shape[1]
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        return (*self.first.stored, *self.second.stored)
+
+    def opened(self, files: Mapping[Location, RangeFile]) -> DeltaFetch:
+        """Return a fetch of spans; keeps the factors, and computes the rows of each span."""
+        return DeltaFetch([_KroneckerRows(self.scale, _Factors(self.first, self.second, files))], self.n_elements)
+
+
+AnyDelta: TypeAlias = LowRankDelta | StackedDelta | KroneckerDelta
+
+
 class _Factors:
     """Two stored factors in float32, read when first needed. Safe to call from many threads."""
 
@@ -188,34 +186,33 @@ class _Factors:
             return self._read
 
 
-class _SharedFactors(_Factors):
-    """Factors that the tensors of a layer's experts share, each opened on its own: the last ones are kept for the next.
+_kept: OrderedDict[tuple[object, ...], _Factors] = OrderedDict()
+_guard = threading.Lock()
+
+
+def _factors_of(part: LowRankDelta, files: Mapping[Location, RangeFile]) -> _Factors:
+    """Return the factors of a delta; those that a layer's experts share, each opened on its own, are kept for the next.
 
     Memory: `_KEPT` pairs, until others take their place.
     """
-
-    _kept: ClassVar[OrderedDict[tuple[object, ...], _Factors]] = OrderedDict()
-    _guard: ClassVar = threading.Lock()
-
-    def __call__(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        files = tuple(self._files[entry.file] for factor in self._entries if factor for entry in factor.stored)
-        key = (*self._entries, *map(id, files))  # a pair that is kept holds its files, so that no other has their ids
-        with self._guard:
-            shared = self._kept.setdefault(key, _Factors(*self._entries, self._files))
-            self._kept.move_to_end(key)
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return shared(purpose)
+    made = _Factors(part.up, part.down, files)
+    if part.n_experts == 1:
+        return made
+    # A pair that is kept holds its files, so that no other has their ids.
+    key = (part.up, part.down, *(id(files[entry.file]) for entry in part.stored))
+    with _guard:
+        shared = _kept.setdefault(key, made)
+        _kept.move_to_end(key)
+        while len(_kept) > _KEPT:
+            _kept.popitem(last=False)
+    return shared
 
 
 def read_finite(factor: Factor, files: Mapping[Location, RangeFile], purpose: Purpose) -> NDArray[np.float32]:
     """Read all of an adapter's tensor in float32, in its shape; refuses infinities and what is no number."""
-    if isinstance(factor, Transposed):
-        return read_finite(factor.entry, files, purpose).T
-    if isinstance(factor, PairProducts):
-        first, second = (read_finite(entry, files, purpose) for entry in factor.stored)
-        pairs = first[:, None] * second[None] if factor.by_rows else first[:, :, None] * second[:, None]
-        return pairs.reshape(factor.shape)
+    if isinstance(factor, Composed):
+        stored = (read_finite(entry, files, purpose) for entry in factor.stored)
+        return _RULES[factor.rule](*stored).reshape(factor.shape)
     values = read_matrix(factor, files, purpose)
     _check_finite(factor, values)
     return values
@@ -250,16 +247,8 @@ class SavedTensor(ComputedTensor):
         return self.values.shape
 
     @property
-    def is_delta(self) -> bool:
-        return False
-
-    @property
     def stored(self) -> tuple[TensorEntry, ...]:
         return (self.values,)
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes
 
     def cost_bytes(self, span: Span) -> int:
         return self.values.cost_bytes(span)
@@ -285,7 +274,8 @@ class _Product:
         self._lock = threading.Lock()
         self._oriented: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
 
-    def __call__(self, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def __call__(self, span: Span, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32], int]:
+        """Return two factors, and the first element of a span in their flattened product."""
         with self._lock:
             if self._oriented is None:
                 tensor, (up, down) = self._tensor, self._factors(purpose)
@@ -294,7 +284,22 @@ class _Product:
                 left, right = (down.T, up.T) if tensor.transposed else (up, down)
                 left = left if tensor.rows is None else left[slice(*tensor.rows)]
                 self._oriented = np.ascontiguousarray(left), np.ascontiguousarray(right)
-            return self._oriented
+            return *self._oriented, span.start
+
+
+class _KroneckerRows:
+    """The elements of a `KroneckerDelta`, as a product of one row: of the rows that a span touches, computed for it."""
+
+    def __init__(self, scale: float, factors: _Factors) -> None:
+        self.scale = scale
+        self._factors = factors
+
+    def __call__(self, span: Span, purpose: Purpose) -> tuple[NDArray[np.float32], NDArray[np.float32], int]:
+        first, second = self._factors(purpose)
+        width = first.shape[1] * second.shape[1]
+        rows = np.arange(span.start // width, -(-span.stop // width))
+        values = first[rows // len(second)][:, :, None] * second[rows % len(second)][:, None]
+        return np.ones((1, 1), np.float32), values.reshape(1, -1), span.start - int(rows[0]) * width
 
 
 class DeltaFetch:
@@ -303,21 +308,13 @@ class DeltaFetch:
     Memory: the factors, in float32.
     """
 
-    def __init__(self, products: Sequence[_Product | None], part_elements: int) -> None:
+    def __init__(self, products: Sequence[_Product | _KroneckerRows | None], part_elements: int) -> None:
         self._products = products
         self._part_elements = part_elements
 
     def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
         """Write the elements `span` into `out` (uint8 of float32); see `checkpoints.contract.Fetch`."""
-        from mergepipe.kernels.products import low_rank_product  # compiled: nothing that only opens waits for it
-
-        values = out.view(np.float32)
-        for product, inside, start in self._pieces(span):
-            target = values[start : start + inside.n_elements]
-            if product is None:
-                target[:] = 0.0
-            else:
-                low_rank_product(*product(purpose), product.scale, inside.start, target)
+        self.add(span, np.zeros(len(out), np.uint8), F32, out, F32, purpose)
 
     def add(
         self, span: Span, weights: NDArray[np.uint8], dtype: DType, out: NDArray[np.uint8], out_dtype: DType,
@@ -331,10 +328,10 @@ class DeltaFetch:
             stop, scale = start + inside.n_elements, 0.0 if product is None else product.scale
             raw = weights[start * dtype.itemsize : stop * dtype.itemsize]
             target = out[start * out_dtype.itemsize : stop * out_dtype.itemsize]
-            factors = nothing if product is None else product(purpose)
-            add_low_rank(*factors, scale, inside.start, raw, dtype.kernel_code, target, out_dtype.kernel_code)
+            left, right, first = (*nothing, inside.start) if product is None else product(inside, purpose)
+            add_low_rank(left, right, scale, first, raw, dtype.kernel_code, target, out_dtype.kernel_code)
 
-    def _pieces(self, span: Span) -> Iterator[tuple[_Product | None, Span, int]]:
+    def _pieces(self, span: Span) -> Iterator[tuple[_Product | _KroneckerRows | None, Span, int]]:
         """Yield the parts that a span touches, with the elements of each, and where in the span they start."""
         at = span.start
         while at < span.stop:
@@ -370,7 +367,8 @@ class Adapted(ComputedTensor):
     """`weights + delta` in float32, element by element, rounded once to `dtype`.
 
     With a `magnitude` (DoRA), each output feature of the sum is scaled to that norm: features are rows, or columns of
-    a transposed delta, whose norms need a pass over the whole matrix first. A span costs its own weights (whole rows of
+    a transposed delta, whose norms need a pass over the whole matrix first. With a `scaled_axis` ((IA)^3) it multiplies
+    the rows (0) or columns (-1) as it is. A span costs its own weights (whole rows of
     them for norms of rows, all for those of columns) and, each time it is planned on its own, the factors of the delta:
     that is an upper bound, since an opened tensor reads the factors, and takes norms of columns, once.
 
@@ -379,9 +377,10 @@ class Adapted(ComputedTensor):
     """
 
     weights: Readable
-    delta: LowRankDelta | StackedDelta
+    delta: AnyDelta
     magnitude: TensorEntry | None = None
     dtype: DType = F32  # over the property of all tensors
+    scaled_axis: int | None = None
 
     def __post_init__(self) -> None:
         if self.weights.shape != self.delta.shape or self.weights.is_delta:
@@ -400,24 +399,20 @@ class Adapted(ComputedTensor):
         return self.weights.shape
 
     @property
-    def is_delta(self) -> bool:
-        return False
-
-    @property
     def stored(self) -> tuple[TensorEntry, ...]:
         return (*self.weights.stored, *self.delta.stored, *([] if self.magnitude is None else [self.magnitude]))
 
     @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.stored)
+    def has_norms(self) -> bool:
+        return self.magnitude is not None and self.scaled_axis is None
 
     @property
     def has_norms_of_columns(self) -> bool:
-        return self.magnitude is not None and isinstance(self.delta, LowRankDelta) and self.delta.transposed
+        return self.has_norms and isinstance(self.delta, LowRankDelta) and self.delta.transposed
 
     def whole_rows(self, span: Span) -> Span:
         """Return the rows that a span touches where norms of rows are needed; else the span."""
-        if self.magnitude is None or self.has_norms_of_columns:
+        if not self.has_norms or self.has_norms_of_columns:
             return span
         width = self.shape[1]
         return Span(span.start // width * width, -(-span.stop // width) * width)
@@ -459,12 +454,14 @@ class _AdaptedFetch:
         if tensor.magnitude is None:
             self._add(span, out, tensor.dtype, purpose)
             return
-        rows, width = tensor.whole_rows(span), tensor.shape[1]
+        rows, width = tensor.whole_rows(span), tensor.shape[-1]
         sums = np.empty(rows.n_elements, np.float32)
         self._add(rows, sums.view(np.uint8), F32, purpose)
         magnitude, column_scales = self._scales(purpose)
         if column_scales is not None:
             sums *= column_scales[np.arange(rows.start, rows.stop) % width]
+        elif tensor.scaled_axis is not None:
+            sums *= magnitude[np.arange(rows.start, rows.stop) // width]
         else:
             sums_MN = sums.reshape(-1, width)
             norms_M = np.sqrt(np.einsum("mn,mn->m", sums_MN, sums_MN, dtype=np.float64))
@@ -488,13 +485,15 @@ class _AdaptedFetch:
         with self._lock:
             if self._magnitude is None and self._tensor.magnitude is not None:
                 self._magnitude = read_finite(self._tensor.magnitude, self._files, purpose).reshape(-1)
-                squares_N = np.zeros(self._tensor.shape[1])
+                squares_N = np.zeros(self._tensor.shape[-1])
                 for chunk in self._tensor.norm_chunks():
                     sums = np.empty(chunk.n_elements, np.float32)
                     self._add(chunk, sums.view(np.uint8), F32, purpose)
                     squares_N += np.square(sums, dtype=np.float64).reshape(-1, len(squares_N)).sum(axis=0)
                 if self._tensor.has_norms_of_columns:
                     self._column_scales = (self._magnitude / np.sqrt(squares_N)).astype(np.float32)
+                elif self._tensor.scaled_axis == -1:
+                    self._column_scales = self._magnitude
             if self._magnitude is None:
                 raise ValueError(f"{self._tensor.name} has no magnitudes")
             return self._magnitude, self._column_scales

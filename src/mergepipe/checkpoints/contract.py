@@ -68,7 +68,7 @@ class Tensor:
         @property
         def cut_elements(self) -> int: ...
     else:
-        is_unit, cut_elements = False, 1
+        is_delta, is_unit, cut_elements = False, False, 1
 
     @property
     def n_elements(self) -> int:
@@ -150,6 +150,10 @@ class ComputedTensor(Tensor):
     """A tensor that is not one byte range: an adapter's product, gathered rows, encoded deltas, another merge."""
 
     __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.stored)
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Ready to be fetched for one job; may keep what it has read for as long as it lives (state how much)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -54,10 +54,6 @@ class Stacked(ComputedTensor):
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
         return tuple(entry for part in self.parts for entry in part.stored)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
 
     def pieces(self, span: Span) -> Iterator[tuple[Readable, Span]]:
         """Yield the parts that `span` touches, in order, with the span inside each."""
@@ -166,6 +162,11 @@ def fused_name(name: str) -> tuple[str, tuple[str, ...]] | None:
     """Return the layer of a name of fused experts, and the roles of the matrices in it; None for any other name."""
     match = _FUSED_NAME.fullmatch(name)
     return (match["layer"], _FUSED[match["roles"]]) if match else None
+
+
+def inputs_first(name: str, names: Collection[str]) -> bool:
+    """Whether stacked experts have inputs before outputs: those of gpt-oss, which alone have biases among `names`."""
+    return fused_name(name) is not None and f"{name}_bias" in names
 
 
 def _is_fused(shape: tuple[int, ...], n_roles: int) -> bool:

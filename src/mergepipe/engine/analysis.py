@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from blake3 import blake3
@@ -89,7 +89,7 @@ def _reporter(task: MergeTask, summary: TensorSummary, on_statistics: OnStatisti
 class _NoSink:
     """The sink of an analysis, which writes nothing."""
 
-    def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None:
+    def write_segment(self, pieces: Iterable[Piece], buffer: NDArray[np.uint8]) -> None:
         raise AssertionError("an analysis has no output")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import numpy as np
@@ -108,6 +108,12 @@ class TensorWork:
         self.function = self._make_function(reduced)
         self.reduction = None
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether the results are the base's bytes, after `conclude`."""
+        copies = isinstance(self.function, ElementwiseRule) and self.function.copies_base
+        return self.function is None or (copies and self.task.dtype == self.task.base.dtype)
+
 
 class Job:
     """Runs the passes of one `JobShape`. Used by the coordinating thread, but for `compute`.
@@ -198,6 +204,12 @@ class Job:
                     self._show(self._tap, piece, buffer)
                 self._compute_piece(stage, piece, buffer)
 
+    def results(self, layout: SegmentLayout) -> Iterator[Piece]:
+        """Yield the pieces of a merged buffer; `out_offset` of a copy is where it was read."""
+        for piece in layout.pieces:
+            is_copy = self._works[piece.run.task_index].is_copy
+            yield replace(piece, out_offset=piece.base_offset) if is_copy else piece
+
     def _show(self, tap: Tap, piece: Piece, buffer: NDArray[np.uint8]) -> None:
         task = self._works[piece.run.task_index].task
         if task.name in tap.tensors:
@@ -227,15 +239,11 @@ def _numbers(segments: Iterable[SegmentShape]) -> frozenset[int]:
 
 
 def merge_piece(work: TensorWork, piece: Piece, buffer: NDArray[np.uint8]) -> None:
-    """Merge or copy one piece inside its filled buffer, after `TensorWork.conclude`."""
-    task = work.task
-    function = work.function
-    copies = isinstance(function, ElementwiseRule) and function.copies_base and task.dtype == task.base.dtype
-    if function is None or copies:
-        nbytes = piece.run.span.n_elements * task.dtype.itemsize
-        source = buffer[piece.base_offset : piece.base_offset + nbytes]
-        buffer[piece.out_offset : piece.out_offset + nbytes] = source
-    elif work.sample is None:
+    """Merge one piece inside its filled buffer, after `TensorWork.conclude`; a copy stays where it was read."""
+    task, function = work.task, work.function
+    if function is None or work.is_copy:
+        return
+    if work.sample is None:
         function(_raw_block(task, piece, buffer))
     elif piece.run.is_counted:
         merge_scaled(_raw_block(task, piece, buffer), function, work.sample)

@@ -171,7 +171,7 @@ class _ShardSink(SegmentSink):
         self._writer = writer
         self._tasks = tasks
 
-    def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None:
+    def write_segment(self, pieces: Iterable[Piece], buffer: NDArray[np.uint8]) -> None:
         for piece in pieces:
             nbytes = piece.run.span.n_elements * self._tasks[piece.run.task_index].dtype.itemsize
             if nbytes:
@@ -246,6 +246,7 @@ class MergedTensor(ComputedTensor):
             fill_now(layout, buffer, files, sources, purpose)
             (piece,) = layout.pieces
             merge_piece(work, piece, buffer)
-            out[:] = buffer[piece.out_offset : piece.out_offset + out.nbytes]
+            start = piece.base_offset if work.is_copy else piece.out_offset
+            out[:] = buffer[start : start + out.nbytes]
 
         return fetch

@@ -55,7 +55,7 @@ TICK_SECONDS = 0.1
 class SegmentSink(Protocol):
     """Receives finished segments in output order, on one thread."""
 
-    def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None: ...
+    def write_segment(self, pieces: Iterable[Piece], buffer: NDArray[np.uint8]) -> None: ...
 
 
 Bases = dict[int, BaseBytes]
@@ -379,7 +379,7 @@ class Pipeline:
 
     def _write_loop(self) -> None:
         while (filled := self._write_queue.get()) is not None and not self._stopping.is_set():
-            self._sink.write_segment(filled.layout.pieces, filled.buffer)
+            self._sink.write_segment(filled.job.job.results(filled.layout), filled.buffer)
             self._events.put(_Done(_Step.WRITTEN, filled))
 
     def _stop(self, workers: Sequence[threading.Thread]) -> None:

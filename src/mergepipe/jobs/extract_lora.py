@@ -16,6 +16,7 @@ from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, fi
 from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json, parse_config
 from mergepipe.checkpoints.embedding_rows import embedding_ending
 from mergepipe.checkpoints.open_files import check_unchanged, decoded, open_files, read_span
+from mergepipe.checkpoints.stacked_experts import fused_name, inputs_first
 from mergepipe.checkpoints.vocabulary import CONFIG_NAME
 from mergepipe.core.blocks import F32, DTypeKind, Span
 from mergepipe.errors import CorruptError, MismatchError
@@ -41,6 +42,8 @@ from mergepipe.storage.output import write_durably
 from mergepipe.storage.stores import Stores
 
 _WEIGHT, _BIAS = ".weight", ".bias"
+_INNER, _OUTER = "gate_up_proj", "down_proj"
+"""Parameters of stacked experts, in the order in which models have them, and PEFT wraps them."""
 _CHUNK_ELEMENTS = 1 << 24
 _CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 _CONV1D_NAMES = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
@@ -120,10 +123,11 @@ class _Extraction:
     def possible(self) -> Iterator[AdapterTensor]:
         """List every tensor that the adapter may come to hold, with its largest shape."""
         for name, tensor in self.base.tensors.items():
-            if self._is_matrix(name, tensor):
-                rows, columns = self._oriented_shape(name, tensor)
+            if self._is_matrix(name, tensor) or _is_stack(tensor):
+                rows, columns = tensor.shape[-2:][:: -1 if self._is_transposed(name) else 1]
                 rank = min(rows, columns, self.options.rank or max(rows, columns))
-                down, up = factor_names(self._module(name))
+                rank *= tensor.shape[0] if _is_stack(tensor) else 1
+                down, up = self._factor_names(name)
                 yield AdapterTensor(down, (rank, columns))
                 yield AdapterTensor(up, (rows, rank))
             elif self._is_saved(name, tensor):
@@ -153,6 +157,13 @@ class _Extraction:
                 self._take(writer, name, tensor, changed)
             self._tick(tensor.nbytes + (0 if changed is None else changed.nbytes))
         adapted = {tensor.module for tensor in self.extracted}
+        for stack in adapted & {
+            self._in_model(name) for name, tensor in self.base.tensors.items() if _is_stack(tensor)
+        }:
+            experts, _, leaf = stack.rpartition(".")
+            if leaf == _INNER and f"{experts}.{_OUTER}" not in adapted:  # PEFT nests what it adapts of one module
+                for nested, plain in zip(self._factor_names(stack), factor_names(experts), strict=True):
+                    writer.relabel(nested, plain)
         for name in self.biases:  # PEFT names those of adapted modules otherwise, and weights may come behind them
             module = self._module(name)
             self._append(writer, name, f"{module}.base_layer{_BIAS}" if module in adapted else f"{module}{_BIAS}")
@@ -165,15 +176,16 @@ class _Extraction:
         is_causal = isinstance(names, list) and any(str(name).endswith("ForCausalLM") for name in names)
         modules = [self._module(name) for name in self.base.tensors if name.endswith(_WEIGHT)]
         ranks = {tensor.module: tensor.rank for tensor in self.extracted}
+        stacks = sorted(tensor.module for tensor in self.extracted if not tensor.name.endswith(_WEIGHT))
         return adapter_config(
             base_model=identity or None,
             revision=revision or None,
             ranks=ranks,
             modules=modules,
             saved_modules=self.saved,
-            transposed=any(self._is_transposed(tensor.name) for tensor in self.extracted),
+            transposed=any(self._is_transposed(t.name) for t in self.extracted if t.name.endswith(_WEIGHT)),
             task_type="CAUSAL_LM" if is_causal else None,
-            more={"bias": "all"} if self.biases else None,
+            more={"target_parameters": stacks or None, **({"bias": "all"} if self.biases else {})},
         )
 
     def report(self, out: Path, adapter_bytes: int, hub_id: str | None) -> ExtractLoraReport:
@@ -191,27 +203,46 @@ class _Extraction:
         )
 
     def _take(self, writer: AdapterWriter, name: str, tensor: Readable, changed: Readable) -> None:
-        if not self._is_matrix(name, tensor):
+        if not self._is_matrix(name, tensor) and not _is_stack(tensor):
             self._take_whole(writer, name, tensor, changed)
             return
-        delta_MN = self._delta(tensor, changed, Span(0, tensor.n_elements)).reshape(tensor.shape)
+        n_experts, size = math.prod(tensor.shape[:-2]), math.prod(tensor.shape[-2:])
+        spans = [Span(expert * size, (expert + 1) * size) for expert in range(n_experts)]
+        factors = [self._decomposed(name, tensor, changed, span) for span in spans]
+        if any(part.norm for part in factors):
+            self._write_factors(writer, name, factors)
+
+    def _decomposed(self, name: str, tensor: Readable, changed: Readable, span: Span) -> Factors:
+        delta_MN = self._delta(tensor, changed, span).reshape(tensor.shape[-2:])
         if not np.all(np.isfinite(delta_MN)):
             raise CorruptError.of("tensor.not-finite", self.model.path, f"'{name}' holds infinities or no numbers")
-        if not delta_MN.any():
-            return
         oriented_MN = delta_MN.T if self._is_transposed(name) else delta_MN
         seed = int.from_bytes(blake3(name.encode()).digest(8), "little")
-        factors = truncated_svd(oriented_MN, self.options.rank, self.options.energy, seed)
-        self._write_factors(writer, name, factors)
+        return truncated_svd(oriented_MN, self.options.rank, self.options.energy, seed)
 
-    def _write_factors(self, writer: AdapterWriter, name: str, factors: Factors) -> None:
-        module = self._module(name)
-        down, up = factor_names(module)
-        writer.append(down, factors.down_RN, factors.down_RN.shape)
-        writer.append(up, factors.up_MR, factors.up_MR.shape)
-        self.extracted.append(ExtractedTensor(name, module, factors.rank, factors.relative_error))
-        self.squared_norm += factors.norm**2
-        self.squared_error += factors.error**2
+    def _write_factors(self, writer: AdapterWriter, name: str, factors: list[Factors]) -> None:
+        """Write the factors of a matrix, or of the experts of a stack: all of one rank, experts fastest in `up`."""
+        down, up = self._factor_names(name)
+        (n_rows, _), (_, n_columns) = factors[0].up_MR.shape, factors[0].down_RN.shape
+        rank = max(part.rank for part in factors)
+        down_ERN = np.zeros((len(factors), rank, n_columns), np.float32)
+        up_MRE = np.zeros((n_rows, rank, len(factors)), np.float32)
+        for expert, part in enumerate(factors):
+            down_ERN[expert, : part.rank], up_MRE[:, : part.rank, expert] = part.down_RN, part.up_MR
+        writer.append(down, down_ERN, (down_ERN.shape[0] * rank, n_columns))
+        writer.append(up, up_MRE, (n_rows, rank * len(factors)))
+        squared_norm, squared_error = (sum(s) for s in zip(*((p.norm**2, p.error**2) for p in factors), strict=True))
+        module = self._in_model(name) if len(factors) > 1 else self._module(name)
+        self.extracted.append(ExtractedTensor(name, module, rank, math.sqrt(squared_error / squared_norm)))
+        self.squared_norm += squared_norm
+        self.squared_error += squared_error
+
+    def _factor_names(self, name: str) -> tuple[str, str]:
+        """Return the names of a tensor's factors; PEFT nests the parameters of one module that it adapts."""
+        experts, _, leaf = self._in_model(name).rpartition(".")
+        if leaf == _WEIGHT[1:]:
+            return factor_names(experts)
+        return factor_names(f"{experts}.base_layer" if leaf == _INNER else experts)
 
     def _take_whole(self, writer: AdapterWriter, name: str, tensor: Readable, changed: Readable) -> None:
         """Save a tensor that is no product of factors in full, or list it with what it leaves."""
@@ -312,11 +343,8 @@ class _Extraction:
         return _bare(self._in_model(name))
 
     def _is_transposed(self, name: str) -> bool:
-        model_type = self.architecture.get("model_type")
-        return model_type in _CONV1D_TYPES and _bare(name).rpartition(".")[2] in _CONV1D_NAMES
-
-    def _oriented_shape(self, name: str, tensor: Readable) -> tuple[int, ...]:
-        return tensor.shape[::-1] if self._is_transposed(name) else tensor.shape
+        model_type, leaf = self.architecture.get("model_type"), _bare(name).rpartition(".")[2]
+        return inputs_first(name, self.base.tensors) or (model_type in _CONV1D_TYPES and leaf in _CONV1D_NAMES)
 
     def _tick(self, nbytes: int) -> None:
         self._done_bytes += nbytes
@@ -330,6 +358,12 @@ def _is_embedding(name: str) -> bool:
     ending, leaf = embedding_ending(name), _bare(name).rpartition(".")[2]
     is_of_positions = leaf in _POSITION_NAMES or "embed" in leaf
     return is_of_positions or (ending is not None and (not ending.startswith("output.") or name == ending))
+
+
+def _is_stack(tensor: Readable) -> bool:
+    """Whether a tensor holds the stacked matrices of a layer's experts."""
+    is_stack = len(tensor.shape) == 3 and fused_name(tensor.name) is not None
+    return is_stack and min(tensor.shape) > 0 and tensor.dtype.kind is DTypeKind.FLOAT
 
 
 def _bare(name: str) -> str:

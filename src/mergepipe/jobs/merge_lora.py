@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.adapted_tensors import read_finite
-from mergepipe.checkpoints.adapters import AdaptedModule, StoredAdapter, read_adapter
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import ADAPTER_CONFIG_NAME, Json, parse_config
 from mergepipe.checkpoints.open_files import open_files
+from mergepipe.checkpoints.stored_adapters import KOHYA, AdaptedModule, StoredAdapter, read_adapter
 from mergepipe.core.strict_json import shown
 from mergepipe.errors import MismatchError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.jobs.load import load_tensors
@@ -49,6 +49,11 @@ from mergepipe.storage.stores import Stores
 
 CONCATENATION, TRUNCATION = "cat", "svd"
 _RECIPE_SUFFIXES = (".yml", ".yaml")
+_WITHOUT_FACTORS = {
+    "LOKR": "its delta is a Kronecker product, not one of thin factors",
+    "IA3": "it scales weights of the base, and has no delta of its own",
+}
+_EXTRACT_HINT = "apply it to the base, and extract a LoRA from the result"
 _RECIPE_KEYS = ("output", "merge_method", "models", "parameters")
 Matrix = NDArray[np.float64]
 Pair = tuple[Matrix, Matrix]
@@ -72,7 +77,7 @@ def merge_lora_adapters(adapters: Sequence[str], out: Path, options: MergeLoraOp
     entries = [entry for adapter in opened for entry in _entries(adapter)]
     with open_files(store, {entry.file for entry in entries}) as files, Staging(out, force=False) as staging:
         merge = _AdapterMerge(tuple(adapters), opened, options, files, store.ledger, recipe)
-        is_kohya = opened[0].config.is_kohya
+        is_kohya = opened[0].config.kind == KOHYA
         path = staging.path / (f"{out.name}.safetensors" if is_kohya else WEIGHTS_NAME)
         with AdapterWriter(path, merge.possible(), store.ledger) as writer:
             merge.write(writer)
@@ -155,7 +160,11 @@ class _AdapterMerge:
         return self.options.method not in (CONCATENATION, TRUNCATION)
 
     def __post_init__(self) -> None:
-        kinds = [adapter.config.is_kohya for adapter in self.adapters]
+        kinds = [adapter.config.kind == KOHYA for adapter in self.adapters]
+        for name, adapter in zip(self.names, self.adapters, strict=True):
+            if adapter.config.kind in _WITHOUT_FACTORS:
+                message = f"it is {adapter.config.kind}: {_WITHOUT_FACTORS[adapter.config.kind]}"
+                raise UnsupportedError.of("adapter.unsupported", name, message, _EXTRACT_HINT)
         if len({*kinds}) > 1:
             message = (
                 "its names are Kohya's, and those of another adapter are not: which modules are the same is not told"
@@ -181,22 +190,15 @@ class _AdapterMerge:
     def _check_module(self, index: int, module: str, parts: AdaptedModule) -> None:
         first = self.adapters[self._modules[module][0]].modules[module]
         n_experts = self._expert_count(index, module, parts)
-        made = (parts.up.shape[0], parts.down.shape[1], n_experts, parts.is_embedding, parts.kernel)
-        needed = (
-            first.up.shape[0],
-            first.down.shape[1],
-            self._experts.setdefault(module, n_experts),
-            first.is_embedding,
-            first.kernel,
-        )
+        made = (*parts.shape, n_experts, parts.is_embedding, parts.kernel)
+        needed = (*first.shape, self._experts.setdefault(module, n_experts), first.is_embedding, first.kernel)
         if made != needed:
             message = f"the factors of {shown(module)} make {list(made[:3])}, those before {list(needed[:3])}"
             raise MismatchError.of("adapter.mismatch", self.names[index], message, "are they of one base?")
         is_itself = len(self.adapters) == 1 and self.options.weights == (1.0,)
         if parts.magnitude is not None and not is_itself:
             message = f"{shown(module)} is DoRA, whose delta depends on the norms of the base"
-            hint = "apply it to the base, and extract a LoRA from the result"
-            raise UnsupportedError.of("adapter.unsupported", self.names[index], message, hint)
+            raise UnsupportedError.of("adapter.unsupported", self.names[index], message, _EXTRACT_HINT)
 
     def _expert_count(self, index: int, module: str, parts: AdaptedModule) -> int:
         """Count the experts that the factors of a module are stacked of: 1 for all but bare parameters."""

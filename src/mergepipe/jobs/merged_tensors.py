@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import tempfile
 import threading
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib import import_module
@@ -226,7 +226,7 @@ class _QueueSink:
         self._raw = np.empty(0, np.uint8)
         self._filled = 0
 
-    def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None:
+    def write_segment(self, pieces: Iterable[Piece], buffer: NDArray[np.uint8]) -> None:
         for piece in pieces:
             self._pass_empty()
             task = self._waiting[-1]

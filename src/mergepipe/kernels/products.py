@@ -154,29 +154,14 @@ TILE_COLUMNS = 512  # a tile of results and sixteen of the right factor fit into
 
 
 @kernel
-def low_rank_product(left_RK: Floats, right_KC: Floats, scale: float, first: int, out: Floats) -> None:
-    """Write `scale * (left_RK @ right_KC)`, flattened, from element `first` on into all of `out` (float32).
-
-    Each element is summed in float32 in the order of K and scaled last: the result does not depend on how elements
-    are grouped into calls. `first + len(out)` is at most R * C; `scale` is rounded to float32.
-    """
-    n_columns = right_KC.shape[1]
-    factor = np.float32(scale)
-    done = 0
-    while done < len(out):
-        row, column = divmod(first + done, n_columns)
-        count = min(n_columns - column, len(out) - done, TILE_COLUMNS)
-        _row_tile(left_RK[row], right_KC, column, factor, out[done : done + count])
-        done += count
-
-
-@kernel
 def add_low_rank(
     left_RK: Floats, right_KC: Floats, scale: float, first: int, weights: Bytes, code: int, out: Bytes, out_code: int
 ) -> None:
-    """Write weights plus what `low_rank_product` makes of the same elements, in float32, rounded to the output's dtype.
+    """Write weights plus `scale * (left_RK @ right_KC)`, flattened, from element `first` on, rounded to `out_code`.
 
-    `weights` holds as many elements of the dtype `code` as `out` those of `out_code`.
+    Each element is summed in float32 in the order of K, scaled, and added: the result does not depend on how elements
+    are grouped into calls. `weights` holds as many elements of the dtype `code` as `out` those of `out_code`, at most
+    R * C - `first`; `scale` is rounded to float32.
     """
     n_columns, n = right_KC.shape[1], len(weights) // itemsize_of(code)
     factor = np.float32(scale)

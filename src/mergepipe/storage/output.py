@@ -18,6 +18,7 @@ from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES
 from mergepipe.storage.ranges import aligned_buffer, os_errors, read_descriptor_range, switch_direct
 
 CHUNK_BYTES = 8 << 20
+_WRITTEN_IN_PLACE_BYTES = 1 << 20
 _SYNCED_AT_ONCE = 32
 
 
@@ -74,22 +75,28 @@ class OutputFile:
     def append(self, source: NDArray[np.uint8] | bytes) -> None:
         """Write `source` (uint8) after what was written before."""
         view = np.frombuffer(source, np.uint8) if isinstance(source, bytes) else source
+        is_aligned = not (self._filled % DIRECT_ALIGNMENT_BYTES or view.ctypes.data % DIRECT_ALIGNMENT_BYTES)
         done = 0
+        if is_aligned and len(view) >= _WRITTEN_IN_PLACE_BYTES:  # where it lies on the grid, without a copy
+            done = len(view) // DIRECT_ALIGNMENT_BYTES * DIRECT_ALIGNMENT_BYTES
+            self._flush(self._chunk[: self._filled], self._filled)
+            self._flush(view[:done], done)
         while done < len(view):
             count = min(CHUNK_BYTES - self._filled, len(view) - done)
             self._chunk[self._filled : self._filled + count] = view[done : done + count]
             self._filled += count
             done += count
             if self._filled == CHUNK_BYTES:
-                self._flush(CHUNK_BYTES)
+                self._flush(self._chunk, CHUNK_BYTES)
 
-    def _flush(self, nbytes: int) -> None:
+    def _flush(self, content: NDArray[np.uint8], nbytes: int) -> None:
+        """Write `content`, of which the first `nbytes` are the file's; what was kept of the first page is not new."""
         written = 0
         with os_errors(self._path, f"writing at byte {self._flushed}"):
-            while written < nbytes:
-                written += self._write(self._chunk.data[written:nbytes], self._flushed + written)
-        self._ledger.charge(str(self._path), Purpose.OUTPUT, self._filled - self._kept)
-        self._flushed += self._filled
+            while written < len(content):
+                written += self._write(content.data[written:], self._flushed + written)
+        self._ledger.charge(str(self._path), Purpose.OUTPUT, nbytes - self._kept)
+        self._flushed += nbytes
         self._filled = self._kept = 0
 
     def _write(self, content: memoryview, offset: int) -> int:
@@ -109,7 +116,7 @@ class OutputFile:
             # A direct write ends on the grid: it goes past the end by less than a page, which ftruncate takes back.
             tail = -self._filled % DIRECT_ALIGNMENT_BYTES
             self._chunk[self._filled : self._filled + tail] = 0
-            self._flush(self._filled + tail)
+            self._flush(self._chunk[: self._filled + tail], self._filled)
         try:
             with os_errors(self._path, "making it durable"):
                 os.ftruncate(self._descriptor, self._size_bytes)

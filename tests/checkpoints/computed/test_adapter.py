@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 from small_models import lora, opened, product, random, write_adapter, write_model
 
 from mergepipe.checkpoints.adapted_tensors import Adapted, LowRankDelta
@@ -85,6 +86,25 @@ def test_open_adapter__takes_the_prefix_that_has_most_words_in_common(tmp_path: 
     base = opened(write_model(tmp_path / "base", {name: random(12, 12) for name in names}))
     adapter = opened(write_adapter(tmp_path / "a", lora(f"model.language_model.{rest}", 12, 12)), base)
     assert adapter.tensors.keys() == {f"{text}.weight"}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "base_model.model.{}.lora_{}.weight",  # PEFT, unsloth, LLaMA-Factory
+        "base_model.model.{}.lora_{}.default.weight",  # a state of PEFT, as DeepSpeed's conversions leave it
+        "base_model.model._orig_mod.{}.lora_{}.weight",  # compiled: axolotl
+        "_fsdp_wrapped_module.base_model.model.{}.lora_{}.default.weight",  # FSDP: axolotl, LLaMA-Factory
+        "base_model.model.model.language_{}.lora_{}.weight",  # a text model within another: unsloth
+        "{}.lora_{}.weight",  # torchtune's checkpointer, and others that leave the prefix out
+    ],
+)
+def test_open_adapter__takes_the_names_of_other_trainers(tmp_path: Path, base: Checkpoint, form: str) -> None:
+    factors = lora(Q, 12, 12)
+    path = write_adapter(tmp_path / "a", factors)
+    renamed = {form.format(Q, side): factors[f"{Q}.lora_{side}.weight"] for side in "AB"}
+    save_file(renamed, path / "adapter_model.safetensors")
+    np.testing.assert_allclose(change(opened(path, base), f"{Q}.weight"), 2.0 * product(factors, Q), rtol=1e-5)
 
 
 def test_open_adapter__takes_a_changed_prefix(tmp_path: Path, base: Checkpoint) -> None:
@@ -177,8 +197,9 @@ def test_open_adapter__reads_pickled_weights(tmp_path: Path, base: Checkpoint) -
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"peft_type": "IA3"}, UnsupportedError, "the adapter is 'IA3'"),
-        ({"peft_type": "LOKR"}, UnsupportedError, "'LOKR', only 'LORA' and 'LOHA' are read"),
+        ({"peft_type": "OFT"}, UnsupportedError, "'OFT', only 'LORA', 'LOHA', 'LOKR', 'IA3' are read"),
+        ({"peft_type": "LOKR"}, CorruptError, "has no counterpart"),
+        ({"peft_type": "VERA"}, UnsupportedError, "the adapter is 'VERA'"),
         (
             {"use_dora": True},
             CorruptError,
@@ -223,6 +244,8 @@ def test_open_adapter__refuses_by_name_what_is_no_plain_lora(
             "'model.layers.0.mlp.up_proj.bias' has no",
         ),
         ({**lora(Q, 12, 12), f"{Q}.lora_E": random(4, 1)}, UnsupportedError, "'lora_E' is not read"),
+        ({"layers.0.attn.q_proj.lora_a.weight": random(4, 12)}, UnsupportedError, "'lora_a' is not read"),  # torchtune
+        ({f"{Q}.ia3_l": random(11, 1)}, MismatchError, f"scales 11 features, '{Q}.weight' is [12, 12]"),
         ({f"{Q}.token_adapter.trainable_tokens_delta": random(2, 12)}, CorruptError, "has 2 rows, for 0 tokens of 12"),
         ({"c.lora_A.weight": random(4, 3, 2, 2)}, UnsupportedError, "has shape [4, 3, 2, 2]"),
         (lora(Q, 13, 12), MismatchError, "make [13, 12], the base has [12, 12]"),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import F32
 from mergepipe.storage import owned
 from mergepipe.storage.ledger import Ledger, Purpose
-from mergepipe.storage.ranges import os_error
+from mergepipe.storage.ranges import os_errors
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -46,7 +46,8 @@ class AdapterWriter:
         self._written_bytes = 0
         largest = {tensor.name: _row(tensor.largest_shape, (1 << 62, 1 << 62)) for tensor in possible}
         self._header_bytes = -(-len(_header(largest)) // _ALIGNMENT) * _ALIGNMENT
-        self._descriptor = self._create()
+        with os_errors(path, "creating it"):
+            self._descriptor = owned.create_file(path)
 
     def append(self, name: str, values: NDArray[np.float32], shape: Sequence[int]) -> None:
         """Write one tensor of float32 behind those before it."""
@@ -56,14 +57,16 @@ class AdapterWriter:
         self._written_bytes += len(content)
         self._rows[name] = _row(tuple(shape), (start, self._written_bytes))
 
+    def relabel(self, name: str, other: str) -> None:
+        """Give a tensor that is written a name that is no longer."""
+        self._rows[other] = self._rows.pop(name)
+
     def finish(self) -> int:
         """Write the header, make the file durable, and return its size."""
         header = _header(self._rows).ljust(self._header_bytes)
         self._write(memoryview(len(header).to_bytes(_LENGTH_BYTES, "little") + header), 0)
-        try:
+        with os_errors(self._path, "making it durable"):
             owned.sync_file(self._descriptor)
-        except OSError as error:
-            raise os_error(error, self._path, "making it durable") from error
         return _LENGTH_BYTES + self._header_bytes + self._written_bytes
 
     def __enter__(self) -> AdapterWriter:
@@ -74,19 +77,11 @@ class AdapterWriter:
     ) -> None:
         os.close(self._descriptor)
 
-    def _create(self) -> int:
-        try:
-            return owned.create_file(self._path)
-        except OSError as error:
-            raise os_error(error, self._path, "creating it") from error
-
     def _write(self, content: memoryview, offset: int) -> None:
         done = 0
-        try:
+        with os_errors(self._path, f"writing at byte {offset}"):
             while done < len(content):
                 done += os.pwrite(self._descriptor, content[done:], offset + done)
-        except OSError as error:
-            raise os_error(error, self._path, f"writing at byte {offset + done}") from error
         self._ledger.charge(str(self._path), Purpose.OUTPUT, len(content))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mergepipe.checkpoints.adapters import read_adapter
+from mergepipe.checkpoints.stored_adapters import read_adapter
 from mergepipe.errors import MismatchError, NotFoundError, RecipeError
 from mergepipe.recipes.references import resolve_model_name
 from mergepipe.storage.contract import Store

@@ -62,7 +62,7 @@ def truncated_svd(matrix_MN: Matrix, rank: int | None, energy: float | None, see
     side = min(matrix_MN.shape)
     most = side if rank is None else min(rank, side)
     if not norm:
-        return _factors(matrix_MN, *_decomposed(matrix_MN[:, :0]), 0, norm)
+        return Factors(matrix_MN[:, :0], matrix_MN[:0], 0.0, 0.0)
     tried = most if energy is None else min(most, _FIRST_RANK)
     while True:
         if side <= EXACT_SIDE or (tried + _OVERSAMPLING) * EXACT_SHARE > side:

@@ -1,0 +1,496 @@
+"""Adapters as they are stored, by PEFT, MLX and Kohya's scripts: their configuration, and their tensors by module."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TypeVar
+
+import numpy as np
+from blake3 import blake3
+
+from mergepipe.checkpoints.adapted_tensors import Composed, Factor
+from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.directory import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAMES,
+    SAFETENSORS_SUFFIXES,
+    list_names,
+    read_weight_file,
+    stat_present,
+)
+from mergepipe.checkpoints.embedding_rows import embedding_ending, is_head
+from mergepipe.checkpoints.open_files import decoded
+from mergepipe.core.blocks import DTypeKind
+from mergepipe.core.strict_json import JsonValue, parse_object, shown
+from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
+from mergepipe.storage.contract import Store, is_folder
+from mergepipe.storage.file_version import FileId
+from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
+from mergepipe.storage.location import Location
+
+# --- the configuration of a PEFT adapter: what it scales its products by, or by name why it is no plain LoRA ---
+
+
+T = TypeVar("T")
+
+BASE_LAYER = ".base_layer"
+MERGE_HINT = "merge it into its base with peft first, and use the result as an expert"
+_MAX_PATTERN = 256
+_MAX_NAME = 512
+_MOST_LAYERS = 100_000
+# Literals, classes, groups, repeats of one character: no look-around, no repeated group.
+_PATTERN = re.compile(r"(?:[\w.^$|\-]|\\[.dw\-]|\[[\w\-]+\]|\(|\)(?![*+?{])|[*+](?![*+?]))+", re.ASCII)
+_MAX_REPEATS = 2
+# Configured for training only, or already in the stored tensors: without effect on what is merged.
+_HARMLESS = frozenset({
+    "alpha", "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
+    "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "init_weights",
+    "layer_replication", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_bias",
+    "lora_dropout", "megatron_core", "module_dropout", "modules_to_save", "peft_type", "peft_version",
+    "qalora_group_size", "r", "rank_dropout", "rank_pattern", "revision", "runtime_config", "target_modules",
+    "target_parameters", "task_type", "trainable_token_indices", "use_dora", "use_effective_conv2d", "use_rslora",
+    "decompose_both", "decompose_factor", "feedforward_modules", "init_ia3_weights",
+    "rank_dropout_scale",
+})  # fmt: skip
+_VARIANTS = {
+    "use_qalora": "QA-LoRA, which pools its inputs",
+    "alora_invocation_tokens": "aLoRA, which acts on some tokens only",
+    "use_bdlora": "BD-LoRA, with block-diagonal factors",
+    "arrow_config": "Arrow, which routes by its inputs",
+    "kasa_config": "KaSA, which takes singular values from the base weights",
+    "monteclora_config": "MonteCLoRA, which samples its factors",
+    "velora_config": "VeLoRA, which compresses its inputs",
+}
+_ALPHAS = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "IA3": ""}  # the options that hold alpha
+MLX, KOHYA = "MLX", "Kohya"  # kinds of other programs
+# Ways to begin training that leave the base weights as they are. Others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take
+# something away from them, and the stored adapter does not say what.
+_STARTS = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """An adapter of a `kind`. `ranks` and `alphas` map patterns of module names, tried in order, to what differs there.
+
+    `parameters` are the ends of the names of adapted parameters that are no module's weight, such as stacked experts.
+    `tokens` are the rows of trained tokens, by the end of the name of their module; "" stands for the only one.
+    """
+
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    is_rank_stabilised: bool
+    is_transposed: bool  # fan_in_fan_out
+    parameters: tuple[str, ...] = ()
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    keeps_tied: bool = False  # ensure_weight_tying: embedding and head were trained as one
+    is_dora: bool = False
+    kind: str = "LORA"  # a key of `_ALPHAS`, or MLX: transposed factors; KOHYA: flattened names, ranks of the tensors
+    base: str = ""  # the model that it was trained on, as the configuration names it
+    layers: tuple[tuple[int, int], ...] = ()  # layer_replication: the ranges of layers that the model was made of
+
+    def rank_of(self, module: str) -> int:
+        """The rank of one module's factors; LoHa multiplies two products of the configured one."""
+        rank = self._value(self.ranks, module, self.rank)
+        return rank**2 if self.kind == "LOHA" else rank
+
+    def _value(self, stated: Mapping[str, T], module: str, default: T) -> T:
+        return stated[module] if self.kind == KOHYA else _pattern_value(stated, module, default)
+
+    def parameters_of(self, module: str) -> list[str]:
+        """List the bare parameters that factors under the name of a module may be of, as the base names them."""
+        stem = module.replace(BASE_LAYER, "")
+        ends = [text.rpartition(".") for text in self.parameters]
+        return list(dict.fromkeys(f"{stem}.{leaf}" for end, _, leaf in ends if f".{stem}".endswith(f".{end}")))
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor of one module's product: alpha / r, or alpha / sqrt(r) for rsLoRA; 1 without alpha."""
+        if not _ALPHAS.get(self.kind, MLX):
+            return 1.0
+        rank = self._value(self.ranks, module, self.rank)
+        return self._value(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+
+
+def read_adapter_config(store: Store, path: Location) -> AdapterConfig:
+    """Read `adapter_config.json`."""
+    config = parse_object(store.read_small(path, ADAPTER_CONFIG_BYTES), where=path, code="adapter.damaged")
+    if "peft_type" not in config and "lora_parameters" in config:
+        return _mlx_config(config, path)
+    alpha = _check_kind(config, path)
+    rank = _rank(config.get("r", 8), "r", path)
+    ranks = {key: _rank(value, key, path) for key, value in _patterns(config, "rank_pattern", path)}
+    alphas = {key: _alpha(value, key, path) for key, value in _patterns(config, "alpha_pattern", path)}
+    return AdapterConfig(
+        rank,
+        _alpha(config.get(alpha, 8), alpha, path),
+        MappingProxyType(ranks),
+        MappingProxyType(alphas),
+        _flag(config, "use_rslora", path),
+        _flag(config, "fan_in_fan_out", path),
+        tuple(_texts(config.get("target_parameters") or [], "target_parameters", path)),
+        _tokens(config.get("trainable_token_indices") or {}, path),
+        _flag(config, "ensure_weight_tying", path),
+        _flag(config, "use_dora", path),
+        str(config["peft_type"]),
+        base=str(config.get("base_model_name_or_path") or ""),
+        layers=_layers(config.get("layer_replication") or [], path),
+    )
+
+
+def _mlx_config(config: Mapping[str, JsonValue], path: Location) -> AdapterConfig:
+    """Read the configuration that mlx-lm writes: one rank and one scale; releases of 2024 also have an alpha."""
+    kind, stated = config.get("fine_tune_type", "lora"), config["lora_parameters"]
+    if kind not in ("lora", "dora") or not isinstance(stated, dict):
+        message = f"fine_tune_type is {shown(kind)}, only 'lora' and 'dora' are read, with lora_parameters"
+        raise UnsupportedError.of("adapter.unsupported", path, message)
+    rank, scale = _rank(stated.get("rank", 8), "rank", path), _alpha(stated.get("scale", 20.0), "scale", path)
+    alpha = _alpha(stated["alpha"], "alpha", path) if "alpha" in stated else rank
+    base = str(config.get("model") or "")
+    return AdapterConfig(rank, scale * alpha, {}, {}, False, False, is_dora=kind == "dora", kind=MLX, base=base)
+
+
+def _check_kind(config: Mapping[str, JsonValue], path: Location) -> str:
+    """Refuse what is not read; return the option that holds alpha."""
+    kind = config.get("peft_type")
+    if not isinstance(kind, str) or kind not in _ALPHAS:
+        message = f"the adapter is {shown(kind)}, only {', '.join(map(repr, _ALPHAS))} are read"
+        raise UnsupportedError.of("adapter.unsupported", path, message, MERGE_HINT)
+    for key, what in _VARIANTS.items():
+        if config.get(key):
+            raise UnsupportedError.of("adapter.unsupported", path, f"{key}: {what}, is not read", MERGE_HINT)
+    start = str(config.get("init_lora_weights", True)).lower()
+    if start not in _STARTS:
+        raise UnsupportedError.of(
+            "adapter.unsupported", path,
+            f"init_lora_weights is {shown(start)}, which changes the base weights; how is not stored",
+            "save it with path_initial_model_for_weight_conversion, or merge it with peft first",
+        )  # fmt: skip
+    for key, value in config.items():
+        if key not in _HARMLESS and key not in _VARIANTS and value:
+            raise UnsupportedError.of("adapter.unsupported", path, f"the option {shown(key)} is not known", MERGE_HINT)
+    return _ALPHAS[kind] or "alpha"
+
+
+def _texts(value: JsonValue, key: str, path: Location) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise CorruptError.of("adapter.damaged", path, f"'{key}' must be a list of names, found {shown(value)}")
+    return [str(text) for text in value]
+
+
+def _layers(value: JsonValue, path: Location) -> tuple[tuple[int, int], ...]:
+    ranges = value if isinstance(value, list) else [value]
+    pairs = [(pair[0], pair[1]) for pair in ranges if isinstance(pair, list) and len(pair) == 2]
+    if len(pairs) != len(ranges) or not all(type(n) is int and 0 <= n <= _MOST_LAYERS for pair in pairs for n in pair):
+        message = f"'layer_replication' must be a list of ranges of layers, found {shown(value)}"
+        raise CorruptError.of("adapter.damaged", path, message)
+    return tuple((int(start), int(stop)) for start, stop in pairs if isinstance(start, int) and isinstance(stop, int))
+
+
+def _tokens(value: JsonValue, path: Location) -> Mapping[str, tuple[int, ...]]:
+    """Read the trained tokens: a list for the embedding, or lists by module."""
+    lists = value if isinstance(value, dict) else {"": value}
+    tokens: dict[str, tuple[int, ...]] = {}
+    for module, indices in lists.items():
+        if not isinstance(indices, list) or not all(type(index) is int and index >= 0 for index in indices):
+            message = f"'trainable_token_indices' must be lists of rows, found {shown(indices)}"
+            raise CorruptError.of("adapter.damaged", path, message)
+        tokens[module] = tuple(index for index in indices if type(index) is int)
+    return MappingProxyType(tokens)
+
+
+def _patterns(config: Mapping[str, JsonValue], key: str, path: Location) -> list[tuple[str, JsonValue]]:
+    patterns = config.get(key)
+    if patterns is None:
+        return []
+    if not isinstance(patterns, dict):
+        raise CorruptError.of("adapter.damaged", path, f"'{key}' must be an object, found {shown(patterns)}")
+    for pattern in patterns:
+        _check_pattern(pattern, key, path)
+    return list(patterns.items())
+
+
+def _check_pattern(pattern: str, key: str, path: Location) -> None:
+    """Refuse a regular expression that could run for long; module names, as peft writes them, all pass."""
+    repeats, choices, groups = (sum(map(pattern.count, characters)) for characters in ("*+", "|", "("))
+    is_bounded = (repeats == 0 and groups <= 1) or (repeats <= _MAX_REPEATS and choices == 0)
+    if len(pattern) > _MAX_PATTERN or not is_bounded or not _PATTERN.fullmatch(pattern):
+        raise UnsupportedError.of(
+            "adapter.unsupported", path, f"the pattern {shown(pattern)} of '{key}' is too complex to be matched",
+            "name the modules one by one",
+        )  # fmt: skip
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise CorruptError.of(
+            "adapter.damaged", path, f"the pattern {shown(pattern)} of '{key}' is no regular expression: {error}"
+        ) from error
+
+
+def _pattern_value(patterns: Mapping[str, T], module: str, default: T) -> T:
+    """The value of the first pattern that matches the end of the module's name at a dot."""
+    for pattern, value in patterns.items():
+        if len(module) <= _MAX_NAME and re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def _rank(value: JsonValue, key: str, path: Location) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CorruptError.of("adapter.damaged", path, f"the rank {shown(key)} must be > 0, found {shown(value)}")
+    return value
+
+
+def _alpha(value: JsonValue, key: str, path: Location) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CorruptError.of("adapter.damaged", path, f"{shown(key)} must be a number, found {shown(value)}")
+    return float(value)
+
+
+def _flag(config: Mapping[str, JsonValue], key: str, path: Location) -> bool:
+    value = config.get(key) or False
+    if not isinstance(value, bool):
+        raise CorruptError.of("adapter.damaged", path, f"'{key}' must be true or false, found {shown(value)}")
+    return value
+
+
+# --- read what an adapter stores, module by module ---
+
+
+PREFIX = "base_model.model."
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+"""Parts of names that training frameworks leave, where weights were saved without PEFT."""
+_NAMED = re.compile(r"\.default(?=\.weight$|\.bias$|$)")
+_PART = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B"
+    r"|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|ia3_l"
+    r"|lora_magnitude_vector(?:\.weight)?|token_adapter\.trainable_tokens_delta)"
+)
+_MLX_PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
+_KOHYA_PART = re.compile(r"(?P<module>[^.]+)\.(?P<part>lora_down\.weight|lora_up\.weight|alpha)")
+_ROLES = {
+    "lora_down.weight": "down", "lora_up.weight": "up",
+    "lora_a": "down", "lora_b": "up", "m": "magnitude",
+    "lora_A.weight": "down", "lora_embedding_A": "down", "lora_B.weight": "up", "lora_embedding_B": "up",
+    "hada_w1_b": "down", "hada_w1_a": "up", "hada_w2_b": "down_2", "hada_w2_a": "up_2",
+    "lokr_w1": "first", "lokr_w1_a": "first_a", "lokr_w1_b": "first_b",
+    "lokr_w2": "second", "lokr_w2_a": "second_a", "lokr_w2_b": "second_b",
+    "ia3_l": "gains",
+    "lora_B.bias": "bias", "lora_magnitude_vector": "magnitude", "lora_magnitude_vector.weight": "magnitude",
+}  # fmt: skip
+_VARIANT = re.compile(r"lora_[A-Za-z_]+|prompt_embeddings|ia3_l|hada_t|lokr_|vera_lambda")
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedModule:
+    """The stored tensors of one module: `down` is (R, N), `up` (M, R); of fused experts (E * R, N) and (M, R * E).
+
+    Where it `is_kronecker`, the delta is that of each element of `up` times all of `down`.
+    """
+
+    down: Factor
+    up: Factor
+    bias: TensorEntry | None = None
+    magnitude: TensorEntry | None = None
+    is_embedding: bool = False
+    is_kronecker: bool = False
+    kernel: tuple[int, ...] = ()  # of a convolution: the shape of a row of `down` as it is stored
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the delta."""
+        (rows, inner), (other, columns) = self.up.shape, self.down.shape
+        return (rows * other, inner * columns) if self.is_kronecker else (rows, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAdapter:
+    """An adapter as it is stored: factors by module, full tensors by name, rows of trained tokens by module.
+
+    `copies` are weights of the base, stored beside the factors of embeddings and to be taken in their place. `gains`,
+    by module, multiply rows, (M, 1), or columns, (1, N).
+    """
+
+    path: Location
+    config: AdapterConfig
+    modules: Mapping[str, AdaptedModule]
+    full: Mapping[str, TensorEntry]
+    copies: Mapping[str, TensorEntry]
+    tokens: Mapping[str, TensorEntry]
+    files: tuple[FileId, ...]
+    gains: Mapping[str, TensorEntry] = field(default_factory=dict)
+
+    @property
+    def saved_modules(self) -> tuple[str, ...]:
+        """The modules that are stored in full."""
+        return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.full))
+
+
+def read_adapter(store: Store, path: Location) -> StoredAdapter:
+    """Read the headers and the configuration of the adapter in the directory `path`; no tensor byte.
+
+    A file is one in the names of Kohya's scripts, which keeps its configuration in scalars beside the factors.
+    """
+    if not is_folder(store, path) and path.suffix in SAFETENSORS_SUFFIXES and path.name not in ADAPTER_NAMES:
+        return _read_kohya(store, path)
+    config, fingerprint = _read_config(store, path)
+    name = next((candidate for candidate in ADAPTER_NAMES if candidate in list_names(store, path)), None)
+    if name is None:
+        raise NotFoundError.of("checkpoint.incomplete", path, f"holds neither {' nor '.join(ADAPTER_NAMES)}")
+    file = read_weight_file(store, path, name, stat_present(store, path, name))
+    return _sorted_out(path, config, file.entries, (file.fingerprint, fingerprint))
+
+
+def _read_kohya(store: Store, path: Location) -> StoredAdapter:
+    file = read_weight_file(store, path.parent, path.name, stat_present(store, path.parent, path.name))
+    parts: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    kernels: dict[str, tuple[int, ...]] = {}
+    for entry in file.entries:
+        match = _KOHYA_PART.fullmatch(entry.name)
+        if match is None:
+            message = f"{shown(entry.name)} is no factor of a LoRA in Kohya's names (lora_down, lora_up, alpha)"
+            hint = "give the folder of an adapter of PEFT or MLX, or the file of a plain LoRA"
+            raise UnsupportedError.of("adapter.unsupported", path, message, hint)
+        if match["part"] == "alpha":
+            parts[match["module"]]["alpha"] = entry
+            continue
+        if match["part"].startswith("lora_down"):
+            kernels[match["module"]] = entry.shape[1:]
+        flat = replace(entry, shape=(entry.shape[0], math.prod(entry.shape[1:]))) if _is_kernel(entry) else entry
+        _check_part(path, flat, match["part"])
+        parts[match["module"]][_ROLES[match["part"]]] = flat
+    alphas = {module: _kohya_alpha(store, path, stored) for module, stored in parts.items()}
+    modules = {
+        module: replace(_paired(path, stored, is_embedding=False, kind=KOHYA), kernel=kernels[module])
+        for module, stored in parts.items()
+    }
+    ranks = {module: adapted.down.shape[0] for module, adapted in modules.items()}
+    config = AdapterConfig(1, 1.0, ranks, alphas, False, False, kind=KOHYA)
+    return StoredAdapter(path, config, modules, {}, {}, {}, (file.fingerprint,))
+
+
+def _is_kernel(entry: TensorEntry) -> bool:
+    """Whether a factor is that of a convolution: `down` with a kernel, `up` with one of 1 x 1."""
+    return len(entry.shape) == 4 and (entry.name.endswith("lora_down.weight") or entry.shape[2:] == (1, 1))
+
+
+def _kohya_alpha(store: Store, path: Location, stored: Mapping[str, TensorEntry]) -> float:
+    """Read the scalar of one module; its rank where there is none, as the scripts that read these files take it."""
+    entry = stored.get("alpha")
+    if entry is None:
+        return float(stored["down"].shape[0]) if "down" in stored else 1.0
+    if entry.n_elements != 1 or entry.dtype.kind is not DTypeKind.FLOAT:
+        message = f"{shown(entry.name)} is {entry.dtype.name} {list(entry.shape)}, and must be one number"
+        raise CorruptError.of("adapter.damaged", path, message)
+    raw = np.frombuffer(store.read_metadata(path, entry.offset, entry.nbytes), np.uint8)
+    value = float(decoded(raw, entry.dtype.kernel_code)[0])
+    if not math.isfinite(value):
+        raise CorruptError.of("tensor.not-finite", path, f"{shown(entry.name)} is {value}")
+    return value
+
+
+def _read_config(store: Store, path: Location) -> tuple[AdapterConfig, FileId]:
+    if ADAPTER_CONFIG_NAME not in list_names(store, path):
+        raise NotFoundError.of("checkpoint.incomplete", path, f"is no adapter: it holds no {ADAPTER_CONFIG_NAME}")
+    status = stat_present(store, path, ADAPTER_CONFIG_NAME)
+    config = read_adapter_config(store, path / ADAPTER_CONFIG_NAME)
+    raw = store.read_small(path / ADAPTER_CONFIG_NAME, ADAPTER_CONFIG_BYTES)
+    digest = blake3(raw).hexdigest(length=16)
+    return config, FileId(ADAPTER_CONFIG_NAME, status.size_bytes, status.version, digest)
+
+
+def _sorted_out(
+    path: Location, config: AdapterConfig, entries: Sequence[TensorEntry], files: tuple[FileId, ...]
+) -> StoredAdapter:
+    """Sort entries into the parts of modules, and tensors stored in full."""
+    parts: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    full: dict[str, TensorEntry] = {}
+    copies: dict[str, TensorEntry] = {}
+    tokens: dict[str, TensorEntry] = {}
+    gains: dict[str, TensorEntry] = {}
+    embeddings = set()
+    for entry in entries:
+        name = _NAMED.sub("", _WRAPPERS.sub("", entry.name)).removeprefix(PREFIX)
+        if ".original_module." in name:  # what PEFT keeps of the base beside a module that it saves in full
+            continue
+        name = name.replace(".modules_to_save.", ".")
+        match = (_MLX_PART if config.kind == MLX else _PART).fullmatch(name)
+        if match is None and (variant := _VARIANT.search(name)) is not None:
+            message = f"{shown(entry.name)}: '{variant[0]}' is not read"
+            raise UnsupportedError.of("adapter.unsupported", path, message, MERGE_HINT)
+        if match is None:
+            is_copy = name.endswith(f"{BASE_LAYER}.weight")
+            (copies if is_copy else full)[name.replace(f"{BASE_LAYER}.", ".")] = entry
+            continue
+        _check_part(path, entry, match["part"])
+        if match["part"].startswith(("token_adapter", "ia3_l")):
+            (gains if match["part"] == "ia3_l" else tokens)[match["module"]] = entry
+        else:
+            parts[match["module"]][_ROLES[match["part"]]] = entry
+            is_embedding = embedding_ending(f"{match['module']}.weight") and not is_head(f"{match['module']}.weight")
+            if is_embedding if config.kind == MLX else "embedding" in match["part"]:
+                embeddings.add(match["module"])
+    modules = {
+        module: _paired(path, stored, is_embedding=module in embeddings, kind=config.kind)
+        for module, stored in parts.items()
+    }
+    stray = [name for name in copies if name.removesuffix(".weight") not in modules]
+    full |= {name: copies.pop(name) for name in stray}
+    return StoredAdapter(path, config, modules, full, copies, tokens, files, gains)
+
+
+def _check_part(path: Location, entry: TensorEntry, part: str) -> None:
+    is_vector = _ROLES.get(part) in ("magnitude", "bias")
+    if len(entry.shape) != (1 if is_vector else 2):
+        message = f"{shown(entry.name)} has shape {list(entry.shape)}: only factors with two dimensions are read"
+        raise UnsupportedError.of("adapter.unsupported", path, message, MERGE_HINT)
+    if entry.dtype.kind is not DTypeKind.FLOAT:
+        raise UnsupportedError.of("adapter.unsupported", path, f"{shown(entry.name)} is {entry.dtype.name}")
+
+
+def _paired(path: Location, stored: Mapping[str, TensorEntry], *, is_embedding: bool, kind: str) -> AdaptedModule:
+    """Pair the factors of a module: two; the four of LoHa, or up to four of LoKr, as two."""
+    if kind == "LOKR":
+        up, down = (stored.get(role) or _product(path, stored, role) for role in ("first", "second"))
+        return AdaptedModule(down, up, is_kronecker=True)
+    up, down = _pair(path, stored, "up", "down", is_mlx=kind == MLX)
+    if not stored.keys() & {"down_2", "up_2"}:
+        return AdaptedModule(down, up, stored.get("bias"), stored.get("magnitude"), is_embedding)
+    up_2, down_2 = _pair(path, stored, "up_2", "down_2")
+    if (up.shape[0], down.shape[1]) != (up_2.shape[0], down_2.shape[1]):
+        raise CorruptError.of("adapter.damaged", path, f"the two products of {shown(up.name)} differ in shape")
+    rank = up.shape[1] * up_2.shape[1]
+    return AdaptedModule(
+        Composed("pairs of rows", (*down.stored, *down_2.stored), (rank, down.shape[1])),
+        Composed("pairs of columns", (*up.stored, *up_2.stored), (up.shape[0], rank)),
+    )
+
+
+def _pair(
+    path: Location, stored: Mapping[str, TensorEntry], left: str, right: str, *, is_mlx: bool = False
+) -> tuple[Factor, Factor]:
+    """Return two stored matrices that have a product; MLX stores both transposed."""
+    if not stored.keys() >= {left, right}:
+        stored_name = next(iter(stored.values())).name
+        raise CorruptError.of("adapter.damaged", path, f"{shown(stored_name)} has no counterpart, A or B")
+    first, second = (
+        Composed("transposed", (stored[role],), (stored[role].shape[1], stored[role].shape[0]))
+        if is_mlx
+        else stored[role]
+        for role in (left, right)
+    )
+    if second.shape[0] != first.shape[1]:
+        shapes = f"{list(second.shape)} and {list(first.shape)}"
+        message = f"{shown(second.name)} and {shown(first.name)} have {shapes}: no product"
+        raise CorruptError.of("adapter.damaged", path, message)
+    return first, second
+
+
+def _product(path: Location, stored: Mapping[str, TensorEntry], role: str) -> Composed:
+    left, right = _pair(path, stored, f"{role}_a", f"{role}_b")
+    return Composed("product", (*left.stored, *right.stored), (left.shape[0], right.shape[1]))
