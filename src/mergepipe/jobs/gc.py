@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,15 +47,12 @@ def collect_garbage(home: Path, places: Sequence[Location], *, dry_run: bool) ->
         garbage.extend((*_bucket_parts(place, dry_run=dry_run), *_uploads(place, living, dry_run=dry_run)))
     if (home / UPLOADS_NAME).is_dir():
         roots.append(home / UPLOADS_NAME)
-    if not (home / CATALOG_NAME).exists():
-        folders = _folders((), roots)
-        garbage.extend(_staging_left(folders, living, dry_run=dry_run))
-        return GcReport(tuple(garbage), tuple(living), dry_run)
-    with Catalog.open(home) as catalog:
-        folders = _folders(catalog.snapshots(), roots)
-        garbage.extend(_staging_left(folders, living, dry_run=dry_run))
-        garbage.extend(_snapshot_rows(catalog, dry_run=dry_run))
-    return GcReport(tuple(garbage), tuple(living), dry_run)
+    with contextlib.ExitStack() as stack:
+        catalog = stack.enter_context(Catalog.open(home)) if (home / CATALOG_NAME).exists() else None
+        folders = _folders(() if catalog is None else catalog.snapshots(), roots)
+        garbage.extend((*_staging(folders, living, dry_run=dry_run), *_parts(folders, dry_run=dry_run)))
+        garbage.extend(() if catalog is None else _snapshot_rows(catalog, dry_run=dry_run))
+    return GcReport(garbage=tuple(garbage), living=tuple(living), is_dry_run=dry_run)
 
 
 def _folders(snapshots: Iterable[SnapshotRow], roots: Iterable[Path]) -> list[Path]:
@@ -65,11 +63,6 @@ def _folders(snapshots: Iterable[SnapshotRow], roots: Iterable[Path]) -> list[Pa
             children[:] = [name for name in children if not name.startswith(".")]
             folders.add(Path(folder))
     return sorted(folders)
-
-
-def _staging_left(folders: Sequence[Path], living: list[str], *, dry_run: bool) -> Iterator[Garbage]:
-    yield from _staging(folders, living, dry_run=dry_run)
-    yield from _parts(folders, dry_run=dry_run)
 
 
 def _staging(folders: Iterable[Path], living: list[str], *, dry_run: bool) -> Iterator[Garbage]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import Span
+from mergepipe.core.display import Displayed, shown
 from mergepipe.core.strict_json import JsonValue
 from mergepipe.errors import MismatchError
 from mergepipe.storage.contract import Store
@@ -34,15 +35,18 @@ class Change:
             return 0.0
         return math.sqrt(self.difference / self.before) if self.before else math.inf
 
+    def __str__(self) -> str:
+        return f"{self.relative:.3g}" if math.isfinite(self.relative) else "from zero"
+
 
 @dataclass(frozen=True, slots=True)
-class UnitChange:
+class UnitChange(Displayed):
     """One unit's changes by kind; `weights` are the masters where there are any."""
 
-    unit: str
-    weights: Change | None
-    exp_avg: Change | None
-    exp_avg_sq: Change | None
+    unit: str = shown("unit")
+    weights: Change | None = shown("weights")
+    exp_avg: Change | None = shown("exp_avg")
+    exp_avg_sq: Change | None = shown("exp_avg_sq")
 
     def to_json(self) -> dict[str, JsonValue]:
         """Return the change as JSON values."""
@@ -50,13 +54,13 @@ class UnitChange:
         return {"unit": self.unit, **{kind: _json_number(change) for kind, change in changes.items()}}
 
 
-@dataclass(frozen=True, slots=True)
-class DiffReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class DiffReport(Displayed):
     """Two checkpoints compared."""
 
-    first: TrainingCheckpoint
-    second: TrainingCheckpoint
-    units: tuple[UnitChange, ...]
+    first: TrainingCheckpoint = shown("from", lambda report: f"{report.first.path} (step {report.first.step})")
+    second: TrainingCheckpoint = shown("to", lambda report: f"{report.second.path} (step {report.second.step})")
+    units: tuple[UnitChange, ...] = shown()
 
     def to_json(self) -> dict[str, JsonValue]:
         """Return the change as JSON values."""

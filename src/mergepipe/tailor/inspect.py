@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from mergepipe.core.blocks import element_count
-from mergepipe.core.records import encode
-from mergepipe.core.strict_json import JsonValue
+from mergepipe.core.display import Displayed, Table, shown, told
+from mergepipe.core.units import format_bytes
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint, differences
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.selection import Unit
+
+_MOST_MISSING = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,34 +32,48 @@ class UnitReport:
     shared_step: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointReport:
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class CheckpointReport(Displayed):
     """One checkpoint. `missing` is what a complete one would hold."""
 
-    path: str
-    format: str
-    framework: str
+    path: str = shown("checkpoint")
+    format: str = shown("format", lambda r: r.format if r.stage is None else f"{r.format} stage {r.stage}")
+    framework: str = shown("framework", "{framework}, {world_size:rank}")
     stage: int | None
     world_size: int
-    step: int
+    step: int = shown("step")
     layers: int
-    bytes: int
+    bytes: int = shown("size")
     units: tuple[UnitReport, ...]
-    tied: Mapping[str, str]
-    missing: tuple[str, ...]
+    tied: Mapping[str, str] = shown("tied", lambda r: [f"{alias} to {owner}" for alias, owner in r.tied.items()])
+    missing: tuple[str, ...] = shown("missing", lambda r: r.missing[:_MOST_MISSING], once=True)
+
+    @property
+    @told()
+    def unit_table(self) -> Table:
+        """The units, and the bytes of each kind of state."""
+        kinds = list(dict.fromkeys(kind for unit in self.units for kind in unit.bytes))
+        rows = (
+            (
+                unit.unit,
+                str(unit.parameters),
+                *(format_bytes(unit.bytes.get(kind, 0)) for kind in kinds),
+                (", ".join(f"{step:g}" for step in unit.adam_steps) or "-") + " (shared)" * unit.shared_step,
+            )
+            for unit in self.units
+        )
+        return Table(("unit", "params", *kinds, "adam step"), tuple(rows))
 
 
-@dataclass(frozen=True, slots=True)
-class InspectReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class InspectReport(Displayed):
     """Several checkpoints. Parts of them can be put together when `comparable`; otherwise `reasons` say why not."""
 
-    checkpoints: tuple[CheckpointReport, ...]
-    comparable: bool
-    reasons: tuple[str, ...]
-
-    def to_json(self) -> JsonValue:
-        """The report as JSON values."""
-        return encode(self)
+    checkpoints: tuple[CheckpointReport, ...] = shown()
+    comparable: bool = shown(
+        "composing", lambda r: "parts of these fit together" if r.comparable and len(r.checkpoints) > 1 else ""
+    )
+    reasons: tuple[str, ...] = shown("not composed")
 
 
 def inspect_checkpoints(store: Store, paths: Sequence[Location]) -> InspectReport:
