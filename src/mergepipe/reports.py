@@ -540,12 +540,10 @@ class NotExtracted:
 class ExtractLoraReport(Displayed):
     """A finished extraction. `relative_error` is what the adapter leaves of the whole difference, `left` included."""
 
-    base: Location
+    base: Location = shown("base model", lambda r: r.base_model_id or "unknown on the Hub; --base-model-id names it")
     model: Location
-    tensors: tuple[ExtractedTensor, ...] = shown("adapted", "{tensors:tensor}", once=True)
-    relative_error: float = shown(
-        "error", lambda r: f"{format_percent(r.relative_error)} of the difference's norm is not in the adapter"
-    )
+    tensors: tuple[ExtractedTensor, ...] = shown("adapted", lambda r: _adapted_text(r.tensors, "tensor"), once=True)
+    relative_error: float = shown("error", lambda report: report.error_text)
     saved_modules: tuple[str, ...] = shown("saved whole", "{saved_modules}", once=True)
     left: tuple[NotExtracted, ...] = shown(
         "not held", lambda r: names_by_reason((x.reason, x.name) for x in r.left), once=True
@@ -558,32 +556,22 @@ class ExtractLoraReport(Displayed):
     out: Path = shown("output")
 
     @property
-    @told("rank")
-    def ranks(self) -> str:
-        """The least and the largest rank."""
-        return _span(tensor.rank for tensor in self.tensors)
-
-    @property
-    @told("largest error")
-    def largest_error(self) -> str:
-        """The tensor of which the adapter lacks most."""
+    def error_text(self) -> str:
+        """The share of the difference that the adapter lacks, and of the tensor of which it lacks most."""
         worst = max(self.tensors, key=lambda tensor: tensor.relative_error, default=None)
-        return "" if worst is None else f"{format_percent(worst.relative_error)} of {worst.name}"
-
-    @property
-    @told("base model")
-    def base_text(self) -> str:
-        """The base on the Hub."""
-        return self.base_model_id or "unknown on the Hub; --base-model-id names it"
+        error = f"{format_percent(self.relative_error)} of the difference's norm is not in the adapter"
+        return error if worst is None else f"{error}, at most {format_percent(worst.relative_error)} of {worst.name}"
 
     def finished(self, base_bytes: int, model_bytes: int, seconds: float) -> ExtractLoraReport:
         """Return the report with the bytes that were read, and the time."""
         return replace(self, base_bytes=base_bytes, model_bytes=model_bytes, seconds=seconds)
 
 
-def _span(ranks: Iterable[int]) -> str:
-    found = sorted(set(ranks))
-    return " to ".join(map(str, dict.fromkeys((found[0], found[-1])))) if found else ""
+def _adapted_text(adapted: Sequence[ExtractedTensor | MergedModule], noun: str) -> str:
+    """How many tensors or modules an adapter has, and their least and largest rank."""
+    ranks = sorted({one.rank for one in adapted})
+    span = " to ".join(map(str, dict.fromkeys((ranks[0], ranks[-1])))) if ranks else "-"
+    return f"{plural(len(adapted), noun)} of rank {span}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -601,19 +589,13 @@ class MergeLoraReport(Displayed):
 
     adapters: tuple[str, ...]
     method: str = shown("method")
-    modules: tuple[MergedModule, ...] = shown("adapted", "{modules:module}", once=True)
+    modules: tuple[MergedModule, ...] = shown("adapted", lambda r: _adapted_text(r.modules, "module"), once=True)
     saved_modules: tuple[str, ...] = shown("saved whole", "{saved_modules}", once=True)
     kept_energy: float = shown("kept", lambda report: report.kept_text)
     read_bytes: int = shown("read")
     seconds: float = shown("time")
     adapter_bytes: int = shown("written")
     out: Path = shown("output")
-
-    @property
-    @told("rank")
-    def ranks(self) -> str:
-        """The least and the largest rank."""
-        return _span(module.rank for module in self.modules)
 
     @property
     def kept_text(self) -> str:
@@ -762,12 +744,12 @@ class Explanation(Displayed):
     verdict: BudgetVerdict | None = shown(default=None)
     kind: str = shown("{kind}", lambda r: str(r.path) if r.path != Path() else "not stored")
     path: Path
-    sid: str | None = shown("snapshot")
+    sid: str | None = shown("sid")
     plan_digest: str | None = shown("plan digest")
     operator: str = shown("operator")
     policy: str | None = shown("policy", "{policy}, where omitted: {on_omit}")
     on_omit: str | None
-    seed: int
+    seed: int = shown("plan", lambda r: "none: a full merge, every expert is everywhere" if r.policy is None else "")
     full_bytes: int | None
     budget_bytes: int | None = shown("budget", lambda r: _of_everything(r.budget_bytes, r.full_bytes))
     planned_bytes: int | None = shown("planned", lambda r: _of_everything(r.planned_bytes, r.full_bytes))

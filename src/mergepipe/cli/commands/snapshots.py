@@ -42,15 +42,15 @@ class SnapshotList(Displayed):
         """A line for each snapshot."""
         rows = tuple(
             (
-                each.sid[:SHORT_SID],
-                text_of("created", each.created),
-                each.operator,
-                each.place,
-                str(sum(source.role == "expert" for source in each.inputs)),
-                format_bytes(each.expert_bytes + each.analysis_bytes),
-                text_of("budget", each.plan_digest is not None),
+                snapshot.sid[:SHORT_SID],
+                text_of("created", snapshot.created),
+                snapshot.operator,
+                snapshot.place,
+                str(sum(source.role == "expert" for source in snapshot.inputs)),
+                format_bytes(snapshot.expert_bytes + snapshot.analysis_bytes),
+                text_of("budget", snapshot.plan_digest is not None),
             )
-            for each in self.snapshots
+            for snapshot in self.snapshots
         )
         head = ("sid", "made (UTC)", "operator", "path", "experts", "read of them", "budget")
         return Table(head, rows) if rows else "no snapshots"
