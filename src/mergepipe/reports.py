@@ -227,12 +227,12 @@ class MergeReport(Displayed):
         "read before", "{earlier_expert_bytes} of it at most by interrupted runs", optional=True, default=0
     )
     analysis_bytes: int = shown("read again", optional=True)
-    metadata_bytes: int
     planned_bytes: int | None = None
     budget_bytes: int | None = shown(
         "budget", "{budget_bytes}: {planned_use_bytes} read of {planned_bytes} planned", default=None
     )
     tried: tuple[TriedBudget, ...] = shown("tried", "{budget}: loss {loss}, {expert_bytes} of the experts", default=())
+    metadata_bytes: int = shown("read in all", lambda report: _tried_text(report.tried))
     output_bytes: int = shown("written")
     traffic: Traffic = shown("requests", lambda r: _requests_text(r.traffic), default_factory=Traffic)
     seconds: float = shown("time")
@@ -268,6 +268,11 @@ class MergeReport(Displayed):
     def planned_use_bytes(self) -> int:
         """What was read of that which a plan counts: everything requested of expert files but headers."""
         return self.expert_bytes + self.analysis_bytes
+
+
+def _tried_text(tried: Sequence[TriedBudget]) -> str:
+    total = format_bytes(sum(one.expert_bytes for one in tried))
+    return f"{total} of the experts, the base each time" if tried else ""
 
 
 def _requests_text(traffic: Traffic) -> str:
@@ -813,11 +818,11 @@ class SweepPoint(Displayed):
     expert_bytes: int = shown("read")
     share: float = shown("of all")
     seconds: float = shown("time")
+    loss: float | None = shown("loss", default=None)
     error: float | None = shown("error")
     flattering_error: float | None = shown("of norm")
     levels: tuple[tuple[str, int], ...] = shown("levels", lambda point: levels_text(point.levels), default=())
     unread: tuple[str, ...] = ()
-    loss: float | None = shown("loss", default=None)
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)

@@ -154,7 +154,7 @@ def test_commands__print_json_through_the_one_function_that_names_the_format() -
         for path in CLI.rglob("*.py")
         if re.search(r"\b(json_line|json\.dumps)\b", path.read_text(encoding="utf-8"))
     }
-    assert users == {"printing.py", "commands/budgets.py", "render/snapshots.py"}
+    assert users == {"printing.py", "commands/budgets.py", "commands/snapshots.py"}
 
 
 def test_model_card__names_break_neither_metadata_nor_text(ran: dict[str, tuple[Ran, Ran]], place: Path) -> None:
