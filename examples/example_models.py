@@ -1,8 +1,9 @@
-"""Writes a base model and two models tuned from it, of some 100 kB each, for examples that need no download."""
+"""Writes a base model and models tuned from it, of some 100 kB each, for examples that need no download."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,13 @@ from numpy.typing import NDArray
 N_LAYERS, HIDDEN = 4, 64
 
 
-def write_small_models(folder: Path) -> tuple[Path, list[Path]]:
-    """Write `base`, `math` and `code` below `folder`; return the base, and the two experts."""
+def write_small_models(folder: Path, names: Sequence[str] = ("math", "code")) -> tuple[Path, list[Path]]:
+    """Write `base` and the experts of these names below `folder`; return the base, and the experts."""
     rng = np.random.default_rng(0)
-    names = [f"model.layers.{layer}.mlp.{part}_proj.weight" for layer in range(N_LAYERS) for part in ("up", "down")]
-    base = {name: rng.standard_normal((HIDDEN, HIDDEN)).astype(np.float32) for name in names}
+    tensors = [f"model.layers.{layer}.mlp.{part}_proj.weight" for layer in range(N_LAYERS) for part in ("up", "down")]
+    base = {name: rng.standard_normal((HIDDEN, HIDDEN)).astype(np.float32) for name in tensors}
     experts = []
-    for number, expert in enumerate(("math", "code")):
+    for number, expert in enumerate(names):
         tuned = {
             name: base_N + np.float32(0.01) * rng.standard_normal(base_N.shape).astype(np.float32)
             if (index + number) % 2

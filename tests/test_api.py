@@ -124,7 +124,7 @@ CALLS: dict[str, tuple[str, str, Any]] = {
     "parts_status": ("plan out", "n_parts", None),
     "explain": ("subject", "tensor home", None),
     "sweep": ("recipe budgets", "options on_progress", SweepOptions),
-    "search": ("recipe out evaluate", "options on_progress", SearchOptions),
+    "search": ("recipe out evaluate", "loads_models options on_progress", SearchOptions),
     "pack": ("base experts out", "options on_progress", PackOptions),
     "load_file": ("path", "base framework threads", None),
     "merged_tensors": ("recipe", "framework only options", MergeOptions),

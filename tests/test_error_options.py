@@ -17,6 +17,7 @@ from mergepipe.errors import KEYWORD_OF_OPTION, RecipeError, with_keywords
 from mergepipe.tailor import api as tailor_api
 from support.source_code import trees_with
 
+OF_OTHER_PROGRAMS = {"--revision", "--local-dir", "--model", "--tasks"}
 OPTION = re.compile(r"(?<![\w/.-])--[a-z]+(?:-[a-z]+)*(?![\w-])")
 
 
@@ -41,7 +42,7 @@ def _texts() -> Iterator[str]:
 
 def _named_options() -> set[str]:
     texts = [re.sub(r"`(?:mergepipe|hf) [^`]*`?", "", text) for text in _texts()]
-    return {option for text in texts for option in OPTION.findall(text)} - {"--revision", "--local-dir"}
+    return {option for text in texts for option in OPTION.findall(text)} - OF_OTHER_PROGRAMS
 
 
 def test_errors__name_options_that_have_a_keyword_argument() -> None:

@@ -348,8 +348,9 @@ def sweep(
 def search(
     recipe: str | Path | Mapping[str, object],
     out: str | Path,
-    evaluate: Callable[[Path], float] | str | None = None,
+    evaluate: Callable[[Any], float] | str | None = None,
     *,
+    loads_models: bool = False,
     options: SearchOptions | None = None,
     on_progress: ProgressCallback | None = None,
     **fields: Any,
@@ -357,8 +358,9 @@ def search(
     """Search the values of a recipe that are written `{search: [low, high]}` or `{search: [a, b, c]}`.
 
     Each trial is a merge, evaluated by the function, which gets its folder and returns a loss, or by the command (see
-    `SearchOptions`). A trial whose merge or evaluation fails is marked, and the search goes on. The study lies beside
-    the output, in a file of its name and `.study`; the best merge is published as `out`.
+    `SearchOptions`). With `loads_models` the function gets a model of transformers in the place of a folder, as
+    `load_model` makes it, and trials write nothing. A trial whose merge or evaluation fails is marked, and the search
+    goes on. The study lies beside the output, in a file of its name and `.study`; the best merge is published as `out`.
 
     Raises:
         RecipeError: nothing is to be searched, or options that do not fit together.
@@ -371,7 +373,7 @@ def search(
     made = SearchOptions.of(options, fields)
     from mergepipe.jobs.search import run_search
 
-    return run_search(_recipe(recipe), Path(out), evaluate, made, on_progress)
+    return run_search(_recipe(recipe), Path(out), evaluate, made, on_progress, loads_models=loads_models)
 
 
 # --- packing experts ---
@@ -825,13 +827,10 @@ def push(
 
 
 def gc(roots: Sequence[str | Path] = (), *, dry_run: bool = False, home: str | Path | None = None) -> GcReport:
-    """Remove staging of dead runs, next to known snapshots and under `roots`, and catalog rows of what is gone.
-
-    A root may be a prefix of a bucket: what unfinished uploads left there is removed.
-    """
+    """Remove staging of dead runs, next to known snapshots and under `roots`, and catalog rows of what is gone."""
     from mergepipe.jobs.gc import collect_garbage
 
-    return collect_garbage(home_of(home), [Location.of(root) for root in roots], dry_run=dry_run)
+    return collect_garbage(home_of(home), [Location.of(root).local_path for root in roots], dry_run=dry_run)
 
 
 # --- the catalog ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.runs.inputs import open_model
 from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
 from mergepipe.storage.location import Location
+from support.named_models import named
 from support.safetensors_bytes import file_bytes, record
 from support.stores import InMemoryStore, MetadataStore
 from support.torch_bytes import Call, torch_bytes
@@ -33,15 +33,6 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=20), inner, max_size=3),
     max_leaves=6,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A model as a recipe names it."""
-
-    path: Location
-    adapter: Location | None = None
-    is_delta: bool = False
 
 
 def outcome(call: Callable[[], T]) -> T | MergePipeError:
@@ -105,7 +96,7 @@ def test_open_model__survives_any_adapter(
     tmp_path_factory: pytest.TempPathFactory, shapes: dict[str, list[int]]
 ) -> None:
     root = tmp_path_factory.mktemp("a")
-    base = open_model(MetadataStore(), Named(Location.local(base_at(root / "base"))), None)
+    base = open_model(MetadataStore(), named(Location.local(base_at(root / "base"))), None)
     header, end = {}, 0
     for name, shape in shapes.items():
         size = 4
@@ -116,7 +107,7 @@ def test_open_model__survives_any_adapter(
     (root / "adapter").mkdir()
     (root / "adapter" / "adapter_model.safetensors").write_bytes(file_bytes(header, bytes(end)))
     (root / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
-    opened = outcome(lambda: open_model(MetadataStore(), Named(Location.local(root / "adapter")), base))
+    opened = outcome(lambda: open_model(MetadataStore(), named(Location.local(root / "adapter")), base))
     if isinstance(opened, MergePipeError):
         assert str(opened).isprintable()
     else:
@@ -125,22 +116,22 @@ def test_open_model__survives_any_adapter(
 
 
 def test_open_model__a_pickled_adapter_executes_nothing(tmp_path: Path) -> None:
-    base = open_model(MetadataStore(), Named(Location.local(base_at(tmp_path / "base"))), None)
+    base = open_model(MetadataStore(), named(Location.local(base_at(tmp_path / "base"))), None)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     proof = tmp_path / "executed"
     call = Call(GlobalName("os", "mkdir"), (str(proof),))
     (tmp_path / "a" / "adapter_model.bin").write_bytes(torch_bytes({"x": call}))
     with pytest.raises(UnsupportedError, match=r"'os\.mkdir', which is not on the list"):
-        open_model(MetadataStore(), Named(Location.local(tmp_path / "a")), base)
+        open_model(MetadataStore(), named(Location.local(tmp_path / "a")), base)
     assert not proof.exists()
 
 
 def test_open_model__no_link_leads_out_of_an_adapter(tmp_path: Path) -> None:
-    base = open_model(MetadataStore(), Named(Location.local(base_at(tmp_path / "base"))), None)
+    base = open_model(MetadataStore(), named(Location.local(base_at(tmp_path / "base"))), None)
     (tmp_path / "a").mkdir()
     (tmp_path / "secret.json").write_text('{"peft_type": "LORA"}')
     (tmp_path / "a" / "adapter_config.json").symlink_to(tmp_path / "secret.json")
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(file_bytes({}))
     with pytest.raises(CorruptError, match="outside of the checkpoint"):
-        open_model(MetadataStore(), Named(Location.local(tmp_path / "a")), base)
+        open_model(MetadataStore(), named(Location.local(tmp_path / "a")), base)

@@ -269,8 +269,7 @@ def test_upload__killed_at_any_request_is_finished_by_the_same_command(
         requests.fails_at, requests.is_dead = None, False
         if MANIFEST_NAME not in objects_below(place) or name == "part":
             upload.run(place)
-        mergepipe.gc([place], home=tmp_path / "no-home")
-        objects = objects_below(place)
+        objects = {name: raw for name, raw in objects_below(place).items() if not name.startswith(".mergepipe-")}
         assert MANIFEST_NAME in objects
         assert made(objects) == upload.wanted
         assert mergepipe.verify(place, options=OutputOptions(home=tmp_path / "home", threads=2)).is_sound

@@ -24,7 +24,6 @@ from mergepipe.errors import (
     LimitError,
     MergePipeError,
     NotFoundError,
-    PublishedError,
     StorageError,
 )
 from mergepipe.options import MergeOptions, OutputOptions
@@ -39,7 +38,7 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.owner import LOG_NAME, OWNER_NAME
 from support.crashes import Death, count_operations, run_forked, run_killed
-from support.faults import Fault, open_descriptors, replaced, system_error, worker_threads
+from support.faults import Fault, replaced, system_error
 from support.slow_cases import slow_unless
 
 
@@ -101,16 +100,6 @@ def test_merge__stopped_goes_on_where_it_was(job: CrashJob, error: BaseException
     )
     assert report.expert_bytes < 2 * full.expert_bytes
     assert 0 < held < full.output_bytes
-
-
-def test_merge__reads_only_what_was_not_durable(job: CrashJob) -> None:
-    interrupt_late(job, KeyboardInterrupt())
-    before = sum(nbytes for _, purpose, nbytes in state_of(job).usage if purpose is Purpose.EXPERT)
-    report = job.run()
-    full = mergepipe.merge(
-        job.root / "recipe.yml", job.root / "again", options=MergeOptions(shard_bytes=30_000, catalog=False)
-    )
-    assert report.expert_bytes - before < full.expert_bytes / 2
 
 
 def change_input(job: CrashJob) -> None:
@@ -327,23 +316,6 @@ def test_merge__that_is_strict_does_not_go_beyond_the_budget(tmp_path: Path) -> 
     job.check_whole()
 
 
-def test_run__that_is_strict_does_not_go_beyond_the_budget(tmp_path: Path) -> None:
-    job = make_job(tmp_path, budget="100%")
-    plan = mergepipe.plan(job.root / "recipe.yml", "100%", home=job.home)
-    options = OutputOptions(shard_bytes=30_000, home=job.home)
-    with replaced(os, "ftruncate", Fault(2, KeyboardInterrupt()).wrap), pytest.raises(KeyboardInterrupt):
-        mergepipe.run(plan, job.out, options=options)
-    staging = staging_directory(job.out)
-    logged = read_work_log(staging)
-    assert logged is not None
-    with closing(WorkLog(staging, logged.key, logged)) as log:
-        log.append({"kind": "read", "expert_bytes": 10**9}, is_durable=True)
-    with pytest.raises(LimitError, match="earlier runs may have read 1000000000 of") as caught:
-        mergepipe.run(plan, job.out, strict=True, options=options)
-    assert caught.value.code == "resume.budget"
-    assert mergepipe.run(plan, job.out, options=options).earlier_expert_bytes == 10**9
-
-
 def test_merge__begun_anew_forgets_what_was_read(tmp_path: Path) -> None:
     job = make_job(tmp_path, budget="100%")
     interrupt_late(job, KeyboardInterrupt())
@@ -351,57 +323,3 @@ def test_merge__begun_anew_forgets_what_was_read(tmp_path: Path) -> None:
     assert (went_on(report.notices), report.earlier_expert_bytes) == (False, 0)
     job.check_whole()
     assert [path.name for path in job.out.parent.iterdir()] == ["out"]
-
-
-# --- faults while going on ---
-
-# What fails, how, and of how many calls the fast form looks at one; the slow one looks at every.
-CALLS: list[tuple[str, int, int]] = [
-    ("open", errno.EMFILE, 29),
-    ("pwrite", errno.ENOSPC, 11),
-    ("write", errno.EDQUOT, 11),
-    ("fsync", errno.EIO, 5),
-    ("ftruncate", errno.EIO, 5),
-    ("posix_fallocate", errno.ENOSPC, 5),
-    ("pread", errno.EIO, 5),
-    ("unlink", errno.EACCES, 5),
-]
-
-
-@pytest.mark.parametrize(("name", "number", "every"), CALLS, ids=[call[0] for call in CALLS])
-@pytest.mark.parametrize("is_short", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["few", "all"])
-def test_merge__going_on_survives_a_failure_of_any_call(
-    job: CrashJob, name: str, number: int, every: int, is_short: bool
-) -> None:
-    """However often it fails, it can be gone on with or made anew, and is never wrong."""
-    interrupt_late(job, KeyboardInterrupt())
-    staging = staging_directory(job.out)
-    kept = job.root / "kept"
-    shutil.copytree(staging, kept)
-    for at in range(0, 200, every if is_short else 1):
-        descriptors = open_descriptors()
-        fault = Fault(at, system_error(number))
-        error: MergePipeError | None = None
-        with replaced(os, name, fault.wrap):
-            try:
-                job.run()
-            except MergePipeError as caught:
-                error = caught
-        assert isinstance(error, StorageError | PublishedError | None)
-        if not fault.fired:
-            break
-        assert worker_threads(patience_seconds=5) == []
-        assert open_descriptors() <= descriptors
-        if not job.out.exists():
-            job.run()
-        job.check_whole()
-        shutil.rmtree(job.out)
-        shutil.rmtree(staging, ignore_errors=True)
-        interrupt_again(job)
-    assert at > 0
-
-
-def interrupt_again(job: CrashJob) -> None:
-    """Leave an interrupted run as before."""
-    with replaced(os, "ftruncate", Fault(2, KeyboardInterrupt()).wrap), pytest.raises(KeyboardInterrupt):
-        job.run()

@@ -95,15 +95,5 @@ def test_merge__unprepared_and_killed_is_resumed_with_its_own_plan(family: Famil
     assert n_resumed > 0
 
 
-def test_merge__unfinished_is_planned_anew_for_another_budget(family: Family) -> None:
-    with recording_often():
-        n_operations = len(count_operations(family.run))
-        family.forget()
-        assert run_killed(family.run, n_operations // 2, Death.BEFORE)
-        report = family.run(spare_bytes=1_990_000)
-    assert any("the interrupted run was another merge" in notice for notice in report.notices)
-    assert report.expert_bytes + report.analysis_bytes <= (report.budget_bytes or 0)
-
-
 def _plan_digest(out: Path) -> str | None:
     return read_manifest_value(LocalStore(), Location.local(out)).plan_digest

@@ -19,7 +19,7 @@ from mergepipe.options import MergeOptions, OutputOptions, RunOptions
 from support.bucket_outputs import files_below
 from support.families import FamilyShape, write_family
 from support.fault_server import Answer, Request
-from support.hub_server import HubServer, hub_server
+from support.hub_server import HubServer, written_hub
 from support.refusals import refuses
 from support.training_trees import decoder_shapes, known_states, write_hf
 
@@ -49,17 +49,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     """The stand-in, with an empty repository."""
-    from huggingface_hub import constants
-
-    with hub_server() as server:
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
-        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")  # of the processes that a test starts
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_TOKEN", server.token)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    with written_hub(monkeypatch, tmp_path / "hf") as server:
         server.commit(MODEL, {"README.md": b"mine"})
         yield server
 

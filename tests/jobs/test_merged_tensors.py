@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 import mergepipe
 from mergepipe.errors import ConflictError, MismatchError, RecipeError
+from support.families import TINY, write_family
 from support.refusals import refuses
 from support.small_merges import RECIPES, Bench, make_bench
 
@@ -129,3 +130,37 @@ def test_merged_tensors__of_a_rule_that_needs_whole_tensors_fit_into_little_memo
     whole = dict(mergepipe.merged_tensors(path, catalog=False))
     little = dict(mergepipe.merged_tensors(path, catalog=False, memory_bytes=64 << 20, threads=1))
     assert all(np.array_equal(tensor, little[name]) for name, tensor in whole.items())
+
+
+def test_merged_tensors__fill_a_model_by_load_weights_as_serving_engines_call_it(tmp_path: Path) -> None:
+    """vLLM and SGLang pass one iterator of names and torch tensors, once; models put matrices of one input together."""
+    torch: Any = pytest.importorskip("torch")
+    write_family(tmp_path, TINY, 2)
+    models = [{"model": str(tmp_path / f"expert-{n}"), "parameters": {"weight": 0.5}} for n in (1, 2)]
+    recipe = {"merge_method": "linear", "models": models, "dtype": "bfloat16"}
+    mergepipe.merge(recipe, tmp_path / "out", catalog=False)
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        expected = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    stacked = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2)}
+
+    class Served(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.held: dict[str, dict[int, Any]] = {}
+
+        def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
+            for name, weight in weights:
+                *stem, module, kind = name.split(".")
+                target, part = stacked.get(module, (module, 0))
+                parts = self.held.setdefault(".".join((*stem, target, kind)), {})
+                parts[part] = weight  # kept: no later tensor may write over it
+            return set(self.held)
+
+    served = Served()
+    loaded = served.load_weights(mergepipe.merged_tensors(recipe, framework="torch", catalog=False))
+    first = "model.layers.0.self_attn."
+    assert len(loaded) == len(expected) - 2 * TINY.layers
+    whole = torch.cat([expected[f"{first}{module}.weight"] for module in stacked])
+    parts = served.held[f"{first}qkv_proj.weight"]
+    assert torch.equal(torch.cat([parts[part] for part in range(3)]), whole)
+    assert torch.equal(served.held["model.norm.weight"][0], expected["model.norm.weight"])

@@ -22,7 +22,6 @@ from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.objects import BucketWriter
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 from support.bucket_outputs import (
-    Killed,
     Requests,
     bucket_server,
     files_below,
@@ -311,45 +310,6 @@ def test_merge__into_a_store_that_ignores_conditions_is_refused(
     with refuses(UnsupportedError, "output.unsupported"):
         bench.merge(out)
     assert objects_below(out) == {}
-
-
-# --- collecting ---
-
-
-def test_gc__collects_what_a_dead_run_left(bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = watch_buckets(monkeypatch)
-    kill_at(requests, 6, after=True)
-    with pytest.raises(Killed):
-        bench.merge(f"{out}/dead")
-    revive(requests)
-    bench.merge(f"{out}/done")
-    before = objects_below(f"{out}/done")
-    dry = mergepipe.gc([out], dry_run=True, home=bench.folder / "home")
-    assert [garbage.is_removed for garbage in dry.garbage if garbage.kind == "upload"] == [False]
-    report = mergepipe.gc([out], home=bench.folder / "home")
-    assert [garbage.what for garbage in report.garbage if garbage.kind == "upload"] == [f"{out}/dead"]
-    assert objects_below(f"{out}/dead") == {}
-    assert objects_below(f"{out}/done") == before
-
-
-def test_gc__leaves_a_living_upload(out: str, bench: Bench) -> None:
-    with ObjectUpload(BucketFolder(Location.parse(out))) as upload:
-        upload.send("config.json", b"{}", "digest")
-        report = mergepipe.gc([out], home=bench.folder / "home")
-        assert [line for line in report.living if line.startswith(out)]
-        assert set(objects_below(out)) == {"config.json", MARKER_NAME}
-
-
-def test_gc__believes_no_marker_that_was_changed(out: str, bench: Bench) -> None:
-    """One that names another record would make a published output an unfinished one."""
-    folder = BucketFolder(Location.parse(out))
-    with ObjectUpload(folder) as upload:
-        upload.send("config.json", b"{}", "digest")
-        marker = folder.read(MARKER_NAME, 1 << 16) or b""
-        upload.commit(b"manifest", {"config.json": 2})
-    folder.create(MARKER_NAME, marker.replace(b'"mergepipe.json"', b'"mergepipe.jsom"'))
-    mergepipe.gc([out], home=bench.folder / "home")
-    assert {MANIFEST_NAME, "config.json"} <= objects_below(out).keys()
 
 
 # --- refusals ---

@@ -7,7 +7,6 @@ Most of it holds of outputs in a folder and in a bucket, and is tested of both. 
 from __future__ import annotations
 
 import base64
-import errno
 import itertools
 import json
 import os
@@ -42,9 +41,9 @@ from mergepipe.reports import MergeReport, PartReport
 from mergepipe.runs import parts as worker_module
 from mergepipe.runs import progress
 from mergepipe.snapshots import parts as records
-from mergepipe.snapshots import parts_places, work_log
+from mergepipe.snapshots import work_log
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.object_upload import JobUpload, ObjectUpload
+from mergepipe.snapshots.object_upload import ObjectUpload
 from mergepipe.snapshots.parts import JOB_NAME, Claimant
 from mergepipe.snapshots.parts_places import FolderParts, parts_directory, parts_folder, read_job
 from mergepipe.storage import owned
@@ -55,7 +54,6 @@ from mergepipe.storage.remote.objects import BucketWriter
 from support.bucket_outputs import bucket_server, files_below, new_prefix, objects_below
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import DiskFamily, make_models, write_family
-from support.faults import replaced
 from support.s3_server import S3Server
 from support.slow_cases import slow_unless
 
@@ -159,8 +157,8 @@ class Place:
 
     def collect(self) -> list[tuple[str, bool]]:
         """Kinds of garbage, and whether it was removed."""
-        root = self.out if isinstance(self.out, str) else self.out.parent
-        garbage = mergepipe.gc([root], home=self.home.with_name("no-home")).garbage
+        assert isinstance(self.out, Path)
+        garbage = mergepipe.gc([self.out.parent], home=self.home.with_name("no-home")).garbage
         return [(item.kind, item.is_removed) for item in garbage]
 
     def check_made(self, case: Case) -> None:
@@ -244,26 +242,6 @@ def test_run_part__where_renames_replace_is_coordinated_by_links(
     test_run_part__of_racing_workers_makes_one_output(cases, folder)
 
 
-def test_run_part__removes_the_place_that_another_worker_removes_too(cases: Cases, folder: Place) -> None:
-    case = cases(BUDGETED)
-    digest = case.plan.digest
-
-    def refusing(rename: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
-        refusals = iter([OSError(errno.ENOTEMPTY, "not empty")])
-
-        def move(old: Path, new: Path) -> None:
-            error = next(refusals, None) if old.name.endswith(digest) else None
-            if error is not None:
-                raise error
-            rename(old, new)
-
-        return move
-
-    with replaced(owned, "rename", refusing):
-        folder.part(case.plan, (1, 1))
-    folder.check_made(case)
-
-
 def test_run_part__finishes_when_it_is_asked_to(cases: Cases, place: Place) -> None:
     case = cases(BUDGETED)
     with pytest.raises(NotFoundError, match="no part of it is made"):
@@ -330,41 +308,6 @@ def test_run_part__stale_worker_after_the_commit_changes_nothing(
     assert (report.is_published, report.merge) == (True, None)
     assert [place.everything()] == after
     place.check_made(case)
-
-
-def test_run_part__finished_by_another_after_any_look_at_its_folder_leaves_nothing(
-    cases: Cases, folder: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker that looked at its folder may make it again, under the number of the one that is gone."""
-    case, out = cases(PLAIN), Path(folder.out)
-    monkeypatch.setattr(parts_places, "_identity_of", lambda path: (0, 0) if path.is_dir() else None)
-    looks_at: Callable[[FolderParts], bool] = vars(FolderParts)["exists"].fget
-    looks = 0
-
-    def overtaken_after(number: int) -> None:
-        def look(place: FolderParts) -> bool:
-            nonlocal looks
-            looks += 1
-            is_there = looks_at(place)
-            if looks == number:
-                with monkeypatch.context() as undisturbed:
-                    undisturbed.setattr(FolderParts, "exists", property(looks_at))
-                    assert folder.part(case.plan, (1, 1)).merge is not None
-            return is_there
-
-        monkeypatch.setattr(FolderParts, "exists", property(look))
-
-    for number in itertools.count(1):
-        looks = 0
-        overtaken_after(number)
-        report = folder.part(case.plan, (1, 1))
-        assert report.is_published
-        folder.check_made(case)
-        assert list(out.parent.iterdir()) == [out]
-        if looks < number:
-            break
-        shutil.rmtree(out)
-    assert number > 2 * N_SHARDS
 
 
 def test_run_part__tells_of_an_output_that_was_finished_before_its_report(
@@ -654,48 +597,24 @@ def test_run_part__into_a_store_that_ignores_conditions_is_refused(
 # --- what is left behind ---
 
 
-def let_all_be_older(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def let_all_be_older(place: Place) -> None:
     """Of some days more than parts are kept for."""
-    age = timedelta(days=8)
-    if isinstance(place.out, Path):
-        for path in [*place.out.parent.rglob("*"), *place.out.parent.iterdir()]:
-            os.utime(path, (time.time() - age.total_seconds(),) * 2)
-    monkeypatch.setattr(parts_places, "age_seconds", lambda *_: age.total_seconds())
+    assert isinstance(place.out, Path)
+    for path in [*place.out.parent.rglob("*"), *place.out.parent.iterdir()]:
+        os.utime(path, (time.time() - timedelta(days=8).total_seconds(),) * 2)
 
 
-def test_gc__removes_parts_that_are_abandoned(cases: Cases, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = cases(PLAIN)
-    place.part(case.plan, (1, 2))
-    assert place.collect() == []  # other parts may come
-    let_all_be_older(place, monkeypatch)
-    assert place.collect() == [("parts", True)]
-    assert place.everything() == {}
+def test_gc__removes_parts_that_are_abandoned(cases: Cases, folder: Place) -> None:
+    folder.part(cases(PLAIN).plan, (1, 2))
+    assert folder.collect() == []  # other parts may come
+    let_all_be_older(folder)
+    assert folder.collect() == [("parts", True)]
+    assert folder.everything() == {}
 
 
-def test_gc__leaves_the_parts_of_an_output_that_is_being_finished(
-    cases: Cases, bucket: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = cases(BUDGETED).plan
-    bucket.part(plan, (1, 2))
-    let_all_be_older(bucket, monkeypatch)
-    shards = weights(bucket.files())
-    with JobUpload(BucketFolder(Location.of(bucket.out))):
-        assert bucket.collect() == []
-        assert weights(bucket.files()) == shards
-        with pytest.raises(NotFoundError, match="no part of it is made"):
-            bucket.part(plan, None)
-
-
-def test_gc__removes_parts_of_an_output_that_is_published(cases: Cases, folder: Place, bucket: Place) -> None:
+def test_gc__removes_parts_of_an_output_that_is_published(cases: Cases, folder: Place) -> None:
     case = cases(PLAIN)
     folder.part(case.plan, (1, 2))
     mergepipe.run(case.plan, folder.out, options=OPTIONS)
     assert folder.collect() == [("parts", True)]
     folder.check_made(case)
-    bucket.part(case.plan, (1, 1))
-    left = parts_folder(BucketFolder(Location.of(bucket.out)), case.plan.digest)
-    left.create("done-00001.json", b"a worker was killed as it wrote this")
-    garbage = mergepipe.gc(["s3://bucket"], home=bucket.home, dry_run=True).garbage
-    assert [entry.is_removed for entry in garbage if entry.what == bucket.out] == [False]
-    bucket.collect()
-    bucket.check_made(case)

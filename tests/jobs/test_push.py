@@ -31,7 +31,7 @@ from mergepipe.tailor.composition import _recipe_without_paths
 from support.bucket_outputs import files_below, objects_below, served_bucket, watch_buckets
 from support.families import FamilyShape, write_family
 from support.fault_server import Answer, Request
-from support.hub_server import HubServer, hub_server
+from support.hub_server import HubServer, written_hub
 from support.refusals import refuses
 from support.remote_stores import set_environment
 from support.training_trees import decoder_shapes, known_states, write_hf
@@ -59,16 +59,7 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    from huggingface_hub import constants
-
-    with hub_server() as server:
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_TOKEN", server.token)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    with written_hub(monkeypatch, tmp_path / "hf") as server:
         yield server
 
 

@@ -28,17 +28,15 @@ from support.families import TINY, FamilyPaths, write_family
 from support.fault_server import (
     Answer,
     BucketServer,
-    Fault,
     FaultServer,
     Request,
     cut,
     no_fault,
     stall,
     status,
-    with_headers,
 )
 from support.hub_server import hub_server
-from support.remote_stores import PATIENT_SECONDS, STALL_SECONDS, set_environment
+from support.remote_stores import PATIENT_SECONDS, set_environment
 
 KINDS = ("s3", "http", "hub")
 RECIPE = """\
@@ -54,47 +52,11 @@ AFTER_READS = 12
 OPTIONS = MergeOptions(catalog=False, threads=1)
 
 
-def whole_file(_request: Request, answer: Answer) -> Answer:
-    return Answer(200, bytes(answer.body) * 2, {"ETag": answer.headers.get("ETag", "")})
-
-
 def other_bytes(request: Request, answer: Answer) -> Answer:
     """Bytes of another file of the same size, behind the header, whose server says the same of it."""
     if request.range is not None and request.range[0] >= FIRST_READ_BYTES:
         answer.body = bytes(len(answer.body))
     return answer
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Faults of some answers in a row, and the codes of errors in which a merge may end; none: it must succeed."""
-
-    faults: list[Fault]
-    codes: frozenset[str] = frozenset()
-    on_hub: frozenset[str] | None = None  # where they differ: its addresses are renewed, its files have no ETag
-
-    def codes_of(self, kind: str) -> frozenset[str]:
-        return self.on_hub if kind == "hub" and self.on_hub is not None else self.codes
-
-
-CASES = {
-    "cut": Case([cut(100)]),
-    "cut again and again": Case([cut(10)] * 4),
-    "stall": Case([stall(50, PATIENT_SECONDS)]),
-    "500": Case([status(500)]),
-    "503 with Retry-After": Case([status(503, Retry_After="0")] * 2),
-    "429": Case([status(429)]),
-    "wrong range": Case([with_headers(Content_Range="bytes 1-2/*")], frozenset({"storage.answer"})),
-    "200 for a range": Case([whole_file], frozenset({"storage.answer", "input.changed"})),
-    "another ETag": Case([with_headers(ETag='"other"')], frozenset({"input.changed"})),
-    "expired location": Case([status(403)], frozenset({"storage.permission"}), frozenset()),
-    "gone": Case([status(404)], frozenset({"storage.not-found"}), frozenset()),
-    "never again": Case([status(503)] * 1000, frozenset({"storage.unavailable"})),
-}  # fmt: skip
-IN_SHORT = [
-    ("s3", "expired location", "60%"), ("http", "cut", None), ("hub", "expired location", "60%"),
-    ("hub", "another ETag", "60%"),
-]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -175,33 +137,6 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
         yield Remote(folder, family, bucket, hub.cdn, hub.url)
 
 
-def check_case(remote: Remote, name: str, kind: str, budget: str | None, out: Path) -> None:
-    case, server = CASES[name], remote.server(kind)
-    server.faults = []
-    clean = remote.clean_weights(kind, budget, out / "clean")
-    server.all_sent_bytes()
-    server.sent_by_path.clear()
-    server.faults = [no_fault] * AFTER_READS + case.faults
-    report, code = None, ""
-    with pytest.MonkeyPatch.context() as patched:
-        if name == "stall":
-            patched.setattr(HttpClient.__init__, "__defaults__", (STALL_SECONDS, PATIENT_SECONDS))
-        try:
-            report = remote.merge(kind, out / "faulty", budget)
-        except MergePipeError as error:
-            code = error.code
-    server.stop_silence()
-    assert len(server.faults) < len(case.faults)
-    expected = case.codes_of(kind) or {""}
-    assert code in (expected if budget is None else expected | {"budget.exceeded"})
-    if report is None:
-        assert not (out / "faulty").exists()
-        return
-    assert weights(out / "faulty") == clean
-    if report.budget_bytes is not None:
-        assert remote.sent_of_experts(kind) <= report.budget_bytes + remote.header_bytes()
-
-
 @pytest.mark.parametrize("kind", ["s3", "gs", "az", "http", "hub"])
 def test_merge__of_remote_models_is_the_local_merge(kind: str, remote: Remote, tmp_path: Path) -> None:
     server = remote.server(kind)
@@ -211,23 +146,6 @@ def test_merge__of_remote_models_is_the_local_merge(kind: str, remote: Remote, t
     remote.merge(kind, tmp_path / "out", None)
     assert server.faults == []
     assert weights(tmp_path / "out") == clean
-
-
-@pytest.mark.parametrize(("kind", "name", "budget"), IN_SHORT)
-def test_merge__survives_faults_or_says_why_in_short(
-    kind: str, name: str, budget: str | None, remote: Remote, tmp_path: Path
-) -> None:
-    check_case(remote, name, kind, budget, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("budget", [None, "60%"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CASES)
-def test_merge__survives_faults_or_says_why(
-    name: str, kind: str, budget: str | None, remote: Remote, tmp_path: Path
-) -> None:
-    check_case(remote, name, kind, budget, tmp_path)
 
 
 def test_merge__of_whole_files_of_the_hub_is_held_to_their_digests(remote: Remote, tmp_path: Path) -> None:

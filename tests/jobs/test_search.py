@@ -126,7 +126,7 @@ def test_search__chooses_among_values_and_on_a_logarithm(family: Path) -> None:
 )
 def test_search__refuses_what_is_no_range(family: Path, first: object, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
-        mergepipe.search(write_recipe(family, first), family / "best", len, trials=1)  # type: ignore[arg-type]
+        mergepipe.search(write_recipe(family, first), family / "best", len, trials=1)
     assert not (family / "best.study").exists()
 
 
@@ -203,3 +203,33 @@ def test_search__gives_up_the_worse_half_after_a_rung(family: Path) -> None:
     early = next(trial for trial in report.trials if trial.state == "pruned")
     assert 0 < early.expert_bytes < full.expert_bytes
     assert report.best_trial.state == "complete"
+
+
+def test_search__with_loaded_models_writes_no_trial_and_finds_what_folders_find(
+    family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    name = "model.norm.weight"
+    mergepipe.merge(write_recipe(family, 0.3), family / "target", catalog=False)
+    target = load_file(family / "target" / "model.safetensors")[name]
+    recipe = write_recipe(family)
+
+    def of_model(model: Any) -> float:
+        assert isinstance(model, transformers.PreTrainedModel)
+        assert list(scratch.glob("mergepipe-search-*/*")) == []
+        return float(np.square(model.get_parameter(name).detach().numpy() - target).sum())
+
+    def of_folder(folder: Path) -> float:
+        return float(np.square(load_file(folder / "model.safetensors")[name] - target).sum())
+
+    (scratch := family / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    loaded = mergepipe.search(recipe, family / "loaded", of_model, loads_models=True, trials=4, rungs=("50%", "100%"))
+    written = mergepipe.search(recipe, family / "written", of_folder, trials=4, rungs=("50%", "100%"))
+    told = [
+        [(trial.values, trial.rungs, trial.expert_bytes) for trial in report.trials] for report in (loaded, written)
+    ]
+    assert told[0] == told[1]
+    assert loaded.sid == written.sid
+    with pytest.raises(RecipeError, match="a loaded model is evaluated by a function"):
+        mergepipe.search(recipe, family / "none", evaluate=command(family, "print(1)"), loads_models=True)

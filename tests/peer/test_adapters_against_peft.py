@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from mergepipe.runs.inputs import open_model
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.fetching import fetched
+from support.named_models import named
 from support.rounding import decode, encode
 
 pytestmark = pytest.mark.peer
@@ -27,15 +27,6 @@ CASES = {  # and how many tensors the adapter touches
     "plain": 12, "bfloat16": 10, "rank-stabilised": 8, "patterns": 8, "embedding": 3, "head": 8, "bias-all": 10,
     "bias-lora": 4, "transposed": 8,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A model as a recipe names it."""
-
-    path: Location
-    adapter: Location | None = None
-    is_delta: bool = False
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +61,9 @@ def assert_agrees(found: NDArray[np.float32], expected: Readable) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_open_adapter__makes_what_peft_makes(cases: Path, case: str) -> None:
     store = LocalStore()
-    base = open_model(store, Named(Location.local(cases / case / "base")), None)
-    merged = open_model(store, Named(Location.local(cases / case / "merged")), None)
-    adapter = open_model(store, Named(Location.local(cases / case / "adapter")), base)
+    base = open_model(store, named(Location.local(cases / case / "base")), None)
+    merged = open_model(store, named(Location.local(cases / case / "merged")), None)
+    adapter = open_model(store, named(Location.local(cases / case / "adapter")), base)
     assert (adapter.kind, len(adapter.tensors)) == (CheckpointKind.ADAPTER, CASES[case])
     assert set(adapter.tensors) <= set(base.tensors)
     for name, expected in merged.tensors.items():
@@ -84,10 +75,10 @@ def test_open_adapter__makes_what_peft_makes(cases: Path, case: str) -> None:
 @pytest.mark.parametrize("case", ["plain", "embedding", "transposed"])
 def test_open_model__base_and_adapter_are_what_peft_makes(cases: Path, case: str) -> None:
     store = LocalStore()
-    merged = open_model(store, Named(Location.local(cases / case / "merged")), None)
+    merged = open_model(store, named(Location.local(cases / case / "merged")), None)
     for anchor in (None, merged):
         both = open_model(
-            store, Named(Location.local(cases / case / "base"), Location.local(cases / case / "adapter")), anchor
+            store, named(Location.local(cases / case / "base"), Location.local(cases / case / "adapter")), anchor
         )
         assert (both.kind, list(both.tensors)) == (CheckpointKind.FULL, list(merged.tensors))
         for name, expected in merged.tensors.items():
@@ -97,8 +88,8 @@ def test_open_model__base_and_adapter_are_what_peft_makes(cases: Path, case: str
 
 def test_open_model__an_adapter_of_the_anchor_itself_is_a_delta(cases: Path) -> None:
     store = LocalStore()
-    base = open_model(store, Named(Location.local(cases / "plain" / "base")), None)
+    base = open_model(store, named(Location.local(cases / "plain" / "base")), None)
     both: Checkpoint = open_model(
-        store, Named(Location.local(cases / "plain" / "base"), Location.local(cases / "plain" / "adapter")), base
+        store, named(Location.local(cases / "plain" / "base"), Location.local(cases / "plain" / "adapter")), base
     )
     assert (both.kind, len(both.tensors)) == (CheckpointKind.ADAPTER, CASES["plain"])

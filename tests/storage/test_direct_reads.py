@@ -22,7 +22,7 @@ _NAMES = PATH_METHODS | PATH_METHODS_WITH_PATTERN | OS_FUNCTIONS | OS_PATH_FUNCT
 
 OWN = "our own files: home, catalog, staging, outputs"
 ALLOWED = {
-    "catalog/catalog.py": ("exists glob stat", OWN),
+    "catalog/catalog.py": ("exists glob os.path.realpath stat", OWN),
     "catalog/database.py": ("regular.regular_status", OWN),
     "catalog/snapshots.py": ("is_dir os.path.realpath os.walk", OWN),
     "catalog/rebuild.py": ("exists os.path.realpath", OWN),
@@ -39,12 +39,11 @@ ALLOWED = {
         "a snapshot that is repaired",
     ),
     "jobs/sweep.py": ("is_dir", OWN),
-    "jobs/text_importance.py": ("read_bytes", "the text that its own process measures a model on"),
+    "jobs/evaluations.py": ("read_bytes", "the text that its own process measures a model on"),
     "kernels/compiled.py": ("read_bytes rglob", "the kernels' own source"),
     "kernels/code_cache.py": ("is_dir os.fstat os.listdir os.lstat os.open", "compiled kernels"),
     "planning/plan.py": ("exists is_file is_symlink regular.read_head", OWN),
     "runs/remote_output.py": ("read_bytes", OWN),
-    "runs/parts.py": ("is_dir", OWN),
     "runs/progress.py": ("is_dir is_file stat", OWN),
     "recipes/references.py": ("os.path.realpath", "the folder that paths are written relative to"),
     "runs/snapshots.py": ("exists is_dir is_file", OWN),

@@ -160,18 +160,6 @@ def test_read_into__reads_the_ordinary_way_where_a_direct_read_is_refused(tmp_pa
     assert store.ledger.usage()[Purpose.BASE] == 16_384 + 8192
 
 
-def test_open__refuses_what_is_no_file(tmp_path: Path) -> None:
-    before = open_descriptors()
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe"):
-        with refuses(StorageError, "storage.not-a-file"):
-            LocalStore().open(Location.local(path))
-    for path in (tmp_path / "nothing", make_file(tmp_path, 1)[0] / "below"):
-        with pytest.raises(NotFoundError):
-            LocalStore().open(Location.local(path))
-    assert open_descriptors() <= before
-
-
 def test_open__leaves_no_descriptor_when_it_fails(tmp_path: Path) -> None:
     path, _ = make_file(tmp_path, 100)
     before = open_descriptors()

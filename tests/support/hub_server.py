@@ -14,7 +14,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import quote, unquote
+
+import pytest
 
 from mergepipe.storage.remote.hub_listing import git_blob_id
 from support.fault_server import Answer, Fault, FaultServer, Link, Request, no_fault
@@ -305,4 +308,19 @@ def _refusal(status: int, code: str, message: str) -> Answer:
 def hub_server(large_bytes: int = 1 << 20, link: Link | None = None) -> Iterator[HubServer]:
     """Serve a `HubServer` and its large files on two ports of the loopback while the context lasts."""
     with HubServer(large_bytes, link) as server, server.cdn:
+        yield server
+
+
+@contextmanager
+def written_hub(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[HubServer]:
+    """A stand-in that the environment leads the Hub's own package to, with a token that may write."""
+    from huggingface_hub import constants
+
+    with hub_server() as server:
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+        settings = {"HF_ENDPOINT": server.url, "HF_TOKEN": server.token, "HF_HOME": str(home)}
+        for name, value in {**settings, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}.items():
+            monkeypatch.setenv(name, value)
         yield server

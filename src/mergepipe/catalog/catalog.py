@@ -221,6 +221,7 @@ class Catalog:
         """
         self._database.check_integrity()
         self.snapshots()
+        self.stats()
 
 
 # --- rows of snapshots ---

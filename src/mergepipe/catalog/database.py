@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from mergepipe.catalog.home import CATALOG_NAME
@@ -166,15 +166,6 @@ def _prepare(connection: sqlite3.Connection, path: Path, deadline_seconds: float
             if _primary_code(error) not in _BUSY_CODES or time.monotonic() >= deadline_seconds:
                 raise
             time.sleep(_RETRY_SECONDS)
-    expected, actual = expected_schema(), schema(connection)
-    differing = sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
-    if differing:
-        raise CorruptError.of(
-            "catalog.damaged",
-            path,
-            f"tables or indexes are missing or have another definition: {differing}",
-            REBUILD_HINT,
-        )
 
 
 def _check_ours(connection: sqlite3.Connection, path: Path) -> bool:
@@ -183,7 +174,7 @@ def _check_ours(connection: sqlite3.Connection, path: Path) -> bool:
     try:
         application = int(connection.execute("PRAGMA application_id").fetchone()[0])
         version = schema_version(connection)
-        tables = schema(connection)
+        has_tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] > 0
     except sqlite3.OperationalError as error:
         if _primary_code(error) != sqlite3.SQLITE_ERROR:
             raise
@@ -191,7 +182,7 @@ def _check_ours(connection: sqlite3.Connection, path: Path) -> bool:
     finally:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
-    if application != APPLICATION_ID and (application or version or tables):
+    if application != APPLICATION_ID and (application or version or has_tables):
         raise MismatchError.of(
             "catalog.foreign", path, "is a database of another application", "choose another home with --home"
         )
@@ -209,9 +200,9 @@ def _check_ours(connection: sqlite3.Connection, path: Path) -> bool:
             f"its schema has version {version}; this program reads version {SCHEMA_VERSION}",
             f"{REBUILD_HINT}, which sets it aside, and analyze again",
         )
-    if version < 1 and tables:
+    if version < 1 and has_tables:
         raise CorruptError.of("catalog.damaged", path, f"it has tables but schema version {version}", REBUILD_HINT)
-    return not tables
+    return not has_tables
 
 
 def _primary_code(error: sqlite3.Error) -> int:
@@ -238,9 +229,8 @@ def _typed(error: sqlite3.Error, path: Path) -> MergePipeError | None:
         return ConflictError.of(
             "catalog.locked", path, f"another process has locked it ({reason})", "wait for it to finish and run again"
         )
-    if code in _CORRUPT_CODES or (
-        code == 0 and isinstance(error, sqlite3.OperationalError)
-    ):  # 0: text that is no UTF-8
+    is_no_text = code == 0 and isinstance(error, sqlite3.OperationalError)  # no UTF-8
+    if code in _CORRUPT_CODES or is_no_text or "no such table" in reason or "no such column" in reason:
         return CorruptError.of("catalog.damaged", path, reason, REBUILD_HINT)
     if code in _PERMISSION_CODES:
         return StorageError.of("catalog.permission", path, reason, "check the permissions, or use --home")
@@ -267,19 +257,6 @@ def catalog_os_error(error: OSError, home: Path) -> MergePipeError:
 def schema_version(connection: sqlite3.Connection) -> int:
     """Return the `user_version` of the file: 0 for an empty one."""
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
-
-
-def schema(connection: sqlite3.Connection) -> dict[str, str]:
-    """Return tables and indexes by name, each with the statement that created it."""
-    rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
-    return {str(name): str(sql) for name, sql in rows}
-
-
-def expected_schema() -> dict[str, str]:
-    """Return what `schema` gives of a new file."""
-    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
-        create_schema(connection)
-        return schema(connection)
 
 
 def create_schema(connection: sqlite3.Connection) -> None:

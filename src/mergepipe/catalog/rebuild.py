@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from mergepipe.catalog.catalog import Catalog
@@ -31,16 +30,32 @@ def rebuild(home: Path, roots: Sequence[Path], *, timeout_seconds: float = LOCK_
     unreadable: list[Problem] = []
     manifest_paths = list(find_manifests(roots, unreadable))
     catalog, moved_aside = _open_sound(home, timeout_seconds)
+    recorded: list[SnapshotRow] = []
+    missing: list[Path] = []
+    composites: list[Path] = []
     with catalog:
-        registered_paths = [snapshot.path for snapshot in catalog.snapshots()]
-        adopted = _adopt_all(catalog, [*manifest_paths, *registered_paths], unreadable)
-        return RebuildReport(
-            snapshots=len(adopted.recorded),
-            missing=_still_missing(catalog, adopted.recorded, adopted.missing),
-            unreadable=tuple(unreadable),
-            moved_aside=moved_aside,
-            composites=tuple(adopted.composites),
-        )
+        paths = [*manifest_paths, *(snapshot.path for snapshot in catalog.snapshots())]
+        for path in dict.fromkeys(Path(os.path.realpath(path)) for path in paths):
+            try:
+                recorded.append(catalog.adopt_snapshot(path, created=modified_at(path / MANIFEST_NAME)))
+            except NotFoundError:
+                missing.append(path)
+            except MergePipeError as error:
+                codes = {problem.code for problem in error.problems}
+                if not codes.isdisjoint(_FATAL):
+                    raise
+                if "format.kind" in codes:
+                    composites.append(path)
+                else:
+                    unreadable.extend(error.problems)
+        lost = _still_missing(catalog, {snapshot.manifest_digest for snapshot in recorded}, missing)
+    return RebuildReport(
+        snapshots=len(recorded),
+        missing=lost,
+        unreadable=tuple(unreadable),
+        moved_aside=moved_aside,
+        composites=tuple(composites),
+    )
 
 
 def _open_sound(home: Path, timeout_seconds: float) -> tuple[Catalog, Path | None]:
@@ -91,36 +106,8 @@ def _refuse_if_in_use(path: Path) -> None:
             return
 
 
-@dataclass(frozen=True, slots=True)
-class _Adopted:
-    """The outcome for each manifest."""
-
-    recorded: dict[str, SnapshotRow] = field(default_factory=dict)
-    missing: list[Path] = field(default_factory=list)
-    composites: list[Path] = field(default_factory=list)
-
-
-def _adopt_all(catalog: Catalog, paths: Iterable[Path], unreadable: list[Problem]) -> _Adopted:
-    adopted = _Adopted()
-    for path in dict.fromkeys(Path(os.path.realpath(path)) for path in paths):
-        try:
-            adopted.recorded[str(path)] = catalog.adopt_snapshot(path, created=modified_at(path / MANIFEST_NAME))
-        except NotFoundError:
-            adopted.missing.append(path)
-        except MergePipeError as error:
-            codes = {problem.code for problem in error.problems}
-            if not codes.isdisjoint(_FATAL):
-                raise
-            if "format.kind" in codes:
-                adopted.composites.append(path)
-            else:
-                unreadable.extend(error.problems)
-    return adopted
-
-
-def _still_missing(catalog: Catalog, recorded: dict[str, SnapshotRow], missing: list[Path]) -> tuple[Path, ...]:
+def _still_missing(catalog: Catalog, digests: set[str], missing: list[Path]) -> tuple[Path, ...]:
     """Forget rows of snapshots that were found elsewhere; return the remaining paths without a manifest."""
-    digests = {snapshot.manifest_digest for snapshot in recorded.values()}
     lost = list(missing)
     for snapshot in catalog.snapshots():
         is_elsewhere = snapshot.path in missing or os.path.realpath(snapshot.path) != str(snapshot.path)

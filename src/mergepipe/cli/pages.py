@@ -15,7 +15,15 @@ import mergepipe
 from mergepipe.core.display import Table, share_text
 from mergepipe.core.escaping import as_line
 from mergepipe.core.units import format_bytes, format_percent, format_seconds, plural
-from mergepipe.reports import ExpertShare, Explanation, SweepPoint, SweepReport, missing_text
+from mergepipe.reports import (
+    ExpertShare,
+    Explanation,
+    SearchReport,
+    SearchTrial,
+    SweepPoint,
+    SweepReport,
+    missing_text,
+)
 from mergepipe.runs.budget.verdict import NAMES
 
 _TICKS = 5
@@ -77,25 +85,33 @@ Format = Callable[[float], str]
 
 
 def draw_chart(
-    title: str, x_label: str, y_label: str, lines: Sequence[Line], x_format: Format, y_format: Format
+    title: str,
+    x_label: str,
+    y_label: str,
+    lines: Sequence[Line],
+    x_format: Format,
+    y_format: Format,
+    *,
+    begins_at_0: bool = True,
 ) -> Chart:
-    """Lay lines out over axes that begin at 0; lines without points are left out."""
+    """Lay lines out over axes that begin at 0 (that of `y` only if told to); lines without points are left out."""
     drawn = [line for line in lines if line.points]
-    x_step, x_top = _scale(max((x for line in drawn for x, _ in line.points), default=1.0))
-    y_step, y_top = _scale(max((y for line in drawn for _, y in line.points), default=1.0))
+    x_ticks = _ticks(0.0, max((x for line in drawn for x, _ in line.points), default=1.0))
+    ys = [y for line in drawn for _, y in line.points] or [1.0]
+    y_ticks = _ticks(0.0 if begins_at_0 else min(ys), max(ys))
 
     def x_at(x: float) -> float:
-        return round(100 * x / x_top, 2)
+        return round(100 * x / x_ticks[-1], 2)
 
     def y_at(y: float) -> float:
-        return round(100 - 100 * y / y_top, 2)
+        return round(100 - 100 * (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]), 2)
 
     return Chart(
         title,
         x_label,
         y_label,
-        x_ticks=tuple((x_at(x), x_format(x)) for x in _steps(x_step, x_top)),
-        y_ticks=tuple((y_at(y), y_format(y)) for y in _steps(y_step, y_top)),
+        x_ticks=tuple((x_at(x), x_format(x)) for x in x_ticks),
+        y_ticks=tuple((y_at(y), y_format(y)) for y in y_ticks),
         lines=tuple(
             Line(
                 line.name,
@@ -105,21 +121,18 @@ def draw_chart(
             )
             for line in drawn
         ),
-    )
+    )  # fmt: skip
 
 
-def _scale(largest: float) -> tuple[float, float]:
-    """A step of 1, 2 or 5 times a power of ten, and the multiple of it that holds `largest`."""
-    if not (math.isfinite(largest) and largest > 0):
-        return 0.2, 1.0
-    raw = largest / _TICKS
+def _ticks(low: float, high: float) -> list[float]:
+    """Return multiples of 1, 2 or 5 times a power of ten, the first at most `low`, the last at least `high`."""
+    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
+        low, high = (0.0, 1.0) if not math.isfinite(low + high) or low == 0 else (low - abs(low), low + abs(low))
+    raw = (high - low) / _TICKS
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
-    return step, step * math.ceil(largest / step - 1e-9)
-
-
-def _steps(step: float, top: float) -> list[float]:
-    return [i * step for i in range(round(top / step) + 1)]
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [number * step for number in range(first, last + 1)]
 
 
 def explain_page(explanation: Explanation, made: datetime | None = None) -> str:
@@ -236,3 +249,71 @@ def _level_lines(report: SweepReport) -> list[Line]:
 def _places(values: Iterable[tuple[SweepPoint, float | None]]) -> tuple[tuple[float, float], ...]:
     """Positions by rising share of bytes; what was not measured is left out."""
     return tuple(sorted((point.share, y) for point, y in values if y is not None))
+
+
+def search_page(report: SearchReport, made: datetime | None = None) -> str:
+    """Render the page of a search, with the day it was made."""
+    axes = _axes(report)
+    return render_page(
+        "search.html.j2", made, report=report, axes=[f"{name}: {low:.4g} to {high:.4g}" for name, low, high in axes],
+        parallel=_parallel_chart(report, axes), charts=_search_charts(report), values_of=_values_text,
+    )  # fmt: skip
+
+
+def _values_text(trial: SearchTrial) -> str:
+    return ", ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in trial.values.values())
+
+
+def _axes(report: SearchReport) -> list[tuple[str, float, float]]:
+    """Return what has an axis, the searched numbers and the first objective, with its range over finished trials."""
+    places = [_numbers(trial, report.objectives[0]) for trial in report.trials if trial.losses]
+    names = [name for name in places[0] if all(name in place for place in places)]
+    columns = {name: [place[name] for place in places] for name in names}
+    return [(name, min(column), max(column)) for name, column in columns.items()]
+
+
+def _numbers(trial: SearchTrial, objective: str) -> dict[str, float]:
+    """Return the values of a trial that are numbers, and what its objective came to, by name."""
+    numbers = {
+        name: float(value)
+        for name, value in trial.values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return {**numbers, objective: trial.losses[0]}
+
+
+def _parallel_chart(report: SearchReport, axes: Sequence[tuple[str, float, float]]) -> Chart:
+    """Draw each finished trial as a line over the axes, each of which goes from its least value to its largest."""
+
+    def line(trial: SearchTrial, style: str) -> Line:
+        values = _numbers(trial, report.objectives[0])
+        heights = [(values[name] - low) / (high - low) if high > low else 0.5 for name, low, high in axes]
+        return Line(f"trial {trial.number}", style, tuple((float(n), y) for n, y in enumerate(heights, start=1)))
+
+    others = [line(trial, "bound") for trial in report.trials if trial.losses and not trial.is_best]
+    best = [line(trial, "chosen") for trial in report.trials if trial.losses and trial.is_best]
+    x_label = "the axes below"
+    return draw_chart("Trials", x_label, "from the least value of an axis to its largest", [*others, *best],
+                      "{:g}".format, "{:g}".format)  # fmt: skip
+
+
+def _search_charts(report: SearchReport) -> tuple[Chart, ...]:
+    """Draw the first objective by trial and by bytes read, and over the second objective where there are several."""
+    objective = report.objectives[0]
+    trials = [trial for trial in report.trials if trial.losses]
+
+    def chart(title: str, x_label: str, x_of: Callable[[SearchTrial], float], x_format: Format) -> Chart:
+        lines = [
+            Line(name, style, tuple((x_of(trial), trial.losses[0]) for trial in trials if trial.is_best == is_best))
+            for name, style, is_best in (("others", "bound scatter", False), ("the best", "chosen scatter", True))
+        ]
+        return draw_chart(title, x_label, objective, lines, x_format, "{:.4g}".format, begins_at_0=False)
+
+    charts = [
+        chart("By trial", "trial", lambda trial: float(trial.number), "{:g}".format),
+        chart("By bytes", "expert bytes that the trial read", lambda trial: float(trial.expert_bytes),
+              lambda nbytes: format_bytes(int(nbytes))),
+    ]  # fmt: skip
+    if len(report.objectives) > 1:
+        charts.append(chart("The front", report.objectives[1], lambda trial: trial.losses[1], "{:.4g}".format))
+    return tuple(charts)

@@ -35,7 +35,9 @@ TARGET_BUDGETS = ("5%", "10%", "25%", "50%", "100%")
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)(?![\w.])", re.IGNORECASE
 )
-_FOLDER, _TEXT_LOSS = "{}", "loss:"
+_FOLDER = "{}"
+_SUBJECTS = {"loss": "text", "retrieval": "file of pairs", "lm-eval": ""}
+"""What the measures of `jobs.evaluations` are taken on, if it is a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +107,16 @@ class Evaluation:
 def parse_evaluation(command: str) -> Evaluation:
     """Split a command as a shell would, without its variables and patterns; without `{}` the folder comes last.
 
-    `loss:FILE` is the mean loss of a causal model on a text.
+    `loss:FILE`, `retrieval:FILE` and `lm-eval:TASKS` are measures of `jobs.evaluations`.
     """
-    if command.startswith(_TEXT_LOSS):
-        text = Path(command.removeprefix(_TEXT_LOSS)).absolute()
-        if not is_file(Stores(), Location.local(text)):
-            raise RecipeError.of("evaluate.failed", "--evaluate", f"there is no text {text}", "name a file of text")
-        return Evaluation((sys.executable, "-m", "mergepipe.jobs.text_importance", _FOLDER, str(text)))
+    measure, _, subject = command.partition(":")
+    if measure in _SUBJECTS and subject:
+        if kind := _SUBJECTS[measure]:
+            path = Path(subject).absolute()
+            if not is_file(Stores(), Location.local(path)):
+                raise RecipeError.of("evaluate.failed", "--evaluate", f"there is no {kind} {path}", "name a file")
+            subject = str(path)
+        return Evaluation((sys.executable, "-m", "mergepipe.jobs.evaluations", measure, _FOLDER, subject))
     try:
         words = shlex.split(command)
     except ValueError as error:

@@ -16,42 +16,35 @@ from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.reports import Garbage, GcReport
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.object_upload import UPLOADS_NAME, find_uploads
-from mergepipe.snapshots.parts_places import FolderParts, find_parts, read_job
+from mergepipe.snapshots.object_upload import UPLOADS_NAME
+from mergepipe.snapshots.parts_places import FolderParts, read_job
 from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead
 from mergepipe.snapshots.work_log import merge_state, read_work_log
 from mergepipe.storage import owned
-from mergepipe.storage.location import OBJECT_SCHEMES, Location
 from mergepipe.storage.owner import is_alive, newest_change
-from mergepipe.storage.remote.bucket_folder import BucketFolder
 
 ABANDONED_SECONDS: Final = 7 * 24 * 3600.0
 """Parts of an output that nobody has written to for so long are garbage: jobs may wait in a queue for days."""
+BIRTH_SECONDS: Final = 60.0
 
 
-def collect_garbage(home: Path, places: Sequence[Location], *, dry_run: bool) -> GcReport:
-    """Remove staging of dead runs in `places` and next to known snapshots, and rows of deleted snapshots.
-
-    Of buckets, what unfinished uploads left at and below the places is removed, snapshots never.
+def collect_garbage(home: Path, roots: Sequence[Path], *, dry_run: bool) -> GcReport:
+    """Remove staging of dead runs below `roots` and next to known snapshots, and rows of deleted snapshots.
 
     A snapshot on a disk that is not mounted does not count as deleted: a row goes only if the folder that held it is
     there and it is not. What another snapshot was made from keeps its row.
     """
-    roots = [place.local_path for place in places if place.scheme not in OBJECT_SCHEMES]
     for root in roots:
         if not root.is_dir():
             raise NotFoundError.of("storage.not-found", root, "no such directory", "check the path")
-    living: list[str] = []
-    garbage: list[Garbage] = []
-    for place in (place for place in places if place.scheme in OBJECT_SCHEMES):
-        garbage.extend((*_bucket_parts(place, dry_run=dry_run), *_uploads(place, living, dry_run=dry_run)))
-    if (home / UPLOADS_NAME).is_dir():
-        roots.append(home / UPLOADS_NAME)
+    uploads = home / UPLOADS_NAME
     with contextlib.ExitStack() as stack:
         catalog = stack.enter_context(Catalog.open(home)) if (home / CATALOG_NAME).exists() else None
-        folders = _folders(() if catalog is None else catalog.snapshots(), roots)
-        garbage.extend((*_staging(folders, living, dry_run=dry_run), *_parts(folders, dry_run=dry_run)))
-        garbage.extend(() if catalog is None else _snapshot_rows(catalog, dry_run=dry_run))
+        snapshots = () if catalog is None else catalog.snapshots()
+        folders = _folders(snapshots, [*roots, *([uploads] if uploads.is_dir() else [])])
+        living: list[str] = []
+        garbage = [*_staging(folders, living, dry_run=dry_run), *_parts(folders, dry_run=dry_run)]
+        garbage += () if catalog is None else _snapshot_rows(catalog, dry_run=dry_run)
     return GcReport(garbage=tuple(garbage), living=tuple(living), is_dry_run=dry_run)
 
 
@@ -82,39 +75,21 @@ def _staging(folders: Iterable[Path], living: list[str], *, dry_run: bool) -> It
             yield Garbage("staging", str(directory), reason, nbytes, is_removed)
 
 
-def _uploads(place: Location, living: list[str], *, dry_run: bool) -> Iterator[Garbage]:
-    for upload in find_uploads(BucketFolder(place)):
-        where = str(upload.folder.location)
-        if upload.owner is not None:
-            living.append(f"{where}: {upload.owner}")
-            continue
-        reason = "the mark of a finished upload" if upload.is_published else "left by a dead upload"
-        is_removed = not dry_run and upload.remove()
-        if dry_run or is_removed:  # else a run continues it by now
-            yield Garbage("upload", where, reason, upload.nbytes, is_removed)
-
-
-def _bucket_parts(place: Location, *, dry_run: bool) -> Iterator[Garbage]:
-    for parts in find_parts(BucketFolder(place), ABANDONED_SECONDS):
-        is_removed = not dry_run and parts.remove()
-        if dry_run or is_removed:  # else a worker finishes the output by now
-            yield _parts_garbage(str(parts.output.location), parts.nbytes, parts.is_published, is_removed)
-
-
 def _parts(folders: Iterable[Path], *, dry_run: bool) -> Iterator[Garbage]:
     """Find parts directories whose output is published, or that are abandoned; others wait for their workers."""
     for folder in folders:
         for path in sorted(folder.glob(f".*{owned.PARTS_MARK}*")):
             if not owned.is_parts_name(path.name) or path.is_symlink():
                 continue
-            is_finished = _is_finished(path)
             silent_seconds = time.time() - max(newest_change(path), path.stat().st_mtime)
+            is_finished = _is_finished(path, silent_seconds)
             if not is_finished and (silent_seconds < ABANDONED_SECONDS or _has_worker(path)):
                 continue
             nbytes = _allocated_bytes(path)
             if not dry_run:
                 owned.remove_tree(path, ignore_errors=True)
-            yield _parts_garbage(str(path), nbytes, is_finished, not dry_run)
+            reason = "its output is published" if is_finished else "nobody has worked on it for a week"
+            yield Garbage("parts", str(path), reason, nbytes, not dry_run)
 
 
 def _has_worker(directory: Path) -> bool:
@@ -127,17 +102,13 @@ def _has_worker(directory: Path) -> bool:
     return any(claim.is_open and is_alive(claim.owner, ABANDONED_SECONDS) for claim in claims)
 
 
-def _parts_garbage(where: str, nbytes: int, is_published: bool, is_removed: bool) -> Garbage:
-    reason = "its output is published" if is_published else "nobody has worked on it for a week"
-    return Garbage("parts", where, reason, nbytes, is_removed)
-
-
-def _is_finished(directory: Path) -> bool:
-    if directory.name.endswith(owned.FINISHED_SUFFIX):
-        return True
+def _is_finished(directory: Path, silent_seconds: float) -> bool:
+    """Whether its output is published, or its job is gone, which a worker removes first and makes first."""
     try:
         job = read_job(directory)
-        return job is not None and is_snapshot_of(directory.parent / job.out, job.plan_digest)
+        if job is None:
+            return silent_seconds > BIRTH_SECONDS
+        return is_snapshot_of(directory.parent / job.out, job.plan_digest)
     except MergePipeError:  # damaged: not ours to judge
         return False
 

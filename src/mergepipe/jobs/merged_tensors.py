@@ -80,6 +80,11 @@ class OpenedMerge:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    @property
+    def expert_bytes(self) -> int:
+        """The bytes requested of expert files so far, as a budget counts them."""
+        return self._store.ledger.usage().expert_bytes
+
     def small_files(self) -> dict[str, bytes]:
         """Return the configuration and the tokenizer's files as the output has them, by name."""
         return dict(planned_sidecars(self.inputs, self._store))

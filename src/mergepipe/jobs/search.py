@@ -17,8 +17,9 @@ from mergepipe.core.strict_json import shown
 from mergepipe.errors import LimitError, MergePipeError, OutputError, RecipeError, UnsupportedError
 from mergepipe.jobs.evaluate import Evaluation, parse_evaluation, parse_objective
 from mergepipe.jobs.merge import run_budgeted, run_merge
+from mergepipe.jobs.merged_tensors import OpenedMerge, load_model
 from mergepipe.jobs.plan import plan_request
-from mergepipe.options import OutputOptions, PlanOptions, SearchOptions
+from mergepipe.options import MergeOptions, OutputOptions, PlanOptions, SearchOptions
 from mergepipe.recipes.yaml_source import KeyPath, RecipeText, Value, YamlSource, key_path_text, parse_yaml, read_yaml
 from mergepipe.recipes.yaml_source import recipe_text as written_recipe
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SearchReport, SearchTrial
@@ -33,7 +34,8 @@ SEARCH_KEY, LOG_KEY = "search", "log"
 _SEED = 0  # of what is proposed, and of operators that draw
 _STUDY_NAME, _RECIPE_KEY = "mergepipe", "recipe"
 _MOST_FAILED = 5  # where that many trials fail from the first on, a search ends
-Evaluate = Callable[[Path], float]
+Evaluate = Callable[[Any], float]
+"""A function of the user: takes the folder of a merge, or the loaded model, and returns a loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +121,11 @@ def run_search(
     evaluate: Evaluate | None,
     options: SearchOptions,
     on_progress: ProgressCallback | None,
+    *,
+    loads_models: bool = False,
 ) -> SearchReport:
     """Try values, and publish the best merge; see `api.search`."""
-    search = _Search(recipe, out, evaluate, options, on_progress)
+    search = _Search(recipe, out, evaluate, options, on_progress, loads_models)
     with tempfile.TemporaryDirectory(prefix="mergepipe-search-") as directory:
         search.try_values(Path(directory) / "trial")
     return search.publish()
@@ -137,6 +141,7 @@ class _Search:
         evaluate: Evaluate | None,
         options: SearchOptions,
         on_progress: ProgressCallback | None,
+        loads_models: bool,
     ) -> None:
         self._store = Stores()
         if isinstance(recipe, RecipeText):
@@ -150,6 +155,10 @@ class _Search:
         self._settings = run_settings(options.common(OutputOptions, catalog=False, resume=None), _SEED)
         self._objectives = tuple(map(parse_objective, options.objectives))
         self._evaluate, self._command = evaluate, self._parsed_command(evaluate)
+        self._loads_models = loads_models
+        if loads_models and evaluate is None:
+            message = "a loaded model is evaluated by a function, and a command was given"
+            raise RecipeError.of("option.conflict", "loads_models", message, "leave it out")
         if len(self._objectives) > 1 and self._rungs:
             message = "rungs compare trials by one number, and several objectives are given"
             raise RecipeError.of("option.conflict", "--rung", message, "leave one of the two out")
@@ -245,11 +254,14 @@ class _Search:
         losses: tuple[float, ...] = ()
         nbytes, at_rungs = 0, []
         for step, rung in enumerate(self._rungs or (None,)):
-            with private_outputs():
-                report = self._merged(values, rung, folder)
-            nbytes += report.expert_bytes + report.analysis_bytes
-            losses = self._evaluated(folder)
-            owned.remove_tree(folder, ignore_errors=True)
+            if self._loads_models:
+                expert_bytes, losses = self._evaluated_model(values, rung)
+            else:
+                with private_outputs():
+                    report = self._merged(values, rung, folder)
+                expert_bytes, losses = report.expert_bytes + report.analysis_bytes, self._evaluated(folder)
+                owned.remove_tree(folder, ignore_errors=True)
+            nbytes += expert_bytes
             at_rungs.append(losses[0])
             trial.set_user_attr("expert_bytes", nbytes)
             trial.set_user_attr("rungs", at_rungs)
@@ -274,6 +286,15 @@ class _Search:
         if not self._objectives:
             return (self._command.loss_of(folder, timeout),)
         return self._command.values_of(folder, self._objectives, timeout)
+
+    def _evaluated_model(self, values: Mapping[KeyPath, Any], rung: str | None) -> tuple[int, tuple[float, ...]]:
+        """Merge into a model of transformers and evaluate it, without a file; return the expert bytes and the loss."""
+        assert self._evaluate is not None
+        recipe = written_recipe(with_values(self._source.root, values), self._folder)
+        options = self._options.common(MergeOptions, budget=rung, seed=_SEED, catalog=False, resume=None)
+        with OpenedMerge(recipe, options) as merge:
+            model, expert_bytes = load_model(merge, None, None), merge.expert_bytes
+        return expert_bytes, (float(self._evaluate(model)),)
 
     # --- the best ---
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from blake3 import blake3
 
@@ -48,22 +48,9 @@ if TYPE_CHECKING:
     from mergepipe.storage.contract import Store
 
 
-class NamedModel(Protocol):
-    """A model as a recipe names it: its path, the adapter to apply, whether it holds deltas."""
-
-    @property
-    def path(self) -> Location: ...
-
-    @property
-    def adapter(self) -> Location | None: ...
-
-    @property
-    def is_delta(self) -> bool: ...
-
-
 def open_model(
     store: Store,
-    model: NamedModel,
+    model: ModelInput,
     base: Checkpoint | None,
     *,
     as_weights: bool = False,

@@ -46,9 +46,8 @@ from mergepipe.snapshots.parts import (
     index_of,
 )
 from mergepipe.snapshots.shards import TensorDigest
-from mergepipe.snapshots.staging import CONTENT_NAME, Staging
+from mergepipe.snapshots.staging import Staging
 from mergepipe.snapshots.work_log import forget_work_log, usage_of
-from mergepipe.storage import owned
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Ledger, Purpose, Usage
 from mergepipe.storage.location import Location
@@ -331,28 +330,22 @@ class MadeParts(MergeProgress):
         self._ledger.expert_limit_bytes = None  # each worker was held to its share
         self._ledger.add(usage)
         for shard in range(len(work.output.shards)):
-            self._parts.give(shard, digests_of[shard], directory.parent)
+            self._parts.give(shard, digests_of[shard], directory)
             observer.on_progress(None)
         sync_directory(directory)
         return PartResult(digests_of, usage)
 
     def can_continue(self, directory: Path, is_sent: Callable[[str, str], bool] | None = None) -> bool:
-        """Go on where shards were given already; the small files are made anew."""
-        if not self._parts.is_given(directory):
-            forget_work_log(directory)
-            return False
-        owned.keep_only(directory / CONTENT_NAME, dict(self._parts.job.shards))
-        return True
+        """Begin anew: the small files are made again, and the shards lie with the parts."""
+        del is_sent
+        forget_work_log(directory)
+        return False
 
     @contextlib.contextmanager
     def recorded(self, staging: Staging) -> Iterator[None]:
-        """Keep what was given if the output is not published."""
-        try:
-            yield
-        except BaseException:
-            if staging.path.is_dir() and self._parts.is_given(staging.directory):
-                staging.keep()
-            raise
+        """Record nothing: it reads nothing."""
+        del staging
+        yield
 
 
 def _made_shards(parts: PartsPlace) -> dict[int, tuple[TensorDigest, ...]]:

@@ -21,7 +21,7 @@ from mergepipe.engine.work import OutputPlan
 from mergepipe.runs.progress import MergeProgress
 from mergepipe.snapshots.hub_upload import HubUpload
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
-from mergepipe.snapshots.object_upload import JobUpload, ObjectUpload, check_apart
+from mergepipe.snapshots.object_upload import ObjectUpload, check_apart
 from mergepipe.snapshots.shards import INDEX_NAME, TensorDigest, file_digest_of
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage import owned
@@ -53,7 +53,8 @@ class RemoteOutput:
             self._upload = HubUpload(location, force=force)
         else:
             folder = BucketFolder(location, open_writer(location, self._check_stop))
-            self._upload = JobUpload(folder) if is_made else ObjectUpload(folder)
+            self._upload = ObjectUpload(folder, completes_parts=is_made)
+        self._is_made = is_made
         self._shards = output.shards
         self._sizes = {shard.name: shard.file_bytes for shard in output.shards}
         self._ends = list(accumulate(len(shard.tensors) for shard in output.shards))
@@ -100,7 +101,7 @@ class RemoteOutput:
 
     def publish(self, manifest: Manifest) -> None:
         """Upload all that is left, the manifest last."""
-        if not isinstance(self._upload, JobUpload):
+        if not self._is_made:
             self._add([TensorDigest(t.name, t.blake3, ()) for t in manifest.tensors[len(self._roots) :]])
         self._wait(0)
         folder = self._staging.path

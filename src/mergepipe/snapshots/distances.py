@@ -27,53 +27,43 @@ def distance(store: Store, a: Checkpoint, b: Checkpoint, on_tick: OnTick) -> flo
 
     `on_tick` is called from time to time with the bytes read since the last call.
     """
-    total = 0.0
-    with _opened(store, a, b) as files:
-        for name, entry in a.tensors.items():
-            other = b.tensors.get(name)
-            if other is None or other.shape != entry.shape or not (_is_float(entry) and _is_float(other)):
-                continue
-            for span in BlockGrid(entry.n_elements, CHUNK_ELEMENTS).spans():
-                difference_N = _elements(files, entry, span)
-                difference_N -= _elements(files, other, span)
-                total += float(np.dot(difference_N, difference_N))
-                on_tick(span.n_elements * (entry.dtype.itemsize + other.dtype.itemsize))
-    return math.sqrt(total)
+    norms = tensor_norms(store, a, b, [name for name in a.tensors if name in b.tensors], on_tick)
+    return math.hypot(*(difference for difference, _ in norms.values()))
 
 
 def norm(store: Store, checkpoint: Checkpoint, on_tick: OnTick) -> float:
     """`||A||` over its float tensors; `on_tick` as in `distance`."""
-    total = 0.0
     with _opened(store, checkpoint) as files:
-        for entry in checkpoint.tensors.values():
-            if not _is_float(entry):
-                continue
-            for span in BlockGrid(entry.n_elements, CHUNK_ELEMENTS).spans():
-                elements_N = _elements(files, entry, span)
-                total += float(np.dot(elements_N, elements_N))
-                on_tick(span.n_elements * entry.dtype.itemsize)
-    return math.sqrt(total)
+        entries = filter(_is_float, checkpoint.tensors.values())
+        return math.hypot(*(_norms(files, entry, None, on_tick)[1] for entry in entries))
 
 
 def tensor_norms(
     store: Store, a: Checkpoint, b: Checkpoint, names: Iterable[str], on_tick: OnTick
 ) -> dict[str, tuple[float, float]]:
     """`||A - B||` and `||A||` of each named float tensor that both have in the same shape; `on_tick` as above."""
-    norms = {}
     with _opened(store, a, b) as files:
-        for name in names:
-            entry, other = a.tensors[name], b.tensors[name]
-            if other.shape != entry.shape or not (_is_float(entry) and _is_float(other)):
-                continue
-            difference = norm = 0.0
-            for span in BlockGrid(entry.n_elements, CHUNK_ELEMENTS).spans():
-                elements_N = _elements(files, entry, span)
-                norm += float(np.dot(elements_N, elements_N))
-                elements_N -= _elements(files, other, span)
-                difference += float(np.dot(elements_N, elements_N))
-                on_tick(span.n_elements * (entry.dtype.itemsize + other.dtype.itemsize))
-            norms[name] = (math.sqrt(difference), math.sqrt(norm))
-    return norms
+        pairs = ((name, a.tensors[name], b.tensors[name]) for name in names)
+        return {
+            name: _norms(files, entry, other, on_tick)
+            for name, entry, other in pairs
+            if other.shape == entry.shape and _is_float(entry) and _is_float(other)
+        }
+
+
+def _norms(
+    files: Mapping[Location, RangeFile], entry: Readable, other: Readable | None, on_tick: OnTick
+) -> tuple[float, float]:
+    """Return `||entry - other||`, 0 without another, and `||entry||`."""
+    difference = norm = 0.0
+    for span in BlockGrid(entry.n_elements, CHUNK_ELEMENTS).spans():
+        elements_N = _elements(files, entry, span)
+        norm += float(np.dot(elements_N, elements_N))
+        if other is not None:
+            elements_N -= _elements(files, other, span)
+            difference += float(np.dot(elements_N, elements_N))
+        on_tick(span.n_elements * (entry.dtype.itemsize + (0 if other is None else other.dtype.itemsize)))
+    return math.sqrt(difference), math.sqrt(norm)
 
 
 def _is_float(entry: Readable) -> bool:

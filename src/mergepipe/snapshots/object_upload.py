@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -117,13 +117,15 @@ class ObjectUpload:
     """One upload to a prefix, complete with the object `record_name`. A context manager: left without `commit`, nothing
     is visible.
 
-    What was sent stays for the next run, or for `gc`; the marker goes only if nothing was.
+    What was sent stays for the next run; the marker goes only if nothing was.
     """
 
-    silence_seconds = SILENCE_SECONDS
-
-    def __init__(self, folder: BucketFolder, record_name: str = MANIFEST_NAME) -> None:
+    def __init__(
+        self, folder: BucketFolder, record_name: str = MANIFEST_NAME, *, completes_parts: bool = False
+    ) -> None:
+        """With `completes_parts` the shards, and records of them, lie there: only small files are uploaded."""
         self._folder = folder
+        self.completes_parts = completes_parts
         self._record_name = record_name
         self._marker = _Marker(uuid.uuid4().hex, this_process(), record_name)
         self.sent_bytes = 0
@@ -139,11 +141,16 @@ class ObjectUpload:
         self._check_conditions()
         _active.add(self._marker.upload)
         try:
-            if self._folder.create(MARKER_NAME, self._marker.to_record()):
+            if not self._folder.create(MARKER_NAME, self._marker.to_record()):
+                silence_seconds = STAGING_SILENCE_SECONDS if self.completes_parts else SILENCE_SECONDS
+                _take_over(self._folder, self._marker, silence_seconds)
+            elif not self.completes_parts:
                 self._check_empty()
             else:
-                _take_over(self._folder, self._marker, self.silence_seconds)
-        except BaseException:
+                self._check_unpublished()  # another process may have published between the first look and the claim
+        except BaseException as error:
+            if self.completes_parts:
+                self._leave(error)
             _active.discard(self._marker.upload)
             raise
         return self
@@ -251,8 +258,12 @@ class ObjectUpload:
             raise self._appeared("another process took the prefix over")
 
     def _leave(self, error: BaseException) -> None:
-        """After a failure, remove the marker if nothing else is there."""
+        """After a failure, remove the marker if nothing else is there, or who completes parts may do so at once."""
         try:
+            if self.completes_parts:
+                self._check_ours()
+                self._folder.delete(MARKER_NAME)
+                return
             listing = self._folder.list_all()
             if self._record_name in listing:
                 return
@@ -262,8 +273,7 @@ class ObjectUpload:
                 return
         except MergePipeError:
             return
-        note = "what is uploaded stays: the same command continues"
-        error.add_note(f"{note}, `mergepipe gc {self._folder.location}` removes it")
+        error.add_note("what is uploaded stays: the same command continues; to give up, delete the prefix")
 
     def _exists(self) -> MergePipeError:
         kind = "snapshot" if self._record_name == MANIFEST_NAME else "packed expert"
@@ -273,58 +283,6 @@ class ObjectUpload:
     def _appeared(self, message: str) -> MergePipeError:
         hint = "use what is there, or choose another prefix"
         return ConflictError.of("output.changed", self._folder.location, message, hint)
-
-
-class JobUpload(ObjectUpload):
-    """The upload of what completes an output that is made in parts: its shards, and records of them, lie there."""
-
-    silence_seconds = STAGING_SILENCE_SECONDS  # it uploads small files only
-
-    def __enter__(self) -> JobUpload:
-        super().__enter__()
-        try:
-            self._check_unpublished()  # another process may have published between the first look and the claim
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
-        return self
-
-    def _check_empty(self) -> None:
-        """Do nothing: the job has made sure that nothing else is there."""
-
-    def _leave(self, error: BaseException) -> None:
-        """After a failure, let another process finish at once."""
-        del error
-        with contextlib.suppress(MergePipeError):
-            self._check_ours()
-            self._folder.delete(MARKER_NAME)
-
-
-@dataclass(frozen=True, slots=True)
-class LeftUpload:
-    """An upload that was not finished: where, what it holds, and the process that may still make it (None: dead)."""
-
-    folder: BucketFolder
-    names: tuple[str, ...]
-    nbytes: int
-    owner: Owner | None
-    record_name: str
-    is_published: bool
-
-    def remove(self) -> bool:
-        """Remove it; False where a run has continued it meanwhile."""
-        marker = _Marker(uuid.uuid4().hex, this_process(), self.record_name)
-        _active.add(marker.upload)
-        try:
-            _take_over(self.folder, marker)
-            for name in self.names:
-                self.folder.delete(name)
-            self.folder.delete(MARKER_NAME)
-        except ConflictError:
-            return False
-        finally:
-            _active.discard(marker.upload)
-        return True
 
 
 def staging_place(destination: Location, home: Path) -> Path:
@@ -363,27 +321,7 @@ def no_conditions(location: Location) -> MergePipeError:
     )
 
 
-def find_uploads(folder: BucketFolder) -> Iterator[LeftUpload]:
-    """Find the uploads at and below a folder that were not finished; of published ones, the marker alone."""
-    listing = folder.list_all()
-    for name in sorted(name for name in listing if PurePosixPath(name).name == MARKER_NAME):
-        parent = name.removesuffix(MARKER_NAME)
-        if any(key.startswith(f"{parent}{PARTS_MARK}") for key in listing):
-            continue  # its job decides what becomes of it
-        within = {key.removeprefix(parent): facts for key, facts in listing.items() if key.startswith(parent)}
-        place = folder.below(parent.rstrip("/"))
-        marker = _read_marker(place)
-        if marker is None:
-            continue
-        is_published = marker.record_name in within
-        object_names = () if is_published else (key for key in _own_names(within) if key != MARKER_NAME)
-        names = tuple(key for key in object_names if _is_ours(place, key))
-        owner = marker.owner if marker.may_be_alive(_silent_seconds(within)) else None
-        nbytes = sum(within[key].size_bytes for key in names)
-        yield LeftUpload(place, names, nbytes, owner, marker.record_name, is_published)
-
-
-def _take_over(folder: BucketFolder, marker: _Marker, silence_seconds: float = SILENCE_SECONDS) -> None:
+def _take_over(folder: BucketFolder, marker: _Marker, silence_seconds: float) -> None:
     """Put our marker in the place of a dead run's."""
     facts = folder.look(MARKER_NAME)
     earlier = _read_marker(folder)
@@ -408,7 +346,7 @@ def _busy(folder: BucketFolder, who: str) -> MergePipeError:
         "output.busy",
         folder.location,
         f"is being made by {who}",
-        f"wait for it, or choose another prefix; a day after it died `mergepipe gc {folder.location}` removes it",
+        "wait for it, or choose another prefix; after a crash of its machine, delete the prefix",
     )
 
 
@@ -425,17 +363,6 @@ def _own_names(listing: Mapping[str, ObjectFacts]) -> list[str]:
     ends = (MANIFEST_NAME, STORE_HEADER_NAME, MARKER_NAME)
     below = {str(PurePosixPath(name).parent) for name in listing if PurePosixPath(name).name in ends} - {"."}
     return [name for name in listing if not below & {str(parent) for parent in PurePosixPath(name).parents}]
-
-
-def is_uploading(folder: BucketFolder, listing: Mapping[str, ObjectFacts]) -> bool:
-    """Whether a living process may be writing an output to the folder."""
-    marker = _read_marker(folder) if MARKER_NAME in listing else None
-    return marker is not None and marker.may_be_alive(_silent_seconds({MARKER_NAME: listing[MARKER_NAME]}))
-
-
-def written_names(folder: BucketFolder, listing: Mapping[str, ObjectFacts]) -> list[str]:
-    """The names of a listing that uploads to the folder itself wrote, records of parts apart."""
-    return [name for name in _own_names(listing) if _is_ours(folder, name)]
 
 
 def _is_ours(folder: BucketFolder, name: str) -> bool:

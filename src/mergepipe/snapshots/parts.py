@@ -178,10 +178,6 @@ class PartsPlace(ABC):
     def exists(self) -> bool:
         """Whether the place is there."""
 
-    def _check_there(self) -> None:
-        if not self.exists:
-            raise gone(self.path)
-
     @abstractmethod
     def begin(self, raw_job: bytes) -> None:
         """Make the place with the record of the job, unless it is there."""
@@ -197,6 +193,10 @@ class PartsPlace(ABC):
     @abstractmethod
     def read_raw(self, name: str, limit_bytes: int) -> bytes | None:
         """Read a file; None if there is none."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove a file; it may be gone already."""
 
     @abstractmethod
     def names(self) -> tuple[str, ...]:
@@ -217,27 +217,38 @@ class PartsPlace(ABC):
     def take_back(self, shard: int, digests: Sequence[TensorDigest], folder: Path) -> None:  # noqa: B027
         """Move the file of a shard of which there is no record back into the folder that it was made in, if it left."""
 
-    def give(self, shard: int, digests: Sequence[TensorDigest], staging: Path) -> None:  # noqa: B027
-        """Put a shard's file, once, into the staging directory of the output if it is published from there."""
-
-    def is_given(self, staging: Path) -> bool:
-        """Whether files of this job lie in a staging directory."""
-        del staging
-        return False
+    def give(self, shard: int, digests: Sequence[TensorDigest], content: Path) -> None:  # noqa: B027
+        """Put a shard's file into the folder from which the output is published, if it is published from one."""
 
     @abstractmethod
     def remove(self) -> None:
-        """Remove the place after the output was published: for workers it is gone in one step."""
+        """Remove the place after the output was published: the job first, from then on its workers write nothing."""
 
     # --- records ---
 
     def create(self, name: str, content: bytes) -> bool:
         """Write a record under a name that is not there; whether nobody was first."""
-        return self.write_new(name, sealed(content, name))
+        self.check_there()
+        is_new = self.write_new(name, sealed(content, name))
+        self._check_kept(name)
+        return is_new
 
     def replace(self, name: str, content: bytes) -> None:
         """Replace a record of this process."""
+        self.check_there()
         self.write_over(name, sealed(content, name))
+        self._check_kept(name)
+
+    def check_there(self) -> None:
+        """Raise `parts.gone` if the place is gone."""
+        if not self.exists:
+            raise gone(self.path)
+
+    def _check_kept(self, name: str) -> None:
+        """Delete what was written just now if the job ended meanwhile."""
+        if not self.exists:
+            self.delete(name)
+            raise gone(self.path)
 
     def read(self, name: str, limit_bytes: int = WORK_LOG_BYTES) -> bytes | None:
         """Read a record; None if there is none."""
@@ -285,7 +296,7 @@ class PartsPlace(ABC):
                 self.take_back(shard, state.digests, directory / CONTENT_NAME)
             return can_continue(directory)
 
-        self._check_there()
+        self.check_there()
         place = self._work.with_name(f"{self._work.name}-{shard:05d}")
         with contextlib.ExitStack() as stack:
             try:

@@ -3,9 +3,9 @@
 Of a folder, `.<name>.mergepipe-parts-<digest of the plan>` holds the records, and each shard's file, named by its
 content, until `Staging` publishes them. Of a bucket, `.mergepipe-parts-<digest of the plan>/` below the output's prefix
 holds the records; shards have their final names from the start: they are created by conditional puts, never replaced or
-moved, and nothing is a snapshot before there is a manifest. A folder refuses to create in it when it is gone; in a
-bucket, whoever writes anything looks for `job.json` before and after: its deletion, which comes first, ends the job for
-all, and what was written at the same moment is deleted by its own writer.
+moved, and nothing is a snapshot before there is a manifest. Whoever writes anything looks for `job.json` before and
+after: its deletion, which comes first, ends the job for all, and what was written at the same moment is deleted by its
+own writer.
 """
 
 from __future__ import annotations
@@ -14,20 +14,16 @@ import contextlib
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mergepipe.core.strict_json import digest_of
 from mergepipe.errors import ConflictError, MergePipeError, OutputError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.object_upload import MARKER_NAME, is_uploading, no_conditions, written_names
+from mergepipe.snapshots.object_upload import MARKER_NAME, no_conditions
 from mergepipe.snapshots.parts import JOB_NAME, PartsJob, PartsPlace, content_of, gone, parse_job
 from mergepipe.snapshots.shards import TensorDigest
-from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
-from mergepipe.snapshots.work_log import WorkLog, content_identity, read_work_log
 from mergepipe.storage import owned
 from mergepipe.storage.limits import WORK_LOG_BYTES
 from mergepipe.storage.location import Location
@@ -36,7 +32,7 @@ from mergepipe.storage.ranges import os_error
 from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
 
 if TYPE_CHECKING:
-    from mergepipe.storage.remote.objects import ObjectFacts
+    pass
 
 _REMOVALS: Final = 5  # another worker may write to the place, or remove it too, until it sees the output
 _BELOW_PARTS: Final = re.compile(rf"((?:.*/)?){re.escape(PARTS_MARK)}([0-9a-f]{{32}})/[^/]*")
@@ -92,31 +88,21 @@ class FolderParts(PartsPlace):
     def __init__(self, out: Path, job: PartsJob) -> None:
         self._path = parts_directory(out, job.plan_digest)
         super().__init__(out.absolute(), job, self._path, self._path / "work")
-        self._staging = staging_directory(out.absolute())
-        self._identity: tuple[int, int] | None = None  # of the folder as it was opened: another may be made later
-        self._key = digest_of(["parts", job.out, job.version, job.plan_digest, [list(shard) for shard in job.shards]])
+        self._is_begun = False
 
     @property
     def exists(self) -> bool:
         """Whether the place is there; a folder without a job was made again as the parent of a work folder."""
-        return self._is_same_folder() and owned.is_there(self._path / JOB_NAME)
-
-    def _is_same_folder(self) -> bool:
-        identity = _identity_of(self._path)
-        return identity is not None and self._identity in (None, identity)
+        return owned.is_there(self._path / JOB_NAME)
 
     def begin(self, raw_job: bytes) -> None:
         with self._typed():
             owned.make_folders(self._path.parent)
             owned.make_private_folder(self._path)
-            self._identity = _identity_of(self._path)
-        self._create(JOB_NAME, raw_job)
+        self.write_new(JOB_NAME, raw_job)
+        self._is_begun = True
 
     def write_new(self, name: str, raw: bytes) -> bool:
-        self._check_there()
-        return self._create(name, raw)
-
-    def _create(self, name: str, raw: bytes) -> bool:
         with self._typed():
             try:
                 owned.create_whole(self._path / name, raw)
@@ -125,7 +111,6 @@ class FolderParts(PartsPlace):
             return True
 
     def write_over(self, name: str, raw: bytes) -> None:
-        self._check_there()
         with self._typed():
             owned.replace_file(self._path / name, raw)
 
@@ -135,6 +120,10 @@ class FolderParts(PartsPlace):
                 return owned.read_file(self._path / name, limit_bytes)
             except FileNotFoundError:
                 return None
+
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            owned.remove_file(self._path / name)
 
     def names(self) -> tuple[str, ...]:
         with self._typed():
@@ -146,10 +135,10 @@ class FolderParts(PartsPlace):
         return 0.0
 
     def has_file(self, shard: int, digests: Sequence[TensorDigest]) -> bool:
-        name, nbytes = self.job.shards[shard]
-        if _size_of(self._file_of(shard, digests)) == nbytes:
-            return True
-        return self.is_given(self._staging) and _size_of(self._staging / CONTENT_NAME / name) == nbytes
+        try:
+            return self._file_of(shard, digests).lstat().st_size == self.job.shards[shard][1]
+        except OSError:
+            return False
 
     def keep_file(self, shard: int, file: Path, digests: Sequence[TensorDigest]) -> None:
         with self._typed():
@@ -166,28 +155,15 @@ class FolderParts(PartsPlace):
             if owned.is_there(file) and owned.is_there(folder) and self.recorded(shard) is None:
                 owned.rename(file, folder / self.job.shards[shard][0])
 
-    def give(self, shard: int, digests: Sequence[TensorDigest], staging: Path) -> None:
-        if not self.is_given(staging):
-            with contextlib.closing(WorkLog(staging, self._key)) as log:
-                log.append({"kind": "parts"}, is_durable=True)
-        name, nbytes = self.job.shards[shard]
+    def give(self, shard: int, digests: Sequence[TensorDigest], content: Path) -> None:
         with self._typed():
-            if _size_of(staging / CONTENT_NAME / name) != nbytes:
-                owned.rename(self._file_of(shard, digests), staging / CONTENT_NAME / name)
-
-    def is_given(self, staging: Path) -> bool:
-        logged = read_work_log(staging)
-        return logged is not None and logged.key == self._key and logged.content == content_identity(staging)
+            owned.link_or_copy(self._file_of(shard, digests), content / self.job.shards[shard][0])
 
     def remove(self) -> None:
-        finished = self._path.with_name(self._path.name + owned.FINISHED_SUFFIX)
         for _ in range(_REMOVALS):
-            with contextlib.suppress(OSError, MergePipeError):
-                owned.remove_tree(finished, ignore_errors=True)
-                owned.rename(self._path, finished)
-            with contextlib.suppress(OSError, MergePipeError):
-                owned.remove_tree(finished, ignore_errors=True)
-            if not owned.is_there(self._path) and not owned.is_there(finished):
+            self.delete(JOB_NAME)
+            owned.remove_tree(self._path, ignore_errors=True)
+            if not owned.is_there(self._path):
                 return
 
     @contextlib.contextmanager
@@ -196,24 +172,9 @@ class FolderParts(PartsPlace):
         try:
             yield
         except OSError as error:
-            if not self._is_same_folder():
+            if self._is_begun and not self.exists:
                 raise gone(self._path) from error
             raise os_error(error, self._path, "recording a part") from error
-
-
-def _identity_of(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.lstat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def _size_of(path: Path) -> int | None:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return None
 
 
 # --- a bucket ---
@@ -270,15 +231,19 @@ class BucketParts(PartsPlace):
 
     def write_new(self, name: str, raw: bytes) -> bool:
         nonce = uuid.uuid4().hex  # tells whose it is when the store's answer was lost and the request repeated
-        return self._create(self._records, name, raw, nonce) or self._digest_of(self._records, name) == nonce
+        if self._records.create(name, raw, nonce):
+            return True
+        facts = self._records.look(name)
+        return facts is not None and facts.digest == nonce
 
     def write_over(self, name: str, raw: bytes) -> None:
-        self._check_there()
         self._records.overwrite(name, raw)
-        self._check_kept(self._records, name)
 
     def read_raw(self, name: str, limit_bytes: int) -> bytes | None:
         return self._records.read(name, limit_bytes)
+
+    def delete(self, name: str) -> None:
+        self._records.delete(name)
 
     def names(self) -> tuple[str, ...]:
         names = tuple(sorted(self._records.list_all()))
@@ -290,23 +255,6 @@ class BucketParts(PartsPlace):
         facts = self._records.look(name)
         return 0.0 if facts is None else age_seconds(facts, datetime.now(UTC))
 
-    def _create(self, folder: BucketFolder, name: str, content: bytes | Path, digest: str) -> bool:
-        self._check_there()
-        if not folder.create(name, content, digest):
-            return False
-        self._check_kept(folder, name)
-        return True
-
-    def _check_kept(self, folder: BucketFolder, name: str) -> None:
-        """Delete what was written just now if the job ended meanwhile."""
-        if not self.exists:
-            folder.delete(name)
-            raise gone(self.path)
-
-    def _digest_of(self, folder: BucketFolder, name: str) -> str:
-        facts = folder.look(name)
-        return "" if facts is None else facts.digest
-
     def has_file(self, shard: int, digests: Sequence[TensorDigest]) -> bool:
         name, nbytes = self.job.shards[shard]
         facts = self._output.look(name)
@@ -314,64 +262,18 @@ class BucketParts(PartsPlace):
 
     def keep_file(self, shard: int, file: Path, digests: Sequence[TensorDigest]) -> None:
         name, _ = self.job.shards[shard]
-        if self.has_file(shard, digests) or self._create(self._output, name, file, content_of(digests)):
+        if self.has_file(shard, digests):
             return
-        if not self.has_file(shard, digests):
+        self.check_there()
+        is_new = self._output.create(name, file, content_of(digests))
+        if is_new and not self.exists:
+            self._output.delete(name)
+            raise gone(self.path)
+        if not is_new and not self.has_file(shard, digests):
             raise self.differs(shard, "of it")
 
     def remove(self) -> None:
-        with contextlib.suppress(MergePipeError):  # then `gc` does
-            _remove_records(self._records)
-
-
-# --- what is left behind ---
-
-
-@dataclass(frozen=True, slots=True)
-class LeftParts:
-    """The parts of an output that is published, or that nobody has worked on for long."""
-
-    output: BucketFolder
-    plan_digest: str
-    is_published: bool
-    nbytes: int
-
-    def remove(self) -> bool:
-        """Remove them; of a published output the records only. False where a worker finishes it meanwhile."""
-        records = parts_folder(self.output, self.plan_digest)
-        records.delete(JOB_NAME)
-        if not self.is_published:
-            listing = self.output.list_all()
-            if MANIFEST_NAME in listing or is_uploading(self.output, listing):
-                return False  # the records are garbage of a published output soon
-            if not any(PurePosixPath(name).name == JOB_NAME for name in listing):
-                for name in (*written_names(self.output, listing), MARKER_NAME):
-                    self.output.delete(name)
-        _remove_records(records)
-        return True
-
-
-def find_parts(folder: BucketFolder, abandoned_seconds: float) -> Iterator[LeftParts]:
-    """Find the parts at and below a folder that are garbage: published, or not written to for some time."""
-    listing = folder.list_all()
-    for parent, digest in sorted({match.groups() for match in map(_BELOW_PARTS.fullmatch, listing) if match}):
-        within = {name.removeprefix(parent): facts for name, facts in listing.items() if name.startswith(parent)}
-        records = {name: facts for name, facts in within.items() if name.startswith(f"{PARTS_MARK}{digest}/")}
-        is_published = MANIFEST_NAME in within
-        is_ended = f"{PARTS_MARK}{digest}/{JOB_NAME}" not in records
-        if is_published or is_ended or _silent_seconds(records) > abandoned_seconds:
-            objects = records if is_published else within
-            nbytes = sum(facts.size_bytes for facts in objects.values())
-            yield LeftParts(folder.below(parent.rstrip("/")), digest, is_published, nbytes)
-
-
-def _silent_seconds(listing: Mapping[str, ObjectFacts]) -> float:
-    now = datetime.now(UTC)
-    return min(age_seconds(facts, now) for facts in listing.values())
-
-
-def _remove_records(records: BucketFolder) -> None:
-    """Delete all records, the job first: from then on its workers write nothing."""
-    records.delete(JOB_NAME)
-    for name in records.list_all():
-        records.delete(name)
+        with contextlib.suppress(MergePipeError):
+            self._records.delete(JOB_NAME)  # first: from then on its workers write nothing
+            for name in self._records.list_all():
+                self._records.delete(name)

@@ -28,8 +28,7 @@ from mergepipe.storage.ranges import read_up_to
 
 STAGING_SUFFIX: Final = ".mergepipe-staging"
 PARTS_MARK: Final = ".mergepipe-parts-"
-FINISHED_SUFFIX: Final = ".finished"
-_PARTS_NAME = re.compile(rf"\..*{re.escape(PARTS_MARK)}[0-9a-f]{{32}}({re.escape(FINISHED_SUFFIX)})?")
+_PARTS_NAME = re.compile(rf"\..*{re.escape(PARTS_MARK)}[0-9a-f]{{32}}")
 _NEW_SUFFIX = ".mergepipe-new"
 _MAX_NAME_BYTES = 255
 _DIGEST_DIGITS = 16
@@ -297,6 +296,19 @@ def keep_only(path: Path, sizes: Mapping[str, int]) -> None:
 def rename(old: Path, new: Path) -> None:
     """Rename; a file (or a link itself) of the new name is replaced."""
     os.rename(old, new)  # noqa: PTH104
+
+
+def link_or_copy(old: Path, new: Path) -> None:
+    """Give a file that is ours a second name; where the file system has no such names, copy it durably."""
+    try:
+        os.link(old, new)
+    except OSError:
+        shutil.copyfile(old, new)
+        descriptor = open_file(new)
+        try:
+            sync_file(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def rename_new(old: Path, new: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,11 @@ from mergepipe.snapshots.composite import (
 from mergepipe.storage.file_version import Digested
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from support.named_models import named
 
 Tensors = Mapping[str, NDArray[Any]]
 PREFIX = "base_model.model."
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A model as a recipe names it."""
-
-    path: Location
-    adapter: Location | None = None
-    is_delta: bool = False
 
 
 def random(*shape: int, seed: int = 0) -> NDArray[np.float32]:
@@ -73,7 +64,7 @@ def product(factors: Tensors, module: str) -> NDArray[np.float64]:
 
 def opened(path: Path, base: Checkpoint | None = None, adapter: Path | None = None) -> Checkpoint:
     return open_model(
-        LocalStore(), Named(Location.local(path), None if adapter is None else Location.local(adapter)), base
+        LocalStore(), named(Location.local(path), None if adapter is None else Location.local(adapter)), base
     )
 
 

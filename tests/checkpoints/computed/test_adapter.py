@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from small_models import Named, lora, opened, product, random, write_adapter, write_model
+from small_models import lora, opened, product, random, write_adapter, write_model
 
 from mergepipe.checkpoints.adapted_tensors import Adapted, LowRankDelta
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
@@ -19,6 +19,7 @@ from mergepipe.errors import CorruptError, MergePipeError, MismatchError, NotFou
 from mergepipe.runs.inputs import open_model
 from mergepipe.storage.location import Location
 from support.fetching import fetched
+from support.named_models import named
 from support.refusals import refuses
 from support.stores import MetadataStore
 from support.torch_bytes import View, torch_bytes
@@ -51,7 +52,7 @@ def test_open_adapter__gives_low_rank_deltas_under_the_names_of_the_base(tmp_pat
 
 def test_open_adapter__reads_no_tensor_byte(tmp_path: Path, base: Checkpoint) -> None:
     path = write_adapter(tmp_path / "a", lora(Q, 12, 12))
-    assert open_model(MetadataStore(), Named(Location.local(path)), base).tensors.keys() == {f"{Q}.weight"}
+    assert open_model(MetadataStore(), named(Location.local(path)), base).tensors.keys() == {f"{Q}.weight"}
 
 
 @pytest.mark.parametrize(

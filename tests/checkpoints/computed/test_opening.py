@@ -8,13 +8,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from small_models import Named, opened, random, write_composite_manifest, write_model
+from small_models import opened, random, write_composite_manifest, write_model
 
 from mergepipe.checkpoints.contract import CheckpointKind
 from mergepipe.checkpoints.torch_file import SUFFIXES, WRAPPERS
 from mergepipe.errors import UnsupportedError
 from mergepipe.runs.inputs import open_model
 from mergepipe.storage.location import Location
+from support.named_models import named
 from support.places import DOCS
 from support.refusals import refuses
 from support.stores import MetadataStore
@@ -26,8 +27,8 @@ FP8 = W.astype(ml_dtypes.float8_e4m3fn)
 def test_open_model__reads_no_tensor_byte_of_plain_weights(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m", {"a.weight": W})
     store = MetadataStore()
-    first = open_model(store, Named(Location.local(path)), None)
-    assert open_model(store, Named(Location.local(path)), first) == first
+    first = open_model(store, named(Location.local(path)), None)
+    assert open_model(store, named(Location.local(path)), first) == first
 
 
 def test_open_model__opens_snapshots_as_any_model(tmp_path: Path) -> None:

@@ -13,13 +13,11 @@ from mergepipe.core.flags import Flag
 from mergepipe.options import HOME
 
 
-@command("mergepipe gc --dry-run", "mergepipe gc /models", "mergepipe gc s3://bucket/prefix")
+@command("mergepipe gc --dry-run", "mergepipe gc /models")
 def gc(
     roots: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[DIR]...", help="Where else dead runs may have left something: folders, prefixes of buckets."
-        ),
+        typer.Argument(metavar="[DIR]...", help="Where else dead runs may have left something."),
     ] = None,
     *,
     dry_run: Annotated[bool, Flag("Say what would be removed, and remove nothing.")] = False,

@@ -1,18 +1,19 @@
-"""`analyze --text`: sums of absolute gradient times delta, by transformers."""
+"""Measures by libraries: the importance of tensors to a text, losses, retrieval, and tasks of a harness."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import mergepipe
 from mergepipe.errors import NotFoundError, RecipeError, UnsupportedError
-from mergepipe.jobs.evaluate import parse_evaluation
-from mergepipe.jobs.text_importance import write_text_importance
+from mergepipe.jobs.evaluate import parse_evaluation, parse_objective
+from mergepipe.jobs.evaluations import retrieval_on_pairs, tasks_of_lm_eval, write_text_importance
 from mergepipe.options import PlanOptions
 from mergepipe.storage.location import Location
 from support.families import TINY, write_family
@@ -122,3 +123,60 @@ def test_text__that_is_not_there_is_named(family: Path) -> None:
 def test_text__needs_a_place_for_the_result(family: Path) -> None:
     with pytest.raises(RecipeError, match="text: has no meaning by itself; add importance_out"):
         mergepipe.analyze(family / "base", [family / "expert-1"], text=family / "text.txt")
+
+
+LM_EVAL = """#!{python}
+import json, pathlib, sys
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+assert arguments["--model"] == "hf" and pathlib.Path(arguments["--model_args"].removeprefix("pretrained=")).is_dir()
+tasks = {{"arc_easy": {{"acc,none": 0.25, "acc_norm,none": 0.5}}, "gsm8k": {{"exact_match,strict": 0.75}}, "odd": {{}}}}
+out = pathlib.Path(arguments["--output_path"], "model")
+out.mkdir()
+results = {{name: tasks[name] for name in arguments["--tasks"].split(",")}}
+(out / "results_1.json").write_text(json.dumps({{"results": results}}))
+print("| tasks | 17 |")
+"""
+
+
+def test_lm_eval__gives_the_accuracy_of_each_task_and_their_mean_error(
+    family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = family / "lm_eval"
+    program.write_text(LM_EVAL.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(family))
+    evaluation = parse_evaluation("lm-eval:arc_easy,gsm8k")
+    assert evaluation.loss_of(family / "base") == pytest.approx(1 - (0.5 + 0.75) / 2)
+    objectives = [parse_objective(text) for text in ("arc_easy:max", "error")]
+    assert evaluation.values_of(family / "base", objectives) == pytest.approx((0.5, 0.375))
+    with pytest.raises(RecipeError, match="failed with exit code 1"):
+        parse_evaluation("lm-eval:odd").loss_of(family / "base")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UnsupportedError, match="no command lm_eval here"):
+        tasks_of_lm_eval(family / "base", "arc_easy")
+
+
+def test_retrieval__is_the_rank_of_the_text_that_belongs_to_a_query(
+    family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is a stand-in with known vectors; `make smoke-frameworks` runs sentence-transformers itself."""
+    vectors = {"a": (1, 0), "b": (0, 1), "A": (0.6, 0.8), "B": (0.8, 0.6), "c": (1, 0), "C": (1, 0)}
+
+    class Encoder:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(family / "base")
+
+        def encode(self, texts: list[str], *, normalize_embeddings: bool) -> list[tuple[float, float]]:
+            assert normalize_embeddings
+            return [vectors[text] for text in texts]
+
+    monkeypatch.setitem(sys.modules, "sentence_transformers", SimpleNamespace(SentenceTransformer=Encoder))
+    pairs = family / "pairs.tsv"
+    pairs.write_text("a\tA\nb\tB\n\nc\tC\n")
+    measured = retrieval_on_pairs(family / "base", str(pairs))  # ranks: A 3rd of a, B 2nd of b, C first of c
+    assert measured == pytest.approx({"recall@1": 1 / 3, "mrr": 11 / 18, "error": 7 / 18})
+    pairs.write_text("a A\n")
+    with pytest.raises(UnsupportedError, match="lines of a query, a tab and a text"):
+        retrieval_on_pairs(family / "base", str(pairs))
+    with pytest.raises(RecipeError, match="there is no file of pairs"):
+        parse_evaluation(f"retrieval:{family / 'none.tsv'}")
