@@ -272,20 +272,6 @@ def test_errors__classes_keep_their_exit_codes() -> None:
     assert found == EXIT_CODES
 
 
-def test_reports__keep_their_fields() -> None:
-    assert [field.name for field in dataclasses.fields(reports.MergeReport)] == [
-        "out", "sid", "operator", "merged_tensors", "copied_tensors", "dropped_tensors", "base_bytes",
-        "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
-        "planned_bytes", "budget_bytes", "notices", "earlier_expert_bytes",
-        "verdict", "recipe_notices", "traffic",
-        "left_out", "tried", "kept", "adapters",
-    ]  # fmt: skip
-    assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [
-        "recipe", "operator", "models", "merged_tensors", "copied", "dropped", "base_bytes", "expert_bytes",
-        "output_bytes", "disk_bytes", "shards", "recipe_notices",
-    ]  # fmt: skip
-
-
 def test_entry_points__exist() -> None:
     for main in (cli.main, cli.mergekit_main):
         assert list(inspect.signature(main).parameters) == ["argv"]

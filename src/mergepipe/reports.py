@@ -1,20 +1,41 @@
-"""The values that calls return: frozen reports of checks, merges and other jobs, and progress reports."""
+"""The values that calls return: frozen reports of checks, merges and other jobs, and progress reports.
+
+`core.display` shows them by the labels of their fields and properties, in order; `--json` has all fields.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from mergepipe.core.notebooks import Displayed
+from mergepipe.core.display import (
+    Displayed,
+    Fact,
+    Table,
+    names_by_reason,
+    share_text,
+    shorten_names,
+    shown,
+    text_of,
+    told,
+)
+from mergepipe.core.units import format_bytes, format_percent, format_rate, plural
 from mergepipe.storage.contract import Traffic
 from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
     from mergepipe.core.notices import DroppedTensor, Notice
     from mergepipe.snapshots.manifest import Input, LeftOutFile
+
+WHOLE = "whole"
+"""The level of blocks that are read unencoded, or in full."""
+_MOST_RUN_CHARACTERS, _MOST_CHOICES, _MOST_LAYER_GROUPS, _MOST_TRIALS, _MOST_CHANGES = 60, 6, 8, 10, 40
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +67,45 @@ class ModelUse:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
+class CopiedTensor:
+    """A tensor that is copied from the base, and why."""
+
+    tensor: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class CheckReport(Displayed):
-    """A recipe checked: models, tensors, sizes. Bytes are those of tensors; `disk_bytes` is what the output needs."""
+    """A recipe checked: models, tensors, sizes. Bytes are those of tensors; `disk_bytes` is what the output needs.
+
+    `free_bytes` are free in the working directory.
+    """
 
     recipe: str
-    operator: str
-    models: tuple[ModelUse, ...]
-    merged_tensors: int
-    copied: tuple[tuple[str, str], ...]
-    dropped: tuple[DroppedTensor, ...]
-    base_bytes: int
+    operator: str = shown("operator")
+    models: tuple[ModelUse, ...] = shown("{role}", "{model} ({tensors:tensor}, {bytes})")
+    base_bytes: int = shown("reads", "base {base_bytes}, experts {expert_bytes}")
     expert_bytes: int
-    output_bytes: int
-    disk_bytes: int
+    output_bytes: int = shown("writes", "{output_bytes} in {shards:file}")
     shards: int
-    recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe, or another one than it asks for
+    disk_bytes: int = shown("disk", lambda report: _disk_text(report.disk_bytes, report.free_bytes))
+    free_bytes: int
+    merged_tensors: int = shown(
+        "tensors", lambda r: f"{r.merged_tensors} merged, {len(r.copied)} copied, {len(r.dropped)} dropped"
+    )
+    copied: tuple[CopiedTensor, ...] = shown(
+        "copied", lambda r: names_by_reason((x.reason, x.tensor) for x in r.copied), once=True
+    )
+    dropped: tuple[DroppedTensor, ...] = shown(
+        "dropped", lambda r: names_by_reason((f"{x.model}, {x.reason}", x.tensor) for x in r.dropped), once=True
+    )
+    recipe_notices: tuple[Notice, ...] = shown("{kind}", str, default=())
+
+
+def _disk_text(needed_bytes: int, free_bytes: int) -> str:
+    enough = "" if free_bytes >= needed_bytes else ": not enough"
+    return f"{format_bytes(needed_bytes)} needed, {format_bytes(free_bytes)} free here{enough}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +119,21 @@ class ExpertCoverage:
     share: float
     rough: float = 0.0
 
+    def __str__(self) -> str:
+        return f"{self.model}: {missing_text(self.share, self.rough)}"
 
-@dataclass(frozen=True, slots=True)
-class BudgetVerdict:
+
+def missing_text(share: float, rough: float = 0.0) -> str:
+    """Say what is missing of an expert, by the share of the blocks that it changes that is in the merge."""
+    if not share:
+        return "nothing of it is in the merge"
+    text = f"{format_percent(1 - share)} of the blocks that it changes are missing"
+    text = "all blocks that it changes are in the merge" if share == 1 else text
+    return f"{text}, {format_percent(rough)} are rough" if rough else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetVerdict(Displayed):
     """What a budgeted merge reads: `planned_bytes` of the `full_bytes` that reading everything costs, by `policy`.
 
     `experts` begin with those of which least is in the merge; `unread` names those of which nothing is read. Of a
@@ -85,15 +141,23 @@ class BudgetVerdict:
     of a gain was `measured` on that page; nothing is said of this one.
     """
 
-    policy: str
+    policy: str = shown("verdict", lambda verdict: verdict.sentence)
     is_full: bool
     planned_bytes: int
     full_bytes: int
-    experts: tuple[ExpertCoverage, ...]
+    experts: tuple[ExpertCoverage, ...] = shown("expert")
     unread: tuple[str, ...]
     measured: str
-    unspent_bytes: int = 0
+    unspent_bytes: int = shown("unspent", "{unspent_bytes}: {unspent_reason}.", optional=True, default=0)
     unspent_reason: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """How much is read and how it is chosen, and where the gain of such merges was measured."""
+        if self.is_full:
+            return "The full merge: everything of the experts is read."
+        read = f"{share_text(self.planned_bytes, self.full_bytes)} of the experts' bytes are read"
+        return f"{read}, by policy '{self.policy}'. What such merges kept of a gain: {self.measured}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +192,12 @@ class AppliedAdapter:
     left_over: tuple[str, ...] = ()
     trained_on: str = ""
 
+    def __str__(self) -> str:
+        applied = f"{self.applied_modules} of {plural(self.adapted_modules, 'adapted module')} applied"
+        left = f"{len(self.left_over)} left over" + (f": {shorten_names(self.left_over)}" if self.left_over else "")
+        base = f"; trained on {self.trained_on}" if self.trained_on else ""
+        return f"{self.model}: {applied}, {plural(self.saved_modules, 'saved module')} replaced, {left}{base}"
+
 
 @dataclass(frozen=True, slots=True)
 class TriedBudget:
@@ -138,36 +208,56 @@ class TriedBudget:
     loss: float
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class MergeReport(Displayed):
-    """A finished merge. Bytes are those requested from storage, page rounding included."""
+    """A finished merge. Bytes are those requested from storage, page rounding included.
+
+    `earlier_expert_bytes` of `expert_bytes` may have been read by earlier runs for this output. `kept` has each expert
+    that was trimmed, of merges in full; `tried` the budgets of a merge with a target loss, the one that met it last;
+    `left_out` files of the base's directory that are not copied; `traffic` requests for remote files.
+    """
 
     COMPUTED: ClassVar = ("read_bytes", "bytes_per_second")  # also told as JSON
 
-    out: Path | Location
-    sid: str
-    operator: str
-    merged_tensors: int
+    verdict: BudgetVerdict | None = shown(default=None)  # of a merge under a budget
+    operator: str = shown("operator")
+    base_bytes: int = shown("base read")
+    expert_bytes: int = shown("experts read")
+    earlier_expert_bytes: int = shown(
+        "read before", "{earlier_expert_bytes} of it at most by interrupted runs", optional=True, default=0
+    )
+    analysis_bytes: int = shown("read again", optional=True)
+    planned_bytes: int | None = None
+    budget_bytes: int | None = shown(
+        "budget", "{budget_bytes}: {planned_use_bytes} read of {planned_bytes} planned", default=None
+    )
+    tried: tuple[TriedBudget, ...] = shown("tried", "{budget}: loss {loss}, {expert_bytes} of the experts", default=())
+    metadata_bytes: int = shown("read in all", lambda report: _tried_text(report.tried))
+    output_bytes: int = shown("written")
+    traffic: Traffic = shown("requests", lambda r: _requests_text(r.traffic), default_factory=Traffic)
+    seconds: float = shown("time")
+
+    @property
+    @told("speed")
+    def bytes_per_second(self) -> float:
+        """Bytes read and written per second."""
+        return (self.read_bytes + self.output_bytes) / max(self.seconds, 1e-9)
+
+    peak_rss_bytes: int = shown("peak memory")
+    merged_tensors: int = shown(
+        "tensors", "{merged_tensors} merged, {copied_tensors} copied, {dropped_tensors} dropped"
+    )
     copied_tensors: int
     dropped_tensors: int
-    base_bytes: int
-    expert_bytes: int
-    analysis_bytes: int
-    metadata_bytes: int
-    output_bytes: int
-    seconds: float
-    peak_rss_bytes: int
-    planned_bytes: int | None = None
-    budget_bytes: int | None = None
-    notices: tuple[str, ...] = ()
-    earlier_expert_bytes: int = 0  # of `expert_bytes`: what earlier runs for this output may have read
-    verdict: BudgetVerdict | None = None  # of a merge under a budget
-    recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe, or another one than it asks for
-    traffic: Traffic = field(default_factory=Traffic)  # requests for remote files, and their bytes by host
-    left_out: tuple[LeftOutFile, ...] = ()  # files of the base's directory that are not copied, with the reasons
-    tried: tuple[TriedBudget, ...] = ()  # of a merge with a target loss, the one that met it last
-    kept: tuple[KeptShare, ...] = ()  # of each expert that was trimmed; of merges in full, not of those under a budget
-    adapters: tuple[AppliedAdapter, ...] = ()
+    kept: tuple[KeptShare, ...] = shown("kept", "{share} of {model}, by size of difference", default=())
+    adapters: tuple[AppliedAdapter, ...] = shown("adapter", default=())
+    sid: str = shown("snapshot")
+    recipe_notices: tuple[Notice, ...] = shown("{kind}", str, default=())
+    notices: tuple[str, ...] = shown("notice", default=())
+    left_out: tuple[LeftOutFile, ...] = shown(
+        "not copied", lambda r: names_by_reason((x.reason, x.name) for x in r.left_out), once=True, default=()
+    )
+    out: Path | Location = shown("output")
 
     @property
     def read_bytes(self) -> int:
@@ -175,59 +265,86 @@ class MergeReport(Displayed):
         return self.base_bytes + self.expert_bytes + self.analysis_bytes + self.metadata_bytes
 
     @property
-    def bytes_per_second(self) -> float:
-        """Bytes read and written per second."""
-        return (self.read_bytes + self.output_bytes) / max(self.seconds, 1e-9)
+    def planned_use_bytes(self) -> int:
+        """What was read of that which a plan counts: everything requested of expert files but headers."""
+        return self.expert_bytes + self.analysis_bytes
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+def _tried_text(tried: Sequence[TriedBudget]) -> str:
+    total = format_bytes(sum(one.expert_bytes for one in tried))
+    return f"{total} of the experts, the base each time" if tried else ""
+
+
+def _requests_text(traffic: Traffic) -> str:
+    counts = traffic.counts
+    retries = f", {counts.retries} of them retries" if counts.retries else ""
+    lost = f" ({format_bytes(counts.retried_bytes)} lost)" if counts.retried_bytes else ""
+    hosts = "".join(f"; {format_bytes(nbytes)} from {host}" for host, nbytes in traffic.bytes_by_host.items())
+    return f"{counts.requests}{retries}{lost}{hosts}" if counts.requests else ""
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class PartReport(Displayed):
     """The result of making a part of an output. Bytes are those that this run requested.
 
     `made_shards` were made now, `found_shards` of the part were done before. With a `merge` this run has finished the
-    output; `is_published` if the output is there, whoever finished it.
+    output; `is_published` if the output is there, whoever finished it. `done_shards` are of the whole output.
     """
 
-    out: Path | Location
-    part: str
-    made_shards: tuple[str, ...]
+    part: str = shown("part")
+    made_shards: tuple[str, ...] = shown(
+        "shards", lambda r: f"{len(r.made_shards)} made, {len(r.found_shards)} done before", once=True
+    )
     found_shards: tuple[str, ...]
-    done_shards: int  # of the whole output
+    base_bytes: int = shown("base read")
+    expert_bytes: int = shown("experts read")
+    output_bytes: int = shown("written")
+    seconds: float = shown("time")
+    done_shards: int
     n_shards: int
-    base_bytes: int
-    expert_bytes: int
-    output_bytes: int
-    seconds: float
-    is_published: bool
-    merge: MergeReport | None = None
+    is_published: bool = shown("whole output", lambda r: _state(r.is_published, r.done_shards, r.n_shards))
+    out: Path | Location = shown("output")
+    merge: MergeReport | None = shown(default=None)
+
+
+def _state(is_published: bool, done_shards: int, n_shards: int) -> str:
+    return "published" if is_published else f"{done_shards} of {n_shards} shards are done"
 
 
 @dataclass(frozen=True, slots=True)
-class ShardStatus:
-    """One shard of an output that is made in parts: `done`, `reading` (its worker may live), `interrupted`, `open`."""
+class ShardStatus(Displayed):
+    """One shard of an output that is made in parts: `done`, `reading` (its worker may live), `interrupted`, `open`.
 
-    name: str
-    size_bytes: int
-    state: str
-    part: str = ""  # for which it was begun last
-    worker: str = ""
+    It was begun last for `part` by `worker`.
+    """
+
+    name: str = shown("shard")
+    size_bytes: int = shown("size")
+    state: str = shown("state")
+    part: str = shown("part", default="")
+    worker: str = shown("worker", default="")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class PartsStatus(Displayed):
     """The state of an output that is made in parts. `missing_parts` of `n_parts` have shards that are not done.
 
     Expert bytes: `read_bytes` were or may have been read up to now, `limit_bytes` is the budget (None: unlimited).
     """
 
-    out: Path | Location
-    is_published: bool
-    shards: tuple[ShardStatus, ...]
-    read_bytes: int
+    out: Path | Location = shown("output")
+    is_published: bool = shown("state", lambda r: _state(r.is_published, r.done_shards, len(r.shards)))
+    read_bytes: int = shown("experts read", "{read_bytes} of {planned_bytes} planned", optional=True)
     planned_bytes: int
-    limit_bytes: int | None
-    n_parts: int | None = None
+    limit_bytes: int | None = shown("budget")
+    n_parts: int | None = shown("missing parts", lambda status: status.missing_text, default=None)
     missing_parts: tuple[int, ...] = ()
+    shards: tuple[ShardStatus, ...] = shown()
+
+    @property
+    def missing_text(self) -> str:
+        """The parts that have shards to be made."""
+        return ", ".join(f"{number}/{self.n_parts}" for number in self.missing_parts) or "none"
 
     @property
     def done_shards(self) -> int:
@@ -250,19 +367,31 @@ class AnalyzedExpert:
     statistics: Path | None = None
     packed_bytes: int | None = None
 
+    def __str__(self) -> str:
+        n_known = self.comparable_tensors - self.analyzed_tensors
+        parts = [f"{self.analyzed_tensors} read now", f"{n_known} known before"]
+        if self.packed_bytes is not None:
+            parts.append(f"a pack would take about {format_bytes(self.packed_bytes)}")
+        if self.incomparable:
+            parts.append(f"not comparable: {shorten_names(self.incomparable)}")
+        return f"{self.model} ({plural(self.comparable_tensors, 'tensor')}: {', '.join(parts)})"
 
-@dataclass(frozen=True, slots=True, repr=False)
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class AnalyzeReport(Displayed):
-    """A finished analysis. `analysis_bytes` were read a second time, for want of memory, or for digests."""
+    """A finished analysis. `analysis_bytes` were read a second time, for want of memory, or for digests.
+
+    `notices` are of files of statistics that were damaged, and are made again.
+    """
 
     base: Location
-    experts: tuple[AnalyzedExpert, ...]
-    home: Path
-    base_bytes: int
-    expert_bytes: int
-    analysis_bytes: int
-    seconds: float
-    notices: tuple[str, ...] = ()  # files of statistics that were damaged, and are made again
+    experts: tuple[AnalyzedExpert, ...] = shown("expert")
+    home: Path = shown("statistics", lambda r: [x.statistics for x in r.experts if x.statistics])
+    base_bytes: int = shown("base read")
+    expert_bytes: int = shown("experts read")
+    analysis_bytes: int = shown("read again", optional=True)
+    seconds: float = shown("time")
+    notices: tuple[str, ...] = shown("notice", default=())
 
 
 # --- delta stores ---
@@ -270,6 +399,13 @@ class AnalyzeReport(Displayed):
 
 DOUBTFUL_DELTA = 0.5
 """From here on most of what a delta saves is gone: usual fine-tunes stay below 0.2."""
+_CODEC_WORDS = {
+    "same": "equal to the base",
+    "bands": "in levels",
+    "bytes": "without levels",
+    "raw": "unencoded",
+    "standalone": "without the base",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,46 +435,74 @@ class BaseMatch:
         is_far_ahead = self.next_delta is None or self.relative_delta <= 0.9 * self.next_delta
         return self.n_samples > 0 and not self.is_doubtful and self.nearest_fraction >= 0.9 and is_far_ahead
 
+    def __str__(self) -> str:
+        text = (
+            f"{self.base}, deltas of {format_percent(self.relative_delta)} of the weights, nearest at "
+            f"{format_percent(self.nearest_fraction)} of {self.n_samples} samples"
+        )
+        if self.next_base is not None and self.next_delta is not None:
+            text += f"; next is {self.next_base} with {format_percent(self.next_delta)}"
+        return text if self.is_sure else f"{text}; not sure"
 
-@dataclass(frozen=True, slots=True)
-class PackedExpert:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedExpert(Displayed):
     """One expert as packed: its tensors' bytes, its store's bytes, blocks by codec, and why some are not in bands.
 
     `is_new`: it was not there yet. `resumed_bytes` of its tensors were packed by an interrupted run. `seconds` is its
-    share, by bytes, of the time of all that were packed in one pass.
+    share, by bytes, of the time of all that were packed in one pass. `match` tells how near its base is.
     """
 
     expert: Location
-    store: Path | Location
-    tensor_bytes: int
-    store_bytes: int
+    store: Path | Location = shown("store")
+    tensor_bytes: int = shown("expert")
+    store_bytes: int = shown("packed")
+
+    @property
+    @told("of it")
+    def share(self) -> float:
+        """The store's bytes as a share of the tensors' bytes."""
+        return self.store_bytes / self.tensor_bytes if self.tensor_bytes else 1.0
+
     blocks: Mapping[str, int]
     outside_bands: Mapping[str, int]
-    seconds: float
-    is_new: bool
+    seconds: float = shown("time", optional=True)
+    is_new: bool = shown("speed", lambda r: format_rate(r.tensor_bytes / r.seconds) if r.is_new and r.seconds else "")
     resumed_bytes: int = 0
-    match: BaseMatch | None = None  # how near its base is
+    match: BaseMatch | None = None
+
+    @property
+    @told("blocks")
+    def blocks_text(self) -> str:
+        """How the blocks can be read, and why some have no levels."""
+        if not self.is_new:
+            return "was packed before, left as it is"
+        blocks = ", ".join(f"{plural(count, 'block')} {_CODEC_WORDS[codec]}" for codec, count in self.blocks.items())
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.outside_bands.items())
+        before = f"; {format_bytes(self.resumed_bytes)} by an interrupted run" if self.resumed_bytes else ""
+        return (blocks or "no blocks") + (f" (without levels: {reasons})" if reasons else "") + before
 
     @property
     def folder(self) -> Path:
         """The store as a folder of this machine. RecipeError: `location.invalid`, it lies in a bucket."""
         return Location.of(self.store).local_path
 
-    @property
-    def share(self) -> float:
-        """The store's bytes as a share of the tensors' bytes."""
-        return self.store_bytes / self.tensor_bytes if self.tensor_bytes else 1.0
 
-
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class PackReport(Displayed):
     """Packed experts, and the bytes requested of the tensors of base and experts. `base` is the first candidate."""
 
     base: Location | None
-    experts: tuple[PackedExpert, ...]
+    experts: tuple[PackedExpert, ...] = shown()
     base_bytes: int
     expert_bytes: int
-    seconds: float
+    seconds: float = shown("base", lambda report: report.choices)
+
+    @property
+    def choices(self) -> list[str]:
+        """The base that was chosen among several for each expert, and how sure that is."""
+        matches = [(expert.store, expert.match) for expert in self.experts]
+        return [f"{store}: {match}" for store, match in matches if match is not None and match.next_base is not None]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -347,9 +511,15 @@ class UnpackReport(Displayed):
 
     store: Location
     base: Location | None
-    out: Path
-    tensor_bytes: int
-    seconds: float
+    out: Path = shown("output")
+    tensor_bytes: int = shown("restored")
+    seconds: float = shown("time")
+
+    @property
+    @told("speed")
+    def bytes_per_second(self) -> float:
+        """Bytes of tensors per second."""
+        return self.tensor_bytes / max(self.seconds, 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,26 +541,42 @@ class NotExtracted:
     norm: float | None
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class ExtractLoraReport(Displayed):
     """A finished extraction. `relative_error` is what the adapter leaves of the whole difference, `left` included."""
 
-    base: Location
+    base: Location = shown("base model", lambda r: r.base_model_id or "unknown on the Hub; --base-model-id names it")
     model: Location
-    out: Path
+    tensors: tuple[ExtractedTensor, ...] = shown("adapted", lambda r: _adapted_text(r.tensors, "tensor"), once=True)
+    relative_error: float = shown("error", lambda report: report.error_text)
+    saved_modules: tuple[str, ...] = shown("saved whole", "{saved_modules}", once=True)
+    left: tuple[NotExtracted, ...] = shown(
+        "not held", lambda r: names_by_reason((x.reason, x.name) for x in r.left), once=True
+    )
     base_model_id: str | None
-    tensors: tuple[ExtractedTensor, ...]
-    saved_modules: tuple[str, ...]
-    left: tuple[NotExtracted, ...]
-    relative_error: float
-    adapter_bytes: int
-    base_bytes: int = 0
-    model_bytes: int = 0
-    seconds: float = 0.0
+    base_bytes: int = shown("base read", default=0)
+    model_bytes: int = shown("model read", default=0)
+    seconds: float = shown("time", default=0.0)
+    adapter_bytes: int = shown("written")
+    out: Path = shown("output")
+
+    @property
+    def error_text(self) -> str:
+        """The share of the difference that the adapter lacks, and of the tensor of which it lacks most."""
+        worst = max(self.tensors, key=lambda tensor: tensor.relative_error, default=None)
+        error = f"{format_percent(self.relative_error)} of the difference's norm is not in the adapter"
+        return error if worst is None else f"{error}, at most {format_percent(worst.relative_error)} of {worst.name}"
 
     def finished(self, base_bytes: int, model_bytes: int, seconds: float) -> ExtractLoraReport:
         """Return the report with the bytes that were read, and the time."""
         return replace(self, base_bytes=base_bytes, model_bytes=model_bytes, seconds=seconds)
+
+
+def _adapted_text(adapted: Sequence[ExtractedTensor | MergedModule], noun: str) -> str:
+    """How many tensors or modules an adapter has, and their least and largest rank."""
+    ranks = sorted({one.rank for one in adapted})
+    span = " to ".join(map(str, dict.fromkeys((ranks[0], ranks[-1])))) if ranks else "-"
+    return f"{plural(len(adapted), noun)} of rank {span}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,26 +588,42 @@ class MergedModule:
     kept_energy: float
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class MergeLoraReport(Displayed):
     """Adapters merged into one. `kept_energy` is the share of the square sum of all merged deltas."""
 
     adapters: tuple[str, ...]
-    out: Path
-    method: str
-    modules: tuple[MergedModule, ...]
-    saved_modules: tuple[str, ...]
-    kept_energy: float
-    adapter_bytes: int
-    read_bytes: int
-    seconds: float
+    method: str = shown("method")
+    modules: tuple[MergedModule, ...] = shown("adapted", lambda r: _adapted_text(r.modules, "module"), once=True)
+    saved_modules: tuple[str, ...] = shown("saved whole", "{saved_modules}", once=True)
+    kept_energy: float = shown("kept", lambda report: report.kept_text)
+    read_bytes: int = shown("read")
+    seconds: float = shown("time")
+    adapter_bytes: int = shown("written")
+    out: Path = shown("output")
+
+    @property
+    def kept_text(self) -> str:
+        """The share of the deltas that is kept, and of the module that keeps least."""
+        worst = min(self.modules, key=lambda module: module.kept_energy, default=None)
+        kept = f"{format_percent(self.kept_energy)} of the square sum of the merged deltas"
+        if worst is None or worst.kept_energy == 1:
+            return kept
+        return f"{kept}, at least {format_percent(worst.kept_energy)} ({worst.module})"
 
 
 # --- explanations ---
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertShare:
+def levels_text(levels: Sequence[tuple[str, int]]) -> str:
+    """Shares of the blocks that are read: `largest exactly 40 %, whole 60 %`; empty where all are read whole."""
+    total = sum(count for _, count in levels)
+    is_whole = all(name == WHOLE for name, _ in levels)
+    return "" if is_whole else ", ".join(f"{name} {format_percent(count / total)}" for name, count in levels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShare(Displayed):
     """The share of one expert in a merge, in blocks of the merged tensors, and its bytes: of everything, planned, read.
 
     `free` blocks equal the base's and are known without reading, `omitted` ones are not in the merge. Bytes are None
@@ -429,16 +631,20 @@ class ExpertShare:
     `levels` are blocks by the form in which they are read.
     """
 
-    model: str
+    model: str = shown("expert")
     path: str
-    read: int
-    free: int
-    omitted: int
+    read: int = shown("read", lambda expert: expert.share_of(expert.read))
+    free: int = shown("as the base", lambda expert: expert.share_of(expert.free))
+    omitted: int = shown("omitted", lambda expert: expert.share_of(expert.omitted))
     full_bytes: int | None
-    planned_bytes: int | None
-    realized_bytes: int | None
+    planned_bytes: int | None = shown("planned")
+    realized_bytes: int | None = shown("realized")
     in_part: int = 0
-    levels: tuple[tuple[str, int], ...] = ()
+    levels: tuple[tuple[str, int], ...] = shown("levels", lambda expert: levels_text(expert.levels), default=())
+
+    def share_of(self, n_blocks: int) -> str:
+        """A number of blocks as a share of all that the expert has."""
+        return share_text(n_blocks, self.read + self.free + self.omitted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,23 +663,27 @@ class LayerShare:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockUse:
+class BlockUse(Displayed):
     """Runs of blocks (`0-3,7`) of one tensor that one expert is used in alike, and why."""
 
-    model: str
-    use: str
-    blocks: str
-    reason: str
+    model: str = shown("expert")
+    use: str = shown("use")
+    blocks: str = shown("blocks", lambda use: _shortened(use.blocks))
+    reason: str = shown("why")
 
 
 @dataclass(frozen=True, slots=True)
-class TensorUse:
+class TensorUse(Displayed):
     """One merged tensor: its blocks, the runs that some expert touched, and what every expert does in it."""
 
-    name: str
-    blocks: int
-    touched: str
-    uses: tuple[BlockUse, ...]
+    name: str = shown("tensor")
+    blocks: int = shown("blocks")
+    touched: str = shown("touched", lambda tensor: _shortened(tensor.touched))
+    uses: tuple[BlockUse, ...] = shown()
+
+
+def _shortened(runs: str) -> str:
+    return runs if len(runs) <= _MOST_RUN_CHARACTERS else f"{runs[: _MOST_RUN_CHARACTERS - 3]}..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,11 +695,31 @@ class Fallback:
     reason: str
 
 
+def grouped_choices(choices: Iterable[Fallback]) -> list[str]:
+    """Return one line for all that differ in names and numbers only."""
+    groups: dict[tuple[str, str], list[Fallback]] = {}
+    for choice in choices:
+        alike = _NUMBER.sub("#", choice.decision.partition(" '")[0]), _NUMBER.sub("#", choice.reason)
+        groups.setdefault(alike, []).append(choice)
+    lines = [
+        f"{_listed([choice.where for choice in group])}: {group[0].decision} ({group[0].reason})"
+        for group in list(groups.values())[:_MOST_CHOICES]
+    ]
+    n_more = sum(len(group) for group in list(groups.values())[_MOST_CHOICES:])
+    return [*lines, f"and {n_more} more: see the plan"] if n_more else lines
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    """`a, b, c, d and 16 more`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How a plan samples: units of elements, the seed, and the probabilities of the tensors' positions.
 
-    The merged delta of each tensor is divided by its probability. `mean_probability` is that of an element.
+    The merged delta of each tensor is divided by its probability. `mean_probability` is that of an element, and
+    `importance` the file that probabilities follow, if one was given.
     """
 
     unit_elements: int
@@ -497,89 +727,152 @@ class Sampling:
     least_probability: float
     mean_probability: float
     most_probability: float
-    importance: str = ""  # the file that the probabilities follow, if one was given
+    importance: str = ""
+
+    def __str__(self) -> str:
+        least, mean, most = self.least_probability, self.mean_probability, self.most_probability
+        units = f"units of {self.unit_elements} elements, drawn with probability {mean:.3g} ({least:.3g} to {most:.3g})"
+        factor = f", times {1 / most:.3g} to {1 / least:.3g}" if least > 0 else ""
+        by = f", by the importance in {self.importance}" if self.importance else ""
+        return f"{units}{by}, seed {self.seed}; merged deltas are divided by it{factor}"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class Explanation(Displayed):
     """The experts that contributed to each tensor, and the reasons; from a plan, or from the manifest of a snapshot.
 
     What only a plan or only a snapshot has is None in the other. A full merge has no plan: every expert is everywhere.
-    Blocks that no expert touched hold the base's values, scaled where the operator scales the base.
+    Blocks that no expert touched hold the base's values, scaled where the operator scales the base. `advice` names the
+    command that would make a plan exact.
     """
 
-    kind: str
+    verdict: BudgetVerdict | None = shown(default=None)
+    kind: str = shown("{kind}", lambda r: str(r.path) if r.path != Path() else "not stored")
     path: Path
-    sid: str | None
-    plan_digest: str | None
-    operator: str
-    policy: str | None
+    sid: str | None = shown("sid")
+    plan_digest: str | None = shown("plan digest")
+    operator: str = shown("operator")
+    policy: str | None = shown("policy", "{policy}, where omitted: {on_omit}")
     on_omit: str | None
-    seed: int
-    budget_bytes: int | None
-    planned_bytes: int | None
+    seed: int = shown("plan", lambda r: "none: a full merge, every expert is everywhere" if r.policy is None else "")
     full_bytes: int | None
-    realized_bytes: int | None
+    budget_bytes: int | None = shown("budget", lambda r: _of_everything(r.budget_bytes, r.full_bytes))
+    planned_bytes: int | None = shown("planned", lambda r: _of_everything(r.planned_bytes, r.full_bytes))
+    sampling: Sampling | None = shown("sample", default=None)
+    realized_bytes: int | None = shown("realized")
     block_elements: int
     blocks: int
-    touched: int
-    experts: tuple[ExpertShare, ...]
+    touched: int = shown(
+        "touched", "{touched} of {blocks:block} hold something of an expert; the others are the base's"
+    )
+    experts: tuple[ExpertShare, ...] = shown()
     layers: tuple[LayerShare, ...]
-    tensors: tuple[TensorUse, ...]
-    fallbacks: tuple[Fallback, ...]
-    adjustments: tuple[Fallback, ...]
-    verdict: BudgetVerdict | None = None
-    sampling: Sampling | None = None
+
+    @property
+    @told()
+    def layer_table(self) -> Table | None:
+        """The share of each expert by layer: blocks read, or equal to the base's."""
+        numbered, others = [x for x in self.layers if x.layer], [x for x in self.layers if not x.layer]
+        size = max(1, -(-len(numbered) // _MOST_LAYER_GROUPS))
+        groups = [*(numbered[i : i + size] for i in range(0, len(numbered), size)), *([others] if others else [])]
+        blocks = [sum(layer.blocks for layer in group) for group in groups]
+        rows = [("touched", [sum(layer.touched for layer in group) for group in groups])]
+        rows += [
+            (expert.model, [sum(layer.taking_part[e] for layer in group) for group in groups])
+            for e, expert in enumerate(self.experts)
+        ]
+        return Table(
+            ("in layers", *("-".join(dict.fromkeys((x[0].layer, x[-1].layer))) or "others" for x in groups)),
+            tuple((name, *map(share_text, counts, blocks)) for name, counts in rows),
+        )
+
+    fallbacks: tuple[Fallback, ...] = shown("fallback", lambda r: grouped_choices(r.fallbacks), once=True)
+    adjustments: tuple[Fallback, ...] = shown("adjusted", lambda r: grouped_choices(r.adjustments), once=True)
+    recipe_notices: tuple[Notice, ...] = shown("{kind}", str, default=())
+    advice: tuple[str, ...] = shown("advice", default=())
+    tensors: tuple[TensorUse, ...] = shown()
+
+
+def _of_everything(nbytes: int, full_bytes: int) -> str:
+    return f"{format_bytes(nbytes)}, {share_text(nbytes, full_bytes)} of {format_bytes(full_bytes)}"
 
 
 # --- sweeps ---
 
 
-@dataclass(frozen=True, slots=True)
-class SweepPoint:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepPoint(Displayed):
     """One merge under a budget, compared with the full merge M.
 
     `error` is `||M_A - M|| / ||M - M_0||`, `flattering_error` is `||M_A - M|| / ||M||`; None where the divisor is 0.
-    `expert_bytes` is everything requested of expert files but headers; `seconds` includes planning. `levels` are blocks
-    by the form in which they are read; `unread` names the experts of which nothing is read. `loss` is what the command
-    of the sweep printed, if one was given. No error is measured of samples, which are right on average and far from the
-    full merge in each draw.
+    `expert_bytes` is everything requested of expert files but headers, and `share` that of what reading all costs;
+    `seconds` includes planning. `levels` are blocks by the form in which they are read; `unread` names the experts of
+    which nothing is read. `loss` is what the command of the sweep printed, if one was given. No error is measured of
+    samples, which are right on average and far from the full merge in each draw.
     """
 
-    budget: str
-    policy: str
+    budget: str = shown("budget")
+    policy: str = shown("policy")
     budget_bytes: int
     planned_bytes: int
-    expert_bytes: int
-    seconds: float
-    error: float | None
-    flattering_error: float | None
-    levels: tuple[tuple[str, int], ...] = ()
+    expert_bytes: int = shown("read")
+    share: float = shown("of all")
+    seconds: float = shown("time")
+    loss: float | None = shown("loss", default=None)
+    error: float | None = shown("error")
+    flattering_error: float | None = shown("of norm")
+    levels: tuple[tuple[str, int], ...] = shown("levels", lambda point: levels_text(point.levels), default=())
     unread: tuple[str, ...] = ()
-    loss: float | None = None
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class SweepReport(Displayed):
     """A recipe merged in full and under several budgets. Errors are taken from outputs, after their rounding.
 
-    `changed_norm` is `||M - M_0||`, `full_norm` is `||M||`, over all tensors of floats.
+    `changed_norm` is `||M - M_0||`, `full_norm` is `||M||`, over all tensors of floats; `full_loss` is that of the full
+    merge.
     """
 
     recipe: Location
-    operator: str
-    policy: str
+    policy: str = shown("verdict", lambda report: report.verdict)
+    experts: tuple[str, ...] = shown("unread", lambda r: r.unread_lines, once=True, default=())
+    operator: str = shown("operator")
     seed: int
-    dtypes: tuple[str, ...]
     full_cost_bytes: int
-    full_expert_bytes: int
+    full_expert_bytes: int = shown("full merge", "{full_expert_bytes} of the experts read, {full_seconds}")
     full_seconds: float
-    changed_norm: float
+    changed_norm: float = shown("changes", lambda r: f"the full merge is {r.changed_norm:.3g} away from the base, "
+                       f"{share_text(r.changed_norm, r.full_norm)} of its own norm")  # fmt: skip
     full_norm: float
-    points: tuple[SweepPoint, ...]
-    experts: tuple[str, ...] = ()
-    recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe, or another one than it asks for
-    full_loss: float | None = None  # of the full merge
+    dtypes: tuple[str, ...] = shown("note", lambda report: report.error_note, once=True)
+    recipe_notices: tuple[Notice, ...] = shown("{kind}", str, default=())
+    points: tuple[SweepPoint, ...] = shown()
+    full_loss: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """What was measured: a loss by a command, or distances, which say little."""
+        if self.full_loss is not None:
+            return f"the loss of the full merge is {self.full_loss:.6g}; those under budgets are below"
+        if self.policy == "sample":
+            return (
+                "a sample is right on average, and far from the full merge in each draw: measure a loss with --evaluate"
+            )
+        return "distances say nothing of a gain: measure a loss with --evaluate"
+
+    @property
+    def unread_lines(self) -> list[str]:
+        """A line for each budget under which nothing is read of some expert, by the policy that was chosen."""
+        points = (point for point in self.points if point.policy == self.policy and point.unread)
+        return [f"{point.budget}: nothing of {_listed(point.unread)} is in the merge" for point in points]
+
+    @property
+    def error_note(self) -> str:
+        """What errors are; empty where none was measured."""
+        if all(point.error is None for point in self.points):
+            return ""
+        shares = "errors are distances to the full merge as a share of what it changes, and of its norm"
+        return f"{shares}; they are taken from the outputs, after rounding to {', '.join(self.dtypes)}"
 
 
 # --- searches ---
@@ -590,7 +883,8 @@ class SearchTrial:
     """One trial of a search: values by their place in the recipe, and what the evaluation gave, rung by rung.
 
     `state` is complete, pruned (given up after a rung), fail or running. `losses` are those of the last rung, one for
-    each objective. `expert_bytes` were read of experts for all rungs.
+    each objective. `expert_bytes` were read of experts for all rungs. Of several objectives a trial `is_best` if no
+    other is better in all.
     """
 
     number: int
@@ -601,46 +895,88 @@ class SearchTrial:
     expert_bytes: int
     seconds: float
     failure: str = ""
-    is_best: bool = False  # of several objectives: no other trial is better in all
+    is_best: bool = False
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class SearchReport(Displayed):
     """The trials of a search, and the snapshot of the best one's values."""
 
-    out: Path
-    study: Path
-    sid: str
-    objectives: tuple[str, ...]
+    trials: tuple[SearchTrial, ...] = shown(
+        "trials", lambda r: ", ".join(f"{n} {x}" for x, n in Counter(x.state for x in r.trials).items()), once=True
+    )
     best: int
-    trials: tuple[SearchTrial, ...]
+    objectives: tuple[str, ...] = shown("failed", lambda report: report.failures, once=True)
+    study: Path = shown("study")
+    sid: str = shown("snapshot")
+    out: Path = shown("output")
 
     @property
     def best_trial(self) -> SearchTrial:
         """The trial whose merge was published."""
         return next(trial for trial in self.trials if trial.number == self.best)
 
+    @property
+    def failures(self) -> list[str]:
+        """A line for each trial that failed."""
+        return [f"trial {trial.number}: {trial.failure}" for trial in self.trials if trial.failure]
+
+    @property
+    @told("experts read")
+    def expert_bytes(self) -> int:
+        """Bytes read of experts for all trials."""
+        return sum(trial.expert_bytes for trial in self.trials)
+
+    @property
+    @told()
+    def best_trials(self) -> Table:
+        """The best trials, the one that was published first."""
+        names = tuple(self.best_trial.values)
+        sign = -1 if self.objectives[0].endswith(":max") else 1
+        complete = [trial for trial in self.trials if trial.losses]
+        complete.sort(key=lambda trial: (trial.number != self.best, not trial.is_best, sign * trial.losses[0]))
+        rows = [
+            (
+                str(x.number),
+                *(text_of("loss", loss) for loss in x.losses),
+                *(text_of("loss", x.values[name]) for name in names),
+                text_of("seconds", x.seconds),
+            )
+            for x in complete[:_MOST_TRIALS]
+        ]
+        return Table(("trial", *self.objectives, *names, "time"), tuple(rows))
+
 
 # --- snapshots ---
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class SnapshotReport(Displayed):
     """One published snapshot. `is_present` tells whether its manifest is still at `path`, `is_recorded` whether the
     catalog knows it."""
 
-    sid: str
-    path: Path
-    operator: str
-    created: datetime
-    plan_digest: str | None
-    base_bytes: int
+    sid: str = shown("snapshot")
+    path: Path = shown("path", lambda snapshot: snapshot.place)
+    created: datetime = shown("made (UTC)")
+    operator: str = shown("operator")
+    plan_digest: str | None = shown("plan")
+    inputs: tuple[Input, ...] = shown(
+        "{role}",
+        lambda x: f"{x.model} ({format_bytes(x.read_bytes)} read)" + (f", snapshot {x.sid[:12]}" if x.sid else ""),
+    )
+    base_bytes: int = shown("read", "base {base_bytes}, experts {expert_bytes}")
     expert_bytes: int
     analysis_bytes: int
-    output_bytes: int
-    inputs: tuple[Input, ...]
+    output_bytes: int = shown("written")
     is_present: bool
-    is_recorded: bool
+    is_recorded: bool = shown(
+        "notice", lambda r: "" if r.is_recorded else "not in the catalog: `mergepipe catalog rebuild` adds it"
+    )
+
+    @property
+    def place(self) -> str:
+        """The path, and whether it is gone."""
+        return str(self.path) if self.is_present else f"{self.path} (gone)"
 
 
 # --- verification, repair, garbage ---
@@ -661,25 +997,50 @@ class Damage:
     stop: int
     message: str
 
+    def __str__(self) -> str:
+        place = f" bytes {self.start} to {self.stop - 1}" if self.stop > self.start else ""
+        tensor = f", tensor {self.tensor}" if self.tensor else ""
+        return f"{self.file}{place}{tensor}: {self.message}"
 
-@dataclass(frozen=True, slots=True, repr=False)
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class VerifyReport(Displayed):
     """A verified snapshot and its damage. `replayed` are tensors that were recomputed from the inputs and compared.
 
     Notices are about what is odd and was so when the snapshot was made, or does not belong to it.
     """
 
+    sid: str = shown("snapshot", "{sid} {path}")
     path: Path | Location
-    sid: str
-    files: int
+    read_bytes: int = shown("read")
+    seconds: float = shown("time")
+
+    @property
+    @told("speed")
+    def bytes_per_second(self) -> float:
+        """Bytes read per second."""
+        return self.read_bytes / max(self.seconds, 1e-9)
+
+    files: int = shown("checked", lambda report: report.checked)
     tensors: int
     blocks: int
-    read_bytes: int
-    seconds: float
-    damages: tuple[Damage, ...]
-    notices: tuple[str, ...]
-    replayed: tuple[str, ...] = ()
+    replayed: tuple[str, ...] = shown("made again", "{replayed:tensor}, {replayed_bytes}", once=True, default=())
     replayed_bytes: int = 0
+    notices: tuple[str, ...] = shown("notice")
+    damages: tuple[Damage, ...] = shown("damaged")
+
+    @property
+    @told("result")
+    def result(self) -> str:
+        """Whether the snapshot is sound."""
+        return "sound" if self.is_sound else f"DAMAGED in {plural(len(self.damages), 'place')}"
+
+    @property
+    def checked(self) -> str:
+        """What was compared: blocks, or of a composite whole files."""
+        files = plural(self.files, "file")
+        blocks = f"{plural(self.blocks, 'block')} of {plural(self.tensors, 'tensor')} in {files}"
+        return blocks if self.tensors else f"{files}, every byte"
 
     @property
     def is_sound(self) -> bool:
@@ -687,30 +1048,30 @@ class VerifyReport(Displayed):
         return not self.damages
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class RepairReport(Displayed):
     """A repaired snapshot: all of its damage is repaired, or an error would have been raised."""
 
+    sid: str = shown("snapshot", "{sid} {path}")
     path: Path
-    sid: str
-    repaired: tuple[Damage, ...]
-    rebuilt_tensors: tuple[str, ...]
-    written_bytes: int
-    seconds: float
+    repaired: tuple[Damage, ...] = shown("repaired")
+    rebuilt_tensors: tuple[str, ...] = shown("made again", "{rebuilt_tensors:tensor}", once=True)
+    written_bytes: int = shown("written", optional=True)
+    seconds: float = shown("result", lambda r: "sound" if r.repaired else "sound: nothing to repair")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class PushReport(Displayed):
     """The result of a push. `commit` is that of the Hub; `kept_bytes` were in the bucket already."""
 
     snapshot: Path
-    destination: Location
-    sid: str
-    files: int
+    destination: Location = shown("output")
+    sid: str = shown("snapshot", "{sid} {snapshot}")
+    files: int = shown("pushed", "{files:file}, {total_bytes}")
     total_bytes: int
-    kept_bytes: int
-    commit: str
-    seconds: float
+    kept_bytes: int = shown("there already", optional=True)
+    commit: str = shown("commit")
+    seconds: float = shown("time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -724,13 +1085,27 @@ class Garbage:
     is_removed: bool
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class GcReport(Displayed):
     """Garbage that was collected, and staging that was kept because its process lives."""
 
     garbage: tuple[Garbage, ...]
-    living: tuple[str, ...]
+    living: tuple[str, ...] = shown("living")
     is_dry_run: bool
+
+    @property
+    @told()
+    def lines(self) -> list[Fact]:
+        """What was done with each piece of garbage, and the bytes that it gave back."""
+        verb = "would remove" if self.is_dry_run else "removed"
+        return [
+            *(
+                (verb if item.is_removed or self.is_dry_run else "could not remove",
+                 f"{item.kind} {item.what} ({item.reason}{', ' + format_bytes(item.nbytes) if item.nbytes else ''})")
+                for item in self.garbage
+            ),
+            ("would free" if self.is_dry_run else "freed", format_bytes(self.freed_bytes)),
+        ]  # fmt: skip
 
     @property
     def freed_bytes(self) -> int:
@@ -739,26 +1114,32 @@ class GcReport(Displayed):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorChange:
+class TensorChange(Displayed):
     """A tensor that differs: `||A - B||`, and that over `||A||`; None where the shapes differ or nothing was read."""
 
-    name: str
-    kind: str
-    norm: float | None
-    relative: float | None
+    name: str = shown("tensor")
+    kind: str = shown("what differs")
+    norm: float | None = shown("||a - b||")
+    relative: float | None = shown("/ ||a||")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class SnapshotDiff(Displayed):
     """The differences of two snapshots. `settings` and `inputs` are a line each; `recipe` is a diff."""
 
+    a_sid: str = shown("a", "{a_sid} {a}")
+    b_sid: str = shown("b", "{b_sid} {b}")
     a: Path
     b: Path
-    a_sid: str
-    b_sid: str
-    recipe: str
-    settings: tuple[str, ...]
-    inputs: tuple[str, ...]
-    equal_tensors: int
+    settings: tuple[str, ...] = shown("setting")
+    inputs: tuple[str, ...] = shown("input")
     tensors: tuple[TensorChange, ...]
-    norm: float | None
+    equal_tensors: int = shown("tensors", lambda r: f"{r.equal_tensors} equal, {len(r.tensors)} different")
+    norm: float | None = shown("||a - b||")
+    recipe: str = shown()
+
+    @property
+    @told()
+    def largest_changes(self) -> tuple[TensorChange, ...]:
+        """The tensors that changed most."""
+        return tuple(sorted(self.tensors, key=lambda change: -(change.norm or 0.0))[:_MOST_CHANGES])

@@ -17,7 +17,7 @@ from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
 from mergepipe.catalog.rows import SnapshotRow
 from mergepipe.checkpoints.content_id import with_digests
-from mergepipe.cli.render.snapshots import rebuild_table
+from mergepipe.cli.printing import report_text
 from mergepipe.errors import ConflictError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.snapshots.composite import COMPOSITE_FORMAT
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -69,7 +69,7 @@ def test_rebuild__leaves_out_training_composites_and_names_them(tmp_path: Path) 
     )
     report = rebuild(tmp_path / "home", [tmp_path / "out"])
     assert (report.snapshots, report.composites, report.unreadable, report.missing) == (1, (composite,), (), ())
-    assert f"{composite}: a training checkpoint" in rebuild_table(report)
+    assert f"{composite}: a training checkpoint" in report_text(report)
     (row,) = snapshots_of(tmp_path / "home")
     assert row.path == tmp_path / "out" / "one"
 

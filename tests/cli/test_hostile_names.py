@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 
 from mergepipe import cli
 from mergepipe.cli import main
+from mergepipe.cli.pages import sweep_page
 from mergepipe.cli.printing import REPORT_FORMAT
-from mergepipe.cli.render.pages import sweep_page
 from mergepipe.planning.plan import PLAN_FORMAT
 from mergepipe.reports import SweepPoint, SweepReport
 from mergepipe.storage.location import Location
@@ -154,7 +154,7 @@ def test_commands__print_json_through_the_one_function_that_names_the_format() -
         for path in CLI.rglob("*.py")
         if re.search(r"\b(json_line|json\.dumps)\b", path.read_text(encoding="utf-8"))
     }
-    assert users == {"printing.py", "commands/budgets.py", "render/snapshots.py"}
+    assert users == {"printing.py", "commands/budgets.py", "commands/snapshots.py"}
 
 
 def test_model_card__names_break_neither_metadata_nor_text(ran: dict[str, tuple[Ran, Ran]], place: Path) -> None:
@@ -185,10 +185,15 @@ class Tags(HTMLParser):
 def test_sweep_page__holds_no_tag_of_a_name(ran: dict[str, tuple[Ran, Ran]], place: Path) -> None:
     assert ran["sweep"][0].exit_code == 0
     assert raw_characters((place / "sweep.html").read_text(encoding="utf-8")) == []
-    point = SweepPoint(NASTY, NASTY, 10, 10, 10, 1.0, float("nan"), 0.1)
-    hostile = sweep_page(
-        SweepReport(Location.local(Path(NASTY)), NASTY, NASTY, 0, (NASTY,), 10, 10, 1.0, float("inf"), 1.0, (point,))
-    )
+    point = SweepPoint(
+        budget=NASTY, policy=NASTY, budget_bytes=10, planned_bytes=10, expert_bytes=10, share=1.0, seconds=1.0,
+        error=float("nan"), flattering_error=0.1,
+    )  # fmt: skip
+    report = SweepReport(
+        recipe=Location.local(Path(NASTY)), operator=NASTY, policy=NASTY, seed=0, dtypes=(NASTY,), full_cost_bytes=10,
+        full_expert_bytes=10, full_seconds=1.0, changed_norm=float("inf"), full_norm=1.0, points=(point,),
+    )  # fmt: skip
+    hostile = sweep_page(report)
     assert raw_characters(hostile) == []
     tags = Tags()
     tags.feed(hostile)

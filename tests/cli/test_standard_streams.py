@@ -121,7 +121,7 @@ def test_merge__that_fails_after_the_commit_says_what_stands(
         elif where == "report":
             patch.setattr(merging, "MergeReport", raising(error))
         else:
-            patch.setattr("mergepipe.cli.render.merges.merge_table", raising(error))
+            patch.setattr("mergepipe.cli.printing.report_text", raising(error))
         assert main(["merge", "recipe.yml", "out", "--home", "home"]) == exit_code
     lines = capsys.readouterr().err
     assert said in lines

@@ -18,7 +18,7 @@ import pytest
 from crash_cases import make_job, recording_often
 
 import mergepipe
-from mergepipe.cli.render.merges import merge_table
+from mergepipe.cli.printing import report_text
 from mergepipe.errors import NotFoundError
 from mergepipe.options import MergeOptions, OutputOptions, PlanOptions
 from mergepipe.planning.plan import Plan
@@ -310,4 +310,4 @@ def test_merge__killed_counts_what_it_read_and_says_why_it_starts_over(tmp_path:
     assert snapshot.expert_bytes + snapshot.analysis_bytes == report.expert_bytes
     (notice,) = (notice for notice in report.notices if "started over" in notice)
     assert "since it was stopped before any of its tensors was durable" in notice
-    assert "of it at most by interrupted runs" in merge_table(report)
+    assert "of it at most by interrupted runs" in report_text(report)

@@ -117,8 +117,9 @@ def example() -> Plan:
     tensor = PlannedTensor("w", 8 * BLOCK, 0, (0, 1), reads, (0, 1), (Cut(7, 8, 9), None), (None, (1.0, 2.0, 3.0)))
     parameters = TensorParameters({"lambda": 1.0}, {}, ({"weight": 1.0}, {"weight": 0.5}))
     return Plan(
-        "ties", "norm", "keep", 0, BLOCK, 700, 600, 800, "recipe", (model, *experts), (parameters,),
-        (tensor,), (Fallback("x", "y", "z"),),
+        operator="ties", policy="norm", on_omit="keep", seed=0, block_elements=BLOCK, budget_bytes=700,
+        planned_bytes=600, full_cost_bytes=800, recipe="recipe", models=(model, *experts), parameters=(parameters,),
+        tensors=(tensor,), fallbacks=(Fallback("x", "y", "z"),),
     )  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def test_merge__of_two_documents_leaves_nothing_when_the_second_fails(folder: Pa
 def test_check__tells_of_all_documents(folder: Path) -> None:
     both = recipe(folder, "both.yml", f"name: made\n{TIES}---\n{OUTER.replace('MIDDLE', 'made')}")
     report = mergepipe.check(both)
-    assert (report.merged_tensors, [name for name, _ in report.copied]) == (3, ["ids"])
+    assert (report.merged_tensors, [copied.tensor for copied in report.copied]) == (3, ["ids"])
 
 
 def test_plan__does_not_reach_into_other_documents(folder: Path) -> None:

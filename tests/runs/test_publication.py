@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import mergepipe
-from mergepipe.cli.render.merges import merge_table
+from mergepipe.cli.printing import report_text
 from mergepipe.errors import NotFoundError, RecipeError
 from mergepipe.options import MergeOptions, OutputOptions, RunOptions
 from mergepipe.recipes.references import with_renamed
@@ -157,7 +157,7 @@ def test_merge__copies_or_lists_every_file_of_the_base(family: Path) -> None:
     card = (out / "README.md").read_text()
     assert "not here" not in card
     assert 'library_name: "transformers"' in card  # the base's own card says so
-    assert "modeling.py" in str(merge_table(report))
+    assert "modeling.py" in report_text(report)
 
 
 def test_merge__the_card_names_hub_ids_and_inherits_from_the_base(family: Path) -> None:

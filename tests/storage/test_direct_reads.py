@@ -29,7 +29,7 @@ ALLOWED = {
     "cli/__init__.py": ("os.open", "/dev/null"),
     "cli/commands/budgets.py": ("exists is_dir is_file is_symlink", OWN),
     "cli/guard.py": ("os.open", "/dev/null"),
-    "cli/render/pages.py": ("read_text", "a template of the package"),
+    "cli/pages.py": ("read_text", "a template of the package"),
     "deltastore/pack/builder.py": ("is_dir", OWN),
     "deltastore/writer.py": ("regular.read_head stat", OWN),
     "jobs/gc.py": ("exists glob is_dir is_file is_symlink os.walk rglob stat", OWN),

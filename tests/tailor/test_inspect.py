@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe.cli.printing import report_json
 from mergepipe.storage.location import Location
 from mergepipe.tailor.reports import inspect_checkpoints
 from support.stores import MetadataStore
@@ -91,7 +92,7 @@ def test_inspect_checkpoints__compares_parameters(run: Path, shapes: dict[str, t
 
 def test_to_json__is_json_and_complete(run: Path) -> None:
     report = inspect_checkpoints(MetadataStore(), [Location.local(run / "zero2"), Location.local(run / "dcp")])
-    document = json.loads(json.dumps(report.to_json()))
+    document = json.loads(report_json(report))
     assert [c["format"] for c in document["checkpoints"]] == ["deepspeed-zero", "torch-dcp"]
     assert [u["unit"] for u in document["checkpoints"][0]["units"]] == [
         "embed", "layer 0", "layer 1", "layer 2", "norm", "lm_head",

@@ -49,7 +49,13 @@ def rebuild(home: Path, roots: Sequence[Path], *, timeout_seconds: float = LOCK_
                 else:
                     unreadable.extend(error.problems)
         lost = _still_missing(catalog, {snapshot.manifest_digest for snapshot in recorded}, missing)
-    return RebuildReport(len(recorded), lost, tuple(unreadable), moved_aside, tuple(composites))
+    return RebuildReport(
+        snapshots=len(recorded),
+        missing=lost,
+        unreadable=tuple(unreadable),
+        moved_aside=moved_aside,
+        composites=tuple(composites),
+    )
 
 
 def _open_sound(home: Path, timeout_seconds: float) -> tuple[Catalog, Path | None]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from mergepipe.core.display import Displayed, shown
 from mergepipe.errors import Problem
 from mergepipe.snapshots.manifest import Input, RealizedBytes
 
@@ -42,28 +43,30 @@ class LineageNode:
     is_repeated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CatalogStats:
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class CatalogStats(Displayed):
     """What the home folder holds: the index's file, its rows, and files of statistics."""
 
-    path: Path
-    file_bytes: int
-    snapshots: int
-    digests: int
-    statistics: int
+    path: Path = shown("catalog")
+    file_bytes: int = shown("size")
+    snapshots: int = shown("snapshots")
+    digests: int = shown("digests", "of {digests:file}")
+    statistics: int = shown("statistics", "of {statistics:expert}, {statistics_bytes}")
     statistics_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class RebuildReport:
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class RebuildReport(Displayed):
     """The result of `rebuild`.
 
     `missing` are recorded paths without a manifest; rows that could be read are kept. `composites` are training
     checkpoints composed by tailor, which are not snapshots and are skipped.
     """
 
-    snapshots: int
-    missing: tuple[Path, ...]
-    unreadable: tuple[Problem, ...]
-    moved_aside: Path | None
-    composites: tuple[Path, ...] = ()
+    snapshots: int = shown("snapshots")
+    missing: tuple[Path, ...] = shown("missing")
+    unreadable: tuple[Problem, ...] = shown("unreadable")
+    moved_aside: Path | None = shown("moved aside")
+    composites: tuple[Path, ...] = shown(
+        "composite", lambda path: f"{path}: a training checkpoint, no snapshot", default=()
+    )

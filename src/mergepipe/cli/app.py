@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mergepipe.cli.registration import SHELLS, WIDEST_HELP, SectionedGroup, choices, completion_script, show_all
+from mergepipe.cli.registration import (
+    SHELLS,
+    WIDEST_HELP,
+    SectionedGroup,
+    add_commands,
+    choices,
+    completion_script,
+    show_all,
+)
 
 if TYPE_CHECKING:
     from typer.core import TyperGroup
@@ -21,7 +28,7 @@ _COMMANDS = {
     "training": ("tailor",),
     "maintenance": ("gc",),
 }
-"""Modules of `cli.commands`, each with a `register(app)`, and the commands of it that `--help` describes.
+"""Modules of `cli.commands`, and the commands of each that `--help` describes.
 
 They import nothing but typer and the standard library until a command runs.
 """
@@ -48,7 +55,7 @@ def build_command(arguments: Sequence[str] = ()) -> TyperGroup:
     )
     app.callback(invoke_without_command=True)(_root)
     for module in named or _COMMANDS:
-        import_module(f"mergepipe.cli.commands.{module}").register(app)
+        add_commands(app, module)
     command: TyperGroup = typer.main.get_group(app)
     assert isinstance(command, SectionedGroup)
     command.rare_commands = tuple(name for names in _RARE_COMMANDS.values() for name in names)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
 from mergepipe.cli.interrupts import Interrupts
-from mergepipe.cli.render.layout import coloured_failure
+from mergepipe.cli.printing import coloured_failure, report_json
 from mergepipe.core.escaping import printable, printable_lines
 from mergepipe.core.outcome import Place, committed_places, published_error
 from mergepipe.errors import (
@@ -62,8 +62,6 @@ def run_guarded(arguments: Sequence[str], interrupts: Interrupts, program: str =
     if failure is not None:
         _write(sys.stderr, coloured_failure("".join(f"{line}\n" for line in failure.lines())))
         if "--json" in options:
-            from mergepipe.cli.printing import report_json
-
             printed.write(report_json(failure.to_json()) + "\n")
     refusal = _write(sys.stdout, printed.getvalue())
     if refusal is not None:

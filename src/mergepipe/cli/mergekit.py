@@ -16,11 +16,9 @@ from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import WIDEST_HELP, SectionedCommand, Without, with_option_groups
 from mergepipe.core.escaping import printable
 from mergepipe.core.flags import Flag, option
-from mergepipe.core.outcome import tell_if_published
 from mergepipe.core.units import parse_size
 from mergepipe.errors import Problem, UnsupportedError
 from mergepipe.options import FORCE, MergeOptions, RecipeOptions
-from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
     from typer.core import TyperCommand
@@ -209,7 +207,7 @@ def merge_as_mergekit(
         _print_notices(noticed.notices())
     from mergepipe import api
 
-    with tell_if_published(Location.of(out)), progress_shown(context.obj, silent=printing.quiet) as on_progress:
+    with progress_shown(context.obj, silent=printing.quiet) as on_progress:
         report = api.merge(config, out, options=options, on_progress=on_progress)
     if verbose or printing.quiet:
         print_report(report, printing)

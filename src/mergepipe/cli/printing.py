@@ -1,14 +1,19 @@
-"""Print the reports of commands: as tables for people, as JSON for programs, or not at all."""
+"""Print the reports of commands: as text for people, in the terminal's width and colours, as JSON for programs, or not.
+
+Text is facts, `label  value`, and tables: nothing in it can control the terminal but our own colours.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
-from collections.abc import Iterable, Mapping
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
-from mergepipe.cli.render.layout import coloured_report
+from mergepipe.core.display import Displayed, Fact, Table, sections
 from mergepipe.core.escaping import json_line, printable, printable_lines
 from mergepipe.core.flags import Flag, option
 
@@ -51,19 +56,14 @@ class ReportOptions(PrintOptions):
         return self.quiet or self.as_json
 
 
-def print_text(text: str) -> None:
-    """Print a table for people: nothing of it can control the terminal but our own colours."""
-    print(coloured_report(printable_lines(text)))
-
-
-def print_report(report: object, printing: PrintOptions) -> None:
-    """Print a report: as JSON, as a table, or, of a quiet command, its warnings alone."""
+def print_report(report: Displayed, printing: PrintOptions) -> None:
+    """Print a report: as JSON, as text, or, of a quiet command, its warnings alone."""
     if printing.as_json:
         print(report_json(report))
     elif isinstance(printing, ReportOptions) and printing.quiet:
         print_warnings(getattr(report, "recipe_notices", ()))
     else:
-        print_text(report_text(report))
+        print(coloured_report(printable_lines(report_text(report))))
 
 
 def print_warnings(notices: Iterable[Notice]) -> None:
@@ -73,43 +73,156 @@ def print_warnings(notices: Iterable[Notice]) -> None:
             print(f"{notice.kind}: {printable(str(notice))} [{notice.code}]", file=sys.stderr)
 
 
-_TABLES = {
-    "AnalyzeReport": "merges.analyze_table",
-    "CatalogStats": "snapshots.catalog_table",
-    "Explanation": "budgets.explain_table",
-    "ExtractLoraReport": "merges.extraction_table",
-    "GcReport": "snapshots.gc_table",
-    "MergeLoraReport": "merges.merged_adapter_table",
-    "MergeReport": "merges.merge_table",
-    "PackReport": "merges.pack_table",
-    "PartReport": "merges.part_table",
-    "PartsStatus": "merges.status_table",
-    "PushReport": "snapshots.push_table",
-    "RebuildReport": "snapshots.rebuild_table",
-    "RepairReport": "snapshots.repair_table",
-    "SnapshotDiff": "snapshots.diff_table",
-    "SnapshotReport": "snapshots.snapshot_table",
-    "SearchReport": "budgets.search_table",
-    "SweepReport": "budgets.sweep_table",
-    "UnpackReport": "merges.unpack_line",
-}
-"""The function that shows a report, by the class of the report; its module is loaded for the first report."""
-
-
-def report_text(report: object) -> str:
-    """Return a report as text for people."""
-    module, _, function = _TABLES[type(report).__name__].partition(".")
-    text: str = getattr(import_module(f"mergepipe.cli.render.{module}"), function)(report)
-    return text
-
-
 def report_json(report: object, **more: object) -> str:
-    """Return one line: the format, then the fields of a report and its `COMPUTED` ones, or the items of a mapping."""
-    if is_dataclass(report):
+    """Return one line: the format, then the fields of a report and its `COMPUTED` ones, or the items of a mapping.
+
+    A report whose fields are not for others says what is told by `to_json`.
+    """
+    if hasattr(report, "to_json"):
+        content: Mapping[str, object] = report.to_json()
+    elif is_dataclass(report):
         names = (*(field.name for field in fields(report)), *getattr(report, "COMPUTED", ()))
-        content: Mapping[str, object] = {name: getattr(report, name) for name in names}
+        content = {name: getattr(report, name) for name in names}
     elif isinstance(report, Mapping):
         content = report
     else:
         raise TypeError(f"a report has named fields: {type(report).__name__}")
     return json_line({"format": REPORT_FORMAT, **content, **more})
+
+
+# --- what the terminal behind the standard streams supports ---
+
+NARROWEST = 40
+_STYLES = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "key": "\x1b[1m"}
+_RESET = "\x1b[0m"
+_WARNINGS = ("notice", "warning", "fallback", "adjusted", "missing")
+_ERRORS = ("damaged", "unreadable", "could not remove")
+_KEY_FIGURES = (
+    "verdict", "result", "budget", "planned", "experts read", "time", "output", "snapshot", "full merge",
+)  # fmt: skip
+_STYLE_OF_LABEL = {
+    **dict.fromkeys(_WARNINGS, "warning"),
+    **dict.fromkeys(_ERRORS, "error"),
+    **dict.fromkeys(_KEY_FIGURES, "key"),
+}
+_LABEL = re.compile(rf"^({'|'.join(map(re.escape, _STYLE_OF_LABEL))})(?=  )", re.MULTILINE)
+_FAILURE = re.compile(r"^(error|internal error|interrupted|warning)(?=:)", re.MULTILINE)
+
+
+def available_columns() -> int | None:
+    """The columns that a line of standard output may take: $COLUMNS, else the terminal's; None without a terminal."""
+    told = os.environ.get("COLUMNS", "")
+    if told.isdecimal() and int(told) > 0:
+        return max(int(told), NARROWEST)
+    try:
+        return max(os.get_terminal_size(1).columns, NARROWEST) if os.isatty(1) else None
+    except OSError:
+        return None
+
+
+def shows_colours(stream: TextIO | None) -> bool:
+    """Whether to colour what is written to `stream`: $NO_COLOR, $FORCE_COLOR, else a terminal."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    if stream is None or os.environ.get("TERM") == "dumb":
+        return False
+    try:
+        return stream.isatty()
+    except ValueError:  # it was closed
+        return False
+
+
+def coloured_report(text: str) -> str:
+    """Colour the labels of warnings, damage and key figures in a report for standard output, if it shows colours."""
+    return _coloured(_LABEL, text, _STYLE_OF_LABEL) if shows_colours(sys.__stdout__) else text
+
+
+def coloured_failure(text: str) -> str:
+    """Colour the first word of each line about a failure for standard error, if it shows colours."""
+    styles = {"error": "error", "internal error": "error", "interrupted": "warning", "warning": "warning"}
+    return _coloured(_FAILURE, text, styles) if shows_colours(sys.stderr) else text
+
+
+def _coloured(pattern: re.Pattern[str], text: str, styles: dict[str, str]) -> str:
+    return pattern.sub(lambda match: f"{_STYLES[styles[match[1]]]}{match[1]}{_RESET}", text)
+
+
+# --- facts and columns ---
+
+NARROWEST_CELL = 12
+_GAP = "  "
+_NUMBER = re.compile(r"-|(< )?-?[\d.,]+%?( [%A-Za-z/]+( \d\d \w+)?)?")
+
+
+def report_text(report: Displayed) -> str:
+    """Return a report as text: its facts and tables, with an empty line between them."""
+    texts = []
+    for section in sections(report):
+        if isinstance(section, Table):
+            texts.append(columns_text(section))
+        else:
+            texts.append(section.rstrip("\n") if isinstance(section, str) else facts_text(section))
+    return "\n\n".join(texts)
+
+
+def facts_text(facts: Sequence[Fact]) -> str:
+    """One fact a line, the values under each other; long ones go on in the next line under their beginning."""
+    width = max((len(label) for label, _ in facts), default=0)
+    columns = available_columns()
+    lines = []
+    for label, value in facts:
+        room = None if columns is None else max(columns - width - len(_GAP), NARROWEST_CELL)
+        first, *rest = _wrapped(printable(value), room)
+        lines.append(f"{label:<{width}}{_GAP}{first}")
+        lines.extend(f"{'':<{width}}{_GAP}{line}" for line in rest)
+    return "\n".join(lines)
+
+
+def columns_text(table: Table) -> str:
+    """A table: numbers flush right, but in the first column, all else flush left; nothing is dropped to make it fit.
+
+    Where the terminal is narrower, cells of the widest columns go on below; where that is not enough, each row becomes
+    a paragraph of labelled lines.
+    """
+    cells = [[printable(cell) for cell in row] for row in (table.head, *table.rows)]
+    numbers = [i > 0 and all(_NUMBER.fullmatch(row[i]) for row in cells[1:]) for i in range(len(table.head))]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(table.head))]
+    columns = available_columns()
+    if columns is not None:
+        fitted = _fitted(widths, columns - len(_GAP) * (len(widths) - 1))
+        if fitted is None:
+            return "\n\n".join(facts_text(list(zip(cells[0], row, strict=True))) for row in cells[1:])
+        widths = fitted
+    return "\n".join(line for row in cells for line in _row_lines(row, widths, numbers))
+
+
+def _fitted(widths: Sequence[int], room: int) -> list[int] | None:
+    """Shrink the widest columns until all fit; None where a column would be narrower than `NARROWEST_CELL`."""
+    fitted = list(widths)
+    while sum(fitted) > room:
+        widest = max(range(len(fitted)), key=lambda i: fitted[i])
+        if fitted[widest] <= NARROWEST_CELL:
+            return None
+        fitted[widest] -= 1
+    return fitted
+
+
+def _row_lines(row: Sequence[str], widths: Sequence[int], numbers: Sequence[bool]) -> list[str]:
+    parts = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
+    return [
+        _GAP.join(
+            text.rjust(width) if numbers[i] else text.ljust(width)
+            for i, (part, width) in enumerate(zip(parts, widths, strict=True))
+            for text in [part[line] if line < len(part) else ""]
+        ).rstrip()
+        for line in range(max(map(len, parts)))
+    ]
+
+
+def _wrapped(text: str, room: int | None) -> list[str]:
+    """Break at spaces, and inside of words that are longer than a line; every character but those spaces stays."""
+    if room is None or len(text) <= room:
+        return [text]
+    return textwrap.wrap(text, room, break_on_hyphens=False) or [""]

@@ -27,6 +27,7 @@ LINE_SECONDS = 5.0
 NOTEBOOK_SECONDS = 0.5
 
 Clock = Callable[[], float]
+OnProgress = Callable[["Progress"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +288,7 @@ class NotebookDisplay(NoDisplay):
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[Progress], None]]:
+def progress_bar() -> Iterator[OnProgress]:
     """Show progress in a notebook, on a terminal or as lines; give it to a call as `on_progress`."""
     from mergepipe.kernels.compiled import listen_to_compilation
 
@@ -296,7 +297,7 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
 
 
 @contextlib.contextmanager
-def progress_shown(session: Session, *, silent: bool) -> Iterator[Callable[[Progress], None]]:
+def progress_shown(session: Session, *, silent: bool) -> Iterator[OnProgress]:
     """Show progress while the context lasts; what it gives is called with each report, and is where a run can stop."""
     from mergepipe.kernels.compiled import listen_to_compilation
 

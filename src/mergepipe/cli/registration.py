@@ -5,15 +5,19 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, is_dataclass
 from functools import wraps
+from importlib import import_module
 from textwrap import wrap
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mergepipe.cli.printing import PRINT_PANEL
+from mergepipe.cli.printing import PRINT_PANEL, PrintOptions, ReportOptions, print_report
+from mergepipe.cli.progress import progress_shown
+from mergepipe.core.display import Displayed
 from mergepipe.core.flags import Flag, Option, declared_options
 from mergepipe.errors import RecipeError, did_you_mean
 from mergepipe.options import BUDGET_PANEL, MACHINE_PANEL, PARTS_PANEL, PUBLISHING_PANEL, RARE_PANEL, WORK_PANEL
@@ -29,6 +33,7 @@ class Without:
     name: str
 
 
+KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 WIDEST_HELP = 200
 _SHOWS_ALL = "mergepipe.shows_all"  # in a context: the help describes commands and options that are rarely needed
 OTHER_OPTIONS = "Options"
@@ -41,6 +46,8 @@ OUT_HELP = "The directory to create, or a prefix of a bucket: s3://bucket/prefix
 RecipePath: TypeAlias = Annotated[
     str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file. Paths in it are relative to it.")
 ]
+OutDirectory: TypeAlias = Annotated[str, Flag("The directory to create.", name="--out", short="-o", metavar="DIR")]
+OutOption: TypeAlias = Annotated[str, Flag(OUT_HELP, name="--out", short="-o", metavar="OUT")]
 SnapshotName: TypeAlias = Annotated[
     str, typer.Argument(metavar="SID|PATH", help="A snapshot's directory, its sid, or four or more first digits of it.")
 ]
@@ -51,27 +58,63 @@ EXPERT_PART = Flag(
     panel=PARTS_PANEL,
 )
 SECTIONS = ("Merging", "Budgets", "Snapshots", "Experts", "Training", "Maintenance")
+"""The sections of the help: each has the commands of one module of `cli.commands`."""
+GROUPS = {
+    "lora": "Apply LoRA adapters to a base, merge them, extract them.",
+    "tailor": "Make a model of training checkpoints, or compose a resumable one of parts of several.",
+    "catalog": "Look after the catalog.",
+}
+"""Commands of two words, by the first: what they are about."""
+F = TypeVar("F", bound=Callable[..., Displayed | None])
+_COMMANDS: dict[str, list[tuple[str, Callable[..., object], str]]] = {}  # by module: name, function, examples
 
 
-def add_command(
-    app: typer.Typer, function: Callable[..., None], *examples: str, name: str | None = None, section: str = ""
-) -> None:
-    """Add `function` as a command under a section of the help, with examples at the end of its own help.
+def command(*examples: str, name: str = "") -> Callable[[F], F]:
+    """Make a function a command, under its own name unless `name` is given, with examples at the end of its help.
 
     A parameter that is annotated with a class of options stands for one option for each field; the function takes the
-    value. One that is annotated with a `Flag` is an option by itself.
+    value. One that is annotated with a `Flag` is an option by itself. `on_progress` is shown while the function runs. A
+    report that it returns is printed, as the options of printing say, which every such command has.
     """
-    app.command(
-        name or function.__name__, cls=SectionedCommand, rich_help_panel=section or None, epilog="\n".join(examples)
-    )(with_option_groups(function))
+
+    def register(function: F) -> F:
+        entry = name or function.__name__, function, "\n".join(examples)
+        _COMMANDS.setdefault(function.__module__.rpartition(".")[2], []).append(entry)
+        return function
+
+    return register
 
 
-def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
-    """Return `function` with the options that its parameters declare: by a class of options, or by a flag."""
+def add_commands(app: typer.Typer, module: str) -> None:
+    """Add the commands of a module of `cli.commands` to their section of the help."""
+    import_module(f"mergepipe.cli.commands.{module}")
+    section = module.capitalize()
+    groups: dict[str, typer.Typer] = {}
+    for full_name, function, examples in _COMMANDS[module]:
+        group, _, name = full_name.rpartition(" ")
+        if group and group not in groups:
+            groups[group] = typer.Typer(cls=SectionedGroup, rich_markup_mode=None, no_args_is_help=True)
+            app.add_typer(groups[group], name=group, help=GROUPS[group], rich_help_panel=section)
+        place = groups[group] if group else app
+        panel = None if group else section
+        place.command(name, cls=SectionedCommand, rich_help_panel=panel, epilog=examples)(with_option_groups(function))
+
+
+def with_option_groups(function: Callable[..., object]) -> Callable[..., None]:
+    """Return `function` as a command, with the options that its parameters declare; see `command`."""
     parameters: dict[str, inspect.Parameter] = {}
     options: dict[str, Option] = {}
     groups: dict[str, type] = {}
-    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+    signature = inspect.signature(function, eval_str=True)
+    declared_parameters = dict(signature.parameters)
+    has_progress = declared_parameters.pop("on_progress", None) is not None
+    is_printed = issubclass(signature.return_annotation or type(None), Displayed)
+    if is_printed:
+        kind = ReportOptions if has_progress else PrintOptions
+        declared_parameters["printing"] = inspect.Parameter("printing", KEYWORD_ONLY, annotation=kind)
+    takes_context = declared_parameters.pop("context", None) is not None
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    for parameter in (context, *declared_parameters.values()):
         kind, *marks = get_args(parameter.annotation) if _is_marked(parameter) else (parameter.annotation,)
         flags = [mark for mark in marks if isinstance(mark, Flag)]
         declared: list[Option] = []
@@ -88,24 +131,32 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
 
     if any(option.flag.panel == RARE_PANEL for option in options.values()):
         parameters["help_all"] = inspect.Parameter(
-            "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, HELP_ALL]
+            "help_all", KEYWORD_ONLY, default=False, annotation=Annotated[bool, HELP_ALL]
         )
 
     @wraps(function)
-    def command(**texts: Any) -> None:
+    def run(context: typer.Context, **texts: Any) -> None:
         texts.pop("help_all", None)  # `show_all` has seen to it
         values = {name: _value(options[name], text) if name in options else text for name, text in texts.items()}
         for name, kind in groups.items():
             fields = [option.field for option in declared_options(kind) if option.field in values]
             values[name] = kind(**{field: values.pop(field) for field in fields})
-        function(**values)
+        printing: Any = values.pop("printing") if is_printed else values.get("printing")
+        if takes_context:
+            values["context"] = context
+        with ExitStack() as shown:
+            if has_progress:
+                values["on_progress"] = shown.enter_context(progress_shown(context.obj, silent=printing.silent))
+            report = function(**values)
+        if isinstance(report, Displayed):
+            print_report(report, printing)
 
-    del command.__wrapped__  # its signature is not that of the command
+    del run.__wrapped__  # its signature is not that of the command
     panels = {name: option.flag.panel or OTHER_OPTIONS for name, option in options.items()}
     ordered = sorted(parameters.values(), key=lambda parameter: _place(panels.get(parameter.name, OTHER_OPTIONS)))
-    command.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
-    return command
+    run.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
+    return run
 
 
 def _place(panel: str) -> int:
@@ -134,9 +185,7 @@ def _parameter(option: Option) -> inspect.Parameter:
         show_default=not isinstance(default, bool | None),
     )
     annotation = kind | None if default is None else kind
-    return inspect.Parameter(
-        option.field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, made]
-    )
+    return inspect.Parameter(option.field, KEYWORD_ONLY, default=default, annotation=Annotated[annotation, made])
 
 
 def _text_kind(option: Option) -> Any:

@@ -66,19 +66,6 @@ def published_but(out: Place) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tell_if_published(out: Place) -> Iterator[None]:
-    """Let an error or an interruption say so if the output had been published by then."""
-    with committed_places() as committed:
-        try:
-            with published_but(out):
-                yield
-        except KeyboardInterrupt as error:
-            if out.absolute() not in committed:
-                raise
-            raise InterruptedRunError.of("run.interrupted", out, "was complete by then, and is published") from error
-
-
-@contextlib.contextmanager
 def tell_what_is_published() -> Iterator[None]:
     """Let an error of a command with several outputs name those that were published by then."""
     with committed_places() as committed:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.recipes.references import reference_text
 from mergepipe.recipes.tasks import Action
-from mergepipe.reports import CheckReport, ModelUse
+from mergepipe.reports import CheckReport, CopiedTensor, ModelUse
 from mergepipe.runs.inputs import Inputs, open_inputs
 from mergepipe.runs.small_files import planned_sidecars
 from mergepipe.runs.work import output_of
@@ -36,13 +38,14 @@ def check_recipe(
         operator=recipe.operator.name,
         models=tuple(_use_of(inputs, index, _shown(model)) for index, model in enumerate(recipe.inputs())),
         merged_tensors=resolution.n_merged,
-        copied=tuple((task.name, task.reason) for task in resolution.tasks if task.action is Action.COPY),
+        copied=tuple(CopiedTensor(task.name, task.reason) for task in resolution.tasks if task.action is Action.COPY),
         dropped=resolution.dropped,
         base_bytes=resolution.base_bytes,
         expert_bytes=resolution.expert_bytes,
         output_bytes=resolution.output_bytes,
         disk_bytes=output.total_bytes + sum(map(len, planned_sidecars(inputs, store).values())),
         shards=len(output.shards),
+        free_bytes=shutil.disk_usage(Path.cwd()).free,
         recipe_notices=inputs.notices,
     )
 

@@ -15,7 +15,7 @@ from mergepipe.planning.plan import Access, Plan, PlannedTensor, Runs, format_ru
 from mergepipe.planning.selection import layer_of
 from mergepipe.recipes.tasks import Action
 from mergepipe.reports import BlockUse, ExpertShare, Explanation, LayerShare, TensorUse
-from mergepipe.runs.budget.verdict import blocks_by_level, level_name, verdict_of
+from mergepipe.runs.budget.verdict import analysis_advice, blocks_by_level, level_name, verdict_of
 from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value
 from mergepipe.runs.stored_plan import plan_of
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
@@ -102,6 +102,8 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
         adjustments=() if plan is None else plan.adjustments,
         verdict=None if plan is None else verdict_of(plan),
         sampling=None if plan is None else plan.sampling,
+        recipe_notices=() if plan is None else plan.recipe_notices,
+        advice=() if plan is None else analysis_advice(plan),
     )
 
 

@@ -45,7 +45,7 @@ def collect_garbage(home: Path, roots: Sequence[Path], *, dry_run: bool) -> GcRe
         living: list[str] = []
         garbage = [*_staging(folders, living, dry_run=dry_run), *_parts(folders, dry_run=dry_run)]
         garbage += () if catalog is None else _snapshot_rows(catalog, dry_run=dry_run)
-    return GcReport(tuple(garbage), tuple(living), dry_run)
+    return GcReport(garbage=tuple(garbage), living=tuple(living), is_dry_run=dry_run)
 
 
 def _folders(snapshots: Iterable[SnapshotRow], roots: Iterable[Path]) -> list[Path]:

@@ -71,7 +71,11 @@ def pack_experts(
     usage = store.ledger.usage()
     expert_bytes = usage[Purpose.EXPERT] + usage[Purpose.ANALYSIS]
     return PackReport(
-        bases[0] if bases else None, done, usage[Purpose.BASE], expert_bytes, time.perf_counter() - started
+        base=bases[0] if bases else None,
+        experts=done,
+        base_bytes=usage[Purpose.BASE],
+        expert_bytes=expert_bytes,
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -98,11 +102,11 @@ def pack_chain(
         reports.append(report)
         last = Location.of(report.experts[0].store)
     return PackReport(
-        bases[0],
-        tuple(expert for report in reports for expert in report.experts),
-        sum(report.base_bytes for report in reports),
-        sum(report.expert_bytes for report in reports),
-        time.perf_counter() - started,
+        base=bases[0],
+        experts=tuple(expert for report in reports for expert in report.experts),
+        base_bytes=sum(report.base_bytes for report in reports),
+        expert_bytes=sum(report.expert_bytes for report in reports),
+        seconds=time.perf_counter() - started,
     )
 
 

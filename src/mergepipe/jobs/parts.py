@@ -276,8 +276,8 @@ def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> Parts
             number for number, part in enumerate(dealt, 1) if any(shards[i].state != "done" for i in part.shards)
         )
     return PartsStatus(
-        out, published, shards, account.expert_bytes, plan.planned_bytes,
-        plan.limit_bytes, n_parts, missing,
+        out=out, is_published=published, shards=shards, read_bytes=account.expert_bytes,
+        planned_bytes=plan.planned_bytes, limit_bytes=plan.limit_bytes, n_parts=n_parts, missing_parts=missing,
     )  # fmt: skip
 
 

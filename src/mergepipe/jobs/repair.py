@@ -78,7 +78,12 @@ def repair_snapshot(
             written += _mend_table(store, path, engine, staging.directory)
         _check_mended(examine(store, Location.local(path), engine.threads, on_progress))
     return RepairReport(
-        path, examination.manifest.sid, examination.damages, names, written, time.perf_counter() - started
+        path=path,
+        sid=examination.manifest.sid,
+        repaired=examination.damages,
+        rebuilt_tensors=names,
+        written_bytes=written,
+        seconds=time.perf_counter() - started,
     )
 
 

@@ -160,6 +160,7 @@ class _Sweep:
             budget_bytes=plan.budget_bytes,
             planned_bytes=plan.planned_bytes,
             expert_bytes=report.expert_bytes + report.analysis_bytes,
+            share=(report.expert_bytes + report.analysis_bytes) / max(plan.full_cost_bytes, 1),
             seconds=report.seconds,
             error=_share(error, reference.changed_norm),
             flattering_error=_share(error, reference.full_norm),

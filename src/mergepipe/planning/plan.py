@@ -9,7 +9,7 @@ from operator import le, lt
 from pathlib import Path
 from typing import Annotated, Final, TypeAlias
 
-from mergepipe.core.notebooks import Displayed
+from mergepipe.core.display import Displayed, shown
 from mergepipe.core.notices import Notice
 from mergepipe.core.records import AsText, RecordFormat, Seed, Size, encode
 from mergepipe.core.strict_json import digest_of
@@ -229,7 +229,7 @@ class ImportanceRecord:
     digest: str
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class Plan(Displayed):
     """A decided merge. Laws: `parse_plan(p.to_json()) == p`; the digest is the same on every machine.
 
@@ -238,13 +238,13 @@ class Plan(Displayed):
     them.
     """
 
-    operator: str
-    policy: str
+    operator: str = shown("operator")
+    policy: str = shown("policy", "{policy}, where omitted: {on_omit}")
     on_omit: str
     seed: Seed
     block_elements: Size
-    budget_bytes: Size
-    planned_bytes: Size
+    budget_bytes: Size = shown("budget")
+    planned_bytes: Size = shown("planned", "{planned_bytes} of {full_cost_bytes}")
     full_cost_bytes: Size
     recipe: str
     models: tuple[PlannedModel, ...]

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import Span, element_count
-from mergepipe.core.records import encode
+from mergepipe.core.display import Displayed, Table, shown, told
 from mergepipe.core.strict_json import JsonValue
+from mergepipe.core.units import format_bytes
 from mergepipe.errors import MismatchError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
@@ -31,6 +32,8 @@ from mergepipe.tailor.copy_writer import values_of
 from mergepipe.tailor.formats.registry import open_training_checkpoint
 from mergepipe.tailor.selection import Unit
 
+_MOST_MISSING = 10
+
 
 @dataclass(frozen=True, slots=True)
 class UnitReport:
@@ -46,34 +49,48 @@ class UnitReport:
     shared_step: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointReport:
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class CheckpointReport(Displayed):
     """One checkpoint. `missing` is what a complete one would hold."""
 
-    path: str
-    format: str
-    framework: str
+    path: str = shown("checkpoint")
+    format: str = shown("format", lambda r: r.format if r.stage is None else f"{r.format} stage {r.stage}")
+    framework: str = shown("framework", "{framework}, {world_size:rank}")
     stage: int | None
     world_size: int
-    step: int
+    step: int = shown("step")
     layers: int
-    bytes: int
+    bytes: int = shown("size")
     units: tuple[UnitReport, ...]
-    tied: Mapping[str, str]
-    missing: tuple[str, ...]
+    tied: Mapping[str, str] = shown("tied", lambda r: [f"{alias} to {owner}" for alias, owner in r.tied.items()])
+    missing: tuple[str, ...] = shown("missing", lambda r: r.missing[:_MOST_MISSING], once=True)
+
+    @property
+    @told()
+    def unit_table(self) -> Table:
+        """The units, and the bytes of each kind of state."""
+        kinds = list(dict.fromkeys(kind for unit in self.units for kind in unit.bytes))
+        rows = (
+            (
+                unit.unit,
+                str(unit.parameters),
+                *(format_bytes(unit.bytes.get(kind, 0)) for kind in kinds),
+                (", ".join(f"{step:g}" for step in unit.adam_steps) or "-") + " (shared)" * unit.shared_step,
+            )
+            for unit in self.units
+        )
+        return Table(("unit", "params", *kinds, "adam step"), tuple(rows))
 
 
-@dataclass(frozen=True, slots=True)
-class InspectReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class InspectReport(Displayed):
     """Several checkpoints. Parts of them can be put together when `comparable`; otherwise `reasons` say why not."""
 
-    checkpoints: tuple[CheckpointReport, ...]
-    comparable: bool
-    reasons: tuple[str, ...]
-
-    def to_json(self) -> JsonValue:
-        """The report as JSON values."""
-        return encode(self)
+    checkpoints: tuple[CheckpointReport, ...] = shown()
+    comparable: bool = shown(
+        "composing", lambda r: "parts of these fit together" if r.comparable and len(r.checkpoints) > 1 else ""
+    )
+    reasons: tuple[str, ...] = shown("not composed")
 
 
 def inspect_checkpoints(store: Store, paths: Sequence[Location]) -> InspectReport:
@@ -139,15 +156,18 @@ class Change:
             return 0.0
         return math.sqrt(self.difference / self.before) if self.before else math.inf
 
+    def __str__(self) -> str:
+        return f"{self.relative:.3g}" if math.isfinite(self.relative) else "from zero"
+
 
 @dataclass(frozen=True, slots=True)
-class UnitChange:
+class UnitChange(Displayed):
     """One unit's changes by kind; `weights` are the masters where there are any."""
 
-    unit: str
-    weights: Change | None
-    exp_avg: Change | None
-    exp_avg_sq: Change | None
+    unit: str = shown("unit")
+    weights: Change | None = shown("weights")
+    exp_avg: Change | None = shown("exp_avg")
+    exp_avg_sq: Change | None = shown("exp_avg_sq")
 
     def to_json(self) -> dict[str, JsonValue]:
         """Return the change as JSON values."""
@@ -155,13 +175,13 @@ class UnitChange:
         return {"unit": self.unit, **{kind: _json_number(change) for kind, change in changes.items()}}
 
 
-@dataclass(frozen=True, slots=True)
-class DiffReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class DiffReport(Displayed):
     """Two checkpoints compared."""
 
-    first: TrainingCheckpoint
-    second: TrainingCheckpoint
-    units: tuple[UnitChange, ...]
+    first: TrainingCheckpoint = shown("from", lambda report: f"{report.first.path} (step {report.first.step})")
+    second: TrainingCheckpoint = shown("to", lambda report: f"{report.second.path} (step {report.second.step})")
+    units: tuple[UnitChange, ...] = shown()
 
     def to_json(self) -> dict[str, JsonValue]:
         """Return the change as JSON values."""

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import mergepipe
-from mergepipe.cli.render.budgets import sweep_table
-from mergepipe.cli.render.merges import merge_table
-from mergepipe.cli.render.pages import explain_page, sweep_page
+from mergepipe.cli.pages import explain_page, sweep_page
+from mergepipe.cli.printing import report_text
 from mergepipe.options import MergeOptions, RunOptions
 from support.disk_families import write_single
 
@@ -59,7 +58,7 @@ def test_verdict__says_of_each_expert_what_is_missing_and_first_of_whom_nothing_
     first, *others = report.verdict.experts
     assert (first.model, first.share) == ("expert-7", 0.0)  # though a sixth of its blocks equal the base
     assert all(0 < expert.share < 1 for expert in others)
-    lines = [line for line in merge_table(report).splitlines() if line.startswith("expert ")]
+    lines = [line for line in report_text(report).splitlines() if line.startswith("expert ")]
     assert lines[0].endswith("expert-7: nothing of it is in the merge")
     assert all("of the blocks that it changes are missing" in line for line in lines[1:])
     page = explain_page(mergepipe.explain(tmp_path / "out", home=family / "home"))
@@ -85,5 +84,5 @@ def test_sweep__names_experts_of_which_nothing_is_read(family: Path) -> None:
         family / "sum.yml", ["25%"], select="norm", block_elements=GRAIN,
         options=RunOptions(home=family / "home", threads=2),
     )  # fmt: skip
-    for text in (sweep_table(report), sweep_page(report)):
+    for text in (report_text(report), sweep_page(report)):
         assert "25%: nothing of expert-7 is in the merge" in text

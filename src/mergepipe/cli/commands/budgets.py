@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mergepipe.cli.printing import PrintOptions, ReportOptions, print_report, print_text
-from mergepipe.cli.progress import progress_shown
-from mergepipe.cli.registration import EXPERT_PART, RecipePath, add_command
+from mergepipe import api
+from mergepipe.cli.printing import PrintOptions, print_report
+from mergepipe.cli.progress import OnProgress
+from mergepipe.cli.registration import EXPERT_PART, RecipePath, command
+from mergepipe.core.display import Displayed
 from mergepipe.core.escaping import json_line
 from mergepipe.core.flags import Flag
 from mergepipe.core.outcome import note_committed
@@ -25,52 +28,11 @@ from mergepipe.options import (
     SweepOptions,
 )
 
-SECTION = "Budgets"
 
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    add_command(
-        app,
-        plan,
-        "mergepipe plan recipe.yml --budget 25% --out plan.json",
-        "mergepipe plan recipe.yml --all --out plan.json",
-        section=SECTION,
-    )
-    add_command(
-        app,
-        explain,
-        "mergepipe explain plan.json",
-        "mergepipe explain merged/ --html merged.html",
-        "mergepipe explain merged/ --tensor 'model.layers.0.*'",
-        section=SECTION,
-    )
-    add_command(
-        app,
-        analyze,
-        "mergepipe analyze base/ expert-1/ expert-2/",
-        "mergepipe analyze base/ math/ --text some.txt --importance-out importance.json",
-        "mergepipe analyze base/ expert-*/ --part 2/4 --home /shared/home",
-        section=SECTION,
-    )
-    add_command(
-        app,
-        sweep,
-        "mergepipe sweep recipe.yml --html sweep.html",
-        "mergepipe sweep recipe.yml --budgets 5%,10%,20%",
-        "mergepipe sweep recipe.yml --budgets 0,10% --evaluate 'python loss.py {}'",
-        section=SECTION,
-    )
-    add_command(
-        app,
-        search,
-        "mergepipe search recipe.yml --out best/ --evaluate 'python loss.py {}' --trials 100",
-        "mergepipe search recipe.yml --out best/ --evaluate 'python loss.py {}' --rung 5% --rung 25% --rung 100%",
-        "mergepipe search recipe.yml --out best/ --evaluate 'python score.py {}' --objective accuracy:max --resume",
-        section=SECTION,
-    )
-
-
+@command(
+    "mergepipe plan recipe.yml --budget 25% --out plan.json",
+    "mergepipe plan recipe.yml --all --out plan.json",
+)
 def plan(
     recipe: RecipePath,
     *,
@@ -90,8 +52,6 @@ def plan(
     Prints the share of each expert that is read. Uses statistics of experts that were analyzed, and the
     indices of packed experts.
     """
-    from mergepipe import api
-
     decided = api.plan(recipe, budget, everything=everything, options=options)
     if out is not None:
         api.store_plan(decided, out)
@@ -101,11 +61,14 @@ def plan(
 
         print(json_line(PLAN_FORMAT.content(decided), indent=1))
     else:
-        from mergepipe.cli.render.budgets import plan_table
-
-        print_text(plan_table(decided, None if out is None else Path(out)))
+        print_report(replace(api.explain(decided), path=Path(out or "")), printing)
 
 
+@command(
+    "mergepipe explain plan.json",
+    "mergepipe explain merged/ --html merged.html",
+    "mergepipe explain merged/ --tensor 'model.layers.0.*'",
+)
 def explain(
     subject: Annotated[
         str, typer.Argument(metavar="SNAPSHOT|PLAN", help="A snapshot's directory or sid, or a stored plan.")
@@ -116,26 +79,27 @@ def explain(
     ] = None,
     html: Annotated[str | None, Flag("Draw it into one HTML file as well.", metavar="FILE")] = None,
     home: Annotated[str | None, HOME] = None,
-    printing: PrintOptions,
-) -> None:
+) -> Displayed:
     """Print which experts a snapshot or plan holds, and why.
 
     Reads no tensor data: a snapshot's mergepipe.json holds the answers.
     """
-    from mergepipe import api
-
     if html is not None:
         check_page(Path(html))
     explanation = api.explain(subject, tensor=tensor, home=home)
     if html is not None:
-        from mergepipe.cli.render.pages import explain_page
+        from mergepipe.cli.pages import explain_page
 
         write_page(Path(html), explain_page(explanation, datetime.now(UTC)))
-    print_report(explanation, printing)
+    return explanation
 
 
+@command(
+    "mergepipe analyze base/ expert-1/ expert-2/",
+    "mergepipe analyze base/ math/ --text some.txt --importance-out importance.json",
+    "mergepipe analyze base/ expert-*/ --part 2/4 --home /shared/home",
+)
 def analyze(
-    context: typer.Context,
     base: Annotated[str, typer.Argument(metavar="BASE", help="The base model: a directory or a .safetensors file.")],
     experts: Annotated[
         list[str], typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.", show_default=False)
@@ -143,30 +107,31 @@ def analyze(
     *,
     part: Annotated[str | None, EXPERT_PART] = None,
     options: AnalyzeOptions,
-    printing: ReportOptions,
-) -> None:
+    on_progress: OnProgress,
+) -> Displayed:
     """Read each EXPERT once, and store statistics for plans.
 
     An expert whose contents were analyzed before is not read again. The report names one file of statistics
     for each expert; copy it into the home folder of another machine to use it there.
     """
-    from mergepipe import api
     from mergepipe.jobs.parts import experts_of_part
 
-    with progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.analyze(base, experts_of_part(experts, part), options=options, on_progress=on_progress)
-    print_report(report, printing)
+    return api.analyze(base, experts_of_part(experts, part), options=options, on_progress=on_progress)
 
 
+@command(
+    "mergepipe sweep recipe.yml --html sweep.html",
+    "mergepipe sweep recipe.yml --budgets 5%,10%,20%",
+    "mergepipe sweep recipe.yml --budgets 0,10% --evaluate 'python loss.py {}'",
+)
 def sweep(
-    context: typer.Context,
     recipe: RecipePath,
     *,
     budgets: Annotated[str | None, Flag("Budgets to try.", metavar="LIST", default="5%,10%,25%,50%,75%,100%")] = None,
     html: Annotated[str | None, Flag("Draw the curves into one HTML file.", metavar="FILE")] = None,
     options: SweepOptions,
-    printing: ReportOptions,
-) -> None:
+    on_progress: OnProgress,
+) -> Displayed:
     """Measure bytes, time and losses of RECIPE at several budgets.
 
     RECIPE is merged in full once, then under each budget; the merged models are not kept. With --evaluate
@@ -175,40 +140,38 @@ def sweep(
     """
     if html is not None:
         check_page(Path(html))
-    from mergepipe import api
-
-    with progress_shown(context.obj, silent=printing.silent) as on_progress:
-        tried = SWEEP_BUDGETS if budgets is None else budgets.split(",")
-        report = api.sweep(recipe, tried, options=options, on_progress=on_progress)
+    tried = SWEEP_BUDGETS if budgets is None else budgets.split(",")
+    report = api.sweep(recipe, tried, options=options, on_progress=on_progress)
     if html is not None:
-        from mergepipe.cli.render.pages import sweep_page
+        from mergepipe.cli.pages import sweep_page
 
         write_page(Path(html), sweep_page(report, datetime.now(UTC)))
-    print_report(report, printing)
+    return report
 
 
+@command(
+    "mergepipe search recipe.yml --out best/ --evaluate 'python loss.py {}' --trials 100",
+    "mergepipe search recipe.yml --out best/ --evaluate 'python loss.py {}' --rung 5% --rung 25% --rung 100%",
+    "mergepipe search recipe.yml --out best/ --evaluate 'python score.py {}' --objective accuracy:max --resume",
+)
 def search(
-    context: typer.Context,
     recipe: RecipePath,
     *,
     out: Annotated[str, Flag("The directory to create for the best merge.", short="-o", metavar="DIR")],
     options: SearchOptions,
-    printing: ReportOptions,
-) -> None:
+    on_progress: OnProgress,
+) -> Displayed:
     """Try values of RECIPE, and publish the best merge.
 
     A value is searched where RECIPE has {search: [low, high]}, with log: true if wanted, or
     {search: [a, b, c]}. optuna proposes values. --evaluate tells what a merge is worth. The study lies in
     OUT.study, and a page of its trials in OUT.html; a search that was stopped goes on with --resume.
     """
-    from mergepipe import api
-
-    with progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.search(recipe, out, options=options, on_progress=on_progress)
-    from mergepipe.cli.render.pages import search_page
+    report = api.search(recipe, out, options=options, on_progress=on_progress)
+    from mergepipe.cli.pages import search_page
 
     write_page(report.study.with_suffix(".html"), search_page(report, datetime.now(UTC)))
-    print_report(report, printing)
+    return report
 
 
 def check_page(path: Path) -> None:

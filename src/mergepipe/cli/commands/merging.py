@@ -6,16 +6,14 @@ from typing import Annotated
 
 import typer
 
-from mergepipe.cli.printing import PrintOptions, ReportOptions, print_report, print_text, report_json
-from mergepipe.cli.progress import progress_shown
-from mergepipe.cli.registration import OUT_HELP, OutPath, RecipePath, add_command
+from mergepipe import api
+from mergepipe.cli.progress import OnProgress
+from mergepipe.cli.registration import OUT_HELP, OutPath, RecipePath, command
+from mergepipe.core.display import Displayed
 from mergepipe.core.flags import Flag, declared_options
-from mergepipe.core.outcome import tell_if_published
 from mergepipe.errors import RecipeError
 from mergepipe.options import PARTS_PANEL, CheckOptions, MergeOptions, OutputOptions, PlanOptions, RecipeOptions
-from mergepipe.storage.location import Location
 
-SECTION = "Merging"
 RECIPE_ENDINGS, PLAN_ENDINGS = (".yml", ".yaml"), (".json",)
 _OF_OUTPUTS, _OF_RECIPES = (
     tuple(option.field for option in declared_options(kind)) for kind in (OutputOptions, RecipeOptions)
@@ -26,25 +24,13 @@ FOR_BUDGETS = tuple(
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    add_command(
-        app,
-        merge,
-        "mergepipe merge recipe.yml merged/",
-        "mergepipe merge recipe.yml merged/ --budget 25%",
-        "mergepipe merge recipe.yml merged/ --target-loss 2.3 --evaluate ./loss.sh",
-        "mergepipe merge --plan plan.json merged/",
-        "mergepipe merge recipe.yml /shared/merged --executor ray",
-        section=SECTION,
-    )
-    schema = "mergepipe check --schema > recipe.schema.json"
-    add_command(app, check, "mergepipe check recipe.yml", schema, section=SECTION)
-    part = "mergepipe run plan.json merged/ --part 2/7"
-    add_command(app, run, "mergepipe run plan.json merged/", part, section=SECTION)
-    add_command(app, status, "mergepipe status plan.json merged/ --parts 7", section=SECTION)
-
-
+@command(
+    "mergepipe merge recipe.yml merged/",
+    "mergepipe merge recipe.yml merged/ --budget 25%",
+    "mergepipe merge recipe.yml merged/ --target-loss 2.3 --evaluate ./loss.sh",
+    "mergepipe merge --plan plan.json merged/",
+    "mergepipe merge recipe.yml /shared/merged --executor ray",
+)
 def merge(
     context: typer.Context,
     recipe: Annotated[
@@ -59,8 +45,8 @@ def merge(
         str | None, Flag("Merge as this stored plan says, instead of a recipe: see `plan`.", metavar="PLAN")
     ] = None,
     options: MergeOptions,
-    printing: ReportOptions,
-) -> None:
+    on_progress: OnProgress,
+) -> Displayed:
     """Merge the models of RECIPE into OUT.
 
     OUT appears when it is complete, or not at all. An interrupted run is resumed.
@@ -71,14 +57,9 @@ def merge(
         _refuse_options(context, DECIDED_BY_PLANS, "leave it out: the plan has decided it")
     elif options.budget is None and options.target_loss is None:
         _refuse_options(context, FOR_BUDGETS, "add --budget")
-    from mergepipe import api
-
-    with tell_if_published(Location.of(target)), progress_shown(context.obj, silent=printing.silent) as on_progress:
-        if plan is None:
-            report = api.merge(recipe, target, options=options, on_progress=on_progress)
-        else:
-            report = api.run(plan, target, options=options, on_progress=on_progress)
-    print_report(report, printing)
+    if plan is None:
+        return api.merge(recipe, target, options=options, on_progress=on_progress)
+    return api.run(plan, target, options=options, on_progress=on_progress)
 
 
 def _checked_output(recipe: str, out: str | None, plan: str | None) -> str:
@@ -116,6 +97,7 @@ def _print_schema(wanted: bool) -> None:
         raise typer.Exit(0)
 
 
+@command("mergepipe check recipe.yml", "mergepipe check --schema > recipe.schema.json")
 def check(
     recipe: RecipePath,
     *,
@@ -126,30 +108,16 @@ def check(
             "--schema", is_eager=True, callback=_print_schema, help="Print the JSON schema of recipes, and exit."
         ),
     ] = False,
-    printing: PrintOptions,
-) -> None:
+) -> Displayed:
     """Check RECIPE, and print what its merge reads and writes.
 
     Reads no tensor data. Lists all problems at once.
     """
-    import shutil
-    from pathlib import Path
-
-    from mergepipe import api
-
-    report = api.check(recipe, options=options)
-    free_bytes = shutil.disk_usage(Path.cwd()).free
-    if printing.as_json:
-        copied = [{"tensor": name, "reason": reason} for name, reason in report.copied]
-        print(report_json(report, copied=copied, free_bytes=free_bytes))
-    else:
-        from mergepipe.cli.render.merges import check_table
-
-        print_text(check_table(report, free_bytes))
+    return api.check(recipe, options=options)
 
 
+@command("mergepipe run plan.json merged/", "mergepipe run plan.json merged/ --part 2/7")
 def run(
-    context: typer.Context,
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan that `mergepipe plan` stored.")],
     out: OutPath,
     *,
@@ -163,8 +131,8 @@ def run(
     ] = None,
     finish: Annotated[bool, Flag("Finish OUT from its parts; an error if one is missing.", panel=PARTS_PANEL)] = False,
     options: OutputOptions,
-    printing: ReportOptions,
-) -> None:
+    on_progress: OnProgress,
+) -> Displayed:
     """Merge as PLAN says into OUT.
 
     Refused if an input is not what it was when the plan was made. OUT appears when it is complete, or not at all.
@@ -174,34 +142,24 @@ def run(
     if finish and part is not None:
         message = "finishes what others made, and a part is made: whoever makes the last one finishes"
         raise RecipeError.of("option.conflict", "--finish", message, "leave out --finish, or --part")
-    from mergepipe import api
-
-    with tell_if_published(Location.of(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
-        if part is None and not finish:
-            report = api.run(plan, out, options=options, on_progress=on_progress)
-        else:
-            from mergepipe.jobs.parts import parse_part
-
-            numbers = None if part is None else parse_part(part)
-            made = api.run_part(plan, out, numbers, options=options, on_progress=on_progress)
     if part is None and not finish:
-        print_report(report, printing)
-    else:
-        print_report(made, printing)
+        return api.run(plan, out, options=options, on_progress=on_progress)
+    from mergepipe.jobs.parts import parse_part
+
+    numbers = None if part is None else parse_part(part)
+    return api.run_part(plan, out, numbers, options=options, on_progress=on_progress)
 
 
+@command("mergepipe status plan.json merged/ --parts 7")
 def status(
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="The plan that OUT is made by.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The directory that `run --part` makes.")],
     *,
     parts: Annotated[int | None, Flag("Tell which of N parts are missing.", metavar="N")] = None,
-    printing: PrintOptions,
-) -> None:
+) -> Displayed:
     """Print the progress of an OUT that is made in parts.
 
     Reads the records of the parts next to OUT, and no input.
     """
     refuse_swapped(plan, out, PLAN_ENDINGS)
-    from mergepipe import api
-
-    print_report(api.parts_status(plan, out, n_parts=parts), printing)
+    return api.parts_status(plan, out, n_parts=parts)

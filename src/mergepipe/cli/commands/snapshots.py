@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mergepipe.cli.printing import PrintOptions, ReportOptions, print_report, print_text, report_json
-from mergepipe.cli.progress import progress_shown
-from mergepipe.cli.registration import OutPath, SnapshotName, Without, add_command
-from mergepipe.core.escaping import printable_lines
+from mergepipe import api
+from mergepipe.cli.printing import PrintOptions, ReportOptions, print_report, report_json
+from mergepipe.cli.progress import OnProgress
+from mergepipe.cli.registration import OutPath, SnapshotName, Without, command
+from mergepipe.core.display import Displayed, Table, text_of, told
+from mergepipe.core.escaping import printable, printable_lines
 from mergepipe.core.flags import Flag
-from mergepipe.core.outcome import note_committed, tell_if_published
+from mergepipe.core.outcome import note_committed
+from mergepipe.core.units import format_bytes
 from mergepipe.errors import RecipeError
 from mergepipe.options import FORCE, HOME, PushOptions, RunOptions, VerifyOptions
-from mergepipe.storage.location import Location
+
+if TYPE_CHECKING:
+    from mergepipe.catalog.rows import LineageNode
+    from mergepipe.reports import SnapshotReport
 
 DAMAGED_EXIT_CODE = 4
-SECTION = "Snapshots"
+SHORT_SID = 12
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SnapshotList(Displayed):
+    """Snapshots that the catalog knows."""
+
+    snapshots: tuple[SnapshotReport, ...]
+
+    @property
+    @told()
+    def table(self) -> Table | str:
+        """A line for each snapshot."""
+        rows = tuple(
+            (
+                snapshot.sid[:SHORT_SID],
+                text_of("created", snapshot.created),
+                snapshot.operator,
+                snapshot.place,
+                str(sum(source.role == "expert" for source in snapshot.inputs)),
+                format_bytes(snapshot.expert_bytes + snapshot.analysis_bytes),
+                text_of("budget", snapshot.plan_digest is not None),
+            )
+            for snapshot in self.snapshots
+        )
+        head = ("sid", "made (UTC)", "operator", "path", "experts", "read of them", "budget")
+        return Table(head, rows) if rows else "no snapshots"
 
 
 def _day(text: str, name: str) -> date:
@@ -28,33 +63,7 @@ def _day(text: str, name: str) -> date:
         raise RecipeError.of("option.invalid", name, f"'{text}' is no day", "write it as 2026-11-23") from None
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    contained = "mergepipe ls --with models/math --operator ties --since 2026-11-01"
-    add_command(app, list_snapshots, "mergepipe ls", contained, name="ls", section=SECTION)
-    add_command(app, show, "mergepipe show merged/", "mergepipe show 7b3a2e50", section=SECTION)
-    graph = "mergepipe lineage merged/ --dot | dot -Tsvg > lineage.svg"
-    add_command(app, lineage, "mergepipe lineage merged/", "mergepipe lineage merged/ --down", graph, section=SECTION)
-    add_command(app, diff, "mergepipe diff merged/ other/", "mergepipe diff merged/ other/ --fast", section=SECTION)
-    add_command(
-        app,
-        verify,
-        "mergepipe verify merged/",
-        "mergepipe verify merged/ --deep 20%",
-        "mergepipe verify packs/math --base models/base",
-        section=SECTION,
-    )
-    add_command(app, repair, "mergepipe repair merged/", section=SECTION)
-    add_command(app, replay, "mergepipe replay 7b3a2e50 again/", section=SECTION)
-    add_command(
-        app,
-        push,
-        "mergepipe push merged/ org/name --create",
-        "mergepipe push merged/ s3://bucket/merged",
-        section=SECTION,
-    )
-
-
+@command("mergepipe ls", "mergepipe ls --with models/math --operator ties --since 2026-11-01", name="ls")
 def list_snapshots(
     *,
     contained: Annotated[
@@ -77,25 +86,21 @@ def list_snapshots(
     printing: PrintOptions,
 ) -> None:
     """List the snapshots that the catalog knows, newest first."""
-    from mergepipe import api
-
     snapshots = api.list_snapshots(contained=contained, operator=operator, since=since, until=until, home=home)
-    if printing.as_json:
-        print(report_json({"snapshots": snapshots}))
-    else:
-        from mergepipe.cli.render.snapshots import snapshots_table
-
-        print_text(snapshots_table(snapshots))
+    print_report(SnapshotList(snapshots), printing)
 
 
-def show(snapshot: SnapshotName, *, home: Annotated[str | None, HOME] = None, printing: PrintOptions) -> None:
+@command("mergepipe show merged/", "mergepipe show 7b3a2e50")
+def show(snapshot: SnapshotName, *, home: Annotated[str | None, HOME] = None) -> Displayed:
     """Show one snapshot: how it was made, from what, what was read."""
-    from mergepipe import api
-
-    report = api.show(snapshot, home=home)
-    print_report(report, printing)
+    return api.show(snapshot, home=home)
 
 
+@command(
+    "mergepipe lineage merged/",
+    "mergepipe lineage merged/ --down",
+    "mergepipe lineage merged/ --dot | dot -Tsvg > lineage.svg",
+)
 def lineage(
     snapshot: SnapshotName,
     *,
@@ -105,107 +110,144 @@ def lineage(
     printing: PrintOptions,
 ) -> None:
     """Show all that went into a snapshot, or all that was made from it, through all generations."""
-    from mergepipe import api
-
     nodes = api.lineage(snapshot, down=down, home=home)
     if printing.as_json:
         print(report_json({"nodes": nodes}))
-    elif dot:
-        from mergepipe.cli.render.snapshots import lineage_dot
-
-        print(printable_lines(lineage_dot(nodes, down=down)))
     else:
-        from mergepipe.cli.render.snapshots import lineage_tree
-
-        print(printable_lines(lineage_tree(nodes, down=down)))
+        print(printable_lines((lineage_dot if dot else lineage_tree)(nodes, down=down)))
 
 
+def lineage_dot(nodes: Sequence[LineageNode], *, down: bool = False) -> str:
+    """The lineage as a graph in the DOT language: every input points to what was made from it."""
+    lines = _dot_lines(nodes, down=down)
+    return "\n".join(["digraph lineage {", "  rankdir=LR;", "  node [shape=box];", *lines, "}"])
+
+
+def _dot_lines(nodes: Sequence[LineageNode], *, down: bool) -> Iterator[str]:
+    parents: list[str] = []
+    labelled: set[str] = set()
+    for node in nodes:
+        name = _quoted(node.sid or str(node.path))
+        if name not in labelled:
+            labelled.add(name)
+            made = [f"{node.operator} {node.sid[:SHORT_SID]}"] if node.operator and node.sid else []
+            yield f"  {name} [label={_quoted(node.model if node.depth else str(node.path), *made)}];"
+        del parents[node.depth :]
+        if parents:
+            start, end = (parents[-1], name) if down else (name, parents[-1])
+            yield f"  {start} -> {end} [label={_quoted(node.role)}];"
+        parents.append(name)
+
+
+def _quoted(*lines: str) -> str:
+    """A string of the DOT language."""
+    return json.dumps("\n".join(printable(line) for line in lines), ensure_ascii=False, allow_nan=False)
+
+
+def lineage_tree(nodes: Sequence[LineageNode], *, down: bool = False) -> str:
+    """The tree, one line a node; `down` from a snapshot to what was made from it."""
+    texts = (_node_text(node, " of" if down and node.depth else "") for node in nodes)
+    return "\n".join(f"{_branch(nodes, i)}{printable(text)}" for i, text in enumerate(texts))
+
+
+def _branch(nodes: Sequence[LineageNode], index: int) -> str:
+    depth = nodes[index].depth
+    if depth == 0:
+        return ""
+    bars = ["│  " if _goes_on(nodes, index, level) else "   " for level in range(1, depth)]
+    return "".join(bars) + ("├─ " if _goes_on(nodes, index, depth) else "└─ ")
+
+
+def _goes_on(nodes: Sequence[LineageNode], index: int, depth: int) -> bool:
+    """Whether another node of this depth follows under the same parent."""
+    for node in nodes[index + 1 :]:
+        if node.depth <= depth:
+            return node.depth == depth
+    return False
+
+
+def _node_text(node: LineageNode, of: str) -> str:
+    name = node.model if node.depth else str(node.path)
+    made = f" = {node.operator} {node.sid[:SHORT_SID]}" if node.operator and node.sid else ""
+    read = f", {format_bytes(node.read_bytes)} read" if node.read_bytes is not None else ""
+    return f"{node.role}{of} {name}{made}{read}{', unfolded above' if node.is_repeated else ''}"
+
+
+@command("mergepipe diff merged/ other/", "mergepipe diff merged/ other/ --fast")
 def diff(
-    context: typer.Context,
     a: SnapshotName,
     b: SnapshotName,
     *,
     fast: Annotated[bool, Flag("Compare manifests only, and read no tensors.")] = False,
     home: Annotated[str | None, HOME] = None,
-    printing: ReportOptions,
-) -> None:
+    on_progress: OnProgress,
+) -> Displayed:
     """Compare two snapshots.
 
     Recipes, settings, inputs, coverage, and the tensors that differ, with norms.
     """
-    from mergepipe import api
-
-    with progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.diff(a, b, reads_tensors=not fast, home=home, on_progress=on_progress)
-    print_report(report, printing)
+    return api.diff(a, b, reads_tensors=not fast, home=home, on_progress=on_progress)
 
 
+@command(
+    "mergepipe verify merged/",
+    "mergepipe verify merged/ --deep 20%",
+    "mergepipe verify packs/math --base models/base",
+)
 def verify(
-    context: typer.Context,
     snapshot: SnapshotName,
     *,
     options: Annotated[VerifyOptions, Without("catalog")],
     printing: ReportOptions,
+    on_progress: OnProgress,
 ) -> None:
     """Compare every byte of a snapshot or a pack with its record.
 
     Names the damaged tensors and bytes. Exit code 0: sound; 4: damaged.
     """
-    from mergepipe import api
-
-    with progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.verify(snapshot, options=options, on_progress=on_progress)
+    report = api.verify(snapshot, options=options, on_progress=on_progress)
     if printing.as_json:
         print(report_json({"is_sound": report.is_sound, "report": report}))
-    elif not printing.quiet or not report.is_sound:
-        from mergepipe.cli.render.snapshots import verify_table
-
-        print_text(verify_table(report))
+    else:
+        print_report(report, replace(printing, quiet=printing.quiet and report.is_sound))
     if not report.is_sound:
         raise typer.Exit(DAMAGED_EXIT_CODE)
 
 
+@command("mergepipe repair merged/")
 def repair(
-    context: typer.Context,
     snapshot: SnapshotName,
     *,
     options: Annotated[RunOptions, Without("catalog")],
-    printing: ReportOptions,
-) -> None:
+    on_progress: OnProgress,
+) -> Displayed:
     """Repair a damaged snapshot from its inputs.
 
     Makes damaged blocks and files again, compares them with the manifest, and writes nothing else.
     """
-    from mergepipe import api
-
-    with progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.repair(snapshot, options=options, on_progress=on_progress)
+    report = api.repair(snapshot, options=options, on_progress=on_progress)
     note_committed(report.path)
-    print_report(report, printing)
+    return report
 
 
+@command("mergepipe replay 7b3a2e50 again/")
 def replay(
-    context: typer.Context,
     snapshot: SnapshotName,
     out: OutPath,
     *,
     force: Annotated[bool, FORCE] = False,
     options: RunOptions,
-    printing: ReportOptions,
-) -> None:
+    on_progress: OnProgress,
+) -> Displayed:
     """Make a snapshot again at OUT, from its manifest alone.
 
     Publishes the same bytes, or fails and names the input that is missing or has changed.
     """
-    from mergepipe import api
-
-    with tell_if_published(Location.of(out)), progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.replay(snapshot, out, force=force, options=options, on_progress=on_progress)
-    print_report(report, printing)
+    return api.replay(snapshot, out, force=force, options=options, on_progress=on_progress)
 
 
+@command("mergepipe push merged/ org/name --create", "mergepipe push merged/ s3://bucket/merged")
 def push(
-    context: typer.Context,
     snapshot: SnapshotName,
     destination: Annotated[
         str,
@@ -216,17 +258,11 @@ def push(
     ],
     *,
     options: PushOptions,
-    printing: ReportOptions,
-) -> None:
+    on_progress: OnProgress,
+) -> Displayed:
     """Publish a snapshot, a packed expert or a composed checkpoint on the Hub or in a bucket.
 
     It is visible there whole or not at all: one commit, or a manifest that is written last. Paths of this machine are
     left out. After an interruption the same command uploads only what is missing.
     """
-    from mergepipe import api
-    from mergepipe.jobs.push import push_destination
-
-    place = push_destination(destination)
-    with tell_if_published(place), progress_shown(context.obj, silent=printing.silent) as on_progress:
-        report = api.push(snapshot, destination, options=options, on_progress=on_progress)
-    print_report(report, printing)
+    return api.push(snapshot, destination, options=options, on_progress=on_progress)

@@ -13,7 +13,7 @@ from mergepipe.core.units import format_bytes
 from mergepipe.engine.tensor_work import FREE, OMITTED, level_of_blocks
 from mergepipe.planning.candidates import REASON_MISSING
 from mergepipe.planning.plan import NOTHING_READ, UNSPENT, Access, Plan
-from mergepipe.reports import BudgetVerdict, ExpertCoverage
+from mergepipe.reports import WHOLE, BudgetVerdict, ExpertCoverage
 from mergepipe.snapshots.manifest import Coverage
 
 # --- count what a plan covers: blocks read and free per expert, and blocks that any expert contributes to ---
@@ -38,7 +38,6 @@ def coverage_of(plan: Plan) -> Coverage:
 # --- count the blocks that a plan reads at each level ---
 
 
-WHOLE = "whole"
 NAMES = ("largest", WHOLE)
 """Which deltas of a block are read at a level of a packed tensor, from 1 on."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -12,31 +12,26 @@ from importlib import resources
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 import mergepipe
-from mergepipe.cli.render.budgets import (
-    coverage_lines,
-    levels_text,
-    loss_text,
-    measured,
-    missing_text,
-    rounding_note,
-    unread_lines,
-    unspent_text,
-    verdict_sentence,
-    verdict_text,
-)
-from mergepipe.cli.render.layout import number_text, share_text
+from mergepipe.core.display import Table, share_text
 from mergepipe.core.escaping import as_line
 from mergepipe.core.units import format_bytes, format_percent, format_seconds, plural
 from mergepipe.reports import (
-    BudgetVerdict,
     ExpertShare,
     Explanation,
     SearchReport,
     SearchTrial,
     SweepPoint,
     SweepReport,
+    missing_text,
 )
-from mergepipe.runs.budget.verdict import NAMES, WHOLE
+from mergepipe.runs.budget.verdict import NAMES
+
+_TICKS = 5
+_SHORT_ID = 12
+_STYLES = ("chosen", "random")  # classes in the template, as `level0` to `level5` and those of uses
+_LEVEL_STYLES = 6
+USES = (("read", "read"), ("equal to the base", "same"), ("left out", "omitted"))
+"""The ways in which blocks of an expert are used, and the CSS class that colours each."""
 
 
 def render_page(template: str, made: datetime | None, **values: object) -> str:
@@ -52,64 +47,38 @@ def _environment() -> Environment:
         loader=FunctionLoader(_template_text), undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, autoescape=True, finalize=as_line,
     )  # fmt: skip
-    environment.filters |= {"bytes": format_bytes, "seconds": format_seconds, "number": number_text}
+    environment.filters |= {"bytes": format_bytes, "seconds": format_seconds}
     environment.globals |= {"share": share_text}
     return environment
 
 
 def _template_text(name: str) -> str:
-    return resources.files("mergepipe.cli.render").joinpath("templates", name).read_text(encoding="utf-8")
-
-
-_TICKS = 5
+    return resources.files("mergepipe.cli").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points `(x, y)` in data units. `style` is the CSS class that colours it."""
+    """Points `(x, y)` in data units or, in a chart, in percent from the upper left, each with what to say about it.
+
+    `style` is the CSS class that colours it.
+    """
 
     name: str
     style: str
     points: tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """A labelled place on an axis."""
-
-    at: float
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class Dot:
-    """One value, drawn, with what to say about it."""
-
-    x: float
-    y: float
-    title: str
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnLine:
-    """A line in positions: `path` for a polyline, and its dots."""
-
-    name: str
-    style: str
-    path: str
-    dots: tuple[Dot, ...]
+    titles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Everything a template draws; positions in percent of the area between the axes, from its upper left corner."""
+    """Everything a template draws: ticks are a position in percent and a label."""
 
     title: str
     x_label: str
     y_label: str
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
-    lines: tuple[DrawnLine, ...]
+    x_ticks: tuple[tuple[float, str], ...]
+    y_ticks: tuple[tuple[float, str], ...]
+    lines: tuple[Line, ...]
 
 
 Format = Callable[[float], str]
@@ -138,17 +107,17 @@ def draw_chart(
         return round(100 - 100 * (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]), 2)
 
     return Chart(
-        title=title,
-        x_label=x_label,
-        y_label=y_label,
-        x_ticks=tuple(Tick(x_at(x), x_format(x)) for x in x_ticks),
-        y_ticks=tuple(Tick(y_at(y), y_format(y)) for y in y_ticks),
+        title,
+        x_label,
+        y_label,
+        x_ticks=tuple((x_at(x), x_format(x)) for x in x_ticks),
+        y_ticks=tuple((y_at(y), y_format(y)) for y in y_ticks),
         lines=tuple(
-            DrawnLine(
+            Line(
                 line.name,
                 line.style,
-                " ".join(f"{x_at(x)},{y_at(y)}" for x, y in line.points),
-                tuple(Dot(x_at(x), y_at(y), f"{line.name}: {x_format(x)}, {y_format(y)}") for x, y in line.points),
+                tuple((x_at(x), y_at(y)) for x, y in line.points),
+                tuple(f"{line.name}: {x_format(x)}, {y_format(y)}" for x, y in line.points),
             )
             for line in drawn
         ),
@@ -166,93 +135,47 @@ def _ticks(low: float, high: float) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-_SHORT_ID = 12
-_LINE_STYLES = 6  # classes in the template
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """A way in which blocks of an expert are used, and the CSS class that colours it."""
-
-    label: str
-    style: str
-
-
-USES = (
-    Use("read", "read"),
-    Use("equal to the base", "same"), Use("left out", "omitted"),
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a bar: its position and width in percent."""
-
-    style: str
-    start: float
-    width: float
-    title: str
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """The blocks of one expert by their use."""
-
-    label: str
-    parts: tuple[Part, ...]
-
-
 def explain_page(explanation: Explanation, made: datetime | None = None) -> str:
     """Render the page, with the day it was made."""
     subject = explanation.sid or explanation.plan_digest or ""
     verdict = explanation.verdict
+    advice = [] if verdict is None else [f"{expert}." for expert in verdict.experts if not expert.share]
+    if verdict is not None and verdict.unspent_bytes:
+        advice.append(f"Unspent: {format_bytes(verdict.unspent_bytes)}: {verdict.unspent_reason}.")
     return render_page(
         "explain.html.j2", made, explanation=explanation,
         title=f"What is in {explanation.kind} {subject[:_SHORT_ID]}: {explanation.operator}",
-        verdict="A full merge: every expert is everywhere." if verdict is None else verdict_sentence(verdict),
-        advice=() if verdict is None else _advice(verdict),
-        facts=_facts_text(explanation), uses=USES, charts=layer_charts(explanation),
-        bars=[_bar(expert, explanation.blocks) for expert in explanation.experts],
+        verdict="A full merge: every expert is everywhere." if verdict is None else verdict.sentence,
+        advice=advice, facts=_facts_text(explanation), uses=USES, charts=layer_charts(explanation),
+        bars=[_bar(expert) for expert in explanation.experts], numbers=Table.of(explanation.experts),
         notices=(*explanation.fallbacks, *explanation.adjustments),
     )  # fmt: skip
-
-
-def _advice(verdict: BudgetVerdict) -> tuple[str, ...]:
-    """Return what follows the verdict: experts of which nothing is there, and what is not spent."""
-    lines = zip(verdict.experts, coverage_lines(verdict), strict=True)
-    unspent = unspent_text(verdict)
-    return (
-        *(f"{line}." for expert, line in lines if not expert.share),
-        *([f"Unspent: {unspent}"] if unspent else []),
-    )
 
 
 def _facts_text(explanation: Explanation) -> str:
     facts = [f"{explanation.path}", plural(len(explanation.experts), "expert"), f"seed {explanation.seed}"]
     if explanation.budget_bytes is not None and explanation.full_bytes is not None:
         share = share_text(explanation.budget_bytes, explanation.full_bytes)
-        facts.append(
-            f"budget {share} ({format_bytes(explanation.budget_bytes)} of {format_bytes(explanation.full_bytes)})"
-        )
+        full = format_bytes(explanation.full_bytes)
+        facts.append(f"budget {share} ({format_bytes(explanation.budget_bytes)} of {full})")
         facts.append(f"policy {explanation.policy}")
     return ", ".join(facts)
 
 
-def _bar(expert: ExpertShare, n_blocks: int) -> Bar:
+def _bar(expert: ExpertShare) -> tuple[str, list[tuple[str, float, float, str]]]:
+    """Return the label of an expert's bar, and its parts: style, start and width in percent, and title."""
     counts = (expert.read, expert.free, expert.omitted)
     parts, start = [], 0.0
-    for use, count in zip(USES, counts, strict=True):
-        width = 100 * count / n_blocks if n_blocks else 0.0
+    for (label, style), count in zip(USES, counts, strict=True):
+        width = 100 * count / max(sum(counts), 1)
         if count:
-            parts.append(
-                Part(use.style, round(start, 3), round(width, 3), f"{use.label}: {format_percent(width / 100)}")
-            )
+            parts.append((style, round(start, 3), round(width, 3), f"{label}: {format_percent(width / 100)}"))
         start += width
     changed = expert.read + expert.omitted
     missing = missing_text(expert.read / changed if changed else 1.0)
     nbytes = expert.realized_bytes if expert.realized_bytes is not None else expert.planned_bytes
     read = "" if nbytes is None else f", {format_bytes(nbytes)} read"
-    return Bar(f"{expert.model}: {missing}{read}", tuple(parts))
+    return f"{expert.model}: {missing}{read}", parts
 
 
 def layer_charts(explanation: Explanation) -> tuple[Chart, ...]:
@@ -263,7 +186,7 @@ def layer_charts(explanation: Explanation) -> tuple[Chart, ...]:
     lines = [
         Line(
             expert.model,
-            f"level{e % _LINE_STYLES}",
+            f"level{e % _LEVEL_STYLES}",
             tuple((float(layer.layer), layer.taking_part[e] / layer.blocks) for layer in layers),
         )
         for e, expert in enumerate(explanation.experts)
@@ -272,37 +195,38 @@ def layer_charts(explanation: Explanation) -> tuple[Chart, ...]:
     return (draw_chart("Layers", "number of the layer", y_label, lines, "{:g}".format, format_percent),)
 
 
-_STYLES = ("chosen", "random")
-_LEVEL_STYLES = 6  # classes in the template
-
-
 def sweep_page(report: SweepReport, made: datetime | None = None) -> str:
     """Render the page, with the day it was made; it loads nothing from anywhere, follows the dark or light setting."""
-    has_errors, has_losses = measured(report)
-    return render_page(
-        "sweep.html.j2", made, report=report, charts=charts_of(report), note=rounding_note(report),
-        verdict=verdict_text(report), unread=unread_lines(report), levels_of=levels_text,
-        loss_of=loss_text, is_graded=any(name != WHOLE for point in report.points for name, _ in point.levels),
-        has_errors=has_errors, has_losses=has_losses,
-    )  # fmt: skip
+    return render_page("sweep.html.j2", made, report=report, charts=charts_of(report), numbers=Table.of(report.points))
 
 
 def charts_of(report: SweepReport) -> tuple[Chart, ...]:
     """Error, and time, over the share of expert bytes that was read."""
-    policies = list(dict.fromkeys(point.policy for point in report.points))
-    errors, times = [], []
-    for policy, style in zip(policies, _STYLES, strict=False):
-        points = [point for point in report.points if point.policy == policy]
-        errors.append(Line(policy, style, _places(report, [(p, p.error) for p in points])))
-        times.append(Line(policy, style, _places(report, [(p, p.seconds) for p in points])))
+    policies = dict(zip(dict.fromkeys(point.policy for point in report.points), _STYLES, strict=False))
+
+    def by_policy(value: Callable[[SweepPoint], float | None]) -> list[Line]:
+        return [
+            Line(policy, style, _places((point, value(point)) for point in report.points if point.policy == policy))
+            for policy, style in policies.items()
+        ]
+
     x_label = "expert bytes read, as a share of what reading all costs"
-    losses = [Line(report.policy, _STYLES[0], _places(report, [(point, point.loss) for point in report.points]))]
+    losses = [Line(report.policy, _STYLES[0], _places((point, point.loss) for point in report.points))]
     error_label, levels_label = "error relative to what merging changes", "blocks read in this form or a closer one"
     charts = (
         draw_chart("Loss", x_label, "loss by the given command", losses, format_percent, "{:.4g}".format),
-        draw_chart("Error", x_label, error_label, errors, format_percent, "{:.3g}".format),
+        draw_chart(
+            "Error", x_label, error_label, by_policy(lambda point: point.error), format_percent, "{:.3g}".format
+        ),
         draw_chart("Levels", x_label, levels_label, _level_lines(report), format_percent, format_percent),
-        draw_chart("Time", x_label, "seconds, planning included", times, format_percent, "{:.3g}".format),
+        draw_chart(
+            "Time",
+            x_label,
+            "seconds, planning included",
+            by_policy(lambda point: point.seconds),
+            format_percent,
+            "{:.3g}".format,
+        ),
     )
     return tuple(chart for chart in charts if chart.lines)
 
@@ -318,14 +242,13 @@ def _level_lines(report: SweepReport) -> list[Line]:
     for number, name in enumerate(reversed(used)):
         closer = used[used.index(name) :]
         shares = [(point, sum(dict(point.levels).get(name, 0) for name in closer) / most) for point in points]
-        lines.append(Line(f"{name} or closer", f"level{number % _LEVEL_STYLES}", _places(report, shares)))
+        lines.append(Line(f"{name} or closer", f"level{number % _LEVEL_STYLES}", _places(shares)))
     return lines
 
 
-def _places(report: SweepReport, values: Sequence[tuple[SweepPoint, float | None]]) -> tuple[tuple[float, float], ...]:
+def _places(values: Iterable[tuple[SweepPoint, float | None]]) -> tuple[tuple[float, float], ...]:
     """Positions by rising share of bytes; what was not measured is left out."""
-    full = report.full_cost_bytes
-    return tuple(sorted((point.expert_bytes / full if full else 0.0, y) for point, y in values if y is not None))
+    return tuple(sorted((point.share, y) for point, y in values if y is not None))
 
 
 def search_page(report: SearchReport, made: datetime | None = None) -> str:

@@ -11,10 +11,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from test_budget_reports import SWEPT
+from test_report_texts import SWEPT
 
-from mergepipe.cli.render.budgets import explain_table, verdict_sentence
-from mergepipe.cli.render.pages import explain_page, layer_charts, search_page, sweep_page
+from mergepipe import __version__
+from mergepipe.cli.pages import Line, charts_of, draw_chart, explain_page, layer_charts, search_page, sweep_page
+from mergepipe.cli.printing import report_text
 from mergepipe.reports import (
     BudgetVerdict,
     ExpertCoverage,
@@ -57,7 +58,10 @@ def explained(n_layers: int = 3, n_experts: int = 2) -> Explanation:
         realized_bytes=None, block_elements=131_072, blocks=4 * n_layers,
         touched=2 * n_layers, fallbacks=(), adjustments=(), tensors=(), verdict=verdict(),
         experts=tuple(
-            ExpertShare(name, f"/models/{e}", n_layers, 1, 3 * n_layers - 1, 500_000_000, 125_000_000, None)
+            ExpertShare(
+                model=name, path=f"/models/{e}", read=n_layers, free=1, omitted=3 * n_layers - 1,
+                full_bytes=500_000_000, planned_bytes=125_000_000, realized_bytes=None,
+            )
             for e, name in enumerate(names)
         ),
         layers=tuple(
@@ -118,14 +122,9 @@ def test_explain_page__draws_what_the_numbers_say() -> None:
     assert sum(widths) == pytest.approx(200, abs=0.01)
     (chart,) = layer_charts(explained())
     assert chart.lines[0].name == "expert-<1>"
-    assert [dot.title for dot in chart.lines[0].dots] == [
-        "expert-<1>: 0, 0 %",
-        "expert-<1>: 1, 25 %",
-        "expert-<1>: 2, 50 %",
-    ]
+    assert chart.lines[0].titles == ("expert-<1>: 0, 0 %", "expert-<1>: 1, 25 %", "expert-<1>: 2, 50 %")
     assert layer_charts(replace(explained(), layers=())) == ()
-    for line in chart.lines:
-        assert all(0 <= dot.x <= 100 and 0 <= dot.y <= 100 for dot in line.dots)
+    assert all(0 <= x <= 100 and 0 <= y <= 100 for line in chart.lines for x, y in line.points)
 
 
 def test_explain_page__of_a_full_merge_needs_no_plan() -> None:
@@ -133,16 +132,47 @@ def test_explain_page__of_a_full_merge_needs_no_plan() -> None:
     assert "A full merge: every expert is everywhere." in explain_page(full)
 
 
-def test_verdict__says_what_is_read_and_nothing_of_a_gain() -> None:
-    assert verdict_sentence(verdict()) == VERDICT
-    assert verdict_sentence(replace(verdict(), is_full=True)) == "The full merge: everything of the experts is read."
-
-
-def test_explain_table__says_the_verdict_first_within_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain__says_the_verdict_first_within_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    lines = explain_table(explained()).splitlines()
+    lines = report_text(explained(28, 4)).splitlines()
     assert lines[0].split()[:3] == ["verdict", "24.9", "%"]
     assert all(len(line) <= 80 for line in lines)
+
+
+def test_sweep_page__escapes_what_comes_from_files_and_tells_every_point() -> None:
+    page = sweep_page(replace(SWEPT, experts=("math", "<code>")), MADE)
+    assert "<b>recipe" not in page
+    assert page.count("<tr><td ") == 4
+    assert "http" not in page
+    head = page.partition("<svg")[0]
+    parts = (
+        "measure a loss with --evaluate",
+        "&lt;b&gt;recipe",
+        "math, &lt;code&gt;",
+        "2026-01-02 03:04 UTC",
+        __version__,
+    )
+    assert all(part in head for part in (*parts, "after rounding to BF16", "@media print"))
+
+
+def test_charts__lines_go_by_rising_share_of_all_bytes_and_leave_out_what_is_unknown() -> None:
+    error, _ = charts_of(SWEPT)
+    by_name = {line.name: line for line in error.lines}
+    assert [len(line.points) for line in by_name.values()] == [2, 1]
+    assert sorted(by_name["norm"].points) == list(by_name["norm"].points)
+    assert by_name["norm"].titles[-1].startswith("norm: 45.5 %")
+
+
+@pytest.mark.parametrize("values", [(0.0, 0.0), (1e-9, 3e-9), (3.0, 7e6), (1.0, 1.0)])
+def test_draw_chart__everything_lies_inside_the_box_and_axes_begin_at_zero(values: tuple[float, float]) -> None:
+    line = Line("a", "chosen", ((values[0], values[1]), (values[1], values[0])))
+    chart = draw_chart("t", "x", "y", [line, Line("empty", "random", ())], "{:g}".format, "{:g}".format)
+    assert [drawn.name for drawn in chart.lines] == ["a"]
+    for x, y in chart.lines[0].points:
+        assert chart.x_ticks[0][0] <= x <= chart.x_ticks[-1][0]
+        assert chart.y_ticks[-1][0] <= y <= chart.y_ticks[0][0]
+    assert (chart.x_ticks[0][1], chart.y_ticks[0][1]) == ("0", "0")
+    assert 2 <= len(chart.x_ticks) <= 7
 
 
 def searched(n_trials: int, objectives: tuple[str, ...] = ("loss",)) -> SearchReport:
@@ -156,7 +186,9 @@ def searched(n_trials: int, objectives: tuple[str, ...] = ("loss",)) -> SearchRe
             SearchTrial(number, state, values, losses, (2.4,), 1000 * number, 0.5, "exit code 3" * (number == 2),
                         is_best=number == 1)
         )  # fmt: skip
-    return SearchReport(Path("best"), Path("best.study"), "0" * 32, objectives, 1, tuple(trials))
+    return SearchReport(
+        out=Path("best"), study=Path("best.study"), sid="0" * 32, objectives=objectives, best=1, trials=tuple(trials)
+    )
 
 
 def test_search_page__tells_every_trial_and_draws_those_that_ended() -> None:

@@ -1,1 +1,0 @@
-"""Reports as text tables, and as pages."""

@@ -1,0 +1,269 @@
+"""Declare how reports are shown, and lay them out in facts and tables: the same on a terminal and in a notebook.
+
+A field or a property with a label is a fact, `label  value`, in the order of the class's body. A tuple is a fact for
+each item. Without a label a report is laid out in its place, rows become a table or, where they hold tables
+themselves, a section each, and a text stands as it is. What is None or empty is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from datetime import datetime
+from html import escape
+from typing import Any, ClassVar, TypeVar
+
+from mergepipe.core.escaping import printable
+from mergepipe.core.units import format_bytes, format_percent, format_rate, format_seconds, plural
+
+F = TypeVar("F", bound=Callable[..., Any])
+Form = str | Callable[[Any], str | Sequence[object]]
+Fact = tuple[str, str]
+MOST_ROWS = 20  # of a table in a notebook
+_MOST_CHARACTERS = 60
+_MOST_PATTERNS = 4
+_NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
+_MARK = "shown"
+_NOTHING = "-"
+_FORM_OF_SUFFIX: Mapping[str, Callable[[float], str]] = {
+    "per_second": format_rate, "bytes": format_bytes, "seconds": format_seconds, "share": format_percent,
+    "loss": "{:.6g}".format, "losses": "{:.6g}".format,
+}  # fmt: skip
+"""How a number is written, by the end of its field's name; losses of near merges differ in the third digit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How a field is shown: its label, and its `form`, a template such as `{read_bytes} read` or a function.
+
+    Both are given the report or, of a tuple, each item, unless it is told `once`. `{files:file}` in a template is a
+    count with its noun. A function returns one text, several, or an empty one for nothing. A label may be a template,
+    too. A field that is `optional` is left out where it is 0.
+    """
+
+    label: str = ""
+    form: Form = ""
+    optional: bool = False
+    once: bool = False
+
+    def facts(self, report: object, name: str, value: object) -> Iterator[Fact]:
+        """Return a value as a fact, a tuple as one for each item."""
+        for item in value if isinstance(value, list | tuple) and not self.once else (report,):
+            label = self.label.format_map(_Parts(item)) if "{" in self.label else self.label
+            for text in self.texts(item, name, value if item is report else item):
+                yield label, text
+
+    def texts(self, subject: object, name: str, value: object) -> list[str]:
+        """Return what is told of a value of a report, or of an item."""
+        if not self.form:
+            return [text_of(name, value)]
+        text = self.form(subject) if callable(self.form) else self.form.format_map(_Parts(subject))
+        return ([text] if text else []) if isinstance(text, str) else list(map(str, text))
+
+
+def shown(
+    label: str = "",
+    form: Form = "",
+    *,
+    optional: bool = False,
+    once: bool = False,
+    default: Any = MISSING,
+    default_factory: Any = MISSING,
+) -> Any:
+    """Declare a field that is shown."""
+    mark = {_MARK: Shown(label, form, optional, once)}
+    return field(default=default, default_factory=default_factory, metadata=mark)
+
+
+def told(label: str = "", form: Form = "") -> Callable[[F], F]:
+    """Mark the function of a property that is shown."""
+
+    def mark(function: F) -> F:
+        vars(function)[_MARK] = Shown(label, form)
+        return function
+
+    return mark
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells under their heads."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[Displayed]) -> Table:
+        """Make a table of reports, a row each; columns in which no row has anything are left out."""
+        columns = {mark.label: [_cell(row, name, mark) for row in rows] for name, mark in rows[0].SHOWN.items()}
+        columns = {label: cells for label, cells in columns.items() if set(cells) != {_NOTHING}}
+        return cls(tuple(columns), tuple(zip(*columns.values(), strict=True)))
+
+
+Section = list[Fact] | Table | str
+
+
+class Displayed:
+    """A dataclass that is shown by its marked fields and properties. Its `repr` counts long fields."""
+
+    __slots__ = ()
+    SHOWN: ClassVar[Mapping[str, Shown]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "SHOWN" not in vars(cls):  # `dataclass` makes a class with slots again, without its fields
+            marks = ((name, _mark_of(value)) for name, value in vars(cls).items())
+            cls.SHOWN = {name: mark for name, mark in marks if mark is not None}
+
+    def __repr__(self) -> str:
+        names = (declared.name for declared in fields(self))  # type: ignore[arg-type]  # a dataclass
+        values = ((name, getattr(self, name)) for name in names)
+        texts = (f"{name}={_short(value)}" for name, value in values if not _is_left_out(value, Shown()))
+        return f"{type(self).__name__}({', '.join(texts)})"
+
+    def _repr_html_(self) -> str:
+        """Return the facts and tables for a notebook."""
+        return f"<p>{escape(type(self).__name__)}</p>" + "".join(_html(section) for section in sections(self))
+
+
+def sections(report: Displayed) -> list[Section]:
+    """Lay a report out: lists of facts, tables and texts, in order."""
+    parts: list[Section] = []
+    facts: list[Fact] = []
+    for name, mark in report.SHOWN.items():
+        value = getattr(report, name)
+        if _is_left_out(value, mark):
+            continue
+        if mark.label:
+            told_facts = list(mark.facts(report, name, value))
+            parts.extend([facts] if told_facts and not facts else [])
+            facts.extend(told_facts)
+            continue
+        facts = []
+        if isinstance(value, Displayed):
+            parts.extend(sections(value))
+        elif isinstance(value, tuple):
+            holds_tables = not all(mark.label for mark in value[0].SHOWN.values())
+            parts.extend([part for row in value for part in sections(row)] if holds_tables else [Table.of(value)])
+        else:
+            parts.append(value)
+    return parts
+
+
+def text_of(name: str, value: object) -> str:
+    """Return a value as text: numbers by the end of the field's name, else with three digits."""
+    match value:
+        case None:
+            return _NOTHING
+        case bool():
+            return "yes" if value else "no"
+        case float() | int():
+            suffixed = (form for suffix, form in _FORM_OF_SUFFIX.items() if name.endswith(suffix))
+            form = next(suffixed, "{:.3g}".format if isinstance(value, float) else str)
+            return form(value)
+        case datetime():
+            return f"{value:%Y-%m-%d %H:%M}"
+        case list() | tuple():
+            return ", ".join(text_of(name, item) for item in value)
+        case _:
+            return str(value)
+
+
+def shorten_names(names: Iterable[str]) -> str:
+    """List names with their numbers replaced by `*`: `model.layers.*.bias (28), rotary.inv_freq`."""
+    patterns = Counter(_NUMBER.sub("*", name) for name in names)
+    listed = [
+        (pattern if len(pattern) <= _MOST_CHARACTERS else f"{pattern[: _MOST_CHARACTERS - 3]}...")
+        + (f" ({count})" if count > 1 else "")
+        for pattern, count in list(patterns.items())[:_MOST_PATTERNS]
+    ]
+    n_more = sum(list(patterns.values())[_MOST_PATTERNS:])
+    return ", ".join(listed) + (f", and {n_more} more" if n_more else "")
+
+
+def names_by_reason(reasons_and_names: Iterable[tuple[str, str]]) -> list[str]:
+    """Write one line a reason, with the names that it holds for."""
+    groups: dict[str, list[str]] = {}
+    for reason, name in reasons_and_names:
+        groups.setdefault(reason, []).append(name)
+    return [f"{reason}: {shorten_names(names)}" for reason, names in groups.items()]
+
+
+def share_text(part: float, whole: float) -> str:
+    """A share in percent with three digits: `12.5 %`; `-` of nothing."""
+    return format_percent(part / whole) if whole else _NOTHING
+
+
+def _mark_of(member: object) -> Shown | None:
+    if isinstance(member, Field):
+        return member.metadata.get(_MARK)
+    return vars(member.fget).get(_MARK) if isinstance(member, property) and member.fget is not None else None
+
+
+def _is_left_out(value: object, mark: Shown) -> bool:
+    return value is None or (mark.optional and not value) or (isinstance(value, str | tuple | list) and not value)
+
+
+def _cell(row: Displayed, name: str, mark: Shown) -> str:
+    value = getattr(row, name)
+    if _is_left_out(value, mark):
+        return _NOTHING
+    return ", ".join(mark.texts(row, name, value)) or _NOTHING
+
+
+class _Parts(Mapping[str, "_Part"]):
+    """The fields of a report by name, for a template."""
+
+    def __init__(self, report: object) -> None:
+        self._report = report
+
+    def __getitem__(self, name: str) -> _Part:
+        return _Part(name, getattr(self._report, name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A field in a template: its text or, with a noun, its count."""
+
+    name: str
+    value: Any
+
+    def __format__(self, noun: str) -> str:
+        if not noun:
+            return text_of(self.name, self.value)
+        return plural(self.value if isinstance(self.value, int) else len(self.value), noun)
+
+
+def _short(value: object) -> str:
+    """Return a number or a short text as it is, the size of what is long."""
+    text = repr(value)
+    if isinstance(value, list | tuple | Mapping) and len(text) > _MOST_CHARACTERS:
+        return f"<{len(value)}>"
+    if is_dataclass(value):
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 4]}...{text[-1]}"
+
+
+def _html(section: Section) -> str:
+    if isinstance(section, str):
+        return f"<pre>{escape(section)}</pre>"
+    if isinstance(section, Table):
+        rows = [_html_row("th", section.head), *(_html_row("td", row) for row in section.rows[:MOST_ROWS])]
+        n_more = len(section.rows) - MOST_ROWS
+        rows += [f"<caption>{n_more} more</caption>"] if n_more > 0 else []
+    else:
+        rows = [_html_row("td", fact) for fact in section]
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _html_row(tag: str, cells: Iterable[str]) -> str:
+    row = "".join(f"<{tag} style='text-align:left'>{escape(printable(cell))}</{tag}>" for cell in cells)
+    return f"<tr>{row}</tr>"
