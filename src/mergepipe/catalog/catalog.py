@@ -156,7 +156,7 @@ class Catalog:
             row = row_of(manifest, digest, Path(path_text(path)), created.astimezone(UTC), sids)
             facts = _Facts(row.operator, row.plan_digest, row.realized, row.inputs)
             time = row.created.isoformat(timespec="microseconds")
-            text = stored_text(json.dumps(encode(facts), ensure_ascii=False), path)
+            text = stored_text(json.dumps(encode(facts), ensure_ascii=False, allow_nan=False), path)
             connection.execute("DELETE FROM snapshots WHERE path = ?", (str(row.path),))
             connection.execute(
                 "INSERT INTO snapshots VALUES (?, ?, ?, ?, ?)", (str(row.path), row.sid, time, digest, text)

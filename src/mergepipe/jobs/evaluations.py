@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from mergepipe.core.escaping import json_line
 from mergepipe.core.strict_json import canonical_json
 from mergepipe.errors import MergePipeError, UnsupportedError
 from mergepipe.jobs.load import load_tensors
@@ -174,6 +175,6 @@ MEASURES: Mapping[str, Callable[[Path, str], dict[str, float]]] = {
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(MEASURES[sys.argv[1]](Path(sys.argv[2]), sys.argv[3])))
+        print(json_line(MEASURES[sys.argv[1]](Path(sys.argv[2]), sys.argv[3])))
     except MergePipeError as error:
         sys.exit(f"error: {error}")
