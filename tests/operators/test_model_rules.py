@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, F32, GRAIN_ELEMENTS, DType
 from mergepipe.errors import RecipeError, UnsupportedError
-from mergepipe.operators.base import NOTHING_REDUCED, OperatorInput, Scalar
+from mergepipe.operators.base import NOTHING_REDUCED, NUMBERS_OF, OperatorInput, Scalar
 from mergepipe.operators.registry import operator_named, operator_specs
 from mergepipe.operators.selective import magnitude_cuts
 from mergepipe.operators.sparse import survival_of
@@ -27,9 +27,9 @@ from support.random_oracle import words_of_elements
 
 KEYS = (3, 2**64 - 1, 17, 1 << 40, 12345)
 EACH: tuple[dict[str, Scalar], ...] = (
-    {"weight": 0.6, "density": 0.4, "gamma": 0.05, "epsilon": 0.1},
-    {"weight": 0.3, "density": 0.7, "gamma": 0.01, "epsilon": 0.15},
-    {"weight": 0.8, "density": 0.2, "gamma": 0.0, "epsilon": 0.05},
+    {"weight": 0.6, "density": 0.4, "gamma": 0.05, "epsilon": 0.1, "threshold": 0.4},
+    {"weight": 0.3, "density": 0.7, "gamma": 0.01, "epsilon": 0.15, "threshold": 0.2},
+    {"weight": 0.8, "density": 0.2, "gamma": 0.0, "epsilon": 0.05, "threshold": 0.9},
 )
 
 
@@ -83,6 +83,11 @@ RULES = (
     Rule("ramplus_tl", {"epsilon": 1e-3, "r": 0.7, "alpha": 0.9}),
     Rule("magmax"),
     Rule("magmax", {"lambda": 0.4}),
+    Rule("fisher"),
+    Rule("sar", {"epsilon": 1e-3}),
+    Rule("sar", {"density": 0.3}),
+    Rule("consensus", {"lambda": 0.5}),
+    Rule("consensus", {"least_models": 3.0}),
     Rule("nearswap", {"t": 1e-3}),
     Rule("arcee_fusion"),
     Rule("breadcrumbs"),
@@ -135,6 +140,11 @@ def at_the_edge(rule: Rule, shape: tuple[int, ...], family: Family) -> NDArray[n
         kept = int(np.count_nonzero(variance_N) * float(rule.shared["select_topk"]))
         cut = np.sort(variance_N)[-kept] if kept else np.inf
         return np.asarray(np.abs(variance_N - cut) < 1e-6 * variance_N)
+    if rule.name == "consensus":
+        deltas_EN, each = models_EN - base_N, rule.inputs(shape).experts
+        total_N = sum(float(p["weight"]) * delta_N for p, delta_N in zip(each, deltas_EN, strict=True))
+        reach_EN = np.array([[float(p["threshold"])] for p in each]) * np.abs(total_N - deltas_EN)
+        return np.asarray((np.abs(np.abs(deltas_EN) - reach_EN) <= 1e-6 * np.abs(deltas_EN).max(axis=0)).any(axis=0))
     return np.zeros(len(base_N), np.bool_)
 
 
@@ -321,6 +331,39 @@ def test_magnitude_cuts__are_the_smallest_that_reach_the_cut(cut: float, weights
         with np.errstate(all="ignore"):
             assert smallest * weight >= np.float32(cut)
             assert bits == 0 or np.uint32(bits - 1).view(np.float32) * weight < np.float32(cut)
+
+
+NUMBERED = (
+    Rule("fisher"),
+    Rule("fisher", {"normalize": False, "lambda": 0.5}),
+    Rule("sar"),
+    Rule("sar", {"density": 0.4, "rescale": False}),
+    Rule("sar", {"density": 0.4}),
+)
+
+
+@pytest.mark.parametrize("rule", NUMBERED, ids=str)
+@pytest.mark.parametrize("cuts", [[], [100, 9_000, 17_001]], ids=str)
+def test_rule__by_importance_takes_the_numbers_beside_each_model(rule: Rule, cuts: list[int]) -> None:
+    """The first model has none, so that each of its elements counts as one."""
+    shape, rng = (60, 500), np.random.default_rng(8)
+    deltas = exact_family(7, 30_000, rule.n_experts, as_deltas=True)
+    numbers_EN = rng.random((rule.n_experts, 30_000)).astype(np.float32) * (rng.random(30_000) < 0.9)
+    numbers_EN[0] = 1.0
+    inputs = rule.inputs(shape)
+    numbered = tuple({"weight": 0.0, NUMBERS_OF: float(e)} for e in range(1, rule.n_experts))
+    family = replace(
+        deltas, expert_dtypes=(F32,) * (2 * rule.n_experts - 1), experts=(*deltas.experts, *numbers_EN[1:])
+    )
+    tensor = StoredTensor(family, F32, is_delta=True)
+    operator = operator_named(rule.name)
+    found_N = apply_operator(operator, replace(inputs, experts=(*inputs.experts, *numbered)), tensor, cuts)
+    base, deltas_EN = family.base_N.astype(np.float64), np.array(deltas.experts, np.float64)
+    numbers = numbers_EN.astype(np.float64).reshape(-1, *shape)
+    models = (base + deltas_EN).reshape(-1, *shape)
+    case = ModelCase(base.reshape(shape), models, inputs.globals, inputs.experts, numbers=numbers)
+    size_N = np.abs(base) + np.abs(deltas_EN).sum(axis=0)
+    assert (np.abs(found_N - MERGES[rule.name](case).ravel()) <= 2e-6 * size_N).all()
 
 
 def test_geometric_median__stays_with_the_majority() -> None:

@@ -25,7 +25,8 @@ Scalar = float | bool
 class ModelCase:
     """One merge: the base (any shape), the other models (one more axis, first), and the parameters in force.
 
-    Without `has_base` no model is the base; where a rule has one, `models` are the others.
+    Without `has_base` no model is the base; where a rule has one, `models` are the others. `numbers` are weights by
+    model and element.
     """
 
     base: Numbers
@@ -33,6 +34,7 @@ class ModelCase:
     shared: Mapping[str, Scalar]
     each: tuple[Mapping[str, Scalar], ...]
     has_base: bool = True
+    numbers: Numbers | None = None
 
 
 Merge = Callable[[ModelCase], Numbers]
@@ -168,6 +170,43 @@ def magmax(case: ModelCase) -> Numbers:
     return np.asarray(case.base + float(case.shared["lambda"]) * largest)
 
 
+def fisher(case: ModelCase) -> Numbers:
+    """The average of the differences by weights, which may differ from element to element, or their sum."""
+    weights, normalizes = weights_of(case), bool(case.shared["normalize"])
+    plain = np.array([float(p["weight"]) for p in case.each]).reshape(-1, *[1] * case.base.ndim)
+    weights = np.where((weights.sum(axis=0) == 0) & normalizes, plain, weights)
+    total = (weights * (case.models - case.base)).sum(axis=0)
+    return np.asarray(case.base + float(case.shared["lambda"]) * total / (weights.sum(axis=0) if normalizes else 1.0))
+
+
+def sar(case: ModelCase) -> Numbers:
+    """Of the changes of each element that of the largest weight; the largest of these, their sum of magnitudes kept."""
+    deltas, shared = case.models - case.base, case.shared
+    changes = np.abs(deltas) > np.float32(float(shared["epsilon"]))
+    first = np.where(changes, weights_of(case), -1.0).argmax(axis=0)
+    resolved = np.where(changes.any(axis=0), np.take_along_axis(deltas, first[None], axis=0)[0], 0.0)
+    if float(shared["density"]) < 1:
+        n_kept = int(np.count_nonzero(resolved) * float(shared["density"]))
+        resolved = rescaled(resolved, np.where(_ranked(resolved, 0, n_kept), resolved, 0.0), shared)
+    return np.asarray(case.base + float(shared["lambda"]) * resolved)
+
+
+def weights_of(case: ModelCase) -> Numbers:
+    """By model and element: the model's weight, times the numbers beside it."""
+    weights = np.array([float(p["weight"]) for p in case.each]).reshape(-1, *[1] * case.base.ndim)
+    return np.asarray(weights * (np.ones_like(case.models) if case.numbers is None else case.numbers))
+
+
+def agreed(case: ModelCase) -> Numbers:
+    """The weighted sum of differences, of elements that are in enough masks."""
+    deltas = case.models - case.base
+    weights = np.array([float(p["weight"]) for p in case.each]).reshape(-1, *[1] * case.base.ndim)
+    total = (weights * deltas).sum(axis=0)
+    masks = [np.abs(d) >= float(p["threshold"]) * np.abs(total - d) for d, p in zip(deltas, case.each, strict=True)]
+    is_kept = np.sum(masks, axis=0) >= float(case.shared["least_models"])
+    return np.asarray(case.base + np.where(is_kept, float(case.shared["lambda"]) * total, 0.0))
+
+
 def nearswap(case: ModelCase) -> Numbers:
     """Each element towards the other model by at most `t`."""
     base, models, shared = case.base, case.models, case.shared
@@ -267,6 +306,9 @@ MERGES: dict[str, Merge] = {
     "ram": ramplus,
     "ramplus_tl": ramplus,
     "magmax": magmax,
+    "fisher": fisher,
+    "sar": sar,
+    "consensus": agreed,
     "nearswap": nearswap,
     "arcee_fusion": arcee_fusion,
     "breadcrumbs": breadcrumbs,

@@ -161,6 +161,10 @@ def _sampled_or_by_norm(store: Store, inputs: Inputs, request: PlanRequest, fact
 
 
 def _plan_by(policy: Policy, store: Store, inputs: Inputs, request: PlanRequest, facts: _KnownFacts) -> Plan:
+    weighs_elements = any(model.numbers is not None for model in inputs.recipe.inputs())
+    if weighs_elements and policy is not Policy.SAMPLE and not request.everything:
+        message = f"weights by element are read with the elements they weigh, and policy '{policy}' parts them"
+        raise UnsupportedError.of("plan.unsupported", "--select", message, "leave it out: a sample reads both")
     unit_elements = _sampled_unit(inputs, store) if policy is Policy.SAMPLE else _suitable_block(inputs, facts)
     importance = None
     if request.importance is not None and not request.everything:

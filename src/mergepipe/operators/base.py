@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import RawBlock
-from mergepipe.operators.spec import OperatorSpec
+from mergepipe.operators.spec import BY_NORM, OperatorSpec
 
 Scalar = float | bool
+NUMBERS_OF = "numbers_of"
+"""The parameter of an expert that is no model but holds the weights of one, by that one's place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,3 +345,55 @@ class AllAlike(Plain):
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
         """Return the same for all experts."""
         return equal_influence(len(inputs.experts))
+
+
+# --- weights that follow from the norms of the deltas ---
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeighted:
+    """Any rule, whose weights may be `nan`: `1 / ||delta_i||`, over the sum of these, tensor by tensor.
+
+    Source: Si et al. 2025 (NAN, arXiv 2505.16148): coefficients by the inverse of the norm. A delta that is zero has
+    weight 0; where all are, the weights are equal. Weights that are numbers stay as they are.
+    """
+
+    operator: Operator
+
+    @property
+    def spec(self) -> OperatorSpec:
+        return self.operator.spec
+
+    @property
+    def is_random(self) -> bool:
+        return self.operator.is_random
+
+    def granularity(self, inputs: OperatorInput) -> int:
+        return self.operator.granularity(inputs)
+
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        if reduced.products_E3 is None and any(p.get("weight") is BY_NORM for p in inputs.experts):
+            return InnerProducts()
+        return self.operator.reduction(_weighed(inputs, reduced.products_E3), reduced)
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return self.operator.influence(_weighed(inputs, products_E3), products_E3)
+
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        return self.operator.block_function(_weighed(inputs, reduced.products_E3), reduced)
+
+
+def _weighed(inputs: OperatorInput, products_E3: Products | None) -> OperatorInput:
+    """Put numbers in the place of weights by norm: equal ones where no norms are known."""
+    by_norm_E = np.array([p.get("weight") is BY_NORM for p in inputs.experts], np.bool_)
+    if not by_norm_E.any():
+        return inputs
+    inverse_E = by_norm_E.astype(np.float64)
+    if products_E3 is not None and len(products_E3) == len(by_norm_E):
+        norms_E = np.sqrt(products_E3[:, 1])
+        with np.errstate(divide="ignore"):
+            inverse_E = np.where(by_norm_E & (norms_E > 0.0), 1.0 / norms_E, 0.0)
+        inverse_E = inverse_E if inverse_E.any() else by_norm_E.astype(np.float64)
+    weights_E = (inverse_E / inverse_E.sum()).tolist()
+    pairs = zip(inputs.experts, by_norm_E, weights_E, strict=True)
+    return replace(inputs, experts=tuple({**p, "weight": w} if by_norm else p for p, by_norm, w in pairs))

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mergepipe.errors import UnsupportedError
-from mergepipe.operators import linear, selective, sparse, spherical
-from mergepipe.operators.base import Operator
+from mergepipe.operators import linear, selective, sparse, spherical, weighted
+from mergepipe.operators.base import NormWeighted, Operator
 from mergepipe.operators.spec import OperatorSpec
 
 _FAMILIES: tuple[Iterable[Operator], ...] = (
@@ -15,6 +15,7 @@ _FAMILIES: tuple[Iterable[Operator], ...] = (
     sparse.OPERATORS,
     spherical.OPERATORS,
     selective.OPERATORS,
+    weighted.OPERATORS,
     linear.COPIES,
 )
 COPY: Operator = linear.COPIES[0]
@@ -34,8 +35,9 @@ def has_operator(name: str) -> bool:
 
 
 def operator_named(name: str) -> Operator:
-    """The operator of that name."""
-    return _OPERATORS[name]
+    """The operator of that name; of one with weights these may follow from norms."""
+    operator = _OPERATORS[name]
+    return NormWeighted(operator) if operator.spec.is_weighted else operator
 
 
 def add_operator(operator: Operator) -> None:

@@ -24,7 +24,7 @@ from mergepipe.operators.base import (
     SoftmaxDivergence,
 )
 from mergepipe.operators.elementwise import ElementwiseRule, Keep, row_rule
-from mergepipe.operators.spec import INT8_MASK, BaseRole, OperatorSpec, ParameterSpec, Scope, shared
+from mergepipe.operators.spec import CHANGED, INT8_MASK, BaseRole, OperatorSpec, ParameterSpec, Scope, shared
 from mergepipe.operators.statistics import NOTHING_KEPT_BITS, Cut
 
 SMALLEST_ENERGY = 1e-6
@@ -33,7 +33,6 @@ INFINITY_BITS = 0x7F800000
 _QUARTERS = (0.25, 0.5, 0.75)
 _RAM = "arXiv 2601.13572"
 _NO_MARKS = np.empty(0, np.uint8)
-_CHANGED = ParameterSpec("epsilon", Scope.GLOBAL, "a larger |delta| counts as a change", default=1e-5, low=0.0)
 
 
 # --- sums and scores that these rules need of a whole tensor ---
@@ -192,7 +191,7 @@ class Ram(AllAlike):
     """
 
     spec: ClassVar[OperatorSpec] = OperatorSpec(
-        "ram", "average what several change, keep what one changes", _RAM, BaseRole.REQUIRED, (_CHANGED,)
+        "ram", "average what several change, keep what one changes", _RAM, BaseRole.REQUIRED, (CHANGED,)
     )
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
@@ -214,7 +213,7 @@ class RamPlus(AllAlike):
         (
             shared("r", "strength of the amplification", 0.1),
             ParameterSpec("alpha", Scope.GLOBAL, "largest ratio of shared to own changes", default=0.2, low=0.0),
-            _CHANGED,
+            CHANGED,
         ),
     )
 

@@ -40,6 +40,7 @@ class ParameterSpec:
     ignored: bool = False  # accepted for mergekit's sake, changes nothing
     is_whole: bool = False  # only whole numbers
     only_default: bool = False  # known to mergekit; other values than the default are not supported yet
+    is_weight: bool = False  # of a delta: may be `nan`, the inverse of its norm, or a file of numbers
 
     @property
     def is_flag(self) -> bool:
@@ -73,6 +74,12 @@ class OperatorSpec:
     min_experts: int = 1
     max_experts: int | None = None
     conflict: Callable[[Mapping[str, float | bool]], str] | None = None
+    takes_numbers: bool = False  # a weight may be a file with a number for each element
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether models have weights that may be `nan`."""
+        return any(p.is_weight for p in self.parameters)
 
     def conflict_of(self, model: Mapping[str, float | bool]) -> str:
         """Return how the parameters of one model contradict each other; empty if they do not."""
@@ -91,12 +98,15 @@ def shared(name: str, help: str, default: float | bool | None, *, ignored: bool 
     return ParameterSpec(name, Scope.GLOBAL, help, default, required=default is None, ignored=ignored)
 
 
-WEIGHT = ParameterSpec("weight", Scope.MODEL, "coefficient of this model", required=True)
+BY_NORM = True
+"""What a weight that a recipe writes as the word `nan` is until norms are known; see `operators.base.NormWeighted`."""
+WEIGHT = ParameterSpec("weight", Scope.MODEL, "coefficient of this model", required=True, is_weight=True)
 DENSITY = ParameterSpec(
     "density", Scope.MODEL, "share of the delta's elements that is kept", default=1.0, low=0.0, high=1.0, clamps=True
 )
 INT8_MASK = shared("int8_mask", "in mergekit masks are stored in 8 bits, to save memory", False, ignored=True)
-_LAMBDA = shared("lambda", "scale of the merged delta", 1.0)
+LAMBDA = shared("lambda", "scale of the merged delta", 1.0)
+CHANGED = ParameterSpec("epsilon", Scope.GLOBAL, "a larger |delta| counts as a change", default=1e-5, low=0.0)
 
 
 def normalize_flag(default: bool) -> ParameterSpec:
@@ -119,5 +129,5 @@ def delta_spec(
     conflict: Callable[[Mapping[str, float | bool]], str] | None = None,
 ) -> OperatorSpec:
     """The spec of a rule that weighs and adds deltas: `special` parameters, and those that all such rules share."""
-    parameters = (WEIGHT, *special, normalize_flag(normalize), rescale, _LAMBDA, INT8_MASK)
+    parameters = (WEIGHT, *special, normalize_flag(normalize), rescale, LAMBDA, INT8_MASK)
     return OperatorSpec(name, title, source, BaseRole.REQUIRED, parameters, min_experts=0, conflict=conflict)

@@ -180,9 +180,9 @@ Gram = NDArray[np.float64]
 
 def whole_gram(inputs: OperatorInput, reduced: Reduced) -> ReductionRequest | None:
     """All inner products of the whole tensor: those that statistics hold, where there is but one delta."""
-    if reduced.gram_GFF is not None or reduced.products_E3 is not None:
-        return None
-    return InnerProducts() if len(inputs.experts) == 1 else RowGram(max(1, inputs.n_elements))
+    if len(inputs.experts) == 1 and reduced.gram_GFF is None:
+        return InnerProducts() if reduced.products_E3 is None else None
+    return RowGram(max(1, inputs.n_elements)) if reduced.gram_GFF is None else None
 
 
 class _Weighted(Plain):

@@ -11,7 +11,7 @@ from mergepipe.operators.spec import BaseRole, OperatorSpec, Scope
 from mergepipe.recipes.fields import DocumentReader, describe, key_elsewhere, parameter_elsewhere, parameter_names
 from mergepipe.recipes.parameters import global_values, is_constant, model_values, quoted_number, read_parameters
 from mergepipe.recipes.recipe import LayerSource, ModelInput, ModelKey, OutputModule, OutputSlice, Setting
-from mergepipe.recipes.references import read_model
+from mergepipe.recipes.references import read_model, read_reference
 from mergepipe.recipes.yaml_source import KeyPath, Value, shortened
 
 # --- check an operator's requirements on the models it merges: base, number, parameters, weights ---
@@ -172,6 +172,7 @@ def _check_count(reader: DocumentReader, operator: OperatorSpec, group: Group) -
 
 
 MODEL_KEYS = ("model", "parameters")
+NUMBERS_KEYS = ("file", "value")  # of a weight that is a file
 SOURCE_KEYS = ("model", "layer_range", "parameters")
 SLICE_KEYS = ("sources", "base_model", "parameters")
 MODULE_KEYS = ("models", "slices", "parameters")
@@ -255,11 +256,36 @@ def _model(context: EntryContext, value: Value, key_path: KeyPath, real_keys: tu
         reader.wrong_kind(value, key_path, "a mapping with the key 'model'", "write '- model: PATH'")
         return None
     check_keys(reader, value, key_path, real_keys)
+    value, numbers = _take_numbers(context, value, key_path)
     parameters = context.parameters(value, key_path, Scope.MODEL)
     if value.get("model") is None:
         reader.refuse("recipe.incomplete", (*key_path, "model"), "the entry names no model", "write '- model: PATH'")
         return None
-    return read_model(reader, value["model"], (*key_path, "model"), parameters, key_path)
+    model = read_model(reader, value["model"], (*key_path, "model"), parameters, key_path)
+    return model if model is None or numbers is None else replace(model, numbers=numbers)
+
+
+def _take_numbers(
+    context: EntryContext, entry: dict[str, Value], key_path: KeyPath
+) -> tuple[dict[str, Value], ModelInput | None]:
+    """Return an entry whose weight is `{file: PATH, value: FACTOR}` with the factor as its weight, and the file."""
+    reader, operator, parameters = context.reader, context.operator, entry.get("parameters")
+    weight = parameters.get("weight") if isinstance(parameters, dict) else None
+    if operator is None or not isinstance(parameters, dict) or not isinstance(weight, dict) or "file" not in weight:
+        return entry, None
+    at = (*key_path, "parameters", "weight")
+    changed: dict[str, Value] = {**entry, "parameters": {**parameters, "weight": weight.get("value", 1.0)}}
+    reader.refuse_unknown_keys(weight, NUMBERS_KEYS, at)
+    if not operator.takes_numbers:
+        message = f"{operator.name} takes one weight for a tensor, no file with one for each element"
+        hint = "merge_method: fisher takes it; without normalize it adds the weighted deltas"
+        reader.refuse("recipe.unsupported", (*at, "file"), message, hint)
+        return changed, None
+    file = read_reference(reader, weight["file"], (*at, "file"))
+    if file is not None and (file.adapter is not None or file.intermediate is not None):
+        reader.refuse("recipe.value", (*at, "file"), "needs a checkpoint of the model's shapes")
+        return changed, None
+    return changed, None if file is None else replace(file, is_delta=True)
 
 
 def check_keys(reader: DocumentReader, entry: dict[str, Value], key_path: KeyPath, real_keys: tuple[str, ...]) -> None:

@@ -181,6 +181,12 @@ class Member:
     model: int
     own: Mapping[str, Setting]
     first_layer: int = 0
+    numbers: int | None = None  # the model that holds its weights
+
+
+def _member(index: Mapping[ModelKey, int], model: ModelInput, first_layer: int = 0) -> Member:
+    numbers = None if model.numbers is None else index[model.numbers.key]
+    return Member(index[model.key], model.parameters, first_layer, numbers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,7 +194,8 @@ class Group:
     """Models that are merged together. `shared` are the enclosing parameters, innermost first.
 
     `takes_part`: the anchor is merged with the experts, and is not only what deltas are taken against or what lends
-    names; `is_listed`: it stands among the models, with parameters of its own.
+    names; `is_listed`: it stands among the models, with parameters of its own. `numbers` are the models that hold
+    experts' weights, each with the place of the expert.
     """
 
     anchor: Member
@@ -196,6 +203,7 @@ class Group:
     shared: tuple[Mapping[str, Setting], ...]
     takes_part: bool
     is_listed: bool
+    numbers: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +274,7 @@ class OutputListing:
         shared: tuple[Mapping[str, Setting], ...],
         names: Sequence[str] | Mapping[str, Readable],
     ) -> Iterator[OutputTensor]:
-        members = [Member(self._index[model.key], model.parameters) for model in models]
+        members = [_member(self._index, model) for model in models]
         group = self._group(members, self._recipe.base, shared, is_slice=False)
         self._check_layer_counts(group)
         lists = self._lists[group.anchor.model]
@@ -295,7 +303,8 @@ class OutputListing:
             message = f"'{model.input.text}' holds differences from a base, but weights are needed here"
             hint = "name its base as base_model too, and a method that takes one"
             self._findings.add(UnsupportedError, "model.unsupported", model.input.where, message, hint)
-        return Group(listed or Member(anchor, {}), experts, shared, not is_origin, listed is not None)
+        numbers = tuple((member.numbers, e) for e, member in enumerate(experts) if member.numbers is not None)
+        return Group(listed or Member(anchor, {}), experts, shared, not is_origin, listed is not None, numbers)
 
     def _check_layer_counts(self, group: Group) -> None:
         anchor = self._models[group.anchor.model]
@@ -372,7 +381,7 @@ class OutputListing:
         return is_sound
 
     def _slice_group(self, piece: OutputSlice, shared: tuple[Mapping[str, Setting], ...]) -> Group:
-        members = [Member(self._index[s.model.key], s.model.parameters, s.start) for s in piece.sources]
+        members = [_member(self._index, source.model, source.start) for source in piece.sources]
         return self._group(members, piece.base or self._recipe.base, (piece.parameters, *shared), is_slice=True)
 
     def _around(self, group: Group, layers: LayerList, module: str, *, before: bool) -> Iterator[OutputTensor]:

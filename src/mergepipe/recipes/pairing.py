@@ -158,6 +158,10 @@ class Pairing:
             self._parts[model] = set(map(part_of, self._models[model].tensors))
         return self._parts[model]
 
+    def tensors_of(self, model: int) -> Mapping[str, Readable]:
+        """Return the tensors of a model, by the base's names."""
+        return self._models[model].tensors
+
     def partner(self, model: int, name: str, base: Readable, base_model: int) -> Source | None:
         """Return the tensor of a model that is merged with `base`; None if a problem was reported."""
         open_model = self._models[model]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite, nan
+from dataclasses import replace
+from math import inf, isfinite, nan
 
-from mergepipe.operators.spec import OperatorSpec, ParameterSpec, Scope
+from mergepipe.operators.spec import BY_NORM, OperatorSpec, ParameterSpec, Scope
 from mergepipe.recipes.fields import (
     DocumentReader,
     describe,
@@ -23,6 +24,8 @@ _WITHOUT_MEANING = (None, False, "false", "False")  # of a parameter that has no
 CASE_KEYS = ("value", "filter")
 TRUE_TEXTS = ("true", "yes", "on", "y", "t", "1")
 FALSE_TEXTS = ("false", "no", "off", "n", "f", "0")
+BY_NORM_TEXT = "nan"  # the word: a number that is none is refused
+LINES_KEY = "lines"
 
 # Stands for a value that was refused, so that it does not also count as missing. It never leaves the loader: a
 # refused value is a finding, and a recipe with findings is not built.
@@ -113,6 +116,9 @@ def _setting(
     reader: DocumentReader, value: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
 ) -> Setting:
     where = reader.source.where(*key_path)
+    if isinstance(value, dict) and LINES_KEY in value:
+        values = _lines(reader, value, key_path, operator, spec)
+        return Cases((Case("", values),), where) if values else REFUSED
     if isinstance(value, dict):
         case = _case(reader, value, key_path, operator, spec)
         return Cases((case,), where) if case else REFUSED
@@ -160,6 +166,8 @@ def _case(
     value, at = entry["value"], (*key_path, "value")
     if isinstance(value, list):
         values = _gradient(reader, value, at, operator, spec)
+    elif isinstance(value, dict) and LINES_KEY in value:
+        values = _lines(reader, value, at, operator, spec)
     else:
         values = (_scalar(reader, value, at, operator, spec),)
     return Case(wanted, values) if wanted is not None and values else None
@@ -173,6 +181,25 @@ def _gradient(
         message = "a list of values over the layers needs at least 1, found 0"
         reader.refuse("recipe.value", key_path, message, "give values, or one number")
     return tuple(_scalar(reader, item, (*key_path, i), operator, spec) for i, item in enumerate(items))
+
+
+def _lines(
+    reader: DocumentReader, entry: dict[str, Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+) -> tuple[Scalar, ...]:
+    """Parse `lines: [a, b]`: from `a` in the first layer to `a + b` in the last, as values over the layers.
+
+    Source: Wang et al. 2024 (LiNeS, arXiv 2410.17146, Eq. 3): `a + b (l - 1) / (L - 1)` in layer `l` of `L`, `a`
+    outside the layers.
+    """
+    reader.refuse_unknown_keys(entry, (LINES_KEY,), key_path)
+    ends, at = entry[LINES_KEY], (*key_path, LINES_KEY)
+    if spec.is_flag or not isinstance(ends, list) or len(ends) != 2:
+        needed = "true or false" if spec.is_flag else "two numbers"
+        reader.refuse("recipe.value", at, f"needs {needed}", "[a, b] goes from a in the first layer to a + b")
+        return ()
+    numbers = [_number(reader, end, (*at, index), replace(spec, low=-inf, high=inf)) for index, end in enumerate(ends)]
+    first, rise = map(float, numbers)
+    return tuple(_scalar(reader, end, at, operator, spec) for end in (first, first + rise) if end == end)
 
 
 def _scalar(
@@ -204,7 +231,9 @@ def _flag(reader: DocumentReader, value: Value, key_path: KeyPath) -> Scalar:
     return REFUSED
 
 
-def _number(reader: DocumentReader, value: Value, key_path: KeyPath, spec: ParameterSpec) -> float:
+def _number(reader: DocumentReader, value: Value, key_path: KeyPath, spec: ParameterSpec) -> Scalar:
+    if spec.is_weight and value == BY_NORM_TEXT:
+        return BY_NORM
     if isinstance(value, str):
         value = quoted_number(value) if quoted_number(value) is not None else value
     if isinstance(value, bool):

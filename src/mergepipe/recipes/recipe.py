@@ -80,6 +80,7 @@ class ModelInput:
     `adapter` is the folder of an adapter that is applied to it. `intermediate` names the document of the recipe that
     makes the model; `path` is then a placeholder until `with_intermediate_paths`. `is_delta`: the recipe says that
     its tensors are differences from the base. `repeat` counts earlier entries of the same list that name the same.
+    `numbers` is the file that holds its weights, element by element, read as differences are.
     """
 
     text: str
@@ -90,6 +91,7 @@ class ModelInput:
     intermediate: str | None = None
     is_delta: bool = False
     repeat: int = 0
+    numbers: ModelInput | None = None
 
     def __post_init__(self) -> None:
         if not self.path.is_absolute:
@@ -235,11 +237,13 @@ class Recipe:
     def inputs(self) -> tuple[ModelInput, ...]:
         """List every distinct model: first the one that provides configuration and tokenizer, then by first use.
 
-        The first is `base_model`, else the first model named. Entries of `models` come with their parameters.
+        The first is `base_model`, else the first model named. Entries of `models` come with their parameters, files of
+        weights come last.
         """
         first = (self.base,) if self.base is not None else ()
         distinct: dict[ModelKey, ModelInput] = {}
-        for model in (*first, *self._mentioned()):
+        mentioned = (*first, *self._mentioned())
+        for model in (*mentioned, *(model.numbers for model in mentioned if model.numbers is not None)):
             distinct.setdefault(model.key, model)
         return tuple(distinct.values())
 
@@ -278,8 +282,12 @@ def with_intermediate_paths(recipe: Recipe, places: Mapping[str, Location]) -> R
     return with_changed_models(recipe, placed)
 
 
-def with_changed_models(recipe: Recipe, model: Callable[[ModelInput], ModelInput]) -> Recipe:
-    """Return the recipe with every reference to a model changed by `model`."""
+def with_changed_models(recipe: Recipe, change: Callable[[ModelInput], ModelInput]) -> Recipe:
+    """Return the recipe with every reference to a model, and to a file of its weights, changed by `change`."""
+
+    def model(entry: ModelInput) -> ModelInput:
+        changed = change(entry)
+        return changed if changed.numbers is None else replace(changed, numbers=change(changed.numbers))
 
     def piece(slice_: OutputSlice) -> OutputSlice:
         sources = tuple(replace(source, model=model(source.model)) for source in slice_.sources)

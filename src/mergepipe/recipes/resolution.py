@@ -12,7 +12,8 @@ from mergepipe.checkpoints.embedding_rows import TIED_HEADS, is_head
 from mergepipe.core.blocks import DType, DTypeKind, promoted_dtype
 from mergepipe.core.notices import DroppedTensor
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError
-from mergepipe.operators.spec import BaseRole, Scope
+from mergepipe.operators.base import NUMBERS_OF
+from mergepipe.operators.spec import BY_NORM, BaseRole, Scope
 from mergepipe.recipes.entries import SMALLEST_WEIGHT_SUM, normalized_sum
 from mergepipe.recipes.fields import USUAL, Findings, Strictness, near_miss
 from mergepipe.recipes.output_tensors import Group, Member, OpenModel, OutputListing, OutputTensor, is_allowed, template
@@ -75,7 +76,9 @@ class TensorAccount:
         self._names = {output.name for output in outputs}
         self._templates = {template(output.name) for output in outputs if output.group is not None}
         taking_part = {output.model for output in outputs}
-        taking_part |= {member.model for output in outputs if output.group for member in output.group.experts}
+        groups = {output.group for output in outputs if output.group}
+        taking_part |= {model for group in groups for model, _ in group.numbers}
+        taking_part |= {member.model for group in groups for member in group.experts}
         self._taking_part = taking_part
 
     def dropped(self, findings: Findings, unrelated: Collection[int] = ()) -> Iterator[DroppedTensor]:
@@ -195,7 +198,8 @@ class _Resolver:
         parameters = self._parameters(output, output.group)
         if experts is None:
             return None
-        members = tuple(member.model for member in output.group.experts)
+        group = output.group
+        members = (*(member.model for member in group.experts), *(model for model, _ in group.numbers))
         dtype = self._dtype or (base.stored_dtype if self._recipe.keeps_dtypes else _promoted(base, experts))
         is_copied = self._recipe.operator.max_experts == 0 and parameters.anchor.get("scale", 1.0) == 1.0
         if is_copied and isinstance(base, Adapted):
@@ -205,8 +209,15 @@ class _Resolver:
         )
 
     def _experts(self, output: OutputTensor, group: Group, base: Readable) -> tuple[Source, ...] | None:
-        pairs = zip(group.experts, output.sources[1:], strict=True)
-        partners = [self.pairing.partner(member.model, name, base, output.model) for member, name in pairs]
+        named = [(member.model, name) for member, name in zip(group.experts, output.sources[1:], strict=True)]
+        numbers = [(model, named[e][1]) for model, e in group.numbers]
+        for model, name in numbers:
+            if name not in self.pairing.tensors_of(model):
+                message = f"'{self._inputs[model].text}' has no weights of it, which is merged by them"
+                self._findings.add(
+                    MismatchError, "importance.mismatch", name, message, "give a number for each element"
+                )
+        partners = [self.pairing.partner(model, name, base, output.model) for model, name in (*named, *numbers)]
         matching = tuple(partner for partner in partners if partner is not None)
         return matching if len(matching) == len(partners) else None
 
@@ -236,13 +247,22 @@ class _Resolver:
                 self._note_missing(values[index], Scope.MODEL, chain, output.sources[index])
         if operator.base_role is BaseRole.OPTIONAL and not self._is_constant[group]:  # else checked on loading
             self._check_weights(shared, [v for v in (anchor, *values[1:]) if v], output.name)
-        return TensorParameters(shared, anchor, tuple(values[1:]))
+        numbers = [{"weight": 0.0, NUMBERS_OF: float(e)} for _, e in group.numbers]
+        return TensorParameters(shared, anchor, (*values[1:], *numbers))
 
     def _anchor_values(self, group: Group, values: dict[str, Scalar]) -> dict[str, Scalar]:
         if not group.takes_part:
             return {}
-        if not group.is_listed and self._recipe.operator.parameter("weight") is not None and "weight" not in values:
-            return {"weight": 0.0}  # it lends its tensors' names, shapes and dtypes, and has no part in the average
+        weight = self._recipe.operator.parameter("weight")
+        if not group.is_listed and weight is not None and values.get("weight", BY_NORM) is BY_NORM:
+            return {
+                **values,
+                "weight": 0.0,
+            }  # it lends its tensors' names, shapes and dtypes, and has no part in the average
+        if values.get("weight") is BY_NORM:
+            model = self._inputs[group.anchor.model]
+            message = f"'{model.text}' has the weight nan, but no norm: it is what the others are compared with"
+            self._findings.add(RecipeError, "recipe.value", model.where, message, "give it a number, or a base_model")
         return values  # with a weight for every model it is one of them, as in mergekit
 
     def _note_missing(

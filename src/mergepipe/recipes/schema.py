@@ -8,9 +8,9 @@ from typing import TypeAlias
 from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME
 from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.spec import OperatorSpec, ParameterSpec, Scope
-from mergepipe.recipes.entries import MODEL_KEYS, MODULE_KEYS, SLICE_KEYS, SOURCE_KEYS
+from mergepipe.recipes.entries import MODEL_KEYS, MODULE_KEYS, NUMBERS_KEYS, SLICE_KEYS, SOURCE_KEYS
 from mergepipe.recipes.fields import CONTENT_KEYS, RECIPE_KEYS
-from mergepipe.recipes.parameters import FALSE_TEXTS, TRUE_TEXTS
+from mergepipe.recipes.parameters import BY_NORM_TEXT, FALSE_TEXTS, LINES_KEY, TRUE_TEXTS
 from mergepipe.recipes.recipe_files import DTYPE_NAMES, TORCH
 from mergepipe.recipes.tokenizer_source import EMBEDDING_KINDS, MODEL_TOKEN_KEYS, TOKEN_KEYS, TOKENIZER_KEYS
 
@@ -22,6 +22,12 @@ Json: TypeAlias = str | int | float | bool | list["Json"] | Schema | None
 _QUOTED_NUMBER = r"^\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*$"
 _TEXT: Schema = {"type": "string", "minLength": 1}
 _OR_NULL: Schema = {"type": ["string", "null"]}
+_LINES: Schema = {
+    "type": "object",
+    "properties": {LINES_KEY: {"type": "array", "items": {"type": ["number", "string"]}, "minItems": 2, "maxItems": 2}},
+    "required": [LINES_KEY],
+    "additionalProperties": False,
+}
 _REFERENCE: Schema = {"$ref": "#/$defs/model"}
 
 
@@ -100,7 +106,7 @@ def _definitions(spec: OperatorSpec) -> Schema:
     """Generate the definitions of one merge method: each parameter, a model's parameters, global parameters."""
     definitions: Schema = {}
     for parameter in spec.parameters:
-        definitions |= _setting(parameter, f"{spec.name}.{parameter.name}")
+        definitions |= _setting(parameter, f"{spec.name}.{parameter.name}", takes_numbers=spec.takes_numbers)
     of_models = tuple(parameter for parameter in spec.parameters if parameter.scope is Scope.MODEL)
     context = _parameters(spec, spec.parameters)
     return {**definitions, f"{spec.name}.own": _parameters(spec, of_models), f"{spec.name}.shared": context}
@@ -119,13 +125,13 @@ def _ref(name: str) -> Schema:
     return {"$ref": f"#/$defs/{name}"}
 
 
-def _setting(spec: ParameterSpec, name: str) -> Schema:
+def _setting(spec: ParameterSpec, name: str, *, takes_numbers: bool) -> Schema:
     """Generate the definitions of a parameter: one value, values over the layers, or either by filters."""
     value, values, case = (f"{name}.{kind}" for kind in ("value", "values", "case"))
-    setting: Schema = {
-        "description": spec.help,
-        "anyOf": [_ref(values), _ref(case), {"type": "array", "items": _ref(case), "minItems": 1}],
-    }
+    kinds: list[Json] = [_ref(values), _ref(case), _list(_ref(case))]
+    if spec.is_weight and takes_numbers:
+        kinds.append(_record(NUMBERS_KEYS, {"file": _REFERENCE, "value": _ref(value)}, ["file"]))
+    setting: Schema = {"description": spec.help, "anyOf": kinds}
     by_filter: Schema = {
         "type": "object",
         "properties": {"filter": _OR_NULL, "value": _ref(values)},
@@ -135,7 +141,7 @@ def _setting(spec: ParameterSpec, name: str) -> Schema:
     return {
         name: setting if spec.default is None else {**setting, "default": spec.default},
         value: _value(spec),
-        values: {"anyOf": [_ref(value), {"type": "array", "items": _ref(value), "minItems": 1}]},
+        values: {"anyOf": [_ref(value), _list(_ref(value)), *([] if spec.is_flag else [_LINES])]},
         case: by_filter,
     }
 
@@ -148,7 +154,8 @@ def _value(spec: ParameterSpec) -> Schema:
         value["exclusiveMinimum" if spec.low_open else "minimum"] = spec.low
     if spec.high < float("inf"):
         value["maximum"] = spec.high
-    return {"anyOf": [value, _ref("quoted-number")]}
+    words: list[Json] = [{"const": BY_NORM_TEXT}] if spec.is_weight else []
+    return {"anyOf": [value, _ref("quoted-number"), *words]}
 
 
 def _list(item: Schema) -> Schema:

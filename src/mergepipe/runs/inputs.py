@@ -318,11 +318,17 @@ def _opened(
     intermediates = {i: made[m.intermediate] for i, m in enumerate(models) if m.intermediate is not None}
     open_named = partial(_open_named, store, allow_unapplied=allow_dropped)
     base = intermediates[0].checkpoint if 0 in intermediates else open_named(models[0], None)
+    weighing = {model.numbers.key for model in models if model.numbers is not None}
     whole = weights_needed(recipe)
 
     def opened(i: int) -> Checkpoint:
         if i in intermediates:
             return intermediates[i].checkpoint
+        if models[i].key in weighing and is_folder(store, models[i].path):
+            from mergepipe.runs.budget.importance import open_moments  # which loads the readers of training formats
+
+            if (moments := open_moments(store, models[i].path)) is not None:
+                return moments
         return open_named(models[i], base, as_weights=models[i].key in whole)
 
     with concurrent_map(store, (model.path for model in models if model.intermediate is None)) as map_all:

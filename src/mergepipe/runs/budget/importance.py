@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import BlockGrid, element_count
-from mergepipe.core.strict_json import parse_object
+from mergepipe.core.strict_json import digest_of, parse_object
 from mergepipe.core.units import plural
-from mergepipe.errors import MismatchError, NotFoundError, did_you_mean
+from mergepipe.errors import MismatchError, NotFoundError, UnsupportedError, did_you_mean
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.storage.contract import Store, is_folder
+from mergepipe.storage.file_version import FileId
 from mergepipe.storage.limits import IMPORTANCE_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXP_AVG_SQ, WEIGHT, StateReader, StoredState
@@ -55,6 +56,31 @@ def _totals(store: Store, path: Location, tasks: Sequence[MergeTask]) -> dict[st
     _check_names(path, tasks, states)
     with StateReader(store) as reader:
         return {task.name: _total(reader, store, path, states[task.name], task.base.shape) for task in tasks}
+
+
+def open_moments(store: Store, path: Location) -> Checkpoint | None:
+    """Open the second moments (`exp_avg_sq`) of a training checkpoint as tensors of numbers; None if it has none.
+
+    Raises:
+        UnsupportedError: a moment is stored in several pieces, as sharded optimizers do.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    for name, stored in _second_moments(store, path).items():
+        pieces = unpacked(store, stored).pieces
+        if len(pieces) != 1 or pieces[0].span.n_elements != stored.n_elements:
+            message = f"'{name}' is stored in {len(pieces)} pieces of the optimizer's state"
+            raise UnsupportedError.of("model.unsupported", path, message, "write exp_avg_sq to a safetensors file")
+        piece = pieces[0]
+        tensors[name] = TensorEntry(name, stored.dtype, stored.shape, piece.file, piece.offset, piece.nbytes, True)
+    places = sorted({tensor.file for tensor in tensors.values()})
+    files = []
+    for place in places:
+        status = store.stat(place)
+        if status is None:
+            raise NotFoundError.of("model.not-found", place, "the file is gone")
+        digest = digest_of([[t.name, t.offset, t.nbytes] for t in tensors.values() if t.file == place])
+        files.append(FileId(place.name, status.size_bytes, status.version, digest))
+    return Checkpoint(path, path, tensors, tuple(files), (), CheckpointKind.DELTA) if tensors else None
 
 
 def _second_moments(store: Store, path: Location) -> Mapping[str, StoredState]:

@@ -1,0 +1,237 @@
+"""Weights from norms (`nan`) or from a file, and values that follow from depth (`lines`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+import mergepipe
+from mergepipe.errors import MergePipeError, MismatchError, NotFoundError, RecipeError, UnsupportedError
+from mergepipe.operators.registry import operator_specs
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from support.disk_families import weights_digest
+from support.training_trees import known_states, write_hf, write_zero12
+
+N_LAYERS, N_EXPERTS = 4, 3
+SHAPES = {
+    "embed.weight": (40, 30),
+    **{f"layers.{i}.mlp.weight": (400, 300) for i in range(N_LAYERS)},
+    "norm.weight": (77,),
+}
+WEIGHTED = [name for name, spec in operator_specs().items() if spec.is_weighted]
+OWN = {"density": 0.5, "gamma": 0.05, "epsilon": 0.1}
+Tensors = Mapping[str, NDArray[np.float32]]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and experts whose deltas have unlike norms, one of them a tensor without any."""
+    folder, rng = tmp_path_factory.mktemp("family"), np.random.default_rng(3)
+    base = {name: rng.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
+    for e in range(N_EXPERTS + 1):
+        sizes = {
+            name: 0.0 if e in (0, 2) * (name == "norm.weight") else 0.01 * e * rng.uniform(0.5, 2) for name in SHAPES
+        }
+        tensors = {n: (x + sizes[n] * rng.standard_normal(x.shape)).astype(np.float32) for n, x in base.items()}
+        (folder / str(e)).mkdir()
+        save_file(base if e == 0 else tensors, folder / str(e) / "model.safetensors")
+    return folder
+
+
+def read(family: Path, model: int) -> Tensors:
+    return load_file(family / str(model) / "model.safetensors")
+
+
+def write_recipe(
+    path: Path, family: Path, method: str, weight: Callable[[int], object], shared: Mapping[str, object] | None = None
+) -> Path:
+    names = {parameter.name for parameter in operator_specs()[method].parameters}
+    own = {name: value for name, value in OWN.items() if name in names}
+    experts = range(1, 1 + (operator_specs()[method].max_experts or N_EXPERTS))
+    models = [{"model": str(family / str(e)), "parameters": {**own, "weight": weight(e)}} for e in experts]
+    content: dict[str, Any] = {"merge_method": method, "base_model": str(family / "0"), "models": models}
+    path.write_text(json.dumps({**content, "parameters": dict(shared or {})}))
+    return path
+
+
+def by_norm(family: Path, method: str) -> Callable[[int], object]:
+    """The numbers that `nan` stands for, as the filters of a recipe."""
+    base = read(family, 0)
+    experts = range(1, 1 + (operator_specs()[method].max_experts or N_EXPERTS))
+    norms = {e: {n: np.linalg.norm(x - base[n].astype(float)) for n, x in read(family, e).items()} for e in experts}
+    inverse = {e: {n: 1 / norm if norm else 0.0 for n, norm in norms[e].items()} for e in experts}
+    total = {name: sum(inverse[e][name] for e in experts) for name in SHAPES}
+    return lambda e: [{"filter": name, "value": float(inverse[e][name] / total[name])} for name in SHAPES]
+
+
+@pytest.mark.parametrize("method", WEIGHTED)
+def test_weight_nan__is_the_inverse_norm_of_each_tensors_delta(tmp_path: Path, family: Path, method: str) -> None:
+    options = MergeOptions(home=tmp_path / "home", seed=5)
+    written = write_recipe(tmp_path / "numbers.yml", family, method, by_norm(family, method))
+    mergepipe.merge(written, tmp_path / "numbers", options=options)
+    recipe = write_recipe(tmp_path / "nan.yml", family, method, lambda _: "nan")
+    mergepipe.merge(recipe, tmp_path / "nan", options=options)
+    wanted, found = (load_file(tmp_path / name / "model.safetensors") for name in ("numbers", "nan"))
+    for name, tensor in wanted.items():
+        np.testing.assert_allclose(found[name], tensor, rtol=0, atol=4e-7 * float(np.abs(tensor).max()))
+
+
+@pytest.mark.parametrize("method", ["linear", "ties"])
+def test_weight_nan__with_norms_on_record_and_under_a_budget(tmp_path: Path, family: Path, method: str) -> None:
+    home, recipe = tmp_path / "home", write_recipe(tmp_path / "nan.yml", family, method, lambda _: "nan")
+    mergepipe.merge(recipe, tmp_path / "plain", options=MergeOptions(home=home))
+    sampled = mergepipe.merge(recipe, tmp_path / "half", budget="50%", options=MergeOptions(home=home))
+    assert 0 < sampled.expert_bytes <= (sampled.budget_bytes or 0)
+    experts = [family / str(e) for e in range(1, N_EXPERTS + 1)]
+    mergepipe.analyze(family / "0", experts, options=RunOptions(home=home))
+    recorded = mergepipe.merge(recipe, tmp_path / "recorded", options=MergeOptions(home=home))
+    assert weights_digest(tmp_path / "recorded") == weights_digest(tmp_path / "plain")
+    assert recorded.expert_bytes == N_EXPERTS * sum(tensor.nbytes for tensor in read(family, 1).values())
+    plan = mergepipe.plan(recipe, "100%", home=home, options=PlanOptions(select="norm"))
+    mergepipe.run(plan, tmp_path / "planned", options=RunOptions(home=home))
+    assert weights_digest(tmp_path / "planned") == weights_digest(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("number", [".nan", "NaN", '"NAN"', "-.inf"])
+def test_weight_nan__is_the_word_and_no_number(tmp_path: Path, family: Path, number: str) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yml", family, "linear", lambda _: 1.0)
+    recipe.write_text(recipe.read_text().replace("1.0", number))
+    with pytest.raises(RecipeError, match="needs a finite number"):
+        mergepipe.check(recipe)
+
+
+def test_weight_nan__needs_something_to_be_compared_with(tmp_path: Path, family: Path) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yml", family, "linear", lambda _: "nan")
+    content = json.loads(recipe.read_text())
+    del content["base_model"]
+    recipe.write_text(json.dumps(content))
+    with pytest.raises(RecipeError, match="has the weight nan, but no norm"):
+        mergepipe.check(recipe)
+
+
+def test_lambda_lines__grows_from_the_first_layer_to_the_last(tmp_path: Path, family: Path) -> None:
+    shared = {"lambda": {"lines": [0.3, 0.6]}}
+    recipe = write_recipe(tmp_path / "recipe.yml", family, "task_arithmetic", lambda e: 0.2 * e, shared)
+    mergepipe.merge(recipe, tmp_path / "out", options=MergeOptions(home=tmp_path / "home"))
+    base, found = read(family, 0), load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in base.items():
+        depth = int(name.split(".")[1]) / (N_LAYERS - 1) if name.startswith("layers") else 0.0
+        deltas = [0.2 * e * (read(family, e)[name].astype(float) - tensor) for e in range(1, N_EXPERTS + 1)]
+        np.testing.assert_allclose(found[name], tensor + (0.3 + 0.6 * depth) * sum(deltas), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"lines": [1.0]}, "needs two numbers"),
+        ({"lines": 2}, "needs two numbers"),
+        ({"lines": ["a", 1]}, "needs a number"),
+        ({"lines": [1, 2], "filter": "mlp"}, "filter"),
+    ],
+    ids=str,
+)
+def test_lambda_lines__is_refused_unless_it_is_two_numbers(
+    tmp_path: Path, family: Path, value: object, message: str
+) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yml", family, "ties", lambda _: 1.0, {"lambda": value})
+    with pytest.raises(RecipeError, match=message):
+        mergepipe.check(recipe)
+
+
+@pytest.fixture(scope="module")
+def importances(family: Path) -> list[Path]:
+    """A number for each element of each expert."""
+    rng, paths = np.random.default_rng(4), [family / f"fisher{e}.safetensors" for e in range(N_EXPERTS + 1)]
+    for path in paths:
+        numbers = {name: (rng.random(shape) ** 8 * 1e-9).astype(np.float32) for name, shape in SHAPES.items()}
+        save_file(numbers, path)
+    return paths
+
+
+def test_weight_file__weighs_each_element_within_the_budget(
+    tmp_path: Path, family: Path, importances: list[Path]
+) -> None:
+    def weight(e: int) -> object:
+        return {"file": str(importances[e]), "value": 0.5 * e} if e > 1 else 1e-10
+
+    recipe, options = write_recipe(tmp_path / "fisher.yml", family, "fisher", weight), MergeOptions(home=tmp_path)
+    full = mergepipe.merge(recipe, tmp_path / "full", options=options)
+    n_bytes = sum(tensor.nbytes for tensor in read(family, 1).values())
+    assert full.expert_bytes >= (N_EXPERTS + 2) * n_bytes
+    base, found = read(family, 0), load_file(tmp_path / "full" / "model.safetensors")
+    files = [load_file(path) for path in importances]
+    for name, tensor in base.items():
+        deltas = [read(family, e)[name].astype(float) - tensor for e in (1, 2, 3)]
+        weights = [np.full(tensor.shape, 1e-10), files[2][name].astype(float), 1.5 * files[3][name].astype(float)]
+        wanted = tensor + sum(w * d for w, d in zip(weights, deltas, strict=True)) / sum(weights)
+        np.testing.assert_allclose(found[name], wanted, rtol=0, atol=1e-6)
+    half = mergepipe.merge(recipe, tmp_path / "half", budget="50%", options=options)
+    limit = 0.55 * (N_EXPERTS + 2) * n_bytes  # half, in whole pages
+    assert 0 < half.expert_bytes <= (half.budget_bytes or 0) <= limit
+    mergepipe.merge(recipe, tmp_path / "all", budget="100%", options=options)
+    assert weights_digest(tmp_path / "all") == weights_digest(tmp_path / "full")
+    with pytest.raises(UnsupportedError, match="weights by element are read with the elements they weigh"):
+        mergepipe.plan(recipe, "50%", home=tmp_path, options=PlanOptions(select="norm"))
+
+
+def test_weight_file__is_refused_where_it_does_not_fit(tmp_path: Path, family: Path, importances: list[Path]) -> None:
+    def refused(method: str, weight: object, error: type[MergePipeError], message: str) -> None:
+        recipe = write_recipe(tmp_path / "recipe.yml", family, method, lambda _: weight)
+        with pytest.raises(error, match=message):
+            mergepipe.check(recipe)
+
+    tensors = load_file(importances[1])
+    save_file({name: tensors[name] for name in list(SHAPES)[1:]}, tmp_path / "lacking.safetensors")
+    save_file({**tensors, "norm.weight": tensors["norm.weight"][1:]}, tmp_path / "smaller.safetensors")
+    file = {"file": str(importances[1])}
+    refused("ties", file, UnsupportedError, "ties takes one weight for a tensor")
+    refused("fisher", {**file, "scale": 2}, RecipeError, "scale")
+    refused("fisher", {"file": str(tmp_path / "none.safetensors")}, NotFoundError, "none.safetensors")
+    refused("fisher", {"file": str(tmp_path / "lacking.safetensors")}, MismatchError, "has no weights of it")
+    refused("fisher", {"file": str(tmp_path / "smaller.safetensors")}, MismatchError, "shape")
+
+
+@pytest.mark.parametrize("kind", ["hf", "zero"])
+def test_weight_file__may_be_the_second_moments_of_a_training_checkpoint(tmp_path: Path, kind: str) -> None:
+    shapes = {
+        "model.embed_tokens.weight": (30, 20),
+        "model.layers.0.mlp.up_proj.weight": (50, 20),
+        "lm_head.weight": (30, 20),
+    }
+    known, rng, folder = known_states(shapes), np.random.default_rng(6), tmp_path / "checkpoint"
+    models = [{name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} for _ in range(3)]
+    for e, tensors in enumerate(models):
+        (tmp_path / str(e)).mkdir()
+        save_file(tensors, tmp_path / str(e) / "model.safetensors")
+    moments = {name: np.square(known.arrays[name, "exp_avg_sq"], dtype=float) for name in shapes}
+    for name, moment in moments.items():
+        known.arrays[name, "exp_avg_sq"][...] = moment
+    if kind == "zero":
+        write_zero12(folder, known, [list(shapes)], world_size=2)
+    else:
+        folder.mkdir()
+        write_hf(folder, known)
+
+    def weight(e: int) -> object:
+        return {"file": str(folder)} if e == 1 else 0.25
+
+    recipe = write_recipe(tmp_path / "recipe.yml", tmp_path, "fisher", weight)
+    content = json.loads(recipe.read_text())
+    recipe.write_text(json.dumps({**content, "models": content["models"][:2]}))
+    if kind == "zero":
+        with pytest.raises(UnsupportedError, match="pieces of the optimizer's state"):
+            mergepipe.check(recipe)
+        return
+    mergepipe.merge(recipe, tmp_path / "out", options=MergeOptions(home=tmp_path / "home"))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name, moment in moments.items():
+        base, *deltas = (models[0][name].astype(float), *(m[name] - models[0][name].astype(float) for m in models[1:]))
+        wanted = base + (moment * deltas[0] + 0.25 * deltas[1]) / (moment + 0.25)
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-6, atol=2e-6)
