@@ -52,7 +52,7 @@ def test_load_recipes__takes_or_refuses_published_forms(folder: Path, form: Form
         (
             STOCK + "parameters:\n  lambda: 1.2\n",
             "recipe.yml:7 parameters.lambda: model_stock has no parameter 'lambda': it has no effect; to "
-            "task_arithmetic and 8 more it is: scale of the merged delta",
+            "task_arithmetic and 11 more it is: scale of the merged delta",
         ),
         (
             TIES.replace("{weight: ", "{lambda: 1, weight: "),

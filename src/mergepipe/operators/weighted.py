@@ -17,14 +17,18 @@ from mergepipe.operators.base import (
     NUMBERS_OF,
     AllAlike,
     BlockFunction,
+    Influence,
     Operator,
     OperatorInput,
+    Plain,
+    Products,
     RawBlock,
     Reduced,
     ReductionRequest,
     RowSums,
     ScoreShare,
 )
+from mergepipe.operators.linear import nonzero_sum
 from mergepipe.operators.sparse import SMALLEST_SUM
 from mergepipe.operators.spec import (
     CHANGED,
@@ -72,7 +76,7 @@ class _Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Fisher(AllAlike):
+class Fisher(Plain):
     """`M_0 + lambda sum_i w_i F_i delta_i / sum_i w_i F_i`, element by element: with `lambda` 1 an average of models.
 
     Source: Matena and Raffel 2021 (arXiv 2111.09832), Eq. 6; F_i is the diagonal of the Fisher information, or any
@@ -88,6 +92,12 @@ class Fisher(AllAlike):
         (WEIGHT, normalize_flag(True), LAMBDA),
         takes_numbers=True,
     )
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        """State the factors alone: importances are not known before they are read."""
+        weights_E = inputs.weights_E()
+        divisor = nonzero_sum(weights_E) if inputs.globals["normalize"] else 1.0
+        return Influence(weights_E * float(inputs.globals["lambda"]) / divisor, np.ones_like(weights_E))
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
         numbers, scale = _Numbers.of(inputs), float(inputs.globals["lambda"])
@@ -181,7 +191,7 @@ class Sar(AllAlike):
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
         resolved, scale = _Resolved.of(inputs, reduced), float(inputs.globals["lambda"])
         if len(reduced.sums) > 1:
-            before, after = reduced.sums[-1].sum(axis=0)
+            before, after = reduced.sums[-1].sum(axis=0).tolist()
             scale *= before / after if after >= SMALLEST_SUM else 1.0
         return lambda block: resolved.merged(block, scale)
 
