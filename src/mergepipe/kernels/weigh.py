@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from mergepipe.core.blocks import RawBlock
-from mergepipe.kernels.codec import TILE_ELEMENTS, encode_result
+from mergepipe.kernels.codec import TILE_ELEMENTS
 from mergepipe.kernels.compiled import Bits32, Counts, Doubles, Floats, kernel
-from mergepipe.kernels.merge import keep_band
+from mergepipe.kernels.merge import encode_result, keep_band
 from mergepipe.kernels.products import atom_of, atom_stop, common_multiple, decode_frame
 from mergepipe.kernels.select import fold_magnitudes
 

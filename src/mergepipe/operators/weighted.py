@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.core.blocks import RawBlock
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
     NUMBERS_OF,
@@ -22,7 +23,6 @@ from mergepipe.operators.base import (
     OperatorInput,
     Plain,
     Products,
-    RawBlock,
     Reduced,
     ReductionRequest,
     RowSums,
@@ -150,8 +150,8 @@ class _Resolved:
         from mergepipe.kernels.weigh import merge_resolved
 
         deltas, weights, factors = self.numbers.places(block)
-        cuts, epsilon, first = self.cuts_23, np.float32(self.epsilon), block.first_element
-        merge_resolved(*block.sources, first, deltas, weights, factors, epsilon, cuts, np.float32(scale), *block.output)
+        epsilon, cuts = np.float32(self.epsilon), self.cuts_23
+        merge_resolved(block, deltas, weights, factors, epsilon, cuts, np.float32(scale))
 
 
 @dataclass(frozen=True, slots=True)
