@@ -95,7 +95,8 @@ def test_recipes_doc__states_the_keys(recipes: str) -> None:
 
 def test_recipes_doc__shows_recipes_that_load(recipes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for name in ("base", "expert-code", "expert-math", "home/models/expert-math"):
+    folders = ("base", "expert-code", "expert-math", "home/models/expert-math")
+    for name in (*folders, "fisher-code.safetensors", "math/checkpoint-900"):
         (tmp_path / name).mkdir(parents=True)
     path = tmp_path / "recipe.yml"
     shown = [block.split("```")[0] for block in recipes.split("```yaml\n")[1:]]
@@ -103,5 +104,6 @@ def test_recipes_doc__shows_recipes_that_load(recipes: str, tmp_path: Path, monk
     for text in shown:
         path.write_text(text, encoding="utf-8")
         outputs.append(load_recipes(Location.local(path), LocalStore())[-1])
-    assert [recipe.operator.name for recipe in outputs] == ["ties", "passthrough", "linear", "ties", "task_arithmetic"]
+    names = [recipe.operator.name for recipe in outputs]
+    assert names == ["ties", "passthrough", "linear", "ties", "sar", "task_arithmetic"]
     assert [model.text for model in outputs[0].experts()] == ["./expert-code", "~/models/expert-math"]
