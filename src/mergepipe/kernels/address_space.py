@@ -1,11 +1,8 @@
-"""Load LLVM, and refuse an address space limit that is too small for it before."""
+"""Refuse an address space limit that is too small for LLVM before it is loaded."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
-from functools import cache
-from typing import Any
 
 from mergepipe.errors import LimitError
 
@@ -29,14 +26,3 @@ def check_address_space(threads: int) -> None:
         return
     message = f"the address space is limited to {limit >> 20} MiB; {threads} threads need {needed >> 20} MiB"
     raise LimitError.of("memory.too-small", "ulimit -v", message, "raise `ulimit -v`, or lower --threads")
-
-
-@cache
-def load_llvm() -> Any:
-    """Import LLVM, which knows this processor, without the compiler."""
-    check_address_space(threads=1)
-    from llvmlite import binding
-
-    with suppress(RuntimeError):  # needed no more from llvmlite 0.45 on
-        binding.initialize()
-    return binding
