@@ -36,6 +36,7 @@ _OWN_STATES: Final = N_STATES
 """Where the states of the first context begin in the table of encoding, so that no place in it is negative."""
 _SKIPPED_SLOT: Final = MAX_CONTEXTS * N_SYMBOLS
 """The slot of skipped elements. A slot is a symbol of a context."""
+_SLOT_FROM: Final = 22
 _SLOTS: Final = _SKIPPED_SLOT + 1
 
 
@@ -104,8 +105,8 @@ def _fill_decoding(frequencies: Bits16, row: Bits64) -> None:
 def _fill_encoding(frequencies: Bits16, context: int, entries: Bits64, states: Bits16) -> None:
     """Fill the tables that encode the numbers of one context: an entry a symbol, and the states by symbol.
 
-    An entry has, from the lowest bit: what is added to a state so that the bits to write are above its 16th (24 bits),
-    the bits of the number (8), what is added to the shifted state to find its successor in the states of all contexts.
+    The lower half of an entry is added to a state: then its bits from the 16th on are how many bits to write, those of
+    the number included. The upper half is added to the shifted state: the place of the next one in `states`.
     """
     symbols, firsts = np.empty(N_STATES, np.uint8), np.zeros(N_SYMBOLS, np.int64)
     _spread_symbols(frequencies, symbols)
@@ -114,8 +115,8 @@ def _fill_encoding(frequencies: Bits16, context: int, entries: Bits64, states: B
         frequency, firsts[s] = int(frequencies[s]), first
         n_bits = _STATE_BITS - _log2(np.int64(frequency - 1)) if frequency > 1 else _STATE_BITS
         number_bits = max(s >> 1, 1) - 1
-        added = (n_bits << 16) - (frequency << n_bits)
-        entries[context * N_SYMBOLS + s] = (np.int64(first - frequency) << 32) | (number_bits << 24) | added
+        added = ((n_bits + number_bits) << 16) - (frequency << n_bits)
+        entries[context * N_SYMBOLS + s] = (np.int64(first - frequency) << 32) | added
         first += frequency
     for state in range(first - _OWN_STATES - context * N_STATES):  # none where no symbol occurs
         symbol = symbols[state]
@@ -137,7 +138,7 @@ def encode_numbers(
     """
     _fill_symbols(numbers, symbols)
     counts = np.zeros(_SLOTS, np.int64)
-    _count_slots(numbers, symbols, rows, counts)
+    _count_slots(symbols, rows, counts)
     entries, frequencies = np.zeros(_SLOTS, np.uint64), np.zeros(N_SYMBOLS, np.uint16)
     states = np.zeros(_OWN_STATES + TABLE_ENTRIES, np.uint16)
     at = 0
@@ -187,34 +188,49 @@ def _write_frequencies(frequencies: Bits16, content: Bytes, at: int) -> int:
 
 
 @template
+def _fill_slots(rows: Bits16, symbols: Bytes, slots: Bits16) -> None:
+    """Write the slots of a tile; that of skipped elements follows up to the next multiple of 4."""
+    for i in range(len(rows)):
+        slots[i] = np.uint16(np.uint16(rows[i] >> np.uint16(_STATE_BITS - 5)) + np.uint16(symbols[i]))
+    for i in range(len(rows), (len(rows) + 3) // 4 * 4):
+        slots[i] = _SKIPPED_SLOT
+
+
+@template
 def _fill_elements(numbers: Bits16, symbols: Bytes, rows: Bits16, elements: Bits32) -> None:
-    """Write a tile's slots above their numbers, and slots of skipped elements up to the next multiple of 4."""
-    shift = np.uint16(_STATE_BITS - 5)
+    """Write a tile as it is encoded; skipped elements follow up to the next multiple of 4.
+
+    An element has, from the lowest bit, the number's bits that follow its symbol (16), how many they are (6), its slot.
+    """
+    one = np.uint32(1)
     for i in range(len(numbers)):
-        slot = np.uint16(np.uint16(rows[i] >> shift) + np.uint16(symbols[i]))
-        elements[i] = np.uint32(np.uint32(np.uint32(slot) << np.uint32(16)) | np.uint32(numbers[i]))
+        symbol, number = np.uint32(symbols[i]), np.int32(numbers[i])
+        leading = np.int32(np.float32(number).view(np.int32) & np.int32(-1 << 22)).view(np.float32)
+        slot = np.uint32(np.uint32(rows[i]) >> np.uint32(_STATE_BITS - 5)) + symbol
+        number_bits = np.uint32(max(np.uint32(symbol >> one), one) - one)
+        following = np.uint32(np.int32(number - np.int32(leading)))
+        elements[i] = np.uint32(slot << np.uint32(_SLOT_FROM)) | np.uint32(number_bits << np.uint32(16)) | following
     for i in range(len(numbers), (len(numbers) + 3) // 4 * 4):
-        elements[i] = np.uint32(_SKIPPED_SLOT << 16)
+        elements[i] = np.uint32(_SKIPPED_SLOT << _SLOT_FROM)
 
 
 @kernel
-def _count_slots(numbers: Bits16, symbols: Bytes, rows: Bits16, counts: Counts) -> None:
+def _count_slots(symbols: Bytes, rows: Bits16, counts: Counts) -> None:
     """Count the symbols of each context.
 
     There are four counters of each, as equal neighbours would otherwise wait for each other.
     """
-    elements, own = np.empty(TILE, np.uint32), np.zeros(4 * _SLOTS, np.uint32)
-    first, second, third, fourth = own[:_SLOTS], own[_SLOTS : 2 * _SLOTS], own[2 * _SLOTS : 3 * _SLOTS], own[3 * _SLOTS :]
-    one, shift = np.uint32(1), np.uint32(16)
-    for start in range(0, len(numbers), TILE):
-        stop = min(start + TILE, len(numbers))
-        _fill_elements(numbers[start:stop], symbols[start:stop], rows[start:stop], elements)
+    slots, own, one = np.empty(TILE, np.uint16), np.zeros((4, _SLOTS), np.uint32), np.uint32(1)
+    first, second, third, fourth = own[0], own[1], own[2], own[3]
+    for start in range(0, len(rows), TILE):
+        stop = min(start + TILE, len(rows))
+        _fill_slots(rows[start:stop], symbols[start:stop], slots)
         for k in range(0, stop - start, 4):
             i = np.uint64(k)
-            first[np.uint64(elements[i] >> shift)] += one
-            second[np.uint64(elements[i + np.uint64(1)] >> shift)] += one
-            third[np.uint64(elements[i + np.uint64(2)] >> shift)] += one
-            fourth[np.uint64(elements[i + np.uint64(3)] >> shift)] += one
+            first[np.uint64(slots[i])] += one
+            second[np.uint64(slots[i + np.uint64(1)])] += one
+            third[np.uint64(slots[i + np.uint64(2)])] += one
+            fourth[np.uint64(slots[i + np.uint64(3)])] += one
     for slot in range(_SLOTS):
         counts[slot] = np.int64(first[slot]) + np.int64(second[slot]) + np.int64(third[slot]) + np.int64(fourth[slot])
 
@@ -222,17 +238,6 @@ def _count_slots(numbers: Bits16, symbols: Bytes, rows: Bits16, counts: Counts) 
 @template
 def _low_bits(window: np.uint64, count: np.uint64) -> np.uint64:
     return np.uint64(window & ((np.uint64(1) << count) - np.uint64(1)))
-
-
-@template
-def _bits_of(entry: np.uint64, state: np.uint64) -> np.uint64:
-    """How many bits a state writes."""
-    return np.uint64(((state + entry) >> np.uint64(16)) & np.uint64(0xFF))
-
-
-@template
-def _number_bits_of(entry: np.uint64) -> np.uint64:
-    return np.uint64((entry >> np.uint64(24)) & np.uint64(0xFF))
 
 
 @kernel
@@ -268,18 +273,29 @@ def _append_pair(
     bits: np.uint64, count: np.uint64, entries: Bits64, states: Bits16,
 ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:  # fmt: skip
     """Append the bits of two elements, the upper one first; return their states, all bits and how many are new."""
-    entry, shift = entries[upper >> np.uint64(16)], np.uint64(32)
-    n_bits, number_bits = _bits_of(entry, upper_state), _number_bits_of(entry)
-    appended = (_low_bits(upper_state, n_bits) << number_bits) | _low_bits(upper, number_bits)
-    n_appended = n_bits + number_bits
-    upper_state = np.uint64(states[(upper_state >> n_bits) + (entry >> shift)])
-    entry = entries[lower >> np.uint64(16)]
-    n_bits, number_bits = _bits_of(entry, lower_state), _number_bits_of(entry)
-    low = (_low_bits(lower_state, n_bits) << number_bits) | _low_bits(lower, number_bits)
-    appended = (appended << (n_bits + number_bits)) | low
-    n_appended += n_bits + number_bits
-    lower_state = np.uint64(states[(lower_state >> n_bits) + (entry >> shift)])
+    entry = entries[upper >> np.uint64(_SLOT_FROM)]
+    coded, upper_bits = _state_and_number(upper, upper_state), _bits_of(entry, upper_state)
+    appended = _low_bits(coded, upper_bits)
+    upper_state = np.uint64(states[(coded >> upper_bits) + (entry >> np.uint64(32))])
+    entry = entries[lower >> np.uint64(_SLOT_FROM)]
+    coded, lower_bits = _state_and_number(lower, lower_state), _bits_of(entry, lower_state)
+    appended = (appended << lower_bits) | _low_bits(coded, lower_bits)
+    lower_state = np.uint64(states[(coded >> lower_bits) + (entry >> np.uint64(32))])
+    n_appended = upper_bits + lower_bits
     return upper_state, lower_state, np.uint64((bits << n_appended) | appended), np.uint64(count + n_appended)
+
+
+@template
+def _state_and_number(element: np.uint64, state: np.uint64) -> np.uint64:
+    """A state, and below it the number's bits that follow its symbol."""
+    n_following = (element >> np.uint64(16)) & np.uint64(63)
+    return np.uint64((state << n_following) | (element & np.uint64(0xFFFF)))
+
+
+@template
+def _bits_of(entry: np.uint64, state: np.uint64) -> np.uint64:
+    """How many bits an element has."""
+    return np.uint64(np.uint32(state + entry) >> np.uint32(16))
 
 
 @template
