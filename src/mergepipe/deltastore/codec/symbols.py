@@ -36,7 +36,6 @@ _OWN_STATES: Final = N_STATES
 """Where the states of the first context begin in the table of encoding, so that no place in it is negative."""
 _SKIPPED_SLOT: Final = MAX_CONTEXTS * N_SYMBOLS
 """The slot of skipped elements. A slot is a symbol of a context."""
-_SLOT_FROM: Final = 22
 _SLOTS: Final = _SKIPPED_SLOT + 1
 
 
@@ -106,7 +105,8 @@ def _fill_encoding(frequencies: Bits16, context: int, entries: Bits64, states: B
     """Fill the tables that encode the numbers of one context: an entry a symbol, and the states by symbol.
 
     The lower half of an entry is added to a state: then its bits from the 16th on are how many bits to write, those of
-    the number included. The upper half is added to the shifted state: the place of the next one in `states`.
+    the number included. Above it: what is added to the shifted state, so that it is the place of the next one in
+    `states` (16), and how many bits of the number follow its symbol (16).
     """
     symbols, firsts = np.empty(N_STATES, np.uint8), np.zeros(N_SYMBOLS, np.int64)
     _spread_symbols(frequencies, symbols)
@@ -116,7 +116,7 @@ def _fill_encoding(frequencies: Bits16, context: int, entries: Bits64, states: B
         n_bits = _STATE_BITS - _log2(np.int64(frequency - 1)) if frequency > 1 else _STATE_BITS
         number_bits = max(s >> 1, 1) - 1
         added = ((n_bits + number_bits) << 16) - (frequency << n_bits)
-        entries[context * N_SYMBOLS + s] = (np.int64(first - frequency) << 32) | added
+        entries[context * N_SYMBOLS + s] = (number_bits << 48) | (np.int64(first - frequency) << 32) | added
         first += frequency
     for state in range(first - _OWN_STATES - context * N_STATES):  # none where no symbol occurs
         symbol = symbols[state]
@@ -198,20 +198,14 @@ def _fill_slots(rows: Bits16, symbols: Bytes, slots: Bits16) -> None:
 
 @template
 def _fill_elements(numbers: Bits16, symbols: Bytes, rows: Bits16, elements: Bits32) -> None:
-    """Write a tile as it is encoded; skipped elements follow up to the next multiple of 4.
-
-    An element has, from the lowest bit, the number's bits that follow its symbol (16), how many they are (6), its slot.
-    """
-    one = np.uint32(1)
+    """Write a tile as it is encoded: the slots, and above each the bits of the number that follow its symbol."""
     for i in range(len(numbers)):
-        symbol, number = np.uint32(symbols[i]), np.int32(numbers[i])
+        number, slot = np.int32(numbers[i]), np.uint16(np.uint16(rows[i] >> np.uint16(_STATE_BITS - 5)) + symbols[i])
         leading = np.int32(np.float32(number).view(np.int32) & np.int32(-1 << 22)).view(np.float32)
-        slot = np.uint32(np.uint32(rows[i]) >> np.uint32(_STATE_BITS - 5)) + symbol
-        number_bits = np.uint32(max(np.uint32(symbol >> one), one) - one)
         following = np.uint32(np.int32(number - np.int32(leading)))
-        elements[i] = np.uint32(slot << np.uint32(_SLOT_FROM)) | np.uint32(number_bits << np.uint32(16)) | following
+        elements[i] = np.uint32(following << np.uint32(16)) | np.uint32(slot)
     for i in range(len(numbers), (len(numbers) + 3) // 4 * 4):
-        elements[i] = np.uint32(_SKIPPED_SLOT << _SLOT_FROM)
+        elements[i] = np.uint32(_SKIPPED_SLOT)
 
 
 @kernel
@@ -249,6 +243,7 @@ def _encode_backwards(
     Two elements have 46 bits at most, so that they and the 15 before that fill no word fit into 64.
     """
     elements = np.empty(TILE, np.uint32)
+    parts, entry_halves, entry_quarters = elements.view(np.uint16), entries.view(np.uint32), entries.view(np.uint16)
     first, second, third, fourth = last_states[0], last_states[1], last_states[2], last_states[3]
     bits, count, word = np.uint64(0), np.uint64(0), np.uint64(len(words))
     for start in range((len(numbers) - 1) // TILE * TILE, -1, -TILE):
@@ -256,11 +251,13 @@ def _encode_backwards(
         _fill_elements(numbers[start:stop], symbols[start:stop], rows[start:stop], elements)
         for k in range((stop - start + 3) // 4 * 4 - 4, -1, -4):
             i = np.uint64(k)
-            upper, lower = np.uint64(elements[i + np.uint64(3)]), np.uint64(elements[i + np.uint64(2)])
-            fourth, third, bits, count = _append_pair(upper, lower, fourth, third, bits, count, entries, states)
+            fourth, third, bits, count = _append_pair(
+                parts, i + np.uint64(2), fourth, third, bits, count, entry_halves, entry_quarters, states
+            )
             word, count = _write_words(bits, count, word, words)
-            upper, lower = np.uint64(elements[i + np.uint64(1)]), np.uint64(elements[i])
-            second, first, bits, count = _append_pair(upper, lower, second, first, bits, count, entries, states)
+            second, first, bits, count = _append_pair(
+                parts, i, second, first, bits, count, entry_halves, entry_quarters, states
+            )
             word, count = _write_words(bits, count, word, words)
     words[word - np.uint64(1)] = np.uint16(bits << (np.uint64(16) - count))
     last_states[0], last_states[1], last_states[2], last_states[3] = first, second, third, fourth
@@ -269,33 +266,27 @@ def _encode_backwards(
 
 @template
 def _append_pair(
-    upper: np.uint64, lower: np.uint64, upper_state: np.uint64, lower_state: np.uint64,
-    bits: np.uint64, count: np.uint64, entries: Bits64, states: Bits16,
+    parts: Bits16, i: np.uint64, upper_state: np.uint64, lower_state: np.uint64,
+    bits: np.uint64, count: np.uint64, entry_halves: Bits32, entry_quarters: Bits16, states: Bits16,
 ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:  # fmt: skip
-    """Append the bits of two elements, the upper one first; return their states, all bits and how many are new."""
-    entry = entries[upper >> np.uint64(_SLOT_FROM)]
-    coded, upper_bits = _state_and_number(upper, upper_state), _bits_of(entry, upper_state)
+    """Append the bits of the elements `i + 1` and `i`; return their states, all bits and how many are new.
+
+    Parts of entries and elements are loaded one by one: processors shift less often in a cycle than they load.
+    """
+    one, two, three = np.uint64(1), np.uint64(2), np.uint64(3)
+    k = two * i
+    slot, following = np.uint64(parts[k + two]), np.uint64(parts[k + three])
+    coded = (upper_state << np.uint64(entry_quarters[np.uint64(4) * slot + three])) | following
+    upper_bits = np.uint64(np.uint32(upper_state + entry_halves[two * slot]) >> np.uint32(16))
     appended = _low_bits(coded, upper_bits)
-    upper_state = np.uint64(states[(coded >> upper_bits) + (entry >> np.uint64(32))])
-    entry = entries[lower >> np.uint64(_SLOT_FROM)]
-    coded, lower_bits = _state_and_number(lower, lower_state), _bits_of(entry, lower_state)
+    upper_state = np.uint64(states[(coded >> upper_bits) + np.uint64(entry_quarters[np.uint64(4) * slot + two])])
+    slot, following = np.uint64(parts[k]), np.uint64(parts[k + one])
+    coded = (lower_state << np.uint64(entry_quarters[np.uint64(4) * slot + three])) | following
+    lower_bits = np.uint64(np.uint32(lower_state + entry_halves[two * slot]) >> np.uint32(16))
     appended = (appended << lower_bits) | _low_bits(coded, lower_bits)
-    lower_state = np.uint64(states[(coded >> lower_bits) + (entry >> np.uint64(32))])
+    lower_state = np.uint64(states[(coded >> lower_bits) + np.uint64(entry_quarters[np.uint64(4) * slot + two])])
     n_appended = upper_bits + lower_bits
     return upper_state, lower_state, np.uint64((bits << n_appended) | appended), np.uint64(count + n_appended)
-
-
-@template
-def _state_and_number(element: np.uint64, state: np.uint64) -> np.uint64:
-    """A state, and below it the number's bits that follow its symbol."""
-    n_following = (element >> np.uint64(16)) & np.uint64(63)
-    return np.uint64((state << n_following) | (element & np.uint64(0xFFFF)))
-
-
-@template
-def _bits_of(entry: np.uint64, state: np.uint64) -> np.uint64:
-    """How many bits an element has."""
-    return np.uint64(np.uint32(state + entry) >> np.uint32(16))
 
 
 @template
