@@ -110,7 +110,8 @@ def _fill_encoding(frequencies: Bits16, context: int, entries: Bits64, states: B
     """
     symbols, firsts = np.empty(N_STATES, np.uint8), np.zeros(N_SYMBOLS, np.int64)
     _spread_symbols(frequencies, symbols)
-    first = _OWN_STATES + context * N_STATES
+    begin = _OWN_STATES + context * N_STATES
+    first = begin
     for s in range(N_SYMBOLS):
         frequency, firsts[s] = int(frequencies[s]), first
         n_bits = _STATE_BITS - _log2(np.int64(frequency - 1)) if frequency > 1 else _STATE_BITS
@@ -118,7 +119,7 @@ def _fill_encoding(frequencies: Bits16, context: int, entries: Bits64, states: B
         added = ((n_bits + number_bits) << 16) - (frequency << n_bits)
         entries[context * N_SYMBOLS + s] = (number_bits << 48) | (np.int64(first - frequency) << 32) | added
         first += frequency
-    for state in range(first - _OWN_STATES - context * N_STATES):  # none where no symbol occurs
+    for state in range(first - begin):  # none where no symbol occurs
         symbol = symbols[state]
         states[firsts[symbol]] = N_STATES + state
         firsts[symbol] += 1
@@ -153,8 +154,8 @@ def encode_numbers(
     stored = words.view(np.uint8)
     n_bits = _encode_backwards(numbers, symbols, rows, entries, states, last_states, words.view(np.uint16))
     for lane in range(4):
-        state = np.int64(last_states[lane]) - N_STATES
-        content[at + 2 * lane], content[at + 2 * lane + 1] = state & 0xFF, state >> 8
+        last = np.int64(last_states[lane]) - N_STATES
+        content[at + 2 * lane], content[at + 2 * lane + 1] = last & 0xFF, last >> 8
     skipped_bits = -n_bits % 8
     content[at + 8] = skipped_bits
     at += STATES_BYTES
