@@ -198,34 +198,38 @@ def _values_of_steps(base: Bits16, head: Bits16, rest: Bits16, values: Bits16) -
 
 
 @kernel
-def _numbers_of_tile(base: Bits16, expert: Bits16, deltas: Floats, cut: np.float32, head: Bits16, rest: Bits16) -> int:
-    """Write the steps of a tile's elements, each to one of the pieces; return how many are in HEAD.
-
-    Their deltas become 0.
-    """
-    count, one = np.int64(0), np.uint16(1)
+def _numbers_of_tile(base: Bits16, expert: Bits16, deltas: Floats, cut: np.float32, head: Bits16, rest: Bits16) -> None:
+    """Write the steps of a tile's elements, each to one of the pieces."""
+    one = np.uint16(1)
     for i in range(len(base)):
         sign = _sign_mask(base[i])
         step = np.uint16(np.uint16(np.uint16(_rank(expert[i]) - _rank(base[i])) ^ sign) - sign)
         number = np.uint16(np.uint16(step << one) ^ _sign_mask(step))
         is_head = np.uint16(-np.uint16(abs(deltas[i]) >= cut))
         head[i], rest[i] = np.uint16(number & is_head), np.uint16(number & np.uint16(~is_head))
-    for i in range(len(base)):
-        is_head = abs(deltas[i]) >= cut
-        count += np.int64(is_head)
-        deltas[i] = np.float32(0.0) if is_head else deltas[i]
+
+
+@kernel
+def _square_tile(deltas: Floats, cut: np.float32, squares: Doubles, rest_squares: Doubles) -> int:
+    """Write the squares of deltas, and those in REST with 0 for the others; return how many are in HEAD."""
+    count = np.int64(0)
+    for i in range(len(deltas)):
+        square, is_head = np.float64(deltas[i]) * np.float64(deltas[i]), abs(deltas[i]) >= cut
+        squares[i], rest_squares[i] = square, np.float64(0.0) if is_head else square
+    for i in range(len(deltas)):
+        count += np.int64(abs(deltas[i]) >= cut)
     return int(count)
 
 
 @kernel
-def _sum_of_squares(values: Floats) -> np.float64:
-    """Sum up squares, every fourth apart: additions do not wait for each other."""
+def _sum(values: Doubles) -> np.float64:
+    """Add up values, every fourth apart: additions do not wait for each other."""
     first, second, third, fourth = 0.0, 0.0, 0.0, 0.0
     for i in range(0, len(values), 4):
-        first += np.float64(values[i]) * np.float64(values[i])
-        second += np.float64(values[i + 1]) * np.float64(values[i + 1])
-        third += np.float64(values[i + 2]) * np.float64(values[i + 2])
-        fourth += np.float64(values[i + 3]) * np.float64(values[i + 3])
+        first += values[i]
+        second += values[i + 1]
+        third += values[i + 2]
+        fourth += values[i + 3]
     return np.float64((first + second) + (third + fourth))
 
 
@@ -238,7 +242,7 @@ def _split_steps(
     Returns how many are in HEAD, or -1 where a delta is not finite.
     """
     base_values, deltas = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    expert_values, count = np.empty(TILE, np.float32), 0
+    expert_values, tile_squares, count = np.empty(TILE, np.float32), np.zeros((2, TILE)), 0
     squares[:] = 0.0
     for start in range(0, len(base), TILE):
         stop = min(start + TILE, len(base))
@@ -246,10 +250,11 @@ def _split_steps(
         decode_tile(tile_base.view(np.uint8), 0, code, m, base_values)
         decode_tile(tile_expert.view(np.uint8), 0, code, m, expert_values)
         take_delta(expert_values, base_values, m, deltas)
-        deltas[m:] = 0.0
-        squares[0] += _sum_of_squares(deltas)
-        count += _numbers_of_tile(tile_base, tile_expert, deltas, cut, head[start:stop], rest[start:stop])
-        squares[1] += _sum_of_squares(deltas)
+        _numbers_of_tile(tile_base, tile_expert, deltas, cut, head[start:stop], rest[start:stop])
+        count += _square_tile(deltas[:m], cut, tile_squares[0], tile_squares[1])
+        tile_squares[:, m:] = 0.0
+        for i in range(2):
+            squares[i] += _sum(tile_squares[i])
     return count if np.isfinite(squares[0]) else -1
 
 
@@ -259,7 +264,9 @@ def _encode_pieces(
     rows: Bits16, symbols: Bytes, words: Bits32, content: Bytes,
 ) -> tuple[int, int]:  # fmt: skip
     """Encode both pieces, one after the other, into `content`; return where they end."""
-    _fill_rows(base, mantissa_bits, lows, rows)
+    for start in range(0, len(rows), TILE):
+        stop = min(start + TILE, len(rows))
+        _fill_rows(base[start:stop], mantissa_bits, lows, rows[start:stop])
     head_end = encode_numbers(head, rows, n_contexts, symbols, words, content)
     _skip_others(head, rows, len(rows))
     return head_end, head_end + encode_numbers(rest, rows, n_contexts, symbols, words, content[head_end:])

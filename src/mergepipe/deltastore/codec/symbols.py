@@ -32,6 +32,11 @@ STATES_BYTES: Final = 9
 _STATE_BITS = 9
 _SPREAD_STEP = (N_STATES >> 1) + (N_STATES >> 3) + 3
 _MASK_BYTES = 4
+_OWN_STATES: Final = N_STATES
+"""Where the states of the first context begin in the table of encoding, so that no place in it is negative."""
+_SKIPPED_SLOT: Final = MAX_CONTEXTS * N_SYMBOLS
+"""The slot of skipped elements. A slot is a symbol of a context."""
+_SLOTS: Final = _SKIPPED_SLOT + 1
 
 
 @kernel
@@ -96,18 +101,25 @@ def _fill_decoding(frequencies: Bits16, row: Bits64) -> None:
 
 
 @kernel
-def _fill_encoding(frequencies: Bits16, steps: Counts, states: Bits16) -> None:
-    """Fill the tables that encode the numbers of one context: two steps a symbol, and the states by symbol."""
+def _fill_encoding(frequencies: Bits16, context: int, entries: Bits64, states: Bits16) -> None:
+    """Fill the tables that encode the numbers of one context: an entry a symbol, and the states by symbol.
+
+    The lower half of an entry is added to a state: then its bits from the 16th on are how many bits to write, those of
+    the number included. Above it: what is added to the shifted state, so that it is the place of the next one in
+    `states` (16), and how many bits of the number follow its symbol (16).
+    """
     symbols, firsts = np.empty(N_STATES, np.uint8), np.zeros(N_SYMBOLS, np.int64)
     _spread_symbols(frequencies, symbols)
-    first = 0
+    begin = _OWN_STATES + context * N_STATES
+    first = begin
     for s in range(N_SYMBOLS):
         frequency, firsts[s] = int(frequencies[s]), first
         n_bits = _STATE_BITS - _log2(np.int64(frequency - 1)) if frequency > 1 else _STATE_BITS
-        steps[2 * s] = (n_bits << 16) - (frequency << n_bits)
-        steps[2 * s + 1] = first - frequency
+        number_bits = max(s >> 1, 1) - 1
+        added = ((n_bits + number_bits) << 16) - (frequency << n_bits)
+        entries[context * N_SYMBOLS + s] = (number_bits << 48) | (np.int64(first - frequency) << 32) | added
         first += frequency
-    for state in range(first):  # none where no symbol occurs
+    for state in range(first - begin):  # none where no symbol occurs
         symbol = symbols[state]
         states[firsts[symbol]] = N_STATES + state
         firsts[symbol] += 1
@@ -125,37 +137,29 @@ def encode_numbers(
     `rows` are `N_STATES` times the context, or `SKIPPED`, where the number is 0; `symbols` and `words` (as many as
     elements, and one) are work arrays. The last element is encoded first: a state is what is left to decode.
     """
-    n = len(numbers)
     _fill_symbols(numbers, symbols)
-    counts = np.zeros(4 * (MAX_CONTEXTS + 1) * N_SYMBOLS, np.int64)
-    for i in range(n):  # four counters of each: equal neighbours would otherwise wait for each other
-        slot = (np.uint64(rows[i]) >> np.uint64(_STATE_BITS - 5)) + np.uint64(symbols[i])
-        counts[slot * np.uint64(4) + np.uint64(i & 3)] += 1
-    steps = np.zeros((MAX_CONTEXTS + 1) * N_SYMBOLS * 2, np.int64)
-    states, frequencies = np.zeros(TABLE_ENTRIES, np.uint16), np.zeros(N_SYMBOLS, np.uint16)
+    counts = np.zeros(_SLOTS, np.int64)
+    _count_slots(symbols, rows, counts)
+    entries, frequencies = np.zeros(_SLOTS, np.uint64), np.zeros(N_SYMBOLS, np.uint16)
+    states = np.zeros(_OWN_STATES + TABLE_ENTRIES, np.uint16)
     at = 0
     for context in range(n_contexts):
-        first = context * N_SYMBOLS
-        own = counts[4 * first : 4 * (first + N_SYMBOLS)]
-        for s in range(N_SYMBOLS):
-            own[s] = own[4 * s] + own[4 * s + 1] + own[4 * s + 2] + own[4 * s + 3]
-        scale_counts(own, frequencies)
-        own_states = states[context * N_STATES : (context + 1) * N_STATES]
-        _fill_encoding(frequencies, steps[2 * first : 2 * (first + N_SYMBOLS)], own_states)
+        scale_counts(counts[context * N_SYMBOLS : (context + 1) * N_SYMBOLS], frequencies)
+        _fill_encoding(frequencies, context, entries, states)
         at = _write_frequencies(frequencies, content, at)
-    steps[2 * MAX_CONTEXTS * N_SYMBOLS + 1] = -N_STATES  # skipped elements leave the state as it is
-    for state in range(N_STATES):
-        states[SKIPPED + state] = N_STATES + state
-    last_states = np.full(4, N_STATES, np.int64)
-    n_bits = _encode_backwards(numbers, symbols, rows, steps, states, last_states, words)
+    entries[_SKIPPED_SLOT] = np.uint64(SKIPPED + _OWN_STATES - N_STATES) << np.uint64(32)
+    for state in range(N_STATES):  # skipped elements leave the state as it is
+        states[_OWN_STATES + SKIPPED + state] = N_STATES + state
+    last_states = np.full(4, N_STATES, np.uint64)
+    stored = words.view(np.uint8)
+    n_bits = _encode_backwards(numbers, symbols, rows, entries, states, last_states, words.view(np.uint16))
     for lane in range(4):
-        state = last_states[lane] - N_STATES
-        content[at + 2 * lane], content[at + 2 * lane + 1] = state & 0xFF, state >> 8
+        last = np.int64(last_states[lane]) - N_STATES
+        content[at + 2 * lane], content[at + 2 * lane + 1] = last & 0xFF, last >> 8
     skipped_bits = -n_bits % 8
     content[at + 8] = skipped_bits
     at += STATES_BYTES
     n_bytes = (n_bits + skipped_bits) // 8
-    stored = words.view(np.uint8)
     content[at : at + n_bytes] = stored[len(stored) - n_bytes :]
     return at + n_bytes
 
@@ -184,30 +188,120 @@ def _write_frequencies(frequencies: Bits16, content: Bytes, at: int) -> int:
     return end
 
 
+@template
+def _fill_slots(rows: Bits16, symbols: Bytes, slots: Bits16) -> None:
+    """Write the slots of a tile; that of skipped elements follows up to the next multiple of 4."""
+    for i in range(len(rows)):
+        slots[i] = np.uint16(np.uint16(rows[i] >> np.uint16(_STATE_BITS - 5)) + np.uint16(symbols[i]))
+    for i in range(len(rows), (len(rows) + 3) // 4 * 4):
+        slots[i] = _SKIPPED_SLOT
+
+
+@template
+def _fill_elements(numbers: Bits16, symbols: Bytes, rows: Bits16, elements: Bits32) -> None:
+    """Write a tile as it is encoded: the slots, and above each the bits of the number that follow its symbol."""
+    for i in range(len(numbers)):
+        number, slot = np.int32(numbers[i]), np.uint16(np.uint16(rows[i] >> np.uint16(_STATE_BITS - 5)) + symbols[i])
+        leading = np.int32(np.float32(number).view(np.int32) & np.int32(-1 << 22)).view(np.float32)
+        following = np.uint32(np.int32(number - np.int32(leading)))
+        elements[i] = np.uint32(following << np.uint32(16)) | np.uint32(slot)
+    for i in range(len(numbers), (len(numbers) + 3) // 4 * 4):
+        elements[i] = np.uint32(_SKIPPED_SLOT)
+
+
+@kernel
+def _count_slots(symbols: Bytes, rows: Bits16, counts: Counts) -> None:
+    """Count the symbols of each context.
+
+    There are four counters of each, as equal neighbours would otherwise wait for each other.
+    """
+    slots, own, one = np.empty(TILE, np.uint16), np.zeros((4, _SLOTS), np.uint32), np.uint32(1)
+    first, second, third, fourth = own[0], own[1], own[2], own[3]
+    for start in range(0, len(rows), TILE):
+        stop = min(start + TILE, len(rows))
+        _fill_slots(rows[start:stop], symbols[start:stop], slots)
+        for k in range(0, stop - start, 4):
+            i = np.uint64(k)
+            first[np.uint64(slots[i])] += one
+            second[np.uint64(slots[i + np.uint64(1)])] += one
+            third[np.uint64(slots[i + np.uint64(2)])] += one
+            fourth[np.uint64(slots[i + np.uint64(3)])] += one
+    for slot in range(_SLOTS):
+        counts[slot] = np.int64(first[slot]) + np.int64(second[slot]) + np.int64(third[slot]) + np.int64(fourth[slot])
+
+
+@template
+def _low_bits(window: np.uint64, count: np.uint64) -> np.uint64:
+    return np.uint64(window & ((np.uint64(1) << count) - np.uint64(1)))
+
+
 @kernel
 def _encode_backwards(
-    numbers: Bits16, symbols: Bytes, rows: Bits16, steps: Counts, states: Bits16, last_states: Counts, words: Bits32
+    numbers: Bits16, symbols: Bytes, rows: Bits16, entries: Bits64, states: Bits16, last_states: Bits64, words: Bits16
 ) -> int:
-    """Encode from the last element to the first, filling `words` from their end; return how many bits there are."""
-    bits, count, word = np.uint64(0), np.uint64(0), np.uint64(len(words) - 1)
-    one, word_bits = np.uint64(1), np.uint64(32)
-    for i in range(len(numbers) - 1, -1, -1):
-        row, symbol, lane = np.uint64(rows[i]), np.uint64(symbols[i]), np.uint64(i & 3)
-        slot = ((row >> np.uint64(_STATE_BITS - 5)) + symbol) << one
-        state = last_states[lane]
-        n_bits = np.uint64((state + steps[slot]) >> 16)
-        number_bits = max(symbol >> one, one) - one
-        low = np.uint64(state) & ((one << n_bits) - one)
-        appended = (low << number_bits) | (np.uint64(numbers[i]) & ((one << number_bits) - one))
-        last_states[lane] = states[row + (np.uint64(state) >> n_bits) + np.uint64(steps[slot + one])]
-        bits = (bits << (n_bits + number_bits)) | appended
-        count += n_bits + number_bits
-        words[word] = np.uint32((bits >> (max(count, word_bits) - word_bits)) & np.uint64(0xFFFFFFFF))
-        is_full = np.uint64(count >= word_bits)  # else the next overwrites it
-        word -= is_full
-        count -= is_full << np.uint64(5)
-    words[word] = np.uint32((bits << (word_bits - count)) & np.uint64(0xFFFFFFFF))
-    return 32 * (len(words) - 1 - int(word)) + int(count)
+    """Encode from the last element to the first, filling `words` from their end; return how many bits there are.
+
+    Two elements have 46 bits at most, so that they and the 15 before that fill no word fit into 64.
+    """
+    elements = np.empty(TILE, np.uint32)
+    parts, entry_halves, entry_quarters = elements.view(np.uint16), entries.view(np.uint32), entries.view(np.uint16)
+    first, second, third, fourth = last_states[0], last_states[1], last_states[2], last_states[3]
+    bits, count, word = np.uint64(0), np.uint64(0), np.uint64(len(words))
+    for start in range((len(numbers) - 1) // TILE * TILE, -1, -TILE):
+        stop = min(start + TILE, len(numbers))
+        _fill_elements(numbers[start:stop], symbols[start:stop], rows[start:stop], elements)
+        for k in range((stop - start + 3) // 4 * 4 - 4, -1, -4):
+            i = np.uint64(k)
+            fourth, third, bits, count = _append_pair(
+                parts, i + np.uint64(2), fourth, third, bits, count, entry_halves, entry_quarters, states
+            )
+            word, count = _write_words(bits, count, word, words)
+            second, first, bits, count = _append_pair(
+                parts, i, second, first, bits, count, entry_halves, entry_quarters, states
+            )
+            word, count = _write_words(bits, count, word, words)
+    words[word - np.uint64(1)] = np.uint16(bits << (np.uint64(16) - count))
+    last_states[0], last_states[1], last_states[2], last_states[3] = first, second, third, fourth
+    return 16 * (len(words) - int(word)) + int(count)
+
+
+@template
+def _append_pair(
+    parts: Bits16, i: np.uint64, upper_state: np.uint64, lower_state: np.uint64,
+    bits: np.uint64, count: np.uint64, entry_halves: Bits32, entry_quarters: Bits16, states: Bits16,
+) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:  # fmt: skip
+    """Append the bits of the elements `i + 1` and `i`; return their states, all bits and how many are new.
+
+    Parts of entries and elements are loaded one by one: processors shift less often in a cycle than they load.
+    """
+    one, two, three = np.uint64(1), np.uint64(2), np.uint64(3)
+    k = two * i
+    slot, following = np.uint64(parts[k + two]), np.uint64(parts[k + three])
+    coded = (upper_state << np.uint64(entry_quarters[np.uint64(4) * slot + three])) | following
+    upper_bits = np.uint64(np.uint32(upper_state + entry_halves[two * slot]) >> np.uint32(16))
+    appended = _low_bits(coded, upper_bits)
+    upper_state = np.uint64(states[(coded >> upper_bits) + np.uint64(entry_quarters[np.uint64(4) * slot + two])])
+    slot, following = np.uint64(parts[k]), np.uint64(parts[k + one])
+    coded = (lower_state << np.uint64(entry_quarters[np.uint64(4) * slot + three])) | following
+    lower_bits = np.uint64(np.uint32(lower_state + entry_halves[two * slot]) >> np.uint32(16))
+    appended = (appended << lower_bits) | _low_bits(coded, lower_bits)
+    lower_state = np.uint64(states[(coded >> lower_bits) + np.uint64(entry_quarters[np.uint64(4) * slot + two])])
+    n_appended = upper_bits + lower_bits
+    return upper_state, lower_state, np.uint64((bits << n_appended) | appended), np.uint64(count + n_appended)
+
+
+@template
+def _write_words(bits: np.uint64, count: np.uint64, word: np.uint64, words: Bits16) -> tuple[np.uint64, np.uint64]:
+    """Write the last `count` bits below `word`; return where the last full word is, and how many bits are left.
+
+    Bits that fill no word are written as well: the next call overwrites them.
+    """
+    top = (bits << np.uint64(1)) << (np.uint64(63) - count)
+    words[word - np.uint64(4)] = np.uint16(top)
+    words[word - np.uint64(3)] = np.uint16(top >> np.uint64(16))
+    words[word - np.uint64(2)] = np.uint16(top >> np.uint64(32))
+    words[word - np.uint64(1)] = np.uint16(top >> np.uint64(48))
+    return np.uint64(word - (count >> np.uint64(4))), np.uint64(count & np.uint64(15))
 
 
 @kernel
@@ -260,11 +354,6 @@ def _window(words: Bits16, position: np.uint64) -> np.uint64:
     k += np.uint64(2)
     high = np.uint64(words[k]) | (np.uint64(words[k + one]) << np.uint64(16))
     return np.uint64((low | (high << np.uint64(32))) >> (position & np.uint64(15)))
-
-
-@template
-def _low_bits(window: np.uint64, count: np.uint64) -> np.uint64:
-    return np.uint64(window & ((np.uint64(1) << count) - np.uint64(1)))
 
 
 @template
