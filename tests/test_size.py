@@ -112,7 +112,7 @@ class Figure:
 
 
 FIGURES = (
-    Figure("lines of src", lambda: lines(PACKAGE), 65_700, 50_000),
+    Figure("lines of src", lambda: lines(PACKAGE), 65_900, 50_000),
     Figure("files of src", lambda: len(source_texts()), 263, 180),
     Figure("folders of src", folders, 25, 20),
     Figure("classes", lambda: len(classes()), 768, 450),
@@ -122,7 +122,7 @@ FIGURES = (
     Figure("source files that a merge enters", lambda: met_by()["merge"], 89, 80),
     Figure("source files that a compose enters", lambda: met_by()["compose"], 64, 60),
     Figure("error codes", error_codes, 122, 180),
-    Figure("functions with more than 6 parameters", long_signatures, 27, 50),
+    Figure("functions with more than 6 parameters", long_signatures, 28, 50),
     Figure("options of all commands", option_rows, 150, 150),
     Figure("commands on the first help screen", commands_on_the_first_screen, 14, 14),
     Figure("lines of tests", lambda: lines(ROOT / "tests"), 59_920, 42_000),

@@ -14,7 +14,6 @@ from mergepipe.deltastore.header import HEADER_FORMAT, HEADER_NAME
 from mergepipe.errors import MergePipeError, OutputError, StorageError
 from mergepipe.reports import PackReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.object_upload import MARKER_NAME
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from support.bucket_outputs import (
@@ -117,7 +116,6 @@ def test_pack__killed_leaves_all_or_nothing(
     pack(family, out)
     again = {key.partition("/")[2] for kind, key in requests.changes if kind == "overwrite"}
     assert again == set()  # what was sent is there
-    api.gc([out], home=family / "home")
     assert_packed(family, out)
 
 
@@ -132,30 +130,6 @@ def test_pack__whose_upload_failed_is_not_packed_again(family: Path, out: str, m
     report = pack(family, out)
     assert max(expert.resumed_bytes for expert in report.experts) == report.experts[0].tensor_bytes
     assert_packed(family, out)
-
-
-def test_gc__collects_a_pack_that_was_killed(family: Path, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = watch_buckets(monkeypatch)
-    kill_at(requests, 12)
-    with pytest.raises(Killed):
-        pack(family, out)
-    requests.is_dead, requests.fails_at = False, None
-    assert {garbage.kind for garbage in api.gc([out], home=family / "home").garbage} >= {"upload"}
-    assert objects_below(out) == {}
-
-
-def test_gc__of_a_published_pack_removes_the_marker_alone(
-    family: Path, out: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requests = watch_buckets(monkeypatch)
-    api.push(family / "packs" / "expert-1", out)
-    kill_at(requests, len(requests.changes) - 1)  # the next push dies before it deletes its marker
-    with pytest.raises(Killed):
-        api.push(family / "packs" / "expert-1", f"{out}/again")
-    requests.is_dead, requests.fails_at = False, None
-    assert MARKER_NAME in objects_below(f"{out}/again")
-    api.gc([out], home=family / "home")
-    assert_packed(family, f"{out}/again", "expert-1")
 
 
 def test_pack__never_writes_among_objects_of_others(family: Path, out: str) -> None:
