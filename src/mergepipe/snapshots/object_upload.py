@@ -203,7 +203,7 @@ class ObjectUpload:
         note_committed(self._folder.location)
         try:
             self._folder.delete(MARKER_NAME)
-        except MergePipeError:  # harmless: `gc` removes it
+        except MergePipeError:  # harmless beside a record
             return
 
     def _create_record(self, record: bytes) -> None:
