@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from mergepipe.deltastore.codec import rans
+from mergepipe.deltastore.codec import symbols
 from mergepipe.errors import UnsupportedError
 from mergepipe.kernels import reduce, summary
 from mergepipe.kernels.compiled import CORE, Kernel, kernel, room_of, sources_digest
 
-DELTASTORE = Path(rans.__file__).parents[1]
+DELTASTORE = Path(symbols.__file__).parents[1]
 
 
 @kernel
@@ -30,7 +30,7 @@ def test_kernel__is_renewed_with_the_sources_of_all_kernels_and_of_core() -> Non
 
 
 def test_kernel__of_another_package_is_renewed_with_that_too() -> None:
-    beside: Any = rans.decode_symbols
+    beside: Any = symbols.encode_numbers
     assert beside.sources == sources_digest(CORE) + sources_digest(DELTASTORE) + sources_digest()
 
 
@@ -77,5 +77,5 @@ def test_sources_digest__is_of_the_kernels() -> None:
 
 
 def test_room_of__is_the_first_folder_of_the_package_or_the_files_own() -> None:
-    assert room_of(Path(rans.__file__)) == DELTASTORE
+    assert room_of(Path(symbols.__file__)) == DELTASTORE
     assert room_of(Path("/elsewhere/rules/own.py")) == Path("/elsewhere/rules")
