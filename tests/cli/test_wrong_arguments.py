@@ -56,3 +56,9 @@ def test_show__says_how_many_digits_a_sid_needs(work: Workplace, run: Runner) ->
     ran = run("show", sid[:2])
     assert (ran.exit_code, f"2 digits of a sid are too few; give 4: {sid[:4]}" in ran.err) == (3, True)
     assert run("show", sid[:4]).exit_code == 0
+
+
+@pytest.mark.parametrize("group", ["lora", "tailor", "catalog"])
+def test_group__without_a_command_is_refused_in_one_line(run: Runner, group: str) -> None:
+    ran = run(group)
+    assert (ran.exit_code, ran.err) == (2, f"error: Missing command; see 'mergepipe {group} --help' [option.invalid]\n")

@@ -93,7 +93,7 @@ def add_commands(app: typer.Typer, module: str) -> None:
     for full_name, function, examples in _COMMANDS[module]:
         group, _, name = full_name.rpartition(" ")
         if group and group not in groups:
-            groups[group] = typer.Typer(cls=SectionedGroup, rich_markup_mode=None, no_args_is_help=True)
+            groups[group] = typer.Typer(cls=SectionedGroup, rich_markup_mode=None)
             app.add_typer(groups[group], name=group, help=GROUPS[group], rich_help_panel=section)
         place = groups[group] if group else app
         panel = None if group else section
