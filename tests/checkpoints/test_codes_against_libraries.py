@@ -32,4 +32,6 @@ def test_merge__of_codes_has_the_bits_of_their_libraries(tmp_path: Path) -> None
         merged = load_file(tmp_path / f"{name}-out" / "model.safetensors")
         assert merged.keys() == {"l.weight"}, name
         assert merged["l.weight"].dtype == theirs.dtype, name
-        assert merged["l.weight"].tobytes() == theirs.tobytes(), name
+        zero = theirs.dtype.type(0)  # FP4's second zero: bitsandbytes gives it a sign with AVX-512 alone
+        ours, theirs = (each + zero if "fp4" in name[:3] else each for each in (merged["l.weight"], theirs))
+        assert ours.tobytes() == theirs.tobytes(), name
