@@ -1,4 +1,4 @@
-"""Explanations and sweeps as self-contained HTML pages: charts as geometry, drawn by templates."""
+"""Explanations, sweeps and searches as self-contained HTML pages: charts as geometry, drawn by templates."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def draw_chart(
     *,
     begins_at_0: bool = True,
 ) -> Chart:
-    """Lay lines out over axes that begin at 0 (that of `y` only if told to); lines without points are left out."""
+    """Lay lines out over axes that begin at 0, that of `y` unless told not to; lines without points are left out."""
     drawn = [line for line in lines if line.points]
     x_ticks = _ticks(0.0, max((x for line in drawn for x, _ in line.points), default=1.0))
     ys = [y for line in drawn for _, y in line.points] or [1.0]
@@ -256,12 +256,20 @@ def search_page(report: SearchReport, made: datetime | None = None) -> str:
     axes = _axes(report)
     return render_page(
         "search.html.j2", made, report=report, axes=[f"{name}: {low:.4g} to {high:.4g}" for name, low, high in axes],
-        parallel=_parallel_chart(report, axes), charts=_search_charts(report), values_of=_values_text,
+        parallel=_parallel_chart(report, axes), charts=_search_charts(report), numbers=_trials_table(report),
     )  # fmt: skip
 
 
-def _values_text(trial: SearchTrial) -> str:
-    return ", ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in trial.values.values())
+def _trials_table(report: SearchReport) -> Table:
+    """Return a row for each trial: its values stand in the order of the recipe."""
+    rows = []
+    for trial in report.trials:
+        values = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in trial.values.values()]
+        losses = [f"{loss:.6g}" for loss in trial.losses] or [""] * len(report.objectives)
+        read, time = format_bytes(trial.expert_bytes), format_seconds(trial.seconds)
+        number = f"{trial.number}{' *' * trial.is_best}"
+        rows.append((number, trial.failure or trial.state, *losses, read, time, ", ".join(values)))
+    return Table(("trial", "state", *report.objectives, "read", "time", "values"), tuple(rows))
 
 
 def _axes(report: SearchReport) -> list[tuple[str, float, float]]:

@@ -271,8 +271,11 @@ class _Search:
                     return ()
         return losses
 
+    def _recipe(self, values: Mapping[KeyPath, Any]) -> RecipeText:
+        return written_recipe(with_values(self._source.root, values), self._folder)
+
     def _merged(self, values: Mapping[KeyPath, Any], rung: str | None, out: Path) -> MergeReport:
-        recipe, started = written_recipe(with_values(self._source.root, values), self._folder), time.perf_counter()
+        recipe, started = self._recipe(values), time.perf_counter()
         if rung is None:
             return run_merge(recipe, out, self._settings, started=started, on_progress=self._report)
         request = self._requests[rung]
@@ -290,9 +293,8 @@ class _Search:
     def _evaluated_model(self, values: Mapping[KeyPath, Any], rung: str | None) -> tuple[int, tuple[float, ...]]:
         """Merge into a model of transformers and evaluate it, without a file; return the expert bytes and the loss."""
         assert self._evaluate is not None
-        recipe = written_recipe(with_values(self._source.root, values), self._folder)
         options = self._options.common(MergeOptions, budget=rung, seed=_SEED, catalog=False, resume=None)
-        with OpenedMerge(recipe, options) as merge:
+        with OpenedMerge(self._recipe(values), options) as merge:
             model, expert_bytes = load_model(merge, None, None), merge.expert_bytes
         return expert_bytes, (float(self._evaluate(model)),)
 
