@@ -176,12 +176,6 @@ def test_catalog_rebuild__moves_a_damaged_catalog_aside(work: Workplace, run: Ru
     assert run("ls", "--json").json()["snapshots"][0]["sid"] == sid_of(work.out)
 
 
-def test_catalog__without_a_command_it_helps(run: Runner) -> None:
-    ran = run("catalog")
-    assert "rebuild" in ran.out + ran.err
-    assert ran.exit_code == 2
-
-
 # --- a catalog in trouble ---
 
 

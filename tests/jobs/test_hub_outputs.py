@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -75,11 +77,11 @@ def uploaded(hub: HubServer) -> list[str]:
 def allocated_bytes(folder: Path) -> int:
     """The space that the weight files below a folder take."""
     sizes = []
-    for path in folder.rglob("*.safetensors"):
-        try:
-            sizes.append(path.stat().st_blocks * 512)
-        except FileNotFoundError:  # just replaced
-            continue
+    for directory, _, names in os.walk(folder):  # unlike rglob it goes on where a directory has just gone
+        for name in names:
+            if name.endswith(".safetensors"):
+                with contextlib.suppress(FileNotFoundError):
+                    sizes.append((Path(directory) / name).stat().st_blocks * 512)
     return sum(sizes)
 
 
