@@ -40,7 +40,8 @@ _TREES: Mapping[str, Mapping[float, Sequence[int]]] = MappingProxyType(
 )
 _ENGINE_GB = 2.0  # DeepSpeed's engine takes about three times a checkpoint's bytes of memory
 _READ, _TORCH, _DEEPSPEED = "plain read", "torch.load", "DeepSpeed"
-_NOT_COMPOSED = ("cp -r, sync", "average")
+_COPY = "cp -r, sync"
+_NOT_COMPOSED = (_COPY, "average")
 _BASELINES = {
     _READ: "reads the files past the page cache, and does nothing with them",
     _TORCH: "loads file after file in one process",
@@ -167,6 +168,11 @@ class ComposeTimes:
         loading = self.loading()
         return "" if seconds is None or loading is None else f"{seconds / loading:.2f}"
 
+    def throughput(self, pattern: str, n_sources: int) -> str:
+        """Tell the GB that are written in a second; nothing where that was not measured."""
+        entries = self.composed.get((pattern, n_sources))
+        return "" if entries is None else f"{self.output_bytes / 1e9 / _middle(entries, 'seconds'):.2f}"
+
     @property
     def sources(self) -> list[int]:
         return sorted({n for name, n in self.composed if name == "consecutive"})
@@ -242,15 +248,19 @@ def _about(results: Results) -> str:
     loads = {entry.get("baseline") for entry in results.entries.values()}
     told = "; ".join(f"*{name}* {what}" for name, what in _BASELINES.items() if name in loads)
     return (
-        "ZeRO-3 checkpoints of Llama-3-8B's shapes, every width scaled down, which keeps its 35 units: 32 layers,"
-        f" embeddings, norm and head; {_RANKS} ranks. *consecutive* takes units in runs, *parity* and *in turn* one by"
-        " one, *filter* all but the outer four layers from the older, *average* means weights and moments of all. What"
-        " is read beyond one checkpoint is structure, which does not grow with the weights. The floor reads what has to"
-        f" be read while one checkpoint is written. Loading one: {told}; imports and the building of an engine are not"
-        " counted, while composing counts the whole process; processor seconds are those of all ranks. *x load*: over"
-        " DeepSpeed's."
-        f" {_not_run(results.size['name'])}"
+        "Synthetic ZeRO-3 checkpoints of Llama-3-8B's shapes, every width scaled down, which keeps its 35 units: 32"
+        f" layers, embeddings, norm and head; {_RANKS} ranks. *consecutive* takes units in runs, *parity* and *in turn*"
+        " one by one, *filter* all but the outer four layers from the older, *average* means weights and moments of"
+        " all. GB/s: bytes written, over seconds. The floor reads what has to be read while one checkpoint is written."
+        f" Loading one: {told}; without imports and the building of an engine, while composing counts the whole"
+        f" process. *x load*: over DeepSpeed's. {_memory(results)} {_not_run(results.size['name'])}"
     )
+
+
+def _memory(results: Results) -> str:
+    ours = (entry for entry in results.entries.values() if entry.get("pattern", _COPY) != _COPY)
+    most = max(entry["peak_rss_bytes"] for entry in ours)
+    return f"No composition or average took more than {most / 2**20:.0f} MiB of memory."
 
 
 def _not_run(size_name: str) -> str:
@@ -278,7 +288,7 @@ def _table(results: Results, times: ComposeTimes) -> Table:
     for name, loads in times.loads.items():
         seconds, cpu = (f"{_middle(loads, field):.2f}" for field in ("seconds", "cpu_seconds"))
         over = times.over_loading(times.loading(name))
-        rows.append((f"load one: {name}", "1", seconds, cpu, "", over, "", ""))
+        rows.append((f"load one: {name}", "1", seconds, cpu, "", over, ""))
     for (pattern, n_sources), entries in times.composed.items():
         if n_sources not in (2, max(n for name, n in times.composed if name == pattern)):
             continue  # the figure and the stored results have all
@@ -286,11 +296,10 @@ def _table(results: Results, times: ComposeTimes) -> Table:
         rows.append(
             (
                 pattern, str(n_sources), f"{_middle(entries, 'seconds'):.2f}", f"{_middle(entries, 'cpu_seconds'):.2f}",
-                over, times.over_loading(times.time(pattern, n_sources)), f"{_middle(entries, 'read_bytes') / 1e9:.3f}",
-                f"{_middle(entries, 'peak_rss_bytes') / 2**20:.0f}",
+                over, times.over_loading(times.time(pattern, n_sources)), times.throughput(pattern, n_sources),
             )
         )  # fmt: skip
-    header = ("pattern", "sources", "s", "CPU s", "x floor", "x load", "kernel read GB", "RSS MiB")
+    header = ("pattern", "sources", "s", "CPU s", "x floor", "x load", "GB/s")
     return Table(header, tuple(rows))
 
 

@@ -19,9 +19,9 @@ PAPER_OPERATORS: Mapping[str, str] = {"linear": "AVG", "ties": "TIES", "dare_tie
 PAPER_BUDGET_SHARE = 3462 / 16060
 """The papers' fixed budget over the bytes of one expert: 3,462 MB of Llama-3.1-8B in bf16."""
 SYNTHETIC_TEXT = (
-    "The models are synthetic: normal weights, and deltas of one size a tensor. So bytes, times and memory are those of"
-    " real models, errors are not: here norms tell what matters, and blocks of any size score alike, by construction."
-    " [Fine-tunes of a public model](trained.md) has errors of real ones."
+    "The models are synthetic (normal weights, deltas of one size a tensor): bytes, times and memory are those of real"
+    " models, but nothing follows for errors, for which blocks matter, or for block sizes; [fine-tunes of a public"
+    " model](trained.md) has these of real ones."
 )
 
 

@@ -51,10 +51,7 @@ def _page(results: Results) -> Page:
         f" the most (target {_ALLOWED_OVER_CAP:.2f}: {'met' if over <= _ALLOWED_OVER_CAP else 'not met'});"
         " the interpreter and the compiled kernels, about 0.1 GiB, are in it."
     )
-    header = (
-        "operator", "cap MiB", "peak RSS MiB", "RSS over cap", "expert GB", "base GB", "output GB", "kernel read GB",
-        "kernel written GB", "s", "CPU s", "x floor",
-    )  # fmt: skip
+    header = ("operator", "cap MiB", "peak RSS MiB", "RSS over cap", "kernel read GB", "s", "CPU s", "x floor")
     rows = tuple(_row(results, key, entry) for key, entry in results.entries.items())
     return Page("Memory of a merge in full", meaning, (SYNTHETIC_TEXT, Table(header, rows), _note()))
 
@@ -77,8 +74,7 @@ def _over_cap(results: Results, key: str) -> float:
 def _row(results: Results, key: str, entry: Entry) -> tuple[str, ...]:
     return (
         PAPER_OPERATORS[key.split("/")[0]], str(_cap_bytes(key) // _MIB), f"{entry['peak_rss_bytes'] / _MIB:.0f}",
-        f"{_over_cap(results, key):.2f}", *(gb(entry[f"{name}_bytes"]) for name in ("expert", "base", "output")),
-        gb(entry["kernel_read_bytes"]), gb(entry["kernel_written_bytes"]), f"{entry['seconds']:.2f}",
+        f"{_over_cap(results, key):.2f}", gb(entry["kernel_read_bytes"]), f"{entry['seconds']:.2f}",
         f"{entry['cpu_seconds']:.2f}", results.over_floor(entry),
     )  # fmt: skip
 

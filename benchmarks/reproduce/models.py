@@ -16,7 +16,7 @@ from benchmarks.reproduce.family_recipes import PAPER_BUDGET_SHARE, PAPER_OPERAT
 from benchmarks.reproduce.pages import Figure, Page, Series, Table, gb, percent
 from benchmarks.reproduce.parts import Needs, Part
 from benchmarks.reproduce.results import Entry, Results
-from benchmarks.reproduce.scaling import BUDGET_HEADER, BUDGET_TEXT, FULL_HEADER, budget_cells, full_cells
+from benchmarks.reproduce.scaling import ERROR_TEXT, cost_cells
 from benchmarks.reproduce.sizes import Size
 from benchmarks.reproduce.workplace import Workplace, weight_files
 from support.families import FamilyPaths, family_bytes, family_paths, write_family, write_models
@@ -130,10 +130,13 @@ class _Family:
 def _page(results: Results) -> Page:
     shapes = list(dict.fromkeys(key.split("/")[0] for key in results.entries))
     told = [_ToldModel(results, shape) for shape in shapes]
-    body: list[str | Table | Figure] = [SYNTHETIC_TEXT]
+    body: list[str | Table | Figure] = [
+        SYNTHETIC_TEXT,
+        f"*GB read* are counted by the kernel for the whole process; RSS is its largest memory. {ERROR_TEXT}",
+    ]
     for model in told:
-        body += [f"## {model.shape}", model.text(), model.budget_table(), "In full:", model.full_table()]
-    body += [BUDGET_TEXT, _error_figure(told)]
+        body += [f"## {model.shape}", model.text(), model.table()]
+    body.append(_error_figure(told))
     packed = any(model.is_packed for model in told)
     meaning = (
         "**Larger models behave like small ones: what is read is what the budget says, and time goes with the bytes"
@@ -169,8 +172,8 @@ class _ToldModel:
 
     def meaning(self) -> str:
         """Tell how time and error grow with the experts, as far as they are measured."""
-        told = [self._growth(operator) for operator in PAPER_OPERATORS]
-        return f" {self.shape}: {'; '.join(filter(None, told))}." if any(told) else ""
+        told = self._growth("ties")
+        return f" {self.shape}: {told}." if told else ""
 
     def _growth(self, operator: str) -> str:
         times, errors = self._under_the_budget(operator, self._results.clock), self.errors(operator)
@@ -201,21 +204,23 @@ class _ToldModel:
         elsewhere = f" Times with * are those of {' and '.join(sorted(cpus))}." if cpus else ""
         return f"A model has {gb(model_bytes)} GB; {budget}{packed}.{busy}{elsewhere}"
 
-    def budget_table(self) -> Table:
-        rows = (budget_cells(self._results, *key, entry) for key, entry in self._extremes("budget"))
-        return Table(BUDGET_HEADER, tuple(rows))
-
-    def full_table(self) -> Table:
-        rows = (full_cells(self._results, *key, "mergepipe", entry) for key, entry in self._extremes("full"))
-        return Table(FULL_HEADER, tuple(rows))
-
-    def _extremes(self, kind: str) -> list[tuple[tuple[str, int], Entry]]:
+    def table(self) -> Table:
         """The merges of the fewest and of the most experts, by operator: the figure and the stored results have all."""
-        merges = []
-        for operator in PAPER_OPERATORS:
-            ks = sorted(k for name, k in self._entries[kind] if name == operator)
-            merges += [((operator, k), self._entries[kind][operator, k]) for k in dict.fromkeys((*ks[:1], *ks[-1:]))]
-        return merges
+        full, budget = (self._entries[kind] for kind in ("full", "budget"))
+        rows = []
+        for operator, name in PAPER_OPERATORS.items():
+            ks = sorted({k for of_operator, k in (*full, *budget) if of_operator == operator})
+            for k in dict.fromkeys((*ks[:1], *ks[-1:])):
+                merges = [of_kind.get((operator, k)) for of_kind in (full, budget)]
+                error = f"{merges[1]['error']:.3f}" if merges[1] is not None else ""
+                rows.append((name, str(k), *(cell for entry in merges for cell in self._cells(entry)), error))
+        columns = (f"{what}, {how}" for how in ("in full", "budget") for what in ("GB read", "s", "CPU s", "RSS MiB"))
+        return Table(("operator", "K", *columns, "error"), tuple(rows))
+
+    def _cells(self, entry: Entry | None) -> tuple[str, ...]:
+        read = "" if entry is None else gb(entry["kernel_read_bytes"])
+        seconds, cpu_seconds, _, rss = cost_cells(self._results, entry)
+        return (read, seconds, cpu_seconds, rss)
 
 
 def _error_figure(told: Sequence[_ToldModel]) -> Figure:

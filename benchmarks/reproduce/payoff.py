@@ -21,8 +21,9 @@ _RATES: Mapping[str, float | None] = {"100 MB/s": 100e6, "1 GB/s": 1e9, "local d
 _ASSUMED_RATE = 1.5e9  # of the local disk, where its time has to be computed
 _BUDGET = "25%"
 _OPERATOR = "ties"
-_MERGES = (1, 2, 5, 10)
 _MOST_MERGES = 10
+_EXACT = {"full": "0", "packed": "0"}  # these merge everything, bit for bit
+_PREPARATIONS = {"analyzed": "analyze", "packed": "pack"}
 _STRATEGIES = {
     "full": "every merge in full",
     "sampled": f"sample of {_BUDGET}, nothing prepared",
@@ -170,32 +171,22 @@ def _page(results: Results) -> Page:
         f" at {slow} packing has paid at {merges['packed']}, an analysis at {merges['analyzed']}."
         " Packed experts alone save bytes and give the full result, bit for bit."
     )
-    header = ("storage", "strategy", *(f"{n} merge{'s' if n > 1 else ''}, s" for n in _MERGES), "pays from merge")
-    rows = []
-    for rate in rates:
-        for strategy, label in strategies.items():
-            totals = tuple(f"{total_seconds(results, rate, strategy, n):.1f}" for n in _MERGES)
-            number = first_paying_merge(results, rate, strategy)
-            pays = "" if strategy == "full" else "never" if number is None else str(number)
-            rows.append((rate, label, *totals, pays))
     rule = (
-        "Rule of thumb: **sample for one merge, pack for many.** Analyzing K experts reads as much as a full merge of"
-        " them. Under a budget of a share `s` it has paid at the first merge beyond `(1 + 1/K) / (1 - s)` where reading"
-        " takes all the time (with 8 experts the second at 25 %, the third at 50 %), later where processors do."
+        "Analyzing K experts reads as much as a full merge of them. Under a budget of a share `s` it has paid at the"
+        " first merge beyond `(1 + 1/K) / (1 - s)` where reading takes all the time (with 8 experts the second at 25 %,"
+        " the third at 50 %), later where processors do."
     )
     computed = (
         "The machine was busy: these times are computed, the larger of what the bytes take at the storage's speed"
         f" (local: {_ASSUMED_RATE / 1e9:.1f} GB/s) and what the processor seconds take on all processors; each step's"
-        " own measurements are below."
+        " own measurements are in the stored results."
     )
     rule += f"\n\n{computed}" if results.is_busy else ""
     body = (
         SYNTHETIC_TEXT,
         rule,
-        Table(header, tuple(rows)),
+        _table(results),
         _figure(results),
-        "## What was measured",
-        _steps_table(results),
     )
     return Page("When does a budget pay?", meaning, body)
 
@@ -232,14 +223,29 @@ def _figure(results: Results) -> Figure:
     )  # fmt: skip
 
 
-def _steps_table(results: Results) -> Table:
+def _table(results: Results) -> Table:
+    """What each strategy's preparation and merges read and take, and the merge at which it has paid."""
     rows = []
-    for key, entry in results.entries.items():
-        rate, step = key.rsplit("/", 1)
-        error = f"{entry['error']:.3f}" if "error" in entry else ""
-        times = (f"{entry['seconds']:.2f}", f"{entry['cpu_seconds']:.2f}")
-        rows.append((rate, step, gb(entry["kernel_read_bytes"]), *times, error))
-    return Table(("storage", "step", "kernel read GB", "s", "CPU s", "error"), tuple(rows))
+    for rate in _stored_rates(results):
+        for strategy, label in _stored_strategies(results).items():
+            number = first_paying_merge(results, rate, strategy)
+            pays = "" if strategy == "full" else "never" if number is None else str(number)
+            steps = (_PREPARATIONS.get(strategy), strategy)
+            cells = (cell for step in steps for cell in _step_cells(results, rate, step))
+            entry = results[f"{rate}/{strategy}"]
+            error = f"{entry['error']:.3f}" if "error" in entry else _EXACT.get(strategy, "")
+            ten = f"{total_seconds(results, rate, strategy, _MOST_MERGES):.0f}"
+            rows.append((rate, label, *cells, ten, pays, error))
+    columns = (f"{what}, {step}" for step in ("preparing", "a merge") for what in ("GB read", "s"))
+    return Table(
+        ("storage", "strategy", *columns, f"s, {_MOST_MERGES} merges", "pays from merge", "error"), tuple(rows)
+    )
+
+
+def _step_cells(results: Results, rate: str, step: str | None) -> tuple[str, str]:
+    if step is None:
+        return ("", "")
+    return gb(results[f"{rate}/{step}"]["kernel_read_bytes"]), f"{step_seconds(results, rate, step):.1f}"
 
 
 PART = Part("payoff", "analyze, sample, pack: after how many merges each has paid", _needs, _measure, _page)

@@ -52,8 +52,8 @@ class Variant:
 ALONE = Variant("alone/", "By one process", "**One process.**", 1, 256)
 ZERO3 = Variant(
     "zero3/", "By two ranks under ZeRO-3",
-    "**Two ranks under DeepSpeed's ZeRO-3**, in bfloat16 with masters and moments in float32, cut between the ranks;"
-    " composed from and into the ranks' own files, and resumed by two ranks again.",
+    "**Two ranks under DeepSpeed's ZeRO-3**, in bfloat16 with masters and moments in float32; composed from and into"
+    " the ranks' own files.",
     2, 128,
 )  # fmt: skip
 VARIANTS = (ALONE, ZERO3)
@@ -115,11 +115,14 @@ def _page(results: Results) -> Page:
     told = " ".join(f"{variant.where}: {_cost(stored_runs(results, variant))}." for variant in variants)
     meaning = f"**What resuming from a composite costs at a fine-tuning rate.** {told}"
     tables = [piece for variant in variants for piece in (_about(results, variant), _table(results, variant))]
+    setting = Setting(**variants[0].entries(results)[0]["setting"])
     columns = (
-        "Composites are made of full saves as a run with a save every so many steps by the paper's strategies would"
-        ' have them; each is resumed to the end on the same batches. The columns "steps" are its losses above those'
-        " of the run that was not interrupted, in nats; *recovered*: the step after which ten steps are within"
-        f" {RECOVERED_NATS} on average; *last losses*: the mean of the last ten. Of several seeds: means with the"
+        "SmolLM2-135M-Instruct, dequantized ([fine-tunes of a public language model](trained.md)), is fine-tuned by the"
+        f" Trainer with AdamW at a peak rate of {setting.rate:g}, falling to nothing over {setting.last} steps, saved"
+        f" every {setting.every} steps, and interrupted at step {setting.at}. Composites have of these saves what the"
+        " paper's strategies would have saved; each is resumed to the end on the same batches. Columns *steps*: losses"
+        " above those of the run that was not interrupted, in nats; *recovered*: the step after which ten steps are"
+        f" within {RECOVERED_NATS} on average; *last losses*: the mean of the last ten. Means over seeds, with the"
         " lowest and highest."
     )
     return Page("Resuming a fine-tune from composites", meaning, (columns, *tables))
@@ -127,13 +130,7 @@ def _page(results: Results) -> Page:
 
 def _about(results: Results, variant: Variant) -> str:
     entries = variant.entries(results)
-    setting, step_tokens = Setting(**entries[0]["setting"]), entries[0]["step_tokens"]
-    return (
-        f"{variant.about} SmolLM2-135M-Instruct, dequantized (see [fine-tunes of a public language model](trained.md)),"
-        f" is fine-tuned by the Trainer with AdamW at a peak rate of {setting.rate:g}, falling to nothing over"
-        f" {setting.last} steps of {step_tokens} tokens, with a save every {setting.every} steps, and interrupted at"
-        f" step {setting.at}. Seeds: {len(entries)}."
-    )
+    return f"{variant.about} Steps of {entries[0]['step_tokens']} tokens; seeds: {len(entries)}."
 
 
 def _table(results: Results, variant: Variant) -> Table:

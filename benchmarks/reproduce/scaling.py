@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from benchmarks.peers import PEER_VENV, Tool, installed_peers
@@ -72,11 +73,9 @@ def _page(results: Results) -> Page:
         f" {errors[1]:.3f} of what the full merge changes: a budget of this size is a time limit, not a way to merge"
         f" {last} experts well.{_others_text(results, last)}"
     )
-    names = list(PAPER_OPERATORS.items())
-    body: list[str | Table | Figure] = ["## Under the fixed budget"]
+    body: list[str | Table | Figure] = [SYNTHETIC_TEXT, "## Under the fixed budget"]
     body += [
-        SYNTHETIC_TEXT,
-        BUDGET_TEXT,
+        _BUDGET_TEXT,
         _growth_text(results, ks),
         _budget_table(results, ks),
         _time_figure(results, ks),
@@ -84,8 +83,8 @@ def _page(results: Results) -> Page:
     ]
     body += ["## In full, and other programs", _full_table(results, ks), _full_figure(results, ks)]
     body.append(
-        f"The papers' own budgeted time grows 9 times from K = 2 to 20 at constant reads (AVG 41 to 338 s on"
-        f" Llama-3.1-8B); the reads of {', '.join(name for _, name in names)} are constant in both."
+        "The papers' own budgeted time grows 9 times from K = 2 to 20 at constant reads (AVG 41 to 338 s on"
+        " Llama-3.1-8B)."
     )
     return Page("Scaling in the number of experts", meaning, tuple(body))
 
@@ -112,51 +111,48 @@ def _growth_text(results: Results, ks: list[int]) -> str:
 
     told = ", ".join(f"{of_each_expert(operator):.0f} ms for {name}" for operator, name in PAPER_OPERATORS.items())
     return (
-        "What grows with the experts is what has to be known of them: opening their files, statistics, plan and"
-        f" manifest, and for TIES and DARE expected elections. By processor time each further expert takes: {told}."
+        "What grows with the experts is what has to be known of them: files, statistics, plan and manifest. Each"
+        f" further expert takes this much processor time: {told}."
     )
 
 
-BUDGET_TEXT = (
-    "Bytes are what the process requested; *kernel read* is what the kernel counted for the whole process, with"
-    " headers and the catalog. The floor reads as many bytes and writes as many, past the page cache. Error:"
-    " `‖M_A - M_full‖ / ‖M_full - M_0‖`; *relative l2* and *P95* are the papers' measures, over all weights and the"
-    " 95th percentile over blocks of 256 Ki elements."
+ERROR_TEXT = "Error: `‖M_A - M_full‖ / ‖M_full - M_0‖`."
+_BUDGET_TEXT = (
+    "*Expert GB* are requested of the experts, *GB read* counted by the kernel for the whole process; RSS is its"
+    f" largest memory. The floor reads as many bytes and writes as many, past the page cache. {ERROR_TEXT}"
 )
-BUDGET_HEADER = (
-    "operator", "K", "expert GB", "kernel read GB", "s", "CPU s", "x floor", "RSS MiB", "error", "relative l2", "P95",
-)  # fmt: skip
-FULL_HEADER = ("operator", "K", "program", "kernel read GB", "s", "CPU s", "x floor", "RSS MiB")
+COST_HEADER = ("s", "CPU s", "x floor", "RSS MiB")
 
 
-def budget_cells(results: Results, operator: str, k: int, entry: Entry) -> tuple[str, ...]:
-    """Return the row of one merge under the budget, by the columns of `BUDGET_HEADER`."""
-    read = (gb(entry[f"{name}_bytes"]) for name in ("expert", "kernel_read"))
-    errors = (f"{entry['error']:.3f}", f"{entry['relative_l2']:.2e}", f"{entry['p95_block']:.2e}")
-    return (PAPER_OPERATORS[operator], str(k), *read, *_cost_cells(results, entry), *errors)
-
-
-def full_cells(results: Results, operator: str, k: int, program: str, entry: Entry) -> tuple[str, ...]:
-    """Return the row of one merge in full by a program, by the columns of `FULL_HEADER`."""
-    named = (PAPER_OPERATORS[operator], str(k), program)
-    if "out_of_memory_bytes" in entry:
-        return (*named, "", "out of memory", "", "", f"> {entry['out_of_memory_bytes'] / 2**20:.0f}")
-    return (*named, gb(entry["kernel_read_bytes"]), *_cost_cells(results, entry))
-
-
-def _cost_cells(results: Results, entry: Entry) -> tuple[str, ...]:
-    rss = f"{entry['peak_rss_bytes'] / 2**20:.0f}" if "peak_rss_bytes" in entry else ""
+def cost_cells(results: Results, entry: Entry | None) -> tuple[str, ...]:
+    """Return what a merge took, by the columns of `COST_HEADER`; empty cells where it was not measured."""
+    if entry is None:
+        return ("",) * len(COST_HEADER)
     seconds = (results.told_seconds(entry, clock) for clock in ("seconds", "cpu_seconds"))
-    return (*seconds, results.over_floor(entry), rss)
+    return (*seconds, results.over_floor(entry), _rss(entry))
+
+
+def other_cells(results: Results, entry: Entry | None) -> tuple[str, str]:
+    """Return the seconds and the memory of another program; where it was not measured, empty cells."""
+    if entry is None:
+        return ("", "")
+    if "out_of_memory_bytes" in entry:
+        return ("out of memory", f"> {entry['out_of_memory_bytes'] / 2**20:.0f}")
+    return (results.told_seconds(entry, "seconds"), _rss(entry))
+
+
+def _rss(entry: Entry) -> str:
+    return f"{entry['peak_rss_bytes'] / 2**20:.0f}" if "peak_rss_bytes" in entry else ""
 
 
 def _budget_table(results: Results, ks: list[int]) -> Table:
-    rows = [
-        budget_cells(results, operator, k, results[f"{operator}/{k}/budget"])
-        for operator in PAPER_OPERATORS
-        for k in _table_ks(ks)
-    ]
-    return Table(BUDGET_HEADER, tuple(rows))
+    rows = []
+    for operator, name in PAPER_OPERATORS.items():
+        for k in _table_ks(ks):
+            entry = results[f"{operator}/{k}/budget"]
+            costs = cost_cells(results, entry)
+            rows.append((name, str(k), gb(entry["expert_bytes"]), *costs, f"{entry['error']:.3f}"))
+    return Table(("operator", "K", "expert GB", *COST_HEADER, "error"), tuple(rows))
 
 
 def _table_ks(ks: list[int]) -> list[int]:
@@ -165,15 +161,16 @@ def _table_ks(ks: list[int]) -> list[int]:
 
 
 def _full_table(results: Results, ks: list[int]) -> Table:
-    programs = (("full", "mergepipe"), ("naive torch", "naive torch"), ("mergekit", "mergekit"))
-    rows = [
-        full_cells(results, operator, k, program, results[f"{operator}/{k}/{tool}"])
-        for operator in PAPER_OPERATORS
-        for k in _table_ks(ks)
-        for tool, program in programs
-        if f"{operator}/{k}/{tool}" in results
-    ]
-    return Table(FULL_HEADER, tuple(rows))
+    others = [tool for tool in ("naive torch", "mergekit") if any(key.endswith(f"/{tool}") for key in results.entries)]
+    rows = []
+    for operator, name in PAPER_OPERATORS.items():
+        for k in _table_ks(ks):
+            entry = results[f"{operator}/{k}/full"]
+            theirs = (other_cells(results, results.entries.get(f"{operator}/{k}/{tool}")) for tool in others)
+            read = gb(entry["kernel_read_bytes"])
+            rows.append((name, str(k), read, *cost_cells(results, entry), *chain.from_iterable(theirs)))
+    columns = (f"{tool}, {what}" for tool in others for what in ("s", "RSS MiB"))
+    return Table(("operator", "K", "GB read", *COST_HEADER, *columns), tuple(rows))
 
 
 def _series(results: Results, ks: list[int], kind: str, value: str) -> tuple[Series, ...]:

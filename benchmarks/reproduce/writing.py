@@ -76,17 +76,16 @@ def _index(parts: Mapping[str, Part], pages: Mapping[str, tuple[Results, Page]])
     machines = dict.fromkeys(_machine_line(results) for results, _ in pages.values())
     lines = [
         "# Benchmarks",
-        "What to expect of MergePipe, measured: the experiments of the papers that it takes its ideas from, and those"
-        " that they leave out. Each page begins with what it means for you. [Papers](../papers.md) has the papers'"
-        " figures beside ours; [more benchmarks](../internals/benchmarks.md) are those of single mechanisms.",
+        "What to expect of MergePipe, measured. Each page begins with what it means for you. [Papers](../papers.md) has"
+        " the papers' figures beside ours; [more benchmarks](../internals/benchmarks.md) are those of single"
+        " mechanisms.",
         Table(("page", "what", "size", "measured"), tuple(rows)).markdown(),
         "Machines: " + "; ".join(machines) + ". A page names its own.",
         "`make reproduce PARTS=\"scaling sweep\" SIZE=0.6b` measures parts and writes their pages; `python -m"
-        " benchmarks.reproduce list --size 0.6b` says what disk and time each needs. A run that was stopped goes on"
-        " where it was, refuses to begin without the disk, and deletes its families. A page says how many"
-        " processors other programs used meanwhile (the kernel's busy time less ours), or, of older results, the load"
-        " average, to which a benchmark adds its own threads. Seconds over those of the floor are told where others"
-        " used at most a quarter of the processors.",
+        " benchmarks.reproduce list --size 0.6b` says what disk and time each needs. A stopped run goes on where it"
+        " was. A page says how many processors other programs used meanwhile (the kernel's busy time less ours), or,"
+        " of older results, the load average. Seconds over those of the floor are told where others used at most a"
+        " quarter of the processors.",
     ]  # fmt: skip
     return "\n\n".join(lines) + "\n"
 

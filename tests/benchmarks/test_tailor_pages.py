@@ -72,7 +72,7 @@ def test_compose_page__puts_times_over_that_of_loading_one(others: float, over: 
     assert row.split(" | ")[5] == over
     assert "2 GB" in next(line for line in text.splitlines() if "Not run, for the disk" in line)
     theirs = papers.comparison({"compose": results})
-    assert f"| parity, 2 sources | 292 (234 s) | 61 (1028 s) | {over} |" in theirs
+    assert f"| parity, 2 sources | 292 (0.07) | 61 (0.11) | {over} (0.33) |" in theirs
 
 
 def test_compose_page__tells_what_the_largest_checkpoints_have_that_were_measured_so() -> None:
