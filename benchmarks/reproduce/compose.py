@@ -173,6 +173,11 @@ class ComposeTimes:
         entries = self.composed.get((pattern, n_sources))
         return "" if entries is None else f"{self.output_bytes / 1e9 / _middle(entries, 'seconds'):.2f}"
 
+    def told(self) -> list[tuple[str, int]]:
+        """The patterns and numbers of sources that stand in the table; the stored results have all."""
+        most = {name: max(n for of, n in self.composed if of == name) for name, _ in self.composed}
+        return [(name, n) for name, n in self.composed if n in (2, most[name])]
+
     @property
     def sources(self) -> list[int]:
         return sorted({n for name, n in self.composed if name == "consecutive"})
@@ -199,8 +204,7 @@ def _middle(entries: Sequence[Entry], field: str) -> float:
 
 def _page(results: Results) -> Page:
     times = compose_times(results)
-    tables = [piece for of_size in times for piece in (_text(of_size), _table(results, of_size))]
-    body = (_about(results), *tables, _figure(results, times[0]))
+    body = (_about(results), _table(results, times), _figure(results, times[0]))
     return Page("Composing training checkpoints", _meaning(times), body)
 
 
@@ -231,7 +235,8 @@ def _beside_loading(times: Sequence[ComposeTimes]) -> str:
         return ""
     return (
         f" Parity of two checkpoints of {times[-1].size_gb:g} GB takes {over} times the {times[-1].clock_name} in which"
-        f" DeepSpeed loads one; LLMTailor's takes 61 times its own load (112.5 GB), 292 times (17.3 GB)."
+        f" DeepSpeed loads one, {times[-1].throughput('parity', 2)} GB/s; LLMTailor's takes 61 times its own load, 0.11"
+        " GB/s (112.5 GB), and 292 times, 0.07 GB/s (17.3 GB)."
     )
 
 
@@ -251,9 +256,9 @@ def _about(results: Results) -> str:
         "Synthetic ZeRO-3 checkpoints of Llama-3-8B's shapes, every width scaled down, which keeps its 35 units: 32"
         f" layers, embeddings, norm and head; {_RANKS} ranks. *consecutive* takes units in runs, *parity* and *in turn*"
         " one by one, *filter* all but the outer four layers from the older, *average* means weights and moments of"
-        " all. GB/s: bytes written, over seconds. The floor reads what has to be read while one checkpoint is written."
-        f" Loading one: {told}; without imports and the building of an engine, while composing counts the whole"
-        f" process. *x load*: over DeepSpeed's. {_memory(results)} {_not_run(results.size['name'])}"
+        " all. The floor reads what has to be read while one checkpoint is written. Loading one:"
+        f" {told}; without imports and the building of an engine, while composing counts the whole process."
+        f" {_memory(results)} {_not_run(results.size['name'])}"
     )
 
 
@@ -269,38 +274,34 @@ def _not_run(size_name: str) -> str:
     gone = [f"{gb:g} GB" for gb in _TREES["8b"] if gb not in trees and gb > max(trees)]
     fewer = [f"{gb:g} GB from more than {max(counts)}" for gb, counts in trees.items() if max(counts) < N_UNITS]
     left_out = [*([f"checkpoints of {', '.join(gone)} (larger sizes of `make reproduce`)"] if gone else []), *fewer]
-    return f"Not run, for the disk: {'; '.join(left_out)}." if left_out else ""
-
-
-def _text(times: ComposeTimes) -> str:
-    without = (
-        ""
-        if times.loading() is not None or not times.loads
-        else (
-            " DeepSpeed's engine of that size does not fit the machine's memory." if times.size_gb > _ENGINE_GB else ""
-        )
+    engine = (
+        f" DeepSpeed's engine of more than {_ENGINE_GB:g} GB does not fit the memory."
+        if max(trees) > _ENGINE_GB
+        else ""
     )
-    return f"**Checkpoints of {times.output_bytes / 1e9:.2f} GB.**{without}"
+    return (f"Not run, for the disk: {'; '.join(left_out)}." if left_out else "") + engine
 
 
-def _table(results: Results, times: ComposeTimes) -> Table:
+def _table(results: Results, sizes: Sequence[ComposeTimes]) -> Table:
+    """What loading one and composing take by size; of numbers of sources the fewest and the most, by pattern."""
     rows = []
-    for name, loads in times.loads.items():
-        seconds, cpu = (f"{_middle(loads, field):.2f}" for field in ("seconds", "cpu_seconds"))
-        over = times.over_loading(times.loading(name))
-        rows.append((f"load one: {name}", "1", seconds, cpu, "", over, ""))
-    for (pattern, n_sources), entries in times.composed.items():
-        if n_sources not in (2, max(n for name, n in times.composed if name == pattern)):
-            continue  # the figure and the stored results have all
-        over = "" if results.is_busy else f"{_middle(entries, 'seconds') / _middle(entries, 'floor_seconds'):.2f}"
-        rows.append(
-            (
-                pattern, str(n_sources), f"{_middle(entries, 'seconds'):.2f}", f"{_middle(entries, 'cpu_seconds'):.2f}",
-                over, times.over_loading(times.time(pattern, n_sources)), times.throughput(pattern, n_sources),
-            )
-        )  # fmt: skip
-    header = ("pattern", "sources", "s", "CPU s", "x floor", "x load", "GB/s")
-    return Table(header, tuple(rows))
+    for name in dict.fromkeys(name for times in sizes for name in times.loads):
+        loads = (times.loading(name) for times in sizes)
+        cells = (cell for load in loads for cell in ("" if load is None else f"{load:.2f}", ""))
+        rows.append((f"load one: {name}", "1", *cells))
+    patterns = sorted({key for times in sizes for key in times.told()}, key=lambda key: (key[1], key[0]))
+    for key in patterns:
+        cells = (cell for times in sizes for cell in _cells(results, times, times.composed.get(key)))
+        rows.append((key[0], str(key[1]), *cells))
+    columns = (f"{what}, {times.size_gb:g} GB" for times in sizes for what in (times.clock_name, "x floor"))
+    return Table(("pattern", "sources", *columns), tuple(rows))
+
+
+def _cells(results: Results, times: ComposeTimes, entries: Sequence[Entry] | None) -> tuple[str, str]:
+    if entries is None:
+        return ("", "")
+    over = "" if results.is_busy else f"{_middle(entries, 'seconds') / _middle(entries, 'floor_seconds'):.2f}"
+    return (f"{_middle(entries, times.clock):.2f}", over)
 
 
 def _figure(results: Results, times: ComposeTimes) -> Figure:

@@ -20,8 +20,8 @@ PAPER_BUDGET_SHARE = 3462 / 16060
 """The papers' fixed budget over the bytes of one expert: 3,462 MB of Llama-3.1-8B in bf16."""
 SYNTHETIC_TEXT = (
     "The models are synthetic (normal weights, deltas of one size a tensor): bytes, times and memory are those of real"
-    " models, but nothing follows for errors, for which blocks matter, or for block sizes; [fine-tunes of a public"
-    " model](trained.md) has these of real ones."
+    " models, but nothing follows for errors, for which blocks matter, for block sizes, or for sizes of packs"
+    " ([fine-tunes of a public model](trained.md))."
 )
 
 

@@ -205,8 +205,8 @@ def _page(results: Results) -> Page:
     )
     meaning = (
         f"**Real fine-tunes change nearly every weight ({changed} here), so a budget that drops blocks drops a part of"
-        f" the fine-tune.** Packed without loss, in float32 as published, they take {shares}. Half of the bytes leave"
-        f" errors of {blocks} in whole blocks, and of {packed} of packed experts, in the order of the table."
+        f" the fine-tune.** Packed, in float32 as published, they take {shares}. Half of the bytes leave errors of"
+        f" {blocks} in whole blocks, and of {packed} of packed experts, in the order of the table."
     )
     return Page(
         "Published fine-tunes",
@@ -263,10 +263,9 @@ def _scores(results: Results) -> tuple[str | Table, ...]:
             entry = results[f"sentences/{form}/{share}"]
             rows.append((label, f"{share} %", f"{entry['reciprocal_rank']:.4f}", f"{entry['cosine']:.4f}"))
     text = (
-        "The sentence encoder in use: pieces of Python's language reference are cut in two, and the second half has to"
-        " be retrieved by the first; mean reciprocal rank. *Cosine*: of the embeddings with those of the merge in full."
-        f" On this text the fine-tune scores {pair['expert']['reciprocal_rank']:.3f}, its base"
-        f" {pair['base']['reciprocal_rank']:.3f}: it was made for another; so the cosine tells what a budget loses."
+        "Pieces of Python's language reference are cut in two, and the second half has to be retrieved by the first:"
+        " mean reciprocal rank. *Cosine*: of the embeddings with those of the merge in full. The fine-tune was made for"
+        " another text and is worse than its base on this one, so the cosine tells what a budget loses."
     )
     return ("## Retrieval", text, Table(("model", "budget", "mean reciprocal rank", "cosine"), tuple(rows)))
 
