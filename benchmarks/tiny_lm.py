@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -26,6 +26,7 @@ _END = "<|endoftext|>"
 _BETAS = (0.9, 0.95)
 _MAX_GRADIENT_NORM = 1.0
 _SCORE_BATCH = 6
+_EAGER_STEPS = 3  # of a training on a GPU, before a step is captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,20 @@ def use_threads(n_threads: int) -> None:
     import torch
 
     torch.set_num_threads(n_threads)
+
+
+def device() -> str:
+    """Return where models are loaded to and trained."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def gpu_name() -> str:
+    """Return the name of the GPU; empty without one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def make_tokenizer(texts: Iterable[str], vocab: int) -> LmTokenizer:
@@ -138,20 +153,23 @@ def new_model(shape: LmShape, seed: int) -> LmModel:
 
 
 def load_model(directory: Path) -> LmModel:
-    """Load any causal language model in float32."""
+    """Load any causal language model in float32, on the GPU if there is one."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with quiet():
         model: LmModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    place: Callable[[str], object] = model.to  # untyped in transformers
+    place(device())
     return model
 
 
-def save_model(model: LmModel, tokenizer: LmTokenizer, directory: Path) -> None:
+def save_model(model: LmModel, tokenizer: LmTokenizer | None, directory: Path) -> None:
     """Write an ordinary Hugging Face directory in bfloat16. The model is rounded in place."""
     with quiet():
         model.bfloat16().save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
 
 
 @contextmanager
@@ -178,25 +196,123 @@ def train(model: LmModel, tokens: Sequence[int], schedule: Schedule, on_step: Ca
     Raises:
         ValueError: there are fewer tokens than one window.
     """
+    train_together([Training(model, tokens, schedule)], [on_step])
+
+
+def train_together(trainings: Sequence[Training], on_steps: Sequence[Callable[[int, float], None]]) -> None:
+    """Train models of equally many steps, step by step in turn; on a GPU their steps overlap."""
+    for step in range(trainings[0].schedule.steps):
+        for training in trainings:
+            training.start(step)
+        losses = [training.loss() for training in trainings]  # of all before the first is told: that may score a model
+        for on_step, loss in zip(on_steps, losses, strict=True):
+            on_step(step, loss)
+    for training in trainings:
+        training.finish()
+
+
+class Training:
+    """The training of one model in place.
+
+    On a GPU a step is captured once as a graph and replayed in a stream of its own: small models are bound by launches.
+    """
+
+    def __init__(self, model: LmModel, tokens: Sequence[int], schedule: Schedule) -> None:
+        import torch
+
+        self.model, self.schedule = model, schedule
+        self._tokens = torch.tensor(tokens, dtype=torch.long)
+        self._n_starts = len(tokens) - schedule.window_tokens + 1
+        if self._n_starts < 1:
+            raise ValueError(f"{len(tokens)} tokens, a window is {schedule.window_tokens}")
+        self._generator = torch.Generator().manual_seed(schedule.seed)
+        self._remove_low_rank = _add_low_rank(model, schedule) if schedule.lora_rank else None
+        self._optimizers = _optimizers(model, schedule)
+        self._batch = torch.zeros((schedule.batch, schedule.window_tokens), dtype=torch.long, device=model.device)
+        self._loss = torch.zeros(())
+        self._lane = torch.cuda.Stream() if model.device.type == "cuda" else None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        model.train()
+        if self._lane is not None:
+            torch.cuda.synchronize()
+
+    def start(self, step: int) -> None:
+        """Run a step; on a GPU let it run."""
+        import torch
+
+        with nullcontext() if self._lane is None else torch.cuda.stream(self._lane):
+            self.draw()
+            for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(self.schedule.rate(step))
+                else:
+                    group["lr"] = self.schedule.rate(step)
+            if self._lane is None or step < _EAGER_STEPS:
+                self._run()
+            elif self._graph is None:
+                self._graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self._graph, stream=self._lane):
+                    self._run()
+            if self._graph is not None:
+                self._graph.replay()
+
+    def draw(self) -> None:
+        """Take the next batch."""
+        import torch
+
+        starts = torch.randint(0, self._n_starts, (self.schedule.batch,), generator=self._generator).tolist()
+        windows = [self._tokens[start : start + self.schedule.window_tokens] for start in starts]
+        self._batch.copy_(torch.stack(windows))
+
+    def loss(self) -> float:
+        """Wait for the step that was started; return its loss."""
+        if self._lane is not None:
+            self._lane.synchronize()
+        return float(self._loss)
+
+    def finish(self) -> None:
+        """Leave the model as it was trained, and nothing else."""
+        self._graph = None
+        self.model.zero_grad(set_to_none=True)
+        self.model.train(mode=False)
+        if self._remove_low_rank is not None:
+            self._remove_low_rank()
+
+    def differentiate(self) -> None:
+        """Give the parameters the gradients of the batch."""
+        import torch
+
+        with _bf16_products(wanted=self.schedule.bf16, model=self.model):
+            with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self.schedule.bf16):
+                loss = self.model(input_ids=self._batch, labels=self._batch, use_cache=False).loss
+            loss.backward()
+        self._loss = loss.detach()
+
+    def _run(self) -> None:
+        import torch
+
+        self.differentiate()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), _MAX_GRADIENT_NORM)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+def squared_gradients(model: LmModel, tokens: Sequence[int], schedule: Schedule, n: int) -> dict[str, torch.Tensor]:
+    """Return the mean square of the gradients of `n` batches, each the mean over its tokens: a diagonal of Fisher's."""
     import torch
 
-    stream = torch.tensor(tokens, dtype=torch.long)
-    last_start = len(stream) - schedule.window_tokens
-    if last_start < 0:
-        raise ValueError(f"{len(stream)} tokens, a window is {schedule.window_tokens}")
-    generator = torch.Generator().manual_seed(schedule.seed)
-    remove_low_rank = _add_low_rank(model, schedule) if schedule.lora_rank else None
-    optimizers = _optimizers(model, schedule)
-    model.train()
-    for step in range(schedule.steps):
-        starts = torch.randint(0, last_start + 1, (schedule.batch,), generator=generator).tolist()
-        batch = torch.stack([stream[start : start + schedule.window_tokens] for start in starts])
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = schedule.rate(step)
-        on_step(step, _train_step(model, batch, optimizers, bf16=schedule.bf16))
-    model.train(mode=False)
-    if remove_low_rank is not None:
-        remove_low_rank()
+    training = Training(model, tokens, replace(schedule, lora_rank=0))
+    sums = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    for _ in range(n):
+        training.draw()
+        training.differentiate()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            sums[name] += parameter.grad.square() / n
+        model.zero_grad(set_to_none=True)
+    training.finish()
+    return sums
 
 
 def _add_low_rank(model: LmModel, schedule: Schedule) -> Callable[[], None]:
@@ -216,7 +332,7 @@ def _add_low_rank(model: LmModel, schedule: Schedule) -> Callable[[], None]:
         with torch.no_grad():
             down.weight.copy_(torch.randn(down.weight.shape, generator=generator) / math.sqrt(columns))
             up.weight.zero_()
-        linear.low_rank = torch.nn.Sequential(down, up)
+        linear.low_rank = torch.nn.Sequential(down, up).to(model.device)
         handles.append(linear.register_forward_hook(_with_low_rank))
 
     def fold() -> None:
@@ -251,33 +367,18 @@ def _optimizers(model: LmModel, schedule: Schedule) -> list[torch.optim.Optimize
     scales = [parameter for _, parameter in named if parameter.ndim < 2]
     inner = [parameter for name, parameter in named if parameter.ndim == 2 and ".layers." in name]
     outer = [parameter for name, parameter in named if parameter.ndim == 2 and ".layers." not in name]
-    decay = schedule.weight_decay
+    decay, muon = schedule.weight_decay, []
     if schedule.muon:
-        groups = [{"params": outer, "weight_decay": decay}, {"params": scales, "weight_decay": 0.0}]
-        muon = torch.optim.Muon(inner, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-        return [muon, torch.optim.AdamW(groups, betas=_BETAS, fused=True)]
+        muon, inner = [torch.optim.Muon(inner, weight_decay=decay, adjust_lr_fn="match_rms_adamw")], []
     groups = [{"params": outer + inner, "weight_decay": decay}, {"params": scales, "weight_decay": 0.0}]
-    return [torch.optim.AdamW(groups, betas=_BETAS, fused=True)]
+    is_captured = model.device.type == "cuda"
+    rate = torch.zeros((), device=model.device) if is_captured else 0.0
+    groups = [group for group in groups if group["params"]]
+    return [*muon, torch.optim.AdamW(groups, lr=rate, betas=_BETAS, fused=True, capturable=is_captured)]
 
 
-def _train_step(
-    model: LmModel, batch: torch.Tensor, optimizers: Sequence[torch.optim.Optimizer], *, bf16: bool
-) -> float:
-    import torch
-
-    with _bf16_products(wanted=bf16):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-        loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return float(loss.detach())
-
-
-def _bf16_products(*, wanted: bool) -> AbstractContextManager[object]:
-    if not wanted:
+def _bf16_products(*, wanted: bool, model: LmModel) -> AbstractContextManager[object]:
+    if not wanted or model.device.type != "cpu":
         return nullcontext()
     from benchmarks.bf16_products import bf16_products
 
@@ -291,8 +392,8 @@ def window_losses(
     import torch
 
     model.train(mode=False)
-    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16)
-    with torch.inference_mode(), _bf16_products(wanted=bf16), autocast:
+    autocast = torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=bf16)
+    with torch.inference_mode(), _bf16_products(wanted=bf16, model=model), autocast:
         return {name: _window_losses(model, windows) for name, windows in windows_by_domain.items()}
 
 
@@ -300,7 +401,8 @@ def _window_losses(model: LmModel, windows: Windows) -> list[float]:
     import torch
 
     means: list[float] = []
-    for batch in torch.split(torch.tensor(windows, dtype=torch.long), _SCORE_BATCH):
+    ids = torch.tensor(windows, dtype=torch.long, device=model.device)
+    for batch in torch.split(ids, _SCORE_BATCH):
         logits, targets = model(input_ids=batch, use_cache=False).logits[:, :-1].float(), batch[:, 1:]
         entropies = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         means += entropies.view(targets.shape).mean(1).tolist()

@@ -12,6 +12,7 @@ from benchmarks.reproduce import (
     payoff,
     published,
     resuming,
+    rules,
     sampling,
     scaling,
     sweep,
@@ -31,6 +32,7 @@ PARTS: Mapping[str, Part] = {
         published.PART,
         trained.PART,
         sampling.PART,
+        rules.PART,
         compose.PART,
         resuming.PART,
     )

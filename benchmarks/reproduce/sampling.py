@@ -49,7 +49,7 @@ class _Form:
         return "--select", self.select, *(() if self.is_packed else ("--block-elements", self.block_elements))
 
 
-_MERGES = {
+MERGES = {
     "ties": _Merge("TIES", OPERATORS["ties"]),
     "linear": _Merge("linear", OPERATORS["linear"]),
     "task": _Merge("task arithmetic", OPERATORS["task_arithmetic"]),
@@ -57,7 +57,7 @@ _MERGES = {
     "one": _Merge("one expert", Operator("task_arithmetic", {"weight": 1.0}), 1),
     "sum": _Merge("sum", Operator("task_arithmetic", {"weight": 1.0})),
 }
-_FORMS = {
+FORMS = {
     "sample-32": _Form("sample, 32 Ki", "sample", 2 * BLOCK_ELEMENTS, is_analyzed=False),
     "norm": _Form("blocks by norm", "norm", BLOCK_ELEMENTS, is_analyzed=True),
     "random": _Form("blocks at random", "random", BLOCK_ELEMENTS, is_analyzed=True),
@@ -71,7 +71,7 @@ _FORMS = {
 _DEFAULT, _BY_NORM = "sample-32", "by-norm-16"
 _PACKED_SHARE = 7.9  # % of the raw bytes that the packed experts of `trained` take
 _OTHER_UNITS = ("sample-16", "sample-64", "sample-256")  # in the tables of the first share that is told
-_TOLD_MERGES = ("ties", "linear", "dare_ties")
+_TOLDMERGES = ("ties", "linear", "dare_ties")
 
 
 def _needs(size: Size) -> Needs:
@@ -85,28 +85,28 @@ def _measure(place: Workplace, size: Size, results: Results) -> None:
     for seed in range(size.repeats):
         for kind in _KINDS:
             family = TrainedFamily(place, base, kind, seed)
-            for key, call in _measurements(_Samples(family, base, seed), size):
+            for key, call in _measurements(Samples(family, base, seed), size):
                 results.measure(f"{kind}/{seed}/{key}", call)
             family.place.remove()
 
 
-def _measurements(samples: _Samples, size: Size) -> Iterator[tuple[str, Callable[[], Entry]]]:
+def _measurements(samples: Samples, size: Size) -> Iterator[tuple[str, Callable[[], Entry]]]:
     yield "family", samples.family.gains
-    merges, shares = (("ties",), (50,)) if size.is_toy else (tuple(_MERGES), _SHARES)
+    merges, shares = (("ties",), (50,)) if size.is_toy else (tuple(MERGES), _SHARES)
     for merge in merges:
         yield f"{merge}/full", partial(samples.full, merge)
     for share in shares:
-        for form in _FORMS:
+        for form in FORMS:
             for merge in merges:
                 yield f"{merge}/{form}/{share}", partial(samples.budgeted, merge, form, share)
 
 
-class _Samples:
-    """The merges of one family, in full and under budgets."""
+class Samples:
+    """The merges of one family, in full and under budgets; what they write lies in a folder of its own."""
 
-    def __init__(self, family: TrainedFamily, base: TrainedBase, seed: int) -> None:
+    def __init__(self, family: TrainedFamily, base: TrainedBase, seed: int, scratch: Workplace | None = None) -> None:
         self.family, self._base, self._seed = family, base, seed
-        self._out = family.place.folder / "out"
+        self._place = scratch or family.place
 
     def full(self, merge: str) -> dict[str, Any]:
         self.family.train()
@@ -114,29 +114,35 @@ class _Samples:
 
     def budgeted(self, merge: str, form: str, share: int) -> dict[str, Any]:
         self.family.train()
-        home = self.family.home if _FORMS[form].is_analyzed else self.family.place.folder / "home-empty"
-        if _FORMS[form].is_analyzed and not home.exists():
+        home = self.family.home if FORMS[form].is_analyzed else self._place.folder / "home-empty"
+        if FORMS[form].is_analyzed and not home.exists():
             self.family.analyze()
-        if not _FORMS[form].is_packed:
+        if not FORMS[form].is_packed:
             return self._merged(
-                merge, self.family.experts, "--budget", f"{share}%", *_FORMS[form].options, "--home", home
+                merge, self.family.experts, "--budget", f"{share}%", *FORMS[form].options, "--home", home
             )
         self.family.prepare()
-        n_experts = _MERGES[merge].n_experts
+        n_experts = MERGES[merge].n_experts
         budget = share * self.family.raw_bytes() * n_experts // (100 * len(self.family.experts))
         packed = [self.family.packed / expert.name for expert in self.family.experts]
-        return self._merged(merge, packed, "--budget", f"{budget}B", *_FORMS[form].options, "--home", home)
+        return self._merged(merge, packed, "--budget", f"{budget}B", *FORMS[form].options, "--home", home)
 
     def _merged(self, merge: str, family: Sequence[Path], *options: object) -> dict[str, Any]:
-        chosen = _MERGES[merge]
-        recipe = self.family.place.folder / "recipe.yml"
+        chosen = MERGES[merge]
         experts = list(family[: chosen.n_experts])
-        recipe.write_text(chosen.operator.recipe(self._base.folder, experts, "bfloat16"))
-        shutil.rmtree(self._out, ignore_errors=True)
-        fixed = ("--seed", self._seed, "--threads", 1)
-        report, _ = self.family.place.ours("merge", recipe, self._out, *options, *fixed)
-        losses = self._base.score(self._out)
-        shutil.rmtree(self._out)
+        recipe = chosen.operator.recipe(self._base.folder, experts, "bfloat16")
+        return self.merged(
+            recipe, *options, n_domains=len(self._base.heldout) if chosen.n_experts == 1 else len(experts)
+        )
+
+    def merged(self, recipe: str, *options: object, n_domains: int) -> dict[str, Any]:
+        """Merge a recipe; return the losses in the first domains, and the bytes."""
+        file, out = self._place.folder / "recipe.yml", self._place.folder / "out"
+        file.write_text(recipe)
+        shutil.rmtree(out, ignore_errors=True)
+        report, _ = self._place.ours("merge", file, out, *options, "--seed", self._seed, "--threads", 1)
+        losses = self._base.score(out, list(self._base.heldout)[:n_domains])
+        shutil.rmtree(out)
         return {"losses": losses, "expert_bytes": report["expert_bytes"], "planned_bytes": report["planned_bytes"]}
 
 
@@ -170,12 +176,12 @@ def _page(results: Results) -> Page:
 
 def _meaning(results: Results) -> str:
     share = _TOLD_SHARES[0]
-    kinds = [kind for kind in _kinds(results) if _range(results, kind, share, _DEFAULT, _TOLD_MERGES)]
+    kinds = [kind for kind in _kinds(results) if _range(results, kind, share, _DEFAULT, _TOLDMERGES)]
     if not kinds:
         return "**No merge is measured yet.**"
 
     def told(form: str) -> str:
-        ranges = ((_range(results, kind, share, form, _TOLD_MERGES), _KINDS[kind]) for kind in kinds)
+        ranges = ((_range(results, kind, share, form, _TOLDMERGES), _KINDS[kind]) for kind in kinds)
         return ", ".join(f"{kept} ({label})" for kept, label in ranges if kept)
 
     return (
@@ -193,7 +199,7 @@ def _range(results: Results, kind: str, share: int, form: str, merges: Iterable[
 
 def _summary(results: Results) -> Table:
     """What is kept by kind of fine-tuning and share, of three merges that mean, of one expert and of a sum."""
-    columns = ((_DEFAULT, _TOLD_MERGES), (_BY_NORM, _TOLD_MERGES), ("norm", _TOLD_MERGES), (_DEFAULT, ["one"]),
+    columns = ((_DEFAULT, _TOLDMERGES), (_BY_NORM, _TOLDMERGES), ("norm", _TOLDMERGES), (_DEFAULT, ["one"]),
                (_DEFAULT, ["sum"]))  # fmt: skip
     rows = []
     for kind in _kinds(results):
@@ -254,14 +260,14 @@ def _table(results: Results, kind: str, *, is_packed: bool) -> Table:
     """What each merge keeps, by share of the bytes and what is read: of raw experts, or of packed ones."""
     rows = []
     for share in sorted(_SHARES):
-        for form, described in _FORMS.items():
+        for form, described in FORMS.items():
             is_told = share < _PACKED_SHARE if is_packed else share == _TOLD_SHARES[0] or form not in _OTHER_UNITS
             if described.is_packed == is_packed and is_told:
-                kept = [_kept(results, kind, merge, form, share) for merge in _MERGES]
+                kept = [_kept(results, kind, merge, form, share) for merge in MERGES]
                 if any(value is not None for value in kept):
                     cells = ("" if value is None else str(value) for value in kept)
                     rows.append((f"{share} %", described.label, *cells))
-    return Table(("bytes", "what is read", *(merge.label for merge in _MERGES.values())), tuple(rows))
+    return Table(("bytes", "what is read", *(merge.label for merge in MERGES.values())), tuple(rows))
 
 
 def _figure(results: Results, kind: str) -> Figure:

@@ -32,7 +32,15 @@ KINDS = {"full": "full fine-tuning", "lora": "LoRA of rank 16"}
 LONG_KINDS = {"long": "longer full fine-tuning"}
 _MERGED = ("ties", "linear", "dare_ties")
 BLOCK_ELEMENTS = 16 * 1024
-_T_95 = {2: 4.303, 15: 2.131, 23: 2.069}  # Student's t by degrees of freedom
+_T_95 = {
+    2: 4.303,
+    7: 2.365,
+    15: 2.131,
+    23: 2.069,
+    31: 2.040,
+    63: 1.998,
+    127: 1.979,
+}  # Student's t by degrees of freedom
 _TOY_SHAPE = LmShape(vocab=300, hidden=32, layers=2, kv_heads=1, head_dim=16, intermediate=64, context=64)
 _TOY_BASE = Schedule(steps=12, peak_rate=1e-2, batch=4, window_tokens=32, muon=True)
 _TOY = Schedule(steps=3, peak_rate=1e-3, batch=2, window_tokens=32)
@@ -41,8 +49,10 @@ _EXPERTS = {
     "full": _USUAL,
     "lora": replace(_USUAL, peak_rate=2e-4, lora_rank=16),
     "long": replace(_USUAL, steps=250, peak_rate=5e-5),
+    "longest": replace(_USUAL, steps=500, peak_rate=5e-5, batch=8),
+    "longest-lora": replace(_USUAL, steps=500, peak_rate=2e-4, batch=8, lora_rank=16),
 }
-_TOY_EXPERTS = {"full": _TOY, "lora": replace(_TOY, lora_rank=2), "long": replace(_TOY, steps=6)}
+_TOY_EXPERTS = {name: replace(_TOY, lora_rank=min(2, usual.lora_rank)) for name, usual in _EXPERTS.items()}
 
 
 def _needs(size: Size) -> Needs:
@@ -77,8 +87,17 @@ def _measurements(family: TrainedFamily, size: Size) -> Iterator[tuple[str, Call
 class TrainedBase:
     """The base with its text and held-out windows; made when first needed."""
 
-    def __init__(self, place: Workplace, kinds: Iterable[str] = KINDS, *, is_toy: bool) -> None:
+    def __init__(
+        self,
+        place: Workplace,
+        kinds: Iterable[str] = KINDS,
+        *,
+        is_toy: bool,
+        domains: Sequence[str] = _DOMAINS,
+        n_windows: int = 6,
+    ) -> None:
         self._place, self._is_toy = place, is_toy
+        self._domains, self._n_windows = domains, 4 if is_toy else n_windows
         schedules = _TOY_EXPERTS if is_toy else _EXPERTS
         self.schedules = {kind: schedules[kind] for kind in kinds}
         self.folder = place.folder / "base"
@@ -98,16 +117,24 @@ class TrainedBase:
         path = self._place.folder / "text.json"
         if not path.exists():
             by_name = {domain.name: domain for domain in gather(8)}
-            path.write_text(json.dumps([asdict(by_name[name]) for name in (GENERAL, *_DOMAINS)]))
+            path.write_text(json.dumps([asdict(by_name[name]) for name in (GENERAL, *self._domains)]))
         return tuple(Domain(**entry) for entry in json.loads(path.read_text()))
 
     @cached_property
     def heldout(self) -> dict[str, Windows]:
-        """Six windows of each expert's domain; four of a toy."""
+        """Windows of each expert's domain; four of a toy."""
         tokenizer = tiny_lm.load_tokenizer(self.prepare())
-        window_tokens = self.schedules["full"].window_tokens
         texts = {domain.name: domain.heldout for domain in self.domains[1:]}
-        return cut_windows(texts, tokenizer, window_tokens, 4 if self._is_toy else 6)
+        return cut_windows(texts, tokenizer, self.schedule.window_tokens, self._n_windows)
+
+    @property
+    def n_experts(self) -> int:
+        return len(self._domains)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The first of the trainings: windows and precision are those of all."""
+        return next(iter(self.schedules.values()))
 
     def prepare(self) -> Path:
         tiny_lm.use_threads(1)
@@ -122,24 +149,29 @@ class TrainedBase:
 
     def describe(self) -> dict[str, Any]:
         file = self.prepare() / "model.safetensors"
-        return {"losses": self.score(self.folder), "bytes": file.stat().st_size, "schedules": self.schedules_json()}
+        described = {"losses": self.score(self.folder), "bytes": file.stat().st_size, "gpu": tiny_lm.gpu_name()}
+        return {**described, "schedules": self.schedules_json()}
 
     def schedules_json(self) -> dict[str, Any]:
         return {kind: asdict(schedule) for kind, schedule in self.schedules.items()}
 
-    def score(self, model: Path, only: str | None = None) -> dict[str, list[float]]:
-        """Return the losses of the held-out windows by domain, or of one domain."""
-        windows = {name: windows for name, windows in self.heldout.items() if only in (None, name)}
-        return tiny_lm.window_losses(tiny_lm.load_model(model), windows, bf16=self.schedules["full"].bf16)
+    def score(self, model: Path, only: Iterable[str] = ()) -> dict[str, list[float]]:
+        """Return the losses of the held-out windows by domain, of all domains or of those given."""
+        return self.score_loaded(tiny_lm.load_model(model), only)
+
+    def score_loaded(self, model: tiny_lm.LmModel, only: Iterable[str] = ()) -> dict[str, list[float]]:
+        windows = {name: self.heldout[name] for name in only or self.heldout}
+        return tiny_lm.window_losses(model, windows, bf16=self.schedule.bf16)
 
 
 class TrainedFamily:
-    """Four experts of one kind and seed; trained, packed and analyzed when first needed."""
+    """The experts of one kind and seed; trained, packed and analyzed when first needed."""
 
     def __init__(self, place: Workplace, base: TrainedBase, kind: str, seed: int) -> None:
         self.place = place.within(f"{kind}-{seed}")
         self._base, self._kind, self._seed = base, kind, seed
-        self.experts = [self.place.folder / f"expert-{number}" for number in range(1, 5)]
+        self.schedule = base.schedules[kind]
+        self.experts = [self.place.folder / f"expert-{number + 1}" for number in range(base.n_experts)]
         self.packed, self.home = self.place.folder / "packed", self.place.folder / "home"
 
     def describe(self) -> dict[str, Any]:
@@ -150,7 +182,7 @@ class TrainedFamily:
     def gains(self) -> dict[str, Any]:
         """Return the losses of each expert on its own domain, and the sizes of the deltas."""
         self.train()
-        own = [self._base.score(*pair) for pair in zip(self.experts, self._base.heldout, strict=True)]
+        own = [self._base.score(expert, [name]) for expert, name in zip(self.experts, self._base.heldout, strict=True)]
         return {"own_losses": own, "deltas": [asdict(delta_size(self._base.folder, expert)) for expert in self.experts]}
 
     def full(self, operator: str) -> dict[str, Any]:
@@ -183,11 +215,12 @@ class TrainedFamily:
         return sum((expert / "model.safetensors").stat().st_size for expert in self.experts)
 
     def train(self) -> None:
-        """Train the experts that are not there yet."""
+        """Train the experts that are not there yet; on a GPU at the same time."""
         self._base.prepare()
-        for number, (expert, domain) in enumerate(zip(self.experts, self._base.domains[1:], strict=True)):
-            if not expert.exists():
-                self._train(expert, domain, 1000 * self._seed + number)
+        missing = [number for number, expert in enumerate(self.experts) if not expert.exists()]
+        together = len(self.experts) if tiny_lm.device() == "cuda" else 1
+        for start in range(0, len(missing), together):
+            self._train(missing[start : start + together])
 
     def analyze(self) -> None:
         """Record the statistics of the experts in `home`."""
@@ -206,16 +239,24 @@ class TrainedFamily:
         models = (self._base.folder, *self.experts)
         self.place.ours("pack", *models, "--out", self.packed, "--home", self.place.folder / "home-pack")
 
-    def _train(self, out: Path, domain: Domain, seed: int) -> None:
-        unfinished = out.with_name(f"{out.name}.partial")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        schedule = replace(self._base.schedules[self._kind], seed=seed)
+    def _train(self, numbers: Sequence[int]) -> None:
         tokenizer = tiny_lm.load_tokenizer(self._base.folder)
-        tokens = tiny_lm.tokens_of(tokenizer, domain.training)
-        model = tiny_lm.load_model(self._base.folder)
-        tiny_lm.train(model, tokens, schedule, StepPrinter(f"{self._kind}/{self._seed} {domain.name}", schedule.steps))
-        tiny_lm.save_model(model, tokenizer, unfinished)
-        unfinished.rename(out)
+        trainings = []
+        for number in numbers:
+            schedule = replace(self.schedule, seed=1000 * self._seed + number)
+            tokens = tiny_lm.tokens_of(tokenizer, self._base.domains[1 + number].training)
+            trainings.append(tiny_lm.Training(tiny_lm.load_model(self._base.folder), tokens, schedule))
+        pairs = zip(numbers, trainings, strict=True)
+        tiny_lm.train_together(trainings, [self.observer(number, training.model) for number, training in pairs])
+        for number, training in zip(numbers, trainings, strict=True):
+            unfinished = self.experts[number].with_suffix(".partial")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            tiny_lm.save_model(training.model, tokenizer, unfinished)
+            unfinished.rename(self.experts[number])
+
+    def observer(self, number: int, _: tiny_lm.LmModel) -> Callable[[int, float], None]:
+        """Return what is called with each step of an expert's training, and its loss."""
+        return StepPrinter(f"{self._kind}/{self._seed} {self._base.domains[1 + number].name}", self.schedule.steps)
 
     def _full(self, operator: str) -> Path:
         full = self.place.folder / f"merged-{operator}"
@@ -253,7 +294,7 @@ class Kept:
     def __str__(self) -> str:
         if self.gain <= 0:
             return f"{self.lost:+.4f} nats"  # there is no gain to keep a share of
-        seeds = f" ({_half_interval(self.by_seed) * 100:.0f})" if len(self.by_seed) > 2 else ""
+        seeds = f" ({half_interval(self.by_seed) * 100:.0f})" if len(self.by_seed) > 2 else ""
         return f"{100 * self.share:.0f} ± {100 * self.lost_interval / self.gain:.0f}{seeds}"
 
 
@@ -270,13 +311,13 @@ def kept_of(base: Entry, merges: Sequence[tuple[Entry, Entry]]) -> Kept | None:
     """Return what merges keep of the gains of the full merges beside them; None where there are none."""
     if not merges:
         return None
-    lost = _paired_losses(merges)
+    lost = paired_losses(merges)
     base_loss = mean(window_losses_of(base))
     gains = [base_loss - mean(window_losses_of(full)) for _, full in merges]
     by_seed = tuple(
         (base_loss - mean(window_losses_of(merged))) / gain for (merged, _), gain in zip(merges, gains, strict=True)
     )
-    return Kept(mean(gains), mean(lost), _half_interval(lost), by_seed)
+    return Kept(mean(gains), mean(lost), half_interval(lost), by_seed)
 
 
 def difference_of(base: Entry, merges: Sequence[tuple[Entry, Entry, Entry]]) -> str:
@@ -288,11 +329,11 @@ def difference_of(base: Entry, merges: Sequence[tuple[Entry, Entry, Entry]]) -> 
     if not merges:
         return ""
     gain = mean(window_losses_of(base)) - mean(mean(window_losses_of(full)) for _, _, full in merges)
-    more = _paired_losses([(second, first) for first, second, _ in merges])
-    return f"{100 * mean(more) / gain:+.1f} ± {100 * _half_interval(more) / gain:.1f}" if gain > 0 else ""
+    more = paired_losses([(second, first) for first, second, _ in merges])
+    return f"{100 * mean(more) / gain:+.1f} ± {100 * half_interval(more) / gain:.1f}" if gain > 0 else ""
 
 
-def _paired_losses(merges: Iterable[tuple[Entry, Entry]]) -> list[float]:
+def paired_losses(merges: Iterable[tuple[Entry, Entry]]) -> list[float]:
     """Return, window by window, what the first merge of each pair loses more than the second, as means over pairs."""
     pairs = [zip(window_losses_of(first), window_losses_of(second), strict=True) for first, second in merges]
     return [mean(values) for values in zip(*([a - b for a, b in pair] for pair in pairs), strict=True)]
@@ -304,7 +345,7 @@ def window_losses_of(entry: Entry) -> list[float]:
     return [loss for domain in losses for loss in losses[domain]]
 
 
-def _half_interval(values: Sequence[float]) -> float:
+def half_interval(values: Sequence[float]) -> float:
     return _T_95[len(values) - 1] * stdev(values) / math.sqrt(len(values))
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import subprocess
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from benchmarks.local_text import GENERAL, Domain
 from benchmarks.reproduce.__main__ import main
 from benchmarks.reproduce.instrumented import RateLimit, slow_storage
+from benchmarks.reproduce.pages import Table
 from benchmarks.reproduce.registry import PARTS
 from benchmarks.reproduce.results import Results
 from benchmarks.reproduce.writing import markdown_files
@@ -55,23 +57,32 @@ def test_part__is_resumed_without_measuring_again(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "results/payoff.json").read_bytes() == before
 
 
-@pytest.mark.transformers
-def test_trained__tells_the_gain_kept_by_each_form(tmp_path: Path) -> None:
-    words = {
-        GENERAL: "one two three four five six seven apple pear plum for if else",
-        "prose": "apple pear plum cherry quince",
-        "headers": "for while if else return",
-        "legal": "red green blue white black",
-        "internet": "iron gold tin lead zinc",
-    }
+WORDS = {
+    GENERAL: "one two three four five six seven apple pear plum for if else",
+    "prose": "apple pear plum cherry quince",
+    "headers": "for while if else return",
+    "legal": "red green blue white black",
+    "internet": "iron gold tin lead zinc",
+    "tables": "oak elm ash fir yew",
+    "tests": "ant bee fly moth wasp",
+    "windows": "north east south west up",
+    "concurrency": "sun moon star mars venus",
+}
+
+
+def write_text(root: Path, names: Iterable[str]) -> None:
     domains = []
-    for name, text in words.items():
+    for name in names:
         source = random.Random(name)
-        training, heldout = (" ".join(source.choices(text.split(), k=n)) for n in (1500, 1000))
+        training, heldout = (" ".join(source.choices(WORDS[name].split(), k=n)) for n in (1500, 1000))
         domains.append(Domain(name, training, heldout))
-    root = tmp_path / "work/trained"
     root.mkdir(parents=True)
     (root / "text.json").write_text(json.dumps([asdict(domain) for domain in domains]))
+
+
+@pytest.mark.transformers
+def test_trained__tells_the_gain_kept_by_each_form(tmp_path: Path) -> None:
+    write_text(tmp_path / "work/trained", list(WORDS)[:5])
     assert measure("trained", tmp_path) == 0
     text = markdown_files(PARTS, tmp_path / "results")["trained.md"]
     assert "gain kept at 10 %" in text
@@ -79,6 +90,20 @@ def test_trained__tells_the_gain_kept_by_each_form(tmp_path: Path) -> None:
     stored = tmp_path / "results/trained.json"
     stored.write_text(stored.read_text().replace('"steps": 3', '"steps": 4'))
     assert measure("trained", tmp_path) == 1  # results of other trainings are not added to
+
+
+@pytest.mark.transformers
+def test_rules__tells_rules_budgets_a_search_and_a_chain(tmp_path: Path) -> None:
+    write_text(tmp_path / "work/rules", WORDS)
+    assert measure("rules", tmp_path) == 0
+    page = PARTS["rules"].page(Results.read(tmp_path / "results/rules.json"))
+    tables = {piece.header[0]: piece for piece in page.body if isinstance(piece, Table)}
+    assert {"kind", "rule", "bytes", "seed", "rate"} <= tables.keys()
+    rows = {row[0]: row[1:] for row in tables["rule"].rows}
+    assert float(rows["*base*"][0]) - float(rows["linear"][0]) == pytest.approx(
+        float(rows["*base*"][1].split()[0]), abs=2e-3
+    )
+    assert all(float(row[3].split()[0]) > 0 for row in tables["rate"].rows)
 
 
 def test_rate_limit__lets_requests_pass_one_after_the_other() -> None:
