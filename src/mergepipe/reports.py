@@ -134,11 +134,11 @@ def missing_text(share: float, rough: float = 0.0) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetVerdict(Displayed):
-    """What a budgeted merge reads: `planned_bytes` of the `full_bytes` that reading everything costs, by `policy`.
+    """The reads of a budgeted merge: `planned_bytes` of the `full_bytes` that reading everything costs, by `policy`.
 
     `experts` begin with those of which least is in the merge; `unread` names those of which nothing is read. Of a
-    budget `unspent_bytes` are left for `unspent_reason`, if that is a good part of it. What merges of this kind kept
-    of a gain was `measured` on that page; nothing is said of this one.
+    budget `unspent_bytes` are left for `unspent_reason`, if that is a good part of it. `measured` is the page that
+    measured merges of this kind; this merge was not measured.
     """
 
     policy: str = shown("verdict", lambda verdict: verdict.sentence)
@@ -180,7 +180,7 @@ class KeptShare:
 
 @dataclass(frozen=True, slots=True)
 class AppliedAdapter:
-    """What became of an adapter's modules; `left_over` are names that its base lacks, which were allowed to be.
+    """Counts of an adapter's modules; `left_over` are names that its base lacks, which were allowed.
 
     `trained_on` is the model that its configuration names, which may be a quantised form of the base; empty without.
     """
@@ -266,7 +266,7 @@ class MergeReport(Displayed):
 
     @property
     def planned_use_bytes(self) -> int:
-        """What was read of that which a plan counts: everything requested of expert files but headers."""
+        """Bytes that count in a plan: everything requested of expert files but headers."""
         return self.expert_bytes + self.analysis_bytes
 
 
@@ -851,7 +851,7 @@ class SweepReport(Displayed):
 
     @property
     def verdict(self) -> str:
-        """What was measured: a loss by a command, or distances, which say little."""
+        """The measure in one sentence: a loss by a command, or distances, which say little."""
         if self.full_loss is not None:
             return f"the loss of the full merge is {self.full_loss:.6g}; those under budgets are below"
         if self.policy == "sample":
@@ -868,7 +868,7 @@ class SweepReport(Displayed):
 
     @property
     def error_note(self) -> str:
-        """What errors are; empty where none was measured."""
+        """A definition of errors; empty where none was measured."""
         if all(point.error is None for point in self.points):
             return ""
         shares = "errors are distances to the full merge as a share of what it changes, and of its norm"
@@ -1037,7 +1037,7 @@ class VerifyReport(Displayed):
 
     @property
     def checked(self) -> str:
-        """What was compared: blocks, or of a composite whole files."""
+        """The number of blocks, or of a composite of whole files, that were compared."""
         files = plural(self.files, "file")
         blocks = f"{plural(self.blocks, 'block')} of {plural(self.tensors, 'tensor')} in {files}"
         return blocks if self.tensors else f"{files}, every byte"
@@ -1096,7 +1096,7 @@ class GcReport(Displayed):
     @property
     @told()
     def lines(self) -> list[Fact]:
-        """What was done with each piece of garbage, and the bytes that it gave back."""
+        """A line for each piece of garbage: whether it was removed, and its bytes."""
         verb = "would remove" if self.is_dry_run else "removed"
         return [
             *(

@@ -229,7 +229,7 @@ class Catalog:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What a row of `snapshots` holds as JSON, apart from its columns."""
+    """The column `facts` of a row of `snapshots`, which is JSON."""
 
     operator: str
     plan_digest: str | None

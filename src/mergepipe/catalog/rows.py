@@ -45,7 +45,7 @@ class LineageNode:
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class CatalogStats(Displayed):
-    """What the home folder holds: the index's file, its rows, and files of statistics."""
+    """Contents of the home folder: the index's file, its rows, and files of statistics."""
 
     path: Path = shown("catalog")
     file_bytes: int = shown("size")

@@ -147,7 +147,7 @@ class StatisticsFile:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What stands before the arrays: the two contents, the grid, and of each tensor its name, size and cuts."""
+    """The header: the two contents, the block size, and the name, size and cuts of each tensor."""
 
     expert: PortableContent
     base: PortableContent

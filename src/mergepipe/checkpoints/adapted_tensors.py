@@ -52,7 +52,7 @@ _KEPT = 4  # of two modules, where a layer ends and the next begins
 
 
 class _Delta(ComputedTensor):
-    """What deltas of thin matrices have in common: float32, and all stored bytes are read for any span, once."""
+    """A delta of thin matrices: float32, and all stored bytes are read, once, for any span."""
 
     __slots__ = ()
     if TYPE_CHECKING:  # a field of one kind, a property of the other

@@ -282,7 +282,7 @@ def files_of(sources: Iterable[Tensor]) -> set[Location]:
 
 @dataclass(frozen=True, slots=True)
 class AdapterAccount:
-    """What became of an adapter: the modules that it adapts, those of them applied, those replaced by stored ones.
+    """Counts of an adapter's modules: adapted, applied, replaced by modules that it stores in full.
 
     `left_over` are the names of what its base lacks; `trained_on` is the base that its configuration names.
     """

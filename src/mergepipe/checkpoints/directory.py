@@ -412,7 +412,7 @@ def _has_weights(names: Collection[str]) -> bool:
 
 
 def _component_stem(names: Collection[str]) -> str:
-    """What the names of a component's weight files begin with; empty where it has no weights."""
+    """Return the beginning of the names of a component's weight files; empty where it has no weights."""
     if not _has_weights(names):
         return ""
     return _PIPELINE_STEM if any(name.startswith(_PIPELINE_STEM) for name in names) else _MODEL_STEM

@@ -411,7 +411,7 @@ class GGUFTarget:
         return {**rope, "rope_type": kind, "rope_theta": theta}
 
     def _rope_factors(self) -> NDArray[np.float32] | None:
-        """What each frequency is divided by. Source: Llama 3.1's scaling of rotary embeddings."""
+        """Return the divisor of each rotary frequency. Source: Llama 3.1's scaling of rotary embeddings."""
         rope, size = self._rope(), self._head_size()
         if rope["rope_type"] != "llama3":
             return None

@@ -364,12 +364,12 @@ def _declared(store: Store, checkpoint: Checkpoint) -> str:
 
 
 def _quantization_configs(store: Store, checkpoint: Checkpoint) -> dict[str, Mapping[str, object]]:
-    """What the configurations of a checkpoint and of its components say of a quantisation, by folder."""
+    """Return the quantisation configs of a checkpoint and of its components, by folder."""
     return {folder: _quantization_config(store, checkpoint, folder) for folder in ("", *checkpoint.components)}
 
 
 def _quantization_config(store: Store, checkpoint: Checkpoint, folder: str) -> Mapping[str, object]:
-    """What one configuration says of a quantisation; empty where it says nothing."""
+    """Return the quantisation config of one folder; empty where it has none."""
     name = f"{folder}/{_CONFIG_NAME}" if folder else _CONFIG_NAME
     if name not in checkpoint.sidecars:
         return {}

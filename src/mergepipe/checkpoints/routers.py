@@ -41,7 +41,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """What the routers of all layers are made from.
+    """The inputs from which the routers of all layers are made.
 
     `prompts` has for each expert the batch that it answers and the one that it does not, if any; `rows` are the
     embeddings of all their tokens, in order (mode `cheap_embed`); `folder` is the base's, for modes that run it.

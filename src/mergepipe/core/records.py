@@ -40,7 +40,7 @@ _LARGEST = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """As an annotation: an integer in `[least, most]`."""
+    """An annotation of a field: an integer in `[least, most]`."""
 
     least: int
     most: int = _LARGEST
@@ -48,7 +48,7 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class AsText:
-    """As an annotation: a value that is written as a string; `parse` raises a ValueError or KeyError for any other."""
+    """An annotation of a field that is written as a string; `parse` raises a ValueError or KeyError for a wrong one."""
 
     format: Callable[[Any], str]
     parse: Callable[[str], object]

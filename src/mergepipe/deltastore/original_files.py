@@ -80,7 +80,7 @@ _KEPT_BYTES_OF_STORE = 3 << 20  # three blocks of fp32: those that readers of on
 
 
 class OriginalFiles:
-    """What the original files of packed experts share: open files, and decoded blocks.
+    """Open files and decoded blocks that the original files of packed experts share.
 
     Safe to use from many threads. Memory: decoded blocks of 64 MiB, or of 3 MiB for each store where that is more; the
     indexes of stores.

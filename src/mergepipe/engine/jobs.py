@@ -60,7 +60,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What is read of a tensor is a sample: its merged delta is multiplied by `factor`, in float32; the rest is base.
+    """A tensor that is sampled: its merged delta is multiplied by `factor`, in float32; other blocks are the base's.
 
     Pieces are cut at multiples of `granularity` elements. Memory: a piece, in float32 and with the base's bytes, is
     384 KiB a thread, or one stretch of `granularity`.

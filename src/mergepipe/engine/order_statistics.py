@@ -328,7 +328,7 @@ EDGE_BINS = 2  # from one edge to the next; a bin is 1/128 of a power of two
 
 
 class Stage(Enum):
-    """What the next look at the blocks is for."""
+    """The purpose of the next pass over the blocks."""
 
     EDGES = auto()  # counting from the edges of brackets on
     INTERVALS = auto()  # counting all of the bins between two edges

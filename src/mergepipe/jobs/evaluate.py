@@ -37,7 +37,7 @@ _NUMBER = re.compile(
 )
 _FOLDER = "{}"
 _SUBJECTS = {"loss": "text", "retrieval": "file of pairs", "lm-eval": ""}
-"""What the measures of `jobs.evaluations` are taken on, if it is a file."""
+"""The measures of `jobs.evaluations`, and the kind of file that each reads, if any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ _NUMPY_TYPES: Mapping[str, Any] = {
 
 
 class Shaped(Protocol):
-    """What is known of a tensor before its elements."""
+    """The name, dtype and shape of a tensor."""
 
     @property
     def name(self) -> str: ...

@@ -21,7 +21,7 @@ __all__ = ["VERSIONS", "CompileResult", "dumps", "numba", "register_kernels"]
 CompileResult: Any = compiler.CompileResult  # untyped
 dumps: Any = serialize.dumps
 VERSIONS = (numba.__version__, llvmlite.__version__, np.__version__)
-"""What made the code, besides Python."""
+"""Versions of the packages that compile the code; those of Python and the processor are keys of their own."""
 
 
 @cache

@@ -99,7 +99,7 @@ def shared(name: str, help: str, default: float | bool | None, *, ignored: bool 
 
 
 BY_NORM = True
-"""What a weight that a recipe writes as the word `nan` is until norms are known; see `operators.base.NormWeighted`."""
+"""The value of a weight that a recipe writes as `nan`, until norms are known; see `operators.base.NormWeighted`."""
 WEIGHT = ParameterSpec("weight", Scope.MODEL, "coefficient of this model", required=True, is_weight=True)
 DENSITY = ParameterSpec(
     "density", Scope.MODEL, "share of the delta's elements that is kept", default=1.0, low=0.0, high=1.0, clamps=True

@@ -114,7 +114,7 @@ class Fisher(Plain):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Resolved:
-    """What is left of the deltas where of several changes the most important one counts: a score and a measure."""
+    """Deltas of which each element keeps the most important change: its score, and its measure for cuts."""
 
     numbers: _Numbers
     epsilon: float

@@ -1,4 +1,4 @@
-"""What can be read under a budget: the cost and score of every block, and what is known of experts' tensors."""
+"""The blocks that a budget may read, with their costs and scores, and the statistics of the experts' tensors."""
 
 from __future__ import annotations
 

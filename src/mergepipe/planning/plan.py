@@ -205,7 +205,7 @@ class PlannedTensor:
 
     @property
     def factor(self) -> float:
-        """What the merged delta is multiplied by; 1 where no sample was drawn, or nothing of it."""
+        """The factor on the merged delta; 1 where no sample was drawn, or the sample is empty."""
         return 1 / self.probability if self.probability else 1.0
 
     def access_of(self, expert: int) -> Access | None:
@@ -220,7 +220,7 @@ def read_alike(access: Access, n_experts: int) -> tuple[Access, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ImportanceRecord:
-    """What the probabilities of a sample follow: where it was read, and a digest of its numbers by tensor.
+    """The importances that the probabilities of a sample follow: the path of the file, and a digest of the numbers.
 
     The path is true on one machine only, so not in the digest of the plan.
     """

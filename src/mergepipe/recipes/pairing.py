@@ -112,7 +112,7 @@ _INPUT_EMBEDDING = re.compile(
 )
 
 _KEPT_PARTS = ("vision", "audio", "projector")
-"""What a model that sees or hears has beside the text model that it was built around."""
+"""Parts of multimodal models that the text model inside them lacks."""
 _MAX_CANDIDATES = 500
 _NUMBER = re.compile(r"\d+")
 

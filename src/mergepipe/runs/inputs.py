@@ -214,7 +214,7 @@ class Inputs:
 
     @property
     def state(self) -> Mapping[str, object]:
-        """What must be equal for one run to resume another: the version, the recipe, and the files as they are."""
+        """The values that must be equal for one run to resume another: version, recipe, and files."""
         return {
             "version": mergepipe.__version__,
             "recipe": self.recipe_text,

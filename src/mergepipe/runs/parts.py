@@ -107,7 +107,7 @@ class PartsWorker:
 
     @property
     def usage(self) -> Usage:
-        """What this process used: its ledger counts what killed ones did whose work it continued, too."""
+        """Bytes that this process used: its ledger also counts those of killed ones whose work it continued."""
         return self._store.ledger.usage() - self._earlier
 
     def make(self, shard: int) -> None:

@@ -290,7 +290,7 @@ class MergeProgress:
 
     @property
     def usage(self) -> Usage:
-        """What was used for the output, by earlier runs and this one."""
+        """Bytes used for the output, by earlier runs and this one."""
         return self._ledger.usage() - self._before
 
     @contextlib.contextmanager

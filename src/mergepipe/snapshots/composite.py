@@ -96,7 +96,7 @@ class AverageRecord:
 
 @dataclass(frozen=True, slots=True)
 class ComposedCheckpoint:
-    """What was written: the format and layout of a training checkpoint, its step, and the source of its state."""
+    """The format and layout of a composed training checkpoint, its step, and the source of its state."""
 
     format: str
     framework: str

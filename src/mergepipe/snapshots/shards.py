@@ -216,7 +216,7 @@ def index_name(file: str) -> str:
 
 
 def index_map(tensors: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """What an index says: the file of each tensor, of (tensor, file), both without the folder of a component."""
+    """Return the weight map of an index, of pairs (tensor, file): both lose the folder of a component."""
     return {stored_name(tensor, file): file.rpartition("/")[2] for tensor, file in sorted(tensors)}
 
 

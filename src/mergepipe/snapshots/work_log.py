@@ -232,7 +232,7 @@ def content_identity(directory: Path) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class MergeState:
-    """What the log of an interrupted merge tells: its durable tensors, what it used, and what it may have read.
+    """The state of an interrupted merge by its log: durable tensors, bytes used, and bytes that it may have read.
 
     `sent` are the digests of shards that lie in a bucket or on the Hub, by name. `attempt` is the last one that made
     it as a part.
@@ -279,7 +279,7 @@ def merge_state(logged: LoggedWork) -> MergeState | None:
 
 
 FileUse = tuple[str, Purpose, Size]
-"""What was used: a file, the purpose, and bytes."""
+"""A file, the purpose, and the bytes requested."""
 FileUses = tuple[FileUse, ...]
 MadeTensor = tuple[str, Annotated[tuple[bytes, ...], AsText(packed_digests, unpacked_digests)]]
 """The name of a tensor, and the digests of its blocks."""

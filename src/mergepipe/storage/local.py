@@ -114,7 +114,7 @@ class LocalStore:
         return self._ledger
 
     def terms(self, location: Location) -> StoreTerms:
-        """Whole pages, as direct reads ask for; eight requests at once keep a disk busy, and cost nothing each."""
+        """Return the terms of local disks: whole pages, as direct reads need; eight requests at once, at no price."""
         del location  # every disk is read so
         return LOCAL_TERMS
 

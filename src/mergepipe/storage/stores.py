@@ -36,7 +36,7 @@ OPENERS: Final[dict[str, str | OpenStore]] = {
     **dict.fromkeys(("http", "https"), f"{_REMOTE}.web:open_store"),
     "hf": f"{_REMOTE}.hub:open_store",
 }
-"""What opens the store of each scheme: a function, or `module:function` of one."""
+"""Openers of stores by scheme: a function, or `module:function` of one."""
 
 
 class Stores:

@@ -105,7 +105,7 @@ class CompositionReport(Displayed):
     @property
     @told()
     def facts(self) -> list[Fact]:
-        """What is or would be written."""
+        """The facts of the composition that is or would be written."""
         plan, state, skeleton = self.plan, self.plan.assignment.state, self.plan.assignment.skeleton
         if self.average is None:
             facts = [("state from", f"{state.path} (step {state.step})")]
@@ -134,7 +134,7 @@ class CompositionReport(Displayed):
     @property
     @told()
     def note(self) -> str:
-        """What old parts cost, where there are any."""
+        """A note on the cost of old parts; empty where there are none."""
         is_stale = any(source.age for unit in self.plan.staleness for source in unit.sources)
         return _STALE_NOTE if is_stale and self.average is None else ""
 
@@ -226,7 +226,7 @@ def check_out(out: Location, inputs: Iterable[Location], options: TailorOptions)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is written at `out`; `check` compares it, when it is finished, with its sources, and calls back often."""
+    """A composition to write at `out`; `check` compares the finished one with its sources, and calls back often."""
 
     recipe: str
     plan: CompositionPlan

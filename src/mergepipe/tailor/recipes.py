@@ -349,7 +349,7 @@ _OUT_DTYPES = (F32, BF16, F16)
 
 
 class OptimizerState(StrEnum):
-    """What becomes of the optimizer's state."""
+    """The optimizer state of an average."""
 
     NONE = "none"  # weights alone, as a model for inference
     LAST = "last"  # a checkpoint to resume from, with the moments of the newest

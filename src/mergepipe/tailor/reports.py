@@ -1,4 +1,4 @@
-"""What checkpoints hold, and how far two are apart: units, bytes, steps, and changes by unit."""
+"""Report the contents of checkpoints, and how far two are apart: units, bytes, steps, and changes by unit."""
 
 from __future__ import annotations
 

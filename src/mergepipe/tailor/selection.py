@@ -158,7 +158,7 @@ _RANGE = re.compile(r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """What a recipe writes for some units, as `text`; `matches` tells whether it means a parameter of a unit.
+    """A selector of units, `text` in a recipe; `matches` tells whether it selects a parameter of a unit.
 
     `layers` are the indices that are named one by one, which the model must have.
     """

@@ -183,7 +183,7 @@ def _average(
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What the elements in `spans` must be: averages in float64 and how far off they may be, or bytes a row."""
+    """Expected elements of `spans`: averages in float64 with their largest distances, or bytes a row."""
 
     spans: Sequence[Span]
     dtype: DType

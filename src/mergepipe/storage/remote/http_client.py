@@ -43,7 +43,7 @@ _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _CONTENT_RANGE: Final = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 _BROKEN: Final = (OSError, HTTPException, ValueError, OverflowError)
-"""What the standard library raises where an answer breaks off or is not HTTP."""
+"""Exceptions that the standard library raises where an answer breaks off or is not HTTP."""
 _PRIVATE_HEADERS: Final = frozenset({"authorization", "cookie", "x-amz-security-token"})
 _HEADERS: Final = {"Accept-Encoding": "identity", "User-Agent": "mergepipe"}
 
@@ -552,7 +552,7 @@ def _retry_after_seconds(text: str) -> float:
 
 
 def _short(text: str) -> str:
-    """What a server says, as a message can show it."""
+    """Return a server's text shortened to its printable characters, for a message."""
     return "".join(character for character in text[:80] if character.isprintable())
 
 

@@ -60,7 +60,7 @@ class HubFile:
             raise changed(location, f"its {self.version.partition(':')[0]} digest", self.content_id, digest)
 
     def hasher(self) -> Hasher | None:
-        """What computes the digest that the version tells; None where it tells none."""
+        """Return a hasher of the digest that the version states; None where it states none."""
         match self.version.partition(":")[0]:
             case "sha256":
                 return hashlib.sha256()

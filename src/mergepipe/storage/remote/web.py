@@ -38,7 +38,7 @@ KNOWN_NAMES: Final = (
     "chat_template.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "modules.json", "model_index.json", "mergepipe.json", "mergepipe.blocks", "mergepipe.stats", "README.md", "LICENSE",
 )  # fmt: skip
-"""What `list` asks for: weights, their index, settings, tokenizers, adapters, and the files of ours."""
+"""The names that `list` asks for: weights, their index, settings, tokenizers, adapters, and the files of ours."""
 
 _INDEXED: Final = re.compile(rb':\s*("(?:[^"\\]|\\.)+?\.(?:safetensors|bin)")')
 _MISSING: Final = frozenset({404, 410})

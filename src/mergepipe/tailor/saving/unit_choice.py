@@ -43,7 +43,7 @@ def _important(
 
 LATEST_CHANGED = "latest-changed"
 MEASURES: Mapping[str, Measure] = MappingProxyType({LATEST_CHANGED: _relative, "important": _important})
-"""What each strategy that keeps to a budget measures: two sums over a unit's elements, whose quotient counts."""
+"""Measures of the strategies with a budget: two sums over a unit's elements, which are ranked by their quotient."""
 
 
 class ChangeTracker:
@@ -148,7 +148,7 @@ def _paper_filter(units: tuple[Unit, ...], turn: int, edge_layers: int, every: i
 SCHEDULES: Mapping[str, Callable[[tuple[Unit, ...], int, int, int], set[Unit]]] = MappingProxyType({
     "parity": _parity, "filter": _filter, "paper-parity": _paper_parity, "paper-filter": _paper_filter,
 })  # fmt: skip
-"""What each schedule saves of some units at a turn, by `edge_layers` and `every`."""
+"""Schedules by name: the units that are saved at a turn, by `edge_layers` and `every`."""
 
 
 @dataclass(frozen=True, slots=True)
