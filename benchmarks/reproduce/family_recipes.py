@@ -19,9 +19,8 @@ PAPER_OPERATORS: Mapping[str, str] = {"linear": "AVG", "ties": "TIES", "dare_tie
 PAPER_BUDGET_SHARE = 3462 / 16060
 """The papers' fixed budget over the bytes of one expert: 3,462 MB of Llama-3.1-8B in bf16."""
 SYNTHETIC_TEXT = (
-    "The models are synthetic (normal weights, deltas of one size a tensor): bytes, times and memory are those of real"
-    " models, but nothing follows for errors, for which blocks matter, for block sizes, or for sizes of packs"
-    " ([fine-tunes of a public model](trained.md))."
+    "The models are synthetic (normal weights, deltas of one size a tensor): bytes, times and memory carry over to real"
+    " ones; errors, which blocks matter, block sizes and sizes of packs do not ([real fine-tunes](trained.md))."
 )
 
 

@@ -243,8 +243,8 @@ def _stored_blocks(results: Results) -> list[int]:
 
 def _block_text() -> str:
     return (
-        f"TIES under a budget of {_SHARE} % of what reading all costs, in blocks of that many Ki elements. Small blocks"
-        " pay for whole pages and for the catalog; which size loses least cannot be told from synthetic models."
+        f"TIES under a budget of {_SHARE} %. Small blocks pay for whole pages and for the catalog; which size loses"
+        " least cannot be told from synthetic models."
     )
 
 

@@ -69,17 +69,14 @@ def write_pages(parts: Mapping[str, Part], folder: Path, docs: Path, plots_pytho
 
 
 def _index(parts: Mapping[str, Part], pages: Mapping[str, tuple[Results, Page]]) -> str:
-    rows = [
-        (f"[{page.title}]({name}.md)", parts[name].summary, f"`{results.size['name']}`", results.date)
-        for name, (results, page) in pages.items()
-    ]
+    rows = [(f"[{page.title}]({name}.md)", parts[name].summary) for name, (_, page) in pages.items()]
     machines = dict.fromkeys(_machine_line(results) for results, _ in pages.values())
     lines = [
         "# Benchmarks",
         "What to expect of MergePipe, measured. Each page begins with what it means for you. [Papers](../papers.md) has"
         " the papers' figures beside ours; [more benchmarks](../internals/benchmarks.md) are those of single"
         " mechanisms.",
-        Table(("page", "what", "size", "measured"), tuple(rows)).markdown(),
+        Table(("page", "what"), tuple(rows)).markdown(),
         "Machines: " + "; ".join(machines) + ". A page names its own.",
         "`make reproduce PARTS=\"scaling sweep\" SIZE=0.6b` measures parts and writes their pages; `python -m"
         " benchmarks.reproduce list --size 0.6b` says what disk and time each needs. A stopped run goes on where it"
