@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from mergepipe import api
 from mergepipe.errors import MergePipeError
+from support.command_line import Runner
 
 HIDDEN, INNER, TOKENS, LAYERS = 8, 12, 16, 2
 CONFIG = {
@@ -83,10 +84,8 @@ def test_deepseek__keeps_experts_and_the_shared_one_apart(
     assert (config["model_type"], config["n_shared_experts"], config["torch_dtype"]) == ("deepseek", 1, "float16")
 
 
-def test_qwen__gets_zero_biases_and_a_gate_of_the_shared_expert(
-    tmp_path: Path,
-    models: dict[str, dict[str, NDArray[Any]]],  # noqa: ARG001 - written
-) -> None:
+@pytest.mark.usefixtures("models")
+def test_qwen__gets_zero_biases_and_a_gate_of_the_shared_expert(tmp_path: Path) -> None:
     made, config = build(tmp_path, recipe_of(shared_experts=[{"source_model": "./base"}], architecture="qwen"))
     assert not made["model.layers.0.self_attn.q_proj.bias"].any()
     assert made["model.layers.0.mlp.shared_expert_gate.weight"].shape == (1, HIDDEN)
@@ -128,6 +127,18 @@ def test_mixtures__that_cannot_be_built_are_refused_before_anything_is_written(
         build(tmp_path, recipe_of(**changes))
     assert (caught.value.code, text in str(caught.value)) == (code, True), str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("models")
+def test_moe__is_merge_of_a_recipe_of_a_mixture_and_refuses_others(run: Runner, tmp_path: Path) -> None:
+    expected = build(tmp_path, recipe_of(gate_mode="uniform_random"))
+    made = tmp_path / "moe"
+    assert run("moe", tmp_path / "recipe.yml", made).exit_code == 0
+    config = json.loads((made / "config.json").read_text())
+    np.testing.assert_equal((load_file(made / "model.safetensors"), config), expected)
+    (tmp_path / "plain.yml").write_text("merge_method: passthrough\nmodels: [{model: ./a}]\n")
+    ran = run("moe", tmp_path / "plain.yml", tmp_path / "none")
+    assert (ran.exit_code, "makes no mixture" in ran.err, (tmp_path / "none").exists()) == (2, True, False), ran.err
 
 
 # --- experts that are changed, merged, adapted or quantised on their way into a mixture ---

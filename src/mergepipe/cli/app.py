@@ -33,7 +33,7 @@ _COMMANDS = {
 They import nothing but typer and the standard library until a command runs.
 """
 _RARE_COMMANDS = {
-    "merging": ("status",),
+    "merging": ("moe", "status"),
     "budgets": ("sweep", "search"),
     "snapshots": ("show", "lineage", "diff", "repair", "replay"),
     "maintenance": ("catalog",),

@@ -1,7 +1,8 @@
-"""Commands that check recipes and merge: `merge`, `check`, `run`, `status`."""
+"""Commands that check recipes and merge: `merge`, `moe`, `check`, `run`, `status`."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -12,7 +13,16 @@ from mergepipe.cli.registration import OUT_HELP, OutPath, RecipePath, command
 from mergepipe.core.display import Displayed
 from mergepipe.core.flags import Flag, declared_options
 from mergepipe.errors import RecipeError
-from mergepipe.options import PARTS_PANEL, CheckOptions, MergeOptions, OutputOptions, PlanOptions, RecipeOptions
+from mergepipe.options import (
+    FORCE,
+    PARTS_PANEL,
+    CheckOptions,
+    MachineOptions,
+    MergeOptions,
+    OutputOptions,
+    PlanOptions,
+    RecipeOptions,
+)
 
 RECIPE_ENDINGS, PLAN_ENDINGS = (".yml", ".yaml"), (".json",)
 _OF_OUTPUTS, _OF_RECIPES = (
@@ -60,6 +70,30 @@ def merge(
     if plan is None:
         return api.merge(recipe, target, options=options, on_progress=on_progress)
     return api.run(plan, target, options=options, on_progress=on_progress)
+
+
+@command("mergepipe moe mixture.yml moe/")
+def moe(
+    recipe: RecipePath,
+    out: OutPath,
+    *,
+    force: Annotated[bool, FORCE] = False,
+    options: MachineOptions,
+    on_progress: OnProgress,
+) -> Displayed:
+    """Build the mixture of experts of RECIPE at OUT.
+
+    `merge` does the same, and has more options; a recipe of another kind is refused.
+    """
+    from mergepipe.recipes.recipe_files import load_recipes
+    from mergepipe.storage.location import Location
+    from mergepipe.storage.stores import Stores
+
+    refuse_swapped(recipe, out, RECIPE_ENDINGS)
+    if load_recipes(Location.parse(recipe), Stores())[-1].mixture is None:
+        message = "makes no mixture: it has merge_method, or neither experts nor gate_mode"
+        raise RecipeError.of("recipe.unsupported", recipe, message, f"mergepipe merge {recipe} {out}")
+    return api.merge(recipe, out, options=MergeOptions(force=force, **asdict(options)), on_progress=on_progress)
 
 
 def _checked_output(recipe: str, out: str | None, plan: str | None) -> str:
