@@ -310,11 +310,7 @@ def test_storage__works_without_what_some_file_systems_lack(work: Work, number: 
         check_all_storage(work, work.out)
 
 
-MAKE_FILE_SYSTEM = {
-    "ext2": ["mkfs.ext2", "-q", "-F"],
-    "vfat": ["mkfs.vfat"],
-    "tmpfs": [],
-}
+MAKE_FILE_SYSTEM = {"ext2": ["mkfs.ext2", "-q", "-F"], "vfat": ["mkfs.vfat"], "tmpfs": []}
 
 
 @pytest.fixture(params=MAKE_FILE_SYSTEM)

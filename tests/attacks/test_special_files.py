@@ -14,14 +14,7 @@ import pytest
 from odd_models import RECIPES, write_models
 
 from mergepipe.cli import main
-from support.training_trees import (
-    decay_groups,
-    decoder_shapes,
-    known_states,
-    write_dcp,
-    write_hf,
-    write_zero3,
-)
+from support.training_trees import decay_groups, decoder_shapes, known_states, write_dcp, write_hf, write_zero3
 
 GUARD_SECONDS = 100  # nothing here takes one; a read that never ends fails instead of hanging the suite
 

@@ -132,13 +132,7 @@ def test_catalog__a_table_that_is_missing_is_corrupt(tmp_path: Path) -> None:
     use_everything(tmp_path / "home")
 
 
-@pytest.mark.parametrize(
-    "sql",
-    [
-        "UPDATE snapshots SET created = 'yesterday'",
-        "UPDATE snapshots SET facts = 'few'",
-    ],
-)
+@pytest.mark.parametrize("sql", ["UPDATE snapshots SET created = 'yesterday'", "UPDATE snapshots SET facts = 'few'"])
 def test_catalog__a_row_that_makes_no_sense_is_corrupt(tmp_path: Path, sql: str) -> None:
     with raw(filled_home(tmp_path / "home")) as connection:
         connection.execute(sql)

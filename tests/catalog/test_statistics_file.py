@@ -82,10 +82,7 @@ def test_covers__asks_for_the_grid_the_tensors_and_the_densities() -> None:
 
 Change = Callable[[dict[str, Any]], None]
 LIES: dict[str, tuple[Change, str]] = {
-    "another format": (
-        lambda d: d.update(format="mergepipe-plan/1"),
-        "its format is 'mergepipe-plan/1'",
-    ),
+    "another format": (lambda d: d.update(format="mergepipe-plan/1"), "its format is 'mergepipe-plan/1'"),
     "an unknown key": (lambda d: d.update(extra=1), "unknown key 'extra'; known: base,"),
     "no tensors": (lambda d: d.pop("tensors"), "'tensors' is missing"),
     "a content of no files": (lambda d: d["base"].update(files=[]), "base: its digest is not that of the files"),

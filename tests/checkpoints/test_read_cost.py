@@ -53,12 +53,7 @@ def test_block_costs__agree_for_one_and_for_many(
     assert granularity > 1 or sum(many.tolist()) == sum(span.n_elements for span in spans) * dtype.itemsize
 
 
-@given(
-    dtype=DTYPES,
-    offset=st.integers(0, 10_000),
-    block=st.integers(1, 3000),
-    chosen=st.sets(st.integers(0, 11)),
-)
+@given(dtype=DTYPES, offset=st.integers(0, 10_000), block=st.integers(1, 3000), chosen=st.sets(st.integers(0, 11)))
 def test_block_costs__are_at_least_what_joined_requests_ask_for(
     dtype: DType, offset: int, block: int, chosen: set[int]
 ) -> None:

@@ -129,11 +129,7 @@ def test_evaluate__a_command_that_gives_no_loss_is_refused(
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ["--target-loss", "2"],
-        ["--evaluate", COMMAND],
-        ["--target-loss", "2", "--evaluate", COMMAND, "--budget", "10%"],
-    ],
+    [["--target-loss", "2"], ["--evaluate", COMMAND], ["--target-loss", "2", "--evaluate", COMMAND, "--budget", "10%"]],
 )
 def test_merge__a_target_loss_stands_alone_and_needs_a_command(
     work: Workplace, run: Runner, options: list[str]

@@ -11,15 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.cli.progress import (
-    LINE_SECONDS,
-    BarDisplay,
-    LineDisplay,
-    Meter,
-    NoDisplay,
-    choose_display,
-    progress_bar,
-)
+from mergepipe.cli.progress import LINE_SECONDS, BarDisplay, LineDisplay, Meter, NoDisplay, choose_display, progress_bar
 from mergepipe.kernels.compiled import listen_to_compilation, mark_compilation
 from mergepipe.reports import Progress
 

@@ -19,11 +19,7 @@ from mergepipe.core.escaping import yaml_scalar as scalar
 from support.source_code import trees_with
 
 HOSTILE = 'a\u202eb\u2028c\x1b[31md\ne\x85f`g|h<i>&"j\\k\x00l\u2066m\x9bn\r\to*p[bold]q#r\U000e0001s'
-PASSED_ON = {
-    "checkpoints/directory.py",
-    "checkpoints/vocabulary.py",
-    "core/strict_json.py",
-}  # documents of others
+PASSED_ON = {"checkpoints/directory.py", "checkpoints/vocabulary.py", "core/strict_json.py"}  # documents of others
 
 any_text = st.text(st.characters(exclude_categories=[]), max_size=40)  # surrogates too
 

@@ -92,8 +92,7 @@ def test_encode_converted__experts_of_another_dtype_come_back_with_exact_deltas(
     same = encode_converted(base, base_dtype, convert(base, base_dtype, dtype).copy(), dtype)
     assert same.codec is Codec.SAME
     assert np.array_equal(
-        deltas_at(same, Level.HEAD, context, n),
-        deltas_of(base, base_dtype, convert(base, base_dtype, dtype), dtype),
+        deltas_at(same, Level.HEAD, context, n), deltas_of(base, base_dtype, convert(base, base_dtype, dtype), dtype)
     )
 
 

@@ -207,10 +207,7 @@ def test_verify__makes_a_merge_of_levels_again(place: Place, folder: Path) -> No
 
 def test_sweep__of_mixed_experts_comes_closer_with_every_budget(place: Place) -> None:
     points = mergepipe.sweep(
-        place.recipe(AVERAGE),
-        ["10%", "40%", "100%"],
-        select="norm",
-        options=RunOptions(home=place.home),
+        place.recipe(AVERAGE), ["10%", "40%", "100%"], select="norm", options=RunOptions(home=place.home)
     ).points
     errors = [point.error for point in points if point.policy == "norm" and point.error is not None]
     assert len(errors) == 3

@@ -17,13 +17,7 @@ from mergepipe.cli import main
 from mergepipe.core.blocks import BF16, DTYPES, F16, DType
 from mergepipe.core.strict_json import digest_of
 from mergepipe.deltastore.codec.bands import encode_bands
-from mergepipe.deltastore.codec.block import (
-    BlockContext,
-    EncodedBlock,
-    RawBytes,
-    decode_block,
-    encode_block,
-)
+from mergepipe.deltastore.codec.block import BlockContext, EncodedBlock, RawBytes, decode_block, encode_block
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece
 from mergepipe.deltastore.codec.planes import encode_planes
 from mergepipe.deltastore.header import HEADER_NAME

@@ -56,12 +56,7 @@ class CrashJob:
             self.out,
             budget=self.budget,
             force=self.force,
-            options=MergeOptions(
-                threads=2,
-                shard_bytes=SHARD_BYTES,
-                home=self.home,
-                resume=resume,
-            ),
+            options=MergeOptions(threads=2, shard_bytes=SHARD_BYTES, home=self.home, resume=resume),
         )
 
     def check_whole(self) -> None:

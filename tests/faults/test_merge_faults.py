@@ -18,14 +18,7 @@ import mergepipe
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, StorageError
 from mergepipe.options import MergeOptions
 from mergepipe.storage import owned
-from support.disk_families import (
-    DiskFamily,
-    make_models,
-    tree_digest,
-    weights_digest,
-    write_family,
-    write_recipe,
-)
+from support.disk_families import DiskFamily, make_models, tree_digest, weights_digest, write_family, write_recipe
 from support.faults import (
     Fault,
     drop_from_page_cache,

@@ -22,13 +22,7 @@ from mergepipe.reports import Progress
 from mergepipe.snapshots import staging as publish
 from mergepipe.storage import owned
 from mergepipe.storage.output import OutputFile
-from support.disk_families import (
-    make_models,
-    tree_digest,
-    weights_digest,
-    write_family,
-    write_recipe,
-)
+from support.disk_families import make_models, tree_digest, weights_digest, write_family, write_recipe
 from support.faults import Fault, open_descriptors, replaced, worker_threads
 from support.oracle import MergeCase
 

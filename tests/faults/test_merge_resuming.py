@@ -19,13 +19,7 @@ from crash_cases import CrashJob, make_job, recording_often
 
 import mergepipe
 from mergepipe import api as keeping
-from mergepipe.errors import (
-    ConflictError,
-    LimitError,
-    MergePipeError,
-    NotFoundError,
-    StorageError,
-)
+from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, StorageError
 from mergepipe.options import MergeOptions, OutputOptions
 from mergepipe.reports import MergeReport, Progress
 from mergepipe.runs import progress

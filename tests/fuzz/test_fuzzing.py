@@ -15,9 +15,7 @@ from mergepipe.errors import CorruptError
 from mergepipe.planning.plan import parse_plan
 from mergepipe.snapshots.manifest import parse_manifest
 from mergepipe.snapshots.work_log import merge_state, read_work_log
-from support.fuzz_seals import (
-    seal_log,
-)
+from support.fuzz_seals import seal_log
 from support.fuzz_stores import block_cases
 from support.fuzz_targets import all_targets
 from support.fuzzing import Failure, Limits, Target, check_input, fuzz

@@ -25,10 +25,7 @@ def model(role: str, name: str, planned_bytes: int) -> PlannedModel:
 
 def make_plan(planned_bytes: int = 8192) -> Plan:
     """Two experts over two tensors of ten blocks and one block."""
-    first = (
-        Access(((0, 4),), free=((8, 10),)),
-        Access(((5, 7),), free=((9, 10),)),
-    )
+    first = (Access(((0, 4),), free=((8, 10),)), Access(((5, 7),), free=((9, 10),)))
     second = (Access(()), Access(((0, 1),)))
     return Plan(
         operator="linear",

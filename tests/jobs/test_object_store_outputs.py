@@ -21,14 +21,7 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.objects import BucketWriter
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
-from support.bucket_outputs import (
-    Requests,
-    bucket_server,
-    files_below,
-    new_prefix,
-    objects_below,
-    watch_buckets,
-)
+from support.bucket_outputs import Requests, bucket_server, files_below, new_prefix, objects_below, watch_buckets
 from support.families import FamilyShape, write_family
 from support.refusals import refuses
 from support.s3_server import S3Server

@@ -563,10 +563,7 @@ def test_run_part__and_a_merge_refuse_the_place_of_each_other(cases: Cases, buck
         mergepipe.run(cases(PLAIN).plan, bucket.out, options=replace(OPTIONS, home=tmp_path / "home"))
     assert bucket.files() == before
     other = Place(f"{bucket.out}-other", tmp_path / "home")
-    with (
-        pytest.raises(ConflictError, match="makes an output"),
-        ObjectUpload(BucketFolder(Location.of(other.out))),
-    ):
+    with pytest.raises(ConflictError, match="makes an output"), ObjectUpload(BucketFolder(Location.of(other.out))):
         other.part(plan, (1, 3))
     assert other.files() == {}
 

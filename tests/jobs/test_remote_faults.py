@@ -25,16 +25,7 @@ from mergepipe.storage.remote.http_client import HttpClient
 from mergepipe.storage.remote.retry import RetryPolicy
 from mergepipe.storage.stores import Stores
 from support.families import TINY, FamilyPaths, write_family
-from support.fault_server import (
-    Answer,
-    BucketServer,
-    FaultServer,
-    Request,
-    cut,
-    no_fault,
-    stall,
-    status,
-)
+from support.fault_server import Answer, BucketServer, FaultServer, Request, cut, no_fault, stall, status
 from support.hub_server import hub_server
 from support.remote_stores import PATIENT_SECONDS, set_environment
 

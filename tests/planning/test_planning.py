@@ -127,10 +127,7 @@ def test_plan__with_a_larger_budget_keeps_the_prefix_of_its_order(
 
 
 @given(
-    operator=st.sampled_from(OPERATORS),
-    policy=st.sampled_from(ORDERS),
-    missing=MISSING,
-    budget=st.integers(0, LARGEST),
+    operator=st.sampled_from(OPERATORS), policy=st.sampled_from(ORDERS), missing=MISSING, budget=st.integers(0, LARGEST)
 )
 def test_plan__leaves_out_nothing_that_would_fit(
     operator: str, policy: Policy, missing: tuple[tuple[int, str], ...], budget: int

@@ -88,11 +88,7 @@ def test_load_recipe__reads_slices_with_filters_and_gradients(folder: Path) -> N
     assert [model.text for model in recipe.inputs()] == ["base", "a"]
     t = setting(recipe, "t")
     assert t == Cases(
-        (
-            Case("self_attn", (0.0, 0.5, 0.3, 0.7, 1.0)),
-            Case("mlp", (1.0, 0.5, 0.7, 0.3, 0.0)),
-            Case("", (0.5,)),
-        ),
+        (Case("self_attn", (0.0, 0.5, 0.3, 0.7, 1.0)), Case("mlp", (1.0, 0.5, 0.7, 0.3, 0.0)), Case("", (0.5,))),
         "recipe.yml:10 parameters.t",
     )
     assert value_at(t, "model.layers.3.mlp.up_proj.weight", 1.0) == 0.0
@@ -288,7 +284,7 @@ BAD: list[tuple[str, list[str]]] = [
         STACK + "models: [{model: a}]\n",
         [
             "recipe.conflict | recipe.yml:1 slices: is there together with 'models'; "
-            "a recipe has one of models, slices and modules",
+            "a recipe has one of models, slices and modules"
         ],
     ),
     (
@@ -336,22 +332,18 @@ BAD: list[tuple[str, list[str]]] = [
     ),
     (
         SLERP.replace("model: a\n", "model: ./base\n"),
-        [
-            f"recipe.value | {AT_SOURCE}: slerp takes exactly 1 model besides base_model, found 0",
-        ],
+        [f"recipe.value | {AT_SOURCE}: slerp takes exactly 1 model besides base_model, found 0"],
     ),
     (
         SLERP.replace("base_model: base", "residual: 1"),
         [
             "recipe.incomplete | recipe.yml:1 base_model: slerp needs base_model; "
-            "name the model the others were fine-tuned from",
+            "name the model the others were fine-tuned from"
         ],
     ),
     (
         "modules: {text: {}}\nmerge_method: linear\n",
-        [
-            "recipe.conflict | recipe.yml:1 modules.text: a module needs either 'models' or 'slices', found neither",
-        ],
+        ["recipe.conflict | recipe.yml:1 modules.text: a module needs either 'models' or 'slices', found neither"],
     ),
     (
         TOKENS + "tokenizer_source: union\n",

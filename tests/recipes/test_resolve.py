@@ -338,9 +338,7 @@ WILD = st.tuples(st.dictionaries(NAMES, SPECS), st.lists(st.dictionaries(NAMES, 
 
 @settings(deadline=None)
 @given(FAMILIES)
-def test_resolve__covers_the_base_and_uses_or_drops_every_expert_tensor(
-    family: tuple[Tensors, list[Tensors]],
-) -> None:
+def test_resolve__covers_the_base_and_uses_or_drops_every_expert_tensor(family: tuple[Tensors, list[Tensors]]) -> None:
     base, experts = family
     result = resolved(TWO_EXPERTS, base, *experts, allow=("*",))
     assert [task.name for task in result.tasks] == list(base)

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 
 from mergepipe.errors import ConflictError, CorruptError, LimitError
 from mergepipe.snapshots import parts as records
-from mergepipe.snapshots.parts import (
-    JOB_NAME,
-    Claim,
-    Claimant,
-    MadeShard,
-    PartsJob,
-    PartsPlace,
-)
+from mergepipe.snapshots.parts import JOB_NAME, Claim, Claimant, MadeShard, PartsJob, PartsPlace
 from mergepipe.snapshots.parts_places import job_at, parts_place, plan_digests_at
 from mergepipe.snapshots.work_log import usage_of, uses_of
 from mergepipe.storage.ledger import Purpose, Usage

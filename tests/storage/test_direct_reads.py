@@ -34,10 +34,7 @@ ALLOWED = {
     "deltastore/writer.py": ("regular.read_head stat", OWN),
     "jobs/gc.py": ("exists glob is_dir is_file is_symlink os.walk rglob stat", OWN),
     "jobs/push.py": ("exists", "whether a name is a folder of this machine, or a model of the Hub"),
-    "jobs/repair.py": (
-        "is_file is_symlink open os.fstat resolve stat",
-        "a snapshot that is repaired",
-    ),
+    "jobs/repair.py": ("is_file is_symlink open os.fstat resolve stat", "a snapshot that is repaired"),
     "jobs/sweep.py": ("is_dir", OWN),
     "checkpoints/gguf_files.py": ("stat", OWN),
     "jobs/evaluations.py": ("read_bytes read_text rglob", "what its own process measures a model on"),

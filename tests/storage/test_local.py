@@ -18,14 +18,7 @@ from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile, LocalStore, resident_fraction
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import PAGE_BYTES, aligned_buffer, os_error, round_up
-from support.faults import (
-    Fault,
-    drop_from_page_cache,
-    open_descriptors,
-    replaced,
-    short_reads,
-    system_error,
-)
+from support.faults import Fault, drop_from_page_cache, open_descriptors, replaced, short_reads, system_error
 from support.refusals import refuses
 
 

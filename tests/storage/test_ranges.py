@@ -164,10 +164,7 @@ def test_callers__refuse_a_file_that_ends_early(caller: str, tmp_path: Path) -> 
 
 # Short reads are no error there: the rest of a whole file (to its own end), and kept ranges, which pass on what the
 # file below says.
-SHORT_READS = {
-    "storage/ranges.py": {"read_into", "pread", "preadv"},
-    "storage/spill.py": {"read_into"},
-}
+SHORT_READS = {"storage/ranges.py": {"read_into", "pread", "preadv"}, "storage/spill.py": {"read_into"}}
 
 
 def test_package__reads_ranges_through_one_module() -> None:

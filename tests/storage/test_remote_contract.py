@@ -145,10 +145,7 @@ class TestWebStore(BucketContract):
     def test_list__ignores_a_malformed_index(self, root: Location) -> None:
         for content in (b"{", b"[]", b'{"weight_map": 3}', b'{"weight_map": {"t": "\\x.bin"}}'):
             store = self.make(root, {"r/model.safetensors.index.json": content})
-            assert [entry.name for entry in store.list(root / "r")] == [
-                "config.json",
-                "model.safetensors.index.json",
-            ]
+            assert [entry.name for entry in store.list(root / "r")] == ["config.json", "model.safetensors.index.json"]
 
 
 class TestMotoStore(ObjectNames):

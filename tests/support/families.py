@@ -18,15 +18,7 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import BF16, F16, F32, F64, DType
 from mergepipe.errors import OutputError, StorageError
 from support.family_files import write_sidecars
-from support.family_shapes import (
-    DEMO,
-    QWEN3_0_6B,
-    TINY,
-    TINY_LLAMA,
-    Architecture,
-    FamilyShape,
-    FamilyTensor,
-)
+from support.family_shapes import DEMO, QWEN3_0_6B, TINY, TINY_LLAMA, Architecture, FamilyShape, FamilyTensor
 
 __all__ = [
     "DEMO",

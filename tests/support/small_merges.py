@@ -84,9 +84,7 @@ class Bench:
     def merge(self, recipe: Recipe, name: str, **options: Any) -> MergeReport:
         """Merge into `name`, with what the catalog knows."""
         return session.merge(
-            self.write(recipe),
-            self.folder / name,
-            **{"home": self.home, "threads": 2, "seed": 3, **options},
+            self.write(recipe), self.folder / name, **{"home": self.home, "threads": 2, "seed": 3, **options}
         )
 
     def scratch(self, recipe: Recipe, name: str, **options: Any) -> MergeReport:

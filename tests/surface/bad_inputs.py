@@ -226,11 +226,7 @@ def write_outputs(root: Path) -> None:
         shutil.copytree(root / "out", root / f"out-{name}")
     (root / "out-no-manifest/mergepipe.json").unlink()
     manifest = root / "out/mergepipe.json"
-    changed_json(
-        manifest,
-        root / "out-newer/mergepipe.json",
-        become_newer,
-    )
+    changed_json(manifest, root / "out-newer/mergepipe.json", become_newer)
     changed_json(manifest, root / "out-lie/mergepipe.json", lambda content: content.update(sid="0" * 64))
     (root / "out-no-json/mergepipe.json").write_text("{")
     (root / "out-extra/mine.txt").write_text("mine")
@@ -238,11 +234,7 @@ def write_outputs(root: Path) -> None:
     for name in ("cut", "newer", "no-header"):
         shutil.copytree(root / "packed/expert-1", root / f"packed-{name}")
     header = root / "packed/expert-1/mergepipe-store.json"
-    changed_json(
-        header,
-        root / "packed-newer/mergepipe-store.json",
-        become_newer,
-    )
+    changed_json(header, root / "packed-newer/mergepipe-store.json", become_newer)
     (root / "packed-no-header/mergepipe-store.json").write_text("{")
     data = max((root / "packed-cut").iterdir(), key=lambda path: path.stat().st_size)
     data.write_bytes(data.read_bytes()[:-100])

@@ -32,12 +32,7 @@ from mergepipe.errors import MergePipeError
 from support.goldens import Goldens, steady_text
 
 CASES: Mapping[str, tuple[str, ...]] = {
-    "": (
-        "",
-        "mrege linear.yml out",
-        "--verison",
-        "--completion cmd",
-    ),
+    "": ("", "mrege linear.yml out", "--verison", "--completion cmd"),
     "check": (
         "nowhere.yml",
         "family",

@@ -15,17 +15,7 @@ from sys import modules
 from typing import Any
 
 import pytest
-from composing import (
-    FORMATS,
-    FULL,
-    SHARED_STEPS,
-    Pair,
-    hidden,
-    make_pair,
-    stored_values,
-    tree,
-    wrong_values,
-)
+from composing import FORMATS, FULL, SHARED_STEPS, Pair, hidden, make_pair, stored_values, tree, wrong_values
 
 from mergepipe.checkpoints.torch_file import read_torch_zip
 from mergepipe.errors import (
@@ -62,25 +52,10 @@ from mergepipe.tailor.saving.frameworks import Ranks
 from mergepipe.tailor.saving.partial_run import PartialJob, no_extra_files, write_partial
 from mergepipe.tailor.selection import EMBED, Unit, layer
 from support.engine_views import known_view, on_ranks
-from support.faults import (
-    Fault,
-    open_descriptors,
-    replaced,
-    short_reads,
-    short_writes,
-    system_error,
-    worker_threads,
-)
+from support.faults import Fault, open_descriptors, replaced, short_reads, short_writes, system_error, worker_threads
 from support.stores import MetadataStore
 from support.torch_bytes import Member, pickle_file, zip_bytes
-from support.training_trees import (
-    KnownStates,
-    decoder_shapes,
-    known_states,
-    write_hf,
-    write_zero3,
-    write_zero12,
-)
+from support.training_trees import KnownStates, decoder_shapes, known_states, write_hf, write_zero3, write_zero12
 
 PARITY = "default: new\ntake: [{from: old, units: [layers even, embed, norm]}]\n"
 

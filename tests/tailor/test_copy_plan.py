@@ -98,11 +98,7 @@ RANGES = st.builds(
 SEGMENTS = st.lists(
     RANGES
     | st.builds(Literal, st.binary(max_size=5000))
-    | st.builds(
-        lambda at, n: cast_range(Path("a"), 4 * at, n),
-        st.integers(0, 250),
-        st.integers(0, 9000),
-    ),
+    | st.builds(lambda at, n: cast_range(Path("a"), 4 * at, n), st.integers(0, 250), st.integers(0, 9000)),
     max_size=8,
 )
 

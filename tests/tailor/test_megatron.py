@@ -204,13 +204,7 @@ CUT = {"linear_qkv": 0, "linear_fc1": 0, "linear_proj": 1, "linear_fc2": 1}
 
 
 def write_megatron(
-    folder: Path,
-    model: State,
-    kind: str,
-    *,
-    prefix: str = "",
-    is_stacked: bool = True,
-    masters: int = 0,
+    folder: Path, model: State, kind: str, *, prefix: str = "", is_stacked: bool = True, masters: int = 0
 ) -> None:
     layers = [megatron_layer(model, layer, kind, fuses_norms=is_stacked) for layer in range(LAYERS)]
     stacked = {f"decoder.layers.{n}": np.array([layer[n] for layer in layers]) for n in layers[0]}

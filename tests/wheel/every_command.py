@@ -15,13 +15,7 @@ from pathlib import Path
 
 from mergepipe.cli.app import build_command
 from support.families import TINY, write_family
-from support.training_trees import (
-    decay_groups,
-    decoder_shapes,
-    known_states,
-    write_trainer_files,
-    write_zero12,
-)
+from support.training_trees import decay_groups, decoder_shapes, known_states, write_trainer_files, write_zero12
 
 NOT_REQUIRED = ("torch", "transformers", "safetensors", "ml_dtypes", "pytest", "hypothesis", "jsonschema", "peft")
 RECIPE = """merge_method: ties
@@ -145,10 +139,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(Path(folder))
         problems += run_all(Path(folder))
-    print(
-        "\n".join(problems) or f"{len(all_lines())} commands passed",
-        file=sys.stderr if problems else sys.stdout,
-    )
+    print("\n".join(problems) or f"{len(all_lines())} commands passed", file=sys.stderr if problems else sys.stdout)
     return bool(problems)
 
 

@@ -67,12 +67,7 @@ def test_read_torch_zip__gives_the_bytes_of_every_tensor(tmp_path: Path) -> None
     archive, _ = opened(tmp_path, torch_bytes(value))
     raw = archive.file.local_path.read_bytes()
     found = {p: raw[t.offset : t.offset + t.nbytes] for p, t in archive.tensors().items()}
-    assert found == {
-        "a[0]": b"",
-        "a[1]": flat[3:13].tobytes(),
-        "b[7]": column.tobytes(),
-        "c[0]": flat.tobytes(),
-    }
+    assert found == {"a[0]": b"", "a[1]": flat[3:13].tobytes(), "b[7]": column.tobytes(), "c[0]": flat.tobytes()}
     assert archive.tensors()["a[1]"].storage_key == archive.tensors()["c[0]"].storage_key
 
 

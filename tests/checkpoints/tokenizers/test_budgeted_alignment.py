@@ -35,10 +35,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def merged(recipe: Path, out: Path, budget: str | None) -> tuple[bytes, mergepipe.MergeReport]:
     report = mergepipe.merge(
-        recipe,
-        out,
-        budget=budget,
-        options=MergeOptions(block_elements=None if budget is None else 16384),
+        recipe, out, budget=budget, options=MergeOptions(block_elements=None if budget is None else 16384)
     )
     return (out / "model.safetensors").read_bytes(), report
 

@@ -19,14 +19,7 @@ from mergepipe.planning.candidates import find_candidates
 from mergepipe.planning.plan import ALL
 from mergepipe.planning.planner import rank_blocks
 from mergepipe.planning.problem import PlanningProblem
-from mergepipe.planning.selection import (
-    Items,
-    descending_order,
-    layer_of,
-    norm_order,
-    random_order,
-    tensor_cosines,
-)
+from mergepipe.planning.selection import Items, descending_order, layer_of, norm_order, random_order, tensor_cosines
 from support.planning_problems import BLOCK, Arrays, make, random_arrays
 
 SIZES = {f"model.layers.{layer}.{kind}.weight": 2 * BLOCK for layer in range(3) for kind in ("attn", "mlp")}
