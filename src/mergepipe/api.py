@@ -450,11 +450,7 @@ def unpack(
 
 
 def load_file(
-    path: str | Path,
-    *,
-    base: str | Path | None = None,
-    framework: str = "numpy",
-    threads: int | None = None,
+    path: str | Path, *, base: str | Path | None = None, framework: str = "numpy", threads: int | None = None
 ) -> LoadedTensors:
     """Open a packed expert, or any checkpoint that merges read, as a mapping from names to tensors.
 

@@ -299,12 +299,7 @@ class OutputOptions(RunOptions):
         ),
     )
     resume: bool | None = option(
-        None,
-        Flag(
-            "Resume an interrupted run of the same merge to OUT.",
-            default="if there is one",
-            panel=WORK_PANEL,
-        ),
+        None, Flag("Resume an interrupted run of the same merge to OUT.", default="if there is one", panel=WORK_PANEL)
     )
     executor: str = option(
         ExecutorName.THREADS.value,
@@ -565,8 +560,7 @@ class ExtractLoraOptions(Options):
 
     rank: int | None = option(None, LARGEST_RANK)
     energy: float | None = option(
-        None,
-        Flag("Keep this share of each matrix's square sum.", metavar="SHARE", read=_read_share, check=share),
+        None, Flag("Keep this share of each matrix's square sum.", metavar="SHARE", read=_read_share, check=share)
     )
     save_modules: bool = option(False, Flag("Store embeddings, output heads, norms and biases that changed in full."))
     base_model_id: str | None = option(None, Flag("The base on the Hub.", metavar="ID"))
@@ -617,11 +611,7 @@ class TailorOptions(Options):
 
     self_check: str = option(
         "sampled",
-        Flag(
-            "Compare with the sources: sampled, full or off.",
-            metavar="HOW",
-            choices=("sampled", "full", "off"),
-        ),
+        Flag("Compare with the sources: sampled, full or off.", metavar="HOW", choices=("sampled", "full", "off")),
     )
     memory_bytes: int = option(256 << 20, Flag("Cap on buffers.", metavar="SIZE", default="256MiB"))
     force: bool = option(False, FORCE)

@@ -14,13 +14,7 @@ from typing import Final
 
 from blake3 import blake3
 
-from mergepipe.catalog.database import (
-    LOCK_TIMEOUT_SECONDS,
-    REBUILD_HINT,
-    Database,
-    open_database,
-    stored_text,
-)
+from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, REBUILD_HINT, Database, open_database, stored_text
 from mergepipe.catalog.home import statistics_folder
 from mergepipe.catalog.rows import CatalogStats, LineageNode, SnapshotRow
 from mergepipe.catalog.snapshots import read_manifest, row_of, sid_of_unchanged_input, trace

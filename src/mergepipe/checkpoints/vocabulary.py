@@ -358,7 +358,7 @@ class _Ids:
         after = max(self._tokens, default=-1) + 1
         if index != after:
             raise self._error(
-                f"{SETTINGS_NAME} gives {shown(token)}, which {self._name} lacks, the id {index}: it would get {after}",
+                f"{SETTINGS_NAME} gives {shown(token)}, which {self._name} lacks, the id {index}: it would get {after}"
             )
         self.add(token, index)
 

@@ -14,14 +14,7 @@ from mergepipe.cli.interrupts import Interrupts
 from mergepipe.cli.printing import coloured_failure, report_json
 from mergepipe.core.escaping import printable, printable_lines
 from mergepipe.core.outcome import Place, committed_places, published_error
-from mergepipe.errors import (
-    InterruptedRunError,
-    MergePipeError,
-    Problem,
-    PublishedError,
-    RecipeError,
-    StorageError,
-)
+from mergepipe.errors import InterruptedRunError, MergePipeError, Problem, PublishedError, RecipeError, StorageError
 
 if TYPE_CHECKING:
     from typer._click import Parameter

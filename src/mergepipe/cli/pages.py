@@ -15,15 +15,7 @@ import mergepipe
 from mergepipe.core.display import Table, share_text
 from mergepipe.core.escaping import as_line
 from mergepipe.core.units import format_bytes, format_percent, format_seconds, plural
-from mergepipe.reports import (
-    ExpertShare,
-    Explanation,
-    SearchReport,
-    SearchTrial,
-    SweepPoint,
-    SweepReport,
-    missing_text,
-)
+from mergepipe.reports import ExpertShare, Explanation, SearchReport, SearchTrial, SweepPoint, SweepReport, missing_text
 from mergepipe.runs.budget.verdict import NAMES
 
 _TICKS = 5

@@ -53,9 +53,7 @@ SnapshotName: TypeAlias = Annotated[
 ]
 OutPath: TypeAlias = Annotated[str, typer.Argument(metavar="OUT", help=OUT_HELP)]
 EXPERT_PART = Flag(
-    "Take part I of N of the experts only: every N-th of them, from the I-th on.",
-    metavar="I/N",
-    panel=PARTS_PANEL,
+    "Take part I of N of the experts only: every N-th of them, from the I-th on.", metavar="I/N", panel=PARTS_PANEL
 )
 SECTIONS = ("Merging", "Budgets", "Snapshots", "Experts", "Training", "Maintenance")
 """The sections of the help: each has the commands of one module of `cli.commands`."""

@@ -8,13 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from mergepipe.checkpoints.contract import (
-    BaseBytes,
-    Checkpoint,
-    ComputedTensor,
-    Readable,
-    TensorEntry,
-)
+from mergepipe.checkpoints.contract import BaseBytes, Checkpoint, ComputedTensor, Readable, TensorEntry
 from mergepipe.checkpoints.directory import SIDECAR_NAMES, open_checkpoint, stat_regular
 from mergepipe.checkpoints.packed import is_packed
 from mergepipe.core.blocks import DType, Span

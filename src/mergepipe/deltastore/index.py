@@ -176,12 +176,7 @@ class StoreIndexReader:
     """
 
     def __init__(
-        self,
-        store: Store | None,
-        root: Location,
-        header: StoreHeader,
-        sizes: Mapping[str, int],
-        read: Charged,
+        self, store: Store | None, root: Location, header: StoreHeader, sizes: Mapping[str, int], read: Charged
     ) -> None:
         self._store = store
         self._root = root

@@ -182,12 +182,7 @@ class TensorSummary:
     256 KiB per density while refining, what `TieSearch` takes, and the statistics.
     """
 
-    def __init__(
-        self,
-        grid: BlockGrid,
-        n_experts: int,
-        densities: Sequence[float] = COMMON_DENSITIES,
-    ) -> None:
+    def __init__(self, grid: BlockGrid, n_experts: int, densities: Sequence[float] = COMMON_DENSITIES) -> None:
         self._grid = grid
         self._densities = tuple(sorted(densities))
         ranks = {rank_of_density(density, grid.n_elements) for density in self._densities}

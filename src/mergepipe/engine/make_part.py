@@ -85,8 +85,7 @@ def make_part(
         writer.finish()
     digests = iter(writer.digests)
     return PartResult(
-        {shard: tuple(next(digests) for _ in by_shard[shard]) for shard in part.shards},
-        store.ledger.usage() - before,
+        {shard: tuple(next(digests) for _ in by_shard[shard]) for shard in part.shards}, store.ledger.usage() - before
     )
 
 

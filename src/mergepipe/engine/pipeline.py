@@ -183,11 +183,7 @@ class Pipeline:
         """Run all jobs to completion, or raise the first worker's error after every thread has stopped."""
         workers: list[threading.Thread] = []
         try:
-            for loop in (
-                *[self._read_loop] * self._readers,
-                *[self._compute_loop] * self._threads,
-                self._write_loop,
-            ):
+            for loop in (*[self._read_loop] * self._readers, *[self._compute_loop] * self._threads, self._write_loop):
                 self._start(loop, workers)
             self._coordinate(iter(jobs))
         except BaseException:

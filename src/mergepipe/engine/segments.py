@@ -9,14 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import (
-    ComputedTensor,
-    LeveledTensor,
-    Readable,
-    Source,
-    TensorEntry,
-    Unchanged,
-)
+from mergepipe.checkpoints.contract import ComputedTensor, LeveledTensor, Readable, Source, TensorEntry, Unchanged
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, Span
 from mergepipe.core.units import size_option
 from mergepipe.errors import LimitError

@@ -16,14 +16,7 @@ from mergepipe.engine.segments import Piece
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.recipes.tasks import MergeTask
-from mergepipe.snapshots.shards import (
-    SINGLE_NAME,
-    ShardLayout,
-    ShardProgress,
-    TensorDigest,
-    TensorSpec,
-    plan_shards,
-)
+from mergepipe.snapshots.shards import SINGLE_NAME, ShardLayout, ShardProgress, TensorDigest, TensorSpec, plan_shards
 from mergepipe.storage.contract import RemoteSettings
 from mergepipe.storage.ledger import Usage
 

@@ -113,12 +113,7 @@ def _planned(plan: Plan) -> tuple[_Tensor, ...]:
 
     n_experts = sum(model.role == "expert" for model in plan.models)
     return tuple(
-        _Tensor(
-            tensor.name,
-            blocks(tensor),
-            tuple(tensor.access_of(e) for e in range(n_experts)),
-            tensor.probability,
-        )
+        _Tensor(tensor.name, blocks(tensor), tuple(tensor.access_of(e) for e in range(n_experts)), tensor.probability)
         for tensor in plan.tensors
     )
 

@@ -298,8 +298,7 @@ class MergeRun:
             owned.remove_file(weights)
             blocks = table_of((), ()).to_bytes()
         unfinished = replace(
-            self._manifest(digests, content_ids, progress, Digested.of(BLOCKS_NAME, blocks)),
-            left_out=planned.left_out,
+            self._manifest(digests, content_ids, progress, Digested.of(BLOCKS_NAME, blocks)), left_out=planned.left_out
         )
         contents: dict[str, bytes] = {}
         if not self._settings.file:
@@ -329,11 +328,7 @@ class MergeRun:
             self._on_progress(Progress(phase, done_bytes, self._total_bytes, notices, self._earlier_bytes, retries))
 
     def _manifest(
-        self,
-        digests: tuple[TensorDigest, ...],
-        ids: Mapping[int, str],
-        progress: MergeProgress,
-        blocks: Digested,
+        self, digests: tuple[TensorDigest, ...], ids: Mapping[int, str], progress: MergeProgress, blocks: Digested
     ) -> Manifest:
         usage = self._store.ledger.usage()
         plan = None if self._plan is None else PLAN_FORMAT.content(self._plan)

@@ -19,12 +19,7 @@ from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.composite import is_composite
 from mergepipe.snapshots.hub_upload import HubUpload
 from mergepipe.snapshots.layout import read_small_file, small_digest
-from mergepipe.snapshots.manifest import (
-    MANIFEST_NAME,
-    file_without_paths,
-    relative_reference,
-    with_changed_paths,
-)
+from mergepipe.snapshots.manifest import MANIFEST_NAME, file_without_paths, relative_reference, with_changed_paths
 from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, OutputContent
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import Store, files_below

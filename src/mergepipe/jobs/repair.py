@@ -19,14 +19,7 @@ from mergepipe.runs.snapshots import with_inputs_found
 from mergepipe.runs.stored_plan import plan_of
 from mergepipe.snapshots.layout import PlacedFile, SnapshotLayout, small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
-from mergepipe.snapshots.shards import (
-    BlockTable,
-    ShardLayout,
-    TensorSpec,
-    block_digest,
-    header_of,
-    index_files,
-)
+from mergepipe.snapshots.shards import BlockTable, ShardLayout, TensorSpec, block_digest, header_of, index_files
 from mergepipe.snapshots.staging import Staging, check_free_space
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Store

@@ -65,12 +65,7 @@ def unpack_store(
 
 
 def verify_pack(
-    path: Location,
-    *,
-    base: Location | None,
-    threads: int,
-    started: float,
-    on_progress: ProgressCallback | None,
+    path: Location, *, base: Location | None, threads: int, started: float, on_progress: ProgressCallback | None
 ) -> VerifyReport:
     """Decode a packed expert and compare it with the digests of the original, tensor by tensor; see `api.verify`."""
     store = Stores()

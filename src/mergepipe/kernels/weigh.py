@@ -44,12 +44,7 @@ def add_weighted(frame_FN: Floats, row: int, weights: Doubles, n: int, sums_2N: 
 
 @kernel
 def merge_weighted(
-    block: RawBlock,
-    delta_K: Counts,
-    weight_K: Counts,
-    factor_K: Doubles,
-    normalizes: bool,
-    scale: float,
+    block: RawBlock, delta_K: Counts, weight_K: Counts, factor_K: Doubles, normalizes: bool, scale: float
 ) -> None:
     """Write `M_0 + scale` times the weighted sum of the deltas, over the sum of weights if it `normalizes`.
 
@@ -119,12 +114,7 @@ def resolve_tile(
 
 @kernel
 def resolved_scores(
-    block: RawBlock,
-    delta_K: Counts,
-    weight_K: Counts,
-    factor_K: Doubles,
-    epsilon: np.float32,
-    scores_N: Floats,
+    block: RawBlock, delta_K: Counts, weight_K: Counts, factor_K: Doubles, epsilon: np.float32, scores_N: Floats
 ) -> None:
     """Write the magnitudes of the resolved deltas."""
     frame_FN = np.empty((len(block.present_E) + 1, _TILE), np.float32)
@@ -198,13 +188,7 @@ def merge_resolved(
 
 
 @kernel
-def merge_agreed(
-    block: RawBlock,
-    factor_E: Floats,
-    threshold_E: Floats,
-    least: int,
-    scale: np.float32,
-) -> None:
+def merge_agreed(block: RawBlock, factor_E: Floats, threshold_E: Floats, least: int, scale: np.float32) -> None:
     """Write `M_0 + scale` times the weighted sum of deltas where at least `least` experts are near enough to it.
 
     That is one whose |delta| is at least its threshold times the distance of its delta from the sum.

@@ -10,13 +10,7 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import RawBlock
 from mergepipe.errors import UnsupportedError
-from mergepipe.operators.base import (
-    NOTHING_REDUCED,
-    AllAlike,
-    OperatorInput,
-    Reduced,
-    Scalar,
-)
+from mergepipe.operators.base import NOTHING_REDUCED, AllAlike, OperatorInput, Reduced, Scalar
 from mergepipe.operators.registry import add_operator, has_operator, operator_specs
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scope
 

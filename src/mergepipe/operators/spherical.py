@@ -143,9 +143,7 @@ class Slerp(Plain):
             float(inputs.globals["t"]), base_base, other_other, base_base + base_delta
         )
         return ElementwiseRule(
-            coefficients_E=np.array([other_share], np.float32),
-            anchor_scale=base_share + other_share,
-            unread_scale=1.0,
+            coefficients_E=np.array([other_share], np.float32), anchor_scale=base_share + other_share, unread_scale=1.0
         )
 
 

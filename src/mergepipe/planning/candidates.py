@@ -22,14 +22,7 @@ from mergepipe.operators.base import (
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import N_OCTAVES, NOTHING_KEPT, OCTAVE_SHARES, Cut, TensorStatistics
 from mergepipe.planning.levels import Ladders, build_ladders
-from mergepipe.planning.problem import (
-    ABSENT,
-    Columns,
-    PlanningProblem,
-    lay_out_columns,
-    read_costs,
-    sample_cost_bytes,
-)
+from mergepipe.planning.problem import ABSENT, Columns, PlanningProblem, lay_out_columns, read_costs, sample_cost_bytes
 from mergepipe.recipes.tasks import MergeTask
 from mergepipe.storage.ranges import PAGE_BYTES
 

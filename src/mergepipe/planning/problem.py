@@ -145,10 +145,7 @@ class Columns:
 
 
 def lay_out_columns(
-    tasks: Sequence[MergeTask],
-    expert_models: Sequence[int],
-    block_elements: int,
-    unread: frozenset[int] = frozenset(),
+    tasks: Sequence[MergeTask], expert_models: Sequence[int], block_elements: int, unread: frozenset[int] = frozenset()
 ) -> Columns:
     """Lay out `tasks` in blocks of `block_elements`, for the experts `expert_models`."""
     elements_T = np.array([task.base.n_elements for task in tasks], np.int64)

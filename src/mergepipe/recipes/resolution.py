@@ -29,14 +29,7 @@ from mergepipe.recipes.output_tensors import (
 from mergepipe.recipes.pairing import Pairing, renamed_to_match
 from mergepipe.recipes.parameters import global_values, is_constant, missing_values, model_values
 from mergepipe.recipes.recipe import EVERY_TENSOR, Cases, ModelInput, Recipe, Scalar, Setting
-from mergepipe.recipes.tasks import (
-    Action,
-    MergeTask,
-    Resolution,
-    TensorParameters,
-    count_text,
-    group_by_pattern,
-)
+from mergepipe.recipes.tasks import Action, MergeTask, Resolution, TensorParameters, count_text, group_by_pattern
 
 # --- account for every input tensor: used, or dropped for a reason; report unexpected ones ---
 
@@ -139,10 +132,7 @@ _SHOWN_PARTS = 12
 
 
 def resolve(
-    recipe: Recipe,
-    checkpoints: Sequence[Checkpoint],
-    allow_dropped: Sequence[str] = (),
-    strictness: Strictness = USUAL,
+    recipe: Recipe, checkpoints: Sequence[Checkpoint], allow_dropped: Sequence[str] = (), strictness: Strictness = USUAL
 ) -> Resolution:
     """Pair the tensors of `checkpoints`, opened from `recipe.inputs()` in that order, into merge tasks.
 

@@ -202,11 +202,7 @@ def _model_reference() -> Schema:
     properties["delta"] = {"type": ["boolean", "null"]}
     long: Schema = {
         "type": "object",
-        "properties": {
-            **properties,
-            "revision": {"type": "null"},
-            "override_architecture": _OR_NULL,
-        },
+        "properties": {**properties, "revision": {"type": "null"}, "override_architecture": _OR_NULL},
         "oneOf": [{"required": ["path"]}, {"required": ["model"]}],
         "additionalProperties": False,
     }

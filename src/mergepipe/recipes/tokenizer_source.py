@@ -7,13 +7,7 @@ from dataclasses import replace
 
 from mergepipe.errors import NotFoundError, RecipeError
 from mergepipe.recipes.fields import DocumentReader, Findings
-from mergepipe.recipes.recipe import (
-    EmbeddingSource,
-    ModelInput,
-    TokenEmbedding,
-    TokenizerRequest,
-    TokenizerSource,
-)
+from mergepipe.recipes.recipe import EmbeddingSource, ModelInput, TokenEmbedding, TokenizerRequest, TokenizerSource
 from mergepipe.recipes.references import read_reference
 from mergepipe.recipes.yaml_source import KeyPath, Value, shortened
 

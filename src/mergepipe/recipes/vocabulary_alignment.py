@@ -208,12 +208,7 @@ class _Aligner:
         }
 
     def _tensor(
-        self,
-        group: Mapping[int, Readable],
-        model: int,
-        rows: TokenRows,
-        fill: RowMap,
-        token_rules: Mapping[int, Given],
+        self, group: Mapping[int, Readable], model: int, rows: TokenRows, fill: RowMap, token_rules: Mapping[int, Given]
     ) -> Readable:
         stored = group[model]
         if stored.is_delta:

@@ -303,11 +303,7 @@ def open_recipes(
 
 
 def _opened(
-    recipe: Recipe,
-    store: Store,
-    allow_dropped: Sequence[str],
-    made: Mapping[str, Intermediate],
-    strictness: Strictness,
+    recipe: Recipe, store: Store, allow_dropped: Sequence[str], made: Mapping[str, Intermediate], strictness: Strictness
 ) -> Inputs:
     models = recipe.inputs()
     for model in models:

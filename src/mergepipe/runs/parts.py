@@ -16,14 +16,7 @@ from mergepipe.core.records import Size, decode, encode
 from mergepipe.core.strict_json import canonical_json, digest_of
 from mergepipe.engine.make_part import make_part
 from mergepipe.engine.tensor_work import operator_input
-from mergepipe.engine.work import (
-    EngineOptions,
-    MergeWork,
-    Observer,
-    OutputPlan,
-    Part,
-    PartResult,
-)
+from mergepipe.engine.work import EngineOptions, MergeWork, Observer, OutputPlan, Part, PartResult
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.plan import Plan
@@ -35,15 +28,7 @@ from mergepipe.runs.inputs import Inputs, with_parameters
 from mergepipe.runs.progress import MergeProgress, Resume
 from mergepipe.runs.stored_plan import open_planned
 from mergepipe.runs.work import merge_work, output_of, used_experts
-from mergepipe.snapshots.parts import (
-    CONTENT_IDS,
-    PLANNING,
-    Claim,
-    Claimant,
-    PartsJob,
-    PartsPlace,
-    index_of,
-)
+from mergepipe.snapshots.parts import CONTENT_IDS, PLANNING, Claim, Claimant, PartsJob, PartsPlace, index_of
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import Staging
 from mergepipe.snapshots.work_log import forget_work_log, usage_of

@@ -8,15 +8,7 @@ from typing import Final
 
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import OutputError
-from mergepipe.options import (
-    MergeOptions,
-    OutputOptions,
-    PathStyle,
-    catalog_home,
-    check_seed,
-    engine_options,
-    home_of,
-)
+from mergepipe.options import MergeOptions, OutputOptions, PathStyle, catalog_home, check_seed, engine_options, home_of
 from mergepipe.recipes.fields import USUAL, Strictness
 from mergepipe.runs.model_card import BaseModelIds, parse_base_model_ids
 from mergepipe.runs.progress import Resume

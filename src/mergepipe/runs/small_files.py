@@ -7,12 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from mergepipe.checkpoints.chat_templates import (
-    TEMPLATE_JSON_NAME,
-    TEMPLATE_KEY,
-    TEMPLATE_NAME,
-    chosen_template,
-)
+from mergepipe.checkpoints.chat_templates import TEMPLATE_JSON_NAME, TEMPLATE_KEY, TEMPLATE_NAME, chosen_template
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import SAFETENSORS, TORCH, config_bytes, find_sidecars, list_names, parse_config
 from mergepipe.checkpoints.embedding_rows import VOCAB_SIZE_KEY, embedding_ending

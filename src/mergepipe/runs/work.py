@@ -30,12 +30,7 @@ _ONE_FILE = 1 << 62
 
 
 def merge_work(
-    inputs: Inputs,
-    output: OutputPlan,
-    plan: Plan | None,
-    seed: int,
-    store: Store,
-    link: CatalogLink,
+    inputs: Inputs, output: OutputPlan, plan: Plan | None, seed: int, store: Store, link: CatalogLink
 ) -> MergeWork:
     """Build the work of merging `output` by `plan`, or in full without one.
 

@@ -281,11 +281,7 @@ class ShardWriter:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        shards: Sequence[ShardLayout],
-        ledger: Ledger,
-        progress: DurableProgress | None = None,
+        self, directory: Path, shards: Sequence[ShardLayout], ledger: Ledger, progress: DurableProgress | None = None
     ) -> None:
         self._directory = directory
         self._ledger = ledger

@@ -194,13 +194,7 @@ class Staging:
     output is: anything else of that name is refused.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        *,
-        force: bool,
-        can_continue: Callable[[Path], bool] | None = None,
-    ) -> None:
+    def __init__(self, out: Path, *, force: bool, can_continue: Callable[[Path], bool] | None = None) -> None:
         self._out = out.absolute()
         self._force = force
         self._can_continue = can_continue

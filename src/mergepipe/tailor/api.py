@@ -32,12 +32,7 @@ def inspect(*paths: str | Path) -> InspectReport:
     return inspect_checkpoints(store, [store.pin(absolute(path)) for path in paths])
 
 
-def check(
-    recipe: str | Path,
-    *,
-    state_from: str | Path | None = None,
-    export: str | None = None,
-) -> CompositionReport:
+def check(recipe: str | Path, *, state_from: str | Path | None = None, export: str | None = None) -> CompositionReport:
     """Say what a composition would take from where, and how old each part is; reads no tensor data.
 
     Raises:

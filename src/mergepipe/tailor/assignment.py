@@ -14,13 +14,7 @@ from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, AdamStep, StoredState, TrainingCheckpoint, differences
 from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT
 from mergepipe.tailor.formats.pickle_node import PicklePath
-from mergepipe.tailor.recipes import (
-    CompositionRecipe,
-    ExactName,
-    NumberedUnit,
-    StackedLayers,
-    Take,
-)
+from mergepipe.tailor.recipes import CompositionRecipe, ExactName, NumberedUnit, StackedLayers, Take
 from mergepipe.tailor.selection import (
     EMBED,
     LM_HEAD,

@@ -35,23 +35,9 @@ from mergepipe.tailor.checkpoint import (
     differences,
     list_skeleton,
 )
-from mergepipe.tailor.composition import (
-    CompositionReport,
-    Job,
-    OnProgress,
-    check_out,
-    check_same_run,
-    publish,
-)
+from mergepipe.tailor.composition import CompositionReport, Job, OnProgress, check_out, check_same_run, publish
 from mergepipe.tailor.composition_plan import CompositionPlan, PatchCollector, StateOverlay, plan_file, unpacked
-from mergepipe.tailor.copy_plan import (
-    CopyRange,
-    FilePlan,
-    Literal,
-    Segment,
-    joined,
-    patch_states,
-)
+from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Literal, Segment, joined, patch_states
 from mergepipe.tailor.formats.hf_trainer import WEIGHTS_FORMAT, read_config
 from mergepipe.tailor.formats.registry import open_source_checkpoints, open_training_checkpoint
 from mergepipe.tailor.model_names import Views, tensor_views
@@ -115,10 +101,7 @@ def open_averaging(store: UnpackedView, request: AverageRequest) -> Averaging:
         scheme = scheme_weights(request.weights, count, DEFAULT_ALPHA if request.alpha is None else request.alpha)
     elif len(request.weights) != count:
         raise RecipeError.of(
-            "option.invalid",
-            "--weights",
-            f"{len(request.weights)} weights for {count} checkpoints",
-            "give one each",
+            "option.invalid", "--weights", f"{len(request.weights)} weights for {count} checkpoints", "give one each"
         )
     opened = open_source_checkpoints(store, request.checkpoints)
     order = sorted(range(count), key=lambda index: opened[index].step)
@@ -172,10 +155,7 @@ def _check_fit(sources: Sequence[TrainingCheckpoint]) -> None:
     for older, newer in pairwise(sources):
         if older.step == newer.step:
             raise MismatchError.of(
-                "checkpoint.mismatch",
-                newer.path,
-                f"is of step {newer.step}, as {older.path} is",
-                "give each step once",
+                "checkpoint.mismatch", newer.path, f"is of step {newer.step}, as {older.path} is", "give each step once"
             )
         for reason in differences(sources[-1], older):
             raise MismatchError.of("checkpoint.mismatch", older.path, reason)

@@ -29,16 +29,12 @@ from mergepipe.options import (
 )
 
 
-@command(
-    "mergepipe plan recipe.yml --budget 25% --out plan.json",
-    "mergepipe plan recipe.yml --all --out plan.json",
-)
+@command("mergepipe plan recipe.yml --budget 25% --out plan.json", "mergepipe plan recipe.yml --all --out plan.json")
 def plan(
     recipe: RecipePath,
     *,
     budget: Annotated[
-        str | None,
-        Flag(f"{BUDGET.help}  [needed without --all]", metavar="BUDGET", panel=BUDGET_PANEL),
+        str | None, Flag(f"{BUDGET.help}  [needed without --all]", metavar="BUDGET", panel=BUDGET_PANEL)
     ] = None,
     everything: Annotated[
         bool, Flag("Plan the full merge, without a budget, for `run --part`.", name="--all", panel=BUDGET_PANEL)

@@ -16,8 +16,7 @@ from mergepipe.options import HOME
 @command("mergepipe gc --dry-run", "mergepipe gc /models")
 def gc(
     roots: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[DIR]...", help="Where else dead runs may have left something."),
+        list[str] | None, typer.Argument(metavar="[DIR]...", help="Where else dead runs may have left something.")
     ] = None,
     *,
     dry_run: Annotated[bool, Flag("Say what would be removed, and remove nothing.")] = False,

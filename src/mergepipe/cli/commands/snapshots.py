@@ -190,9 +190,7 @@ def diff(
 
 
 @command(
-    "mergepipe verify merged/",
-    "mergepipe verify merged/ --deep 20%",
-    "mergepipe verify packs/math --base models/base",
+    "mergepipe verify merged/", "mergepipe verify merged/ --deep 20%", "mergepipe verify packs/math --base models/base"
 )
 def verify(
     snapshot: SnapshotName,
@@ -216,10 +214,7 @@ def verify(
 
 @command("mergepipe repair merged/")
 def repair(
-    snapshot: SnapshotName,
-    *,
-    options: Annotated[RunOptions, Without("catalog")],
-    on_progress: OnProgress,
+    snapshot: SnapshotName, *, options: Annotated[RunOptions, Without("catalog")], on_progress: OnProgress
 ) -> Displayed:
     """Repair a damaged snapshot from its inputs.
 

@@ -50,13 +50,7 @@ def check(
 
 
 @command("mergepipe tailor compose tailor.yml composed/", name="tailor compose")
-def compose(
-    recipe: RecipePath,
-    out: OutPath,
-    *,
-    options: ComposeOptions,
-    on_progress: OnProgress,
-) -> Displayed:
+def compose(recipe: RecipePath, out: OutPath, *, options: ComposeOptions, on_progress: OnProgress) -> Displayed:
     """Compose a training checkpoint as RECIPE says into OUT.
 
     OUT appears when it is complete and has been compared with its sources, or not at all.
@@ -73,13 +67,7 @@ def _phases(on_progress: OnProgress) -> Callable[[str, int, int], None]:
 
 
 @command("mergepipe tailor average run/checkpoint-* -o averaged/", name="tailor average")
-def average(
-    checkpoints: Checkpoints,
-    *,
-    out: OutOption,
-    options: AverageOptions,
-    on_progress: OnProgress,
-) -> Displayed:
+def average(checkpoints: Checkpoints, *, out: OutOption, options: AverageOptions, on_progress: OnProgress) -> Displayed:
     """Average checkpoints of one run: a model, or a checkpoint to resume from.
 
     Reads the Trainer's, DeepSpeed's and torch DCP's checkpoints as they are, each byte once, in bounded memory.
@@ -88,13 +76,7 @@ def average(
 
 
 @command("mergepipe tailor export run/checkpoint-500 -o model/", name="tailor export")
-def export(
-    checkpoint: Checkpoint,
-    *,
-    out: OutOption,
-    options: ExportOptions,
-    on_progress: OnProgress,
-) -> Displayed:
+def export(checkpoint: Checkpoint, *, out: OutOption, options: ExportOptions, on_progress: OnProgress) -> Displayed:
     """Make an ordinary model of a training checkpoint, in bounded memory.
 
     Weights are the float32 masters where there are any, rounded once. CKPT is of any format that tailor reads.

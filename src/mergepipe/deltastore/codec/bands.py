@@ -65,10 +65,7 @@ def encode_bands(base: Bits16, expert: Bits16, cut: float, dtype: DType) -> Band
     content = scratch("encode-content", 6 * n + 2 * _LARGEST_TABLES, np.uint8)
     head_end, rest_end = _encode_pieces(base, mantissa_bits, lows, len(lows), head, rest, rows, symbols, words, content)
     contexts = np.array([len(lows), *lows], np.uint8)
-    pieces = {
-        Piece.HEAD: np.concatenate([contexts, content[:head_end]]),
-        Piece.REST: content[head_end:rest_end].copy(),
-    }
+    pieces = {Piece.HEAD: np.concatenate([contexts, content[:head_end]]), Piece.REST: content[head_end:rest_end].copy()}
     return BandedBlock(pieces, (float(squares[0]), float(squares[1])), int(count))
 
 

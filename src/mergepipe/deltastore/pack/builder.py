@@ -34,13 +34,7 @@ from mergepipe.deltastore.header import (
     PackedFile,
     StoreHeader,
 )
-from mergepipe.deltastore.writer import (
-    GROWING_FILES,
-    PackProgress,
-    StoreWriter,
-    find_progress,
-    note_progress,
-)
+from mergepipe.deltastore.writer import GROWING_FILES, PackProgress, StoreWriter, find_progress, note_progress
 from mergepipe.snapshots.layout import small_digest
 from mergepipe.snapshots.manifest import file_without_paths, relative_reference
 from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, OutputContent
@@ -310,12 +304,7 @@ class StoreBuilder:
     """
 
     def __init__(
-        self,
-        job: PackJob,
-        store: Store,
-        staging: Staging,
-        upload: ObjectUpload | None,
-        progress: PackProgress | None,
+        self, job: PackJob, store: Store, staging: Staging, upload: ObjectUpload | None, progress: PackProgress | None
     ) -> None:
         self.job = job
         self.n_done = 0 if progress is None else progress.durable.n_rows

@@ -19,13 +19,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, Fetch, Readable, TensorEntry
 from mergepipe.core.blocks import BlockGrid, DType, Span
 from mergepipe.deltastore.codec.arrays import scratch
-from mergepipe.deltastore.codec.block import (
-    EncodedBlock,
-    RawBytes,
-    encode_block,
-    encode_converted,
-    raw_block,
-)
+from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes, encode_block, encode_converted, raw_block
 from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, HEAD_DENSITY, can_be_base_of
 from mergepipe.deltastore.index import digest, make_row
 from mergepipe.deltastore.pack.builder import Place, StoreBuilder
@@ -240,10 +234,7 @@ MEMORY_BYTES = GROUPS_AHEAD * (GROUP_BYTES + 2 * PAGE_BYTES * (EXPERTS_AT_ONCE +
 
 
 def pack_all(
-    builders: Sequence[StoreBuilder],
-    files: Mapping[Location, RangeFile],
-    threads: int,
-    on_bytes: Callable[[int], None],
+    builders: Sequence[StoreBuilder], files: Mapping[Location, RangeFile], threads: int, on_bytes: Callable[[int], None]
 ) -> None:
     """Read the remaining blocks of all experts and their base, each once; encode them.
 

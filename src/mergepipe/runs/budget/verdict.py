@@ -63,9 +63,7 @@ def blocks_by_level(accesses: Iterable[Access]) -> tuple[tuple[str, int], ...]:
 
 MEASURED_SAMPLES, MEASURED_ORDERS = "docs/benchmarks/sampling.md", "docs/benchmarks/trained.md"
 """The pages with what merges under a budget kept of a gain: of samples, and of blocks in an order."""
-_ADVISED = {
-    REASON_MISSING: "nothing is known of tensors, and what is read of them is spread evenly",
-}
+_ADVISED = {REASON_MISSING: "nothing is known of tensors, and what is read of them is spread evenly"}
 
 
 def verdict_of(plan: Plan) -> BudgetVerdict:

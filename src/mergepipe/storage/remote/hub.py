@@ -25,23 +25,8 @@ from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile
 from mergepipe.storage.location import HUB_SCHEME, Location, bare_name
 from mergepipe.storage.ranges import open_regular, stop_read_ahead
-from mergepipe.storage.remote.hub_api import (
-    HubApi,
-    HubSettings,
-    HubSource,
-    hub_settings,
-    is_unreachable,
-    offline,
-)
-from mergepipe.storage.remote.hub_listing import (
-    COMMIT,
-    GIT,
-    SHA256,
-    HubFile,
-    ModelListing,
-    changed,
-    is_contained,
-)
+from mergepipe.storage.remote.hub_api import HubApi, HubSettings, HubSource, hub_settings, is_unreachable, offline
+from mergepipe.storage.remote.hub_listing import COMMIT, GIT, SHA256, HubFile, ModelListing, changed, is_contained
 from mergepipe.storage.remote.pinned_store import PinnedFile, PinnedStore
 from mergepipe.storage.remote.retry import Transfers
 

@@ -21,13 +21,7 @@ from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import TRAINER_JSON_BYTES
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import (
-    WEIGHT,
-    AdamStep,
-    Framework,
-    StoredState,
-    TrainingCheckpoint,
-)
+from mergepipe.tailor.checkpoint import WEIGHT, AdamStep, Framework, StoredState, TrainingCheckpoint
 from mergepipe.tailor.formats.contract import (
     NO_OPTIMIZER,
     TrainingFormat,

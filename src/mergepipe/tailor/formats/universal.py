@@ -12,14 +12,7 @@ from mergepipe.core.blocks import element_count
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import (
-    FP32,
-    WEIGHT,
-    AdamStep,
-    Framework,
-    StoredState,
-    TrainingCheckpoint,
-)
+from mergepipe.tailor.checkpoint import FP32, WEIGHT, AdamStep, Framework, StoredState, TrainingCheckpoint
 from mergepipe.tailor.formats.contract import TrainingFormat, read_counter, refuse_foreign_states
 from mergepipe.tailor.formats.deepspeed import (
     LATEST_NAME,

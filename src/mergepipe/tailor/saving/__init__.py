@@ -9,12 +9,7 @@ if TYPE_CHECKING:
     from mergepipe.tailor.saving.callback import PartialCheckpointCallback, save_partial
     from mergepipe.tailor.saving.frameworks import restore_random_state
     from mergepipe.tailor.saving.partial_run import BackgroundWriter
-    from mergepipe.tailor.saving.unit_choice import (
-        ChangeTracker,
-        LatestChanged,
-        Schedule,
-        Strategy,
-    )
+    from mergepipe.tailor.saving.unit_choice import ChangeTracker, LatestChanged, Schedule, Strategy
 
 __all__ = [
     "BackgroundWriter",

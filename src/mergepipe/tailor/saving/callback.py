@@ -11,12 +11,7 @@ from typing import Any
 from mergepipe.errors import RecipeError, UnsupportedError
 from mergepipe.tailor.checkpoint import Framework
 from mergepipe.tailor.formats.dcp import METADATA_NAME
-from mergepipe.tailor.formats.hf_trainer import (
-    LOSS_SCALER_NAME,
-    SCALER_NAME,
-    SCHEDULER_NAME,
-    TRAINER_STATE_NAME,
-)
+from mergepipe.tailor.formats.hf_trainer import LOSS_SCALER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from mergepipe.tailor.saving.engines import find_zero, is_sharded, view_plain, view_zero
 from mergepipe.tailor.saving.frameworks import (
     EngineView,

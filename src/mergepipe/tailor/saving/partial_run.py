@@ -151,10 +151,7 @@ class OpenedPartial:
 
 
 def write_together(
-    out: Path,
-    ranks: Ranks,
-    write: Callable[[Path], Value],
-    finish: Callable[[Path, list[Value]], int],
+    out: Path, ranks: Ranks, write: Callable[[Path], Value], finish: Callable[[Path, list[Value]], int]
 ) -> int:
     """Let every rank `write` into one staging directory, rank 0 `finish` and publish it as `out`, durably.
 
