@@ -216,14 +216,14 @@ class InterruptedRunError(MergePipeError):
 
 
 def did_you_mean(name: str, candidates: Sequence[str]) -> str:
-    """Return `"did you mean 'x'?"` for the nearest known name, else a list of what is known (shortened)."""
+    """Return `"did you mean 'x'?"` for the nearest known name, else what is known, shortened; nothing if nothing is."""
     from difflib import get_close_matches
 
     near = get_close_matches(name, candidates, n=1, cutoff=0.6)
     if near:
         return f"did you mean '{near[0]}'?"
     known = sorted(set(candidates))
-    return f"known: {', '.join(known[:12])}" + (", ..." if len(known) > 12 else "")
+    return f"known: {', '.join(known[:12])}" + (", ..." if len(known) > 12 else "") if known else ""
 
 
 def check_platform() -> None:
