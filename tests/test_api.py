@@ -15,7 +15,7 @@ import pytest
 
 import mergepipe
 from mergepipe import api, cli, errors, options, reports
-from mergepipe.catalog import rows
+from mergepipe.catalog import snapshots as catalog_snapshots
 from mergepipe.options import (
     AnalyzeOptions,
     ApplyLoraOptions,
@@ -169,7 +169,7 @@ def test_package__exports_exactly_these_names() -> None:
 
 
 def test_package__names_are_those_of_their_modules() -> None:
-    homes = (api, options, reports, errors, rows)
+    homes = (api, options, reports, errors, catalog_snapshots)
     wanted = {name: vars(home)[name] for home in homes for name in EXPORTED if name in vars(home)}
     assert {name: getattr(mergepipe, name) for name in wanted} == wanted
     others = {"Catalog", "LoadedTensors", "Plan", "__version__", "errors", "operator", "progress_bar", "tailor"}

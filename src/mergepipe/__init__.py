@@ -75,7 +75,7 @@ if TYPE_CHECKING:
         verify,
     )
     from mergepipe.catalog.catalog import Catalog
-    from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
+    from mergepipe.catalog.snapshots import CatalogStats, LineageNode, RebuildReport
     from mergepipe.cli.progress import progress_bar
     from mergepipe.errors import MergePipeError
     from mergepipe.jobs.load import LoadedTensors
@@ -205,18 +205,18 @@ _MODULES = ("errors", "tailor")
 _REPORTS = frozenset(name for name in __all__ if name.endswith(("Report", "Diff")))
 _OTHER_HOMES = {
     "Catalog": "catalog.catalog",
-    "CatalogStats": "catalog.rows",
+    "CatalogStats": "catalog.snapshots",
     "Explanation": "reports",
     "ExtractLoraReport": "reports",
     "MergeLoraReport": "reports",
-    "LineageNode": "catalog.rows",
+    "LineageNode": "catalog.snapshots",
     "LoadedTensors": "jobs.load",
     "MergePipeError": "errors",
     "PartsStatus": "reports",
     "Plan": "planning.plan",
     "progress_bar": "cli.progress",
     "Progress": "reports",
-    "RebuildReport": "catalog.rows",
+    "RebuildReport": "catalog.snapshots",
     "operator": "operators.custom",
 }
 """Modules of the names that are neither calls nor options nor reports."""

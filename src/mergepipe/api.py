@@ -57,7 +57,7 @@ from mergepipe.storage.location import Location
 if TYPE_CHECKING:
     from datetime import date
 
-    from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
+    from mergepipe.catalog.snapshots import CatalogStats, LineageNode, RebuildReport
     from mergepipe.core.flags import Options
     from mergepipe.jobs.load import LoadedTensors
     from mergepipe.planning.plan import Plan

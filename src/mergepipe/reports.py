@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from math import asin, hypot, pi
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -392,6 +393,13 @@ class AnalyzeReport(Displayed):
     analysis_bytes: int = shown("read again", optional=True)
     seconds: float = shown("time")
     notices: tuple[str, ...] = shown("notice", default=())
+    overlaps: tuple[Overlap, ...] = ()
+
+    @property
+    @told()
+    def overlap_table(self) -> Table | None:
+        """What experts have in common, by layer."""
+        return overlap_table(self.overlaps)
 
 
 # --- delta stores ---
@@ -662,6 +670,73 @@ class LayerShare:
     levels: tuple[tuple[str, int], ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """What the deltas of two experts have in common in one layer (`layer` as in `LayerShare`), from statistics alone.
+
+    On record are the `norms` of both, and how many elements each of them has `changed`. The `cosine` is estimated from
+    16 random projections of each block, with the standard error `cosine_error`. How many elements `both` change is what
+    it would be if the changes in a block were independent; for certain it is from `both_least` to `both_most`.
+    """
+
+    first: str
+    second: str
+    layer: str
+    norms: tuple[float, float]
+    cosine: float
+    cosine_error: float
+    changed: tuple[int, int]
+    both: float
+    both_least: int
+    both_most: int
+
+    @property
+    def same_sign(self) -> float:
+        """The share of elements with one sign that Gaussian deltas of this cosine have: `1/2 + arcsin(c) / pi`."""
+        return 0.5 + asin(self.cosine) / pi
+
+    def shared(self, both: float) -> float:
+        """Return `both` as a share of the elements that one of the experts changes at least; 0 where none is."""
+        return both / max(sum(self.changed) - both, 1.0)
+
+    def __str__(self) -> str:
+        share, least, most = (format_percent(self.shared(n)) for n in (self.both, self.both_least, self.both_most))
+        cosine = f"cosine {round(self.cosine, 2) + 0.0:.2f} ± {self.cosine_error:.2f}"
+        return f"{cosine}, same sign {format_percent(self.same_sign)}, changed by both {share} ({least} to {most})"
+
+    @classmethod
+    def over(cls, parts: Sequence[Overlap]) -> Overlap:
+        """Return the overlap of several layers together."""
+        first, second = ([part.norms[e] for part in parts] for e in (0, 1))
+        norms = hypot(*first), hypot(*second)
+        share_P = [a * b / (norms[0] * norms[1] or 1.0) for a, b in zip(first, second, strict=True)]
+        return replace(
+            parts[0], layer="", norms=norms,
+            cosine=max(-1.0, min(1.0, sum(share * part.cosine for share, part in zip(share_P, parts, strict=True)))),
+            cosine_error=hypot(*(share * part.cosine_error for share, part in zip(share_P, parts, strict=True))),
+            changed=(sum(part.changed[0] for part in parts), sum(part.changed[1] for part in parts)),
+            both=sum(part.both for part in parts), both_least=sum(part.both_least for part in parts),
+            both_most=sum(part.both_most for part in parts),
+        )  # fmt: skip
+
+
+def overlap_table(overlaps: Sequence[Overlap]) -> Table | None:
+    """Three rows for each two experts, a column for neighbouring layers; None where nothing is known."""
+    groups = _layer_groups(part.layer for part in overlaps)
+    rows: list[tuple[str, ...]] = []
+    for pair in dict.fromkeys((part.first, part.second) for part in overlaps):
+        parts = [part for part in overlaps if (part.first, part.second) == pair]
+        of_groups = [[part for part in parts if part.layer in group] for group in groups.values()]
+        cells = [Overlap.over(group) if group else None for group in (parts, *of_groups)]
+        rows += [
+            (f"{', '.join(pair)}: cosine", *("-" if x is None else f"{round(x.cosine, 2) + 0.0:.2f}" for x in cells)),
+            ("  standard error of it", *("-" if x is None else f"{x.cosine_error:.2f}" for x in cells)),
+            ("  same sign, estimated", *("-" if x is None else format_percent(x.same_sign) for x in cells)),
+            ("  changed by both, est.", *("-" if x is None else format_percent(x.shared(x.both)) for x in cells)),
+        ]
+    return Table(("overlap in layers", "all", *groups), tuple(rows)) if rows else None
+
+
 @dataclass(frozen=True, slots=True)
 class BlockUse(Displayed):
     """Runs of blocks (`0-3,7`) of one tensor that one expert is used in alike, and why."""
@@ -772,25 +847,39 @@ class Explanation(Displayed):
     @told()
     def layer_table(self) -> Table | None:
         """The share of each expert by layer: blocks read, or equal to the base's."""
-        numbered, others = [x for x in self.layers if x.layer], [x for x in self.layers if not x.layer]
-        size = max(1, -(-len(numbered) // _MOST_LAYER_GROUPS))
-        groups = [*(numbered[i : i + size] for i in range(0, len(numbered), size)), *([others] if others else [])]
+        names = _layer_groups(layer.layer for layer in self.layers)
+        groups = [[layer for layer in self.layers if layer.layer in group] for group in names.values()]
         blocks = [sum(layer.blocks for layer in group) for group in groups]
         rows = [("touched", [sum(layer.touched for layer in group) for group in groups])]
         rows += [
             (expert.model, [sum(layer.taking_part[e] for layer in group) for group in groups])
             for e, expert in enumerate(self.experts)
         ]
-        return Table(
-            ("in layers", *("-".join(dict.fromkeys((x[0].layer, x[-1].layer))) or "others" for x in groups)),
-            tuple((name, *map(share_text, counts, blocks)) for name, counts in rows),
-        )
+        return Table(("in layers", *names), tuple((name, *map(share_text, counts, blocks)) for name, counts in rows))
+
+    overlaps: tuple[Overlap, ...] = ()
+
+    @property
+    @told()
+    def overlap_table(self) -> Table | None:
+        """What experts have in common, by layer."""
+        return overlap_table(self.overlaps)
 
     fallbacks: tuple[Fallback, ...] = shown("fallback", lambda r: grouped_choices(r.fallbacks), once=True)
     adjustments: tuple[Fallback, ...] = shown("adjusted", lambda r: grouped_choices(r.adjustments), once=True)
     recipe_notices: tuple[Notice, ...] = shown("{kind}", str, default=())
     advice: tuple[str, ...] = shown("advice", default=())
     tensors: tuple[TensorUse, ...] = shown()
+
+
+def _layer_groups(layers: Iterable[str]) -> dict[str, list[str]]:
+    """Group neighbouring layers by a name, so that there are few columns; what lies outside of layers comes last."""
+    distinct = dict.fromkeys(layers)
+    numbered = [layer for layer in distinct if layer]
+    size = max(1, -(-len(numbered) // _MOST_LAYER_GROUPS))
+    groups = [numbered[i : i + size] for i in range(0, len(numbered), size)]
+    named = {"-".join(dict.fromkeys((group[0], group[-1]))): group for group in groups}
+    return {**named, "others": [""]} if "" in distinct else named
 
 
 def _of_everything(nbytes: int, full_bytes: int) -> str:

@@ -15,7 +15,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.database import PAGE_BYTES, SCHEMA_VERSION
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
-from mergepipe.catalog.rows import SnapshotRow
+from mergepipe.catalog.snapshots import SnapshotRow
 from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.cli.printing import report_text
 from mergepipe.errors import ConflictError, MismatchError, NotFoundError, UnsupportedError

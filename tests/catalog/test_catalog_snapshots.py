@@ -11,8 +11,7 @@ import pytest
 from catalog_cases import NOON, WEIGHTS_NAME, make_manifest, publish, rewrite
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.rows import LineageNode, SnapshotRow
-from mergepipe.catalog.snapshots import containing
+from mergepipe.catalog.snapshots import LineageNode, SnapshotRow, containing
 from mergepipe.errors import NotFoundError, RecipeError
 from mergepipe.snapshots.manifest import Input, Manifest, RealizedBytes
 from support.refusals import refuses

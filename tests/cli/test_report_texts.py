@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.catalog.rows import LineageNode
+from mergepipe.catalog.snapshots import LineageNode
 from mergepipe.cli.commands.snapshots import lineage_tree
 from mergepipe.cli.printing import (
     REPORT_FORMAT,

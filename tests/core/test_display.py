@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe.catalog.rows import CatalogStats, RebuildReport
+from mergepipe.catalog.snapshots import CatalogStats, RebuildReport
 from mergepipe.core.display import Displayed, Table, names_by_reason, sections, shorten_names, shown, text_of, told
 from mergepipe.errors import OutputError
 from mergepipe.planning.plan import Plan

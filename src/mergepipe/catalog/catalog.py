@@ -16,8 +16,15 @@ from blake3 import blake3
 
 from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, REBUILD_HINT, Database, open_database, stored_text
 from mergepipe.catalog.home import statistics_folder
-from mergepipe.catalog.rows import CatalogStats, LineageNode, SnapshotRow
-from mergepipe.catalog.snapshots import read_manifest, row_of, sid_of_unchanged_input, trace
+from mergepipe.catalog.snapshots import (
+    CatalogStats,
+    LineageNode,
+    SnapshotRow,
+    read_manifest,
+    row_of,
+    sid_of_unchanged_input,
+    trace,
+)
 from mergepipe.checkpoints.content_id import with_digests
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.records import decode, encode

@@ -11,8 +11,7 @@ from pathlib import Path
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, catalog_os_error, check_regular_files, typed_errors
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.rows import RebuildReport, SnapshotRow
-from mergepipe.catalog.snapshots import find_manifests
+from mergepipe.catalog.snapshots import RebuildReport, SnapshotRow, find_manifests
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.file_version import modified_at

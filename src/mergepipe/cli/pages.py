@@ -15,7 +15,16 @@ import mergepipe
 from mergepipe.core.display import Table, share_text
 from mergepipe.core.escaping import as_line
 from mergepipe.core.units import format_bytes, format_percent, format_seconds, plural
-from mergepipe.reports import ExpertShare, Explanation, SearchReport, SearchTrial, SweepPoint, SweepReport, missing_text
+from mergepipe.reports import (
+    ExpertShare,
+    Explanation,
+    Overlap,
+    SearchReport,
+    SearchTrial,
+    SweepPoint,
+    SweepReport,
+    missing_text,
+)
 from mergepipe.runs.budget.verdict import NAMES
 
 _TICKS = 5
@@ -140,6 +149,7 @@ def explain_page(explanation: Explanation, made: datetime | None = None) -> str:
         verdict="A full merge: every expert is everywhere." if verdict is None else verdict.sentence,
         advice=advice, facts=_facts_text(explanation), uses=USES, charts=layer_charts(explanation),
         bars=[_bar(expert) for expert in explanation.experts], numbers=Table.of(explanation.experts),
+        heat_maps=heat_maps(explanation.overlaps),
         notices=(*explanation.fallbacks, *explanation.adjustments),
     )  # fmt: skip
 
@@ -168,6 +178,34 @@ def _bar(expert: ExpertShare) -> tuple[str, list[tuple[str, float, float, str]]]
     nbytes = expert.realized_bytes if expert.realized_bytes is not None else expert.planned_bytes
     read = "" if nbytes is None else f", {format_bytes(nbytes)} read"
     return f"{expert.model}: {missing}{read}", parts
+
+
+Cell = tuple[str, float, float, float, str]
+"""Of a heat map: style, start and width in percent, opacity and title."""
+
+
+def heat_maps(overlaps: Sequence[Overlap]) -> list[tuple[str, list[tuple[str, list[Cell]]]]]:
+    """Return titled maps of what experts have in common: a row for each two of them, a cell for each layer."""
+    pairs: dict[str, list[Overlap]] = {}
+    for overlap in overlaps:
+        pairs.setdefault(f"{overlap.first}, {overlap.second}", []).append(overlap)
+
+    def rows(value: Callable[[Overlap], float]) -> list[tuple[str, list[Cell]]]:
+        return [
+            (f"{pair}: {Overlap.over(parts)}", [
+                (
+                    "against" if value(part) < 0 else "read", round(100 * i / len(parts), 3),
+                    round(100 / len(parts), 3), round(min(1.0, abs(value(part))), 3),
+                    f"{f'layer {part.layer}' if part.layer else 'others'}: {part}",
+                )
+                for i, part in enumerate(parts)
+            ])
+            for pair, parts in pairs.items()
+        ]  # fmt: skip
+
+    shared = rows(lambda part: part.shared(part.both))
+    titles = ("Cosines between experts, by layer", "Elements that both experts change, by layer")
+    return list(zip(titles, (rows(lambda part: part.cosine), shared), strict=True)) if pairs else []
 
 
 def layer_charts(explanation: Explanation) -> tuple[Chart, ...]:

@@ -24,6 +24,7 @@ from mergepipe.engine.work import AnalysisWork, EngineOptions, Observer, Tap
 from mergepipe.jobs.evaluations import write_text_importance
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics
 from mergepipe.options import AnalyzeOptions, block_elements_of, engine_options, home_of
+from mergepipe.planning.overlap import overlaps_of
 from mergepipe.recipes.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.runs.catalog_link import KnownStatistics
@@ -87,6 +88,9 @@ def run_analysis(
             catalog.record_digests(file.base)
     analyzed = iter(files)
     made_of = [next(analyzed) if subject.is_wanted else None for subject in subjects]
+    on_record = [s.on_record if made is None else made.statistics for s, made in zip(subjects, made_of, strict=True)]
+    names = [path.name for path in expert_paths]
+    names = names if len(set(names)) == len(names) else list(map(str, expert_paths))
     usage = store.ledger.usage()
     return AnalyzeReport(
         base=base_path,
@@ -96,10 +100,10 @@ def run_analysis(
                 len(subject.comparable) if subject.is_wanted else 0,
                 len(subject.comparable),
                 subject.incomparable,
-                _place(home, subject.on_record if made is None else made.statistics),
+                None if file is None else statistics_path(home, file.expert.digest, file.base.digest),
                 None if made is None else made.packed_bytes,
             )
-            for path, subject, made in zip(expert_paths, subjects, made_of, strict=True)
+            for path, subject, made, file in zip(expert_paths, subjects, made_of, on_record, strict=True)
         ),
         home=home,
         base_bytes=usage[Purpose.BASE],
@@ -107,11 +111,8 @@ def run_analysis(
         analysis_bytes=usage[Purpose.ANALYSIS],
         seconds=time.perf_counter() - started,
         notices=tuple(notices),
+        overlaps=overlaps_of({name: file.tensors for name, file in zip(names, on_record, strict=True) if file}),
     )
-
-
-def _place(home: Path, file: StatisticsFile | None) -> Path | None:
-    return None if file is None else statistics_path(home, file.expert.digest, file.base.digest)
 
 
 @dataclass(frozen=True, slots=True)

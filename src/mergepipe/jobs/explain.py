@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 
+from mergepipe.checkpoints.content_id import digest_of_files
+from mergepipe.checkpoints.contract import CheckpointKind
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, element_count
 from mergepipe.errors import NotFoundError, did_you_mean
 from mergepipe.jobs.plan import read_plan
-from mergepipe.planning.plan import Access, Plan, PlannedTensor, Runs, format_runs
+from mergepipe.operators.statistics import TensorStatistics
+from mergepipe.planning.overlap import overlaps_of
+from mergepipe.planning.plan import Access, Plan, Runs, format_runs
 from mergepipe.planning.selection import layer_of
 from mergepipe.recipes.tasks import Action
-from mergepipe.reports import BlockUse, ExpertShare, Explanation, LayerShare, TensorUse
+from mergepipe.reports import BlockUse, ExpertShare, Explanation, LayerShare, Overlap, TensorUse
 from mergepipe.runs.budget.verdict import analysis_advice, blocks_by_level, level_name, verdict_of
+from mergepipe.runs.catalog_link import KnownStatistics
 from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value
 from mergepipe.runs.stored_plan import plan_of
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
@@ -24,15 +29,6 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
 READ, FREE, OMITTED = "read", "free", "omitted"
-
-
-@dataclass(frozen=True, slots=True)
-class _Subject:
-    """The explained object: a plan, a manifest, or a manifest that contains its plan."""
-
-    path: Path
-    plan: Plan | None
-    manifest: Manifest | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +54,28 @@ def explain_subject(subject_text: str, pattern: str | None, home: Path) -> Expla
 
     `pattern` chooses tensors that are told of block by block, by a shell pattern over their names.
     """
-    store, place = Stores(), Location.of(subject_text)
+    store, place, plan = Stores(), Location.of(subject_text), None
     if place.name != MANIFEST_NAME and is_file(store, place):
-        subject = _Subject(Path(subject_text), read_plan(store, place), None)
+        path, plan, manifest = Path(subject_text), read_plan(store, place), None
     else:
-        subject = _snapshot(store, find_snapshot_path(subject_text, home))
-    return explanation_of(subject.path, subject.plan, subject.manifest, pattern)
+        path = find_snapshot_path(subject_text, home)
+        manifest = read_manifest_value(store, Location.local(path))
+        plan = plan_of(manifest, f"{path / MANIFEST_NAME}: plan")
+    explanation = explanation_of(path, plan, manifest, pattern)
+    return replace(explanation, overlaps=_overlaps(store, plan, manifest, home))
 
 
-def _snapshot(store: Store, path: Path) -> _Subject:
-    manifest = read_manifest_value(store, Location.local(path))
-    return _Subject(path, plan_of(manifest, f"{path / MANIFEST_NAME}: plan"), manifest)
+def _overlaps(store: Store, plan: Plan | None, manifest: Manifest | None, home: Path) -> tuple[Overlap, ...]:
+    """Tell what experts have in common by the statistics on record of their contents; nothing without these."""
+    models = manifest.inputs if manifest is not None else plan.models if plan is not None else ()
+    base = next((digest_of_files(CheckpointKind.FULL, model.files) for model in models if model.role == "base"), None)
+    known = KnownStatistics(store, home, [], beside=False)
+    experts: dict[str, Mapping[str, TensorStatistics]] = {}
+    for model in models:
+        digests = [digest_of_files(kind, model.files) for kind in CheckpointKind if model.role == "expert"]
+        for file in filter(None, (known.of_contents(digest, base) for digest in digests)):
+            experts[model.model] = file.tensors
+    return overlaps_of(experts)
 
 
 def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pattern: str | None) -> Explanation:
@@ -108,12 +115,14 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
 
 
 def _planned(plan: Plan) -> tuple[_Tensor, ...]:
-    def blocks(tensor: PlannedTensor) -> int:
-        return -(-tensor.n_elements // plan.block_elements)
-
     n_experts = sum(model.role == "expert" for model in plan.models)
     return tuple(
-        _Tensor(tensor.name, blocks(tensor), tuple(tensor.access_of(e) for e in range(n_experts)), tensor.probability)
+        _Tensor(
+            tensor.name,
+            -(-tensor.n_elements // plan.block_elements),
+            tuple(tensor.access_of(e) for e in range(n_experts)),
+            tensor.probability,
+        )
         for tensor in plan.tensors
     )
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.rows import SnapshotRow
+from mergepipe.catalog.snapshots import SnapshotRow
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.reports import Garbage, GcReport
 from mergepipe.runs.snapshots import is_snapshot_of

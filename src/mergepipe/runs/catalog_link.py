@@ -80,16 +80,16 @@ class KnownStatistics:
 
     def file(self, expert: Checkpoint, base: Checkpoint) -> StatisticsFile | None:
         """Return what is on record of an expert against a base; None if nothing is."""
-        digests = content_digest(expert), content_digest(base)
-        if digests[0] is None or digests[1] is None:
+        place = expert.root / STATISTICS_NAME if self._beside else None
+        return self.of_contents(content_digest(expert), content_digest(base), place)
+
+    def of_contents(self, expert: str | None, base: str | None, place: Location | None = None) -> StatisticsFile | None:
+        """Return what is on record of a content against a base's, by their digests; None if nothing is."""
+        if expert is None or base is None:
             return None
-        places = [] if self._home is None else [Location.local(statistics_path(self._home, digests[0], digests[1]))]
-        places += [expert.root / STATISTICS_NAME] if self._beside else []
-        for place in places:
-            file = self._read(place)
-            if file is not None and (file.expert.digest, file.base.digest) == digests:
-                return file
-        return None
+        home = None if self._home is None else Location.local(statistics_path(self._home, expert, base))
+        files = (self._read(where) for where in (home, place) if where is not None)
+        return next((f for f in files if f is not None and (f.expert.digest, f.base.digest) == (expert, base)), None)
 
     def tensors(self, expert: Checkpoint, base: Checkpoint) -> Mapping[str, TensorStatistics]:
         """Return the statistics of an expert's tensors against a base's, by name."""

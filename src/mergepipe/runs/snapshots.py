@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.snapshots import containing, read_manifest, row_of, sid_of_unchanged_input
+from mergepipe.catalog.snapshots import (
+    CatalogStats,
+    LineageNode,
+    SnapshotRow,
+    containing,
+    read_manifest,
+    row_of,
+    sid_of_unchanged_input,
+)
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.recipes.references import referenced_paths
 from mergepipe.reports import SnapshotReport
@@ -31,7 +39,6 @@ from mergepipe.storage.location import Location, is_remote
 from mergepipe.storage.stores import Stores
 
 if TYPE_CHECKING:
-    from mergepipe.catalog.rows import CatalogStats, LineageNode, SnapshotRow
     from mergepipe.storage.contract import Store
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from mergepipe.errors import RecipeError
 from mergepipe.options import FORCE, HOME, PushOptions, RunOptions, VerifyOptions
 
 if TYPE_CHECKING:
-    from mergepipe.catalog.rows import LineageNode
+    from mergepipe.catalog.snapshots import LineageNode
     from mergepipe.reports import SnapshotReport
 
 DAMAGED_EXIT_CODE = 4
