@@ -69,10 +69,9 @@ def _scaling(results: Results) -> str:
     for name in PAPER_OPERATORS.values():
         header += [f"{name}, theirs", f"{name}, ours"]
     text = (
-        "Seconds in full / under the budget of 21.6 % of one expert. Theirs: Llama-3.1-8B, naive script and MergePipe;"
-        f" ours: {results.clock_name} at size `{results.size['name']}`, both by this program"
-        " ([scaling](benchmarks/scaling.md) has the naive script and mergekit, where they were measured). Models and"
-        " machines differ: compare how the columns grow."
+        "Seconds in full / under the budget of 21.6 % of one expert. Theirs: Llama-3.1-8B, naive script / MergePipe;"
+        f" ours: {results.clock_name} of synthetic models of size `{results.size['name']}`, both by this program."
+        " Models and machines differ: compare how the columns grow."
     )
     return f"### Operators and K\n\n{text}\n\n{Table(tuple(header), tuple(rows)).markdown()}"
 
@@ -109,9 +108,8 @@ def _resuming(results: Results) -> str:
         ours = (_last_losses([run for run in runs if run.name.startswith(strategy)]) for runs in measured.values())
         rows.append((strategy, *theirs, *ours))
     text = (
-        "Last losses in training / on held-out text. Theirs: hundreds of steps of models of 7 and 8 billion"
-        " parameters under ZeRO-3; ours: [SmolLM2-135M](benchmarks/resuming.md), means over seeds. Losses of other"
-        " models on other text do not compare; the differences from the first row do."
+        "Last losses in training / on held-out text. Theirs: hundreds of steps under ZeRO-3; ours: [a short"
+        " fine-tune](benchmarks/resuming.md), means over seeds. Only differences from the first row compare."
     )
     ours_by = {ALONE: "SmolLM2-135M, ours", ZERO3: "SmolLM2-135M under ZeRO-3, two ranks, ours"}
     ours = (f"{ours_by[variant]} (seeds: {len(variant.entries(results))})" for variant in measured)

@@ -251,23 +251,17 @@ def _figure(results: Results, pairs: list[str]) -> Figure:
     )
 
 
-def _scores(results: Results) -> tuple[str | Table, ...]:
+def _scores(results: Results) -> tuple[str, ...]:
     if "sentences/full" not in results:
         return ()
-    pair, full = results["sentences/pair"], results["sentences/full"]
-    rows = [("base", "", f"{pair['base']['reciprocal_rank']:.4f}", "")]
-    rows += [("fine-tune", "", f"{pair['expert']['reciprocal_rank']:.4f}", "")]
-    rows += [("merge in full", "100 %", f"{full['reciprocal_rank']:.4f}", "1.0000")]
+    shares = _SHARES[1::2]
+    told = []
     for form, label in _FORMS.items():
-        for share in _SHARES[1::2]:
-            entry = results[f"sentences/{form}/{share}"]
-            rows.append((label, f"{share} %", f"{entry['reciprocal_rank']:.4f}", f"{entry['cosine']:.4f}"))
-    text = (
-        "Pieces of Python's language reference are cut in two, and the second half has to be retrieved by the first:"
-        " mean reciprocal rank. *Cosine*: of the embeddings with those of the merge in full. The fine-tune was made for"
-        " another text and is worse than its base on this one, so the cosine tells what a budget loses."
-    )
-    return ("## Retrieval", text, Table(("model", "budget", "mean reciprocal rank", "cosine"), tuple(rows)))
+        cosines = (results[f"sentences/{form}/{share}"]["cosine"] for share in shares)
+        told.append(f"{label} {', '.join(f'{cosine:.3f}' for cosine in cosines)}")
+    at = " and ".join(map(str, shares))
+    text = "Cosine of the sentence encoder's embeddings with those of the merge in full"
+    return (f"{text}, at {at} % of the bytes: {'; '.join(told)}.",)
 
 
 PART = Part(
